@@ -1,0 +1,72 @@
+"""Errors of the daemon, the store and the command line.
+
+CapdError (capd_client.errors)
+├── ConfigError
+├── EndpointError          the socket cannot be bound, found or spoken to              exit 3 in tools
+├── StoreError             the store cannot be opened, read or written                 exit 1
+│   ├── StoreBusy          another daemon owns the store root on this node             exit 7
+│   ├── StoreFull          out of disk space or over a budget                          exit 6
+│   ├── NotAStore          nothing there, a foreign hierarchy, or a newer format       exit 1
+│   └── DamagedRecord      stored bytes fail their checksum or contradict their frame  exit 4
+└── NothingMatched         a selection is empty                                        exit 5
+
+`exit_code` on each class is what the command line exits with.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from capd_client.errors import ArenaError, CapdError, ConfigError, ProtocolError
+
+__all__ = [
+    "ArenaError", "CapdError", "ConfigError", "DamagedRecord", "EndpointError", "NotAStore", "NothingMatched",
+    "ProtocolError", "StoreBusy", "StoreError", "StoreFull", "exit_code_of",
+]  # fmt: skip
+
+
+class EndpointError(CapdError):
+    """The daemon's socket cannot be bound, found or spoken to; names the path and the remedy."""
+
+    exit_code: ClassVar[int] = 3
+
+
+class StoreError(CapdError):
+    """The store cannot be opened, read or written; names the path."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class StoreBusy(StoreError):
+    """Another daemon owns this store root (or socket) on this node; names its pid."""
+
+    exit_code: ClassVar[int] = 7
+
+
+class StoreFull(StoreError):
+    """Writing stopped at max_disk, keep_free or ENOSPC; names the limit."""
+
+    exit_code: ClassVar[int] = 6
+
+
+class NotAStore(StoreError):
+    """The path holds no capd run, or one of a format this version cannot read."""
+
+
+class DamagedRecord(StoreError):
+    """Stored bytes fail their checksum or contradict their frame; names series, record and file."""
+
+    exit_code: ClassVar[int] = 4
+
+
+class NothingMatched(CapdError):
+    """A selection matched nothing; names the selection."""
+
+    exit_code: ClassVar[int] = 5
+
+
+def exit_code_of(error: CapdError) -> int:
+    """The command line's exit code for `error` (2 for a ConfigError, 1 where nothing more is known)."""
+    if isinstance(error, ConfigError):
+        return 2
+    return int(getattr(error, "exit_code", 1))

@@ -1,0 +1,199 @@
+"""The frames that make a shard file, and the node's small log, their own journal. Format version 1.
+
+A shard is `[HEADER] ([CHUNK])* [COMMIT] … [index][crc32c]`: the Zarr v3 sharding index follows the last frame,
+and since index entries are absolute offsets, readers skip the frames as gaps. A small log is
+`[HEADER] ([SERIES] [RECORD] [COMMIT])*` and never becomes a Zarr file.
+
+Frame header, 48 bytes, little-endian (struct `<4sBBHIIQQQII`):
+
+  magic "CPDF", version u8 = 1, kind u8, 2 zero bytes, payload bytes u32, ordinal u32, session u64, sequence u64,
+  raw bytes u64, payload crc32c u32, crc32c of the 44 bytes before it u32
+
+kind     payload                                  ordinal
+HEADER   msgpack FileHeader                       0
+CHUNK    encoded inner chunk (ends in its crc)    chunk within the record (or batch)
+COMMIT   msgpack Commit                           series reference in a small log, else 0
+SERIES   msgpack SeriesHeader                     series reference, valid in this file
+RECORD   a small record's raw bytes               series reference
+
+`session` is the first 8 bytes of the client uuid, `sequence` the client's. A record exists once its COMMIT
+frame is whole; frames behind the last COMMIT are leftovers of an interrupted write. The payload crc of a
+CHUNK is the crc32c its payload ends with (it covers the rest); for the other kinds it covers the payload.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import Any, NamedTuple, Optional, Union
+
+import msgspec
+
+from capd.errors import NotAStore
+from capd.store.codecs import crc32c
+from capd.store.geometry import Geometry
+from capd_client.key import Key, Moment
+
+__all__ = [
+    "FORMAT_VERSION", "FRAME_NBYTES", "Commit", "FileHeader", "Frame", "Kind", "RecordRow", "SeriesHeader",
+    "StatsRow", "decode_payload", "frame", "payload_is_sound", "read_frame", "walk",
+]  # fmt: skip
+
+FORMAT_VERSION = 1
+FRAME_NBYTES = 48
+MAX_PAYLOAD_NBYTES = 64 << 20
+_MAGIC = b"CPDF"
+_HEADER = struct.Struct("<4sBBHIIQQQII")
+_CRC = struct.Struct("<I")
+
+
+class Kind(IntEnum):
+    """What a frame holds."""
+
+    HEADER = 1
+    CHUNK = 2
+    COMMIT = 3
+    SERIES = 4
+    RECORD = 5
+
+
+class Frame(NamedTuple):
+    """A frame's header and where its payload lies in the file."""
+
+    kind: Kind
+    nbytes: int
+    ordinal: int
+    session: int
+    sequence: int
+    raw_nbytes: int
+    crc: int
+    offset: int  # of the payload
+
+
+Number = Union[int, float]
+
+
+class StatsRow(msgspec.Struct, array_like=True):
+    """Statistics of one record, additive: see `capd.store.statistics`. exponents: sparse [bin, count, …]."""
+
+    count: int = 0
+    nan: int = 0
+    inf: int = 0
+    zero: int = 0
+    min: Optional[Number] = None
+    max: Optional[Number] = None
+    absmax: Optional[Number] = None
+    sum: float = 0.0
+    sum_sq: float = 0.0
+    exponents: list[int] = []
+
+
+class RecordRow(msgspec.Struct, array_like=True):
+    """Everything about one record but its key, dtype and elements."""
+
+    client: bytes
+    sequence: int
+    shape: tuple[int, ...]
+    nbytes: int
+    moment: Moment
+    device: str = "cpu"
+    requires_grad: bool = False
+    is_leaf: bool = False
+    metadata: str = ""  # JSON object or empty
+    attributes: str = ""  # JSON of the capture's attributes where they differ from the series'
+    stats: Optional[StatsRow] = None
+
+
+class Commit(msgspec.Struct, array_like=True):
+    """Makes the records first, first+1, … real. chunks: (index entry in the shard, offset, bytes)."""
+
+    first: int
+    rows: list[RecordRow]
+    chunks: list[tuple[int, int, int]] = []
+
+
+class SeriesHeader(msgspec.Struct, array_like=True):
+    """What a series is: enough to rebuild its metadata and catalog rows."""
+
+    path: str
+    key: Key
+    dtype: str
+    codec: str
+    geometry: Geometry
+    attributes: dict[str, Any] = {}
+
+
+class FileHeader(msgspec.Struct, array_like=True):
+    """First frame of a file. series and shard are set for shards, absent for small logs."""
+
+    format: int
+    run_id: str
+    node: str
+    series: Optional[SeriesHeader] = None
+    shard: int = 0
+
+
+def frame(
+    kind: Kind, payload: bytes, *, ordinal: int = 0, session: int = 0, sequence: int = 0, raw_nbytes: int = 0
+) -> bytes:
+    """The 48 header bytes for `payload` (written right behind them)."""
+    crc = _CRC.unpack(payload[-4:])[0] if kind is Kind.CHUNK else crc32c(payload)
+    head = _HEADER.pack(
+        _MAGIC, FORMAT_VERSION, kind, 0, len(payload), ordinal, session, sequence, raw_nbytes, crc, 0
+    )[:-4]
+    return head + _CRC.pack(crc32c(head))
+
+
+def read_frame(fd: int, offset: int, end: int) -> Frame | None:
+    """The frame at `offset` of the file, or None if no whole frame stands there before `end`.
+
+    Raises NotAStore for a sound frame of a newer format version.
+    """
+    head = os.pread(fd, FRAME_NBYTES, offset)
+    if len(head) < FRAME_NBYTES or head[:4] != _MAGIC or _CRC.unpack(head[-4:])[0] != crc32c(head[:-4]):
+        return None
+    _, version, kind, _, nbytes, ordinal, session, sequence, raw_nbytes, crc, _ = _HEADER.unpack(head)
+    if version > FORMAT_VERSION:
+        raise NotAStore(f"frame format {version} is newer than {FORMAT_VERSION}; use a newer capd to read it")
+    if (
+        kind not in Kind._value2member_map_
+        or nbytes > MAX_PAYLOAD_NBYTES
+        or offset + FRAME_NBYTES + nbytes > end
+    ):
+        return None
+    return Frame(Kind(kind), nbytes, ordinal, session, sequence, raw_nbytes, crc, offset + FRAME_NBYTES)
+
+
+def payload_is_sound(frame: Frame, payload: bytes) -> bool:
+    """Whether a payload read back matches its frame's checksum."""
+    if len(payload) != frame.nbytes:
+        return False
+    covered = payload[:-4] if frame.kind is Kind.CHUNK else payload
+    return crc32c(covered) == frame.crc
+
+
+def walk(fd: int, offset: int, end: int) -> Iterator[Frame]:
+    """Frames from `offset` on, until the first place where none stands."""
+    while (found := read_frame(fd, offset, end)) is not None:
+        yield found
+        offset = found.offset + found.nbytes
+
+
+_decoders: dict[Kind, msgspec.msgpack.Decoder[Any]] = {
+    Kind.HEADER: msgspec.msgpack.Decoder(FileHeader),
+    Kind.COMMIT: msgspec.msgpack.Decoder(Commit),
+    Kind.SERIES: msgspec.msgpack.Decoder(SeriesHeader),
+}
+
+
+def decode_payload(fd: int, frame: Frame) -> Any:
+    """FileHeader, Commit or SeriesHeader of a frame, or None if its payload is damaged."""
+    payload = os.pread(fd, frame.nbytes, frame.offset)
+    if not payload_is_sound(frame, payload):
+        return None
+    try:
+        return _decoders[frame.kind].decode(payload)
+    except msgspec.DecodeError:
+        return None

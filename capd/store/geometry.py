@@ -1,0 +1,120 @@
+"""The chunk grid of a series: pure arithmetic from the first record's shape to chunks, shards and slots.
+
+Inner chunks are full from the right; the first axis whose inner product exceeds CHUNK_NBYTES is split into
+equal parts, axes left of it have chunk length 1. Records smaller than SMALL_NBYTES share chunks of up to
+BATCH_NBYTES along the record axis. A record never spans two shard files; shard extents are the record's
+extents rounded up to whole chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil, prod
+
+import msgspec
+
+__all__ = ["BATCH_NBYTES", "CHUNK_NBYTES", "SMALL_NBYTES", "Geometry", "grown", "plan_geometry"]
+
+CHUNK_NBYTES = 4 << 20
+SMALL_NBYTES = 256 << 10
+BATCH_NBYTES = 1 << 20
+MAX_SHARD_RECORDS = 4096
+
+
+class Geometry(msgspec.Struct, frozen=True, array_like=True):
+    """extents: shard extents per record axis. chunk: inner chunk per record axis (divides extents).
+
+    batch: records per chunk (1 unless records are small). shard_records: records per shard, a multiple of batch.
+    itemsize: bytes of a stored element.
+    """
+
+    extents: tuple[int, ...]
+    chunk: tuple[int, ...]
+    batch: int
+    shard_records: int
+    itemsize: int
+
+    @property
+    def is_small(self) -> bool:
+        """Whether records go through the node's small log and share chunks."""
+        return prod(self.extents) * self.itemsize < SMALL_NBYTES
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Chunks along each record axis."""
+        return tuple(extent // chunk for extent, chunk in zip(self.extents, self.chunk, strict=True))
+
+    @property
+    def chunks_per_batch(self) -> int:
+        """Chunks that one batch of records (one record, unless small) spans."""
+        return prod(self.grid)
+
+    @property
+    def shard_slots(self) -> int:
+        """Entries of a shard's index."""
+        return self.shard_records // self.batch * self.chunks_per_batch
+
+    def slot(self, record: int, ordinal: int) -> int:
+        """Index entry, in its shard, of chunk `ordinal` (C order in the record's grid) of `record`."""
+        return record % self.shard_records // self.batch * self.chunks_per_batch + ordinal
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a record of this shape can be stored without a new variant."""
+        return len(shape) == len(self.extents) and all(
+            n <= e for n, e in zip(shape, self.extents, strict=True)
+        )
+
+    def chunks(self, shape: tuple[int, ...]) -> Iterator[tuple[int, tuple[slice, ...]]]:
+        """(ordinal, slices into the record) of every chunk that holds an element of a record of `shape`."""
+        if 0 in shape:
+            return
+        grid = self.grid
+        used = [ceil(n / c) for n, c in zip(shape, self.chunk, strict=True)]
+        for position in _positions(used):
+            ordinal = 0
+            for count, index in zip(grid, position, strict=True):
+                ordinal = ordinal * count + index
+            yield (
+                ordinal,
+                tuple(
+                    slice(i * c, min((i + 1) * c, n))
+                    for i, c, n in zip(position, self.chunk, shape, strict=True)
+                ),
+            )
+
+
+def _positions(counts: list[int]) -> Iterator[tuple[int, ...]]:
+    if not counts:
+        yield ()
+        return
+    for head in range(counts[0]):
+        for tail in _positions(counts[1:]):
+            yield (head, *tail)
+
+
+def plan_geometry(shape: tuple[int, ...], itemsize: int, shard_nbytes: int) -> Geometry:
+    """The geometry that a series gets from the shape of its first record (or from grown extents)."""
+    extents = [max(1, n) for n in shape]
+    chunk = list(extents)
+    inner = itemsize  # bytes of everything right of the axis in hand
+    for axis in reversed(range(len(extents))):
+        if inner * extents[axis] > CHUNK_NBYTES:
+            parts = ceil(extents[axis] / max(1, CHUNK_NBYTES // inner))
+            chunk[axis] = ceil(extents[axis] / parts)
+            extents[axis] = chunk[axis] * parts
+            chunk[:axis] = [1] * axis
+            break
+        inner *= extents[axis]
+    record_nbytes = prod(extents) * itemsize
+    batch = 1
+    if record_nbytes < SMALL_NBYTES:
+        batch = min(MAX_SHARD_RECORDS, max(1, BATCH_NBYTES // record_nbytes))
+    batches = max(1, min(shard_nbytes // (record_nbytes * batch), MAX_SHARD_RECORDS // batch))
+    return Geometry(tuple(extents), tuple(chunk), batch, batches * batch, itemsize)
+
+
+def grown(extents: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Extents for a variant that holds `shape`: axes that overflow go to the next power of two."""
+    if len(extents) != len(shape):
+        return shape
+    return tuple(e if n <= e else 1 << (n - 1).bit_length() for e, n in zip(extents, shape, strict=True))

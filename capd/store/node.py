@@ -1,0 +1,111 @@
+"""A reader's view of one node's part of a run: the catalog, and what the frames hold beyond it.
+
+Works beside a live daemon, after a kill, and on a sealed store; changes nothing. The spool is read before the
+catalog: a record that leaves the spool in between was written to the catalog first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from capd.store.catalog import (
+    CATALOG_NAME,
+    SeriesRow,
+    SessionRow,
+    connect_read_only,
+    read_records,
+    read_series,
+    read_sessions,
+)
+from capd.store.frames import RecordRow, SeriesHeader
+from capd.store.scan import ScannedShard, scan_log, scan_shard
+from capd.store.small import LOG_GLOB, SmallRecord
+
+__all__ = ["NodeView", "SpooledSeries"]
+
+
+@dataclass(slots=True)
+class SpooledSeries:
+    """What the spool holds of one series. shards: by shard number; logged: by record number."""
+
+    header: SeriesHeader
+    shards: dict[int, tuple[Path, ScannedShard]] = field(default_factory=dict)
+    logged: dict[int, tuple[SmallRecord, RecordRow]] = field(default_factory=dict)
+
+    def rows(self) -> Iterator[tuple[int, RecordRow]]:
+        """Records in the spool; a shard's row (with statistics) goes before a log's."""
+        held = {number: row for _, scanned in self.shards.values() for number, row in scanned.rows.items()}
+        yield from held.items()
+        yield from ((number, row) for number, (_, row) in self.logged.items() if number not in held)
+
+
+class NodeView:
+    """One `.capd/node=…` directory, read-only."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.name = directory.name.removeprefix("node=")
+        self.spooled = self.read_spool()
+        self.rows: dict[str, SeriesRow] = {}
+        self.sessions: list[SessionRow] = []
+        self._catalog = directory / CATALOG_NAME
+        if self._catalog.exists():
+            database = connect_read_only(self._catalog)
+            try:
+                self.rows = {row.header.path: row for row in read_series(database)}
+                self.sessions = read_sessions(database)
+            finally:
+                database.close()
+        for path, spooled in self.spooled.items():
+            self._extend(path, spooled)
+
+    def _extend(self, path: str, spooled: SpooledSeries) -> None:
+        """Add what the spool holds beyond the catalog to the totals."""
+        row = self.rows.setdefault(path, SeriesRow(-1, spooled.header, 0, 0, False, (), 0, 0))
+        known = row.records
+        for number, record in spooled.rows():
+            if number >= known:
+                row.records = max(row.records, number + 1)
+                row.raw_bytes += record.nbytes
+                shape = row.max_shape or record.shape
+                row.max_shape = tuple(max(pair) for pair in zip(shape, record.shape, strict=True))
+
+    def read_spool(self) -> dict[str, SpooledSeries]:
+        """The spool as it is now; files that vanish while it is read were sealed or emptied."""
+        spool = self.directory / "spool"
+        found: dict[str, SpooledSeries] = {}
+        for path in sorted(spool.glob("*.partial")):
+            try:
+                scanned = scan_shard(path)
+            except FileNotFoundError:
+                continue
+            if scanned is not None:
+                series = found.setdefault(scanned.header.path, SpooledSeries(scanned.header))
+                series.shards[scanned.shard] = (path, scanned)
+        for path in sorted(spool.glob(LOG_GLOB)):
+            try:
+                records = scan_log(path)
+            except FileNotFoundError:
+                continue
+            for logged in records:
+                series = found.setdefault(logged.header.path, SpooledSeries(logged.header))
+                series.logged[logged.record] = (logged.place, logged.row)
+        return found
+
+    def records(self, path: str) -> dict[int, RecordRow]:
+        """All records of a series by number: catalog rows, then the spool's where they are newer."""
+        row = self.rows[path]
+        found: dict[int, RecordRow] = {}
+        if row.id >= 0:
+            database = connect_read_only(self._catalog)
+            try:
+                found = dict(read_records(database, row.id))
+            finally:
+                database.close()
+        if path in self.spooled:
+            for number, record in self.spooled[path].rows():
+                if number not in found or found[number].stats is None:
+                    found[number] = record
+        return dict(sorted(found.items()))

@@ -1,0 +1,26 @@
+"""What a store can be told: the constants of one daemon's writing, fixed when it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["StoreOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """Settings of the shard writer; sizes in bytes.
+
+    codec: "default" (blosc-zstd or zstd by dtype) or "fast" (blosc-lz4 or none); fixed per series.
+    statistics: compute them for every record. shard_nbytes: raw bytes at which a shard counts as full.
+    log_nbytes: size at which a small-record log is rotated. open_files: shard files kept open at once.
+    durability: "buffered" (acknowledged = handed to the kernel) or "durable" (synced before the ack).
+    """
+
+    codec: Literal["default", "fast"] = "default"
+    statistics: bool = True
+    shard_nbytes: int = 512 << 20
+    log_nbytes: int = 64 << 20
+    open_files: int = 512
+    durability: Literal["buffered", "durable"] = "buffered"

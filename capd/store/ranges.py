@@ -1,0 +1,51 @@
+"""A set of integers as sorted, disjoint, inclusive ranges: committed sequences, mostly one range."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+
+__all__ = ["RangeSet"]
+
+
+class RangeSet:
+    """Supports add, membership and the list of (first, last) ranges."""
+
+    __slots__ = ("_firsts", "_lasts")
+
+    def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
+        self._firsts: list[int] = []
+        self._lasts: list[int] = []
+        for first, last in sorted(ranges):
+            self._firsts.append(first)
+            self._lasts.append(last)
+
+    def __contains__(self, number: int) -> bool:
+        at = bisect_right(self._firsts, number) - 1
+        return at >= 0 and number <= self._lasts[at]
+
+    def __len__(self) -> int:
+        return sum(last - first + 1 for first, last in zip(self._firsts, self._lasts, strict=True))
+
+    def add(self, number: int) -> None:
+        """Add one integer; neighbouring ranges join."""
+        firsts, lasts = self._firsts, self._lasts
+        at = bisect_right(firsts, number)
+        joins_left = at > 0 and number <= lasts[at - 1] + 1
+        joins_right = at < len(firsts) and number == firsts[at] - 1
+        if at > 0 and number <= lasts[at - 1]:
+            return
+        if joins_left and joins_right:
+            lasts[at - 1] = lasts.pop(at)
+            firsts.pop(at)
+        elif joins_left:
+            lasts[at - 1] = number
+        elif joins_right:
+            firsts[at] = number
+        else:
+            firsts.insert(at, number)
+            lasts.insert(at, number)
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """The ranges in ascending order."""
+        return list(zip(self._firsts, self._lasts, strict=True))

@@ -1,0 +1,185 @@
+"""What users read: a Store, its Series, their Records. Needs neither torch nor zarr until an array asks for it.
+
+A Store sees everything that is committed, sealed or not, on all nodes; `Series.zarr`, `xarray` and `dask`
+see what plain Zarr readers see: sealed records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from capd.errors import CapdError, NotAStore
+from capd.store.catalog import SessionRow
+from capd.store.layout import run_attributes
+from capd.store.node import NodeView
+from capd.store.series_view import Record, Series, import_extra
+from capd_client.key import Key, Moment
+
+__all__ = ["Record", "Series", "SeriesListing", "Store", "Totals", "list_series", "open_store", "runs"]
+
+_KEY_FIELDS = frozenset(Key.__struct_fields__)
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Counters of a run over all ranks and nodes. clean: no session's counters were cut off by a kill."""
+
+    offered: int
+    committed: int
+    in_flight: int
+    dropped: dict[str, int]
+    raw_bytes: int
+    stored_bytes: int
+    records: int
+    clean: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesListing:
+    """One line of `capd ls`: the key, and totals. shape: [records, *largest record shape]."""
+
+    path: str
+    quant_type: str
+    rank: int
+    layer: int | None
+    phase: str
+    layer_type: str
+    operation: str
+    component: str
+    tensor_name: str
+    module: str
+    stack: str
+    dtype: str
+    shape: tuple[int, ...]
+    records: int
+    raw_bytes: int
+    stored_bytes: int
+
+
+class Store:
+    """One run, read-only. `refresh()` looks again; everything else is a snapshot of the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.run_id: str = run_attributes(path).get("run_id", path.stem)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the catalogs and spools again."""
+        self._nodes = [NodeView(directory) for directory in sorted((self.path / ".capd").glob("node=*"))]
+
+    def __repr__(self) -> str:
+        return f"<Store {self.path} with {len(self.series)} series>"
+
+    @property
+    def series(self) -> list[Series]:
+        """All series with at least one record, all attempts, ordered by path."""
+        return list(self._all("all"))
+
+    def _all(self, attempt: int | str) -> Iterator[Series]:
+        found = [(row, node) for node in self._nodes for row in node.rows.values() if row.records]
+        for row, node in sorted(found, key=lambda pair: pair[0].header.path):
+            yield Series(self.path, node, row, attempt)
+
+    def find(self, *, attempt: int | str = "latest", **key: Any) -> list[Series]:
+        """Series whose key fields equal the given values (or one of a list of values).
+
+        attempt: "latest" keeps, of records at the same moment, those of the job's latest restart; a number keeps
+        that restart's; "all" keeps everything. Raises CapdError for a name that is not a key field.
+        """
+        unknown = key.keys() - _KEY_FIELDS
+        if unknown:
+            raise CapdError(f"unknown key field {min(unknown)!r}; known: {', '.join(Key.__struct_fields__)}")
+        wanted = {
+            name: value if isinstance(value, (list, tuple, set)) else (value,) for name, value in key.items()
+        }
+        return [
+            series
+            for series in self._all(attempt)
+            if all(getattr(series.key, name) in values for name, values in wanted.items()) and len(series)
+        ]
+
+    @property
+    def sessions(self) -> list[SessionRow]:
+        """Counters of every rank's session, as last persisted."""
+        return [row for node in self._nodes for row in node.sessions]
+
+    def totals(self) -> Totals:
+        """Counters of the run. Records are counted in the store, the rest is the sum over the sessions."""
+        rows = [row for node in self._nodes for row in node.rows.values()]
+        sessions = self.sessions
+        dropped: dict[str, int] = {}
+        for session in sessions:
+            for reason, count in session.dropped.items():
+                dropped[reason] = dropped.get(reason, 0) + count
+        records = sum(row.records for row in rows)
+        return Totals(
+            offered=max(sum(s.offered for s in sessions), records + sum(dropped.values())),
+            committed=records,
+            in_flight=sum(s.in_flight for s in sessions),
+            dropped=dropped,
+            raw_bytes=sum(row.raw_bytes for row in rows),
+            stored_bytes=sum(row.stored_bytes for row in rows),
+            records=records,
+            clean=all(session.clean for session in sessions),
+        )
+
+    def to_pandas(self) -> Any:
+        """One row per record: path, key, moment, shape and statistics. Needs the extra `table`."""
+        pd = import_extra("pandas", "table")
+        return pd.DataFrame([row for series in self.series for row in _flat(series)])
+
+
+def _flat(series: Series) -> Iterator[dict[str, Any]]:
+    key = msgspec.structs.asdict(series.key)
+    for record in series.records:
+        stats = record.stats
+        yield {
+            "path": series.path,
+            **key,
+            "dtype": series.dtype,
+            "record": record.index,
+            **{name: getattr(record, name) for name in Moment.__struct_fields__},
+            "shape": record.shape,
+            "device": record.device,
+            **{name: getattr(stats, name) for name in _STATISTICS},
+        }
+
+
+_STATISTICS = ("count", "nan", "inf", "zero", "min", "max", "absmax", "mean", "std", "sum", "sum_sq")
+
+
+def open_store(path: str | Path) -> Store:
+    """Open a run directory; raises NotAStore if it is none."""
+    path = Path(path)
+    if not path.is_dir():
+        raise NotAStore(f"{path} is not a run directory; `capd ls` on the store root lists its runs")
+    return Store(path)
+
+
+def runs(root: str | Path) -> Sequence[Path]:
+    """Run directories below a store root, oldest first (by modification of their metadata)."""
+    found = [path.parent for path in Path(root).glob("*.zarr/zarr.json")]
+    return sorted(found, key=lambda run: ((run / "zarr.json").stat().st_mtime_ns, run.name))
+
+
+def list_series(path: str | Path) -> list[SeriesListing]:
+    """All series of a run with their totals; reads no record."""
+    store = open_store(path)
+    return [
+        SeriesListing(
+            path=series.path,
+            **msgspec.structs.asdict(series.key),
+            dtype=series.dtype,
+            shape=series.shape,
+            records=len(series),
+            raw_bytes=series.raw_bytes,
+            stored_bytes=series.stored_bytes,
+        )
+        for series in store.series
+    ]

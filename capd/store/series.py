@@ -1,0 +1,73 @@
+"""The writing state of one series: its next record number, its open shard, its waiting small records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from capd.store.catalog import SeriesRow
+from capd.store.codecs import Chain, chain_for
+from capd.store.columns import Columns
+from capd.store.frames import RecordRow, SeriesHeader
+from capd.store.geometry import Geometry
+from capd.store.shards import ShardWriter
+from capd.store.small import SmallRecord
+
+__all__ = ["Plan", "Series"]
+
+
+@dataclass(slots=True)
+class Series:
+    """Owned by the append thread. `row` holds the totals that the catalog mirrors."""
+
+    row: SeriesRow
+    in_shards: int = 0  # records that stand in shard files; the rest waits in the small log
+    waiting: list[SmallRecord] = field(default_factory=list)
+    shard: ShardWriter | None = None
+    columns: Columns | None = None  # of the sealed records; loaded when the series is sealed first
+
+    @property
+    def header(self) -> SeriesHeader:
+        """Key, dtype, geometry and path."""
+        return self.row.header
+
+    @property
+    def geometry(self) -> Geometry:
+        """The chunk grid."""
+        return self.row.header.geometry
+
+    @property
+    def chain(self) -> Chain:
+        """The codec chain."""
+        return chain_for(self.header.codec, self.header.dtype)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the open shard holds all the records it can."""
+        return self.shard is not None and self.in_shards % self.geometry.shard_records == 0
+
+    def count(self, record: RecordRow) -> int:
+        """Count a record that was committed just now; returns its number."""
+        number = self.row.records
+        self.row.records += 1
+        self.row.raw_bytes += record.nbytes
+        old = self.row.max_shape or record.shape
+        self.row.max_shape = tuple(max(pair) for pair in zip(old, record.shape, strict=True))
+        return number
+
+
+@dataclass(slots=True)
+class Plan:
+    """How records of one key, dtype and range of shapes are encoded; known before the series exists on disk."""
+
+    header: SeriesHeader  # its path is a wish until `series` is set
+    series: Series | None = None
+
+    @property
+    def geometry(self) -> Geometry:
+        """The chunk grid."""
+        return self.header.geometry
+
+    @property
+    def chain(self) -> Chain:
+        """The codec chain."""
+        return chain_for(self.header.codec, self.header.dtype)

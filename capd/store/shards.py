@@ -1,0 +1,235 @@
+"""One open shard file: frames appended to a `.partial` in the spool until it gets its index and final name.
+
+A ShardWriter is owned by the append thread. It keeps the index in memory; descriptors come from an LRU, so
+thousands of open shards need few of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from capd.errors import DamagedRecord
+from capd.store.codecs import crc32c
+from capd.store.files import copy_range, pwrite_all, start_writeback
+from capd.store.frames import FRAME_NBYTES, Commit, FileHeader, Kind, frame
+
+__all__ = ["DescriptorCache", "EncodedChunk", "ShardWriter", "read_index"]
+
+_EMPTY = 2**64 - 1
+_PIECE_NBYTES = 16 << 20
+_WRITEBACK_NBYTES = 32 << 20
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class EncodedChunk(msgspec.Struct, array_like=True):
+    """One encoded inner chunk on its way into a shard. slot: index entry; ordinal: chunk within the record."""
+
+    slot: int
+    ordinal: int
+    payload: bytes
+    raw_nbytes: int
+
+
+class DescriptorCache:
+    """Keeps at most `limit` files open for reading and writing, least recently used closed first.
+
+    sync: make a file durable before its descriptor is closed (writes that a closed descriptor leaves in the
+    page cache could otherwise fail unseen).
+    """
+
+    def __init__(self, limit: int, *, sync: bool) -> None:
+        self._limit, self._sync = max(1, limit), sync
+        self._open: OrderedDict[Path, int] = OrderedDict()
+
+    def get(self, path: Path) -> int:
+        """A descriptor of `path`, opened if need be (never created)."""
+        fd = self._open.get(path)
+        if fd is None:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            self._open[path] = fd
+            while len(self._open) > self._limit:
+                self._close(self._open.popitem(last=False)[1])
+        else:
+            self._open.move_to_end(path)
+        return fd
+
+    def forget(self, path: Path) -> None:
+        """Close the descriptor of `path`, if open, without a sync."""
+        if (fd := self._open.pop(path, None)) is not None:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Close everything."""
+        while self._open:
+            self._close(self._open.popitem()[1])
+
+    def _close(self, fd: int) -> None:
+        try:
+            if self._sync:
+                os.fdatasync(fd)
+        finally:
+            os.close(fd)
+
+
+class _Run:
+    """Gathers frames and writes them behind each other in large pieces."""
+
+    def __init__(self, fd: int, offset: int) -> None:
+        self._fd, self._at, self._end = fd, offset, offset
+        self._parts: list[bytes] = []
+
+    def add(self, head: bytes, payload: bytes) -> int:
+        """Append a frame; returns the offset of its payload."""
+        self._parts += [head, payload]
+        at = self._end + len(head)
+        self._end = at + len(payload)
+        if self._end - self._at >= _PIECE_NBYTES:
+            self.finish()
+        return at
+
+    def finish(self) -> int:
+        """Write what is gathered; returns the offset behind it."""
+        self._at = pwrite_all(self._fd, self._parts, self._at)
+        self._parts = []
+        return self._at
+
+
+class ShardWriter:
+    """Appends records to one `.partial` file; `seal` turns it into a shard that Zarr readers understand."""
+
+    def __init__(
+        self, path: Path, files: DescriptorCache, end: int, index: dict[int, tuple[int, int]]
+    ) -> None:
+        self.path = path
+        self.end = end
+        self.index = index
+        self._files = files
+        self._written_back = end
+        self._previous: dict[
+            int, tuple[int, int, int]
+        ] = {}  # ordinal → (bytes, crc, offset) of the last record
+
+    @classmethod
+    def create(cls, path: Path, files: DescriptorCache, header: FileHeader) -> ShardWriter:
+        """Start an empty shard file with its HEADER frame."""
+        payload = _encode(header)
+        _new_file(path, [frame(Kind.HEADER, payload), payload])
+        return cls(path, files, FRAME_NBYTES + len(payload), {})
+
+    @classmethod
+    def reopen(cls, path: Path, files: DescriptorCache, sealed: Path, slots: int) -> ShardWriter:
+        """Continue a sealed, partly filled shard: everything but its index is copied to `path`."""
+        source = os.open(sealed, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            index = read_index(source, slots)
+            end = os.fstat(source).st_size - (16 * slots + 4)
+            temporary = path.with_suffix(".tmp")
+            target = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                copy_range(source, target, end)
+            finally:
+                os.close(target)
+            os.rename(temporary, path)  # a half-copied file never bears a name that recovery trusts
+        finally:
+            os.close(source)
+        return cls(path, files, end, index)
+
+    def commit(self, chunks: Iterable[EncodedChunk], commit: Commit, *, session: int, sequence: int) -> int:
+        """Append the chunks and their COMMIT as one contiguous run; fills `commit.chunks`. Returns bytes written.
+
+        Chunks are written as they come, so a record larger than memory passes through. A chunk equal to the
+        same chunk of the record before is stored once. If anything fails the file is cut back and the error
+        raised: nothing of the record remains.
+        """
+        fd = self._files.get(self.path)
+        run = _Run(fd, self.end)
+        marks = {"session": session, "sequence": sequence}
+        placed: dict[int, tuple[int, int, int]] = {}
+        try:
+            for chunk in chunks:
+                at = self._twin(fd, chunk)
+                if at is None:
+                    head = frame(
+                        Kind.CHUNK, chunk.payload, ordinal=chunk.ordinal, raw_nbytes=chunk.raw_nbytes, **marks
+                    )
+                    at = run.add(head, chunk.payload)
+                placed[chunk.ordinal] = (len(chunk.payload), _tail(chunk.payload), at)
+                commit.chunks.append((chunk.slot, at, len(chunk.payload)))
+            payload = _encode(commit)
+            run.add(frame(Kind.COMMIT, payload, **marks), payload)
+            end = run.finish()
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, self.end)
+            raise
+        written, self.end, self._previous = end - self.end, end, placed
+        self.index.update((slot, (at, nbytes)) for slot, at, nbytes in commit.chunks)
+        self._start_writeback(fd)
+        return written
+
+    def _start_writeback(self, fd: int) -> None:
+        """Ask the kernel to write early, without waiting: a seal then finds little left to sync."""
+        if self.end - self._written_back >= _WRITEBACK_NBYTES:
+            start_writeback(fd, self._written_back, self.end - self._written_back)
+            self._written_back = self.end
+
+    def _twin(self, fd: int, chunk: EncodedChunk) -> int | None:
+        known = self._previous.get(chunk.ordinal)
+        if known is None or known[:2] != (len(chunk.payload), _tail(chunk.payload)):
+            return None
+        return known[2] if os.pread(fd, known[0], known[2]) == chunk.payload else None
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Bytes of a chunk that was written before."""
+        return os.pread(self._files.get(self.path), nbytes, offset)
+
+    def write_index(self, slots: int) -> None:
+        """Write the sharding index behind the frames: u64 offset and length (2^64-1: empty) per slot, crc32c."""
+        entries = np.full((slots, 2), _EMPTY, dtype="<u8")
+        for slot, place in self.index.items():
+            entries[slot] = place
+        body = entries.tobytes()
+        fd = self._files.get(self.path)
+        end = pwrite_all(fd, [body, struct.pack("<I", crc32c(body))], self.end)
+        os.ftruncate(fd, end)
+
+    def sync(self) -> None:
+        """Make what is written durable."""
+        os.fdatasync(self._files.get(self.path))
+
+    def rename(self, target: Path) -> None:
+        """Give the indexed file its final name."""
+        self._files.forget(self.path)
+        os.rename(self.path, target)
+
+
+def _tail(payload: bytes) -> int:
+    return int(struct.unpack("<I", payload[-4:])[0])
+
+
+def _new_file(path: Path, parts: list[bytes]) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        pwrite_all(fd, parts, 0)
+    finally:
+        os.close(fd)
+
+
+def read_index(fd: int, slots: int) -> dict[int, tuple[int, int]]:
+    """The index of a sealed shard: slot → (offset, bytes). Raises DamagedRecord if its checksum is wrong."""
+    nbytes = 16 * slots + 4
+    size = os.fstat(fd).st_size
+    body = os.pread(fd, nbytes, size - nbytes) if size >= nbytes else b""
+    if len(body) != nbytes or struct.unpack("<I", body[-4:])[0] != crc32c(body[:-4]):
+        raise DamagedRecord("the shard's index is missing or fails its checksum")
+    entries = np.frombuffer(body[:-4], dtype="<u8").reshape(slots, 2)
+    used = np.flatnonzero(entries[:, 0] != _EMPTY)
+    return {int(slot): (int(entries[slot, 0]), int(entries[slot, 1])) for slot in used}

@@ -1,0 +1,222 @@
+"""Statistics of records: one definition, additive, so that any group of records merges exactly.
+
+count, nan, inf and zero count elements (-0 is a zero). min, max, absmax, sum and sum_sq cover the finite
+elements; sums accumulate in float64. mean and std derive from them: population std, sqrt(sum_sq/n - mean²).
+The exponent histogram has 256 bins: the biased exponent field of the value as float32 (bin 0: zeros and
+float32 subnormals; 1-254: 2^(bin-127) ≤ |x| < 2^(bin-126); 255: NaN and Inf; finite float64 beyond float32
+falls into 0 or 254). For 8- and 16-bit dtypes all of it follows from one histogram of the bit patterns.
+Packed fp4 counts both of its values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, reduce
+from typing import Optional
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capd.store.dtypes import value_table
+from capd.store.frames import Number, StatsRow
+from capd_client.dtypes import ITEM_NBYTES
+
+__all__ = ["Stats", "exponent_bins", "merge", "public", "summarise", "summarise_rows"]
+
+# Any bit pattern may come: signalling NaNs make casts "invalid", squares of large float64 values overflow to Inf.
+_quiet = np.errstate(over="ignore", under="ignore", invalid="ignore")
+_BLOCK = 1 << 17  # elements handled at once: the working set stays in the L2 cache
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Statistics as users read them; None where no finite element exists."""
+
+    count: int
+    nan: int
+    inf: int
+    zero: int
+    min: Optional[Number]
+    max: Optional[Number]
+    absmax: Optional[Number]
+    mean: Optional[float]
+    std: Optional[float]
+    sum: float
+    sum_sq: float
+    exponent_histogram: dict[int, int] = field(repr=False)
+
+
+def public(row: StatsRow) -> Stats:
+    """The user's view of a stored row."""
+    finite = row.count - row.nan - row.inf
+    mean = row.sum / finite if finite else None
+    std = None if mean is None else _std(row.sum_sq / finite, mean)
+    bins = dict(zip(row.exponents[::2], row.exponents[1::2], strict=True))
+    return Stats(
+        row.count,
+        row.nan,
+        row.inf,
+        row.zero,
+        row.min,
+        row.max,
+        row.absmax,
+        mean,
+        std,
+        row.sum,
+        row.sum_sq,
+        bins,
+    )
+
+
+def _std(mean_square: float, mean: float) -> float:
+    """Population std; Inf where the squares exceed float64."""
+    return math.sqrt(max(0.0, mean_square - mean * mean)) if math.isfinite(mean_square) else math.inf
+
+
+def _pick(
+    choose: Callable[[Number, Number], Number], a: Optional[Number], b: Optional[Number]
+) -> Optional[Number]:
+    if a is None or b is None:
+        return b if a is None else a
+    return choose(a, b)
+
+
+def merge(a: StatsRow, b: StatsRow) -> StatsRow:
+    """Statistics of two sets of elements together."""
+    bins = dict(zip(a.exponents[::2], a.exponents[1::2], strict=True))
+    for exponent, count in zip(b.exponents[::2], b.exponents[1::2], strict=True):
+        bins[exponent] = bins.get(exponent, 0) + count
+    return StatsRow(
+        a.count + b.count,
+        a.nan + b.nan,
+        a.inf + b.inf,
+        a.zero + b.zero,
+        _pick(min, a.min, b.min),
+        _pick(max, a.max, b.max),
+        _pick(max, a.absmax, b.absmax),
+        a.sum + b.sum,
+        a.sum_sq + b.sum_sq,
+        [number for pair in sorted(bins.items()) for number in pair],
+    )
+
+
+@_quiet
+def exponent_bins(values: NDArray[np.generic]) -> NDArray[np.intp]:
+    """The exponent bin of each value (see the module docstring)."""
+    single = np.ascontiguousarray(values, dtype=np.float32)
+    bins = (single.view(np.uint32) >> 23 & 0xFF).astype(np.intp)
+    if values.dtype.itemsize == 8:
+        bins[(bins == 255) & np.isfinite(values)] = 254
+    return bins
+
+
+@dataclass(frozen=True, slots=True)
+class _Codes:
+    """What each bit pattern of an 8- or 16-bit dtype contributes; fp4 pairs appear as two columns."""
+
+    values: NDArray[np.float64]
+    finite_values: NDArray[np.float64]
+    finite: NDArray[np.bool_]
+    nan: NDArray[np.bool_]
+    zero: NDArray[np.bool_]
+    bins: NDArray[np.intp]
+
+
+@cache
+def _codes(dtype: str) -> _Codes:
+    values = (
+        value_table(dtype) if dtype not in ("int16", "uint16") else np.arange(1 << 16, dtype="u2").view(dtype)
+    )
+    values = np.ascontiguousarray(values, dtype=np.float64)
+    finite = np.isfinite(values)
+    return _Codes(
+        values, np.where(finite, values, 0.0), finite, np.isnan(values), values == 0, exponent_bins(values)
+    )
+
+
+def _from_histogram(histogram: NDArray[np.int64], dtype: str) -> StatsRow:
+    codes = _codes(dtype)
+    counts = histogram if codes.values.ndim == 1 else np.stack([histogram, histogram], axis=-1)
+    seen = codes.values[codes.finite & (counts > 0)]
+    low, high = (float(seen.min()), float(seen.max())) if seen.size else (None, None)
+    weights = counts.astype(np.float64)
+    bins = np.bincount(codes.bins.ravel(), weights=weights.ravel(), minlength=256).astype(np.int64)
+    total, nan = int(counts.sum()), int(counts[codes.nan].sum())
+    return StatsRow(
+        total,
+        nan,
+        total - nan - int(counts[codes.finite].sum()),
+        int(counts[codes.zero].sum()),
+        _exact(low, dtype),
+        _exact(high, dtype),
+        None if low is None or high is None else _exact(max(abs(low), abs(high)), dtype),
+        float(np.vdot(weights, codes.finite_values)),
+        float(np.vdot(weights, np.square(codes.finite_values))),
+        _sparse(bins),
+    )
+
+
+def _exact(number: Optional[Number], dtype: str) -> Optional[Number]:
+    return int(number) if number is not None and ("int" in dtype or dtype == "bool") else number
+
+
+def _sparse(bins: NDArray[np.int64]) -> list[int]:
+    used = np.flatnonzero(bins)
+    return np.stack([used, bins[used]], axis=-1).ravel().tolist()
+
+
+def summarise(bits: NDArray[np.generic], dtype: str) -> StatsRow:
+    """Statistics of one array of stored bits of torch dtype `dtype`, in one pass over blocks."""
+    flat = bits.reshape(-1)
+    if ITEM_NBYTES[dtype] <= 2:
+        width = 1 << (8 * flat.dtype.itemsize)
+        codes = flat.view(np.uint8 if width == 256 else np.uint16)
+        histogram = np.zeros(width, dtype=np.int64)
+        for start in range(0, codes.size, _BLOCK):
+            histogram += np.bincount(codes[start : start + _BLOCK], minlength=width)
+        return _from_histogram(histogram, dtype)
+    blocks = [flat[start : start + _BLOCK] for start in range(0, flat.size, _BLOCK)] or [flat]
+    return reduce(merge, (summarise_rows(block[None], dtype)[0] for block in blocks))
+
+
+@_quiet
+def summarise_rows(bits: NDArray[np.generic], dtype: str) -> list[StatsRow]:
+    """Statistics of each row of [rows, elements] stored bits: one vectorised pass for many small records."""
+    rows = bits.shape[0]
+    if bits.size == 0:
+        return [StatsRow() for _ in range(rows)]
+    values = bits.reshape(rows, -1)
+    if dtype == "bfloat16":
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    elif bits.dtype.itemsize == 1:
+        values = value_table(dtype)[values.view(np.uint8)].reshape(rows, -1)
+    is_integer = values.dtype.kind in "iu"
+    wide = values.astype(np.float64)
+    finite = np.isfinite(wide)
+    nan = np.isnan(wide).sum(axis=1)
+    finite_count = finite.sum(axis=1)
+    kept = np.where(finite, wide, 0.0)
+    ends = values if is_integer else wide
+    lows = np.where(finite, ends, np.inf).min(axis=1) if not is_integer else ends.min(axis=1)
+    highs = np.where(finite, ends, -np.inf).max(axis=1) if not is_integer else ends.max(axis=1)
+    offsets = np.arange(rows, dtype=np.intp)[:, None] * 256
+    bins = np.bincount((exponent_bins(values) + offsets).ravel(), minlength=rows * 256).reshape(rows, 256)
+    zero, sums = (wide == 0).sum(axis=1), kept.sum(axis=1)
+    squares = np.einsum("ij,ij->i", kept, kept)
+    count = values.shape[1]
+    out = []
+    for row in range(rows):
+        low = high = absmax = None
+        if finite_count[row]:
+            low, high = _exact(lows[row].item(), dtype), _exact(highs[row].item(), dtype)
+            absmax = max(abs(low), abs(high))  # type: ignore[arg-type]
+        infinite = count - int(nan[row]) - int(finite_count[row])
+        out.append(
+            StatsRow(
+                count, int(nan[row]), infinite, int(zero[row]), low, high, absmax,
+                float(sums[row]), float(squares[row]), _sparse(bins[row]),
+            )
+        )  # fmt: skip
+    return out

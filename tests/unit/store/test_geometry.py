@@ -1,0 +1,57 @@
+"""Chunk grids: every element in exactly one chunk, slots unique, sizes as designed."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capd.store.geometry import BATCH_NBYTES, CHUNK_NBYTES, SMALL_NBYTES, grown, plan_geometry
+
+shapes = st.lists(st.integers(0, 5000), max_size=4).filter(lambda s: prod(s) < 1 << 24).map(tuple)
+
+
+@given(shapes, st.sampled_from([1, 2, 4, 8]))
+def test_chunks_cover_every_element_once(shape: tuple[int, ...], itemsize: int) -> None:
+    geometry = plan_geometry(shape, itemsize, 64 << 20)
+    assert geometry.fits(shape)
+    if prod(shape) > 1 << 20:
+        return
+    seen = np.zeros(shape, dtype=np.uint8)
+    ordinals = []
+    for ordinal, slices in geometry.chunks(shape):
+        seen[slices] += 1
+        ordinals.append(ordinal)
+    assert (seen == 1).all()
+    assert len(set(ordinals)) == len(ordinals)
+    assert all(0 <= ordinal < geometry.chunks_per_batch for ordinal in ordinals)
+
+
+@given(shapes, st.sampled_from([1, 2, 4, 8]))
+def test_chunks_and_shards_have_the_designed_sizes(shape: tuple[int, ...], itemsize: int) -> None:
+    geometry = plan_geometry(shape, itemsize, 64 << 20)
+    chunk_nbytes = prod(geometry.chunk) * geometry.batch * itemsize
+    record_nbytes = prod(geometry.extents) * itemsize
+    assert chunk_nbytes <= max(CHUNK_NBYTES, BATCH_NBYTES)
+    assert all(extent % chunk == 0 for extent, chunk in zip(geometry.extents, geometry.chunk, strict=True))
+    assert geometry.shard_records % geometry.batch == 0
+    assert geometry.is_small == (record_nbytes < SMALL_NBYTES)
+    assert geometry.shard_records == 1 or geometry.shard_records * record_nbytes <= 64 << 20
+    slots = {geometry.slot(record, 0) for record in range(0, geometry.shard_records, geometry.batch)}
+    assert len(slots) == geometry.shard_records // geometry.batch
+    assert max(slots) < geometry.shard_slots
+
+
+def test_the_inner_chunk_is_full_from_the_right() -> None:
+    geometry = plan_geometry((3, 1000, 4096), 2, 512 << 20)
+
+    assert geometry.chunk == (1, 500, 4096)
+    assert geometry.grid == (3, 2, 1)
+
+
+@given(shapes, shapes)
+def test_a_grown_variant_holds_the_record(first: tuple[int, ...], second: tuple[int, ...]) -> None:
+    extents = plan_geometry(first, 2, 64 << 20).extents
+    assert plan_geometry(grown(extents, second), 2, 64 << 20).fits(second)

@@ -1,0 +1,125 @@
+"""Statistics against a plain float64 computation on torch's own values."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from capd.store.dtypes import stored_type, to_values
+from capd.store.frames import StatsRow
+from capd.store.statistics import merge, public, summarise, summarise_rows
+
+DTYPES = [
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
+    "float8_e5m2fnuz", "float8_e8m0fnu", "int64", "int32", "int16", "int8", "uint8", "uint16", "bool",
+]  # fmt: skip
+
+
+def sample(dtype: str, seed: int = 0) -> tuple[NDArray[np.generic], NDArray[np.float64]]:
+    """Stored bits and float64 values of a tensor of every kind of element of `dtype`."""
+    generator = torch.Generator().manual_seed(seed)
+    if torch.empty(0, dtype=getattr(torch, dtype)).element_size() == 1 and dtype != "bool":
+        bits = torch.arange(256, dtype=torch.int16).to(torch.uint8).repeat(5)
+        if dtype.startswith("float8") is False:
+            bits = bits[:1000]
+        tensor = bits.view(getattr(torch, dtype))
+    else:
+        wide = torch.randn(700, generator=generator, dtype=torch.float64) * 100
+        wide[:20] = 0
+        if dtype.startswith(("float", "bfloat")):
+            wide[20:24] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0], dtype=torch.float64)
+            wide[24] = 1e30
+            wide[25] = 1e-42
+        tensor = (wide.abs() if dtype.startswith("u") else wide).to(getattr(torch, dtype))
+    stored = stored_type(dtype).stored
+    bits_array = tensor.contiguous().view(torch.uint8).numpy().view(stored)
+    return bits_array, tensor.to(torch.float64).numpy()
+
+
+def reference(values: NDArray[np.float64]) -> dict[str, float]:
+    finite = values[np.isfinite(values)]
+    return {
+        "count": values.size,
+        "nan": np.isnan(values).sum(),
+        "inf": np.isinf(values).sum(),
+        "zero": (values == 0).sum(),
+        "min": finite.min(),
+        "max": finite.max(),
+        "absmax": np.abs(finite).max(),
+        "mean": finite.mean(),
+        "std": finite.std(),
+        "sum": finite.sum(),
+        "sum_sq": np.square(finite).sum(),
+    }
+
+
+def exponents(values: NDArray[np.float64]) -> dict[int, int]:
+    with np.errstate(all="ignore"):
+        fields = values.astype(np.float32).view(np.uint32) >> 23 & 0xFF
+    fields = np.where(np.isfinite(values) & (fields == 255), 254, fields)
+    return {int(b): int(n) for b, n in zip(*np.unique(fields, return_counts=True), strict=True)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vectorised", [False, True])
+def test_statistics_equal_a_plain_float64_computation(dtype: str, vectorised: bool) -> None:
+    bits, values = sample(dtype)
+
+    row = summarise_rows(bits[None], dtype)[0] if vectorised else summarise(bits, dtype)
+
+    stats = public(row)
+    for name, expected in reference(values).items():
+        assert getattr(stats, name) == pytest.approx(expected, rel=1e-9, abs=1e-300), name
+    assert stats.exponent_histogram == exponents(values)
+    assert np.array_equal(to_values(bits, dtype).astype(np.float64), values, equal_nan=True)
+
+
+def test_packed_fp4_counts_both_values_of_a_byte() -> None:
+    bits = np.array([0x71, 0x08], dtype=np.uint8)  # 0.5 and 6.0; -0 and 0
+
+    stats = public(summarise(bits, "float4_e2m1fn_x2"))
+
+    assert (stats.count, stats.zero, stats.min, stats.max, stats.sum) == (4, 2, 0.0, 6.0, 6.5)
+    assert to_values(bits, "float4_e2m1fn_x2").tolist() == [0.5, 6.0, -0.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_merging_parts_equals_the_whole(dtype: str) -> None:
+    bits, _ = sample(dtype)
+    cut = 137
+
+    parts = merge(summarise(bits[:cut], dtype), summarise(bits[cut:], dtype))
+
+    whole = summarise(bits, dtype)
+    for name in StatsRow.__struct_fields__:
+        assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-12), name
+
+
+def test_parts_with_different_means_merge_to_the_pooled_std() -> None:
+    a, b = np.full(1000, 0.0, "f4"), np.full(1000, 10.0, "f4")
+
+    stats = public(merge(summarise(a, "float32"), summarise(b, "float32")))
+
+    assert (stats.mean, stats.std) == (5.0, 5.0)
+
+
+def test_fp16_sums_do_not_overflow() -> None:
+    stats = public(summarise(np.full(100_000, 60_000, "f2"), "float16"))
+
+    assert stats.sum == pytest.approx(100_000 * np.float64(np.float16(60_000)))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int64"])
+def test_an_empty_record_has_no_extremes(dtype: str) -> None:
+    stats = public(summarise(np.empty((0, 4), stored_type(dtype).stored), dtype))
+
+    assert (stats.count, stats.min, stats.max, stats.mean, stats.exponent_histogram) == (
+        0,
+        None,
+        None,
+        None,
+        {},
+    )
+    assert summarise_rows(np.empty((3, 0), stored_type(dtype).stored), dtype) == [StatsRow()] * 3
