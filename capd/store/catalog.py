@@ -24,7 +24,7 @@ from capd_client.key import Key, Moment
 
 __all__ = [
     "CATALOG_NAME", "Catalog", "LedgerRow", "SeriesRow", "SessionRow", "connect_read_only",
-    "read_records", "read_series", "read_sessions",
+    "read_acked", "read_records", "read_series", "read_sessions",
 ]  # fmt: skip
 
 CATALOG_NAME = "catalog.sqlite"
@@ -188,8 +188,7 @@ class Catalog:
 
     def acked(self) -> dict[bytes, list[tuple[int, int]]]:
         """Committed sequence ranges per client uuid."""
-        decode = msgspec.msgpack.Decoder(list[tuple[int, int]]).decode
-        return {client: decode(ranges) for client, ranges in self._db.execute("SELECT * FROM acked")}
+        return read_acked(self._db)
 
     def save_session(self, row: SessionRow) -> None:
         """Insert or replace the counters of a session."""
@@ -238,6 +237,12 @@ def _series_row(row: tuple[Any, ...]) -> SeriesRow:
 def read_series(db: sqlite3.Connection) -> list[SeriesRow]:
     """All series of a catalog opened with connect_read_only."""
     return [_series_row(row) for row in db.execute(_SELECT_SERIES)]
+
+
+def read_acked(db: sqlite3.Connection) -> dict[bytes, list[tuple[int, int]]]:
+    """Committed sequence ranges per client uuid."""
+    decode = msgspec.msgpack.Decoder(list[tuple[int, int]]).decode
+    return {client: decode(ranges) for client, ranges in db.execute("SELECT * FROM acked")}
 
 
 def read_sessions(db: sqlite3.Connection) -> list[SessionRow]:

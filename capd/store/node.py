@@ -1,12 +1,15 @@
 """A reader's view of one node's part of a run: the catalog, and what the frames hold beyond it.
 
 Works beside a live daemon, after a kill, and on a sealed store; changes nothing. The spool is read before the
-catalog: a record that leaves the spool in between was written to the catalog first.
+catalog: a record that leaves the spool in between was written to the catalog first. Spool files that grow
+while they are read are read at slightly different times; records beyond the catalog then count only as far as
+their clients' sequences have no gap, so that every look shows a prefix of what each rank captured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from capd.store.catalog import (
     SeriesRow,
     SessionRow,
     connect_read_only,
+    read_acked,
     read_records,
     read_series,
     read_sessions,
@@ -34,6 +38,12 @@ class SpooledSeries:
     shards: dict[int, tuple[Path, ScannedShard]] = field(default_factory=dict)
     logged: dict[int, tuple[SmallRecord, RecordRow]] = field(default_factory=dict)
 
+    def keep(self, visible: Callable[[RecordRow], bool]) -> None:
+        """Forget records that are not `visible`."""
+        for _, scanned in self.shards.values():
+            scanned.rows = {n: row for n, row in scanned.rows.items() if visible(row)}
+        self.logged = {n: (place, row) for n, (place, row) in self.logged.items() if visible(row)}
+
     def rows(self) -> Iterator[tuple[int, RecordRow]]:
         """Records in the spool; a shard's row (with statistics) goes before a log's."""
         held = {number: row for _, scanned in self.shards.values() for number, row in scanned.rows.items()}
@@ -47,19 +57,44 @@ class NodeView:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.name = directory.name.removeprefix("node=")
+        before = self._spool_sizes()
         self.spooled = self.read_spool()
+        grew = self._spool_sizes() != before
         self.rows: dict[str, SeriesRow] = {}
         self.sessions: list[SessionRow] = []
+        acked: dict[bytes, list[tuple[int, int]]] = {}
         self._catalog = directory / CATALOG_NAME
         if self._catalog.exists():
             database = connect_read_only(self._catalog)
             try:
+                database.execute("BEGIN")  # one snapshot for the three
                 self.rows = {row.header.path: row for row in read_series(database)}
                 self.sessions = read_sessions(database)
+                acked = read_acked(database)
             finally:
                 database.close()
+        if grew:
+            self._cut_to_prefix(acked)
         for path, spooled in self.spooled.items():
             self._extend(path, spooled)
+
+    def _spool_sizes(self) -> dict[str, int]:
+        with os.scandir(self.directory / "spool") as entries:
+            return {entry.name: entry.stat().st_size for entry in entries}
+
+    def _cut_to_prefix(self, acked: dict[bytes, list[tuple[int, int]]]) -> None:
+        found: dict[bytes, set[int]] = {}
+        for spooled in self.spooled.values():
+            for _, row in spooled.rows():
+                found.setdefault(row.client, set()).add(row.sequence)
+        last = {client: ranges[-1][1] for client, ranges in acked.items() if ranges}
+        for client, sequences in found.items():
+            end = last.get(client, min(sequences) - 1)
+            while end + 1 in sequences:
+                end += 1
+            last[client] = end
+        for spooled in self.spooled.values():
+            spooled.keep(lambda row: row.sequence <= last[row.client])
 
     def _extend(self, path: str, spooled: SpooledSeries) -> None:
         """Add what the spool holds beyond the catalog to the totals."""
@@ -95,7 +130,7 @@ class NodeView:
         return found
 
     def records(self, path: str) -> dict[int, RecordRow]:
-        """All records of a series by number: catalog rows, then the spool's where they are newer."""
+        """All records of a series at the time of the look, by number: catalog rows, then the spool's."""
         row = self.rows[path]
         found: dict[int, RecordRow] = {}
         if row.id >= 0:
@@ -108,4 +143,4 @@ class NodeView:
             for number, record in self.spooled[path].rows():
                 if number not in found or found[number].stats is None:
                     found[number] = record
-        return dict(sorted(found.items()))
+        return {number: found[number] for number in sorted(found) if number < row.records}

@@ -34,6 +34,10 @@ class RecordReader:
     def __init__(self, run: Path, node: NodeView, header: SeriesHeader) -> None:
         self._run, self._node, self._header = run, node, header
         self._chain = chain_for(header.codec, header.dtype)
+        # The newest of each, keyed by the file's identity: neighbouring small records share file and chunk.
+        self._published: tuple[object, int] = (None, 0)
+        self._index: tuple[object, dict[int, tuple[int, int]]] = (None, {})
+        self._chunk: tuple[object, NDArray[np.generic] | None] = (None, None)
 
     def read(self, number: int, row: RecordRow) -> NDArray[np.generic]:
         """The stored bits of record `number`, cropped to its shape. Raises DamagedRecord or StoreError."""
@@ -75,19 +79,26 @@ class RecordReader:
     def _from_sealed(self, number: int, row: RecordRow) -> NDArray[np.generic] | None:
         path = shard_path(self._run, self._header, number // self._header.geometry.shard_records)
         try:
-            if number >= self._published():  # renamed a moment ago, or not there yet: its own journal knows
+            if (
+                number >= self._published_records()
+            ):  # renamed a moment ago, or not there yet: its own journal knows
                 scanned = scan_shard(path)
                 if scanned is None or number not in scanned.rows:
                     return None
             with _Opened(path) as fd:
-                index = read_index(fd, self._header.geometry.shard_slots)
-                return self._assemble(fd, index, number, row)
+                identity = _identity(os.fstat(fd))
+                if self._index[0] != identity:
+                    self._index = (identity, read_index(fd, self._header.geometry.shard_slots))
+                return self._assemble(fd, self._index[1], number, row)
         except FileNotFoundError:
             return None
 
-    def _published(self) -> int:
-        document = json.loads((self._run / self._header.path / "data" / "zarr.json").read_bytes())
-        return int(document["shape"][0])
+    def _published_records(self) -> int:
+        path = self._run / self._header.path / "data" / "zarr.json"
+        identity = _identity(path.stat())
+        if self._published[0] != identity:
+            self._published = (identity, int(json.loads(path.read_bytes())["shape"][0]))
+        return self._published[1]
 
     def _assemble(
         self, fd: int, index: dict[int, tuple[int, int]], number: int, row: RecordRow
@@ -99,11 +110,28 @@ class RecordReader:
             place = index.get(geometry.slot(number, ordinal))
             if place is None:
                 raise DamagedRecord(f"chunk {ordinal} is missing from the shard's index")
-            payload = os.pread(fd, place[1], place[0])
-            chunk = self._chain.decode(payload, (geometry.batch, *geometry.chunk))[inside]
+            chunk = self._decoded(fd, place)[inside]
             lengths = tuple(slice(0, part.stop - part.start) for part in slices)
             record[slices] = chunk[lengths]
         return record
+
+    def _decoded(self, fd: int, place: tuple[int, int]) -> NDArray[np.generic]:
+        geometry = self._header.geometry
+        identity = (
+            *_identity(os.fstat(fd))[:2],
+            place,
+        )  # a chunk's bytes never change once they are committed
+        held = self._chunk[1]
+        if held is None or self._chunk[0] != identity:
+            payload = os.pread(fd, place[1], place[0])
+            held = self._chain.decode(payload, (geometry.batch, *geometry.chunk))
+            if geometry.batch > 1:
+                self._chunk = (identity, held)
+        return held
+
+
+def _identity(stat: os.stat_result) -> tuple[int, int, int, int]:
+    return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
 class _Opened:

@@ -156,8 +156,12 @@ class Series:
         """Record `i` as a CPU tensor of the captured dtype, bit for bit."""
         import torch
 
-        bits = np.array(self.numpy(i), order="C")  # writable, as torch expects
-        return torch.from_numpy(bits).view(getattr(torch, self.dtype))
+        bits, dtype = self.numpy(i), getattr(torch, self.dtype)
+        if bits.size == 0:  # numpy gives empty arrays strides that torch refuses to view
+            return torch.empty(bits.shape, dtype=dtype)
+        return torch.from_numpy(np.array(bits, order="C")).view(
+            dtype
+        )  # a copy: torch expects writable memory
 
     def zarr(self) -> Any:
         """The sealed records as a read-only zarr.Array [record, *shape] of stored bits."""

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from capd.server.pipeline import Job, Pipeline
+from capd.server.jobs import Job
+from capd.server.pipeline import Pipeline
 from capd.store.options import StoreOptions
 from capd_client.key import Key, Moment
 from capd_client.protocol import Define, Descriptor, DropReason

@@ -1,0 +1,180 @@
+"""From accepted descriptors to committed records: fair dispatch, a pool that encodes, one thread that appends.
+
+    submit → lanes (one per client) → dispatch thread → encode pool (chunks, no GIL) ─┐
+                                            └── inbox, in dispatch order ─────────────┴→ append thread → sink
+
+The dispatch thread takes jobs from the lanes in turn, so that ranks share the pool evenly, and books every
+chunk's bytes before it is encoded: at most `staging_nbytes` of raw chunks are between the arena and the disk.
+The append thread commits in dispatch order (per client: in capture order). A full pipeline never blocks
+`submit`; what waits in the lanes occupies only its slots in the ranks' arenas.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from capd.errors import StoreError
+from capd.server.appending import AppendThread
+from capd.server.jobs import Booked, DiskLimit, Job, Lanes, RunTotals, Task, Tickets
+from capd.store.catalog import SessionRow
+from capd.store.encode import as_array, encode_chunk
+from capd.store.options import StoreOptions
+from capd.store.run import RunStore
+from capd_client.protocol import DropReason
+
+__all__ = ["Pipeline"]
+
+logger = logging.getLogger(__name__)
+
+
+class Pipeline:
+    """Owns the runs below one store root on one node, and the threads that write them."""
+
+    def __init__(
+        self,
+        root: Path,
+        node: str,
+        options: StoreOptions,
+        *,
+        threads: int,
+        staging_nbytes: int,
+        budget: DiskLimit,
+    ) -> None:
+        self._root, self._node, self._options, self._budget = root, node, options, budget
+        self._runs: dict[str, RunStore] = {}
+        self._open_lock = threading.Lock()
+        self._booked = Booked(staging_nbytes)
+        self._lanes, self._tickets = Lanes(), Tickets()
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="capd-encode")
+        self._appending = AppendThread(self._runs, self._booked, self._tickets, statistics=options.statistics)
+        self._dispatching = threading.Thread(target=self._dispatch, name="capd-dispatch", daemon=True)
+        self._appending.start()
+        self._dispatching.start()
+
+    def open_run(self, run_id: str) -> None:
+        """Open the run, creating or recovering it, unless it is open. Raises StoreError."""
+        with self._open_lock:
+            if run_id in self._runs:
+                return
+            try:
+                self._runs[run_id] = RunStore(self._root, run_id, self._node, self._options)
+            except OSError as error:
+                raise StoreError(f"cannot open run {run_id!r} in {self._root}: {error}") from error
+
+    def open_runs(self) -> list[str]:
+        """Ids of the open runs."""
+        return list(self._runs)
+
+    def committed(self, run_id: str, client: bytes) -> list[tuple[int, int]]:
+        """Committed sequence ranges of a client that has no job in work."""
+        return self._runs[run_id].committed(client)
+
+    def run_stats(self, run_id: str) -> RunTotals:
+        """Totals of an open run; a snapshot that may be one record apart in its parts."""
+        return RunTotals(*self._runs[run_id].totals())
+
+    def submit(self, job: Job) -> None:
+        """Queue a job for its client's lane. Never waits."""
+        self._lanes.put(Task(job, self._tickets.issue()))
+
+    def flush(self) -> Future[None]:
+        """Resolves when everything submitted so far is committed or refused."""
+        return self._tickets.all_so_far()
+
+    def post(self, run_id: str, action: Callable[[RunStore], Any]) -> Future[Any]:
+        """Run `action` with the run's store on the append thread."""
+        done: Future[Any] = Future()
+
+        def call() -> None:
+            try:
+                done.set_result(action(self._runs[run_id]))
+            except Exception as error:  # it belongs to whoever waits for the result
+                done.set_exception(error)
+
+        self._appending.inbox.put(call)
+        return done
+
+    def seal(self, run_id: str) -> Future[None]:
+        """Flush, then seal all series of the run; resolves when plain Zarr readers see everything."""
+        return _then(self.flush(), lambda: self.post(run_id, RunStore.seal))
+
+    def save_session(self, run_id: str, row: SessionRow) -> Future[None]:
+        """Persist a session's counters in the run's catalog."""
+        return self.post(run_id, lambda store: store.save_session(row))
+
+    def close(self, deadline_s: float) -> bool:
+        """Drain, seal and close. False if the deadline came first: `.partial` files stay for the next start."""
+        complete = self._drain_and_seal(time.monotonic() + deadline_s)
+        self._lanes.close()
+        self._appending.inbox.put(None)
+        for thread in (self._dispatching, self._appending):
+            thread.join(timeout=5.0)
+        self._pool.shutdown(wait=complete, cancel_futures=True)
+        return complete
+
+    def _drain_and_seal(self, until: float) -> bool:
+        try:
+            self.flush().result(timeout=max(0.0, until - time.monotonic()))
+            for run_id in self.open_runs():
+                self.post(run_id, RunStore.seal).result(timeout=max(0.0, until - time.monotonic()))
+        except TimeoutError:
+            return False
+        except (OSError, StoreError) as error:
+            logger.error("could not seal everything: %s; the next `capd serve` takes it up", error)
+            return False
+        return True
+
+    def _dispatch(self) -> None:
+        while (task := self._lanes.get()) is not None:
+            self._plan(task)
+            self._appending.inbox.put(
+                task
+            )  # before its chunks: they are booked in the order they are written
+            self._encode(task)
+            task.chunks.put(None)
+            del task  # while this thread waits, nothing may hold a dead rank's arena
+
+    def _plan(self, task: Task) -> None:
+        job, define = task.job, task.job.define
+        try:
+            refusal = self._budget.refusal(job.descriptor.nbytes)
+            if refusal is not None:
+                task.refusal = (DropReason.DISK_FULL, refusal)
+                return
+            store = self._runs[job.run_id]
+            task.plan = store.plan(define.key, define.dtype, define.attributes, job.descriptor.shape)
+        except Exception as error:  # outermost loop of the thread: one job must not end the daemon
+            logger.exception("job %d could not be planned", job.sequence)
+            task.refusal = (DropReason.STORE_ERROR, f"internal error: {error}")
+
+    def _encode(self, task: Task) -> None:
+        plan, shape = task.plan, task.job.descriptor.shape
+        if plan is None or plan.geometry.is_small:
+            return
+        geometry, chain = plan.geometry, plan.chain
+        record = as_array(task.job.data, chain.stored, shape)
+        statistics = plan.header.dtype if self._options.statistics else None
+        nbytes = prod(geometry.chunk) * geometry.itemsize
+        for ordinal, slices in geometry.chunks(shape):
+            self._booked.take(nbytes)
+            future = self._pool.submit(encode_chunk, record, ordinal, slices, geometry, chain, statistics)
+            task.chunks.put((future, nbytes))
+
+
+def _then(first: Future[None], follow: Callable[[], Future[None]]) -> Future[None]:
+    """The result of `follow()`, called when `first` is done."""
+    done: Future[None] = Future()
+
+    def pass_on(future: Future[None]) -> None:
+        error = future.exception()
+        done.set_exception(error) if error else done.set_result(None)
+
+    first.add_done_callback(lambda _: follow().add_done_callback(pass_on))
+    return done

@@ -1,0 +1,174 @@
+"""Real daemons and real ranks as processes, with the signals that tests send them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RANK_JOB = Path(__file__).with_name("rank_job.py")
+
+
+def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
+    """The first true value of `condition`; fails at the deadline."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {condition}"
+        threading.Event().wait(0.005)
+    return value
+
+
+class Daemon:
+    """`python -m capd serve` on a store; killed with the test if it is still there."""
+
+    def __init__(self, store: Path, runtime: Path, *options: str) -> None:
+        self.store = store
+        self.socket = runtime / "capd.sock"
+        self.endpoint = f"unix:{self.socket}"
+        self.log = runtime / "daemon.log"
+        self._options = options
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Daemon:
+        """Start it and wait until it listens."""
+        seen = len(self.output())
+        command = [
+            sys.executable,
+            "-m",
+            "capd",
+            "serve",
+            "--store",
+            str(self.store),
+            "--endpoint",
+            self.endpoint,
+        ]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen([*command, *self._options], stderr=log, stdout=log)
+        process = self.process
+        until(lambda: "listening on" in self.output()[seen:] or process.poll() is not None)
+        assert process.poll() is None, self.output()
+        return self
+
+    def output(self) -> str:
+        """Everything it said so far."""
+        return self.log.read_text() if self.log.exists() else ""
+
+    def send(self, signum: int) -> None:
+        """Send a signal."""
+        assert self.process is not None
+        self.process.send_signal(signum)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for its end."""
+        self.send(signal.SIGKILL)
+        assert self.process is not None
+        self.process.wait(30)
+
+    def stop(self) -> str:
+        """SIGTERM; it must drain, seal and end with 0. Returns what it said."""
+        self.send(signal.SIGTERM)
+        assert self.process is not None
+        assert self.process.wait(60) == 0, self.output()
+        return self.output()
+
+    def discard(self) -> None:
+        """End it by any means."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+            self.process.wait(30)
+
+    def anonymous_nbytes(self) -> int:
+        """RssAnon of the process."""
+        assert self.process is not None
+        for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+        raise AssertionError("no RssAnon in /proc status")
+
+
+class Rank:
+    """A rank as its own process (rank_job.py), told what to do line by line."""
+
+    def __init__(self, endpoint: str, rank: int = 0, *, run_id: str = "run", **environment: str) -> None:
+        env = {
+            **os.environ,
+            "CAPD_ENDPOINT": endpoint,
+            "CAPD_RUN_ID": run_id,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "CAPD_ARENA_BYTES": str(32 << 20),
+            "CAPD_POLICY": "block",
+            "CAPD_PING_S": "0.3",
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
+            **environment,
+        }
+        self.rank = rank
+        self.process = subprocess.Popen(
+            [sys.executable, str(RANK_JOB)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True
+        )
+
+    def tell(self, command: str) -> None:
+        """Send a command without waiting for its answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> Any:
+        """The next answer."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"rank {self.rank} ended with {self.process.wait(10)}"
+        return json.loads(line)
+
+    def ask(self, command: str) -> Any:
+        """Send a command and wait for its answer."""
+        self.tell(command)
+        return self.hear()
+
+    def leave(self) -> None:
+        """Let it close and end in order."""
+        self.tell("leave")
+        assert self.process.wait(60) == 0
+        self._close_pipes()
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for its end."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(30)
+        self._close_pipes()
+
+    def _close_pipes(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None and not pipe.closed:
+                pipe.close()
+
+
+StartRank = Callable[..., Rank]
+
+
+def capd(*arguments: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line."""
+    done = subprocess.run(
+        [sys.executable, "-m", "capd", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, **environment},
+    )
+    assert not check or done.returncode == 0, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def live_stats(endpoint: str) -> dict[str, Any]:
+    """Counters of the only run, from the daemon."""
+    stats: dict[str, Any] = json.loads(capd("stats", "--json", CAPD_ENDPOINT=endpoint).stdout)
+    return stats
