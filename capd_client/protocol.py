@@ -29,7 +29,7 @@ from typing import Annotated, Any, Optional, Union
 import msgspec
 from msgspec import Meta
 
-from capd_client.key import MAX_NDIM, Index, Key, Moment, Name, Rank
+from capd_client.key import MAX_NDIM, Index, Key, Moment, Rank
 
 __all__ = [
     "ARENA_BYTE", "COUNTER_ACKED", "COUNTER_DROPS", "COUNTER_IN_FLIGHT", "COUNTER_MAGIC", "COUNTER_OFFERED",
@@ -243,9 +243,7 @@ class ControlReply(msgspec.Struct, tag="control_reply"):
 
 
 ClientMessage = Union[Hello, Define, Put, Drops, Flush, Bye, Ping, Stats, Control]
-DaemonMessage = Union[
-    Welcome, Reject, Ack, Nack, Flushed, ByeOk, Pong, StatsReply, ControlReply
-]
+DaemonMessage = Union[Welcome, Reject, Ack, Nack, Flushed, ByeOk, Pong, StatsReply, ControlReply]
 
 _encoder = msgspec.msgpack.Encoder()
 _client_decoder = msgspec.msgpack.Decoder(ClientMessage)
@@ -259,9 +257,11 @@ def encode(message: ClientMessage | DaemonMessage) -> bytes:
 
 def decode_client(frame: bytes) -> ClientMessage:
     """Decode a frame sent by a rank or tool; raises msgspec.DecodeError (or ValidationError) on anything else."""
-    return _client_decoder.decode(frame)
+    message: ClientMessage = _client_decoder.decode(frame)
+    return message
 
 
 def decode_daemon(frame: bytes) -> DaemonMessage:
     """Decode a frame sent by the daemon; raises msgspec.DecodeError on anything else."""
-    return _daemon_decoder.decode(frame)
+    message: DaemonMessage = _daemon_decoder.decode(frame)
+    return message

@@ -1,0 +1,43 @@
+"""Captures tensors out of a running training job: the public names, imported lazily.
+
+    import capd_client
+    capd_client.watch(model)
+    capd_client.capture(t, tensor_name="query", layer_type="attention", layer=3)
+
+Importing this package, or its `protocol`, `key` and `select` modules, imports no torch; the names below
+load what they need at first use. Nothing here ever raises into the training process.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from capd_client.api import capture, close, counters, flush, set_moment
+    from capd_client.hooks import watch
+
+__all__ = ["capture", "close", "counters", "flush", "set_moment", "watch"]
+
+_HOMES = {
+    "capture": "capd_client.api",
+    "close": "capd_client.api",
+    "counters": "capd_client.api",
+    "flush": "capd_client.api",
+    "set_moment": "capd_client.api",
+    "watch": "capd_client.hooks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(home), name)
+    globals()[name] = value  # the next access does not come through here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

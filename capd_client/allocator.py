@@ -1,0 +1,166 @@
+"""Divides the arena into slots: address-ordered first-fit with coalescing, and slabs for small tensors.
+
+Pure bookkeeping over offsets, no memory is touched. First-fit by address keeps the used part low and warm and
+survives slots that stay taken for long, where a ring would stop at the first of them. Tensors below 64 KiB are
+packed 64-byte aligned into slabs, so that they do not fragment the rest. Calls are made under the session's lock.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import Optional
+
+__all__ = ["ALIGNMENT", "GRANULE_NBYTES", "SLAB_NBYTES", "SMALL_NBYTES", "Extents", "Slot", "SlotAllocator"]
+
+GRANULE_NBYTES = 4096
+SLAB_NBYTES = 1 << 20
+SMALL_NBYTES = 64 << 10  # tensors below this size share slabs
+ALIGNMENT = 64
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+class Extents:
+    """Free extents of [start, start + nbytes), kept sorted by address and coalesced."""
+
+    __slots__ = ("_sizes", "_starts", "capacity", "free_nbytes")
+
+    def __init__(self, start: int, nbytes: int) -> None:
+        self.capacity = nbytes
+        self.free_nbytes = nbytes
+        self._starts = [start] if nbytes else []
+        self._sizes = [nbytes] if nbytes else []
+
+    def take(self, nbytes: int) -> Optional[int]:
+        """Start of the lowest free extent that holds `nbytes`, None if there is none."""
+        sizes = self._sizes
+        for index, size in enumerate(sizes):
+            if size >= nbytes:
+                start = self._starts[index]
+                if size == nbytes:
+                    del self._starts[index], sizes[index]
+                else:
+                    self._starts[index] = start + nbytes
+                    sizes[index] = size - nbytes
+                self.free_nbytes -= nbytes
+                return start
+        return None
+
+    def give(self, start: int, nbytes: int) -> None:
+        """Return an extent; joins it with its free neighbours. Raises ValueError if any of it is free already."""
+        starts, sizes = self._starts, self._sizes
+        index = bisect_left(starts, start)
+        joins_left = index > 0 and starts[index - 1] + sizes[index - 1] >= start
+        joins_right = index < len(starts) and start + nbytes >= starts[index]
+        if (joins_left and starts[index - 1] + sizes[index - 1] > start) or (
+            joins_right and start + nbytes > starts[index]
+        ):
+            raise ValueError(f"extent {start}+{nbytes} is free already")
+        if joins_left and joins_right:
+            sizes[index - 1] += nbytes + sizes[index]
+            del starts[index], sizes[index]
+        elif joins_left:
+            sizes[index - 1] += nbytes
+        elif joins_right:
+            starts[index] = start
+            sizes[index] += nbytes
+        else:
+            starts.insert(index, start)
+            sizes.insert(index, nbytes)
+        self.free_nbytes += nbytes
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+
+class _Slab:
+    """One extent that small slots are cut from, front to back."""
+
+    __slots__ = ("live", "next_offset", "start")
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.next_offset = 0
+        self.live = 0
+
+
+# A piece of the arena that one capture owns: offset, bytes taken for it, the slab they are from (or None).
+# A bare tuple: making anything with fields costs more than the rest of the allocation.
+Slot = tuple[int, int, Optional[_Slab]]
+
+_EMPTY: Slot = (0, 0, None)  # a capture without bytes needs no memory
+
+
+class SlotAllocator:
+    """Slots in [start, start + nbytes). `start` and `nbytes` are multiples of 4 KiB."""
+
+    __slots__ = ("_current", "_extents", "_slab_nbytes", "_small_nbytes", "capacity")
+
+    def __init__(self, start: int, nbytes: int) -> None:
+        self.capacity = nbytes
+        self._extents = Extents(start, nbytes)
+        # In a small arena a full-sized slab would be most of it.
+        self._slab_nbytes = min(SLAB_NBYTES, nbytes // 16 // GRANULE_NBYTES * GRANULE_NBYTES)
+        self._small_nbytes = min(SMALL_NBYTES, self._slab_nbytes)
+        self._current: Optional[_Slab] = None
+
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes outside every slot and slab."""
+        return self._extents.free_nbytes
+
+    @property
+    def fragments(self) -> int:
+        """Number of separate free extents."""
+        return len(self._extents)
+
+    def take(self, nbytes: int) -> Optional[Slot]:
+        """A slot of at least `nbytes`, None when there is no room now. Nothing is needed for 0 bytes."""
+        if nbytes == 0:
+            return _EMPTY
+        if nbytes < self._small_nbytes:
+            slot = self._take_small(nbytes)
+            if slot is not None:
+                return slot
+        extent = _round_up(nbytes, GRANULE_NBYTES)
+        start = self._extents.take(extent)
+        if start is None and self._trim():
+            start = self._extents.take(extent)
+        return None if start is None else (start, extent, None)
+
+    def give(self, slot: Slot) -> None:
+        """Return a slot; each slot exactly once."""
+        offset, extent, slab = slot
+        if slab is None:
+            if extent:
+                self._extents.give(offset, extent)
+            return
+        slab.live -= 1
+        if slab.live == 0:
+            slab.next_offset = 0
+            if slab is not self._current:
+                self._extents.give(slab.start, self._slab_nbytes)
+
+    def _trim(self) -> bool:
+        """Return the current slab if it is empty."""
+        slab = self._current
+        if slab is None or slab.live:
+            return False
+        self._extents.give(slab.start, self._slab_nbytes)
+        self._current = None
+        return True
+
+    def _take_small(self, nbytes: int) -> Optional[Slot]:
+        extent = _round_up(nbytes, ALIGNMENT)
+        slab = self._current
+        if slab is None or slab.next_offset + extent > self._slab_nbytes:
+            start = self._extents.take(self._slab_nbytes)
+            if start is None:
+                return None  # maybe a granule is left for this one alone
+            slab = self._current = _Slab(start)
+        offset = slab.start + slab.next_offset
+        slab.next_offset += extent
+        slab.live += 1
+        return offset, extent, slab

@@ -1,0 +1,264 @@
+"""The calls a training script makes, on the one session of the process; nothing here raises or waits by default.
+
+Off (no CAPD_ENDPOINT) every call returns after one check. Under CAPD_STRICT=1, meant for tests, errors are raised.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any, Optional
+
+import msgspec
+import torch
+
+from capd_client.config import load_config
+from capd_client.context import MOMENT_FIELDS, Context, as_index
+from capd_client.errors import CapdError, ConfigError
+from capd_client.key import Key, Moment
+from capd_client.notices import Notices, logger
+from capd_client.protocol import DropReason
+from capd_client.session import Session
+from capd_client.untraced import untraced
+
+__all__ = ["Session", "capture", "close", "counters", "flush", "session", "set_moment"]
+
+_MAX_KEYS_REMEMBERED = 1 << 16
+_NO_OVERRIDES = (None,) * len(MOMENT_FIELDS)
+
+_lock = threading.Lock()
+_resolved = False  # whether this process knows if it captures
+_session: Optional[Session] = None  # None: off
+_closed: Optional[Session] = None  # the session that `close` ended, for its counters
+_keys: dict[tuple[Any, ...], Key] = {}
+_notices = Notices()
+_handlers_registered = False
+
+
+def session() -> Optional[Session]:
+    """The session of this process, started at the first call; None when capture is off, or over."""
+    if _resolved:
+        return _session
+    return _start()
+
+
+def _start() -> Optional[Session]:
+    global _resolved, _session
+    with _lock:
+        if _resolved:
+            return _session
+        _resolved = True  # whatever happens below, it happens once
+        config = load_config()
+        if config.log is not None:
+            logger.setLevel(config.log)
+        if not config.enabled or _in_data_worker():
+            return None
+        try:
+            _session = Session(config)
+        except CapdError as error:
+            _notices.warn("start", "capture is off: %s", error)
+            if config.strict:
+                raise
+            return None
+        _register_handlers()
+        return _session
+
+
+def _in_data_worker() -> bool:
+    """Whether this is a DataLoader's worker process: it prepares data and is no rank."""
+    from torch.utils.data import get_worker_info
+
+    return get_worker_info() is not None
+
+
+def _register_handlers() -> None:
+    global _handlers_registered
+    if _handlers_registered:
+        return
+    _handlers_registered = True
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    atexit.register(close)
+    os.register_at_fork(after_in_child=_forked)
+    register_optimizer_step_post_hook(_optimizer_stepped)
+
+
+def _optimizer_stepped(*_: Any) -> None:
+    if _session is not None:
+        _session.context.optimizer_stepped()
+
+
+def _forked() -> None:
+    """A forked child is no rank: it holds neither socket nor arena of its parent, and captures nothing."""
+    global _lock, _session, _closed
+    _lock = threading.Lock()  # the parent's may be held by a thread that does not exist here
+    forked, _session, _closed = _session, None, None
+    if forked is not None:
+        forked.forked()
+
+
+@untraced
+def capture(
+    tensor: torch.Tensor,
+    *,
+    tensor_name: str,
+    layer_type: str = "",
+    component: str = "",
+    operation: str = "forward",
+    phase: str = "pre",
+    layer: Optional[int] = None,
+    module: str = "",
+    stack: str = "",
+    quant_type: Optional[str] = None,
+    metadata: Optional[Mapping[str, Any]] = None,
+    iteration: Optional[int] = None,
+    micro_batch: Optional[int] = None,
+    sample_idx: Optional[int] = None,
+    batch_idx: Optional[int] = None,
+    sequence_idx: Optional[int] = None,
+) -> None:
+    """Capture one tensor as it is now; always taken, whatever steps `watch` selects.
+
+    The names say what the tensor is and make its series (capd_client.key.Key). `quant_type` is a label, default
+    CAPD_QUANT_TYPE, else the tensor's dtype. metadata: a small JSON object (4096 bytes). The last five override the
+    current moment for this capture. When there is no room the capture is dropped and counted, or waits up to
+    CAPD_MAX_BLOCK_MS under CAPD_POLICY=block; nothing is ever raised.
+    """
+    current = _session
+    if current is None and (_resolved or (current := _start()) is None):
+        return
+    try:
+        offered: object = tensor  # whatever the job passes
+        if not isinstance(offered, torch.Tensor):
+            problem = f"a {type(tensor).__name__} is not a torch tensor"
+            current.drop_invalid(problem, DropReason.UNSUPPORTED)
+            return
+        context = current.context
+        names = (tensor_name, layer_type, component, operation, phase, layer, module, stack, quant_type)
+        key = _keys.get((names, tensor.dtype, context.bind())) or _key(current, names, tensor.dtype)
+        overrides = (iteration, micro_batch, sample_idx, batch_idx, sequence_idx)
+        if overrides == _NO_OVERRIDES:
+            context.begin_if_dirty()
+            call = context.next_call(id(key), context.iteration, context.micro_batch)
+            moment = context.moment(call=call)
+        else:
+            moment = _moment(context, key, overrides)
+        text = "" if metadata is None else _metadata(metadata)
+    except (ConfigError, TypeError) as error:  # TypeError: a name that cannot be hashed
+        current.drop_invalid(str(error))
+        if current.config.strict:
+            raise
+    except Exception as error:
+        current.drop_internal("capture()", error)
+    else:
+        current.offer(tensor, key, moment, metadata=text)
+
+
+def _key(current: Session, names: tuple[Any, ...], dtype: torch.dtype) -> Key:
+    rank = current.context.bind()
+    tensor_name, layer_type, component, operation, phase, layer, module, stack, quant_type = names
+    for name in (tensor_name, layer_type, component, operation, phase, module, stack):
+        if not isinstance(name, str):
+            raise ConfigError(f"a name is a str, not {name!r:.80}")
+    key = Key(
+        quant_type=current.quant_type(dtype) if quant_type is None else quant_type,
+        rank=rank,
+        tensor_name=tensor_name,
+        layer=None if layer is None else as_index("layer", layer),
+        phase=phase,
+        layer_type=layer_type,
+        operation=operation,
+        component=component,
+        module=module,
+        stack=stack,
+    )
+    if len(_keys) >= _MAX_KEYS_REMEMBERED:  # a caller that makes up new names all the time
+        _keys.clear()
+    _keys[names, dtype, rank] = key
+    return key
+
+
+def _moment(context: Context, key: Key, overrides: tuple[Any, ...]) -> Moment:
+    given = {
+        name: as_index(name, value)
+        for name, value in zip(MOMENT_FIELDS, overrides, strict=True)
+        if value is not None
+    }
+    if "iteration" not in given:
+        context.begin_if_dirty()
+    iteration = given.get("iteration", context.iteration)
+    micro_batch = given.get("micro_batch", context.micro_batch)
+    given["call"] = context.next_call(id(key), iteration, micro_batch)
+    return msgspec.structs.replace(context.moment(), **given)
+
+
+def _metadata(metadata: Mapping[str, Any]) -> str:
+    if not isinstance(metadata, Mapping):
+        raise ConfigError(f"metadata is a mapping of JSON values, not a {type(metadata).__name__}")
+    try:
+        return msgspec.json.encode(dict(metadata)).decode()
+    except (TypeError, ValueError, RecursionError, OverflowError) as error:
+        raise ConfigError(f"metadata holds something that JSON does not: {error}") from None
+
+
+@untraced
+def set_moment(**values: Any) -> None:
+    """Say where the job is: iteration, micro_batch, sample_idx, batch_idx, sequence_idx (ints, or None to unset).
+
+    What is set wins over the automatic count and stays until it is set again; a new iteration restarts the
+    micro-batches at 0. Values that cannot be used are ignored with one warning.
+    """
+    current = session()
+    if current is None:
+        return
+    try:
+        current.context.set_moment(**values)
+    except ConfigError as error:
+        _notices.warn("set_moment", "%s; the moment stays as it was", error)
+        if current.config.strict:
+            raise
+
+
+def flush(timeout_s: float = 30.0) -> bool:
+    """Wait until everything captured before is committed (or dropped); False when `timeout_s` is up before."""
+    current = _session
+    return True if current is None else current.flush(timeout_s)
+
+
+def close(timeout_s: Optional[float] = None) -> None:
+    """Flush, say goodbye to the daemon, and stop capturing in this process. Runs by itself at exit.
+
+    timeout_s: longest time to wait, default CAPD_EXIT_TIMEOUT_S (30); without a daemon it does not wait.
+    """
+    global _resolved, _session, _closed
+    with _lock:
+        current, _session = _session, None
+        _resolved = True
+        if current is not None:
+            _closed = current
+    if current is not None:
+        try:
+            current.close(timeout_s)
+        except Exception as error:
+            _notices.warn("close", "closing failed: %s: %s", type(error).__name__, error)
+            if current.config.strict:
+                raise
+
+
+def counters() -> dict[str, Any]:
+    """What became of the captures of this process: offered, committed, in_flight, dropped (reason → count).
+
+    offered = committed + in_flight + all dropped. Zeros when capture is off; final after `close`.
+    """
+    current = _session or _closed
+    if current is None:
+        return {"offered": 0, "committed": 0, "in_flight": 0, "dropped": {}}
+    now = current.snapshot()
+    return {
+        "offered": now.offered,
+        "committed": now.committed,
+        "in_flight": now.in_flight,
+        "dropped": now.dropped,
+    }

@@ -1,0 +1,149 @@
+"""A rank's arena: a sealed memfd mapped shared, counter page first, slots behind it.
+
+The daemon gets the descriptor once and maps the same pages read-only, so a tensor is copied exactly once on its
+way out of the training process. There is no name in the file system, nothing to leak, and /dev/shm's size does
+not matter. The mapping is made with mmap(2) itself: Python's mmap keeps a duplicate of the descriptor, which a
+forked worker would inherit and so keep the memory alive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import threading
+import time
+from typing import Any
+
+from capd_client.errors import ArenaError
+from capd_client.protocol import PAGE_NBYTES
+
+__all__ = ["Arena"]
+
+_PROT_READ_WRITE, _MAP_SHARED = 0x1 | 0x2, 0x01
+_MADV_DONTFORK, _MADV_POPULATE_WRITE = 10, 23
+_F_ADD_SEALS = 1033
+_F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_PREFAULT_NBYTES = 2 << 20
+
+
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
+
+
+def _fail(what: str) -> ArenaError:
+    number = ctypes.get_errno()
+    return ArenaError(f"{what} failed: {os.strerror(number)}")
+
+
+class Arena:
+    """`nbytes` of shared memory (rounded up to whole pages, counter page included).
+
+    Raises ArenaError when the kernel refuses the memfd, its size, the mapping or the seals. `buffer` is a writable
+    buffer over all of it, `words` the counter page as u64 words. Neither may be used after `close`.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = max(2 * PAGE_NBYTES, -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES)
+        self._libc = _libc()
+        self._closing = threading.Event()
+        self._prefault: threading.Thread | None = None
+        self.address = 0
+        try:
+            self.fd = os.memfd_create("capd-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise ArenaError(f"memfd_create failed: {error.strerror}") from error
+        try:
+            os.ftruncate(self.fd, self.nbytes)
+            self._map()
+            self._seal()
+        except OSError as error:
+            self.close()
+            raise ArenaError(
+                f"an arena of {self.nbytes} bytes could not be made: {error.strerror}"
+            ) from error
+        except ArenaError:
+            self.close()
+            raise
+        self.buffer = (ctypes.c_char * self.nbytes).from_address(self.address)
+        page = (ctypes.c_uint64 * (PAGE_NBYTES // 8)).from_address(self.address)
+        self.words = memoryview(page).cast("B").cast("Q")
+
+    def _map(self) -> None:
+        address = self._libc.mmap(None, self.nbytes, _PROT_READ_WRITE, _MAP_SHARED, self.fd, 0)
+        if address is None or address == _MAP_FAILED:
+            raise _fail(f"mapping {self.nbytes} bytes")
+        self.address = int(address)
+        if self._libc.madvise(self.address, self.nbytes, _MADV_DONTFORK) != 0:
+            raise _fail("madvise(MADV_DONTFORK)")
+
+    def _seal(self) -> None:
+        """One call, after our own mapping: later mappings are read-only where the kernel knows FUTURE_WRITE."""
+        seals = _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL
+        try:
+            fcntl.fcntl(self.fd, _F_ADD_SEALS, seals | _F_SEAL_FUTURE_WRITE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            fcntl.fcntl(self.fd, _F_ADD_SEALS, seals)
+
+    def prefault(self) -> None:
+        """Have the pages made in a background thread, from the low addresses up.
+
+        The first copy into an untouched page costs about three times a copy into a present one.
+        """
+        if self._prefault is None:
+            self._prefault = threading.Thread(target=self._populate, name="capd-prefault", daemon=True)
+            self._prefault.start()
+
+    def prefaulted(self, timeout_s: float | None = None) -> bool:
+        """Whether the background work is done, after waiting up to `timeout_s` (None: for as long as it takes)."""
+        if self._prefault is None:
+            return False
+        self._prefault.join(timeout_s)
+        return not self._prefault.is_alive()
+
+    def _populate(self) -> None:
+        """Small pieces with pauses: another thread's mmap waits for a piece, training keeps most of the core.
+
+        Not a niced thread: descheduled while it holds the GIL or the memory map's lock, it would stall training.
+        """
+        for offset in range(0, self.nbytes, _PREFAULT_NBYTES):
+            started = time.monotonic()
+            piece = min(_PREFAULT_NBYTES, self.nbytes - offset)
+            if self._libc.madvise(self.address + offset, piece, _MADV_POPULATE_WRITE) != 0:
+                return  # before Linux 5.14 (EINVAL), or out of memory: pages then come at first touch
+            if self._closing.wait(time.monotonic() - started):
+                return
+
+    def close_in_child(self) -> None:
+        """After fork, in the child: give up the descriptor. The mapping was not inherited."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def close(self, *, unmap: bool = True) -> None:
+        """Close the descriptor and, unless something may still write there, unmap. Idempotent."""
+        self._closing.set()
+        if self._prefault is not None and self._prefault is not threading.current_thread():
+            self._prefault.join()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        if self.address and unmap:
+            self._libc.munmap(self.address, self.nbytes)
+            self.address = 0

@@ -1,0 +1,267 @@
+"""The books of one rank: every capture from the offer to its acknowledgement, in order and exactly counted.
+
+Training threads admit captures and mark them ready; the client thread sends the ready ones in order and settles
+them when the daemon answers. One lock guards everything and is held for microseconds; no call into torch, the
+kernel or a log handler happens under it. It is re-entrant so that a signal handler which flushes cannot
+deadlock the thread it interrupted.
+
+States of a capture: COPYING (its thread or device still writes the slot) → READY (may be sent) → gone (settled).
+ABORTED ones are settled already and only wait to be taken out of the queue.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Optional
+
+import msgspec
+
+from capd_client.allocator import Slot, SlotAllocator
+from capd_client.counting import REASON_INDEX, Counters, Ledger, Snapshot
+from capd_client.definitions import Definition, Definitions
+from capd_client.protocol import (
+    COUNTER_ACKED,
+    COUNTER_DROPS,
+    COUNTER_IN_FLIGHT,
+    COUNTER_OFFERED,
+    DROP_REASONS,
+    Descriptor,
+    DropReason,
+    NackRow,
+)
+
+__all__ = ["ABORTED", "COPYING", "READY", "Books", "Capture"]
+
+COPYING, READY, ABORTED = 0, 1, 2
+
+
+class Capture(msgspec.Struct, eq=False):
+    """One capture in flight. `descriptor` is what the daemon is told about it."""
+
+    descriptor: Descriptor
+    definition: Definition
+    slot: Slot
+    state: int = COPYING
+    sent: bool = False
+
+
+class Books:
+    """Counters, ledger, slots and the order of captures, under one lock.
+
+    max_block_s: how long `admit` may wait for room (0: policy drop). A wait that ran out is not repeated until
+    the daemon has freed something: a daemon that is gone costs one wait and not one per capture.
+    """
+
+    def __init__(self, slots: SlotAllocator, counters: Counters, *, max_block_s: float = 0.0) -> None:
+        self.lock = threading.RLock()
+        self.counters = counters
+        self.ledger = Ledger()
+        self.definitions = Definitions()
+        self.slots = slots
+        self._room = threading.Condition(self.lock)
+        self._waiting = 0
+        self._max_block_s = max_block_s
+        self._stalled = False
+        self._refusing: Optional[DropReason] = None
+        self._live: dict[int, Capture] = {}  # by sequence, ascending: everything that owns a slot
+        self._queue: deque[Capture] = deque()  # not sent yet, by sequence
+        self._resend: deque[Capture] = deque()  # sent on an earlier connection and not settled
+        self._last_sequence = 0
+        self.copying = False  # at `close`, some thread was still writing to its slot
+
+    # -- the training thread's side -------------------------------------------------------------------
+
+    def admit(self, definition: Definition, descriptor: Descriptor) -> Optional[Capture]:
+        """Count an offer and give it a slot, a sequence and a place in the queue, or count the drop.
+
+        Fills in the descriptor's sequence and offset. Waits for room only under policy block.
+        """
+        nbytes = descriptor.nbytes
+        with self.lock:
+            words = self.counters.words
+            words[COUNTER_OFFERED] += 1
+            if self._refusing is not None:
+                self._count(definition, self._refusing, nbytes, descriptor.moment.iteration)
+                return None
+            slot = self.slots.take(nbytes)
+            if slot is None:
+                if nbytes > self.slots.capacity:
+                    self._count(definition, DropReason.TOO_LARGE, nbytes, descriptor.moment.iteration)
+                    return None
+                slot = self._wait_for(nbytes)
+                if slot is None:
+                    reason = self._refusing or DropReason.ARENA_FULL
+                    self._count(definition, reason, nbytes, descriptor.moment.iteration)
+                    return None
+            self._last_sequence += 1
+            descriptor.sequence = self._last_sequence
+            descriptor.offset = slot[0]
+            capture = Capture(descriptor, definition, slot)
+            self._live[descriptor.sequence] = capture
+            self.counters.words[COUNTER_IN_FLIGHT] = len(self._live)
+            self._queue.append(capture)
+            return capture
+
+    def _wait_for(self, nbytes: int) -> Optional[Slot]:
+        """Policy block: wait, with the lock released, until a slot is free or the time is up."""
+        if self._max_block_s <= 0 or self._stalled:
+            return None
+        deadline = time.monotonic() + self._max_block_s
+        self._waiting += 1
+        try:
+            while self._refusing is None:
+                left = deadline - time.monotonic()
+                if left <= 0 or self._stalled:
+                    self._stalled = True
+                    return None
+                self._room.wait(left)
+                slot = self.slots.take(nbytes) if self._refusing is None else None
+                if slot is not None:
+                    return slot
+            return None
+        finally:
+            self._waiting -= 1
+
+    def refuse(
+        self, definition: Optional[Definition], reason: DropReason, nbytes: int = 0, iteration: int = 0
+    ) -> None:
+        """Count an offer that is dropped before it was admitted."""
+        with self.lock:
+            self.counters.words[COUNTER_OFFERED] += 1
+            self._count(definition, self._refusing or reason, nbytes, iteration)
+
+    def ready(self, capture: Capture) -> None:
+        """The slot holds the bytes: the capture may be sent. No effect on one that was given up meanwhile."""
+        if capture.state == COPYING:
+            with self.lock:
+                if capture.state == COPYING:
+                    capture.state = READY
+
+    def abort(self, capture: Capture, reason: DropReason) -> None:
+        """Give up an admitted capture that cannot be completed."""
+        with self.lock:
+            if capture.state == COPYING:
+                self._drop(capture, reason)
+
+    # -- the client thread's side ---------------------------------------------------------------------
+
+    def next_batch(self, limit: int) -> list[Capture]:
+        """Up to `limit` captures to send now, oldest first; one that is still being copied holds up the rest."""
+        batch: list[Capture] = []
+        with self.lock:
+            while self._resend and len(batch) < limit:
+                capture = self._resend.popleft()
+                if capture.state == READY:
+                    batch.append(capture)
+            queue = self._queue
+            while queue and len(batch) < limit and queue[0].state != COPYING:
+                capture = queue.popleft()
+                if capture.state == READY:
+                    capture.sent = True
+                    batch.append(capture)
+        return batch
+
+    def reconnected(self) -> None:
+        """A new connection knows nothing: everything sent and not settled is due again, and every ledger row."""
+        with self.lock:
+            self._resend = deque(capture for capture in self._live.values() if capture.sent)
+            self.ledger.forget_told()
+
+    def acknowledged(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Settle committed sequences, given as [first, last] ranges. Unknown ones are answered already."""
+        with self.lock:
+            for sequence in self._sequences(ranges):
+                capture = self._live.get(sequence)
+                if capture is not None and capture.sent:
+                    self.counters.words[COUNTER_ACKED] += 1
+                    self._release(capture)
+
+    def _sequences(self, ranges: Iterable[tuple[int, int]]) -> Iterable[int]:
+        for first, last in ranges:
+            if last - first < len(self._live):
+                yield from range(first, last + 1)
+            else:  # a range may be wider than anything that is in flight
+                yield from [sequence for sequence in self._live if first <= sequence <= last]
+
+    def refused(self, rows: Iterable[NackRow]) -> None:
+        """Settle sequences that the daemon will never commit, each under its reason."""
+        with self.lock:
+            for row in rows:
+                capture = self._live.get(row.sequence)
+                if capture is not None and capture.sent:
+                    self._drop(capture, DROP_REASONS[row.reason])
+
+    def close(self, reason: DropReason) -> int:
+        """Drop everything in flight and every later offer under `reason`; returns how many were in flight."""
+        with self.lock:
+            self._refusing = reason
+            lost = list(self._live.values())
+            self.copying = any(capture.state == COPYING for capture in lost)
+            for capture in lost:
+                self._drop(capture, reason)
+            self._queue.clear()
+            self._resend.clear()
+            self._room.notify_all()
+            return len(lost)
+
+    # -- both ------------------------------------------------------------------------------------------
+
+    @property
+    def refusing(self) -> Optional[DropReason]:
+        """The reason under which every offer is dropped, None while captures are taken."""
+        return self._refusing
+
+    @property
+    def last_sequence(self) -> int:
+        """The sequence given last; 0 before the first."""
+        return self._last_sequence
+
+    @property
+    def unsent(self) -> bool:
+        """Whether anything waits to be sent, ready or not."""
+        return bool(self._queue or self._resend)
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is in flight."""
+        return bool(self._live)
+
+    def settled(self, upto: int) -> bool:
+        """Whether every sequence ≤ `upto` is committed or dropped."""
+        with self.lock:
+            return next(iter(self._live), upto + 1) > upto
+
+    def all_sent(self, upto: int) -> bool:
+        """Whether every sequence ≤ `upto` that is in flight was sent on this connection."""
+        with self.lock:
+            waiting = [queue[0].descriptor.sequence for queue in (self._resend, self._queue) if queue]
+            return min(waiting, default=upto + 1) > upto
+
+    def snapshot(self) -> Snapshot:
+        """The counters; exact, because the lock is held."""
+        with self.lock:
+            return self.counters.snapshot()
+
+    def _count(
+        self, definition: Optional[Definition], reason: DropReason, nbytes: int, iteration: int
+    ) -> None:
+        self.counters.words[COUNTER_DROPS + REASON_INDEX[reason]] += 1
+        if definition is not None:
+            self.ledger.add(definition.id, reason, nbytes, iteration)
+
+    def _drop(self, capture: Capture, reason: DropReason) -> None:
+        descriptor = capture.descriptor
+        self._count(capture.definition, reason, descriptor.nbytes, descriptor.moment.iteration)
+        self._release(capture)
+
+    def _release(self, capture: Capture) -> None:
+        capture.state = ABORTED
+        del self._live[capture.descriptor.sequence]
+        self.counters.words[COUNTER_IN_FLIGHT] = len(self._live)
+        self.slots.give(capture.slot)
+        self._stalled = False
+        if self._waiting:
+            self._room.notify_all()

@@ -1,0 +1,205 @@
+"""The client's settings: environment > capd.toml > default, resolved once per process, with origins.
+
+A value that cannot be used never stops the job: it is reported once through the logger and the default is
+used. With CAPD_STRICT=1 (tests, tools) it raises ConfigError instead. Nothing is read at import time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Optional
+
+from capd_client import config_values as values
+from capd_client.errors import ConfigError
+from capd_client.key import MAX_INDEX
+from capd_client.settings_file import read_settings_file
+
+__all__ = ["MODES", "POLICIES", "ClientConfig", "load_config", "parse_endpoint"]
+
+logger = logging.getLogger("capd_client")
+
+POLICIES = ("drop", "block")
+MODES = ("tensor",)
+DEFAULT_MAX_BLOCK_MS = 30_000.0
+MAX_SOCKET_PATH = 107  # sun_path holds 108 bytes, the last one is NUL
+_TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
+
+
+@dataclass(frozen=True)
+class ClientConfig:
+    """Everything the client can be told, resolved. `origins` names where each value came from.
+
+    endpoint: absolute path of the daemon's socket, None when capture is off.
+    run_id: run to join, None lets the daemon assign one. quant_type: label of every capture that gives
+    none itself, None means the tensor's real dtype. arena_bytes: size of the rank's arena, None sizes it by
+    the memory that is free. max_block_ms: longest wait of one capture under policy `block`.
+    steps, micro_batches, ranks: what `watch` captures, in the notation of `capd_client.select.Ranges`.
+    iteration, sample_idx: where the counting starts. ping_s: seconds between two PINGs.
+    """
+
+    endpoint: Optional[str] = None
+    run_id: Optional[str] = None
+    policy: str = "drop"
+    mode: str = "tensor"
+    steps: str = "0"
+    micro_batches: str = "all"
+    ranks: str = "all"
+    quant_type: Optional[str] = None
+    exit_timeout_s: float = 30.0
+    log: Optional[str] = None
+    arena_bytes: Optional[int] = None
+    max_block_ms: float = DEFAULT_MAX_BLOCK_MS
+    strict: bool = False
+    ping_s: float = 5.0
+    iteration: int = 0
+    sample_idx: Optional[int] = None
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether captures go anywhere."""
+        return self.endpoint is not None
+
+
+def parse_endpoint(text: str) -> str:
+    """The socket path in `unix:PATH`; raises ConfigError for anything that cannot be connected to."""
+    scheme, colon, path = text.partition(":")
+    if scheme != "unix" or not colon or not path:
+        raise ConfigError(f"cannot read endpoint {text!r}; write unix:/path/capd.sock, or off")
+    nbytes = len(os.fsencode(path))
+    if nbytes > MAX_SOCKET_PATH:
+        raise ConfigError(
+            f"endpoint path is {nbytes} bytes long, a unix socket path holds {MAX_SOCKET_PATH}: {path!r}; "
+            "choose a shorter one, for example below /tmp or $XDG_RUNTIME_DIR"
+        )
+    return os.path.abspath(path)
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """How a field is filled: environment variables in order of precedence, key in the file, converter."""
+
+    variables: tuple[str, ...]
+    key: Optional[str]  # dotted path in capd.toml
+    convert: Callable[[Any], Any]
+
+
+_SETTINGS: dict[str, _Setting] = {
+    "run_id": _Setting(("CAPD_RUN_ID",), None, values.run_id),
+    "policy": _Setting(("CAPD_POLICY",), "policy", values.one_of(POLICIES, ("thin", "stats"))),
+    "mode": _Setting(("CAPD_MODE",), "mode", values.one_of(MODES, ("stats", "sample"))),
+    "steps": _Setting(("CAPD_STEPS",), "when.steps", values.ranges),
+    "micro_batches": _Setting((), "when.micro_batches", values.ranges),
+    "ranks": _Setting((), "when.ranks", values.ranges),
+    "quant_type": _Setting(("CAPD_QUANT_TYPE", "CUSTOM_QUANT_TYPE"), "quant_type", values.label),
+    "exit_timeout_s": _Setting(("CAPD_EXIT_TIMEOUT_S",), "exit_timeout_s", values.number(0, 86_400)),
+    "log": _Setting(("CAPD_LOG",), None, values.log_level),
+    "arena_bytes": _Setting(("CAPD_ARENA_BYTES",), "arena_bytes", values.integer(1 << 16, 1 << 44)),
+    "max_block_ms": _Setting(("CAPD_MAX_BLOCK_MS",), "max_block_ms", values.number(0, 86_400_000)),
+    "ping_s": _Setting(("CAPD_PING_S",), None, values.number(0.01, 3600)),
+    "iteration": _Setting(("TENSOR_SAVER_ITERATION",), None, values.integer(0, MAX_INDEX)),
+    "sample_idx": _Setting(("CURRENT_SAMPLE_IDX",), None, values.integer(0, MAX_INDEX)),
+}
+
+
+def load_config(environ: Optional[Mapping[str, str]] = None) -> ClientConfig:
+    """Resolve the settings of this process.
+
+    Reads `environ` (default os.environ) and the file it names. Raises ConfigError only under CAPD_STRICT=1;
+    otherwise every unusable value is logged once and replaced by the default.
+    """
+    environ = os.environ if environ is None else environ
+    resolver = _Resolver(environ)
+    resolver.resolve_file()
+    for name, setting in _SETTINGS.items():
+        resolver.resolve(name, setting)
+    resolver.resolve_endpoint()
+    resolver.resolve_slurm()
+    return resolver.config()
+
+
+class _Resolver:
+    """One resolution: collects values and origins, and reports what cannot be used."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self._values: dict[str, Any] = {}
+        self._origins: dict[str, str] = {}
+        self._file: Mapping[str, Any] = {}
+        self._path: Optional[str] = None
+        strict = environ.get("CAPD_STRICT", "").strip().lower() in _TRUE
+        self._strict = strict
+        if strict:
+            self._take("strict", True, "env CAPD_STRICT")
+
+    def resolve_file(self) -> None:
+        """Read $CAPD_CONFIG, else ./capd.toml where there is one."""
+        path = self._environ.get("CAPD_CONFIG", "")
+        explicit = bool(path)
+        try:
+            self._file, self._path = read_settings_file(path or "capd.toml", must_exist=explicit)
+        except ConfigError as error:
+            self._report(str(error))
+
+    def resolve(self, name: str, setting: _Setting) -> None:
+        """Take the first usable value: the variables in order, then the file."""
+        candidates = [(self._environ[v], f"env {v}") for v in setting.variables if self._environ.get(v)]
+        if setting.key is not None and setting.key in self._file:
+            candidates.append((self._file[setting.key], f"file {self._path}"))
+        for value, origin in candidates:
+            if self._try(name, setting, value, origin):
+                return
+
+    def _try(self, name: str, setting: _Setting, value: Any, origin: str) -> bool:
+        try:
+            self._take(name, setting.convert(value), origin)
+        except ConfigError as error:
+            self._report(f"{name} ({origin}): {error}; using the next source or the default")
+            return False
+        return True
+
+    def resolve_endpoint(self) -> None:
+        """CAPD_ENDPOINT=off > TENSOR_SAVE_ENABLED=false > CAPD_ENDPOINT > off."""
+        text = self._environ.get("CAPD_ENDPOINT", "").strip()
+        switch = self._environ.get("TENSOR_SAVE_ENABLED", "").strip().lower()
+        if text.lower() == "off":
+            self._take("endpoint", None, "env CAPD_ENDPOINT")
+        elif switch in _FALSE:
+            self._take("endpoint", None, "env TENSOR_SAVE_ENABLED")
+        elif text:
+            try:
+                self._take("endpoint", parse_endpoint(text), "env CAPD_ENDPOINT")
+            except ConfigError as error:
+                self._report(f"CAPD_ENDPOINT: {error}; capture is off")
+        elif switch in _TRUE:
+            logger.warning(
+                "capd: TENSOR_SAVE_ENABLED=true needs a daemon: start the job with `capd run -- CMD`, "
+                "or start `capd serve` and set CAPD_ENDPOINT; capture is off"
+            )
+
+    def resolve_slurm(self) -> None:
+        """Under Slurm every rank of a job step derives the same run id."""
+        job = self._environ.get("SLURM_JOB_ID", "")
+        if "run_id" in self._values or not job:
+            return
+        step = self._environ.get("SLURM_STEP_ID", "0")
+        self._take("run_id", f"slurm-{job}-{step}", "env SLURM_JOB_ID")
+
+    def config(self) -> ClientConfig:
+        """The resolved settings; what has no origin yet is a default."""
+        for entry in fields(ClientConfig):
+            self._origins.setdefault(entry.name, "default")
+        del self._origins["origins"]
+        return ClientConfig(**self._values, origins=self._origins)
+
+    def _take(self, name: str, value: Any, origin: str) -> None:
+        self._values[name] = value
+        self._origins[name] = origin
+
+    def _report(self, message: str) -> None:
+        if self._strict:
+            raise ConfigError(message)
+        logger.warning("capd: %s", message)

@@ -1,0 +1,77 @@
+"""Converters of the client's settings: each takes text or a TOML value and returns the typed one.
+
+All raise ConfigError saying what is accepted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from capd_client.errors import ConfigError
+from capd_client.select import Ranges
+
+__all__ = ["integer", "label", "log_level", "number", "one_of", "ranges", "run_id"]
+
+
+def number(low: float, high: float) -> Callable[[Any], float]:
+    def convert(value: Any) -> float:
+        try:
+            result = float(value)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{value!r} is not a number") from None
+        if not (math.isfinite(result) and low <= result <= high):
+            raise ConfigError(f"{value!r} is not between {low:g} and {high:g}")
+        return result
+
+    return convert
+
+
+def integer(low: int, high: int) -> Callable[[Any], int]:
+    def convert(value: Any) -> int:
+        try:
+            result = int(str(value), 10)
+        except ValueError:
+            raise ConfigError(f"{value!r} is not a whole number") from None
+        if not low <= result <= high:
+            raise ConfigError(f"{value!r} is not between {low} and {high}")
+        return result
+
+    return convert
+
+
+def ranges(value: Any) -> str:
+    return Ranges(str(value)).text
+
+
+def one_of(supported: tuple[str, ...], later: tuple[str, ...]) -> Callable[[Any], str]:
+    def convert(value: Any) -> str:
+        word = str(value).strip().lower()
+        if word in supported:
+            return word
+        known = " (not available in this version)" if word.partition(":")[0] in later else ""
+        raise ConfigError(f"{value!r} is not supported{known}; supported: {', '.join(supported)}")
+
+    return convert
+
+
+def log_level(value: Any) -> str:
+    name = str(value).strip().upper()
+    if name not in {"DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"}:
+        raise ConfigError(f"{value!r} is not a log level (DEBUG, INFO, WARNING, ERROR, CRITICAL)")
+    return name
+
+
+def run_id(value: Any) -> str:
+    text = str(value)
+    if not 0 < len(text) <= 128:
+        raise ConfigError(f"a run id has 1 to 128 characters, not {len(text)}")
+    return text
+
+
+def label(value: Any) -> str:
+    text = str(value)
+    if not 0 < len(text) <= 256:
+        raise ConfigError(f"a quant_type has 1 to 256 characters, not {len(text)}")
+    return text

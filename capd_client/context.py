@@ -1,0 +1,193 @@
+"""Where and when this process is: its rank, and the moment (iteration, micro-batch, sample) it has reached.
+
+The moment moves on by itself: an optimizer step marks the iteration as finished, the next training forward of a
+watched root (or the next capture outside one) begins a new one, every further forward of a root begins a
+micro-batch. What `set_moment` sets wins and stays until it is set again.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, Optional
+
+import torch
+
+from capd_client.errors import ConfigError
+from capd_client.key import MAX_INDEX, Moment
+from capd_client.ranks import RankInfo, distributed_ready, find_rank
+
+__all__ = ["MOMENT_FIELDS", "Context", "as_index"]
+
+logger = logging.getLogger("capd_client")
+
+MOMENT_FIELDS = ("iteration", "micro_batch", "sample_idx", "batch_idx", "sequence_idx")
+_REMEMBERED = 64  # micro-batches whose call ordinals are remembered
+
+
+def as_index(name: str, value: Any) -> int:
+    """`value` as a plain int in 0 … 2**63-1; raises ConfigError for anything else.
+
+    A tensor on a device is refused: reading it would wait for the device.
+    """
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        raise ConfigError(
+            f"{name} is a tensor on {value.device}; pass a Python int (reading it would synchronise)"
+        )
+    try:
+        index = operator.index(value)
+    except (TypeError, RuntimeError):
+        raise ConfigError(f"{name}={value!r:.80} is not an integer") from None
+    if not 0 <= index <= MAX_INDEX:
+        raise ConfigError(f"{name}={index} is not between 0 and 2**63-1")
+    return index
+
+
+class Context:
+    """Rank and moment state of one session. One training thread moves it on; any thread may read it."""
+
+    def __init__(
+        self,
+        *,
+        iteration: int = 0,
+        sample_idx: Optional[int] = None,
+        environ: Optional[Mapping[str, str]] = None,
+    ) -> None:
+        self.iteration = iteration
+        self.micro_batch = 0
+        self.sample_idx = sample_idx
+        self.batch_idx: Optional[int] = None
+        self.sequence_idx: Optional[int] = None
+        self._manual: set[str] = set()
+        self._dirty = False  # an optimizer has stepped since the iteration began
+        self._fresh = True  # no root forward has run in this micro-batch yet
+        self._environ = environ
+        self._info = find_rank(environ)
+        self._bound = False
+        self._follows = self._info.source == "torch.distributed"
+        self.on_rank_change: Callable[[], None] = lambda: None
+        self._ordinals: OrderedDict[tuple[int, int], dict[object, int]] = OrderedDict()
+
+    @property
+    def rank(self) -> int:
+        """Global rank, 0-based."""
+        return self.rank_info.rank
+
+    @property
+    def rank_info(self) -> RankInfo:
+        """Rank, sizes and attempt; follows torch.distributed once that is initialised, and says so once."""
+        if not self._follows and distributed_ready():
+            self._follow()
+        return self._info
+
+    def bind(self) -> int:
+        """The rank to put on a capture; from the first one on a change of rank is worth a log line."""
+        if not self._follows and distributed_ready():
+            self._follow()
+        self._bound = True
+        return self._info.rank
+
+    def _follow(self) -> None:
+        before, self._info = self._info, find_rank(self._environ)
+        self._follows = True
+        if before.rank != self._info.rank:
+            self.on_rank_change()
+        if self._bound and before.rank != self._info.rank:
+            logger.warning(
+                "capd: torch.distributed was initialised after the first capture: rank %d (%s) is rank %d from now on",
+                before.rank,
+                before.source,
+                self._info.rank,
+            )
+
+    def set_moment(self, **values: Any) -> None:
+        """Set any of iteration, micro_batch, sample_idx, batch_idx, sequence_idx; None hands one back.
+
+        A new iteration restarts the micro-batches at 0 unless micro_batch is given too. Raises ConfigError
+        for unknown names or values that are no indices, and then changes nothing.
+        """
+        for name in values:
+            if name not in MOMENT_FIELDS:
+                raise ConfigError(f"set_moment has no field {name!r}; fields: {', '.join(MOMENT_FIELDS)}")
+        indices = {n: None if v is None else as_index(n, v) for n, v in values.items()}
+        self._set_iteration(indices)
+        micro_batch = indices.get("micro_batch")
+        if micro_batch is not None:
+            self.micro_batch = micro_batch
+            self._manual.add("micro_batch")
+        elif "micro_batch" in indices:
+            self._manual.discard("micro_batch")
+        for name in ("sample_idx", "batch_idx", "sequence_idx"):
+            if name in indices:
+                setattr(self, name, indices[name])
+
+    def _set_iteration(self, indices: Mapping[str, Optional[int]]) -> None:
+        if "iteration" not in indices:
+            return
+        iteration = indices["iteration"]
+        if iteration is None:
+            self._manual.discard("iteration")
+            return
+        self._manual.add("iteration")
+        if iteration != self.iteration:
+            self.iteration = iteration
+            self.micro_batch = 0
+            self._manual.discard("micro_batch")
+            self._fresh = True
+            self._dirty = False
+
+    def begin_micro_batch(self) -> None:
+        """A watched root starts a training forward."""
+        if self._dirty:
+            self._next_iteration()
+        elif not self._fresh and "micro_batch" not in self._manual:
+            self.micro_batch += 1
+        self._fresh = False
+
+    def begin_if_dirty(self) -> None:
+        """Something is captured outside a root's forward: it belongs to a new iteration if one is due."""
+        if self._dirty:
+            self._next_iteration()
+
+    def optimizer_stepped(self) -> None:
+        """An optimizer has stepped: what comes next belongs to the next iteration."""
+        self._dirty = True
+
+    def _next_iteration(self) -> None:
+        self._dirty = False
+        self._fresh = True
+        if "iteration" in self._manual:  # the job counts: further forwards stay its micro-batches
+            if "micro_batch" not in self._manual:
+                self.micro_batch += 1
+            return
+        self.iteration += 1
+        if "micro_batch" not in self._manual:
+            self.micro_batch = 0
+
+    def moment(self, *, call: int = 0, recompute: bool = False) -> Moment:
+        """The current moment, stamped with the wall clock."""
+        return Moment(
+            self.iteration,
+            self.micro_batch,
+            call,
+            self.sample_idx,
+            self.batch_idx,
+            self.sequence_idx,
+            self._info.attempt,
+            time.time_ns(),
+            recompute,
+        )
+
+    def next_call(self, identity: object, iteration: int, micro_batch: int) -> int:
+        """How often `identity` was counted before in this micro-batch: 0, 1, 2, … (explicit captures)."""
+        calls = self._ordinals.get((iteration, micro_batch))
+        if calls is None:
+            calls = self._ordinals.setdefault((iteration, micro_batch), {})
+            if len(self._ordinals) > _REMEMBERED:
+                self._ordinals.popitem(last=False)
+        ordinal = calls.get(identity, 0)
+        calls[identity] = ordinal + 1
+        return ordinal

@@ -1,0 +1,143 @@
+"""The callables that torch stores in a watched model: small, picklable, inert in copies, never raising.
+
+A deepcopy or an unpickled model carries `_inert` in their place: it computes the same and is not captured.
+The first thing each of them asks is whether this step is captured; that is all they cost otherwise.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Optional
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from capd_client import recompute
+from capd_client.key import Moment
+
+if TYPE_CHECKING:
+    from capd_client.stepping import Clock
+    from capd_client.taps import LinearTap, Sink
+
+__all__ = ["ForwardHook", "GradHook", "PreHook", "PreHookResult", "RootHook", "WeightHook"]
+
+PreHookResult = Optional[tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def _inert(*_args: Any, **_kwargs: Any) -> None:
+    """What a hook becomes in a copy of its model."""
+
+
+def _make_inert() -> Callable[..., None]:
+    return _inert
+
+
+class _Hook:
+    """Base of the hook objects: a deepcopy or a pickle of one does nothing."""
+
+    __slots__ = ()
+    __torch_unserializable__ = True  # saving a tensor that carries one warns otherwise
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return _make_inert, ()
+
+
+class PreHook(_Hook):
+    """Forward pre-hook (with kwargs) of a tapped module."""
+
+    __slots__ = ("_gate", "_tap")
+
+    def __init__(self, tap: LinearTap) -> None:
+        self._tap = tap
+        self._gate = tap.gate
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PreHookResult:
+        # Before the gate: a compiler that traced the gate would recompile the model at every step.
+        if is_compiling():
+            return None
+        gate = self._gate
+        if gate.closed_at == gate.context.iteration:
+            return None
+        try:
+            return self._tap.before_forward(module, args, kwargs)
+        except Exception as error:
+            self._tap.failed("forward pre-hook", error)
+            return None
+
+
+class ForwardHook(_Hook):
+    """Forward hook of a tapped module."""
+
+    __slots__ = ("_tap",)
+
+    def __init__(self, tap: LinearTap) -> None:
+        self._tap = tap
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        tap = self._tap
+        if tap.bound is None or is_compiling():
+            return
+        try:
+            tap.after_forward(output)
+        except Exception as error:
+            tap.failed("forward hook", error)
+
+
+class GradHook(_Hook):
+    """Tensor hook that carries the moment of a forward into its backward."""
+
+    __slots__ = ("_moment", "_shape", "_tap", "_tensor_name")
+
+    def __init__(
+        self, tap: LinearTap, tensor_name: str, moment: Moment, shape: Optional[torch.Size] = None
+    ) -> None:
+        self._shape = shape
+        self._tap = tap
+        self._tensor_name = tensor_name
+        self._moment = moment
+
+    def __call__(self, gradient: Tensor) -> None:
+        try:
+            self._tap.gradient(self._tensor_name, gradient, self._moment, self._shape)
+        except Exception as error:
+            self._tap.failed(f"{self._tensor_name} hook", error)
+
+
+class WeightHook(_Hook):
+    """Hook on a weight: one call per backward, before the gradient is accumulated."""
+
+    __slots__ = ("_tap",)
+
+    def __init__(self, tap: LinearTap) -> None:
+        self._tap = tap
+
+    def __call__(self, gradient: Tensor) -> None:
+        tap = self._tap
+        if not tap.expects_weight_gradient:
+            return
+        try:
+            tap.weight_gradient(gradient)
+        except Exception as error:
+            tap.failed("grad_weight hook", error)
+
+
+class RootHook(_Hook):
+    """Forward pre-hook of the watched model: every training forward begins a micro-batch."""
+
+    __slots__ = ("_clock", "_root", "_sink")
+
+    def __init__(self, root: nn.Module, clock: Clock, sink: Sink) -> None:
+        self._root = weakref.ref(root)
+        self._clock = clock
+        self._sink = sink
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if is_compiling() or not module.training:
+            return
+        try:
+            if self._root() is module and not recompute.in_backward():
+                self._clock.begin_forward(self)
+        except Exception as error:
+            self._sink.drop_internal("root forward pre-hook", error)

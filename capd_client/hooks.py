@@ -1,0 +1,228 @@
+"""`watch(model)`: puts taps on the Linear modules of a model and takes them away again.
+
+Nothing here raises into the job: what cannot be used is reported once through the logger, and the default is
+used instead (CAPD_STRICT=1 raises). With capture off, `watch` returns at once and touches nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Optional, Union
+
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils.hooks import RemovableHandle
+
+from capd_client import recompute
+from capd_client.api import session
+from capd_client.errors import ConfigError
+from capd_client.hook_objects import ForwardHook, PreHook, RootHook
+from capd_client.naming import place_modules
+from capd_client.notices import Notices
+from capd_client.select import Ranges, matches_any
+from capd_client.stepping import Clock, Gate, clock_of
+from capd_client.taps import DEFAULT_TENSORS, TENSORS, LinearTap, Settings, Sink
+
+__all__ = ["WatchHandle", "watch"]
+
+_notices = Notices()
+_watched: weakref.WeakKeyDictionary[nn.Module, LinearTap] = weakref.WeakKeyDictionary()
+
+
+class WatchHandle:
+    """What `watch` put on a model. `modules`: names of the tapped modules, as the keys carry them."""
+
+    def __init__(self) -> None:
+        self.modules: tuple[str, ...] = ()
+        self._handles: list[RemovableHandle] = []
+        self._taps: list[LinearTap] = []
+        self._clock: Optional[Clock] = None
+        self._gate: Optional[Gate] = None
+
+    def attach_root(self, model: nn.Module, gate: Gate, clock: Clock, sink: Sink) -> None:
+        """Let the forwards of `model` begin micro-batches. First, so that it runs before the taps."""
+        recompute.install()
+        clock.add(gate)
+        self._clock, self._gate = clock, gate
+        self._handles.append(model.register_forward_pre_hook(RootHook(model, clock, sink), prepend=True))
+
+    def attach_linear(self, module: nn.Linear, tap: LinearTap) -> None:
+        """Tap one module."""
+        _watched[module] = tap
+        self._taps.append(tap)
+        self._handles.append(module.register_forward_pre_hook(PreHook(tap), with_kwargs=True))
+        self._handles.append(module.register_forward_hook(ForwardHook(tap)))
+
+    def remove(self) -> None:
+        """Take every hook off again, also those waiting in a graph for its backward. May be called twice."""
+        for handle in self._handles:
+            handle.remove()
+        for tap in self._taps:
+            tap.remove()
+            module = tap.module()
+            if module is not None and _watched.get(module) is tap:
+                del _watched[module]
+        if self._clock is not None and self._gate is not None:
+            self._clock.discard(self._gate)
+            recompute.uninstall()
+        self._handles, self._taps, self._clock = [], [], None
+
+
+def watch(
+    model: nn.Module,
+    *,
+    name: Optional[str] = None,
+    steps: Optional[str] = None,
+    tensors: Optional[Iterable[str]] = None,
+    select: Union[str, Sequence[str], None] = None,
+) -> WatchHandle:
+    """Capture the operands of every nn.Linear of `model`: X, W (once per step), Y and dY.
+
+    Call it on the model that the training loop calls, before or after wrapping it in DDP or FSDP, and after
+    parallelising its modules. Only training forwards are captured, recomputes never.
+
+    Args:
+        model: its forwards begin the micro-batches.
+        name: put in front of the module names; tells several watched models apart.
+        steps: iterations to capture, as in "0-2,100-:100" or "all". Default: CAPD_STEPS, else [when] steps
+            in capd.toml, else "0".
+        tensors: any of "input", "weight", "output", "grad_output" (the default), "grad_input",
+            "grad_weight".
+        select: glob, or globs, over qualified module names without wrappers ("*.mlp.*").
+
+    Returns:
+        A handle with `remove()`. Inert when capture is off, and where nothing could be attached.
+
+    Raises:
+        ConfigError: only with CAPD_STRICT=1, for an unknown tensor name, an unreadable range, or a selection
+            that matches nothing. Otherwise these are one warning each.
+    """
+    sink = session()
+    if sink is None:
+        return WatchHandle()
+    handle = WatchHandle()
+    try:
+        plan = _Plan(sink.config, steps=steps, tensors=tensors, select=select)
+        _attach(sink, model, handle, plan, name=name or "")
+    except ConfigError:
+        handle.remove()
+        raise
+    except Exception as error:
+        handle.remove()
+        sink.drop_internal("watch", error)
+    return handle
+
+
+class _Plan:
+    """What one `watch` captures: arguments checked, defaults filled in from the settings."""
+
+    def __init__(
+        self,
+        config: Settings,
+        *,
+        steps: Optional[str] = None,
+        tensors: Optional[Iterable[str]] = None,
+        select: Union[str, Sequence[str], None] = None,
+    ) -> None:
+        self.strict = config.strict
+        self.steps = Ranges(config.steps) if steps is None else self._ranges(str(steps), config.steps)
+        self.micro_batches = _restricting(config.micro_batches)
+        self.ranks = _restricting(config.ranks)
+        self.tensors = self._known_tensors(DEFAULT_TENSORS if tensors is None else tensors)
+        self.select = (select,) if isinstance(select, str) else tuple(select or ())
+
+    def _ranges(self, text: str, default: str) -> Ranges:
+        try:
+            return Ranges(text)
+        except ConfigError as error:
+            self.report("steps", f'watch(steps=...): {error}; capturing steps "{default}"')
+            return Ranges(default)
+
+    def _known_tensors(self, names: Iterable[str]) -> frozenset[str]:
+        wanted = frozenset([names] if isinstance(names, str) else names)
+        unknown = wanted.difference(TENSORS)
+        if unknown:
+            listed = ", ".join(sorted(map(str, unknown)))
+            self.report(
+                "tensors", f"watch(tensors=...): no tensor is called {listed}; known: {', '.join(TENSORS)}"
+            )
+        return wanted.intersection(TENSORS)
+
+    def report(self, reason: str, message: str) -> None:
+        """Warn once, or raise ConfigError under CAPD_STRICT=1."""
+        if self.strict:
+            raise ConfigError(message)
+        _notices.warn(reason, "%s", message)
+
+
+def _restricting(text: str) -> Optional[Ranges]:
+    return None if text.strip() == "all" else Ranges(text)
+
+
+def _attach(sink: Sink, model: nn.Module, handle: WatchHandle, plan: _Plan, *, name: str = "") -> None:
+    """Put the hooks of `plan` on `model` and note them in `handle`."""
+    linears = _find_linears(model)
+    places = place_modules(model, list(linears), prefix=name)
+    chosen = [n for n in linears if not plan.select or matches_any(places[n].module, plan.select)]
+    fresh = [n for n in chosen if linears[n] not in _watched]
+    if len(fresh) < len(chosen):
+        plan.report(
+            "twice",
+            f"{len(chosen) - len(fresh)} modules are watched already; remove() that handle to change it",
+        )
+    if not fresh:
+        plan.report("empty", _nothing_to_watch(model, plan, [place.module for place in places.values()]))
+        return
+    if _is_compiled(model):
+        plan.report("compiled", _COMPILED)
+    gate = Gate(sink.context, plan.steps, micro_batches=plan.micro_batches, ranks=plan.ranks)
+    handle.attach_root(model, gate, clock_of(sink.context), sink)
+    for qualified in fresh:
+        handle.attach_linear(
+            linears[qualified], LinearTap(linears[qualified], places[qualified], plan.tensors, sink, gate)
+        )
+    handle.modules = tuple(places[qualified].module for qualified in fresh)
+    _notices.info(
+        'watching %d of %d Linear modules of %s: %s in steps "%s"; widen it with steps="all", CAPD_STEPS or '
+        "[when] steps in capd.toml",
+        len(fresh), len(linears), type(model).__name__, ", ".join(sorted(plan.tensors)), plan.steps.text,
+    )  # fmt: skip
+
+
+def _find_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """The modules whose product is F.linear(input, self.weight), by qualified name.
+
+    Subclasses count while they keep nn.Linear's forward (FSDP2 makes such classes); the quantised ones of
+    other libraries bring their own, with packed weights. A parametrised weight is recomputed by every
+    read, so reading it here could change the job's random numbers. nn.MultiheadAttention never calls its
+    NonDynamicallyQuantizableLinear.
+    """
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and not isinstance(module, NonDynamicallyQuantizableLinear)
+        and not is_parametrized(module)
+    }
+
+
+_COMPILED = (
+    "the watched model is compiled: inside compiled graphs nothing is captured; watch the model without "
+    "torch.compile to capture it"
+)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(
+        "_orig_mod" in module._modules or module._compiled_call_impl is not None for module in model.modules()
+    )
+
+
+def _nothing_to_watch(model: nn.Module, plan: _Plan, names: list[str]) -> str:
+    if not names:
+        return f"{type(model).__name__} has no nn.Linear to watch; use capd_client.capture() for its tensors"
+    some = ", ".join(names[:3])
+    return f"watch(select={list(plan.select)!r}) leaves none of {len(names)} Linear modules ({some}, ...)"

@@ -1,0 +1,95 @@
+"""One connection to the daemon: connect, hand over the arena, then framed messages in both directions.
+
+Nothing here waits longer than IO_TIMEOUT_S, and that only for a peer that stopped in the middle of a frame. After
+any OSError or EOFError the connection is unusable (a frame may be half sent) and is closed by its owner.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from capd_client.protocol import (
+    ARENA_BYTE,
+    MAX_FRAME_NBYTES,
+    ClientMessage,
+    DaemonMessage,
+    Hello,
+    decode_daemon,
+    encode,
+)
+
+__all__ = ["IO_TIMEOUT_S", "Link"]
+
+IO_TIMEOUT_S = 2
+
+
+class Link:
+    """A connected socket, after the arena's descriptor and HELLO are sent.
+
+    Raises OSError from the constructor when there is no daemon, or it does not take the connection in time.
+    """
+
+    def __init__(self, path: str, arena_fd: int, hello: Hello) -> None:
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            peer.settimeout(IO_TIMEOUT_S)
+            try:
+                peer.connect(path)
+            except OSError as error:
+                raise type(error)(error.errno, f"{path}: {error.strerror or error}") from None
+            socket.send_fds(peer, [ARENA_BYTE], [arena_fd])
+            peer.setblocking(True)
+            limit = struct.pack("ll", IO_TIMEOUT_S, 0)
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        except BaseException:
+            peer.close()
+            raise
+        self._connection: Connection = Connection(peer.detach())
+        self._fd = self._connection.fileno()
+        self._readable = select.poll()
+        self._readable.register(self._fd, select.POLLIN)
+        self._writable = select.poll()
+        self._writable.register(self._fd, select.POLLOUT)
+        try:
+            self.send(hello)
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, message: ClientMessage) -> None:
+        """Send one message; raises OSError when the peer is gone or has not read for IO_TIMEOUT_S."""
+        self._connection.send_bytes(encode(message))
+
+    def writable(self) -> bool:
+        """Whether the socket has room for a batch: most of its buffer is empty. True as well once it is broken."""
+        return bool(self._writable.poll(0))
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether a message (or the end) is there, after waiting up to `timeout_s`."""
+        return bool(self._readable.poll(timeout_s * 1000))
+
+    def receive(self) -> DaemonMessage:
+        """The next message; raises EOFError at the end, OSError for anything that is no message of a daemon."""
+        frame = self._connection.recv_bytes(MAX_FRAME_NBYTES)
+        try:
+            return decode_daemon(frame)
+        except msgspec.DecodeError as error:
+            raise ConnectionError(f"it sent something outside the protocol: {error}") from None
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        self._connection.close()
+
+    def close_in_child(self) -> None:
+        """After fork, in the child: close the inherited descriptor, which leaves the parent's stream alone."""
+        try:
+            os.close(self._fd)
+        except OSError:
+            return

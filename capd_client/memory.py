@@ -1,0 +1,86 @@
+"""How much host memory there is to take: MemAvailable and the cgroup's headroom, versions 1 and 2."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Optional
+
+__all__ = ["MAX_ARENA_NBYTES", "MIN_ARENA_NBYTES", "available_nbytes", "default_arena_nbytes"]
+
+MAX_ARENA_NBYTES = 2 << 30
+MIN_ARENA_NBYTES = 1 << 20
+SHARE = 0.2  # of the available memory, for all ranks of this node together
+
+
+def default_arena_nbytes(local_world_size: int, available: Optional[int] = None) -> int:
+    """Arena size of one rank: 20 % of the available memory over the node's ranks, 1 MiB … 2 GiB."""
+    if available is None:
+        available = available_nbytes()
+    share = int(available * SHARE) // max(1, local_world_size)
+    return max(MIN_ARENA_NBYTES, min(MAX_ARENA_NBYTES, share))
+
+
+def available_nbytes(root: str = "/") -> int:
+    """The smaller of MemAvailable and the headroom of every cgroup above this process."""
+    limits = [limit for limit in (_mem_available(root), *_cgroup_headrooms(root)) if limit is not None]
+    return max(0, min(limits)) if limits else MIN_ARENA_NBYTES
+
+
+def _mem_available(root: str) -> Optional[int]:
+    for line in _lines(os.path.join(root, "proc/meminfo")):
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024
+    return None
+
+
+def _cgroup_headrooms(root: str) -> Iterator[Optional[int]]:
+    base = os.path.join(root, "sys/fs/cgroup")
+    for line in _lines(os.path.join(root, "proc/self/cgroup")):
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            yield from _walk(base, path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            yield from _walk(
+                os.path.join(base, "memory"),
+                path,
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+
+
+def _walk(base: str, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[Optional[int]]:
+    """Headroom at every level: in a container the path may name the host's view, then only the top exists."""
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    for depth in range(len(parts), -1, -1):
+        folder = os.path.join(base, *parts[:depth])
+        yield _headroom(folder, limit, usage, reclaimable)
+
+
+def _headroom(folder: str, limit: str, usage: str, reclaimable: str) -> Optional[int]:
+    most = _number(os.path.join(folder, limit))
+    used = _number(os.path.join(folder, usage))
+    if most is None or used is None:
+        return None
+    for line in _lines(os.path.join(folder, "memory.stat")):
+        name, _, value = line.partition(" ")
+        if name == reclaimable and value.strip().isdigit():
+            used -= int(value)  # page cache that the kernel drops before it refuses memory
+    return most - used
+
+
+def _number(path: str) -> Optional[int]:
+    for line in _lines(path):
+        return int(line) if line.strip().isdigit() else None  # "max" is no limit
+    return None
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read().splitlines()
+    except OSError:
+        return []

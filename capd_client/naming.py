@@ -1,0 +1,88 @@
+"""Names of a model's modules: the qualified name without wrappers, and the layer and stack it lies in.
+
+Wrappers (torch.compile, FSDP, activation checkpointing, DDP, PEFT) put parts into qualified names that say
+nothing about the model; they are removed so that a key stays the same whichever wrapper a job uses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import NamedTuple, Optional
+
+from torch import nn
+
+__all__ = ["Place", "clean_name", "place_modules"]
+
+_WRAPPER_PARTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_PEFT_PREFIX = "base_model.model."
+_LAYER_IN_NAME = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block|resblocks)\.(\d+)(?=\.|$)")
+
+
+class Place(NamedTuple):
+    """Where a module lies in its model.
+
+    module: qualified name without wrappers. layer: 0-based, None outside any layer list. stack: qualified
+    name of the module that owns the layer list ("encoder", "vision_model.encoder"; "" for the root).
+    """
+
+    module: str
+    layer: Optional[int]
+    stack: str
+
+
+def clean_name(qualified: str) -> str:
+    """Remove wrapper parts from a qualified module name: `module._orig_mod.fc` becomes `fc`, `module` nothing."""
+    parts = [part for part in qualified.split(".") if part not in _WRAPPER_PARTS]
+    while parts[:1] == ["module"]:
+        del parts[0]
+    return ".".join(parts).removeprefix(_PEFT_PREFIX)
+
+
+def place_modules(model: nn.Module, qualified_names: list[str], *, prefix: str = "") -> dict[str, Place]:
+    """Find the place of each named module of `model`.
+
+    `prefix` (the name given to `watch`) goes in front of every module and stack name. Where removing
+    wrapper parts would give two modules one name, those keep their full names. A model that is itself
+    the watched module (its qualified name is empty) is named after its class.
+    """
+    cleaned = {name: clean_name(name) for name in qualified_names}
+    uses = Counter(cleaned.values())
+    places = {}
+    for name in qualified_names:
+        module = cleaned[name] if uses[cleaned[name]] == 1 else name
+        layer, stack = _layer_and_stack(model, name)
+        own_name = module or ("" if prefix else type(model).__name__)
+        places[name] = Place(
+            _join(prefix, own_name), layer, "" if layer is None else _join(prefix, clean_name(stack))
+        )
+    return places
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def _layer_and_stack(model: nn.Module, qualified: str) -> tuple[Optional[int], str]:
+    """The layer number and the qualified name of the layer list's owner; (None, "") where there is none."""
+    module, path = model, qualified.split(".")
+    for depth, part in enumerate(path):
+        child = module._modules.get(part)
+        if child is None:
+            break
+        if part.isdigit() and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            return _declared_layer(child, int(part)), ".".join(path[: depth - 1])
+        module = child
+    match = _LAYER_IN_NAME.search(clean_name(qualified))
+    if match is None:
+        return None, ""
+    return int(match[1]), clean_name(qualified)[: match.start()]
+
+
+def _declared_layer(layer: nn.Module, position: int) -> int:
+    """The number a framework gives its layer, which pipeline stages need: their lists all start at 0."""
+    number = getattr(layer, "layer_number", None)  # Megatron: global, 1-based
+    if type(number) is int and number >= 1:
+        return number - 1
+    index = getattr(layer, "layer_idx", None)  # transformers: 0-based
+    return index if type(index) is int and index >= 0 else position

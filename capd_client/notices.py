@@ -1,0 +1,50 @@
+"""Warnings of the training process: at most one per 20 s and reason, with the number held back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+__all__ = ["INTERVAL_S", "Notices", "logger"]
+
+logger = logging.getLogger("capd_client")
+
+INTERVAL_S = 20.0
+
+
+class Notices:
+    """Rate-limits log lines by reason. Never raises: a broken log handler must not reach training."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last: dict[str, float] = {}
+        self._held: dict[str, int] = {}
+
+    def due(self, reason: str) -> bool:
+        """Whether a line for `reason` may be written now; counts it as held back if not."""
+        now = self._clock()
+        last = self._last.get(reason)
+        if last is not None and now - last < INTERVAL_S:
+            self._held[reason] = self._held.get(reason, 0) + 1
+            return False
+        self._last[reason] = now
+        return True
+
+    def warn(self, reason: str, message: str, *args: object) -> None:
+        """Log `message % args` unless `reason` was logged within the interval."""
+        if not self.due(reason):
+            return
+        held = self._held.pop(reason, 0)
+        more = f" ({held} more like it since the last line)" if held else ""
+        self._write(logging.WARNING, message + "%s", *args, more)
+
+    def info(self, message: str, *args: object) -> None:
+        """Log at INFO, not limited: only for things that happen at human pace."""
+        self._write(logging.INFO, message, *args)
+
+    def _write(self, level: int, message: str, *args: object) -> None:
+        try:
+            logger.log(level, "capd: %s", message % args)
+        except Exception:  # the user's handler: nothing of it may reach the job
+            self._held["logging"] = self._held.get("logging", 0) + 1

@@ -1,0 +1,270 @@
+"""A rank's session: arena, books, stager and client thread put together, behind a boundary that never raises.
+
+One per process, made at the first `watch` or `capture` (capd_client.api). After a fork the child's copy is inert: it
+holds neither socket nor arena, and costs one check. `close` drains within its time and gives everything back.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import uuid
+from typing import Any, Optional, Union
+
+import torch
+
+from capd_client.allocator import SlotAllocator
+from capd_client.arena import Arena
+from capd_client.books import Books
+from capd_client.config import ClientConfig
+from capd_client.context import Context
+from capd_client.counting import Counters, Snapshot
+from capd_client.definitions import short_name
+from capd_client.device import DeviceStager
+from capd_client.key import Key, Moment
+from capd_client.link import Link
+from capd_client.memory import default_arena_nbytes
+from capd_client.notices import Notices
+from capd_client.protocol import HANDSHAKE_TIMEOUT_S, PAGE_NBYTES, PROTOCOL_VERSION, DropReason, Hello
+from capd_client.staging import Counted, Stager
+from capd_client.transport import State, Transport
+from capd_client.untraced import untraced
+
+__all__ = ["Session"]
+
+_STOP_TIMEOUT_S = 5.0
+_POLL_S = 0.001
+
+
+class Session:
+    """Everything that one rank needs to capture. `config.endpoint` must be set.
+
+    Raises ArenaError when there is no memory for the arena. `offer` and what follows it never raise, except
+    under `config.strict`.
+    """
+
+    def __init__(self, config: ClientConfig, context: Optional[Context] = None) -> None:
+        assert config.endpoint is not None  # noqa: S101 - the caller asked `enabled`
+        self.config = config
+        self.notices = Notices()
+        self.context = context or Context(iteration=config.iteration, sample_idx=config.sample_idx)
+        self.client = uuid.UUID(bytes=os.urandom(16))  # not uuid4: some versions of it seed from `random`
+        self.enabled = True
+        self._endpoint = config.endpoint
+        self._max_block_s = config.max_block_ms / 1e3 if config.policy == "block" else 0.0
+        info = self.context.rank_info
+        self.arena = Arena(config.arena_bytes or default_arena_nbytes(info.local_world_size))
+        self.counters = Counters()
+        self.counters.attach(self.arena.words)
+        slots = SlotAllocator(PAGE_NBYTES, self.arena.nbytes - PAGE_NBYTES)
+        self.books = Books(slots, self.counters, max_block_s=self._max_block_s)
+        self._stager = Stager(self.books, self.arena, self.notices, self._device_stager)
+        self._device_stagers: dict[torch.device, Union[DeviceStager, DropReason]] = {}
+        self._device_lock = threading.Lock()
+        self._pinned = False
+        self._pinning: list[threading.Thread] = []
+        self._closed = threading.Event()
+        self.transport = Transport(
+            self._connect, self.books, self.notices, ping_s=config.ping_s, name=f"capd-client-{info.rank}"
+        )
+        self.context.on_rank_change = self.transport.reconnect  # HELLO names the rank
+        self.arena.prefault()
+        self.transport.start()
+
+    # -- captures ---------------------------------------------------------------------------------------
+
+    @untraced
+    def offer(
+        self,
+        tensor: torch.Tensor,
+        key: Key,
+        moment: Moment,
+        *,
+        cast_to: Optional[torch.dtype] = None,
+        attributes: Optional[dict[str, Any]] = None,
+        metadata: str = "",
+    ) -> None:
+        """Take one tensor as it is now. Counted exactly once, whatever happens.
+
+        cast_to: record the tensor in this dtype (the snapshot copy casts). attributes: what is constant for the key,
+        the same small dict every time. metadata: a JSON object, or empty.
+        """
+        if not self.enabled:
+            return
+        try:
+            self._stager.stage(tensor, key, moment, cast_to, attributes, metadata)
+        except Counted as error:
+            self._tell("a capture", error.__cause__ or error)
+            if self.config.strict or not isinstance(error.__cause__, Exception):
+                raise error.__cause__ or error from None
+        except Exception as error:
+            self.drop_internal("a capture", error)
+
+    def drop_internal(self, where: str, error: BaseException) -> None:
+        """Count a capture that an error inside capd prevented, and log it; raises it under CAPD_STRICT=1."""
+        if not self.enabled:
+            return
+        self.books.refuse(None, DropReason.INTERNAL)
+        self._tell(where, error)
+        if self.config.strict:
+            raise error
+
+    def drop_invalid(self, problem: str, reason: DropReason = DropReason.INVALID_KEY) -> None:
+        """Count a capture whose arguments cannot be used, and log why."""
+        if self.enabled:
+            self.books.refuse(None, reason)
+            self.notices.warn(reason.value, "a capture was not taken: %s", problem)
+
+    def quant_type(self, dtype: torch.dtype) -> str:
+        """The label of a capture that was given none: the configured one, else the dtype's short name."""
+        return self.config.quant_type or short_name(dtype)
+
+    def snapshot(self) -> Snapshot:
+        """The counters now."""
+        return self.books.snapshot()
+
+    def _tell(self, where: str, error: BaseException) -> None:
+        self.notices.warn(
+            DropReason.INTERNAL.value, "%s failed inside capd: %s: %s", where, type(error).__name__, error
+        )
+
+    # -- leaving ----------------------------------------------------------------------------------------
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything offered before is committed or dropped; False when the time is up before."""
+        if not self.enabled:
+            return True
+        return self.transport.flush(self.books.last_sequence, max(0.0, timeout_s))
+
+    def close(self, timeout_s: Optional[float] = None) -> bool:
+        """Drain, say goodbye, and give back thread, socket and memory. Idempotent.
+
+        timeout_s: longest time to drain, default `config.exit_timeout_s`; without a daemon it does not wait at
+        all. Returns whether everything was settled in time; what was not is dropped as `not_connected`.
+        """
+        if self._closed.is_set():
+            return True
+        self._closed.set()
+        if not self.enabled:
+            return True
+        self.enabled = False
+        deadline = time.monotonic() + (
+            self.config.exit_timeout_s if timeout_s is None else max(0.0, timeout_s)
+        )
+        transport = self.transport
+        if self._ever_connected(deadline):
+            self._drain(deadline)
+            transport.leave()
+            self._wait_for_bye(deadline)
+        lost = self.books.close(DropReason.NOT_CONNECTED)
+        if lost:
+            self.notices.warn("closed", "%d captures were still unacknowledged at exit and are lost", lost)
+        stopped = transport.stop(_STOP_TIMEOUT_S)
+        self._free(stopped)
+        return lost == 0
+
+    def _ever_connected(self, deadline: float) -> bool:
+        """Whether a daemon took this rank; a handshake under way is waited for, an absent daemon is not."""
+        transport = self.transport
+        deadline = min(deadline, time.monotonic() + HANDSHAKE_TIMEOUT_S)
+        while transport.welcome is None and transport.state is not State.ENDED:
+            if transport.refused.is_set() or time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_S)
+        return transport.welcome is not None
+
+    def _drain(self, deadline: float) -> None:
+        self.transport.flush(self.books.last_sequence, max(0.0, deadline - time.monotonic()))
+
+    def _wait_for_bye(self, deadline: float) -> None:
+        """Until BYE is answered; a daemon that is gone while nothing is in flight is not waited for."""
+        transport = self.transport
+        while not transport.bye_ok.wait(0.01) and transport.state is not State.ENDED:
+            gone = transport.refused.is_set() and not self.books.busy
+            if gone or time.monotonic() >= deadline:
+                return
+
+    def _free(self, thread_ended: bool) -> None:
+        """Unmap only what nobody writes any more; the rest goes with the process."""
+        with self.books.lock:
+            self.counters.detach()
+        self.arena.words.release()
+        for pinning in self._pinning:
+            pinning.join()
+        idle = thread_ended and not self.transport.device_busy and not self.books.copying
+        if self._pinned and idle:
+            from capd_client.cuda import unpin
+
+            unpin(self.arena.address)
+        self.arena.close(unmap=idle)
+
+    def forked(self) -> None:
+        """In a forked child: hold nothing, capture nothing. Takes no lock, its owner may not exist here."""
+        self.enabled = False
+        self._closed.set()
+        self.counters.reset()
+        self.transport.close_in_child()
+        self.arena.close_in_child()
+
+    # -- parts ------------------------------------------------------------------------------------------
+
+    def _connect(self, connection: int) -> Link:
+        return Link(self._endpoint, self.arena.fd, self._hello(connection))
+
+    def _hello(self, connection: int) -> Hello:
+        info = self.context.rank_info
+        return Hello(
+            protocol=PROTOCOL_VERSION,
+            client=self.client.bytes,
+            connection=connection,
+            run_id=self.config.run_id,
+            rank=info.rank,
+            world_size=info.world_size,
+            local_rank=info.local_rank,
+            host=socket.gethostname()[:256],
+            pid=os.getpid(),
+            arena_nbytes=self.arena.nbytes,
+            attempt=info.attempt,
+        )
+
+    def _device_stager(self, device: torch.device) -> Union[DeviceStager, DropReason]:
+        """The stager of a device, made at its first capture, or why there is none."""
+        found = self._device_stagers.get(device)
+        if found is not None:
+            return found
+        with self._device_lock:
+            if device not in self._device_stagers:
+                if torch.cuda.is_current_stream_capturing():
+                    return DropReason.STREAM_CAPTURE  # making one now would break the capture
+                self._device_stagers[device] = self._make_device_stager(device)
+            return self._device_stagers[device]
+
+    def _make_device_stager(self, device: torch.device) -> Union[DeviceStager, DropReason]:
+        from capd_client.cuda import CudaDevice
+
+        try:
+            cuda = CudaDevice(device)
+            stager = DeviceStager(cuda, self.books, self.arena.buffer, max_block_s=self._max_block_s)
+        except Exception as error:
+            self.notices.warn("device_setup", "%s cannot be captured: %s", device, error)
+            return DropReason.INTERNAL
+        pinning = threading.Thread(target=self._pin, args=(device, cuda.pinned), name="capd-pin", daemon=True)
+        self._pinning.append(pinning)
+        pinning.start()
+        self.transport.add_device(stager)
+        return stager
+
+    def _pin(self, device: torch.device, pinned: threading.Event) -> None:
+        """Page-lock the arena, once; until then, or if it fails, copies go the slower way."""
+        from capd_client.cuda import pin
+
+        self.arena.prefaulted()
+        with self._device_lock:
+            problem = None if self._pinned else pin(self.arena.address, self.arena.nbytes, device)
+            self._pinned = self._pinned or problem is None
+        if problem is None:
+            pinned.set()
+        else:
+            self.notices.warn("unpinned", "the arena is not pinned, device copies are slower: %s", problem)

@@ -1,0 +1,282 @@
+"""Puts one copy of a tensor into the arena: checks it, gets a slot, copies, and marks the capture ready.
+
+Contiguous CPU tensors are moved with memmove(3): making a torch view of the slot would cost several times the
+copy of a small one. Up to 64 KiB the GIL is held meanwhile, because letting it go for a few microseconds would
+hand it to the client thread. Large and strided ones go through torch's copy. Device tensors take the way of
+`capd_client.device`. Errors are caught in `capd_client.session`, which counts and logs them; none reaches the job.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, Optional, Union
+
+import torch
+
+from capd_client.arena import Arena
+from capd_client.books import READY, Books
+from capd_client.definitions import Definition
+from capd_client.device import DeviceStager
+from capd_client.errors import ConfigError
+from capd_client.key import MAX_NDIM, Key, Moment
+from capd_client.notices import Notices
+from capd_client.protocol import MAX_METADATA_NBYTES, Descriptor, DropReason
+from capd_client.tensors import PLAIN_TYPES, modes_active, problem_of, unwrap, without_modes
+
+__all__ = ["Counted", "Stager"]
+
+_GIL_HELD_NBYTES = 64 << 10
+_MEMMOVE_NBYTES = 1 << 20  # above, torch's copy may use several threads
+
+_move = ctypes.memmove  # releases the GIL
+_move_holding_gil = ctypes.PyDLL(None).memmove
+_move_holding_gil.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_move_holding_gil.restype = None
+
+
+class Counted(Exception):
+    """An error after the capture was admitted: it is counted as a drop already. The error is its cause."""
+
+
+class Stager:
+    """The way of one tensor from the job into the arena.
+
+    devices: makes the DeviceStager of a device at its first capture, or says why not.
+    """
+
+    def __init__(
+        self,
+        books: Books,
+        arena: Arena,
+        notices: Notices,
+        devices: Callable[[torch.device], Union[DeviceStager, DropReason]],
+    ) -> None:
+        self._books = books
+        self._buffer = arena.buffer
+        self._address = arena.address
+        self._notices = notices
+        self._devices = devices
+
+    def stage(
+        self,
+        tensor: torch.Tensor,
+        key: Key,
+        moment: Moment,
+        cast_to: Optional[torch.dtype],
+        attributes: Optional[dict[str, Any]],
+        metadata: str,
+    ) -> None:
+        """Capture `tensor`. A normal return has counted the offer once, and so has Counted; other errors have not."""
+        if cast_to is None and attributes is None and type(tensor) in PLAIN_TYPES and tensor.is_cpu:
+            definition = self._books.definitions.found.get((id(key), tensor.dtype))
+            if definition is not None and not metadata and self._stage_small(tensor, definition, moment):
+                return
+        if modes_active():
+            with without_modes():
+                self._stage(tensor, key, moment, cast_to, attributes, metadata)
+        else:
+            self._stage(tensor, key, moment, cast_to, attributes, metadata)
+
+    def _stage_small(self, tensor: torch.Tensor, definition: Definition, moment: Moment) -> bool:
+        """The common case with as few calls as there can be; False, and nothing done, where it is not that case.
+
+        A freed storage has its data at null, so the tensor's data pointer is its offset and nothing more.
+        """
+        item_nbytes = definition.item_nbytes
+        try:
+            address = tensor.data_ptr()
+            nbytes = tensor.nbytes
+            if (
+                not tensor.is_contiguous()
+                or not 0 < nbytes <= _MEMMOVE_NBYTES
+                or address == tensor.storage_offset() * item_nbytes
+                or not item_nbytes
+                or tensor.is_neg()
+            ):
+                return False
+        except (RuntimeError, NotImplementedError):  # not dense, or inside a function transform
+            return False
+        shape = tensor.shape
+        if len(shape) > MAX_NDIM:
+            return False
+        descriptor = Descriptor(
+            0, 0, nbytes, definition.id, shape, moment, "cpu", tensor.requires_grad, tensor.is_leaf
+        )
+        capture = self._books.admit(definition, descriptor)
+        if capture is None:
+            self._say_dropped(descriptor)
+            return True
+        try:
+            move = _move_holding_gil if nbytes <= _GIL_HELD_NBYTES else _move
+            move(self._address + descriptor.offset, address, nbytes)
+            capture.state = READY
+        except BaseException as error:
+            self._books.abort(capture, DropReason.INTERNAL)
+            raise Counted from error
+        return True
+
+    def _stage(
+        self,
+        tensor: torch.Tensor,
+        key: Key,
+        moment: Moment,
+        cast_to: Optional[torch.dtype],
+        attributes: Optional[dict[str, Any]],
+        metadata: str,
+    ) -> None:
+        source, problem = (tensor, "") if type(tensor) in PLAIN_TYPES else unwrap(tensor)
+        if source is None:
+            self._refuse(None, DropReason.UNSUPPORTED, moment, problem, name=str(key.tensor_name)[:80])
+            return
+        dtype = source.dtype if cast_to is None else cast_to
+        definition = self._define(key, dtype, attributes, moment)
+        if definition is None:
+            return
+        problem = problem_of(source)
+        if problem or not definition.item_nbytes:
+            problem = problem or f"dtype {dtype} is not kept"
+            self._refuse(definition, DropReason.UNSUPPORTED, moment, problem)
+            return
+        if metadata and not _fits(metadata):
+            self._refuse(
+                definition, DropReason.INVALID_KEY, moment, f"metadata above {MAX_METADATA_NBYTES} bytes"
+            )
+            return
+        descriptor = Descriptor(
+            sequence=0,
+            offset=0,
+            nbytes=source.numel() * definition.item_nbytes,
+            key_id=definition.id,
+            shape=tuple(source.shape),
+            moment=moment,
+            device="cpu" if source.is_cpu else str(source.device),
+            requires_grad=tensor.requires_grad,
+            is_leaf=tensor.is_leaf,
+            metadata=metadata,
+        )
+        if source.is_cpu:
+            self._from_host(source, dtype, definition, descriptor)
+        else:
+            self._from_device(source, dtype, definition, descriptor)
+
+    def _define(
+        self, key: Key, dtype: torch.dtype, attributes: Optional[dict[str, Any]], moment: Moment
+    ) -> Optional[Definition]:
+        definition = self._books.definitions.find(key, dtype, attributes)
+        if definition is not None:
+            return definition
+        try:
+            with self._books.lock:
+                return self._books.definitions.make(key, dtype, attributes)
+        except ConfigError as error:
+            self._refuse(None, DropReason.INVALID_KEY, moment, str(error), name=str(key.tensor_name)[:80])
+            return None
+
+    def _from_host(
+        self, source: torch.Tensor, dtype: torch.dtype, definition: Definition, descriptor: Descriptor
+    ) -> None:
+        capture = self._books.admit(definition, descriptor)
+        if capture is None:
+            self._say_dropped(descriptor)
+            return
+        try:
+            nbytes = descriptor.nbytes
+            plain = source.dtype is dtype and source.is_contiguous() and not source.is_neg()
+            if plain and nbytes and (nbytes <= _MEMMOVE_NBYTES or torch.get_num_threads() == 1):
+                _move(self._address + descriptor.offset, source.data_ptr(), nbytes)
+            elif nbytes:
+                self._copy(source, dtype, descriptor)
+            capture.state = READY
+        except BaseException as error:
+            self._books.abort(capture, DropReason.INTERNAL)
+            raise Counted from error
+
+    def _copy(self, source: torch.Tensor, dtype: torch.dtype, descriptor: Descriptor) -> None:
+        source = source.detach()
+        if dtype is source.dtype and dtype.itemsize == 1:
+            source, dtype = (
+                source.view(torch.uint8),
+                torch.uint8,
+            )  # not every one-byte dtype has a copy kernel
+        target = torch.frombuffer(self._buffer, dtype=dtype, count=source.numel(), offset=descriptor.offset)
+        target.view(source.shape).copy_(source)
+
+    def _from_device(
+        self, source: torch.Tensor, dtype: torch.dtype, definition: Definition, descriptor: Descriptor
+    ) -> None:
+        stager = self._devices(source.device)
+        if stager is DropReason.STREAM_CAPTURE or (
+            isinstance(stager, DeviceStager) and stager.is_capturing()
+        ):
+            problem = "a CUDA graph is being captured, whose replays would not come by here"
+            self._refuse(definition, DropReason.STREAM_CAPTURE, descriptor.moment, problem)
+            return
+        if not isinstance(stager, DeviceStager) or stager.failed:
+            self._refuse(definition, DropReason.INTERNAL, descriptor.moment, "its device could not be set up")
+            return
+        if descriptor.nbytes > stager.capacity:
+            problem = f"its {descriptor.nbytes} bytes exceed the device ring of {stager.capacity} bytes"
+            self._refuse(definition, DropReason.TOO_LARGE, descriptor.moment, problem, descriptor.nbytes)
+            return
+        capture = self._books.admit(definition, descriptor)
+        if capture is None:
+            self._say_dropped(descriptor)
+            return
+        try:
+            if not descriptor.nbytes:
+                self._books.ready(capture)
+                return
+            reason = stager.snapshot(source, capture, dtype)
+        except BaseException as error:
+            self._books.abort(capture, DropReason.INTERNAL)
+            raise Counted from error
+        if reason is not None:
+            self._books.abort(capture, reason)
+            self._notices.warn(
+                reason.value, "the device ring of %d bytes is full; captures are dropped", stager.capacity
+            )
+
+    def _refuse(
+        self,
+        definition: Optional[Definition],
+        reason: DropReason,
+        moment: Moment,
+        problem: str,
+        nbytes: int = 0,
+        *,
+        name: str = "",
+    ) -> None:
+        self._books.refuse(definition, reason, nbytes, moment.iteration)
+        if definition is not None:
+            name = definition.key.tensor_name
+        self._notices.warn(reason.value, "%s is not captured: %s", name, problem)
+
+    def _say_dropped(self, descriptor: Descriptor) -> None:
+        """`admit` has counted a drop; say why, at most every 20 s."""
+        reason = self._books.refusing
+        capacity = self._books.slots.capacity
+        if reason is not None:
+            return  # said when the session ended
+        if descriptor.nbytes > capacity:
+            self._notices.warn(
+                "too_large",
+                "a tensor of %d bytes does not fit into the arena of %d; set CAPD_ARENA_BYTES above the tensor's size",
+                descriptor.nbytes,
+                capacity,
+            )
+        else:
+            self._notices.warn(
+                "arena_full",
+                "the arena of %d bytes is full because the daemon is slower than the job, or absent; captures are "
+                "dropped. Raise CAPD_ARENA_BYTES, capture less, or set CAPD_POLICY=block",
+                capacity,
+            )
+
+
+def _fits(metadata: str) -> bool:
+    """Whether the metadata's UTF-8 is within the limit; what has no UTF-8 is not."""
+    try:
+        return len(metadata.encode()) <= MAX_METADATA_NBYTES
+    except UnicodeEncodeError:
+        return False

@@ -1,0 +1,254 @@
+"""The taps on one nn.Linear: its operands in the forward, its gradients in the backward.
+
+Rules these taps keep, each for a way in which a simpler hook goes wrong:
+
+* `register_full_backward_hook` is never used: it makes the output a view, and an in-place consumer fails.
+* The micro-batch is bound when the forward runs; gradient hooks carry that moment and never ask for the time.
+* dY is the gradient of the output as the product made it, also where something changes it in place later.
+* dX is taken from an alias of the input: the input itself gets the sum over all its consumers.
+* A recompute is not captured again; it only hangs the gradient hooks that its first pass could not.
+* A tap returns None, except that the pre-hook hands the aliased input on when grad_input was asked for.
+* A module is recognised by identity: copies of it, shallow ones and replicas too, are not captured.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Optional, Protocol
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from capd_client import recompute
+from capd_client.hook_objects import GradHook, PreHookResult, WeightHook
+from capd_client.key import Key, Moment
+from capd_client.naming import Place
+from capd_client.stepping import Context, Gate
+
+__all__ = ["DEFAULT_TENSORS", "TENSORS", "LinearTap", "Settings", "Sink", "product_dtype"]
+
+DEFAULT_TENSORS = ("input", "weight", "output", "grad_output")
+TENSORS = (*DEFAULT_TENSORS, "grad_input", "grad_weight")
+
+_PLACEMENT = {  # tensor name → operation, phase
+    "input": ("forward", "pre"),
+    "weight": ("forward", "pre"),
+    "output": ("forward", "post"),
+    "grad_output": ("backward", "pre"),
+    "grad_input": ("backward", "post"),
+    "grad_weight": ("backward", "post"),
+}
+
+
+class Settings(Protocol):
+    """What `watch` and its taps need of `capd_client.config.ClientConfig`."""
+
+    @property
+    def steps(self) -> str: ...
+    @property
+    def micro_batches(self) -> str: ...
+    @property
+    def ranks(self) -> str: ...
+    @property
+    def strict(self) -> bool: ...
+
+
+class Sink(Protocol):
+    """Where taps put their captures: `capd_client.api.Session`, or a list in tests."""
+
+    @property
+    def config(self) -> Settings: ...
+    @property
+    def context(self) -> Context: ...
+    def offer(
+        self,
+        tensor: Tensor,
+        key: Key,
+        moment: Moment,
+        *,
+        cast_to: Optional[torch.dtype] = None,
+        attributes: Optional[dict[str, Any]] = None,
+        metadata: str = "",
+    ) -> None: ...
+    def quant_type(self, dtype: torch.dtype) -> str: ...
+    def drop_internal(self, where: str, error: Exception) -> None: ...
+
+
+def product_dtype(operand: Tensor) -> Optional[torch.dtype]:
+    """The dtype autocast gives `operand` in a matrix product, or None where it is used as it is."""
+    device_type = operand.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return None
+    if not operand.is_floating_point() or operand.dtype is torch.float64:
+        return None
+    target = torch.get_autocast_dtype(device_type)
+    return None if target is operand.dtype else target
+
+
+def _product_of(output: Tensor) -> Tensor:
+    """The tensor that the product itself made, of which `output` is a view where the input had a batch.
+
+    A hook on that view would be lost: an in-place change of a view gives it a new place in the graph.
+    """
+    base: Optional[Tensor] = output._base
+    return output if base is None or base.grad_fn is None or base.numel() != output.numel() else base
+
+
+def _hang(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch's own lack
+    return handle
+
+
+class LinearTap:
+    """Captures one nn.Linear. Its methods may raise; the hook objects hand errors on to `failed`."""
+
+    __slots__ = (
+        "__weakref__", "_at", "_backward", "_calls", "_keys", "_place", "_recomputing", "_sink",
+        "_tensors", "_weight", "_weight_at", "_weight_handle", "bound", "gate", "module",
+    )  # fmt: skip
+
+    def __init__(
+        self, module: nn.Linear, place: Place, tensors: frozenset[str], sink: Sink, gate: Gate
+    ) -> None:
+        self.module = weakref.ref(module)
+        self.gate = gate
+        self._place = place
+        self._tensors = tensors
+        self._sink = sink
+        self._keys: dict[tuple[str, torch.dtype], Key] = {}
+        self._at = (-1, -1)  # the iteration and micro-batch that _calls counts in
+        self._calls = 0
+        self._weight_at = -1  # the iteration whose weight is captured
+        self.bound: Optional[Moment] = None  # between the pre-hook and the forward hook of one call
+        self._recomputing = False
+        self._backward: tuple[int, Optional[Moment]] = (-1, None)  # graph task and moment of the last dY
+        self._weight: Callable[[], Optional[Tensor]] = lambda: None  # the tensor that carries the weight hook
+        self._weight_handle: Optional[RemovableHandle] = None
+
+    @property
+    def expects_weight_gradient(self) -> bool:
+        """Whether a captured dY came through and its dW did not yet."""
+        return self._backward[1] is not None
+
+    def before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> PreHookResult:
+        """Bind the moment of this call, capture its operands, and alias its input if dX is wanted."""
+        self.bound = None
+        if not module.training or self.module() is not module:
+            return None
+        moment = self._moment_of_call()
+        x = args[0] if args else kwargs.get("input")
+        if moment is None or not isinstance(x, Tensor):
+            return None
+        if not self._recomputing:
+            self._capture_operands(module, x, moment)
+        self.bound = moment
+        if "grad_input" not in self._tensors or not x.requires_grad or not torch.is_grad_enabled():
+            return None
+        alias = x.view_as(x)
+        _hang(alias, GradHook(self, "grad_input", moment))
+        return ((alias, *args[1:]), kwargs) if args else (args, {**kwargs, "input": alias})
+
+    def after_forward(self, output: Any) -> None:
+        """Capture the output of the call and hang the gradient hooks on it."""
+        moment, self.bound = self.bound, None
+        if (
+            moment is None
+            or moment.iteration != self.gate.context.iteration
+            or not isinstance(output, Tensor)
+        ):
+            return  # a moment of another iteration is left over from a forward that raised
+        if not self._recomputing and "output" in self._tensors:
+            self._offer(output, "output", moment)
+        if not torch.is_grad_enabled():
+            recompute.keep(self, moment)
+        elif output.requires_grad and not self._tensors.isdisjoint(("grad_output", "grad_weight")):
+            _hang(_product_of(output), GradHook(self, "grad_output", moment, output.shape))
+
+    def gradient(
+        self, tensor_name: str, gradient: Tensor, moment: Moment, shape: Optional[torch.Size] = None
+    ) -> None:
+        """Capture a gradient under the moment of the forward it belongs to, as a tensor of `shape`."""
+        if tensor_name == "grad_output" and "grad_weight" in self._tensors:
+            self._backward = (torch._C._current_graph_task_id(), moment)
+        if tensor_name in self._tensors:
+            if shape is not None and gradient.shape != shape:
+                gradient = gradient.detach().reshape(shape)
+            self._offer(gradient, tensor_name, msgspec.structs.replace(moment, time_ns=time.time_ns()))
+
+    def weight_gradient(self, gradient: Tensor) -> None:
+        """Capture dW: the sum over the module's calls in this backward, under the moment of the first call.
+
+        The gradients of the outputs come before it in the same backward, in reverse order of the calls.
+        """
+        (task, moment), self._backward = self._backward, (-1, None)
+        if moment is not None and task == torch._C._current_graph_task_id():
+            self.gradient("grad_weight", gradient, moment)
+
+    def failed(self, where: str, error: Exception) -> None:
+        """Count an error inside capd and go on: nothing leaves a tap."""
+        self._sink.drop_internal(f"{where} of {self._place.module}", error)
+
+    def remove(self) -> None:
+        """Stop for good: take the hook off the weight; gradients still under way are not captured."""
+        self._tensors = frozenset()
+        self._unhook_weight()
+
+    def _unhook_weight(self) -> None:
+        if self._weight_handle is not None:
+            self._weight_handle.remove()
+            self._weight_handle = None
+
+    def _moment_of_call(self) -> Optional[Moment]:
+        """The moment that the call about to run belongs to, or None if it is not captured."""
+        self._recomputing = recompute.in_backward()
+        if self._recomputing:
+            return recompute.take(self)
+        if not self.gate.admits():
+            return None
+        context = self.gate.context
+        at = (context.iteration, context.micro_batch)
+        self._calls = self._calls + 1 if at == self._at else 0
+        self._at = at
+        return context.moment(call=self._calls, recompute=False)
+
+    def _capture_operands(self, module: nn.Module, x: Tensor, moment: Moment) -> None:
+        if "input" in self._tensors:
+            self._offer(x, "input", moment, product_dtype(x))
+        weight = module.weight
+        if not isinstance(weight, Tensor):
+            return
+        if "weight" in self._tensors and self._weight_at != moment.iteration:
+            self._weight_at = moment.iteration
+            self._offer(weight, "weight", moment, product_dtype(weight))
+        if "grad_weight" in self._tensors and weight.requires_grad and self._weight() is not weight:
+            self._unhook_weight()  # sharding wrappers give a module new weight tensors
+            self._weight = weakref.ref(weight)
+            self._weight_handle = _hang(weight, WeightHook(self))
+
+    def _offer(
+        self, tensor: Tensor, tensor_name: str, moment: Moment, cast_to: Optional[torch.dtype] = None
+    ) -> None:
+        key = self._key(tensor_name, cast_to or tensor.dtype)
+        if cast_to is None:
+            self._sink.offer(tensor, key, moment)
+        else:
+            cast_from = str(tensor.dtype).removeprefix("torch.")
+            self._sink.offer(tensor, key, moment, cast_to=cast_to, attributes={"cast_from": cast_from})
+
+    def _key(self, tensor_name: str, dtype: torch.dtype) -> Key:
+        rank = self.gate.context.bind()
+        key = self._keys.get((tensor_name, dtype))
+        if key is None or key.rank != rank:
+            operation, phase = _PLACEMENT[tensor_name]
+            key = self._keys[tensor_name, dtype] = Key(
+                quant_type=self._sink.quant_type(dtype), rank=rank, tensor_name=tensor_name,
+                layer=self._place.layer, phase=phase, layer_type="linear", operation=operation,
+                component="linear", module=self._place.module, stack=self._place.stack,
+            )  # fmt: skip
+        return key

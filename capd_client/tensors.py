@@ -1,0 +1,102 @@
+"""Looks at a tensor before it is captured: unwraps it, or says why capd does not keep it.
+
+Only plain, strided tensors on the CPU or a CUDA device with memory behind them are kept. Freed storages are
+found here: FSDP's `resize_(0)` leaves a tensor whose memory is gone, and reading that would end the job.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Optional
+
+import torch
+
+from capd_client.dtypes import ITEM_NBYTES
+from capd_client.key import MAX_NDIM
+
+__all__ = ["DTYPES", "PLAIN_TYPES", "modes_active", "problem_of", "unwrap", "without_modes"]
+
+DTYPES: dict[torch.dtype, int] = {
+    dtype: nbytes for name, nbytes in ITEM_NBYTES.items() if (dtype := getattr(torch, name, None)) is not None
+}
+"""The dtypes of this torch that capd keeps, with their bytes per element."""
+
+PLAIN_TYPES: frozenset[type] = frozenset(
+    kind for kind in (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", None)) if kind is not None
+)
+
+_DEVICES = frozenset({"cpu", "cuda"})
+
+
+def modes_active() -> bool:
+    """Whether a torch function or dispatch mode would see our own operations."""
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Hides our operations from modes and subclasses: flop counters, default devices, selective checkpointing."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    stack = ExitStack()
+    stack.enter_context(torch._C.DisableTorchFunction())
+    stack.enter_context(_disable_current_modes())
+    return stack
+
+
+def unwrap(value: Any) -> tuple[Optional[torch.Tensor], str]:
+    """The plain tensor that a subclass stands for on this rank, or None and the reason.
+
+    DTensor gives its local shard; a pending collective is waited for, as its next user would do.
+    """
+    if not isinstance(value, torch.Tensor):
+        return None, f"a {type(value).__name__} is not a torch tensor"
+    tensor: Any = value
+    for _ in range(3):
+        name = type(tensor).__name__
+        if name == "DTensor":
+            tensor = tensor.to_local()
+        elif name == "AsyncCollectiveTensor":
+            tensor = tensor.wait()
+        else:
+            break
+    if type(tensor) in PLAIN_TYPES:
+        return tensor, ""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    name = type(tensor).__name__
+    if name == "FakeTensor" or is_traceable_wrapper_subclass(tensor):
+        return None, f"{name} has no plain bytes of its own"
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = tensor.as_subclass(torch.Tensor)
+    return (plain, "") if type(plain) in PLAIN_TYPES else (None, f"{name} is not kept")
+
+
+def problem_of(tensor: torch.Tensor) -> str:
+    """Why this plain tensor cannot be captured, or the empty string."""
+    if tensor.layout is not torch.strided:
+        return f"layout {tensor.layout} is not kept, dense tensors only"
+    if tensor.dtype not in DTYPES:
+        return f"dtype {tensor.dtype} is not kept"
+    if tensor.device.type not in _DEVICES:
+        return f"device {tensor.device.type} is not supported"
+    if tensor.ndim > MAX_NDIM:
+        return f"{tensor.ndim} dimensions, the limit is {MAX_NDIM}"
+    if tensor.numel():
+        try:
+            present = tensor.untyped_storage().nbytes()
+        except (RuntimeError, NotImplementedError):
+            return "it has no storage (a functional or transformed tensor)"
+        if present < _needed_nbytes(tensor):
+            return "its storage was freed"
+    return ""
+
+
+def _needed_nbytes(tensor: torch.Tensor) -> int:
+    last = tensor.storage_offset()
+    if tensor.is_contiguous():
+        last += tensor.numel()
+    else:
+        last += 1 + sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+    return int(last) * tensor.element_size()

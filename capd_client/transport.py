@@ -1,0 +1,263 @@
+"""The client thread of a rank: keeps a conversation with the daemon going, for as long as the job lives.
+
+States: DISCONNECTED (tries again after 50 ms … 2 s, for ever) → HANDSHAKE (HELLO sent) → RUNNING → DISCONNECTED …,
+and ENDED after BYE or a refusal without retry. The thread never waits for a state: it looks around once per
+tick, 1 ms while captures keep coming and up to 25 ms when they do not, so copies from devices go on whatever
+the daemon does. Training threads never wake it: that would cost them the GIL.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Optional
+
+from capd_client.books import Books
+from capd_client.conversation import Conversation, FlushRequest, Verdict, reason_text
+from capd_client.device import DeviceStager
+from capd_client.link import Link
+from capd_client.notices import Notices
+from capd_client.protocol import HANDSHAKE_TIMEOUT_S, ByeOk, DropReason, NackRow, Reject, Welcome
+
+__all__ = ["State", "Transport"]
+
+_TICK_S = 0.001
+_IDLE_TICK_S = 0.025
+_DEVICE_IDLE_TICK_S = 0.002
+_BACKOFF_S = (0.05, 2.0)
+
+
+class State(enum.Enum):
+    """Where the session stands; see the module."""
+
+    DISCONNECTED = "disconnected"
+    HANDSHAKE = "handshake"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class Transport:
+    """Owns the client thread and its connection.
+
+    connect: makes the n-th connection of this process (n from 1), HELLO sent; raises OSError when it cannot.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[int], Link],
+        books: Books,
+        notices: Notices,
+        *,
+        ping_s: float = 5.0,
+        handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
+        name: str = "capd-client",
+    ) -> None:
+        self._connect = connect
+        self._books = books
+        self._notices = notices
+        self._ping_s = ping_s
+        self._handshake_timeout_s = handshake_timeout_s
+        self._talk: Optional[Conversation] = None
+        self._random = random.Random()  # noqa: S311 - jitter; private, the job's generators stay untouched
+        self._devices: list[DeviceStager] = []
+        self._flushes: list[FlushRequest] = []
+        self._flush_id = 0
+        self._connections = 0
+        self._backoff_s = _BACKOFF_S[0]
+        self._next_attempt = 0.0
+        self._deadline = 0.0  # of the handshake
+        self._outage_told = False
+        self._tick_s = _TICK_S
+        self._leaving = False
+        self._renew = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.bye_ok = threading.Event()  # the daemon has the final counters
+        self.refused = threading.Event()  # the last attempt to connect failed
+        self.welcome: Optional[Welcome] = None  # the newest one: None if never connected
+        self.state = State.DISCONNECTED
+
+    # -- called by other threads ------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the client thread."""
+        self._thread.start()
+
+    def add_device(self, stager: DeviceStager) -> None:
+        """Have the client thread advance the copies of one more device."""
+        self._devices.append(stager)
+
+    @property
+    def device_busy(self) -> bool:
+        """Whether copies from a device may still be writing to the arena."""
+        return any(stager.pending or stager.failed for stager in self._devices)
+
+    def flush(self, upto: int, timeout_s: float) -> bool:
+        """Wait until every sequence ≤ `upto` is committed or dropped; False when the time is up before."""
+        if self._books.settled(upto) or not self._thread.is_alive():
+            return self._books.settled(upto)
+        with self._books.lock:
+            self._flush_id += 1
+            request = FlushRequest(self._flush_id, upto)
+            self._flushes = [*self._flushes, request]
+        request.done.wait(timeout_s)
+        with self._books.lock:
+            self._flushes = [other for other in self._flushes if other is not request]
+        return self._books.settled(upto)
+
+    def reconnect(self) -> None:
+        """Take the session over with a new HELLO: something that it says has changed."""
+        self._renew = True
+
+    def leave(self) -> None:
+        """Say BYE as soon as nothing is in flight; `bye_ok` is set by the answer."""
+        self._leaving = True
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the thread and close the connection; False if it did not end in time."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def close_in_child(self) -> None:
+        """After fork, in the child: the thread is not there, and the socket must not be."""
+        talk, self._talk = self._talk, None
+        if talk is not None:
+            talk.link.close_in_child()
+
+    # -- the client thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._guarded_step()
+        self._drop_link()
+
+    def _guarded_step(self) -> None:
+        try:
+            self._step()
+        except (OSError, EOFError) as error:
+            self._disconnected(error)
+        except Exception as error:
+            self._notices.warn("client_thread", "the client thread met %s: %s", type(error).__name__, error)
+            self._disconnected(error)
+
+    def _step(self) -> None:
+        worked = self._advance_devices()
+        now = time.monotonic()
+        talk = self._talk
+        if self.state is State.DISCONNECTED and now >= self._next_attempt:
+            self._connections += 1
+            self._talk = Conversation(
+                self._connect(self._connections), self._books, ping_s=self._ping_s, refused=self._nacked
+            )
+            self._deadline = now + self._handshake_timeout_s
+            self.state = State.HANDSHAKE
+        elif self.state is State.HANDSHAKE and now > self._deadline:
+            raise TimeoutError("it did not answer HELLO")
+        elif self.state is State.RUNNING and self._renew:
+            self._renew = False
+            self._drop_link()
+            self.state = State.DISCONNECTED
+        elif self.state is State.RUNNING and talk is not None:
+            worked = talk.send_ready() or worked
+            talk.send_flushes(self._flushes)
+            talk.send_drops()
+            talk.keep_alive()
+            if self._leaving:
+                talk.say_bye()
+        self._rest(worked)
+        for request in self._flushes:
+            if self._books.settled(request.upto):
+                request.done.set()
+
+    def _rest(self, worked: bool) -> None:
+        """Wait for an answer or the next tick, whichever is first, and take the answers."""
+        idle_s = _DEVICE_IDLE_TICK_S if self._devices else _IDLE_TICK_S
+        self._tick_s = _TICK_S if worked else min(self._tick_s * 2, idle_s)
+        talk = self._talk
+        if talk is None:
+            self._stop.wait(self._tick_s)
+        elif talk.link.wait(self._tick_s):
+            verdict = talk.hear()
+            if verdict is not None:
+                self._judge(verdict, talk)
+
+    def _judge(self, verdict: Verdict, talk: Conversation) -> None:
+        if isinstance(verdict, Welcome):
+            if self.welcome is None:
+                self._notices.info("captures of run %s go to %s", verdict.run_id, verdict.store)
+            talk.begin()
+            self.welcome = verdict
+            self._backoff_s = _BACKOFF_S[0]
+            self._outage_told = False
+            self.refused.clear()
+            self.state = State.RUNNING
+        elif isinstance(verdict, ByeOk):
+            self.state = State.ENDED
+            self._drop_link()
+            self.bye_ok.set()
+        elif verdict.retry or verdict.code == "superseded":
+            raise ConnectionError(verdict.message)
+        else:
+            self._rejected(verdict)
+
+    def _rejected(self, verdict: Reject) -> None:
+        self.state = State.ENDED
+        self._drop_link()
+        lost = self._books.close(DropReason.REJECTED)
+        self._notices.warn(
+            "rejected",
+            "the daemon refused this rank (%s): %s. Nothing is captured any more; %d captures in flight are dropped",
+            verdict.code,
+            verdict.message,
+            lost,
+        )
+
+    def _nacked(self, row: NackRow) -> None:
+        self._notices.warn(f"nack {row.reason}", "the daemon refused a capture: %s", reason_text(row))
+
+    def _advance_devices(self) -> bool:
+        worked = False
+        for stager in self._devices:
+            if not stager.failed:
+                worked = self._advance(stager) or worked
+        return worked
+
+    def _advance(self, stager: DeviceStager) -> bool:
+        try:
+            return bool(stager.advance()) or stager.pending
+        except Exception as error:
+            self._notices.warn(
+                "device", "copies from a device failed: %s; it is not captured any more", error
+            )
+            stager.fail()
+            return False
+
+    def _disconnected(self, error: BaseException) -> None:
+        """Close, and try again later: twice as late each time, with jitter so that ranks do not come in step."""
+        self._drop_link()
+        if self.state is State.ENDED:
+            return
+        was_running = self.state is State.RUNNING
+        self.state = State.DISCONNECTED
+        self.refused.set()
+        self._next_attempt = time.monotonic() + self._backoff_s * self._random.uniform(0.5, 1.0)
+        self._backoff_s = min(self._backoff_s * 2, _BACKOFF_S[1])
+        if not self._outage_told:
+            self._outage_told = True
+            self._notices.warn(
+                "disconnected",
+                "%s the daemon: %s. Captures wait in the arena and are dropped when it is full; "
+                "capd keeps trying to connect",
+                "lost" if was_running else "cannot reach",
+                error,
+            )
+
+    def _drop_link(self) -> None:
+        talk, self._talk = self._talk, None
+        if talk is not None:
+            talk.link.close()

@@ -1,0 +1,61 @@
+"""Fixtures of the client's tests: a peer to talk to, and sessions that are always closed."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from client_peer import Peer
+
+from capd_client.config import ClientConfig
+from capd_client.context import Context
+from capd_client.session import Session
+
+SMALL_ARENA = 1 << 20
+
+
+@pytest.fixture
+def socket_path() -> Iterator[str]:
+    """A socket path short enough whatever the temporary directory is."""
+    with tempfile.TemporaryDirectory(prefix="capd-") as folder:
+        yield os.path.join(folder, "s")
+
+
+@pytest.fixture
+def peer(socket_path: str) -> Iterator[Peer]:
+    """A daemon that acknowledges everything."""
+    peer = Peer(socket_path)
+    yield peer
+    peer.close()
+
+
+@pytest.fixture
+def make_session(socket_path: str) -> Iterator[Callable[..., Session]]:
+    """Makes sessions on the test's socket with a small arena; closes them without waiting."""
+    sessions: list[Session] = []
+
+    def make(**settings: Any) -> Session:
+        settings.setdefault("arena_bytes", SMALL_ARENA)
+        config = ClientConfig(endpoint=socket_path, **settings)
+        session = Session(config, Context(environ={}))
+        sessions.append(session)
+        return session
+
+    yield make
+    for session in sessions:
+        session.close(0.0)
+
+
+@pytest.fixture
+def job_env(peer: Peer, tmp_path: Path) -> dict[str, str]:
+    """The environment of a job in a process of its own, strict, connected to `peer`."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("CAPD_", "TENSOR_SAVE"))}
+    return env | {
+        "CAPD_ENDPOINT": f"unix:{peer.path}",
+        "CAPD_STRICT": "1",
+        "CAPD_ARENA_BYTES": str(SMALL_ARENA),
+    }

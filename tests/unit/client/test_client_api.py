@@ -1,0 +1,201 @@
+"""The public calls in a process: off, on, wrong use, and what they leave behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from client_peer import Peer
+
+import capd_client
+from capd_client import api
+from capd_client.errors import ConfigError
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A process that has not decided yet whether it captures."""
+
+    def forget() -> None:
+        api._resolved, api._session, api._closed = False, None, None
+        api._keys.clear()
+
+    forget()
+    monkeypatch.setenv("CAPD_ARENA_BYTES", str(1 << 20))
+    yield monkeypatch
+    capd_client.close(0.0)
+    forget()
+
+
+@pytest.fixture
+def on(fresh: pytest.MonkeyPatch, peer: Peer) -> Peer:
+    """The same with a daemon to talk to."""
+    fresh.setenv("CAPD_ENDPOINT", f"unix:{peer.path}")
+    return peer
+
+
+def test_every_public_name_exists_and_is_the_documented_set() -> None:
+    assert capd_client.__all__ == ["capture", "close", "counters", "flush", "set_moment", "watch"]
+    for name in capd_client.__all__:
+        assert callable(getattr(capd_client, name)), name
+        assert name in dir(capd_client)
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        _ = capd_client.nothing_like_it
+
+
+def test_off_does_nothing_at_all(fresh: pytest.MonkeyPatch) -> None:
+    capd_client.set_moment(iteration=3)
+    capd_client.capture(torch.ones(3), tensor_name="x")
+    assert capd_client.flush(0) is True
+    assert capd_client.counters() == {"offered": 0, "committed": 0, "in_flight": 0, "dropped": {}}
+    assert api.session() is None
+    capd_client.close()
+
+
+def test_a_capture_carries_its_key_and_moment(on: Peer) -> None:
+    capd_client.set_moment(iteration=7, micro_batch=2, sample_idx=11)
+    for _ in range(2):
+        capd_client.capture(
+            torch.ones(3, dtype=torch.bfloat16),
+            tensor_name="query",
+            layer_type="attention",
+            component="FA",
+            operation="backward",
+            phase="post",
+            layer=3,
+            module="layers.3.attention",
+            stack="encoder",
+            metadata={"scale": 0.5, "note": "é"},
+        )
+    assert capd_client.flush(10)
+
+    first, second = on.records
+    key = first.key
+    assert (key.quant_type, key.rank, key.tensor_name, key.layer, key.phase) == (
+        "bf16",
+        0,
+        "query",
+        3,
+        "post",
+    )
+    assert (key.layer_type, key.operation, key.component) == ("attention", "backward", "FA")
+    assert (key.module, key.stack) == ("layers.3.attention", "encoder")
+    moment = first.descriptor.moment
+    assert (moment.iteration, moment.micro_batch, moment.call, moment.sample_idx) == (7, 2, 0, 11)
+    assert second.descriptor.moment.call == 1
+    assert first.descriptor.metadata == '{"scale":0.5,"note":"é"}'
+    assert capd_client.counters() == {"offered": 2, "committed": 2, "in_flight": 0, "dropped": {}}
+
+
+def test_overrides_hold_for_one_capture(on: Peer) -> None:
+    capd_client.capture(
+        torch.ones(1), tensor_name="x", iteration=5, micro_batch=6, batch_idx=7, sequence_idx=8
+    )
+    capd_client.capture(torch.ones(1), tensor_name="x")
+    assert capd_client.flush(10)
+    first, second = [record.descriptor.moment for record in on.records]
+    assert (first.iteration, first.micro_batch, first.batch_idx, first.sequence_idx) == (5, 6, 7, 8)
+    assert (second.iteration, second.micro_batch, second.call, second.batch_idx) == (0, 0, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "label"),
+    [
+        (torch.float32, "fp32"),
+        (torch.float16, "fp16"),
+        (torch.float64, "fp64"),
+        (torch.float8_e4m3fn, "fp8"),
+        (torch.float8_e8m0fnu, "fp8"),
+        (torch.int16, "int16"),
+        (torch.bool, "bool"),
+    ],
+)
+def test_the_label_is_the_dtype_unless_one_is_given(on: Peer, dtype: torch.dtype, label: str) -> None:
+    capd_client.capture(torch.zeros(2).to(dtype), tensor_name="x")
+    capd_client.capture(torch.zeros(2).to(dtype), tensor_name="x", quant_type="mine")
+    assert capd_client.flush(10)
+    assert [record.key.quant_type for record in on.records] == [label, "mine"]
+
+
+def test_a_configured_label_wins_over_the_dtype(on: Peer, fresh: pytest.MonkeyPatch) -> None:
+    fresh.setenv("CUSTOM_QUANT_TYPE", "hifp8")
+    capd_client.capture(torch.ones(1), tensor_name="x")
+    assert capd_client.flush(10)
+    assert on.records[0].key.quant_type == "hifp8"
+
+
+def test_optimizer_steps_count_iterations_without_watch(on: Peer) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(3):
+        capd_client.capture(weight, tensor_name="x")
+        weight.sum().backward()
+        optimizer.step()
+    assert capd_client.flush(10)
+    assert [record.descriptor.moment.iteration for record in on.records] == [0, 1, 2]
+
+
+WRONG: list[dict[str, Any]] = [
+    {"layer": -1},
+    {"layer": 1.5},
+    {"layer": [1]},
+    {"phase": 3},
+    {"module": "x" * 5000},
+    {"iteration": -1},
+    {"sample_idx": "x"},
+    {"metadata": {"x": object()}},
+    {"metadata": {"x": "y" * 5000}},
+    {"metadata": ["no", "object"]},
+    {"quant_type": 7},
+]
+
+
+def test_wrong_use_is_counted_and_never_raised(on: Peer) -> None:
+    capd_client.set_moment(step=3)
+    capd_client.set_moment(iteration=-3)
+    for wrong in WRONG:
+        capd_client.capture(torch.ones(1), tensor_name="x", **wrong)
+    capd_client.capture("no tensor", tensor_name="x")  # type: ignore[arg-type]
+    capd_client.capture(None, tensor_name="x")  # type: ignore[arg-type]
+    assert capd_client.flush(10)
+    now = capd_client.counters()
+    assert now["offered"] == len(WRONG) + 2
+    assert now["dropped"] == {"invalid_key": len(WRONG), "unsupported": 2}
+
+
+def test_strict_raises_wrong_use(on: Peer, fresh: pytest.MonkeyPatch) -> None:
+    fresh.setenv("CAPD_STRICT", "1")
+    with pytest.raises(ConfigError):
+        capd_client.capture(torch.ones(1), tensor_name="x", layer=-1)
+    with pytest.raises(ConfigError):
+        capd_client.set_moment(step=3)
+
+
+def test_an_arena_that_cannot_be_made_turns_capture_off(
+    on: Peer, fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    fresh.setattr("os.memfd_create", refuse)
+    capd_client.capture(torch.ones(1), tensor_name="x")
+    assert api.session() is None
+    assert "capture is off" in caplog.text
+
+
+def test_counters_stay_after_close_and_captures_end(on: Peer) -> None:
+    capd_client.capture(torch.ones(1), tensor_name="x")
+    capd_client.close(10)
+    capd_client.capture(torch.ones(1), tensor_name="x")
+    capd_client.close()
+    assert capd_client.counters() == {"offered": 1, "committed": 1, "in_flight": 0, "dropped": {}}
+    assert on.byes == 1
+
+
+def test_a_thousand_failures_are_one_line_of_log(on: Peer, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(1000):
+        capd_client.capture(torch.ones(1, dtype=torch.complex64), tensor_name="x")
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+    assert capd_client.counters()["dropped"] == {"unsupported": 1000}

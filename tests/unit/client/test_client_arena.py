@@ -1,0 +1,148 @@
+"""The arena: sealed, private to this process's life, sized by what the machine has to give."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+
+from capd_client.arena import Arena
+from capd_client.errors import ArenaError
+from capd_client.memory import MAX_ARENA_NBYTES, MIN_ARENA_NBYTES, available_nbytes, default_arena_nbytes
+
+GET_SEALS = 1034
+SEAL, SHRINK, GROW = 0x1, 0x2, 0x4
+
+
+def mappings() -> str:
+    return Path("/proc/self/maps").read_text()
+
+
+def test_size_cannot_change_and_no_seal_can_be_added() -> None:
+    arena = Arena(1 << 20)
+    try:
+        assert fcntl.fcntl(arena.fd, GET_SEALS) & (SEAL | SHRINK | GROW) == SEAL | SHRINK | GROW
+        for nbytes in (0, 1 << 19, 1 << 21):
+            with pytest.raises(PermissionError):
+                os.ftruncate(arena.fd, nbytes)
+        assert os.fstat(arena.fd).st_size == arena.nbytes
+    finally:
+        arena.close()
+
+
+def test_written_bytes_are_seen_through_the_descriptor() -> None:
+    arena = Arena(1 << 20)
+    try:
+        ctypes.memmove(arena.address + 5000, b"tensor", 6)
+        arena.words[3] = 2**63
+        with mmap.mmap(arena.fd, arena.nbytes, mmap.MAP_SHARED, mmap.PROT_READ) as other:
+            assert other[5000:5006] == b"tensor"
+            assert int.from_bytes(other[24:32], "little") == 2**63
+    finally:
+        arena.close()
+
+
+def test_close_leaves_neither_mapping_nor_descriptor() -> None:
+    arena = Arena(3 << 20)
+    fd = arena.fd
+    arena.prefault()
+    assert "capd-arena" in mappings()
+
+    arena.close()
+    arena.close()
+
+    assert "capd-arena" not in mappings()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_prefaulting_makes_every_page() -> None:
+    arena = Arena(9 << 20)
+    try:
+        arena.prefault()
+        assert arena.prefaulted(timeout_s=30)
+        assert os.fstat(arena.fd).st_blocks * 512 == arena.nbytes
+    finally:
+        arena.close()
+
+
+def test_a_forked_child_has_neither_the_mapping_nor_after_its_handler_the_descriptor() -> None:
+    arena = Arena(1 << 20)
+    try:
+        child = os.fork()
+        if child == 0:
+            arena.close_in_child()
+            clean = "capd-arena" not in mappings() and not any(
+                "capd-arena" in os.readlink(f"/proc/self/fd/{fd}")
+                for fd in os.listdir("/proc/self/fd")
+                if os.path.exists(f"/proc/self/fd/{fd}")
+            )
+            os._exit(0 if clean else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert os.fstat(arena.fd).st_size == arena.nbytes
+    finally:
+        arena.close()
+
+
+def test_a_size_no_kernel_maps_is_an_arena_error_and_leaks_nothing() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+
+    with pytest.raises(ArenaError):
+        Arena(1 << 60)
+
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_arena_takes_a_fifth_of_the_memory_over_the_ranks() -> None:
+    assert default_arena_nbytes(1, available=5 << 30) == 1 << 30
+    assert default_arena_nbytes(4, available=5 << 30) == 1 << 28
+    assert default_arena_nbytes(1, available=1 << 50) == MAX_ARENA_NBYTES
+    assert default_arena_nbytes(8, available=0) == MIN_ARENA_NBYTES
+    assert default_arena_nbytes(1) >= MIN_ARENA_NBYTES
+
+
+def tree(root: Path, files: dict[str, str]) -> str:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return str(root)
+
+
+MEMINFO = "MemTotal:       100 kB\nMemAvailable:   1000 kB\n"
+
+
+def test_cgroup_2_headroom_counts_at_every_level_and_reclaims_page_cache(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        {
+            "proc/meminfo": MEMINFO,
+            "proc/self/cgroup": "0::/job/step\n",
+            "sys/fs/cgroup/job/step/memory.max": "max\n",
+            "sys/fs/cgroup/job/step/memory.current": "5\n",
+            "sys/fs/cgroup/job/memory.max": "300000\n",
+            "sys/fs/cgroup/job/memory.current": "200000\n",
+            "sys/fs/cgroup/job/memory.stat": "anon 5\ninactive_file 50000\n",
+        },
+    )
+    assert available_nbytes(root) == 150_000
+
+
+def test_cgroup_1_headroom_is_respected(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        {
+            "proc/meminfo": MEMINFO,
+            "proc/self/cgroup": "4:cpu,cpuacct:/a\n7:memory:/docker/x\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "90000\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "20000\n",
+        },
+    )
+    assert available_nbytes(root) == 70_000
+
+
+def test_without_limits_what_is_available_counts(tmp_path: Path) -> None:
+    assert available_nbytes(tree(tmp_path, {"proc/meminfo": MEMINFO})) == 1_024_000

@@ -1,0 +1,230 @@
+"""The books: exact at every moment, in order, and waiting only under policy block and only so long."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from client_peer import wait_until
+
+from capd_client.allocator import SlotAllocator
+from capd_client.books import Books, Capture
+from capd_client.counting import REASON_INDEX, Counters
+from capd_client.definitions import Definition
+from capd_client.key import Key, Moment
+from capd_client.protocol import Descriptor, DropReason, NackRow
+
+PAGE = 4096
+
+
+def make(pages: int = 4, max_block_s: float = 0.0) -> tuple[Books, Definition]:
+    books = Books(SlotAllocator(PAGE, pages * PAGE), Counters(), max_block_s=max_block_s)
+    key = Key(quant_type="bf16", rank=0, tensor_name="x")
+    return books, books.definitions.make(key, torch.float32, None)
+
+
+def admit(books: Books, definition: Definition, nbytes: int = PAGE, iteration: int = 0) -> Capture | None:
+    descriptor = Descriptor(0, 0, nbytes, definition.id, (nbytes // 4,), Moment(iteration))
+    return books.admit(definition, descriptor)
+
+
+def exact(books: Books) -> bool:
+    now = books.snapshot()
+    return now.offered == now.committed + now.in_flight + sum(now.dropped.values())
+
+
+def send_all(books: Books) -> list[int]:
+    sequences: list[int] = []
+    while batch := books.next_batch(3):
+        sequences += [capture.descriptor.sequence for capture in batch]
+    return sequences
+
+
+def test_every_end_of_a_capture_keeps_the_sum() -> None:
+    books, definition = make(pages=4)
+    captures = [admit(books, definition, iteration=i) for i in range(6)]
+    assert [capture is not None for capture in captures] == [True] * 4 + [False] * 2
+    assert exact(books)
+    for capture in captures[:3]:
+        assert capture is not None
+        books.ready(capture)
+    assert captures[3] is not None
+    books.abort(captures[3], DropReason.RING_FULL)
+
+    assert send_all(books) == [1, 2, 3]
+    books.acknowledged([(1, 1)])
+    books.refused([NackRow(2, REASON_INDEX[DropReason.DISK_FULL], "full")])
+
+    now = books.snapshot()
+    assert (now.offered, now.committed, now.in_flight) == (6, 1, 1)
+    assert now.dropped == {"arena_full": 2, "ring_full": 1, "disk_full": 1}
+    assert exact(books)
+    row = books.ledger.row(definition.id, DropReason.ARENA_FULL)
+    assert row is not None
+    assert (row.count, row.nbytes, row.first_iteration, row.last_iteration) == (2, 2 * PAGE, 4, 5)
+
+
+def test_a_capture_still_being_copied_holds_up_the_later_ones() -> None:
+    books, definition = make()
+    first, second = admit(books, definition), admit(books, definition)
+    assert first is not None
+    assert second is not None
+
+    books.ready(second)
+    assert send_all(books) == []
+    books.ready(first)
+    assert send_all(books) == [1, 2]
+
+
+def test_after_a_reconnect_what_is_unsettled_is_sent_again_in_order_and_before_the_rest() -> None:
+    books, definition = make(pages=6)
+    for _ in range(4):
+        capture = admit(books, definition)
+        assert capture is not None
+        books.ready(capture)
+    assert send_all(books) == [1, 2, 3, 4]
+    books.acknowledged([(2, 2)])
+    late = admit(books, definition)
+    assert late is not None
+    books.ready(late)
+
+    books.reconnected()
+
+    assert not books.all_sent(4)
+    books.acknowledged([(3, 3)])  # the daemon finishes a joined job before it is sent again
+    assert send_all(books) == [1, 4, 5]
+    assert books.all_sent(5)
+
+
+def test_answers_about_what_is_not_in_flight_change_nothing() -> None:
+    books, definition = make()
+    capture = admit(books, definition)
+    assert capture is not None
+    books.acknowledged([(1, 1), (5, 9), (0, 2**63 - 1)])  # 1 is not sent yet
+    assert books.snapshot().committed == 0
+
+    books.ready(capture)
+    send_all(books)
+    books.acknowledged([(0, 2**63 - 1)])
+    books.acknowledged([(1, 1)])
+    books.refused([NackRow(1, 0, "")])
+
+    now = books.snapshot()
+    assert (now.committed, now.in_flight, now.dropped) == (1, 0, {})
+
+
+def test_too_large_for_the_arena_is_told_from_no_room_now() -> None:
+    books, definition = make(pages=4)
+    assert admit(books, definition, 5 * PAGE) is None
+    assert admit(books, definition, 4 * PAGE) is not None
+    assert admit(books, definition, PAGE) is None
+    assert books.snapshot().dropped == {"too_large": 1, "arena_full": 1}
+
+
+def test_block_waits_for_room_and_takes_it() -> None:
+    books, definition = make(pages=1, max_block_s=30)
+    first = admit(books, definition)
+    assert first is not None
+    books.ready(first)
+    send_all(books)
+    taken: list[Capture | None] = []
+    thread = threading.Thread(target=lambda: taken.append(admit(books, definition)))
+    thread.start()
+    wait_until(lambda: books._waiting)
+    assert not taken
+
+    books.acknowledged([(1, 1)])
+
+    thread.join(10)
+    assert taken[0] is not None
+    assert exact(books)
+
+
+def test_block_gives_up_after_its_time_and_does_not_wait_again_until_something_is_freed() -> None:
+    books, definition = make(pages=1, max_block_s=0.2)
+    first = admit(books, definition)
+    assert first is not None
+
+    started = time.monotonic()
+    assert admit(books, definition) is None
+    assert time.monotonic() - started >= 0.2
+    started = time.monotonic()
+    for _ in range(100):
+        assert admit(books, definition) is None
+    assert time.monotonic() - started < 0.2
+    assert books.snapshot().dropped == {"arena_full": 101}
+
+    books.ready(first)
+    send_all(books)
+    books.acknowledged([(1, 1)])
+    assert admit(books, definition) is not None
+    started = time.monotonic()
+    assert admit(books, definition) is None
+    assert time.monotonic() - started >= 0.2, "waits again once the daemon has freed something"
+
+
+def test_closing_wakes_a_blocked_capture_and_counts_everything() -> None:
+    books, definition = make(pages=1, max_block_s=60)
+    admit(books, definition)
+    thread = threading.Thread(target=admit, args=(books, definition))
+    thread.start()
+    wait_until(lambda: books._waiting)
+
+    assert books.close(DropReason.REJECTED) == 1
+
+    thread.join(10)
+    assert not thread.is_alive()
+    assert admit(books, definition) is None
+    now = books.snapshot()
+    assert (now.offered, now.in_flight, now.dropped) == (3, 0, {"rejected": 3})
+
+
+def test_counts_are_exact_with_many_threads() -> None:
+    books, definition = make(pages=8)
+    stop = threading.Event()
+
+    def settle() -> None:
+        while not stop.is_set() or books.busy:
+            batch = books.next_batch(64)
+            books.acknowledged([(c.descriptor.sequence, c.descriptor.sequence) for c in batch])
+
+    def offer() -> None:
+        for _ in range(2000):
+            capture = admit(books, definition)
+            if capture is not None:
+                books.ready(capture)
+
+    settler = threading.Thread(target=settle)
+    settler.start()
+    threads = [threading.Thread(target=offer) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stop.set()
+    settler.join()
+
+    now = books.snapshot()
+    assert now.offered == 8000
+    assert now.in_flight == 0
+    assert exact(books)
+    assert admit(books, definition, 8 * PAGE) is not None, "the arena is whole again"
+
+
+@pytest.mark.parametrize("limit", [1, 2, 1000])
+def test_ledger_rows_are_told_once_per_change_and_all_again_after_a_reconnect(limit: int) -> None:
+    books, definition = make()
+    for reason in (DropReason.UNSUPPORTED, DropReason.INTERNAL, DropReason.UNSUPPORTED):
+        books.refuse(definition, reason, 10, 3)
+
+    told = []
+    while books.ledger.changed:
+        told += books.ledger.take(limit)
+    assert sorted((row.reason, row.count) for row in told) == sorted(
+        [(REASON_INDEX[DropReason.UNSUPPORTED], 2), (REASON_INDEX[DropReason.INTERNAL], 1)]
+    )
+    assert books.ledger.take(limit) == []
+    books.reconnected()
+    assert len(books.ledger.take(1000)) == 2

@@ -1,0 +1,148 @@
+"""Settings of the client: precedence, origins, and bad values that never stop a job."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from capd_client.config import load_config, parse_endpoint
+from capd_client.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_without_anything_capture_is_off_and_every_origin_is_default() -> None:
+    config = load_config({})
+    assert not config.enabled
+    assert (config.policy, config.mode, config.steps, config.exit_timeout_s) == ("drop", "tensor", "0", 30.0)
+    assert set(config.origins.values()) == {"default"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"CAPD_ENDPOINT": "off", "TENSOR_SAVE_ENABLED": "true"}, None),
+        ({"CAPD_ENDPOINT": "unix:/run/s", "TENSOR_SAVE_ENABLED": "false"}, None),
+        ({"CAPD_ENDPOINT": "unix:/run/s", "TENSOR_SAVE_ENABLED": "true"}, "/run/s"),
+        ({"CAPD_ENDPOINT": "unix:/run/s"}, "/run/s"),
+        ({"TENSOR_SAVE_ENABLED": "true"}, None),
+        ({"CAPD_ENDPOINT": ""}, None),
+    ],
+)
+def test_on_and_off_follow_the_documented_order(environ: dict[str, str], expected: str | None) -> None:
+    assert load_config(environ).endpoint == expected
+
+
+def test_the_embedded_daemon_is_asked_for_with_a_remedy(caplog: pytest.LogCaptureFixture) -> None:
+    load_config({"TENSOR_SAVE_ENABLED": "true"})
+    assert "capd run" in caplog.text
+    assert "capd serve" in caplog.text
+
+
+def test_environment_wins_over_file_and_file_over_default(empty_folder: Path) -> None:
+    (empty_folder / "capd.toml").write_text(
+        'policy = "block"\nquant_type = "mxfp8"\nmax_block_ms = 5\n[when]\nsteps = "0-3"\nranks = 0\n'
+        '[daemon]\nstore = "x"\n'
+    )
+
+    config = load_config({"CAPD_POLICY": "drop", "CAPD_STEPS": "7", "CUSTOM_QUANT_TYPE": "hifp8"})
+
+    assert (config.policy, config.steps, config.quant_type) == ("drop", "7", "hifp8")
+    assert (config.max_block_ms, config.ranks) == (5.0, "0")
+    assert config.origins["policy"] == "env CAPD_POLICY"
+    assert config.origins["max_block_ms"] == f"file {empty_folder / 'capd.toml'}"
+    assert config.origins["micro_batches"] == "default"
+
+
+def test_own_names_win_over_the_predecessors() -> None:
+    config = load_config({"CAPD_QUANT_TYPE": "mxfp4", "CUSTOM_QUANT_TYPE": "hifp8"})
+    assert config.quant_type == "mxfp4"
+
+
+def test_the_predecessors_counters_start_the_count() -> None:
+    config = load_config({"TENSOR_SAVER_ITERATION": "12", "CURRENT_SAMPLE_IDX": "3"})
+    assert (config.iteration, config.sample_idx) == (12, 3)
+
+
+def test_a_job_under_slurm_shares_one_run_id_unless_it_names_one() -> None:
+    slurm = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "2"}
+    assert load_config(slurm).run_id == "slurm-77-2"
+    assert load_config(slurm | {"CAPD_RUN_ID": "mine"}).run_id == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "attribute", "default"),
+    [
+        ("CAPD_POLICY", "thin", "policy", "drop"),
+        ("CAPD_POLICY", "nonsense", "policy", "drop"),
+        ("CAPD_MODE", "sample:1/8", "mode", "tensor"),
+        ("CAPD_STEPS", "3-1", "steps", "0"),
+        ("CAPD_MAX_BLOCK_MS", "-1", "max_block_ms", 30_000.0),
+        ("CAPD_MAX_BLOCK_MS", "nan", "max_block_ms", 30_000.0),
+        ("CAPD_ARENA_BYTES", "lots", "arena_bytes", None),
+        ("CAPD_ARENA_BYTES", "3", "arena_bytes", None),
+        ("CAPD_EXIT_TIMEOUT_S", "inf", "exit_timeout_s", 30.0),
+        ("CAPD_LOG", "LOUD", "log", None),
+        ("TENSOR_SAVER_ITERATION", "-4", "iteration", 0),
+        ("CAPD_RUN_ID", "x" * 200, "run_id", None),
+        ("CAPD_ENDPOINT", "tcp://host:1", "endpoint", None),
+    ],
+)
+def test_a_bad_value_is_one_warning_and_the_default_or_an_error_when_strict(
+    name: str, value: str, attribute: str, default: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        config = load_config({name: value})
+
+    assert getattr(config, attribute) == default
+    assert len(caplog.records) == 1
+    assert name in caplog.text
+    with pytest.raises(ConfigError, match=name):
+        load_config({name: value, "CAPD_STRICT": "1"})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('polici = "drop"\n', "policy"),
+        ('[when]\nstep = "0"\n', "when.steps"),
+        ("policy = [1]\n", "policy"),
+        ("= broken", "not valid TOML"),
+        ("x = '\xff'", "not valid TOML"),
+    ],
+)
+def test_a_bad_file_is_refused_with_a_reason_and_the_job_goes_on(
+    empty_folder: Path, text: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = empty_folder / "other.toml"
+    path.write_bytes(text.encode("latin-1"))
+
+    config = load_config({"CAPD_CONFIG": str(path)})
+
+    assert config.policy == "drop"
+    assert said in caplog.text
+    assert str(path) in caplog.text
+
+
+def test_a_named_file_that_is_missing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    load_config({"CAPD_CONFIG": "/nowhere/capd.toml"})
+    assert "/nowhere/capd.toml" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "unix:", "/run/s", "tcp:x", "unix:/" + "a" * 107])
+def test_an_endpoint_that_cannot_be_connected_to_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_endpoint(text)
+
+
+def test_the_longest_socket_path_is_taken_and_one_byte_more_names_the_limit() -> None:
+    path = "/" + "a" * 106
+    assert parse_endpoint("unix:" + path) == path
+    with pytest.raises(ConfigError, match="107"):
+        parse_endpoint("unix:" + path + "a")

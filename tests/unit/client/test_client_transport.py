@@ -1,0 +1,339 @@
+"""The client thread against a daemon that stops, vanishes, refuses, lies or keeps silent."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from client_peer import Peer, wait_until
+
+from capd_client.counting import REASON_INDEX
+from capd_client.key import Key
+from capd_client.protocol import COUNTER_MAGIC, MAX_BATCH, Ack, DropReason, Reject, StatsReply
+from capd_client.session import Session
+from capd_client.transport import State
+
+KEY = Key(quant_type="q", rank=0, tensor_name="x")
+
+
+def offer(session: Session, *values: float, size: int = 16, key: Key = KEY) -> None:
+    for value in values:
+        session.offer(torch.full((size,), float(value)), key, session.context.moment())
+
+
+def values(peer: Peer) -> list[float]:
+    return [torch.frombuffer(bytearray(data), dtype=torch.float32)[0].item() for data in peer.data_of("x")]
+
+
+def test_the_handshake_says_who_this_is_and_seals_are_set(
+    peer: Peer, make_session: Callable[..., Session]
+) -> None:
+    session = make_session(run_id="r1")
+    wait_until(lambda: session.transport.welcome)
+    hello = peer.hellos[0]
+    assert (hello.client, hello.connection, hello.run_id, hello.pid) == (
+        session.client.bytes,
+        1,
+        "r1",
+        os.getpid(),
+    )
+    assert hello.arena_nbytes == session.arena.nbytes
+    assert peer.seals[0] & 0x7 == 0x7
+
+
+def test_many_captures_go_in_batches_and_a_key_is_explained_once(
+    peer: Peer, make_session: Callable[..., Session]
+) -> None:
+    session = make_session(arena_bytes=8 << 20)
+    peer.hold.set()
+    offer(session, *range(1000))
+    peer.hold.clear()
+    assert session.flush(10)
+    assert values(peer) == list(range(1000))
+    assert [sequence for _, sequence in peer.puts] == list(range(1, 1001))
+    assert len(session.books.definitions) == 1
+    assert MAX_BATCH == 64
+
+
+def test_a_daemon_that_comes_late_gets_everything(
+    socket_path: str, make_session: Callable[..., Session], caplog: pytest.LogCaptureFixture
+) -> None:
+    session = make_session()
+    offer(session, 1, 2, 3)
+    wait_until(lambda: session.transport.refused.is_set())
+    peer = Peer(socket_path)
+    try:
+        assert session.flush(10)
+        assert values(peer) == [1, 2, 3]
+        assert sum("cannot reach" in record.getMessage() for record in caplog.records) == 1
+    finally:
+        peer.close()
+
+
+def test_after_a_restart_the_unacknowledged_is_sent_again_in_order_and_nothing_else(
+    socket_path: str, make_session: Callable[..., Session]
+) -> None:
+    first = Peer(socket_path)
+    session = make_session()
+    offer(session, 1, 2)
+    assert session.flush(10)
+    first.ack = False
+    offer(session, 3, 4, 5)
+    wait_until(lambda: len(first.puts) == 5)
+    first.close()
+    offer(session, 6)
+
+    second = Peer(socket_path)
+    try:
+        assert session.flush(10)
+        assert [sequence for _, sequence in second.puts] == [3, 4, 5, 6]
+        assert values(second) == [3, 4, 5, 6]
+        assert second.hellos[-1].connection > first.hellos[-1].connection
+        assert second.hellos[-1].client == first.hellos[-1].client
+        now = session.snapshot()
+        assert (now.offered, now.committed, now.in_flight, now.dropped) == (6, 6, 0, {})
+    finally:
+        second.close()
+
+
+def test_an_acknowledgement_before_the_second_sending_is_taken(
+    socket_path: str, make_session: Callable[..., Session]
+) -> None:
+    first = Peer(socket_path, ack=False)
+    session = make_session()
+    offer(session, 1, 2)
+    wait_until(lambda: len(first.puts) == 2)
+    first.close()
+    second = Peer(socket_path, ack=False)
+    try:
+        wait_until(lambda: session.transport.state is State.RUNNING and second.hellos)
+        second.send(Ack([(1, 2), (100, 200)]))
+        wait_until(lambda: session.snapshot().committed == 2)
+    finally:
+        second.close()
+
+
+def test_a_silent_daemon_is_left_and_tried_again(peer: Peer, make_session: Callable[..., Session]) -> None:
+    peer.welcome = False
+    session = make_session()
+    session.transport._handshake_timeout_s = session.transport._deadline = 0.5
+    wait_until(lambda: session.transport.refused.is_set())
+    peer.welcome = True
+    offer(session, 1)
+    assert session.flush(20)
+    assert peer.hellos[-1].connection >= 2
+
+
+def test_a_daemon_that_answers_no_ping_is_left_and_taken_over(
+    peer: Peer, make_session: Callable[..., Session]
+) -> None:
+    peer.pong = False
+    peer.ack = False
+    session = make_session(ping_s=0.03)
+    offer(session, 1)
+    wait_until(lambda: len(peer.puts) >= 2)
+    peer.pong = True
+    peer.ack = True
+    peer.acknowledge_all()
+    assert session.flush(10)
+    assert peer.puts[0] == (1, 1)
+    assert peer.puts[-1][0] >= 2
+    assert values(peer) == [1]
+
+
+def test_a_daemon_that_answers_pings_is_kept(peer: Peer, make_session: Callable[..., Session]) -> None:
+    make_session(ping_s=0.05)
+    wait_until(lambda: peer.pings >= 8)
+    assert len(peer.hellos) == 1
+
+
+def test_a_stopped_daemon_costs_drops_and_no_time_and_goes_on_where_it_was(
+    peer: Peer, make_session: Callable[..., Session]
+) -> None:
+    session = make_session(ping_s=60.0)
+    wait_until(lambda: session.transport.welcome)
+    peer.hold.set()
+    worst = 0.0
+    for value in range(3000):
+        started = time.perf_counter()
+        offer(session, value, size=1024)
+        worst = max(worst, time.perf_counter() - started)
+    now = session.snapshot()
+    assert now.dropped["arena_full"] > 2000
+    assert now.offered == now.in_flight + sum(now.dropped.values())
+    assert worst < 1.0, "no capture waits for a daemon that does not read"
+    assert not session.flush(0.05)
+
+    peer.hold.clear()
+    assert session.flush(10)
+    kept = now.in_flight
+    assert values(peer) == list(range(kept))
+    assert len(peer.hellos) == 1
+
+
+def test_the_ledger_of_drops_reaches_the_daemon(peer: Peer, make_session: Callable[..., Session]) -> None:
+    session = make_session()
+    session.context.set_moment(iteration=4)
+    session.offer(torch.ones(3, dtype=torch.complex64), KEY, session.context.moment())
+    session.context.set_moment(iteration=9)
+    session.offer(torch.ones(3, dtype=torch.complex64), KEY, session.context.moment())
+    assert session.close(10)
+    row = peer.drops[KEY, "complex64", REASON_INDEX[DropReason.UNSUPPORTED]]
+    assert (row.count, row.first_iteration, row.last_iteration) == (2, 4, 9)
+
+
+def test_a_refused_session_ends_and_everything_is_counted(
+    peer: Peer, make_session: Callable[..., Session], caplog: pytest.LogCaptureFixture
+) -> None:
+    peer.reject = Reject("peer", "uid 7 may not", retry=False)
+    session = make_session()
+    offer(session, 1, 2)
+    wait_until(lambda: session.transport.state is State.ENDED)
+    offer(session, 3)
+    now = session.snapshot()
+    assert (now.offered, now.in_flight, now.dropped) == (3, 0, {"rejected": 3})
+    assert "uid 7 may not" in caplog.text
+    assert len(peer.hellos) == 1
+    assert session.flush(5)
+
+
+@pytest.mark.parametrize(
+    "reject", [Reject("closing", "going down", retry=True), Reject("superseded", "", False)]
+)
+def test_a_refusal_that_passes_is_tried_again(
+    reject: Reject, peer: Peer, make_session: Callable[..., Session]
+) -> None:
+    peer.reject = reject
+    session = make_session()
+    offer(session, 1)
+    wait_until(lambda: len(peer.hellos) >= 2)
+    peer.reject = None
+    assert session.flush(10)
+    assert session.snapshot().committed == 1
+
+
+def test_refused_captures_are_counted_under_the_daemons_reason(
+    peer: Peer, make_session: Callable[..., Session]
+) -> None:
+    peer.nack = REASON_INDEX[DropReason.DISK_FULL]
+    session = make_session()
+    offer(session, *range(300), size=1000)  # several times the arena
+    assert session.flush(10)
+    now = session.snapshot()
+    assert now.dropped["disk_full"] > 0
+    assert (now.committed, now.in_flight) == (0, 0)
+    assert sum(now.dropped.values()) == 300
+
+
+@pytest.mark.parametrize("frame", [b"", b"\xc1", b"not msgpack", b"x" * (2 << 20)])
+def test_garbage_from_the_daemon_costs_one_connection(
+    frame: bytes, peer: Peer, make_session: Callable[..., Session]
+) -> None:
+    session = make_session()
+    wait_until(lambda: session.transport.welcome)
+    peer.send_raw(frame)
+    wait_until(lambda: len(peer.hellos) >= 2)
+    offer(session, 1)
+    assert session.flush(10)
+    assert session.snapshot().committed == 1
+
+
+def test_a_message_for_tools_costs_one_connection(peer: Peer, make_session: Callable[..., Session]) -> None:
+    session = make_session()
+    wait_until(lambda: session.transport.welcome)
+    peer.send(StatsReply({}))
+    wait_until(lambda: len(peer.hellos) >= 2)
+
+
+def test_block_keeps_everything_and_drop_does_not(peer: Peer, make_session: Callable[..., Session]) -> None:
+    session = make_session(policy="block", max_block_ms=20_000.0)
+    offer(session, *range(1000), size=4096)  # 16 times the arena
+    assert session.flush(20)
+    assert session.snapshot().dropped == {}
+    assert values(peer) == list(range(1000))
+
+
+def test_close_says_goodbye_with_final_counters(peer: Peer, make_session: Callable[..., Session]) -> None:
+    session = make_session()
+    offer(session, 1, 2, 3)
+    session.offer(torch.ones(3, dtype=torch.complex64), KEY, session.context.moment())
+    assert session.close(10)
+    assert peer.byes == 1
+    unsupported = 4 + REASON_INDEX[DropReason.UNSUPPORTED]
+    assert peer.words[:4] == [COUNTER_MAGIC, 4, 3, 0]
+    assert peer.words[unsupported] == 1
+    offer(session, 4)
+    assert session.snapshot().offered == 4, "after close nothing is offered any more"
+    assert session.snapshot().committed == 3
+
+
+def test_close_waits_its_time_for_a_lost_daemon_and_counts_what_is_lost(
+    socket_path: str, make_session: Callable[..., Session]
+) -> None:
+    peer = Peer(socket_path, ack=False)
+    session = make_session()
+    offer(session, 1, 2)
+    wait_until(lambda: len(peer.puts) == 2)
+    peer.close()
+    started = time.monotonic()
+    assert not session.close(0.3)
+    assert 0.3 <= time.monotonic() - started < 3
+    now = session.snapshot()
+    assert (now.in_flight, now.dropped) == (0, {"not_connected": 2})
+
+
+def test_close_does_not_wait_without_a_daemon(make_session: Callable[..., Session]) -> None:
+    session = make_session()
+    offer(session, 1)
+    started = time.monotonic()
+    assert not session.close()
+    assert time.monotonic() - started < 2
+    assert session.snapshot().dropped == {"not_connected": 1}
+
+
+def test_close_does_not_wait_for_a_vanished_daemon_when_nothing_is_in_flight(
+    socket_path: str, make_session: Callable[..., Session]
+) -> None:
+    peer = Peer(socket_path)
+    session = make_session()
+    offer(session, 1)
+    assert session.flush(10)
+    peer.close()
+    started = time.monotonic()
+    assert session.close(20)
+    assert time.monotonic() - started < 5
+
+
+def test_a_socket_nobody_listens_on_is_as_good_as_none(
+    socket_path: str, make_session: Callable[..., Session]
+) -> None:
+    stale = socket.socket(socket.AF_UNIX)
+    stale.bind(socket_path)
+    stale.close()
+    session = make_session()
+    wait_until(lambda: session.transport.refused.is_set())
+    assert session.transport.welcome is None
+
+
+def test_a_new_rank_is_introduced_by_a_new_hello(
+    peer: Peer, make_session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from capd_client import ranks
+
+    session = make_session()
+    offer(session, 1)
+    assert session.flush(10)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 3)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    monkeypatch.setattr(ranks, "distributed_ready", lambda: True)
+    monkeypatch.setattr("capd_client.context.distributed_ready", lambda: True)
+
+    assert session.context.bind() == 3
+
+    wait_until(lambda: [hello.rank for hello in peer.hellos] == [0, 3])
+    offer(session, 2)
+    assert session.flush(10)

@@ -1,0 +1,44 @@
+"""Fixtures of the hook tests: an in-memory session, and a check that no watch is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from memory_sink import MemorySink
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.checkpoint import CheckpointFunction
+
+from capd_client import hooks
+
+
+@pytest.fixture
+def sink(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemorySink]:
+    """The session that `watch` finds; afterwards no tap may have failed."""
+    memory = MemorySink()
+    monkeypatch.setattr(hooks, "session", lambda: memory)
+    torch.manual_seed(7)
+    yield memory
+    assert memory.errors == []
+
+
+@pytest.fixture(autouse=True)
+def _no_watch_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Removes what the test watched; torch must be as it was before."""
+    forward = CheckpointFunction.forward
+    optimizer_hooks = dict(torch_optimizer._global_optimizer_post_hooks)
+    handles: list[hooks.WatchHandle] = []
+    original = hooks.WatchHandle.__init__
+
+    def remember(self: hooks.WatchHandle) -> None:
+        handles.append(self)
+        original(self)
+
+    monkeypatch.setattr(hooks.WatchHandle, "__init__", remember)
+    yield
+    for handle in handles:
+        handle.remove()
+    assert CheckpointFunction.forward is forward
+    assert dict(torch_optimizer._global_optimizer_post_hooks) == optimizer_hooks
+    assert not hooks._watched

@@ -1,0 +1,72 @@
+"""A sink that keeps captures in a list, with the real context underneath."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import torch
+
+from capd_client.config import ClientConfig
+from capd_client.context import Context
+from capd_client.key import Key, Moment
+
+
+@dataclass
+class Captured:
+    """One offer, with the bytes as they were at that moment."""
+
+    key: Key
+    moment: Moment
+    value: torch.Tensor
+    requires_grad: bool
+    attributes: dict[str, Any]
+
+    @property
+    def at(self) -> tuple[int, int, int]:
+        return (self.moment.iteration, self.moment.micro_batch, self.moment.call)
+
+
+@dataclass
+class MemorySink:
+    """Everything the hooks need of a session."""
+
+    config: ClientConfig = field(default_factory=lambda: ClientConfig(steps="all"))
+    context: Context = field(default_factory=lambda: Context(environ={}))
+    captured: list[Captured] = field(default_factory=list)
+    errors: list[tuple[str, Exception]] = field(default_factory=list)
+
+    def offer(
+        self,
+        tensor: torch.Tensor,
+        key: Key,
+        moment: Moment,
+        *,
+        cast_to: Optional[torch.dtype] = None,
+        attributes: Optional[dict[str, Any]] = None,
+        metadata: str = "",
+    ) -> None:
+        with torch.no_grad():
+            value = tensor.detach().to(dtype=cast_to or tensor.dtype, copy=True)
+        self.captured.append(Captured(key, moment, value, tensor.requires_grad, attributes or {}))
+
+    def quant_type(self, dtype: torch.dtype) -> str:
+        return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64"}[dtype]
+
+    def drop_internal(self, where: str, error: Exception) -> None:
+        self.errors.append((where, error))
+
+    def names(self) -> Counter[str]:
+        """How many captures there are of each tensor name."""
+        return Counter(c.key.tensor_name for c in self.captured)
+
+    def of(self, module: str, tensor_name: str) -> list[Captured]:
+        """The captures of one module's tensor, in order."""
+        return [c for c in self.captured if (c.key.module, c.key.tensor_name) == (module, tensor_name)]
+
+    def one(self, module: str, tensor_name: str, at: tuple[int, int, int] = (0, 0, 0)) -> torch.Tensor:
+        """The value captured at (iteration, micro_batch, call); fails unless there is exactly one."""
+        found = [c.value for c in self.of(module, tensor_name) if c.at == at]
+        assert len(found) == 1, (module, tensor_name, at, [c.at for c in self.of(module, tensor_name)])
+        return found[0]

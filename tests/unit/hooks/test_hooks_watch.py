@@ -1,0 +1,302 @@
+"""watch(): what it accepts, what it leaves alone, and that nothing of it stays behind or gets in the way."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import logging
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from memory_sink import MemorySink
+from small_models import MLP, Blocks
+from torch import nn
+
+from capd_client import hooks
+from capd_client.config import ClientConfig
+from capd_client.errors import ConfigError
+from capd_client.hooks import watch
+from capd_client.key import Key
+from capd_client.taps import TENSORS
+
+
+def hook_count(model: nn.Module) -> int:
+    return sum(
+        len(m._forward_pre_hooks) + len(m._forward_hooks) + len(m._backward_hooks) for m in model.modules()
+    ) + sum(len(p._backward_hooks or ()) for p in model.parameters())
+
+
+@pytest.fixture(autouse=True)
+def _fresh_notices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "_notices", hooks.Notices())
+
+
+def test_off_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "session", lambda: None)
+    model = MLP()
+
+    handle = watch(model, steps="nonsense", tensors=["nonsense"])
+    handle.remove()
+
+    assert hook_count(model) == 0
+    assert handle.modules == ()
+
+
+def test_remove_takes_everything_away_even_from_a_graph_under_way(sink: MemorySink) -> None:
+    model = Blocks()
+    handle = watch(model, tensors=TENSORS)
+    loss = model(torch.randn(2, 6)).sum()
+    forward_captures = len(sink.captured)
+
+    handle.remove()
+    handle.remove()
+    loss.backward()
+    model(torch.randn(2, 6)).sum().backward()
+
+    assert forward_captures == 15
+    assert len(sink.captured) == forward_captures
+    assert hook_count(model) == 0
+
+
+def test_a_removed_watch_can_be_replaced(sink: MemorySink) -> None:
+    model = MLP()
+    watch(model, tensors=["input"]).remove()
+    watch(model, tensors=["output"])
+
+    model(torch.randn(2, 6))
+
+    assert dict(sink.names()) == {"output": 2}
+
+
+def test_a_watched_model_is_freed_with_its_last_reference(sink: MemorySink) -> None:
+    model = MLP()
+    watch(model, tensors=TENSORS)
+    model(torch.randn(2, 6)).sum().backward()
+    reference = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def copies(model: nn.Module) -> dict[str, nn.Module]:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return {
+        "deepcopy": copy.deepcopy(model),
+        "copy": copy.copy(model),
+        "pickle": pickle.loads(pickle.dumps(model)),  # noqa: S301 - our own bytes
+        "torch.save": torch.load(buffer, weights_only=False),
+    }
+
+
+def test_copies_of_a_watched_model_compute_the_same_and_are_not_captured(sink: MemorySink) -> None:
+    model = MLP()
+    keys = list(model.state_dict())
+    watch(model, tensors=TENSORS)
+    x = torch.randn(2, 5, 6)
+    expected = model(x)
+    expected.sum().backward()
+    before = [c for c in sink.captured if c.key.module == "fc1"]
+
+    for kind, twin in copies(model).items():
+        assert torch.equal(twin(x), expected), kind
+        assert list(twin.state_dict()) == keys
+    # A shallow copy shares its submodules with the original: those stay watched, its root does not count.
+    deep = copy.deepcopy(model)
+    sink.captured.clear()
+    deep(x).sum().backward()
+
+    assert len(before) == 5
+    assert sink.captured == []
+    assert sink.context.micro_batch == 0
+    watch(deep)
+    deep(x)
+    assert len(sink.captured) == 6
+
+
+def test_a_shallow_copy_of_a_tapped_module_shares_its_hooks_and_is_not_captured(sink: MemorySink) -> None:
+    model = MLP()
+    watch(model)
+    twin = copy.copy(model.fc1)
+
+    twin(torch.randn(2, 6))
+
+    assert twin._forward_pre_hooks
+    assert sink.captured == []
+
+
+def test_an_output_can_be_saved_without_a_warning(sink: MemorySink) -> None:
+    model = MLP()
+    watch(model)
+
+    torch.save(model.fc2(torch.randn(2, 8)), io.BytesIO())  # torch warns of hooks that are lost by saving
+
+    assert sink.names()["output"] == 1
+
+
+WHERE = {
+    "input": "forward pre-hook",
+    "output": "forward hook",
+    "grad_output": "grad_output hook",
+    "grad_input": "grad_input hook",
+    "grad_weight": "grad_weight hook",
+}
+
+
+def test_errors_inside_a_tap_are_counted_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(MemorySink):
+        def offer(self, tensor: torch.Tensor, key: Key, *args: Any, **kwargs: Any) -> None:
+            if key.tensor_name in failing:
+                raise RuntimeError("broken sink")
+
+    broken = Broken()
+    monkeypatch.setattr(hooks, "session", lambda: broken)
+    model = MLP()
+    watch(model, tensors=TENSORS)
+
+    for name, place in WHERE.items():
+        failing = {name}
+        broken.errors.clear()
+        model.zero_grad()
+        model(torch.randn(2, 6)).sum().backward()
+        assert (f"{place} of fc2", "broken sink") in [
+            (where, str(error)) for where, error in broken.errors
+        ], name
+
+    assert model.fc1.weight.grad is not None
+
+
+def test_an_error_while_attaching_leaves_the_model_unwatched(
+    sink: MemorySink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no")
+
+    model = MLP()
+    monkeypatch.setattr(hooks, "ForwardHook", fail)
+
+    watch(model)
+
+    assert hook_count(model) == 0
+    ((where, _),) = sink.errors
+    assert where == "watch"
+    sink.errors.clear()
+
+
+def test_select_takes_globs_over_clean_names(sink: MemorySink) -> None:
+    model = Blocks()
+
+    assert watch(model, select="layers.*").modules == ("layers.0.0", "layers.0.2", "layers.1.0", "layers.1.2")
+    other = Blocks()
+    assert watch(other, name="actor", select=["actor.inlet", "*.1.2"]).modules == (
+        "actor.inlet",
+        "actor.layers.1.2",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tensors": ["input", "gard_output"]}, "no tensor is called gard_output; known: input, weight"),
+        ({"steps": "0..3"}, "cannot read '0..3' as a range"),
+        ({"select": "encoder.*"}, "leaves none of 2 Linear modules (fc1, fc2"),
+    ],
+)
+def test_unusable_arguments_warn_once_and_raise_only_when_strict(
+    sink: MemorySink, caplog: pytest.LogCaptureFixture, arguments: dict[str, Any], message: str
+) -> None:
+    watch(MLP(), **arguments)
+    watch(MLP(), **arguments)
+
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert message in warnings[0]
+    sink.config = ClientConfig(strict=True)
+    model = MLP()
+    with pytest.raises(ConfigError):
+        watch(model, **arguments)
+    assert hook_count(model) == 0
+
+
+def test_unusable_arguments_leave_the_usable_rest(sink: MemorySink) -> None:
+    sink.config = ClientConfig(steps="0")
+    model = MLP()
+    watch(model, tensors=["output", "nonsense"], steps="nonsense")
+
+    model(torch.randn(2, 6))
+
+    assert dict(sink.names()) == {"output": 2}
+
+
+def test_watch_says_what_it_captures_and_how_to_widen_it(
+    sink: MemorySink, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="capd_client"):
+        watch(MLP(), steps="0-2")
+
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert "2 of 2 Linear modules of MLP" in line
+    assert 'steps "0-2"' in line
+    assert 'steps="all"' in line
+    assert "CAPD_STEPS" in line
+
+
+class Doubling(nn.Linear):
+    """A subclass with a product of its own."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - nn.Linear's own name
+        return 2 * super().forward(input)
+
+
+class Renamed(nn.Linear):
+    """A subclass that keeps nn.Linear's product."""
+
+
+def test_only_modules_with_the_product_of_linear_are_tapped(sink: MemorySink) -> None:
+    normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    model = nn.ModuleDict(
+        {
+            "plain": nn.Linear(4, 4),
+            "renamed": Renamed(4, 4),
+            "doubling": Doubling(4, 4),
+            "normed": normed,
+            "attention": nn.MultiheadAttention(4, 2),
+        }
+    )
+
+    assert watch(model).modules == ("plain", "renamed")
+
+
+def test_a_compiled_model_is_warned_about_and_left_alone(
+    sink: MemorySink, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = MLP()
+    x = torch.randn(2, 6)
+    expected = model(x)
+    watch(model)
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for step in range(3):
+        sink.context.set_moment(iteration=step)
+        assert torch.equal(compiled(x), expected)
+
+    assert len(graphs) == 1  # a step number that the compiler sees would compile the model again and again
+    assert sink.captured == []
+    watch(compiled)
+    assert "watched already" in caplog.text
+    watch(torch.compile(MLP(), backend="eager"))
+    assert "the watched model is compiled" in caplog.text
