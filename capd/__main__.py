@@ -1,0 +1,6 @@
+"""`python -m capd`: the same as the `capd` command."""
+
+from capd.cli.app import main
+
+if __name__ == "__main__":
+    main()

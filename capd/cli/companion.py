@@ -1,0 +1,205 @@
+"""The daemon beside a job of `capd run`: a private one, started and stopped here, or one that is joined.
+
+The job comes first: once it runs, nothing that happens to the daemon stops it or changes its exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+import typer
+
+from capd.cli.output import human_count, human_nbytes, note
+from capd.cli.tool import connect
+from capd.drops import describe_drops
+from capd.errors import EndpointError
+from capd.metrics import DaemonStats, RunStats
+from capd.server.endpoint import MAX_PATH_NBYTES, parse
+from capd.server.naming import check_run_id, new_run_id
+from capd_client.protocol import Control, ControlReply, Ping, Stats, StatsReply
+
+__all__ = ["Companion", "join", "start"]
+
+READY_S = 60.0
+REST_S = 10.0  # after the job: until the daemon has noted that every rank is gone
+SEAL_S = 600.0
+STOP_S = 60.0  # above the daemon's own shutdown timeout
+_SOCKET_NAME = "capd.sock"
+
+
+class Companion:
+    """The daemon a job captures into. A context manager; leaving it ends a private daemon."""
+
+    def __init__(self, endpoint: str, run_id: str | None, store: Path | None) -> None:
+        self.endpoint = endpoint
+        self.run_id = run_id
+        self.store = store  # root of the store, where it is known
+        self.process: subprocess.Popen[bytes] | None = None  # the private daemon
+        self.directory: Path | None = None  # of the private daemon's socket
+
+    def __enter__(self) -> Companion:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process is not None:
+            self._stop(self.process)
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def finish(self) -> None:
+        """The job is over: wait until its ranks are accounted for, seal its run, print the summary."""
+        try:
+            stats = self._seal()
+        except EndpointError as error:
+            note(self._lost(error))
+            return
+        _summarise(stats, self.run_id)
+
+    def _seal(self) -> DaemonStats:
+        with connect(parse(self.endpoint)) as tool:
+            until = time.monotonic() + REST_S
+            while True:
+                stats = _stats(tool.request(Stats(self.run_id)))
+                alive = any(session.state == "live" for run in stats.runs for session in run.sessions)
+                if not alive or time.monotonic() > until:
+                    break
+                time.sleep(0.05)
+            if not stats.runs or self.run_id is None:
+                return stats
+            reply = tool.request(Control("seal", self.run_id), SEAL_S)
+            if not isinstance(reply, ControlReply) or not reply.ok:
+                note(f"the daemon could not seal the run: {getattr(reply, 'message', reply)}")
+            return _stats(tool.request(Stats(self.run_id)))
+
+    def _lost(self, error: EndpointError) -> str:
+        if self.process is not None and self.process.poll() is not None:
+            return (
+                f"the daemon ended before the job (exit code {self.process.returncode}); what came after that "
+                f"was not captured; `capd serve --store {self.store}` seals what it had acknowledged"
+            )
+        return f"no summary: {error}"
+
+    def _stop(self, process: subprocess.Popen[bytes]) -> None:
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            note(
+                f"the daemon (pid {process.pid}) does not stop; killing it, the next `capd serve` takes up the rest"
+            )
+            process.kill()
+            process.wait()
+
+
+def join(endpoint: str, run_id: str | None) -> Companion:
+    """Join the daemon at `endpoint`. If it does not answer, the job runs all the same, and a note says so."""
+    if run_id is not None:
+        check_run_id(run_id)
+    companion = Companion(endpoint, run_id, None)
+    try:
+        with connect(parse(endpoint)) as tool:
+            companion.store = Path(_stats(tool.request(Stats())).store)
+    except EndpointError as error:
+        note(f"{error}; the job runs without capture until a daemon is there")
+        return companion
+    companion.run_id = run_id or new_run_id(companion.store)
+    return companion
+
+
+def start(store: Path, run_id: str | None, config: Path | None) -> Companion:
+    """Start a private daemon on `store` and wait until it answers.
+
+    Exits with the daemon's code when it refuses to start (its message is on stderr); the job is not started.
+    """
+    store = store.absolute()
+    run_id = check_run_id(run_id) if run_id is not None else new_run_id(store)
+    directory = _socket_directory()
+    companion = Companion(f"unix:{directory / _SOCKET_NAME}", run_id, store)
+    companion.directory = directory
+    command = [sys.executable, "-m", "capd", "serve", "--quiet", "--parent", str(os.getpid())]
+    command += ["--store", str(store), "--endpoint", companion.endpoint, "--run-id", run_id]
+    command += ["--config", str(config)] if config else []
+    try:
+        # A session of its own: the terminal's Ctrl-C is for the job, the daemon drains afterwards.
+        companion.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        _wait_ready(companion, companion.process)
+    except BaseException:
+        companion.__exit__(None, None, None)
+        raise
+    return companion
+
+
+def _wait_ready(companion: Companion, process: subprocess.Popen[bytes]) -> None:
+    path = parse(companion.endpoint)
+    until = time.monotonic() + READY_S
+    while process.poll() is None:
+        try:
+            with connect(path) as tool:
+                tool.request(Ping())
+            return
+        except EndpointError as error:
+            if time.monotonic() > until:
+                note(
+                    f"the daemon is not ready after {READY_S:.0f} s ({error}); the job starts without waiting"
+                )
+                return
+        time.sleep(0.02)
+    if process.returncode > 0:
+        note("the daemon did not start, so the job was not started")
+        raise typer.Exit(process.returncode)
+    note(f"the daemon was ended by signal {-process.returncode}; the job runs without capture")
+
+
+def _socket_directory() -> Path:
+    """A fresh 0700 directory whose path leaves room for the socket's name."""
+    places = [os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp"]  # noqa: S108 - 0700 below
+    for place in places:
+        if os.path.isabs(place) and os.access(place, os.W_OK):
+            directory = Path(tempfile.mkdtemp(prefix="capd-run-", dir=place))
+            if len(os.fsencode(directory / _SOCKET_NAME)) <= MAX_PATH_NBYTES:
+                return directory
+            directory.rmdir()
+    raise EndpointError(f"no directory for the daemon's socket in any of {places}; set XDG_RUNTIME_DIR")
+
+
+def _stats(reply: object) -> DaemonStats:
+    if not isinstance(reply, StatsReply):
+        raise EndpointError(f"the daemon answered STATS with {type(reply).__name__}")
+    try:
+        return DaemonStats.model_validate(reply.stats)
+    except ValueError as error:
+        raise EndpointError("the daemon's counters have another layout; use its capd version") from error
+
+
+def _summarise(stats: DaemonStats, run_id: str | None) -> None:
+    run = next((run for run in stats.runs if run.run_id == run_id), None)
+    if run is None:
+        note("no rank connected, so nothing was captured; does the job call capd_client.watch or capture?")
+        return
+    for line in summary(run):
+        note(line)
+
+
+def summary(run: RunStats) -> list[str]:
+    """The lines that close a run; the first one speaks of drops where there are any."""
+    lost = describe_drops(run.dropped)
+    ratio = f", ratio {run.raw_bytes / run.stored_bytes:.2f}" if run.stored_bytes else ""
+    dropped = sum(run.dropped.values())
+    lines = [
+        *([lost] if lost else []),
+        f"{human_count(run.records)} records in {run.path}",
+        f"{human_nbytes(run.raw_bytes)} raw, {human_nbytes(run.stored_bytes)} stored{ratio}",
+        f"offered {human_count(run.offered)}, committed {human_count(run.committed)}, dropped {human_count(dropped)}",
+    ]
+    if run.in_flight:
+        lines.append(f"{human_count(run.in_flight)} captures are still in flight: a rank is alive")
+    return lines

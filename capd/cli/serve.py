@@ -1,0 +1,73 @@
+"""`capd serve`: run this node's daemon in the foreground until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["serve"]
+
+
+def serve(
+    store: Annotated[
+        Path | None, typer.Option("--store", help="Directory that holds the runs [default: captures].")
+    ] = None,
+    endpoint: Annotated[
+        str | None, typer.Option("--endpoint", help="unix:PATH of the socket to listen on.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Settings file [default: ./capd.toml, if there is one].")
+    ] = None,
+    run_id: Annotated[
+        str | None, typer.Option("--run-id", help="Run of ranks that bring no name [default: the time].")
+    ] = None,
+    node: Annotated[
+        str | None, typer.Option("--node", help="This node's name in the store [default: host name].")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", help="Encode threads [default: a quarter of the CPUs].")
+    ] = None,
+    max_disk: Annotated[
+        str | None,
+        typer.Option("--max-disk", help="Most bytes to add [default: min(200GB, half of the free space)]."),
+    ] = None,
+    keep_free: Annotated[
+        str | None, typer.Option("--keep-free", help="Disk space to leave free [default: 10%].")
+    ] = None,
+    allow_uid: Annotated[
+        list[int] | None, typer.Option("--allow-uid", help="A further user whose ranks may connect.")
+    ] = None,
+    durability: Annotated[
+        str | None, typer.Option("--durability", help="buffered or durable [default: buffered].")
+    ] = None,
+    codec: Annotated[
+        str | None, typer.Option("--codec", help="default (zstd) or fast (lz4) [default: default].")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Log warnings and errors only.")] = False,
+    parent: Annotated[int | None, typer.Option("--parent", hidden=True)] = None,
+) -> None:
+    """Run the daemon of this node.
+
+    Ranks find it through CAPD_ENDPOINT, which the log line "listening on …" gives. SIGTERM or Ctrl-C drains,
+    seals and exits with 0; a second Ctrl-C leaves at once, keeping everything that was acknowledged.
+    """
+    from capd.config import load_daemon_settings
+
+    flags = {
+        "store": store, "endpoint": endpoint, "run_id": run_id, "node": node, "threads": threads,
+        "max_disk": max_disk, "keep_free": keep_free, "allow_uid": allow_uid, "durability": durability,
+        "codec": codec,
+    }  # fmt: skip
+    settings = load_daemon_settings(flags, path=config)
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.WARNING if quiet else logging.INFO,
+        format="%(asctime)s capd %(levelname)s %(message)s",
+    )
+    from capd.server.daemon import Daemon
+
+    raise typer.Exit(Daemon(settings, parent).run())

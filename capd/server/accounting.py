@@ -1,0 +1,74 @@
+"""Puts a rank's own counters and the daemon's knowledge together so that they add up. Pure.
+
+The rank counts what it offered and dropped in its arena's counter page; the daemon knows what it committed
+and refused. While the rank lives, each side is right about its own part. Once it is gone, the two are
+reconciled so that offered = committed + in work + Σ dropped holds exactly:
+
+- a refusal the rank never heard of is counted from the daemon's side (the larger of both counts);
+- a capture the rank gave up at exit although the daemon took it counts as taken, not as dropped;
+- what is then still missing was captured by the rank and never handed over: `rank_died`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from capd_client.protocol import DropReason
+
+__all__ = ["DAEMON_REASONS", "PageCounters", "Totals", "reconcile"]
+
+DAEMON_REASONS = frozenset({DropReason.BAD_DESCRIPTOR, DropReason.DISK_FULL, DropReason.STORE_ERROR})
+"""Reasons that only the daemon gives (in a NACK); a rank counts them when the NACK arrives."""
+
+# A rank counts these for everything still unacknowledged when it gives up; part of it may be committed.
+_GIVEN_UP = (DropReason.NOT_CONNECTED, DropReason.REJECTED)
+
+
+@dataclass(frozen=True, slots=True)
+class PageCounters:
+    """One reading of a rank's counter page."""
+
+    offered: int = 0
+    in_flight: int = 0
+    dropped: Mapping[DropReason, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Counters of one session; at rest, offered = committed + in_flight + Σ dropped."""
+
+    offered: int
+    committed: int
+    in_flight: int
+    dropped: dict[DropReason, int]
+
+
+def reconcile(
+    page: PageCounters, committed: int, refused: Mapping[DropReason, int], *, in_work: int | None
+) -> Totals:
+    """Merge both sides' counters.
+
+    Args:
+        page: the last reading of the counter page.
+        committed: records of this client in the store, over all its connections and daemons.
+        refused: refusals this daemon answered, by reason (all in DAEMON_REASONS).
+        in_work: captures of a rank that is gone whose outcome is still open; None while the rank lives
+            (then `in_flight` is what the rank counts).
+    """
+    dropped = {reason: count for reason, count in page.dropped.items() if count}
+    for reason, count in refused.items():
+        dropped[reason] = max(count, dropped.get(reason, 0))
+    if in_work is None:
+        return Totals(page.offered, committed, page.in_flight, dropped)
+    gap = page.offered - committed - in_work - sum(dropped.values())
+    for reason in _GIVEN_UP:
+        surplus = min(max(0, -gap), dropped.get(reason, 0))
+        if surplus:
+            dropped[reason] -= surplus
+            gap += surplus
+    if gap > 0:
+        dropped[DropReason.RANK_DIED] = dropped.get(DropReason.RANK_DIED, 0) + gap
+    return Totals(
+        page.offered, committed, in_work, {reason: count for reason, count in dropped.items() if count}
+    )

@@ -1,0 +1,84 @@
+"""A rank's shared memory as the daemon sees it: checked before it is mapped, mapped read-only.
+
+The memfd must be sealed against shrinking, growing and further sealing, and have the announced size:
+then no later act of the rank can turn a read into SIGBUS. The mapping lives as long as anything
+(the session, a job's memoryview) refers to it, and is unmapped with the last reference.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import stat
+
+from capd.errors import ArenaError
+from capd.server.accounting import PageCounters
+from capd_client.protocol import (
+    COUNTER_DROPS,
+    COUNTER_IN_FLIGHT,
+    COUNTER_MAGIC,
+    COUNTER_OFFERED,
+    DROP_REASONS,
+    PAGE_NBYTES,
+)
+
+__all__ = ["MAX_ARENA_NBYTES", "Arena"]
+
+MAX_ARENA_NBYTES = 1 << 44  # 16 TiB: above any node's memory, below where offsets could overflow
+_MAX_COUNT = 1 << 62  # larger counters are a hostile or broken rank's; the catalog holds 63-bit integers
+_REQUIRED_SEALS = {"SHRINK": fcntl.F_SEAL_SHRINK, "GROW": fcntl.F_SEAL_GROW, "SEAL": fcntl.F_SEAL_SEAL}
+
+
+class Arena:
+    """A read-only mapping of a rank's sealed memfd."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Check and map `fd`, which stays the caller's to close.
+
+        Raises ArenaError when it is not a memfd of exactly `nbytes`, sealed SHRINK|GROW|SEAL, or when its
+        counter page does not begin with the expected word.
+        """
+        self.identity = _check(fd, nbytes)
+        self.nbytes = nbytes
+        try:
+            self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            raise ArenaError(f"cannot map an arena of {nbytes} bytes: {error}") from error
+        self._bytes = memoryview(self._map)
+        self._words = self._bytes[:PAGE_NBYTES].cast("Q")
+        if self._words[0] != COUNTER_MAGIC:
+            raise ArenaError(f"the counter page begins with {self._words[0]:#x}, expected {COUNTER_MAGIC:#x}")
+
+    def slice(self, offset: int, nbytes: int) -> memoryview:
+        """Read-only bytes of one capture; keeps the mapping alive. The caller has checked the range."""
+        return self._bytes[offset : offset + nbytes] if nbytes else memoryview(b"")
+
+    def counters(self) -> PageCounters:
+        """Read the rank's counters. Not one atomic reading: exact once the rank is at rest or gone."""
+        words = [min(word, _MAX_COUNT) for word in self._words[: COUNTER_DROPS + len(DROP_REASONS)]]
+        dropped = {reason: words[COUNTER_DROPS + at] for at, reason in enumerate(DROP_REASONS)}
+        return PageCounters(words[COUNTER_OFFERED], words[COUNTER_IN_FLIGHT], dropped)
+
+    def is_same_memory(self, fd: int) -> bool:
+        """Whether `fd` refers to the memory that is mapped here already."""
+        found = os.fstat(fd)
+        return (found.st_dev, found.st_ino, found.st_size) == self.identity
+
+
+def _check(fd: int, nbytes: int) -> tuple[int, int, int]:
+    if not PAGE_NBYTES < nbytes <= MAX_ARENA_NBYTES:
+        raise ArenaError(f"an arena of {nbytes} bytes is outside {PAGE_NBYTES + 1} … {MAX_ARENA_NBYTES}")
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise ArenaError("the arena's descriptor is not a memfd")
+    if found.st_size != nbytes:
+        raise ArenaError(f"the arena has {found.st_size} bytes, {nbytes} were announced")
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise ArenaError(f"the arena's descriptor is not a memfd: {error}") from error
+    missing = [name for name, seal in _REQUIRED_SEALS.items() if not seals & seal]
+    if missing:
+        raise ArenaError(f"the arena is not sealed against {'|'.join(missing)}; seal it before it is sent")
+    return found.st_dev, found.st_ino, found.st_size

@@ -1,0 +1,250 @@
+"""The daemon's life: own the store root, listen, keep the clock, and leave in order.
+
+start: limits → root lock → socket → pipeline → "listening on unix:…" → take up what was left unsealed.
+stop (SIGTERM, Ctrl-C, or a tool's CONTROL): stop accepting → let ranks finish what they sent → persist
+counters → drain and seal → release the root. A second Ctrl-C leaves at once; what was acknowledged is kept
+either way, and the next start takes up the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from pathlib import Path
+
+from capd._version import __version__
+from capd.amounts import amount_nbytes
+from capd.config import DaemonSettings
+from capd.errors import CapdError
+from capd.metrics import DaemonStats
+from capd.server import endpoint
+from capd.server.budget import DiskBudget, default_max_disk, encode_threads, raise_open_files
+from capd.server.connection import ConnectionContext
+from capd.server.instance import RootLock
+from capd.server.listener import Listener
+from capd.server.naming import RunNames
+from capd.server.pipeline import Pipeline
+from capd.server.registry import Registry
+from capd.server.stopping import StopRequests
+from capd.server.tools import ToolContext
+from capd.store.options import StoreOptions
+
+__all__ = ["Daemon", "node_name"]
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+_NICE = 10
+_RESERVED_FILES = 64
+_FILES_PER_CONNECTION = 4  # socket, process handle, mapping, arena while it is checked
+_MAX_CONNECTIONS = 1024
+
+
+def node_name(configured: str | None) -> str:
+    """The node's name in the store: as configured, else the host name with unusual characters replaced."""
+    name = configured or socket.gethostname()
+    safe = "".join(char if char.isascii() and (char.isalnum() or char in "._-") else "-" for char in name)
+    return safe.strip("._-")[:128] or "node"
+
+
+class Daemon:
+    """One `capd serve`; `run` blocks until it is told to stop."""
+
+    def __init__(self, settings: DaemonSettings, parent: int | None = None) -> None:
+        """Only remembers what it is told; nothing is touched before `run`.
+
+        parent: pid of a process that started this daemon for itself. Once it is gone and no rank is left,
+        the daemon stops, and removes the directory of its socket.
+        """
+        self._settings = settings
+        self._parent = parent
+        self._root = Path(settings.store).absolute()
+        self._node = node_name(settings.node)
+        self._threads = settings.threads or encode_threads()
+        self._bound: endpoint.BoundSocket | None = None
+        self._stop = StopRequests(self._leave_at_once)
+        self._drained_by = 0.0
+
+    def run(self) -> int:
+        """Serve until SIGTERM, Ctrl-C or a tool's stop; returns 0, or 1 if the time to drain was not enough.
+
+        Raises StoreBusy when another daemon owns the store or the socket, StoreError or EndpointError when
+        either cannot be used, ConfigError on a bad run id. Call it from the main thread.
+        """
+        with self._stop, contextlib.ExitStack() as stack:
+            self._start(stack)
+            while not self._stop.wait(_TICK_S):
+                self._tick()
+            return 0 if self._shut_down() else 1
+
+    def stats(self, run_id: str | None = None) -> DaemonStats:
+        """What STATS answers: one run, or all."""
+        return DaemonStats(
+            version=__version__,
+            pid=os.getpid(),
+            node=self._node,
+            store=str(self._root),
+            endpoint=self._endpoint,
+            uptime_s=time.monotonic() - self._started,
+            threads=self._threads,
+            disk_free=self._budget.free_nbytes(),
+            keep_free=self._budget.keep_free_nbytes(),
+            max_disk=self._budget.max_disk,
+            connections=self._listener.connections,
+            refused_connections=dict(self._listener.refused),
+            runs=self._registry.stats(run_id),
+        )
+
+    # Start
+
+    def _start(self, stack: contextlib.ExitStack) -> None:
+        settings = self._settings
+        self._started = time.monotonic()
+        with contextlib.suppress(OSError):
+            os.nice(max(0, _NICE - os.nice(0)))  # before any thread is started: they inherit it
+        open_files = raise_open_files()
+        self._closing = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        stack.callback(os.close, self._closing)
+        lock = RootLock(self._root, self._node)
+        stack.callback(lock.release)
+        names = RunNames(self._root, settings.run_id, lock.previous)
+        self._budget = self._disk_budget()
+        self._bound = endpoint.bind(
+            endpoint.endpoint_path(settings.endpoint),
+            private=settings.endpoint is None,
+            others_allowed=bool(settings.allow_uid),
+        )
+        stack.callback(self._close_socket)
+        self._endpoint = lock.note.endpoint = self._bound.endpoint
+        lock.write()
+        options = self._store_options(open_files)
+        self._pipeline = Pipeline(
+            self._root,
+            self._node,
+            options,
+            threads=self._threads,
+            staging_nbytes=settings.staging_bytes,
+            budget=self._budget,
+        )
+        self._registry = Registry(self._root, self._node, lock, names, self._pipeline, settings.idle_seal_s)
+        self._budget.stored = self._registry.stored_nbytes
+        self._listen(self._bound, open_files - options.open_files)
+        self._recovery = threading.Thread(target=self._take_up_unsealed, name="capd-recover", daemon=True)
+        self._recovery.start()
+
+    def _disk_budget(self) -> DiskBudget:
+        settings, found = self._settings, os.statvfs(self._root)
+        max_disk = (
+            default_max_disk(self._root)
+            if settings.max_disk is None
+            else amount_nbytes(settings.max_disk, found.f_blocks * found.f_frsize)
+        )
+        budget = DiskBudget(self._root, max_disk, settings.keep_free)
+        refusal = budget.refusal(0)
+        if refusal is not None:
+            logger.warning("every record will be dropped: %s", refusal)
+        return budget
+
+    def _store_options(self, open_files: int) -> StoreOptions:
+        settings = self._settings
+        return StoreOptions(
+            codec=settings.codec,
+            statistics=settings.statistics,
+            open_files=max(8, min(StoreOptions().open_files, open_files // 2)),
+            durability=settings.durability,
+        )
+
+    def _listen(self, bound: endpoint.BoundSocket, free_files: int) -> None:
+        settings = self._settings
+        ranks = ConnectionContext(
+            registry=self._registry,
+            root=self._root,
+            epoch=uuid.uuid4().bytes,
+            closing=self._closing,
+            drained_by=lambda: self._drained_by,
+            save=lambda rank: self._pipeline.save_session(rank.run_id, rank.row()),
+        )
+        tools = ToolContext(self._registry, self.stats, lambda: self._stop.request("a tool"), self._closing)
+        room = (free_files - _RESERVED_FILES) // _FILES_PER_CONNECTION
+        self._listener = Listener(
+            bound.socket,
+            ranks,
+            tools,
+            allowed_uids=frozenset({os.getuid(), *settings.allow_uid}),
+            max_connections=max(8, min(_MAX_CONNECTIONS, room)),
+        )
+        self._listener.start()
+        logger.info(
+            "store %s, node %s, %d encode threads, %d MiB staging, at most %.1f GB, %.1f GB kept free, pid %d",
+            self._root,
+            self._node,
+            self._threads,
+            settings.staging_bytes >> 20,
+            (self._budget.max_disk or 0) / 1e9,
+            self._budget.keep_free_nbytes() / 1e9,
+            os.getpid(),
+        )
+        logger.info("listening on %s", bound.endpoint)  # capd run and tests wait for this line
+
+    def _take_up_unsealed(self) -> None:
+        """Recover what a daemon before left in the spool; the clock seals it unless its ranks come back."""
+        for spool in sorted(self._root.glob(f"*.zarr/.capd/node={self._node}/spool")):
+            run_id = spool.parents[2].name.removesuffix(".zarr")
+            if self._stop.reason:
+                return  # the next start goes on
+            try:
+                if any(spool.iterdir()):
+                    logger.info("run %s was left unsealed, taking it up", run_id)
+                    self._registry.adopt(run_id)
+            except (OSError, CapdError) as error:
+                logger.error("run %s cannot be taken up: %s", run_id, error)
+
+    # Life and end
+
+    def _tick(self) -> None:
+        try:
+            self._registry.tick()
+        except Exception:  # outermost loop: the ranks must not suffer from a failed look at the clock
+            logger.exception("the daemon's clock failed once")
+        if self._parent is not None and os.getppid() != self._parent and self._registry.is_quiet():
+            self._stop.request("the process it was started for is gone")
+
+    def _shut_down(self) -> bool:
+        timeout_s = self._settings.shutdown_timeout_s
+        began = time.monotonic()
+        logger.info("stopping (%s), %d connections", self._stop.reason, self._listener.connections)
+        self._registry.refuse_new()
+        self._drained_by = began + timeout_s / 2  # the other half is for sealing
+        os.eventfd_write(self._closing, 1)
+        self._listener.join_accept()
+        self._close_socket()
+        self._listener.stop(timeout_s / 2 + 2.0)
+        self._recovery.join(timeout_s / 2)
+        complete = True
+        try:
+            self._pipeline.flush().result(max(0.1, began + timeout_s / 2 - time.monotonic()))
+        except TimeoutError:
+            complete = False
+        self._registry.save_all(timeout_s=2.0)
+        complete &= self._pipeline.close(max(0.1, began + timeout_s - time.monotonic()))
+        if not complete:
+            logger.warning("%.0f s were not enough to seal everything; the next start takes it up", timeout_s)
+        logger.info("stopped after %.1f s", time.monotonic() - began)
+        return complete
+
+    def _close_socket(self) -> None:
+        if self._bound is not None:
+            self._bound.close()
+            if self._parent is not None:
+                with contextlib.suppress(OSError):
+                    self._bound.path.parent.rmdir()
+
+    def _leave_at_once(self) -> None:
+        self._close_socket()
+        os.write(2, b"capd: interrupted again, leaving without sealing; the next start takes it up\n")
+        os._exit(130)

@@ -1,0 +1,198 @@
+"""Where the daemon listens: which path an endpoint means, and how the socket there is bound and removed.
+
+An endpoint is `unix:PATH`. Without one it is `$XDG_RUNTIME_DIR/capd/capd.sock`, else
+`<temporary directory>/capd-<uid>/capd.sock`. The directory of a default endpoint must belong to the user
+and be closed to everybody else; the socket is made with mode 0600. Abstract sockets are never used: they
+accept any user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from capd.errors import ConfigError, EndpointError, StoreBusy
+
+__all__ = ["MAX_PATH_NBYTES", "BoundSocket", "bind", "default_path", "endpoint_path", "parse"]
+
+MAX_PATH_NBYTES = 107  # sun_path has 108 bytes, one of them the terminating NUL
+_SCHEME = "unix:"
+_BACKLOG = 128
+_BIND_WAIT_S = 5.0
+
+
+def parse(endpoint: str) -> Path:
+    """The absolute socket path that `unix:PATH` names.
+
+    Raises ConfigError on another scheme or an empty path, and EndpointError on a path that is too long.
+    """
+    if not endpoint.startswith(_SCHEME) or len(endpoint) == len(_SCHEME) or "\0" in endpoint:
+        raise ConfigError(f"endpoint {endpoint!r} is not usable; write unix:/path/to/capd.sock")
+    path = Path(os.path.abspath(os.path.expanduser(endpoint[len(_SCHEME) :])))
+    length = len(os.fsencode(path))
+    if length > MAX_PATH_NBYTES:
+        raise EndpointError(
+            f"socket path {path} has {length} bytes, unix sockets allow {MAX_PATH_NBYTES}; "
+            f"use a shorter one, such as --endpoint {_SCHEME}{_temporary_path()}"
+        )
+    return path
+
+
+def default_path(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where the daemon and the tools meet when nothing is said; nothing is created or checked."""
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    if runtime.startswith("/") and os.path.isdir(runtime):
+        return parse(f"{_SCHEME}{runtime}/capd/capd.sock")
+    return parse(f"{_SCHEME}{_temporary_path()}")
+
+
+def endpoint_path(endpoint: str | None, environ: Mapping[str, str] = os.environ) -> Path:
+    """The socket path of a configured endpoint, or the default one."""
+    return parse(endpoint) if endpoint else default_path(environ)
+
+
+def _temporary_path() -> Path:
+    return Path(tempfile.gettempdir()) / f"capd-{os.getuid()}" / "capd.sock"
+
+
+class BoundSocket:
+    """A listening unix socket and its path; `close` removes the path only if it is still this socket's."""
+
+    def __init__(self, sock: socket.socket, path: Path) -> None:
+        self.socket = sock
+        self.path = path
+        self._identity = _identity(path)
+
+    @property
+    def endpoint(self) -> str:
+        """What a rank sets CAPD_ENDPOINT to."""
+        return f"{_SCHEME}{self.path}"
+
+    def unlink(self) -> None:
+        """Remove the socket's path unless somebody else's socket stands there now."""
+        with contextlib.suppress(OSError):
+            if _identity(self.path) == self._identity:
+                os.unlink(self.path)
+
+    def close(self) -> None:
+        """Stop listening and remove the path."""
+        self.unlink()
+        self.socket.close()
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    found = os.lstat(path)
+    return found.st_dev, found.st_ino, found.st_mtime_ns  # inode numbers are reused at once
+
+
+def bind(path: Path, *, private: bool, others_allowed: bool = False) -> BoundSocket:
+    """Listen on `path`.
+
+    Args:
+        path: absolute, at most MAX_PATH_NBYTES bytes.
+        private: the directory is a default one and must be the user's own, closed to everybody else.
+        others_allowed: users named by --allow-uid shall reach the socket, so its mode is 0666 (its peers
+            are still checked by uid) and a directory made here is 0711.
+
+    A socket left behind by a dead daemon is replaced. Raises StoreBusy when a live one listens there,
+    EndpointError when the path or its directory cannot be used.
+    """
+    try:
+        _make_directory(path.parent, 0o711 if others_allowed else 0o700)
+        if private:
+            _check_private(path.parent, 0o022 if others_allowed else 0o077)
+        with _directory_lock(path.parent):
+            _remove_stale(path)
+            return _listen(path, 0o666 if others_allowed else 0o600)
+    except OSError as error:
+        raise EndpointError(
+            f"cannot listen on {path}: {error.strerror or error}; choose another --endpoint"
+        ) from error
+
+
+def _make_directory(directory: Path, mode: int) -> None:
+    missing = [directory, *directory.parents]
+    missing = missing[: next(at for at, here in enumerate(missing) if here.exists())]
+    for here in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(here, 0o700)
+            os.chmod(here, mode)  # mkdir's mode is cut by the umask
+
+
+def _check_private(directory: Path, forbidden: int) -> None:
+    found = os.lstat(directory)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & forbidden:
+        raise EndpointError(
+            f"{directory} must be a directory of uid {os.getuid()} that is closed to other users "
+            f"(it belongs to uid {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}); "
+            f"remove it or choose another --endpoint"
+        )
+
+
+@contextlib.contextmanager
+def _directory_lock(directory: Path) -> Iterator[None]:
+    # Two daemons that both find a stale socket must not remove each other's new one.
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + _BIND_WAIT_S
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise EndpointError(
+                        f"{directory} stays locked by another process that is binding there"
+                    ) from None
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _remove_stale(path: Path) -> None:
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise EndpointError(f"{path} exists and is not a socket; remove it or choose another --endpoint")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_BIND_WAIT_S)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+        except (TimeoutError, BlockingIOError):
+            pass  # its queue is full: somebody listens
+        except OSError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            return
+    raise StoreBusy(f"another daemon listens on {path}; stop it or choose another --endpoint")
+
+
+def _listen(path: Path, mode: int) -> BoundSocket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        before = os.umask(0o177)
+        try:
+            sock.bind(str(path))
+        finally:
+            os.umask(before)
+        if mode != 0o600:
+            os.chmod(path, mode)
+        sock.listen(_BACKLOG)
+        return BoundSocket(sock, path)
+    except BaseException:
+        sock.close()
+        raise

@@ -1,0 +1,87 @@
+"""One daemon per (store root, node): the root lock, and the note its owner leaves in it.
+
+The lock is `flock` on `<root>/.capd-<node>.lock`, so the kernel releases it with its owner, however that
+ends. The file holds one JSON object: the owner's pid and endpoint for messages, and the run the daemon
+named by itself with the ranks that write to it, so that after a crash those ranks go on in the same run.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import msgspec
+
+from capd.errors import StoreBusy, StoreError
+
+__all__ = ["OwnerNote", "RootLock"]
+
+_MAX_NOTE_NBYTES = 1 << 20
+
+
+class OwnerNote(msgspec.Struct, kw_only=True):
+    """What the owner of a store root writes into the lock file.
+
+    assigned_run: the run this daemon named; clients: hex uuids of the ranks that were told to use it.
+    Both are empty after an orderly shutdown.
+    """
+
+    pid: int = 0
+    endpoint: str = ""
+    assigned_run: str = ""
+    clients: list[str] = []
+
+
+class RootLock:
+    """Exclusive ownership of a store root on this node."""
+
+    def __init__(self, root: Path, node: str) -> None:
+        """Create `root` if needed and lock it.
+
+        Raises StoreBusy when another daemon holds it (the message names its pid and endpoint) and
+        StoreError when the directory or the lock file cannot be used.
+        """
+        self.path = root / f".capd-{node}.lock"
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise StoreError(
+                f"cannot use store {root}: {error.strerror or error}; choose another --store"
+            ) from error
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            note = self._read()
+            os.close(self._fd)
+            if not isinstance(error, BlockingIOError):
+                raise StoreError(f"cannot lock {self.path}: {error.strerror or error}") from error
+            where = f" on {note.endpoint}" if note.endpoint else ""
+            raise StoreBusy(
+                f"store {root} is owned by another daemon (pid {note.pid or 'unknown'}{where}); "
+                f"use that one, stop it, or choose another --store"
+            ) from None
+        self.previous = self._read()  # what a daemon that did not end in order left behind
+        self.note = OwnerNote(pid=os.getpid())
+        self.write()
+
+    def write(self) -> None:
+        """Write `note` to the file; a crash in between leaves an unreadable note, which reads as empty."""
+        payload = msgspec.json.encode(self.note)
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, payload, 0)
+
+    def release(self) -> None:
+        """End of an orderly shutdown: empty the file and give up the lock. The file itself stays, because
+        removing a lock file lets two owners lock two different files."""
+        if self._fd >= 0:
+            os.ftruncate(self._fd, 0)
+            os.close(self._fd)
+            self._fd = -1
+
+    def _read(self) -> OwnerNote:
+        try:
+            return msgspec.json.decode(os.pread(self._fd, _MAX_NOTE_NBYTES, 0), type=OwnerNote)
+        except (OSError, msgspec.DecodeError):
+            return OwnerNote()

@@ -1,0 +1,51 @@
+"""The drop ledger of one session: cumulative drops per key and reason. Pure, in memory."""
+
+from __future__ import annotations
+
+from capd.store.catalog import LedgerRow
+from capd_client.key import Key
+from capd_client.protocol import DROP_REASONS, Define, Descriptor, DropReason, DropRow
+
+__all__ = ["Ledger"]
+
+
+class Ledger:
+    """Cumulative rows, the larger count winning: the rank reports its rows and may repeat or lag.
+
+    Refusals the daemon gave are entered here too, so that they are known per key even if the rank dies
+    before it can report them. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[Key, str, str], LedgerRow] = {}
+        self.version = 0  # grows with every change
+
+    def report(self, define: Define, row: DropRow) -> None:
+        """Take a row as the rank sent it."""
+        reason = DROP_REASONS[row.reason].value
+        entry = LedgerRow(
+            define.key, define.dtype, reason,
+            row.count, row.nbytes, row.first_iteration, row.last_iteration,
+        )  # fmt: skip
+        self._enter(entry)
+
+    def refuse(self, item: Descriptor, define: Define, reason: DropReason) -> None:
+        """Count one refusal of the daemon's own."""
+        iteration = item.moment.iteration
+        known = self._rows.get((define.key, define.dtype, reason.value))
+        count, nbytes, first, last = 1, item.nbytes, iteration, iteration
+        if known is not None:
+            count, nbytes = known.count + 1, known.nbytes + item.nbytes
+            first, last = min(first, known.first_iteration), max(last, known.last_iteration)
+        self._enter(LedgerRow(define.key, define.dtype, reason.value, count, nbytes, first, last))
+
+    def rows(self) -> list[LedgerRow]:
+        """All rows."""
+        return list(self._rows.values())
+
+    def _enter(self, entry: LedgerRow) -> None:
+        key = (entry.key, entry.dtype, entry.reason)
+        known = self._rows.get(key)
+        if known is None or entry.count > known.count:
+            self._rows[key] = entry
+            self.version += 1

@@ -1,0 +1,268 @@
+"""The shell around one rank's Session: its lock, its arena, the pipeline behind it, the sender before it.
+
+Reader threads call in from one side, the pipeline's threads from the other (`committed`, `refused`), and
+the daemon's clock asks for rows to persist. The pipeline's calls hold the state lock for microseconds and
+never wait for a peer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+
+from capd.server.accounting import PageCounters, reconcile
+from capd.server.arena import Arena
+from capd.server.checks import descriptor_problem
+from capd.server.jobs import Job
+from capd.server.sender import Sender
+from capd.server.session import Checked, Phase, Session
+from capd.store.catalog import SessionRow
+from capd_client.errors import ProtocolError
+from capd_client.protocol import DaemonMessage, DropReason, Hello, Put, Reject
+
+__all__ = ["MAX_IN_WORK", "RankSession"]
+
+MAX_IN_WORK = 8192  # captures of one rank in the pipeline; beyond it the rank's socket is not read
+_ROOM_AGAIN = MAX_IN_WORK // 2
+
+
+class RankSession:
+    """One client uuid: the pipeline's sink for its captures."""
+
+    def __init__(
+        self, session: Session, hello: Hello, arena: Arena, submit: Callable[[Job], None], started_ns: int
+    ) -> None:
+        self.session = session
+        self.hello = hello
+        self.started_ns = started_ns
+        self.ended_ns: int | None = None
+        self.lost_at = time.monotonic()  # when its connection was last seen to go
+        self._submit = submit
+        self._arena: Arena | None = arena
+        self._last_page = PageCounters()  # once the arena is released
+        self._sender: Sender | None = None
+        self._process: int | None = None
+        self._intake = threading.Lock()  # one connection at a time hands captures on
+        self._lock = threading.Lock()
+        self._outcome = threading.Condition(self._lock)
+
+    # From the rank's connections
+
+    def connect(self, hello: Hello, arena: Arena, process: int | None) -> Reject | None:
+        """Let a connection speak for the session, or say why not.
+
+        The connection it takes over from is ended. On success the session owns `process` (a pidfd).
+        """
+        with self._intake, self._lock:
+            reject = self.session.connect(hello)
+            if reject is not None:
+                return reject
+            before, self._sender = self._sender, None
+            self.hello, self._arena, self.ended_ns = hello, arena, None
+            self._set_process(process)
+            self._outcome.notify_all()
+        if before is not None:
+            before.disconnect()
+        return None
+
+    def attach(self, connection: int, sender: Sender) -> None:
+        """Send the replies to `connection` through `sender` from now on."""
+        with self._lock:
+            if connection == self.session.connection:
+                self._sender = sender
+
+    def arena_of(self, fd: int, nbytes: int) -> Arena:
+        """The arena behind `fd`: the mapping there is, if it is the same memory. Raises ArenaError."""
+        arena = self._arena
+        known = arena is not None and arena.nbytes == nbytes and arena.is_same_memory(fd)
+        return arena if arena is not None and known else Arena(fd, nbytes)
+
+    def put(self, connection: int, message: Put) -> bool:
+        """Check a batch and submit what is new; False when another connection took over.
+
+        Raises ProtocolError when the batch's sequences do not ascend.
+        """
+        keys, arena = self.session.keys, self._arena
+        if arena is None:
+            return False  # released
+        items: list[Checked] = []
+        previous = -1
+        for item in message.items:
+            if item.sequence <= previous:
+                raise ProtocolError(f"sequence {item.sequence} follows {previous} in one batch")
+            previous = item.sequence
+            define = keys.get(item.key_id)
+            items.append((item, define, descriptor_problem(item, define, arena.nbytes)))
+        with self._intake:
+            with self._lock:
+                if connection != self.session.connection:
+                    return False
+                new = self.session.put(items)
+                self._wake_sender()
+            for item, define in new:
+                data = arena.slice(item.offset, item.nbytes)
+                self._submit(Job(self.run_id, self.client, item.sequence, define, item, data, self))
+        return True
+
+    def tell(self, connection: int, act: Callable[[Session], None]) -> bool:
+        """Apply `act` to the state; False when another connection took over."""
+        with self._lock:
+            if connection != self.session.connection:
+                return False
+            act(self.session)
+            self._wake_sender()
+            return True
+
+    def wait_for_room(self, timeout_s: float) -> bool:
+        """Wait until less than half of MAX_IN_WORK is in work, if the limit was passed."""
+        with self._lock:
+            if len(self.session.in_work) < MAX_IN_WORK:
+                return True
+            return self._outcome.wait_for(lambda: len(self.session.in_work) <= _ROOM_AGAIN, timeout_s)
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until nothing of this rank is in work."""
+        with self._lock:
+            return self._outcome.wait_for(lambda: not self.session.in_work, timeout_s)
+
+    def take_replies(self, connection: int) -> list[DaemonMessage]:
+        """Replies that wait for `connection`; none once another one took over."""
+        with self._lock:
+            return self.session.take_replies() if connection == self.session.connection else []
+
+    def end(self, connection: int) -> bool:
+        """BYE; False when another connection took over."""
+        ended = self.tell(connection, Session.end)
+        if ended:
+            self.ended_ns = time.time_ns()
+        return ended
+
+    def disconnect(self, connection: int) -> None:
+        """The connection is gone; whether the rank is, its process tells."""
+        with self._lock:
+            if connection == self.session.connection:
+                self._sender = None
+                self.lost_at = time.monotonic()
+                self.session.disconnect(connection)
+        self.check_process(grace_s=None)
+
+    # From the pipeline's threads
+
+    def committed(self, sequence: int) -> None:
+        """The record is real; its slot is free."""
+        with self._lock:
+            self.session.committed(sequence)
+            self._after_outcome()
+
+    def refused(self, sequence: int, reason: DropReason, message: str) -> None:
+        """The record will never be; its slot is free."""
+        with self._lock:
+            self.session.refused(sequence, reason, message)
+            self._after_outcome()
+
+    # From the daemon's clock
+
+    def check_process(self, grace_s: float | None) -> None:
+        """Note the death of a rank without a connection.
+
+        Without a process handle it counts as dead `grace_s` seconds after its connection was lost.
+        """
+        with self._lock:
+            if self.session.phase is not Phase.ORPHANED:
+                return
+            if self._process is not None:
+                dead = bool(select.select([self._process], [], [], 0)[0])
+            else:
+                dead = grace_s is not None and time.monotonic() - self.lost_at > grace_s
+            if dead:
+                self.session.die()
+                self.ended_ns = time.time_ns()
+
+    def row(self) -> SessionRow:
+        """The session's counters as the catalog keeps them."""
+        with self._lock:
+            session = self.session
+            gone = session.phase in (Phase.ENDED, Phase.DIED)
+            in_work = len(session.in_work) if gone else None
+            totals = reconcile(self._counters(), len(session.done), session.refused_counts, in_work=in_work)
+            return SessionRow(
+                client=session.client,
+                rank=self.hello.rank,
+                attempt=self.hello.attempt,
+                host=self.hello.host,
+                pid=self.hello.pid,
+                started_ns=self.started_ns,
+                ended_ns=self.ended_ns if gone else None,
+                state=session.phase.value if gone else "live",
+                offered=totals.offered,
+                committed=totals.committed,
+                in_flight=totals.in_flight,
+                dropped={reason.value: count for reason, count in totals.dropped.items()},
+                drops=session.ledger.rows(),
+            )
+
+    @property
+    def client(self) -> bytes:
+        """The client's uuid."""
+        return self.session.client
+
+    @property
+    def run_id(self) -> str:
+        """The run it writes to."""
+        return self.session.run_id
+
+    @property
+    def ledger_version(self) -> int:
+        """Grows with every change of the drop ledger."""
+        return self.session.ledger.version
+
+    @property
+    def connected(self) -> bool:
+        """A connection speaks for the session now."""
+        return self.session.phase is Phase.LIVE
+
+    @property
+    def busy(self) -> bool:
+        """Connected, or something of it is in work."""
+        return self.session.phase is Phase.LIVE or bool(self.session.in_work)
+
+    @property
+    def at_rest(self) -> bool:
+        """The rank is gone for good and the outcome of everything it sent is known."""
+        with self._lock:
+            return self.session.at_rest
+
+    def release(self) -> None:
+        """The rank is at rest and its last row is taken: give back its arena and process handle.
+
+        Whatever still refers to this object then (the pipeline's last job does) does not keep the memory.
+        """
+        with self._lock:
+            self._last_page = self._counters()
+            self._arena = None
+            self._set_process(None)
+
+    # Inside; all with the lock held
+
+    def _counters(self) -> PageCounters:
+        return self._last_page if self._arena is None else self._arena.counters()
+
+    def _after_outcome(self) -> None:
+        self._wake_sender()
+        left = len(self.session.in_work)
+        if not left or left == _ROOM_AGAIN:
+            self._outcome.notify_all()
+
+    def _wake_sender(self) -> None:
+        if self._sender is not None and self.session.has_replies:
+            self._sender.wake()
+
+    def _set_process(self, process: int | None) -> None:
+        before, self._process = self._process, process
+        if before is not None:
+            with contextlib.suppress(OSError):
+                os.close(before)

@@ -1,0 +1,285 @@
+"""The runs this daemon writes and the ranks in them: who may join, and when a run is sealed.
+
+The daemon's clock calls `tick` a few times a second; nothing there waits for the disk. A run is sealed once
+its last rank has been gone for `idle_seal_s`; ranks that come later reopen it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+from capd.errors import ArenaError, ConfigError, StoreError
+from capd.metrics import RunStats
+from capd.server.arena import Arena
+from capd.server.instance import RootLock
+from capd.server.naming import RunNames
+from capd.server.persist import RowKeeper
+from capd.server.pipeline import Pipeline
+from capd.server.rank import RankSession
+from capd.server.run import Run
+from capd.server.session import Session
+from capd.server.snapshot import run_stats
+from capd.store.catalog import CATALOG_NAME, SessionRow, connect_read_only, read_sessions
+from capd_client.protocol import PROTOCOL_VERSION, Hello, Reject
+
+__all__ = ["Refusal", "Registry"]
+
+logger = logging.getLogger(__name__)
+
+MAX_RUNS = 1024  # runs of one daemon; a rank that brings one more is refused
+MAX_QUIET_RUNS = 64  # sealed runs without ranks that STATS still shows
+
+
+class Refusal(Exception):
+    """A peer is sent away; `reject` says why."""
+
+    def __init__(self, code: str, message: str, *, retry: bool = False) -> None:
+        super().__init__(message)
+        self.reject = Reject(code, message, retry)
+
+
+class Registry:
+    """All runs and ranks of the daemon."""
+
+    def __init__(
+        self, root: Path, node: str, lock: RootLock, names: RunNames, pipeline: Pipeline, idle_seal_s: float
+    ) -> None:
+        self._root, self._node, self._owner, self._names = root, node, lock, names
+        self._pipeline = pipeline
+        self._idle_seal_s = idle_seal_s
+        self._keeper = RowKeeper(pipeline)
+        self._lock = threading.Lock()
+        self._runs: dict[str, Run] = {}
+        self._closing = False
+
+    # From connections
+
+    def admit(self, hello: Hello, fd: int, process: int | None) -> RankSession:
+        """Give a rank its place: its run is opened, its arena checked, older connections are superseded.
+
+        `fd` stays the caller's to close; `process` is the session's once this returns. Raises Refusal.
+        """
+        if hello.protocol != PROTOCOL_VERSION:
+            raise Refusal(
+                "version",
+                f"the rank speaks protocol {hello.protocol}, this daemon {PROTOCOL_VERSION}; "
+                f"install the same capd version on both sides",
+            )
+        with self._lock:
+            if self._closing:
+                raise Refusal("closing", "the daemon is shutting down", retry=True)
+            run = self._run_of(hello)
+            run.arriving += 1
+        try:
+            self._open(run)
+            return self._place(run, hello, fd, process)
+        except ArenaError as error:
+            raise Refusal("arena", str(error)) from error
+        except StoreError as error:
+            # What the operating system refused may work later; a foreign or newer store will not.
+            raise Refusal("run", str(error), retry=isinstance(error.__cause__, OSError)) from error
+        finally:
+            with self._lock:
+                run.arriving -= 1
+                run.quiet_since = time.monotonic()
+                if not run.opened and not run.arriving:
+                    self._runs.pop(run.run_id, None)
+
+    def _run_of(self, hello: Hello) -> Run:
+        try:
+            run_id = self._names.resolve(hello.run_id, hello.client, self._is_active)
+        except ConfigError as error:
+            raise Refusal("run", str(error)) from error
+        for run in self._runs.values():
+            if hello.client in run.ranks and run.run_id != run_id:
+                raise Refusal("run", f"this client writes to run {run.run_id!r} already, not {run_id!r}")
+        note = self._owner.note
+        if (note.assigned_run, len(note.clients)) != (self._names.assigned, len(self._names.clients)):
+            note.assigned_run, note.clients = self._names.assigned, sorted(self._names.clients)
+            self._owner.write()
+        return self._run(run_id)
+
+    def _run(self, run_id: str) -> Run:
+        run = self._runs.get(run_id)
+        if run is None:
+            if len(self._runs) >= MAX_RUNS:
+                raise Refusal("run", f"this daemon writes {MAX_RUNS} runs already; start another one")
+            run = self._runs[run_id] = Run(run_id, self._root / f"{run_id}.zarr")
+        return run
+
+    def _is_active(self, run_id: str) -> bool:
+        run = self._runs.get(run_id)
+        if run is None:
+            return False
+        quiet_s = time.monotonic() - run.quiet_since
+        return bool(run.ranks or run.arriving or quiet_s < self._idle_seal_s)
+
+    def _open(self, run: Run) -> None:
+        """Open or recover the run; may take long, so it is called without the lock."""
+        self._pipeline.open_run(run.run_id)
+        if run.opened:
+            return
+        totals = self._pipeline.run_stats(run.run_id)
+        rows = self._earlier_rows(run)
+        with self._lock:
+            if not run.opened:
+                run.opened, run.totals, run.stored_before = True, totals, totals.stored_bytes
+                run.finished = {row.client: row for row in rows if row.client not in run.ranks}
+
+    def _earlier_rows(self, run: Run) -> list[SessionRow]:
+        catalog = run.path / ".capd" / f"node={self._node}" / CATALOG_NAME
+        db = connect_read_only(catalog)
+        try:
+            return read_sessions(db)
+        except sqlite3.DatabaseError as error:
+            raise StoreError(f"cannot read the sessions in {catalog}: {error}") from error
+        finally:
+            db.close()
+
+    def _place(self, run: Run, hello: Hello, fd: int, process: int | None) -> RankSession:
+        client = hello.client
+        while True:
+            with self._lock:
+                known = client in run.ranks
+            committed = [] if known else self._pipeline.committed(run.run_id, client)
+            with self._lock:
+                rank = run.ranks.get(client)
+                if rank is None and known:
+                    continue  # it was finished in between: ask for what it committed
+                arena = rank.arena_of(fd, hello.arena_nbytes) if rank else Arena(fd, hello.arena_nbytes)
+                if rank is None:
+                    before = run.finished.get(client)
+                    started_ns = before.started_ns if before else time.time_ns()
+                    session = Session(client, run.run_id, committed)
+                    rank = RankSession(session, hello, arena, self._pipeline.submit, started_ns)
+                reject = rank.connect(hello, arena, process)
+                if reject is not None:
+                    raise Refusal(reject.code, reject.message)
+                run.ranks[client] = rank
+                run.finished.pop(client, None)
+                return rank
+
+    # From tools and from the daemon
+
+    def adopt(self, run_id: str) -> None:
+        """Open a run that a daemon before left unsealed; it is sealed unless ranks come. Raises StoreError."""
+        with self._lock:
+            run = self._run(run_id)
+        self._open(run)
+
+    def runs(self) -> list[Run]:
+        """All runs, the newest last."""
+        with self._lock:
+            return list(self._runs.values())
+
+    def stats(self, run_id: str | None) -> list[RunStats]:
+        """Counters of one run, or of all, as they are now."""
+        found = []
+        for run in self.runs():
+            if run_id not in (None, run.run_id):
+                continue
+            if run.opened:
+                run.totals = self._pipeline.run_stats(run.run_id)
+            with self._lock:  # a rank that is just finishing counts once
+                ranks, finished = list(run.ranks.values()), list(run.finished.values())
+            found.append(run_stats(run, ranks, finished))
+        return found
+
+    def stored_nbytes(self) -> int:
+        """Bytes this daemon added to the store."""
+        return sum(max(0, run.totals.stored_bytes - run.stored_before) for run in self.runs())
+
+    def seal(self, run_id: str) -> Future[None]:
+        """Seal a run now. Raises StoreError when this daemon has no such run."""
+        run = self._runs.get(run_id)
+        if run is None or not run.opened:
+            known = ", ".join(self._runs) or "none"
+            raise StoreError(f"this daemon writes no run {run_id!r} (its runs: {known})")
+        with self._lock:
+            return self._seal(run)
+
+    def is_quiet(self) -> bool:
+        """No rank is here or may come back, and everything is sealed."""
+        return all(run.sealed and not run.ranks and not run.arriving for run in self.runs())
+
+    def refuse_new(self) -> None:
+        """No rank is admitted from now on."""
+        with self._lock:
+            self._closing = True
+
+    # The clock
+
+    def tick(self) -> None:
+        """Note deaths, persist counters that changed, seal what has been quiet."""
+        now = time.monotonic()
+        for run in self.runs():
+            if run.opened:
+                self._count(run, now)
+                self._tend_ranks(run, now)
+                self._tend_seal(run, now)
+        self._forget_old_runs()
+
+    def save_all(self, timeout_s: float) -> bool:
+        """Persist every rank's present counters; False if the time was not enough."""
+        until = time.monotonic() + timeout_s
+        for run in self.runs():
+            for rank in list(run.ranks.values()):
+                rank.check_process(grace_s=None)
+                try:
+                    self._pipeline.save_session(rank.run_id, rank.row()).result(
+                        max(0.0, until - time.monotonic())
+                    )
+                except (TimeoutError, OSError, StoreError) as error:
+                    logger.error("counters of rank %d could not be saved: %s", rank.hello.rank, error)
+                    return False
+        return True
+
+    def _count(self, run: Run, now: float) -> None:
+        run.count(self._pipeline.run_stats(run.run_id), now)
+
+    def _tend_ranks(self, run: Run, now: float) -> None:
+        for client, rank in list(run.ranks.items()):
+            rank.check_process(grace_s=self._idle_seal_s)
+            if not self._keeper.update(rank, now):
+                continue
+            with self._lock:  # under which a connection may bring it back
+                if rank.at_rest:
+                    run.finished[client] = rank.row()
+                    del run.ranks[client]
+                    self._keeper.forget(rank)
+                    rank.release()
+                    logger.info(
+                        "rank %d of run %s %s", rank.hello.rank, run.run_id, run.finished[client].state
+                    )
+
+    def _tend_seal(self, run: Run, now: float) -> None:
+        if run.sealing is not None and run.sealing.done():
+            error = run.sealing.exception()
+            run.sealing = None
+            if error is None:
+                run.sealed_records = run.sealing_records
+                logger.info("run %s sealed, %d records", run.run_id, run.sealed_records)
+            else:
+                run.quiet_since = now
+                logger.error("run %s could not be sealed: %s; trying again", run.run_id, error)
+        if run.arriving or any(rank.busy for rank in list(run.ranks.values())):
+            run.quiet_since = now
+        elif run.sealing is None and not run.sealed and now - run.quiet_since >= self._idle_seal_s:
+            with self._lock:
+                self._seal(run)
+
+    def _seal(self, run: Run) -> Future[None]:
+        run.sealing_records = self._pipeline.run_stats(run.run_id).records
+        run.sealing = self._pipeline.seal(run.run_id)
+        return run.sealing
+
+    def _forget_old_runs(self) -> None:
+        with self._lock:
+            quiet = [run for run in self._runs.values() if run.sealed and not run.ranks and not run.arriving]
+            for run in quiet[: max(0, len(quiet) - MAX_QUIET_RUNS)]:
+                del self._runs[run.run_id]

@@ -1,0 +1,256 @@
+"""What the daemon knows about one rank, across its reconnects: a pure state machine without I/O.
+
+One Session per client uuid. Its shell (`capd.server.rank`) feeds it messages and the pipeline's outcomes
+under a lock, hands the submissions it returns to the pipeline, and sends the replies it has collected.
+
+    LIVE ── connection lost ──► ORPHANED ── process gone ──► DIED
+     │  ◄──── newer connection of the same uuid ────┘            (a newer connection revives DIED, too)
+     └──── BYE ──► ENDED
+
+A sequence is new, in work, committed or refused. New ones are submitted once; a repeated one joins the
+work, or is answered again from what is known. The connection ordinal decides which connection speaks for
+the session: an older or equal one is refused, and what a superseded connection still sends is ignored.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from capd.server.accounting import DAEMON_REASONS
+from capd.server.ledger import Ledger
+from capd.store.ranges import RangeSet
+from capd_client.errors import ProtocolError
+from capd_client.protocol import (
+    DROP_REASONS,
+    Ack,
+    DaemonMessage,
+    Define,
+    Descriptor,
+    DropReason,
+    Drops,
+    Flush,
+    Flushed,
+    Hello,
+    Nack,
+    NackRow,
+    Reject,
+)
+
+__all__ = ["MAX_DEFINE_NBYTES", "MAX_FLUSHES", "Checked", "Phase", "Session"]
+
+MAX_DEFINE_NBYTES = 64 << 20  # DEF frames kept per connection
+MAX_FLUSHES = 64  # unanswered FLUSHes of one session
+MAX_REFUSED = 65_536  # refusals remembered; a repeated PUT of an older one is tried again
+ACK_RANGES = 4096  # in one ACK message
+NACK_ROWS = 64  # in one NACK message
+NACK_TEXT_CHARS = 1000
+
+Checked = tuple[Descriptor, "Define | None", "str | None"]  # a descriptor, its definition, what is wrong
+Submission = tuple[Descriptor, Define]
+
+
+class Phase(enum.Enum):
+    """Where a session stands."""
+
+    LIVE = "live"
+    ORPHANED = "orphaned"
+    ENDED = "ended"
+    DIED = "died"
+
+
+@dataclass(slots=True)
+class _WaitingFlush:
+    id: int
+    upto: int
+    remaining: int
+
+
+class Session:
+    """State of one client uuid. Not thread-safe: the shell holds a lock around every call."""
+
+    def __init__(self, client: bytes, run_id: str, committed: Iterable[tuple[int, int]] = ()) -> None:
+        self.client = client
+        self.run_id = run_id
+        self.phase = Phase.ORPHANED
+        self.connection: int | None = None
+        self.keys: dict[int, Define] = {}
+        self.done = RangeSet(committed)
+        self.refused_counts: dict[DropReason, int] = {}
+        self.in_work: dict[int, Submission] = {}
+        self.ledger = Ledger()
+        self._refused: dict[int, DropReason] = {}
+        self._define_nbytes = 0
+        self._acks = RangeSet()
+        self._nacks: list[NackRow] = []
+        self._flushes: list[_WaitingFlush] = []
+        self._answers: list[DaemonMessage] = []
+
+    # The connection
+
+    def connect(self, hello: Hello) -> Reject | None:
+        """Let this connection speak for the session, or say why not. Takes over from an older one."""
+        if self.connection is not None and hello.connection <= self.connection:
+            return Reject(
+                "superseded",
+                f"connection {hello.connection} of this client is not newer than its connection {self.connection}",
+            )
+        self.connection = hello.connection
+        self.phase = Phase.LIVE
+        self.keys = {}
+        self._define_nbytes = 0
+        self._forget_replies()
+        return None
+
+    def disconnect(self, connection: int) -> bool:
+        """The connection is gone without BYE; False when it did not speak for the session any more."""
+        if connection != self.connection or self.phase is not Phase.LIVE:
+            return False
+        self.phase = Phase.ORPHANED
+        self._forget_replies()
+        return True
+
+    def end(self) -> None:
+        """BYE: the rank left in order."""
+        self.phase = Phase.ENDED
+
+    def die(self) -> None:
+        """The rank's process is gone without BYE."""
+        if self.phase is not Phase.ENDED:
+            self.phase = Phase.DIED
+            self._forget_replies()
+
+    @property
+    def at_rest(self) -> bool:
+        """The rank is gone for good and the outcome of everything it sent is known."""
+        return self.phase in (Phase.ENDED, Phase.DIED) and not self.in_work
+
+    # What the rank sends
+
+    def define(self, message: Define, frame_nbytes: int) -> None:
+        """Intern a key. Raises ProtocolError on a changed redefinition or past MAX_DEFINE_NBYTES."""
+        known = self.keys.get(message.id)
+        if known is not None:
+            if known != message:
+                raise ProtocolError(f"key id {message.id} is defined twice, differently")
+            return
+        self._define_nbytes += frame_nbytes
+        if self._define_nbytes > MAX_DEFINE_NBYTES:
+            raise ProtocolError(f"key definitions exceed {MAX_DEFINE_NBYTES} bytes on one connection")
+        self.keys[message.id] = message
+
+    def put(self, items: Iterable[Checked]) -> list[Submission]:
+        """Take a batch; returns what must be submitted to the pipeline, in order.
+
+        Known sequences are answered from knowledge, those in work are joined, and descriptors with a
+        problem are refused.
+        """
+        submit: list[Submission] = []
+        for item, define, problem in items:
+            sequence = item.sequence
+            if sequence in self.in_work:
+                continue
+            if sequence in self.done:
+                self._ack(sequence)
+            elif (reason := self._refused.get(sequence)) is not None:
+                self._nack(sequence, reason, "refused before")
+            elif problem is not None or define is None:
+                self._refuse(sequence, DropReason.BAD_DESCRIPTOR, problem or "undefined key")
+                if define is not None:
+                    self.ledger.refuse(item, define, DropReason.BAD_DESCRIPTOR)
+            else:
+                submission = (item, define)
+                self.in_work[sequence] = submission
+                submit.append(submission)
+        return submit
+
+    def drops(self, message: Drops) -> None:
+        """Take cumulative rows of the rank's drop ledger. Raises ProtocolError on an undefined key."""
+        for row in message.rows:
+            define = self.keys.get(row.key_id)
+            if define is None:
+                raise ProtocolError(f"drop row for key id {row.key_id}, which was never defined")
+            self.ledger.report(define, row)
+
+    def flush(self, message: Flush) -> None:
+        """Answer with FLUSHED once every received sequence ≤ `upto` has its outcome.
+
+        Raises ProtocolError when MAX_FLUSHES are waiting already.
+        """
+        remaining = sum(1 for sequence in self.in_work if sequence <= message.upto)
+        if not remaining:
+            self._answers.append(Flushed(message.id))
+            return
+        if len(self._flushes) >= MAX_FLUSHES:
+            raise ProtocolError(f"more than {MAX_FLUSHES} unanswered FLUSHes")
+        self._flushes.append(_WaitingFlush(message.id, message.upto, remaining))
+
+    # What the pipeline reports
+
+    def committed(self, sequence: int) -> None:
+        """A record is real."""
+        self.done.add(sequence)
+        self._ack(sequence)
+        self._settle(sequence)
+
+    def refused(self, sequence: int, reason: DropReason, message: str) -> None:
+        """A record will never be. Counted under a reason only the daemon gives, so that the rank's own
+        drops under the same reason are not mistaken for it."""
+        if reason not in DAEMON_REASONS:
+            message = f"{reason.value}: {message}"
+            reason = DropReason.STORE_ERROR
+        self._refuse(sequence, reason, message)
+        submission = self.in_work.get(sequence)
+        if submission is not None:
+            self.ledger.refuse(*submission, reason)
+        self._settle(sequence)
+
+    # Replies
+
+    @property
+    def has_replies(self) -> bool:
+        """Something waits to be sent."""
+        return bool(self._nacks or self._answers or self._acks)
+
+    def take_replies(self) -> list[DaemonMessage]:
+        """Hand over everything that waits: ACKs and NACKs first, so that FLUSHED comes after them."""
+        ranges = self._acks.ranges()
+        replies: list[DaemonMessage] = [
+            Ack(ranges[at : at + ACK_RANGES]) for at in range(0, len(ranges), ACK_RANGES)
+        ]
+        replies += [Nack(self._nacks[at : at + NACK_ROWS]) for at in range(0, len(self._nacks), NACK_ROWS)]
+        replies += self._answers
+        self._acks, self._nacks, self._answers = RangeSet(), [], []
+        return replies
+
+    # Inside
+
+    def _ack(self, sequence: int) -> None:
+        if self.phase is not Phase.LIVE:
+            return  # nobody listens; a reconnecting rank asks again
+        self._acks.add(sequence)
+
+    def _nack(self, sequence: int, reason: DropReason, message: str) -> None:
+        if self.phase is Phase.LIVE:
+            self._nacks.append(NackRow(sequence, DROP_REASONS.index(reason), message[:NACK_TEXT_CHARS]))
+
+    def _refuse(self, sequence: int, reason: DropReason, message: str) -> None:
+        self._refused[sequence] = reason
+        if len(self._refused) > MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
+        self.refused_counts[reason] = self.refused_counts.get(reason, 0) + 1
+        self._nack(sequence, reason, message)
+
+    def _settle(self, sequence: int) -> None:
+        self.in_work.pop(sequence, None)
+        if not self._flushes:
+            return
+        for flush in self._flushes:
+            flush.remaining -= sequence <= flush.upto
+        self._answers += [Flushed(flush.id) for flush in self._flushes if flush.remaining <= 0]
+        self._flushes = [flush for flush in self._flushes if flush.remaining > 0]
+
+    def _forget_replies(self) -> None:
+        # Nobody listens: a reconnecting rank re-PUTs what it has no word on, and is answered then.
+        self._acks, self._nacks, self._answers, self._flushes = RangeSet(), [], [], []

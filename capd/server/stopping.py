@@ -1,0 +1,63 @@
+"""Turns SIGTERM, Ctrl-C and a tool's word into one thing the main thread can wait for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+__all__ = ["StopRequests"]
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SAME_KEYPRESS_S = 0.3  # a second Ctrl-C sooner than this is the first one, delivered twice
+
+
+class StopRequests:
+    """A context manager of the main thread: inside, signals no longer interrupt but are waited for.
+
+    A pipe rather than an Event: a signal handler may run while the main thread holds an Event's lock.
+    """
+
+    def __init__(self, force: Callable[[], None]) -> None:
+        """`force` is called, in the signal handler, on a second Ctrl-C."""
+        self._force = force
+        self._interrupted_at: float | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        self._read_end, self._write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.reason = ""
+
+    def __enter__(self) -> StopRequests:
+        for number in _SIGNALS:
+            self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        os.close(self._read_end)
+        os.close(self._write_end)
+
+    def request(self, reason: str) -> None:
+        """Ask to stop; from any thread, also from a signal handler."""
+        self.reason = self.reason or reason
+        with contextlib.suppress(OSError):  # full: asked often enough
+            os.write(self._write_end, b"s")
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until a stop was asked for, at most `timeout_s`."""
+        return bool(select.select([self._read_end], [], [], timeout_s)[0])
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if self._interrupted_at is not None and now - self._interrupted_at > _SAME_KEYPRESS_S:
+                self._force()
+            self._interrupted_at = self._interrupted_at or now
+        self.request(signal.Signals(number).name)

@@ -1,0 +1,115 @@
+"""An arena is mapped only if nothing the rank does later can hurt the daemon."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import tempfile
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from capd.errors import ArenaError
+from capd.server.arena import MAX_ARENA_NBYTES, Arena
+from capd_client.protocol import COUNTER_MAGIC, DROP_REASONS, PAGE_NBYTES, DropReason
+
+NBYTES = 64 << 10
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def memfd(nbytes: int = NBYTES, seals: int = SEALS, magic: int = COUNTER_MAGIC) -> int:
+    fd = os.memfd_create("arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, nbytes)
+    os.pwrite(fd, struct.pack("Q", magic), 0)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+@pytest.fixture
+def sealed() -> Iterator[int]:
+    fd = memfd()
+    yield fd
+    os.close(fd)
+
+
+def test_a_sealed_memfd_is_mapped_and_shows_later_writes(sealed: int) -> None:
+    arena = Arena(sealed, NBYTES)
+    os.pwrite(sealed, b"payload", PAGE_NBYTES + 64)
+
+    part = arena.slice(PAGE_NBYTES + 64, 7)
+
+    assert bytes(part) == b"payload"
+    assert part.readonly
+    assert len(arena.slice(0, 0)) == 0
+
+
+def test_counters_come_from_the_page_and_hostile_ones_are_capped(sealed: int) -> None:
+    arena = Arena(sealed, NBYTES)
+    words = [0] * len(DROP_REASONS)
+    words[DROP_REASONS.index(DropReason.TOO_LARGE)] = 2
+    words[DROP_REASONS.index(DropReason.INTERNAL)] = 2**64 - 1
+    os.pwrite(sealed, struct.pack(f"{3 + len(words)}Q", 10, 7, 1, *words), 8)
+
+    counters = arena.counters()
+
+    assert (counters.offered, counters.in_flight) == (10, 1)
+    assert counters.dropped[DropReason.TOO_LARGE] == 2
+    assert counters.dropped[DropReason.INTERNAL] < 2**63
+
+
+def test_the_mapping_outlives_the_arena_while_a_job_reads_it(sealed: int) -> None:
+    arena = Arena(sealed, NBYTES)
+    os.pwrite(sealed, b"kept", PAGE_NBYTES)
+    part, gone = arena.slice(PAGE_NBYTES, 4), weakref.ref(arena)
+    mapped = weakref.ref(arena._map)
+
+    del arena
+    assert gone() is None
+    assert bytes(part) == b"kept"
+    del part
+    assert mapped() is None
+
+
+def test_the_same_memory_is_recognised(sealed: int) -> None:
+    arena = Arena(sealed, NBYTES)
+    again, other = os.dup(sealed), memfd()
+
+    assert arena.is_same_memory(again)
+    assert not arena.is_same_memory(other)
+    os.close(again)
+    os.close(other)
+
+
+@pytest.mark.parametrize("missing", [fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SEAL])
+def test_a_missing_seal_is_refused_by_name(missing: int) -> None:
+    fd = memfd(seals=SEALS & ~missing)
+    with pytest.raises(ArenaError, match="not sealed"):
+        Arena(fd, NBYTES)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("announced", [0, PAGE_NBYTES, NBYTES - 1, NBYTES + 1, MAX_ARENA_NBYTES + 1])
+def test_a_wrong_size_is_refused(sealed: int, announced: int) -> None:
+    with pytest.raises(ArenaError):
+        Arena(sealed, announced)
+
+
+def test_a_foreign_counter_page_is_refused() -> None:
+    fd = memfd(magic=1)
+    with pytest.raises(ArenaError, match="counter page"):
+        Arena(fd, NBYTES)
+    os.close(fd)
+
+
+def test_files_and_sockets_are_refused() -> None:
+    with tempfile.TemporaryFile() as file:
+        file.truncate(NBYTES)
+        with pytest.raises(ArenaError, match="not"):
+            Arena(file.fileno(), NBYTES)
+    read_end, write_end = os.pipe()
+    with pytest.raises(ArenaError, match="not a memfd"):
+        Arena(read_end, NBYTES)
+    os.close(read_end)
+    os.close(write_end)

@@ -1,0 +1,103 @@
+"""The parts of `capd serve` and `capd run` that decide before anything is started."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from capd.cli.companion import Companion
+from capd.cli.job import Job, find_command
+from capd.cli.run import (
+    _check_job_options,
+    _job_environment,
+    _JobOptions,
+    refuse_several_nodes,
+    shared_run_id,
+)
+from capd.errors import ConfigError
+
+NOTHING = _JobOptions(None, None, None, None)
+COMPANION = Companion("unix:/run/s.sock", "run-1", Path("/captures"))
+
+
+def test_commands_that_cannot_run_exit_like_a_shell(tmp_path: Path) -> None:
+    (tmp_path / "plain.txt").write_text("no program")
+    for command, code in (("no-such-command", 127), (str(tmp_path), 126), (str(tmp_path / "plain.txt"), 126)):
+        with pytest.raises(typer.Exit) as stopped:
+            find_command(command)
+        assert stopped.value.exit_code == code
+    assert os.access(find_command("sh"), os.X_OK)
+
+
+def test_a_jobs_exit_code_and_signal_are_passed_on(tmp_path: Path) -> None:
+    (tmp_path / "bad").write_text("#!/no/such/interpreter\n")
+    (tmp_path / "bad").chmod(0o700)
+    environ = dict(os.environ)
+    with Job() as job:
+        assert job.run([sys.executable, "-c", "raise SystemExit(7)"], environ) == 7
+        assert job.run(["/bin/sh", "-c", "kill -11 $$"], environ) == 128 + 11
+        assert job.run([str(tmp_path / "bad")], environ) == 126
+
+
+def test_the_job_learns_endpoint_store_and_run_and_waits_rather_than_drops() -> None:
+    assert _job_environment({"HOME": "/root"}, COMPANION, NOTHING, {}) == {
+        "HOME": "/root",
+        "CAPD_ENDPOINT": "unix:/run/s.sock",
+        "CAPD_STORE": "/captures",
+        "CAPD_RUN_ID": "run-1",
+        "CAPD_POLICY": "block",
+        "CAPD_MAX_BLOCK_MS": "30000",
+    }
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file_and_the_default() -> None:
+    options = _JobOptions("drop", "0-2", "mxfp8", Path("/x/capd.toml"))
+    flagged = _job_environment(
+        {"CAPD_POLICY": "block", "CAPD_STEPS": "9"}, COMPANION, options, {"policy": "block"}
+    )
+    assert (flagged["CAPD_POLICY"], flagged["CAPD_STEPS"], flagged["CAPD_QUANT_TYPE"]) == (
+        "drop",
+        "0-2",
+        "mxfp8",
+    )
+    assert flagged["CAPD_CONFIG"] == "/x/capd.toml"
+
+    assert _job_environment({"CAPD_POLICY": "drop"}, COMPANION, NOTHING, {})["CAPD_POLICY"] == "drop"
+    assert "CAPD_POLICY" not in _job_environment({}, COMPANION, NOTHING, {"policy": "drop"})
+    assert _job_environment({"CAPD_MAX_BLOCK_MS": "5"}, COMPANION, NOTHING, {})["CAPD_MAX_BLOCK_MS"] == "5"
+
+
+def test_unusable_job_options_are_refused() -> None:
+    with pytest.raises(ConfigError, match="policy"):
+        _check_job_options("guess", None)
+    with pytest.raises(ConfigError, match="1-x"):
+        _check_job_options(None, "1-x")
+    _check_job_options("block", "0-2,100-:100")
+
+
+@pytest.mark.parametrize(
+    ("environ", "command"),
+    [
+        ({}, ["torchrun", "--nnodes=2", "train.py"]),
+        ({}, ["torchrun", "--nnodes", "1:4", "train.py"]),
+        ({"SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}, ["python", "train.py"]),
+    ],
+)
+def test_several_nodes_without_a_shared_id_are_refused_with_the_remedy(
+    environ: dict[str, str], command: list[str]
+) -> None:
+    with pytest.raises(ConfigError, match="--run-id NAME"):
+        refuse_several_nodes(environ, command)
+
+
+def test_one_node_and_slurm_steps_need_no_run_id() -> None:
+    refuse_several_nodes(
+        {"SLURM_NNODES": "1"}, ["torchrun", "--nnodes=1", "--nproc-per-node", "8", "train.py"]
+    )
+    refuse_several_nodes({}, ["torchrun", "--nnodes"])
+    assert shared_run_id({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}) == "slurm-7.0"
+    assert shared_run_id({"SLURM_JOB_ID": "7"}) is None
