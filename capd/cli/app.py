@@ -1,0 +1,134 @@
+"""The `capd` command: which verbs exist, where each one lives, and how errors become exit codes.
+
+A verb's module is imported when the verb is used, so `capd --help` costs little and `capd ls` never
+imports torch or zarr. Exit codes: 0 ok, 1 failure, 2 usage, 3 daemon unreachable, 4 damage found,
+5 nothing matched, 6 out of space or budget, 7 store owned by another daemon, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from typing import Annotated, Any, NamedTuple, NoReturn, cast
+
+import typer
+from typer.core import TyperGroup
+
+from capd.errors import CapdError, exit_code_of
+
+__all__ = ["VERBS", "main"]
+
+
+class _Verb(NamedTuple):
+    module: str
+    attribute: str  # a command function, or a typer.Typer with subcommands
+    help: str
+
+
+VERBS: dict[str, _Verb] = {
+    "serve": _Verb("capd.cli.serve", "serve", "Run the daemon of this node."),
+    "run": _Verb("capd.cli.run", "run", "Run a training job with a daemon beside it, and print a summary."),
+    "stats": _Verb("capd.cli.stats", "stats", "Counters: offered, committed, in flight, dropped, disk left."),
+    "ls": _Verb("capd.cli.ls", "ls", "List the series of a run, or count them by a field."),
+    "show": _Verb("capd.cli.show", "show", "Show one series or one record: moments, statistics, values."),
+    "doctor": _Verb("capd.cli.doctor", "doctor", "Check this machine, the endpoint and every dtype."),
+    "config": _Verb("capd.cli.config", "app", "Show the settings in effect and where each comes from."),
+}
+
+
+class _Verbs(TyperGroup):
+    """A command group that imports a verb's module only when the verb is called."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = cast("Any", dict.fromkeys(VERBS))  # names only: for "did you mean"
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        verb = VERBS.get(cmd_name)
+        if verb is None:
+            return None
+        target = getattr(importlib.import_module(verb.module), verb.attribute)
+        if not isinstance(target, typer.Typer):
+            single = typer.Typer(add_completion=False, rich_markup_mode=None)
+            # `capd run CMD -x`: everything from CMD on belongs to the job.
+            settings = {"allow_interspersed_args": cmd_name != "run"}
+            single.command(name=cmd_name, context_settings=settings)(target)
+            target = single
+        return typer.main.get_command(target)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, verb.help) for name, verb in VERBS.items()])
+
+
+app = typer.Typer(
+    cls=_Verbs,
+    name="capd",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    ctx: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print versions and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --version: as JSON.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Print a traceback when something fails.")] = False,
+) -> None:
+    """Capture the tensors of a running training job into Zarr, bit for bit."""
+    ctx.obj["debug"] = debug
+    if version:
+        _print_versions(as_json)
+        raise typer.Exit
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+        raise typer.Exit(2)
+
+
+def _print_versions(as_json: bool) -> None:
+    from capd.cli.output import print_json, versions
+
+    found = versions()
+    if as_json:
+        print_json(found)
+        return
+    for name, value in found.items():
+        typer.echo(f"{name} {value}")
+
+
+def main(args: list[str] | None = None) -> NoReturn:
+    """Run the command line and exit; errors become one line on stderr and the exit code of their class."""
+    state = {"debug": False}  # set by the root callback
+    try:
+        typer.main.get_command(app).main(args=args, prog_name="capd", obj=state)
+    except KeyboardInterrupt:
+        _exit(130)
+    except CapdError as error:
+        _fail(str(error), exit_code_of(error), state["debug"])
+    except OSError as error:
+        _fail(str(error), 1, state["debug"])
+    except Exception as error:
+        _fail(f"internal error: {type(error).__name__}: {error} (see `capd --debug …`)", 1, state["debug"])
+    _exit(0)
+
+
+def _fail(message: str, code: int, debug: bool) -> NoReturn:
+    if debug:
+        traceback.print_exc()
+    print(f"capd: {' '.join(message.split())}", file=sys.stderr)
+    _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()

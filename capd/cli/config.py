@@ -1,0 +1,91 @@
+"""`capd config show`: every setting of the daemon and of the training job, with its origin."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from capd.cli.output import print_json, print_lines, table_lines
+
+__all__ = ["app"]
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Show the settings in effect and where each comes from."""
+
+
+@app.command()
+def show(
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="capd.toml to read; default: CAPD_CONFIG or ./capd.toml."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print each setting, its value and its origin: flag, env NAME, file PATH or default."""
+    from capd.config import resolve_daemon
+
+    daemon = resolve_daemon({}, path=config)
+    values = {
+        name: {"value": value, "origin": daemon.origins[name]}
+        for name, value in daemon.settings.model_dump(mode="json").items()
+    }
+    for name, value in _chosen(daemon.settings).items():
+        values[name]["chosen"] = value
+    job = _job_values(daemon.path)
+    file = None if daemon.path is None else str(daemon.path)
+    if as_json:
+        print_json({"file": file, "daemon": values, "job": job})
+        return
+    print_lines([f"file: {file or 'none'}", "", "daemon (capd serve, capd run)", *_table(values)])
+    print_lines(["", "job (capd_client, in the training process)", *_table(job)])
+
+
+def _chosen(settings: Any) -> dict[str, Any]:
+    """What capd itself picks for the settings that nobody gave."""
+    from capd.server.budget import encode_threads
+    from capd.server.endpoint import default_path
+
+    found: dict[str, Any] = {}
+    if settings.endpoint is None:
+        found["endpoint"] = f"unix:{default_path()}"
+    if settings.threads is None:
+        found["threads"] = encode_threads()
+    return found
+
+
+def _job_values(path: Path | None) -> dict[str, dict[str, Any]]:
+    from capd_client.config import load_config
+
+    environ = dict(os.environ) if path is None else {**os.environ, "CAPD_CONFIG": str(path)}
+    resolved = load_config(environ)
+    values = {
+        field.name: {"value": getattr(resolved, field.name), "origin": resolved.origins[field.name]}
+        for field in fields(resolved)
+        if field.name in resolved.origins
+    }
+    if not resolved.enabled:
+        values["endpoint"]["chosen"] = "off"
+    return values
+
+
+def _table(values: Mapping[str, dict[str, Any]]) -> list[str]:
+    rows = [("  " + name, _text(found), found["origin"]) for name, found in values.items()]
+    return table_lines(("  setting", "value", "origin"), rows)
+
+
+def _text(found: dict[str, Any]) -> str:
+    value = found["value"]
+    if value is None:
+        return f"({found.get('chosen', 'automatic')})"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "(none)"
+    return str(value).lower() if isinstance(value, bool) else str(value)

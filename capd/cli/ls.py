@@ -1,0 +1,168 @@
+"""`capd ls`: the series of a run, filtered, as a table or JSON, or counted by a field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from capd.cli.output import human_count, human_nbytes, note, print_json, print_table
+from capd.cli.stores import RunOption, StoreArgument, resolve_run
+from capd.errors import ConfigError, NothingMatched
+from capd_client.select import Ranges
+
+if TYPE_CHECKING:
+    from capd.store.reader import SeriesListing
+
+__all__ = ["FIELDS", "ls"]
+
+FIELDS = (
+    "path", "quant_type", "rank", "layer", "phase", "layer_type", "operation", "component", "tensor_name",
+    "module", "stack", "dtype", "shape", "records", "raw_bytes", "stored_bytes",
+)  # fmt: skip
+COUNTABLE = FIELDS[1:12]
+
+Words = list[str] | None
+
+
+def _words(flag: str, what: str) -> Any:
+    return typer.Option(flag, metavar="WORD", help=f"{what}; may be given several times.", show_default=False)
+
+
+def ls(
+    store: StoreArgument = None,
+    run: RunOption = None,
+    quant_type: Annotated[Words, _words("--quant-type", "bf16, mxfp8, …")] = None,
+    rank: Annotated[str | None, typer.Option(metavar="RANGE", help='Ranks: "0", "0-3,8".')] = None,
+    layer: Annotated[str | None, typer.Option(metavar="RANGE", help='Layers: "0-3,8", or "none".')] = None,
+    phase: Annotated[Words, _words("--phase", "pre or post")] = None,
+    layer_type: Annotated[Words, _words("--layer-type", "attention, linear, …")] = None,
+    component: Annotated[Words, _words("--component", "FA, linear, …")] = None,
+    operation: Annotated[Words, _words("--operation", "forward or backward")] = None,
+    tensor: Annotated[Words, _words("--tensor", "Tensor name: input, query, grad_output, …")] = None,
+    module: Annotated[Words, _words("--module", "Glob over module names, such as '*.mlp.*'")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Print at most this many.", show_default="all")
+    ] = None,
+    by: Annotated[
+        str | None, typer.Option(metavar="FIELD", help=f"Count by: {', '.join(COUNTABLE)}.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the series of a run, or count them by a field. Exits with 5 when nothing matches."""
+    if by is not None and by not in COUNTABLE:
+        raise ConfigError(f"--by {by!r} is no field; use one of {', '.join(COUNTABLE)}")
+    words = {
+        "quant_type": quant_type,
+        "phase": phase,
+        "layer_type": layer_type,
+        "component": component,
+        "operation": operation,
+        "tensor_name": tensor,
+    }
+    filters = [_exact(field, wanted) for field, wanted in words.items() if wanted]
+    filters += [_in_ranges(field, text) for field, text in (("rank", rank), ("layer", layer)) if text]
+    filters += [_glob("module", module)] if module else []
+    from capd.store.reader import list_series
+
+    path = resolve_run(store, run)
+    found = [row for row in list_series(path) if all(test(row) for test in filters)]
+    if not found:
+        if as_json:
+            print_json([])
+        raise NothingMatched(f"no series in {path}" + (" matches the filters" if filters else " yet"))
+    found.sort(key=_order)
+    items = [_plain(row) for row in found] if by is None else _count_by(found, by)
+    if limit is not None and len(items) > limit:
+        note(f"showing {limit} of {len(items):,}; raise --limit for more")
+    if as_json:
+        print_json(items[:limit])
+        return
+    if by is None:
+        _print_series(items[:limit])
+    else:
+        _print_counts(items[:limit], by)
+    note(_summary(path.name, found))
+
+
+def _exact(field: str, words: Sequence[str]) -> Callable[[SeriesListing], bool]:
+    wanted = frozenset(words)
+    return lambda row: getattr(row, field) in wanted
+
+
+def _glob(field: str, globs: Sequence[str]) -> Callable[[SeriesListing], bool]:
+    return lambda row: any(fnmatchcase(getattr(row, field), glob) for glob in globs)
+
+
+def _in_ranges(field: str, text: str) -> Callable[[SeriesListing], bool]:
+    parts = [part.strip() for part in text.split(",")]
+    none = "none" in parts
+    numbers = Ranges(",".join(part for part in parts if part != "none"))
+    return lambda row: none if (value := getattr(row, field)) is None else value in numbers
+
+
+def _order(row: SeriesListing) -> tuple[Any, ...]:
+    layer = math.inf if row.layer is None else row.layer
+    return row.quant_type, row.rank, row.stack, layer, row.module, row.operation, row.phase, row.path
+
+
+def _plain(row: SeriesListing) -> dict[str, Any]:
+    # dataclasses.asdict copies deeply, which would be half of the time of a long listing
+    plain = {field: getattr(row, field) for field in FIELDS}
+    return {**plain, "shape": list(row.shape)}
+
+
+def _count_by(rows: Iterable[SeriesListing], field: str) -> list[dict[str, Any]]:
+    groups: dict[Any, dict[str, Any]] = {}
+    for row in rows:
+        value = getattr(row, field)
+        group = groups.setdefault(
+            value, {field: value, "series": 0, "records": 0, "raw_bytes": 0, "stored_bytes": 0}
+        )
+        group["series"] += 1
+        for total in ("records", "raw_bytes", "stored_bytes"):
+            group[total] += getattr(row, total)
+    return sorted(groups.values(), key=lambda group: (group[field] is None, group[field]))
+
+
+def _print_series(items: Sequence[dict[str, Any]]) -> None:
+    header = ("path", "dtype", "shape", "records", "raw", "stored")
+    rows = [
+        (
+            item["path"],
+            item["dtype"],
+            "×".join(map(str, item["shape"][1:])) or "scalar",
+            human_count(item["records"]),
+            human_nbytes(item["raw_bytes"]),
+            human_nbytes(item["stored_bytes"]),
+        )
+        for item in items
+    ]
+    print_table(header, rows, right=("records", "raw", "stored"))
+
+
+def _print_counts(items: Sequence[dict[str, Any]], field: str) -> None:
+    header = (field, "series", "records", "raw", "stored")
+    rows = [
+        (
+            "none" if item[field] is None else str(item[field]) or '""',
+            human_count(item["series"]),
+            human_count(item["records"]),
+            human_nbytes(item["raw_bytes"]),
+            human_nbytes(item["stored_bytes"]),
+        )
+        for item in items
+    ]
+    print_table(header, rows, right=header[1:])
+
+
+def _summary(name: str, rows: Sequence[SeriesListing]) -> str:
+    records, raw, stored = (
+        sum(getattr(row, f) for row in rows) for f in ("records", "raw_bytes", "stored_bytes")
+    )
+    sizes = f"{human_nbytes(raw)} raw, {human_nbytes(stored)} stored"
+    ratio = f", ratio {raw / stored:.2f}" if stored else ""
+    return f"{name}: {len(rows):,} series, {records:,} records, {sizes}{ratio}"

@@ -1,0 +1,98 @@
+"""How the command line prints: JSON, plain tables, sizes and versions; nothing here imports torch or zarr."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from typing import Any
+
+from capd._version import __version__
+
+__all__ = [
+    "human_count", "human_nbytes", "human_number", "json_number", "note", "print_json",
+    "print_lines", "print_table", "table_lines", "versions",
+]  # fmt: skip
+
+_PACKAGES = ("torch", "zarr", "numcodecs", "numpy", "msgspec", "pydantic", "typer")
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Write lines of data to stdout and flush, so that a closed pipe is noticed here."""
+    text = "".join(f"{line}\n" for line in lines)
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def print_json(value: Any) -> None:
+    """Write `value` as one JSON document to stdout, unrounded; floats go through `json_number` first."""
+    print_lines([json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)])
+
+
+def json_number(value: float | None) -> float | str | None:
+    """A float as strict JSON: NaN and infinities become the strings "NaN", "Infinity", "-Infinity"."""
+    if value is None or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def note(message: str) -> None:
+    """Write one message line to stderr."""
+    print(f"capd: {message}", file=sys.stderr, flush=True)
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[str] = ()) -> None:
+    """Print an aligned table without boxes or colour; columns named in `right` are right-aligned."""
+    print_lines(table_lines(header, rows, right))
+
+
+def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[str] = ()) -> list[str]:
+    """The lines of `print_table`."""
+    to_right = [name in set(right) for name in header]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if right_aligned else cell.ljust(width)
+            for cell, width, right_aligned in zip(row, widths, to_right, strict=True)
+        ).rstrip()
+        for row in (header, *rows)
+    ]
+
+
+def human_nbytes(nbytes: float) -> str:
+    """Bytes for people: 999 B, 1.5 MiB, 3.2 GiB."""
+    if nbytes < 1024:
+        return f"{nbytes:.0f} B"
+    value = float(nbytes)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        value /= 1024
+        if value < 1023.95:
+            return f"{value:.1f} {unit}"
+    return f"{value / 1024:.1f} PiB"
+
+
+def human_count(count: int) -> str:
+    """A count with thousands separators."""
+    return f"{count:,}"
+
+
+def human_number(value: float | None) -> str:
+    """A measured value with six significant digits, or a dash where there is none."""
+    return "-" if value is None else f"{value:.6g}"
+
+
+def versions() -> dict[str, str]:
+    """Versions of capd, Python and the packages that matter, read without importing them."""
+    from capd.store.frames import FORMAT_VERSION
+
+    found = {"capd": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    found["format"] = str(FORMAT_VERSION)
+    return found

@@ -1,0 +1,156 @@
+"""`capd stats`: the counters of a run, live from the daemon or as the store persisted them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from capd.cli.output import human_count, human_nbytes, note, print_json, print_lines, table_lines
+from capd.cli.stores import RunOption, StoreArgument
+from capd.errors import EndpointError
+
+if TYPE_CHECKING:
+    from capd.cli.counters import Counters, Source
+
+__all__ = ["stats"]
+
+
+def stats(
+    store: StoreArgument = None,
+    run: RunOption = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
+    interval: Annotated[
+        float, typer.Option(min=0.1, metavar="SECONDS", help="Pause between refreshes.")
+    ] = 1.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON; with --watch one object per line.")
+    ] = False,
+) -> None:
+    """Counters: offered, committed, in flight, dropped by reason, rate, compression, disk left.
+
+    Live from the daemon (CAPD_ENDPOINT, else the default path) where it knows the run, else from the store.
+    """
+    from capd.cli.counters import Source
+
+    source = Source(store, run)
+    if watch:
+        _watch(source, interval, as_json)
+        return
+    counters = source.read()
+    if source.problem and store is None:
+        note(f"{source.problem}; these are the counters of the store")
+    if as_json:
+        print_json(counters.model_dump())
+    else:
+        print_lines(render(counters))
+
+
+def _watch(source: Source, interval_s: float, as_json: bool) -> None:
+    if as_json:
+        for counters, _ in _refreshes(source, interval_s):
+            print_lines([counters.model_dump_json()])
+    elif sys.stdout.isatty():
+        _watch_terminal(source, interval_s)
+    else:
+        for counters, gone in _refreshes(source, interval_s):
+            print_lines([_one_line(counters, gone)])
+
+
+def _watch_terminal(source: Source, interval_s: float) -> None:
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(auto_refresh=False) as live:
+        for counters, gone in _refreshes(source, interval_s):
+            lines = [*(["daemon gone; the last counters known:"] if gone else []), *render(counters)]
+            live.update(Text("\n".join(lines)), refresh=True)
+
+
+def _refreshes(source: Source, interval_s: float) -> Iterator[tuple[Counters, bool]]:
+    """The counters again and again, with whether the daemon that gave them is gone."""
+    pause = threading.Event()
+    seen_daemon = False
+    counters: Counters | None = None
+    while True:
+        try:
+            counters = source.read()
+        except EndpointError:
+            if counters is None:
+                raise
+        seen_daemon |= counters.source == "daemon"
+        yield counters, seen_daemon and bool(source.problem)
+        pause.wait(interval_s)
+
+
+def render(counters: Counters) -> list[str]:
+    """The counters for people; the first line speaks of drops where there are any."""
+    from capd.drops import describe_drops
+
+    lost = describe_drops(counters.dropped)
+    where = "the daemon" if counters.source == "daemon" else "the store"
+    lines = [
+        *([lost] if lost else []),
+        f"run         {counters.run_id} (from {where}; {counters.path})",
+        f"offered     {human_count(counters.offered)}",
+        f"committed   {human_count(counters.committed)}",
+        f"in flight   {human_count(counters.in_flight)}",
+        f"dropped     {_dropped(counters)}",
+        f"stored      {_stored(counters)}",
+    ]
+    if counters.rate_mib_s is not None:
+        lines.append(f"rate        {counters.rate_mib_s:.1f} MiB/s")
+    kept = "" if counters.keep_free is None else f" ({human_nbytes(counters.keep_free)} are kept free)"
+    lines.append(f"disk left   {human_nbytes(counters.disk_free)}{kept}")
+    if not counters.clean:
+        lines.append(
+            "unclean     rank and daemon were both killed; the last second of counting may be missing"
+        )
+    return lines + _session_table(counters)
+
+
+def _dropped(counters: Counters) -> str:
+    reasons = [f"{count:,} {reason}" for reason, count in sorted(counters.dropped.items()) if count]
+    total = human_count(sum(counters.dropped.values()))
+    return f"{total} ({', '.join(reasons)})" if reasons else total
+
+
+def _stored(counters: Counters) -> str:
+    ratio = counters.compression_ratio
+    shown = f", ratio {ratio:.2f}" if ratio is not None else ""
+    return f"{human_nbytes(counters.stored_bytes)} of {human_nbytes(counters.raw_bytes)} raw{shown}"
+
+
+def _session_table(counters: Counters) -> list[str]:
+    header = ("rank", "attempt", "host", "pid", "state", "offered", "committed", "in flight", "dropped")
+    rows = [
+        (
+            str(session.rank),
+            str(session.attempt),
+            session.host,
+            str(session.pid),
+            session.state if session.clean else f"{session.state}, unclean",
+            human_count(session.offered),
+            human_count(session.committed),
+            human_count(session.in_flight),
+            human_count(sum(session.dropped.values())),
+        )
+        for session in sorted(counters.sessions, key=lambda s: (s.attempt, s.rank))
+    ]
+    right = ("rank", "attempt", "pid", "offered", "committed", "in flight", "dropped")
+    return ["", *table_lines(header, rows, right)] if rows else []
+
+
+def _one_line(counters: Counters, gone: bool) -> str:
+    rate = "" if counters.rate_mib_s is None else f" rate={counters.rate_mib_s:.1f}MiB/s"
+    return (
+        f"{time.strftime('%H:%M:%S')} {'daemon gone ' if gone else ''}offered={counters.offered}"
+        f" committed={counters.committed} in_flight={counters.in_flight} dropped={sum(counters.dropped.values())}"
+        f" raw={human_nbytes(counters.raw_bytes).replace(' ', '')}"
+        f" stored={human_nbytes(counters.stored_bytes).replace(' ', '')}{rate}"
+        f" disk_left={human_nbytes(counters.disk_free).replace(' ', '')}"
+    )

@@ -1,0 +1,68 @@
+"""Which run a reading command means: its STORE argument, `--run`, and the default store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from capd.cli.output import note
+from capd.errors import ConfigError, NotAStore
+
+__all__ = ["RunOption", "StoreArgument", "default_store", "resolve_run"]
+
+StoreArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[STORE]",
+        help="A run (NAME.zarr), or a directory of runs, whose newest is taken. Default: CAPD_STORE or captures.",
+        show_default=False,
+    ),
+]
+RunOption = Annotated[
+    str | None, typer.Option("--run", metavar="ID", help="The run to read, where STORE holds several.")
+]
+
+
+def default_store() -> Path:
+    """The directory of runs when none is given: CAPD_STORE, capd.toml, else `captures`."""
+    from capd.config import load_daemon_settings
+
+    return load_daemon_settings({}).store
+
+
+def resolve_run(store: Path | None, run: str | None = None) -> Path:
+    """The run directory that STORE and `--run` mean; says on stderr which one of several was taken.
+
+    Raises NotAStore when there is none, ConfigError when STORE is a run and `--run` names another.
+    """
+    place = default_store() if store is None else store
+    if is_run(place):
+        if run is not None and place.name not in (run, f"{run}.zarr"):
+            raise ConfigError(f"{place} is a run itself; give its directory to choose with --run {run}")
+        return place
+    from capd.store.reader import runs
+
+    found = runs(place)
+    if run is not None:
+        return _named(place, found, run)
+    if not found:
+        raise NotAStore(f"no run in {place}; name the store, or capture one with `capd run -- CMD`")
+    if len(found) > 1:
+        note(f"reading {found[-1]}, the newest of {len(found)} runs; choose another with --run")
+    return found[-1]
+
+
+def is_run(path: Path) -> bool:
+    """Whether `path` is a run directory, by its name or its Zarr metadata."""
+    return path.suffix == ".zarr" or (path / "zarr.json").is_file()
+
+
+def _named(place: Path, found: Sequence[Path], run: str) -> Path:
+    for path in found:
+        if path.name in (run, f"{run}.zarr"):
+            return path
+    names = ", ".join(path.stem for path in found[-5:]) or "none"
+    raise NotAStore(f"no run {run!r} in {place}; the newest runs there: {names}")

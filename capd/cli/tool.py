@@ -1,0 +1,72 @@
+"""A command's connection to the daemon: one request, one reply, every failure an EndpointError."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+
+from capd.errors import EndpointError
+from capd_client.protocol import (
+    MAX_FRAME_NBYTES,
+    TOOL_BYTE,
+    ClientMessage,
+    DaemonMessage,
+    Reject,
+    decode_daemon,
+    encode,
+)
+
+__all__ = ["Tool", "connect"]
+
+REPLY_TIMEOUT_S = 10.0
+_CONNECT_TIMEOUT_S = 3.0
+
+
+class Tool:
+    """An open tool connection; `request` may be called any number of times."""
+
+    def __init__(self, connection: Connection, path: Path) -> None:
+        self._connection = connection
+        self._path = path
+
+    def request(self, message: ClientMessage, timeout_s: float = REPLY_TIMEOUT_S) -> DaemonMessage:
+        """Send a message and return its reply; raises EndpointError when none comes or the daemon refuses."""
+        try:
+            self._connection.send_bytes(encode(message))
+            if not self._connection.poll(timeout_s):
+                raise EndpointError(f"the daemon at {self._path} did not answer within {timeout_s:g} s")
+            reply = decode_daemon(self._connection.recv_bytes(MAX_FRAME_NBYTES))
+        except (OSError, EOFError) as error:
+            raise EndpointError(f"the daemon at {self._path} closed the connection: {error}") from error
+        except msgspec.DecodeError as error:
+            raise EndpointError(f"{self._path} does not speak capd's protocol: {error}") from error
+        if isinstance(reply, Reject):
+            raise EndpointError(f"the daemon at {self._path} refused: {reply.message}")
+        return reply
+
+
+@contextlib.contextmanager
+def connect(path: Path) -> Iterator[Tool]:
+    """Connect to the daemon at `path`; raises EndpointError naming the path and the remedy."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        sock.settimeout(_CONNECT_TIMEOUT_S)
+        sock.connect(os.fspath(path))
+        sock.settimeout(None)
+        sock.sendall(TOOL_BYTE)
+    except OSError as error:
+        sock.close()
+        raise EndpointError(
+            f"no daemon at {path}: {error.strerror or error}; start `capd serve`, or set CAPD_ENDPOINT"
+        ) from error
+    connection = Connection(sock.detach())
+    try:
+        yield Tool(connection, path)
+    finally:
+        connection.close()

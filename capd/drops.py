@@ -1,0 +1,38 @@
+"""What a drop means to the user: which setting to raise for each reason, in one place for every summary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from capd_client.protocol import DropReason
+
+__all__ = ["REMEDIES", "describe_drops"]
+
+REMEDIES: dict[str, str] = {
+    DropReason.ARENA_FULL.value: "raise CAPD_ARENA_BYTES, or wait for room with CAPD_POLICY=block",
+    DropReason.RING_FULL.value: "capture fewer tensors per step, or wait for room with CAPD_POLICY=block",
+    DropReason.TOO_LARGE.value: "raise CAPD_ARENA_BYTES above the largest tensor",
+    DropReason.UNSUPPORTED.value: "complex, sparse, meta and quantised tensors are not captured",
+    DropReason.INVALID_KEY.value: "shorten the names or metadata given to capture()",
+    DropReason.INTERNAL.value: "an error inside capd; the job's log names it",
+    DropReason.NOT_CONNECTED.value: "raise CAPD_EXIT_TIMEOUT_S, and keep the daemon up until the job ends",
+    DropReason.REJECTED.value: "the daemon refused the session; the job's log says why",
+    DropReason.BAD_DESCRIPTOR.value: "job and daemon disagree; run the same capd version on both sides",
+    DropReason.DISK_FULL.value: "raise --max-disk, lower --keep-free, or make room on the store's disk",
+    DropReason.STORE_ERROR.value: "the daemon's log names the error",
+    DropReason.RANK_DIED.value: "the rank was killed before handing these over",
+    DropReason.STREAM_CAPTURE.value: "tensors inside a CUDA graph capture are not captured",
+}
+
+
+def describe_drops(dropped: Mapping[str, int]) -> str | None:
+    """One line that says how many captures were dropped, why, and what to change; None without drops."""
+    reasons = [(count, reason) for reason, count in dropped.items() if count]
+    if not reasons:
+        return None
+    total = sum(count for count, _ in reasons)
+    parts = [
+        f"{count:,} {reason} ({REMEDIES.get(reason, 'see the log')})"
+        for count, reason in sorted(reasons)[::-1]
+    ]
+    return f"{total:,} capture{'s were' if total != 1 else ' was'} dropped: " + "; ".join(parts)

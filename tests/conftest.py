@@ -1,0 +1,105 @@
+"""What every test gets: a clean capd environment, a short runtime directory, and a check for leaks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+LEAK_WAIT_S = 5.0
+# Process-wide pools of libraries, made once and kept on purpose.
+LIBRARY_THREADS = ("zarr_io", "asyncio_", "ThreadPoolExecutor-", "Dummy-", "tensorstore")
+LIBRARY_CHILDREN = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
+SEED_VARIABLES = (
+    "CUSTOM_QUANT_TYPE", "TENSOR_SAVE_ENABLED", "TENSOR_SAVE_DIR", "TENSOR_SAVER_ITERATION",
+    "CURRENT_SAMPLE_IDX", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+    "TORCHELASTIC_RESTART_COUNT",
+)  # fmt: skip
+
+hypothesis.settings.register_profile("capd", deadline=None, max_examples=50, print_blob=True)
+hypothesis.settings.load_profile("capd")
+
+
+@pytest.fixture(autouse=True)
+def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """No capd settings from outside, and an own XDG_RUNTIME_DIR short enough for socket paths."""
+    for variable in [name for name in os.environ if name.startswith("CAPD_") or name in SEED_VARIABLES]:
+        monkeypatch.delenv(variable)
+    directory = Path(tempfile.mkdtemp(prefix="capd-t-", dir="/tmp"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(runtime_dir: Path) -> Iterator[None]:
+    """Fail a test that leaves a thread, a child process or a memfd behind."""
+    before = _threads(), _children(), _memfds()
+    yield
+    deadline = time.monotonic() + LEAK_WAIT_S
+    while True:
+        left = (_threads() - before[0], _children() - before[1], _memfds() - before[2])
+        if not any(left):
+            return
+        if time.monotonic() > deadline:
+            pytest.fail(f"left behind: threads {left[0]}, children {left[1]}, memfds {left[2]}")
+        threading.Event().wait(0.02)
+
+
+@pytest.fixture
+def wait_until() -> Callable[..., None]:
+    """`wait_until(condition, timeout_s=20)`: return when it holds, fail the test at the deadline."""
+    return _wait_until
+
+
+def _wait_until(condition: Callable[[], object], timeout_s: float = 20.0, what: str = "") -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {timeout_s} s: {what or condition}")
+        threading.Event().wait(0.01)
+
+
+def _threads() -> set[tuple[int, str]]:
+    alive = ((thread.ident or 0, thread.name) for thread in threading.enumerate())
+    return {(ident, name) for ident, name in alive if not name.startswith(LIBRARY_THREADS)}
+
+
+def _children() -> set[tuple[int, str]]:
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            pids = (task / "children").read_text().split()
+        except FileNotFoundError:  # the thread ended meanwhile
+            continue
+        for pid in pids:
+            command = _command(pid)
+            if command is not None and not any(mark in command for mark in LIBRARY_CHILDREN):
+                found.add((int(pid), command.decode(errors="replace")[:200]))
+    return found
+
+
+def _command(pid: str) -> bytes | None:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+    except FileNotFoundError:
+        return None
+
+
+def _memfds() -> set[str]:
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(entry)
+        except FileNotFoundError:
+            continue
+        if target.startswith("/memfd:capd"):
+            found.add(f"{entry.name}:{target}")
+    return found

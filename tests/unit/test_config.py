@@ -1,0 +1,131 @@
+"""Settings of the daemon: order of origins, and messages that name what is wrong and where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from capd.config import DaemonSettings, load_daemon_settings, resolve_daemon
+from capd.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(text: str, name: str = "capd.toml") -> Path:
+    path = Path(name)
+    path.write_text(text)
+    return path
+
+
+def test_without_any_source_the_defaults_hold() -> None:
+    found = resolve_daemon({}, {})
+
+    assert found.settings == DaemonSettings()
+    assert set(found.origins.values()) == {"default"}
+    assert found.path is None
+
+
+def test_flag_beats_environment_beats_file_beats_default() -> None:
+    write('[daemon]\ncodec = "fast"\nthreads = 2\nstore = "from-file"\n')
+    environ = {"CAPD_THREADS": "3", "CAPD_STORE": "from-env"}
+
+    found = resolve_daemon({"store": Path("from-flag"), "threads": None}, environ)
+
+    assert (found.settings.store, found.origins["store"]) == (Path("from-flag"), "flag")
+    assert (found.settings.threads, found.origins["threads"]) == (3, "env CAPD_THREADS")
+    assert (found.settings.codec, found.origins["codec"]) == ("fast", "file capd.toml")
+    assert found.origins["durability"] == "default"
+
+
+def test_the_named_file_beats_the_one_in_the_working_directory() -> None:
+    write("[daemon]\nthreads = 1\n")
+    other = write("[daemon]\nthreads = 2\n", "other.toml")
+    third = write("[daemon]\nthreads = 3\n", "third.toml")
+
+    assert load_daemon_settings({}, {}).threads == 1
+    assert load_daemon_settings({}, {"CAPD_CONFIG": str(other)}).threads == 2
+    assert load_daemon_settings({}, {"CAPD_CONFIG": str(other)}, third).threads == 3
+
+
+def test_the_predecessors_directory_variable_is_read_after_capds_own() -> None:
+    old = {"TENSOR_SAVE_DIR": "/old"}
+
+    assert load_daemon_settings({}, old).store == Path("/old")
+    assert load_daemon_settings({}, {**old, "CAPD_STORE": "/new"}).store == Path("/new")
+
+
+def test_endpoint_off_speaks_to_the_job_not_to_the_daemon() -> None:
+    assert load_daemon_settings({}, {"CAPD_ENDPOINT": "off"}).endpoint is None
+    assert load_daemon_settings({}, {"CAPD_ENDPOINT": "unix:/x/y"}).endpoint == "unix:/x/y"
+
+
+def test_every_field_is_reachable_from_environment_and_file() -> None:
+    values = {
+        "store": "/s", "endpoint": "unix:/e", "run_id": "r", "node": "n", "threads": "4", "staging_bytes": "64MiB",
+        "max_disk": "5GB", "keep_free": "20%", "allow_uid": "7,8", "durability": "durable", "codec": "fast",
+        "statistics": "false", "idle_seal_s": "2.5", "shutdown_timeout_s": "9",
+    }  # fmt: skip
+    expected = DaemonSettings(
+        store=Path("/s"), endpoint="unix:/e", run_id="r", node="n", threads=4, staging_bytes=64 << 20,
+        max_disk=5 * 10**9, keep_free=0.2, allow_uid=(7, 8), durability="durable", codec="fast", statistics=False,
+        idle_seal_s=2.5, shutdown_timeout_s=9,
+    )  # fmt: skip
+    table = "\n".join(f'{name} = "{value}"' for name, value in values.items() if name != "allow_uid")
+    write(f"[daemon]\nallow_uid = [7, 8]\n{table}\n", "all.toml")
+
+    assert set(values) == set(DaemonSettings.model_fields)
+    assert (
+        load_daemon_settings({}, {f"CAPD_{name.upper()}": value for name, value in values.items()})
+        == expected
+    )
+    assert load_daemon_settings({}, {}, Path("all.toml")) == expected
+    assert load_daemon_settings(expected.model_dump(), {}) == expected
+
+
+@pytest.mark.parametrize(
+    ("toml", "pieces"),
+    [
+        ("[daemon]\nmax_dsk = 1\n", ["capd.toml", "[daemon]", "max_dsk", "max_disk"]),
+        ('polcy = "drop"\n', ["capd.toml", "polcy", "policy"]),
+        ("[when]\nstep = 1\n", ["capd.toml", "step", "steps"]),
+        ('[daemon]\ncodec = "zip"\n', ["capd.toml", "codec", "default", "fast", "zip"]),
+        ('[daemon]\nstaging_bytes = "10%"\n', ["capd.toml", "staging_bytes", "256MiB"]),
+        ("[daemon]\nthreads = 0\n", ["capd.toml", "threads", "0"]),
+        ('[daemon]\nnode = "a/b"\n', ["capd.toml", "node", "a/b"]),
+        ("daemon = 3\n", ["capd.toml", "daemon"]),
+        ("[daemon\n", ["capd.toml", "TOML"]),
+    ],
+)
+def test_a_bad_file_is_refused_naming_file_key_and_remedy(toml: str, pieces: list[str]) -> None:
+    write(toml)
+
+    with pytest.raises(ConfigError) as caught:
+        load_daemon_settings({}, {})
+
+    assert all(piece in str(caught.value) for piece in pieces), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bad_value_is_blamed_on_its_origin() -> None:
+    with pytest.raises(ConfigError, match=r"max_disk \(env CAPD_MAX_DISK\): '20 bananas'"):
+        load_daemon_settings({}, {"CAPD_MAX_DISK": "20 bananas"})
+    with pytest.raises(ConfigError, match=r"--idle-seal-s: .*-1"):
+        load_daemon_settings({"idle_seal_s": -1.0}, {})
+    with pytest.raises(ConfigError, match=r"endpoint \(env CAPD_ENDPOINT\): .*unix:/path"):
+        load_daemon_settings({}, {"CAPD_ENDPOINT": "tcp:1.2.3.4:5"})
+
+
+def test_several_bad_values_are_counted() -> None:
+    with pytest.raises(ConfigError, match=r"and 1 more"):
+        load_daemon_settings({"threads": 0, "codec": "zip"}, {})
+
+
+def test_a_missing_file_is_an_error_only_when_it_was_named() -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml does not exist"):
+        load_daemon_settings({}, {}, Path("nowhere.toml"))
+    with pytest.raises(ConfigError, match=r"nowhere\.toml does not exist"):
+        load_daemon_settings({}, {"CAPD_CONFIG": "nowhere.toml"})

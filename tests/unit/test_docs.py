@@ -1,0 +1,108 @@
+"""The documentation against the code: links, settings, drop reasons, verbs, public names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import capd_client
+from capd.cli.app import VERBS
+from capd.cli.counters import Counters
+from capd.cli.ls import FIELDS
+from capd.config import DaemonSettings
+from capd.drops import REMEDIES, describe_drops
+from capd_client.dtypes import ITEM_NBYTES
+from capd_client.protocol import DropReason
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)(#[^)]*)?\)")
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_link_leads_somewhere(path: Path) -> None:
+    targets = [target for target, _ in LINK.findall(path.read_text())]
+
+    assert [target for target in targets if not (path.parent / target).exists()] == []
+
+
+def test_every_drop_reason_is_explained_and_has_a_remedy() -> None:
+    reasons = {reason.value for reason in DropReason}
+
+    assert set(REMEDIES) == reasons
+    assert {reason for reason in reasons if f"| `{reason}` |" not in page("concepts")} == set()
+
+
+def test_the_line_about_drops_names_every_reason_with_its_remedy() -> None:
+    assert describe_drops({}) is None
+    assert describe_drops({"disk_full": 0}) is None
+    line = describe_drops({"disk_full": 3, "arena_full": 1200})
+    assert line is not None
+    assert line.startswith("1,203 captures were dropped: 1,200 arena_full (")
+    assert "--max-disk" in line
+
+
+def test_every_setting_of_the_daemon_is_documented() -> None:
+    text = page("configuration")
+
+    assert [field for field in DaemonSettings.model_fields if f"| `{field}`" not in text] == []
+
+
+def test_every_variable_that_the_client_reads_is_documented() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "capd_client").glob("*.py"))
+    read = set(re.findall(r'"(CAPD_[A-Z_]+)"', source))
+
+    assert read >= {"CAPD_ENDPOINT", "CAPD_POLICY"}
+    assert {name for name in read if f"`{name}`" not in page("configuration")} == set()
+
+
+def test_every_verb_and_every_json_field_is_documented() -> None:
+    text = page("cli")
+
+    assert [verb for verb in VERBS if f"## capd {verb}" not in text] == []
+    assert [field for field in (*FIELDS, *Counters.model_fields) if f"`{field}`" not in text] == []
+
+
+def test_every_dtype_is_in_the_format_page() -> None:
+    bits = [name for name in ITEM_NBYTES if name.startswith(("float8", "float4", "bfloat"))]
+
+    assert [name for name in bits if name not in page("format")] == []
+
+
+def test_the_clients_public_names_exist_and_are_shown_in_the_quickstart() -> None:
+    assert set(capd_client.__all__) >= {"watch", "capture", "set_moment", "flush", "close", "counters"}
+    assert all(callable(getattr(capd_client, name)) for name in capd_client.__all__)
+    assert [
+        name
+        for name in ("watch", "capture", "set_moment")
+        if f"capd_client.{name}(" not in page("quickstart")
+    ] == []
+
+
+def test_the_readme_names_the_commands_that_continuous_integration_runs() -> None:
+    readme, ci = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
+
+    assert "make test " in readme
+    assert "make check " in readme
+    assert "make test check" in ci
+
+
+def test_every_promise_names_tests_that_exist() -> None:
+    sections = page("guarantees").split("\n## ")[1:]
+    named = re.compile(r"- `(tests/[\w/]+\.py)`: (.*)")
+
+    assert [section[:2] for section in sections] == [f"P{number}" for number in range(9)]
+    for section in sections:
+        rows = named.findall(section)
+        assert rows, section
+        for file, tests in rows:
+            source = (ROOT / file).read_text()
+            assert [test for test in re.findall(r"`(\w+)`", tests) if f"def {test}(" not in source] == [], (
+                file
+            )
