@@ -1,0 +1,211 @@
+"""What one `capd_client.capture()` of a CPU tensor costs, against `copy_` into a rotating cold buffer.
+
+    python benchmarks/capture_call.py [--json FILE]
+
+The baseline is what any snapshot must do at least: copy into memory that was last touched long ago, in a buffer as
+large as the arena. Baseline and capture alternate. "spaced": one call, then a pause in which the daemon
+acknowledges it. "burst": calls back to back, as many as the arena holds with room to spare, then a pause.
+
+Also: the hooks of a watched Linear in a step that is not captured, against empty hooks.
+
+must: 1.2 times the baseline + 15 microseconds (+ 20 in bursts), medians. The first release is to stay within
+twice that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import timeit
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import daemon, machine, percentile, report
+from torch import nn
+
+import capd_client
+
+ARENA_NBYTES = 512 << 20
+BURST_NBYTES = 192 << 20  # of the arena, so that a burst never waits for the daemon
+MAX_BURST = 64
+PAUSE_TIMEOUT_S = 60.0
+IDLE_CALLS = 1_000
+
+
+@dataclass(frozen=True)
+class Case:
+    """One size: how often it is called spaced, and how many bursts there are."""
+
+    name: str
+    nbytes: int
+    spaced: int
+    bursts: int
+
+    @property
+    def burst(self) -> int:
+        """Calls in one burst."""
+        return max(2, min(MAX_BURST, BURST_NBYTES // self.nbytes))
+
+
+CASES = (
+    Case("4 KiB", 4 << 10, 600, 40),
+    Case("64 KiB", 64 << 10, 400, 30),
+    Case("1 MiB", 1 << 20, 150, 6),
+    Case("64 MiB", 64 << 20, 12, 6),
+)
+
+
+@dataclass
+class Times:
+    """Seconds of each call."""
+
+    baseline: list[float] = field(default_factory=list)
+    capd: list[float] = field(default_factory=list)
+
+
+class ColdBuffer:
+    """A touched buffer of the arena's size, written round and round."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._buffer = torch.zeros(nbytes, dtype=torch.uint8)
+        self._offset = 0
+
+    def copy(self, tensor: torch.Tensor) -> None:
+        """Copy `tensor` to the place that was written longest ago."""
+        if self._offset + tensor.nbytes > self._buffer.nbytes:
+            self._offset = 0
+        slot = self._buffer[self._offset : self._offset + tensor.nbytes]
+        slot.view(tensor.dtype).copy_(tensor)
+        self._offset += tensor.nbytes
+
+
+def capture(tensor: torch.Tensor) -> None:
+    """The call that is measured."""
+    capd_client.capture(tensor, tensor_name="benchmark", layer_type="linear", component="linear", layer=0)
+
+
+def timed(call: Callable[[torch.Tensor], None], tensor: torch.Tensor, times: list[float]) -> None:
+    started = time.perf_counter()
+    call(tensor)
+    times.append(time.perf_counter() - started)
+
+
+def pause() -> None:
+    """Until everything is acknowledged."""
+    deadline = time.monotonic() + PAUSE_TIMEOUT_S
+    while capd_client.counters()["in_flight"] and time.monotonic() < deadline:
+        time.sleep(0.002)
+
+
+def measure(case: Case, cold: ColdBuffer) -> dict[str, Times]:
+    """Run one size, spaced and in bursts."""
+    tensor = torch.randn(case.nbytes // 4)
+    spaced, burst = Times(), Times()
+    capture(tensor)  # defines the key
+    pause()
+    for index in range(case.spaced):
+        calls = [(cold.copy, spaced.baseline), (capture, spaced.capd)]
+        for call, times in calls if index % 2 else reversed(calls):  # the first one finds cold caches
+            timed(call, tensor, times)
+        pause()
+    for _ in range(case.bursts):
+        for _ in range(case.burst):
+            timed(cold.copy, tensor, burst.baseline)
+        for _ in range(case.burst):
+            timed(capture, tensor, burst.capd)
+        pause()
+    return {"spaced": spaced, "burst": burst}
+
+
+def idle_hooks() -> tuple[float, float]:
+    """Microseconds per Linear call of an empty pair of hooks, and of capd's in a step that is not captured."""
+    model = nn.Sequential(nn.Linear(8, 8))
+    linear, x = model[0], torch.randn(1, 8)
+    handle = capd_client.watch(model, steps="1000000")
+    output = model(x)  # the first call finds out that this step is not captured
+    ours = (next(iter(linear._forward_pre_hooks.values())), next(iter(linear._forward_hooks.values())))
+
+    def empty(*_: object) -> None:
+        return None
+
+    def cost(before: Callable[..., Any], after: Callable[..., Any]) -> float:
+        def call() -> None:
+            before(linear, (x,), {})
+            after(linear, (x,), output)
+
+        return timeit.timeit(call, number=IDLE_CALLS) / IDLE_CALLS * 1e6
+
+    costs = [(cost(empty, empty), cost(*ours)) for _ in range(200)]
+    handle.remove()
+    return min(c[0] for c in costs), min(c[1] for c in costs)  # the least disturbed ones
+
+
+def summarise(case: Case, kind: str, times: Times) -> dict[str, Any]:
+    """Medians, tenth percentiles and the bounds, in microseconds."""
+    baseline, ours = (statistics.median(t) * 1e6 for t in (times.baseline, times.capd))
+    must = 1.2 * baseline + 15 + (20 if kind == "burst" else 0)
+    return {
+        "size": case.name, "kind": kind, "calls": len(times.capd), "baseline_p50_us": baseline, "capd_p50_us": ours,
+        "baseline_p10_us": percentile(times.baseline, 10) * 1e6, "capd_p10_us": percentile(times.capd, 10) * 1e6,
+        "difference_us": ours - baseline, "must_us": must, "twice_must_us": 2 * must,
+    }  # fmt: skip
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    print(
+        f"{'size':8s}{'kind':8s}{'copy p50':>10s}{'capd p50':>10s}{'copy p10':>10s}{'capd p10':>10s}"
+        f"{'diff':>9s}{'must':>10s}{'2x must':>10s}   (microseconds)"
+    )
+    for row in rows:
+        ours = row["capd_p50_us"]
+        verdict = (
+            "met" if ours <= row["must_us"] else "within 2x" if ours <= row["twice_must_us"] else "MISSED"
+        )
+        print(
+            f"{row['size']:8s}{row['kind']:8s}{row['baseline_p50_us']:10.1f}{ours:10.1f}"
+            f"{row['baseline_p10_us']:10.1f}{row['capd_p10_us']:10.1f}{row['difference_us']:9.1f}"
+            f"{row['must_us']:10.1f}{row['twice_must_us']:10.1f}   {verdict}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--directory", type=Path, help="where the temporary store goes (default: the system's)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with daemon(args.directory, arena_nbytes=ARENA_NBYTES) as running:
+        cold = ColdBuffer(ARENA_NBYTES)
+        rows = [
+            summarise(case, kind, times)
+            for case in CASES
+            for kind, times in measure(case, cold).items()
+        ]  # fmt: skip
+        idle = idle_hooks()
+        counters = capd_client.counters()
+        capd_client.close()
+    show(rows)
+    print(f"hooks in a step not captured: {idle[1] - idle[0]:.2f} us above empty ones per Linear, bound 1 us")
+    dropped = sum(counters["dropped"].values())
+    print(f"capd: {counters['offered']} offered, {counters['committed']} committed, {dropped} dropped")
+    print(f"daemon: {running.peak_anonymous_mib:.0f} MiB anonymous at most")
+    report(
+        {
+            "machine": machine(),
+            "rows": rows,
+            "idle_hooks_us": {"empty": idle[0], "capd": idle[1]},
+            "counters": counters,
+            "daemon_peak_anonymous_mib": running.peak_anonymous_mib,
+        },
+        args.json,
+    )
+
+
+if __name__ == "__main__":
+    main()

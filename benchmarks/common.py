@@ -1,0 +1,128 @@
+"""What the benchmarks share: a real daemon on a temporary store, its memory, and a few numbers.
+
+Every comparison is a ratio within one run, of medians over interleaved repetitions; absolute times of a shared
+machine say little.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 120.0
+
+# Samples the daemon from a process of its own, so that the sampling costs the measured process nothing.
+_SAMPLER = """
+import sys, time
+peak = 0
+try:
+    while True:
+        for line in open(f"/proc/{sys.argv[1]}/status"):
+            if line.startswith("RssAnon"):
+                peak = max(peak, int(line.split()[1]))
+        with open(sys.argv[2], "w") as out:
+            out.write(str(peak))
+        time.sleep(0.05)
+except (OSError, KeyboardInterrupt):
+    pass
+"""
+
+
+@dataclass
+class Daemon:
+    """A running `capd serve`. `peak_anonymous_mib` is known once the context has ended."""
+
+    endpoint: str
+    store: Path
+    pid: int
+    peak_anonymous_mib: float = 0.0
+    cpu_s: float = 0.0
+
+
+@contextlib.contextmanager
+def daemon(directory: Path | None, *, arena_nbytes: int, policy: str = "drop") -> Iterator[Daemon]:
+    """Start a daemon on a temporary store below `directory` and point this process's capd client at it.
+
+    Call it before the first capture: the client reads its settings once. The store is deleted afterwards.
+    """
+    root = Path(tempfile.mkdtemp(prefix="capd-benchmark-", dir=directory))
+    socket_path = root / "capd.sock"
+    log = (root / "daemon.log").open("w")
+    command = [sys.executable, "-m", "capd", "serve", "--store", str(root / "store")]
+    process = subprocess.Popen([*command, "--endpoint", f"unix:{socket_path}"], stdout=log, stderr=log)
+    sampler = subprocess.Popen([sys.executable, "-c", _SAMPLER, str(process.pid), str(root / "peak")])
+    running = Daemon(f"unix:{socket_path}", root / "store", process.pid)
+    try:
+        _wait_for(socket_path, process, root / "daemon.log")
+        os.environ.update(
+            CAPD_ENDPOINT=running.endpoint, CAPD_POLICY=policy, CAPD_ARENA_BYTES=str(arena_nbytes)
+        )
+        yield running
+        running.cpu_s = _cpu_s(process.pid)
+        running.peak_anonymous_mib = int((root / "peak").read_text()) / 1024
+    finally:
+        process.terminate()
+        process.wait(STOP_TIMEOUT_S)
+        sampler.kill()
+        sampler.wait()
+        log.close()
+        shutil.rmtree(root)
+
+
+def _wait_for(path: Path, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(str(path))
+            return
+        time.sleep(0.05)
+    raise SystemExit(f"the daemon did not start:\n{log.read_text()}")
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value below which `percent` of the values lie (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median and range, for people."""
+    return f"{statistics.median(values):.3f} [{min(values):.3f}-{max(values):.3f}]"
+
+
+def machine() -> dict[str, Any]:
+    """What a result must be read with."""
+    return {
+        "cpu": platform.processor() or platform.machine(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def report(result: dict[str, Any], path: Path | None) -> None:
+    """Write the whole result as JSON where `--json FILE` asked for it."""
+    if path is not None:
+        path.write_text(json.dumps(result, indent=2) + "\n")
