@@ -7,6 +7,7 @@ ranks' counters). Rows are written in batches, each one transaction; the truth s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -121,8 +122,12 @@ class Catalog:
         _check_version(version, path)
 
     def close(self) -> None:
-        """Fold the write-ahead log into the file and close."""
-        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        """Fold the write-ahead log into the file and close.
+
+        Without a reader at work the file leaves WAL mode, so that reading a finished store creates no files.
+        """
+        with contextlib.suppress(sqlite3.OperationalError):
+            self._db.execute("PRAGMA journal_mode=DELETE")
         self._db.close()
 
     def series(self) -> list[SeriesRow]:

@@ -1,0 +1,67 @@
+# Everything runs in .venv, made by `make setup`. `make` alone lists the targets.
+PYTHON ?= python3
+TORCHRUN_ARGS ?= --nproc-per-node 2
+STORE ?= captures
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest
+SOURCES := capd capd_client tests benchmarks examples
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check check-static format lint type imports test-fault test-gpu test-all bench clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP) ## Make .venv and install capd with its development tools (fast when already done)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "capd needs Python 3.11 or newer; run: make setup PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup ## Train a small GPT on two ranks, capture it, then show what was captured
+	@run_id=demo-$$(date +%Y%m%d-%H%M%S) && set -x && \
+	$(BIN)/capd run --store $(STORE) --run-id $$run_id --policy block -- \
+	    $(BIN)/torchrun $(TORCHRUN_ARGS) examples/train_text.py && \
+	$(BIN)/capd stats $(STORE)/$$run_id.zarr && \
+	$(BIN)/capd ls $(STORE)/$$run_id.zarr --limit 20
+
+test: setup ## Run the default test tier
+	$(PYTEST) -m "not fault and not gpu"
+
+check: check-static test ## Everything that must pass before a change lands
+
+check-static: format lint type imports ## Formatting, lint, types and import directions, without tests
+
+format: setup
+	$(BIN)/ruff format --check $(SOURCES)
+
+lint: setup ## Lint
+	$(BIN)/ruff check $(SOURCES)
+
+type: setup ## Check types
+	$(BIN)/mypy
+
+imports: setup
+	$(BIN)/lint-imports --no-cache
+
+test-fault: setup ## Run the slow tier: kills, stops and faults
+	$(PYTEST) -m fault
+
+test-gpu: setup ## Run the tests that need a CUDA device
+	$(PYTEST) -m gpu
+
+test-all: setup ## Run every tier
+	$(PYTEST)
+
+bench: setup ## Run the benchmarks (several minutes, on a quiet machine)
+	$(BIN)/python benchmarks/capture_call.py
+	$(BIN)/python benchmarks/training_overhead.py
+
+clean: ## Remove caches and build products, keep .venv and captured data
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
