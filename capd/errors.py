@@ -32,9 +32,13 @@ class EndpointError(CapdError):
 
 
 class StoreError(CapdError):
-    """The store cannot be opened, read or written; names the path."""
+    """The store cannot be opened, read or written; names the path. `retry`: it may work a moment later."""
 
     exit_code: ClassVar[int] = 1
+
+    def __init__(self, *message: object, retry: bool = False) -> None:
+        super().__init__(*message)
+        self.retry = retry
 
 
 class StoreBusy(StoreError):

@@ -9,8 +9,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import wait
 
-from capd.errors import StoreError
+from capd.errors import StoreError, StoreFull
 from capd.server.jobs import Booked, Job, Refusal, Task, Tickets
 from capd.store.encode import ChunkResult
 from capd.store.frames import RecordRow, StatsRow
@@ -77,6 +78,8 @@ class AppendThread(threading.Thread):
             self._write(self._runs[task.job.run_id], task)
         except OSError as error:
             return (DropReason.DISK_FULL if error.errno in _NO_SPACE else DropReason.STORE_ERROR, str(error))
+        except StoreFull as error:
+            return (DropReason.DISK_FULL, str(error))
         except StoreError as error:
             return (DropReason.STORE_ERROR, str(error))
         except Exception as error:  # the job is refused and the daemon goes on
@@ -109,7 +112,7 @@ class AppendThread(threading.Thread):
     def _drain(self, task: Task) -> None:
         """Wait for the chunks of a job that failed half-way: nothing may read its slot once it is refused."""
         while (entry := task.chunks.get()) is not None:
-            entry[0].exception()
+            wait([entry[0]])
             self._booked.give(entry[1])
 
     def _report(self, job: Job, refusal: Refusal | None) -> None:

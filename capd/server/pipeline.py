@@ -12,9 +12,10 @@ The append thread commits in dispatch order (per client: in capture order). A fu
 from __future__ import annotations
 
 import logging
+import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from pathlib import Path
@@ -24,7 +25,7 @@ from capd.errors import StoreError
 from capd.server.appending import AppendThread
 from capd.server.jobs import Booked, DiskLimit, Job, Lanes, RunTotals, Task, Tickets
 from capd.store.catalog import SessionRow
-from capd.store.encode import as_array, encode_chunk
+from capd.store.encode import ChunkResult, as_array, encode_chunk
 from capd.store.options import StoreOptions
 from capd.store.run import RunStore
 from capd_client.protocol import DropReason
@@ -105,6 +106,15 @@ class Pipeline:
         """Flush, then seal all series of the run; resolves when plain Zarr readers see everything."""
         return _then(self.flush(), lambda: self.post(run_id, RunStore.seal))
 
+    def close_run(self, run_id: str) -> Future[None]:
+        """Close a run that nobody writes to; a later `open_run` opens it again."""
+
+        def close(store: RunStore) -> None:
+            del self._runs[run_id]
+            store.close()
+
+        return self.post(run_id, close)
+
     def save_session(self, run_id: str, row: SessionRow) -> Future[None]:
         """Persist a session's counters in the run's catalog."""
         return self.post(run_id, lambda store: store.save_session(row))
@@ -120,16 +130,22 @@ class Pipeline:
         return complete
 
     def _drain_and_seal(self, until: float) -> bool:
+        complete = True
         try:
             self.flush().result(timeout=max(0.0, until - time.monotonic()))
             for run_id in self.open_runs():
-                self.post(run_id, RunStore.seal).result(timeout=max(0.0, until - time.monotonic()))
+                try:
+                    self.post(run_id, RunStore.seal).result(timeout=max(0.0, until - time.monotonic()))
+                except (OSError, StoreError, sqlite3.Error) as error:
+                    if isinstance(error, TimeoutError):
+                        raise
+                    logger.error(
+                        "run %s: not all is sealed: %s; the next `capd serve` takes it up", run_id, error
+                    )
+                    complete = False
         except TimeoutError:
             return False
-        except (OSError, StoreError) as error:
-            logger.error("could not seal everything: %s; the next `capd serve` takes it up", error)
-            return False
-        return True
+        return complete
 
     def _dispatch(self) -> None:
         while (task := self._lanes.get()) is not None:
@@ -138,7 +154,6 @@ class Pipeline:
                 task
             )  # before its chunks: they are booked in the order they are written
             self._encode(task)
-            task.chunks.put(None)
             del task  # while this thread waits, nothing may hold a dead rank's arena
 
     def _plan(self, task: Task) -> None:
@@ -155,6 +170,19 @@ class Pipeline:
             task.refusal = (DropReason.STORE_ERROR, f"internal error: {error}")
 
     def _encode(self, task: Task) -> None:
+        try:
+            for chunk in self._submitted(task):
+                task.chunks.put(chunk)
+        except Exception as error:  # as above; the append thread meets the error among the chunks
+            logger.exception("job %d could not be encoded", task.job.sequence)
+            failed: Future[ChunkResult] = Future()
+            failed.set_exception(StoreError(f"internal error: {error}"))
+            task.chunks.put((failed, 0))
+        finally:
+            task.chunks.put(None)
+
+    def _submitted(self, task: Task) -> Iterator[tuple[Future[ChunkResult], int]]:
+        """The task's chunks as they enter the encode pool, with the bytes booked for them."""
         plan, shape = task.plan, task.job.descriptor.shape
         if plan is None or plan.geometry.is_small:
             return
@@ -164,8 +192,10 @@ class Pipeline:
         nbytes = prod(geometry.chunk) * geometry.itemsize
         for ordinal, slices in geometry.chunks(shape):
             self._booked.take(nbytes)
-            future = self._pool.submit(encode_chunk, record, ordinal, slices, geometry, chain, statistics)
-            task.chunks.put((future, nbytes))
+            yield (
+                self._pool.submit(encode_chunk, record, ordinal, slices, geometry, chain, statistics),
+                nbytes,
+            )
 
 
 def _then(first: Future[None], follow: Callable[[], Future[None]]) -> Future[None]:

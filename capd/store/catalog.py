@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from capd.errors import NotAStore, StoreError
+from capd.errors import NotAStore, StoreError, StoreFull
 from capd.store.frames import RecordRow, SeriesHeader, StatsRow
 from capd_client.key import Key, Moment
 
@@ -107,19 +107,56 @@ class Catalog:
     """Read-write access to one catalog; owned by the append thread."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create the catalog. Raises sqlite3.DatabaseError if the file is damaged, NotAStore if it is newer."""
+        """Open or create the catalog.
+
+        Raises sqlite3.DatabaseError if the file is damaged, StoreError (retry) if it is locked or the disk is
+        full, NotAStore if it is newer.
+        """
         self.path = path
-        if not path.exists():
-            os.close(
-                os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            )  # sqlite would follow the umask
+        if not path.exists():  # sqlite would follow the umask
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")
-        version = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if version == 0:
-            self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={_VERSION}; COMMIT;")
-        _check_version(version, path)
+        try:
+            with self._guard():
+                self._db.execute("PRAGMA journal_mode=WAL")
+                version = self._db.execute("PRAGMA user_version").fetchone()[0]
+                if version == 0:
+                    self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={_VERSION}; COMMIT;")
+            _check_version(version, path)
+        except BaseException:
+            self._db.close()
+            raise
+
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[None]:
+        """Turn what passes (a lock, a full disk) into StoreError; damage stays sqlite3.DatabaseError."""
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            full = "full" in str(error)
+            raise (StoreFull if full else StoreError)(f"catalog {self.path}: {error}", retry=True) from error
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything that stood in the frames when it was made has been read into it."""
+        with self._guard():
+            return self._db.execute("SELECT 1 FROM meta WHERE name='complete'").fetchone() is not None
+
+    def clear(self) -> None:
+        """Forget series, records and acknowledged ranges (not the sessions), to read the frames again."""
+        with self._guard():
+            self._db.executescript(
+                "BEGIN; DELETE FROM series; DELETE FROM records; DELETE FROM exponents; DELETE FROM acked; COMMIT;"
+            )
+
+    def mark_complete(self) -> None:
+        """Say that the frames have been read."""
+        with self._guard():
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES ('complete', '1')")
+
+    def abandon(self) -> None:
+        """Close without touching the file any more."""
+        self._db.close()
 
     def close(self) -> None:
         """Fold the write-ahead log into the file and close.
@@ -139,10 +176,11 @@ class Catalog:
         columns = ("path", *_KEY_FIELDS, "dtype", "header")
         values = (header.path, *(getattr(header.key, name) for name in _KEY_FIELDS), header.dtype)
         marks = ", ".join("?" * len(columns))
-        cursor = self._db.execute(
-            f"INSERT INTO series ({', '.join(columns)}) VALUES ({marks})",  # noqa: S608 - names are constants
-            (*values, msgspec.msgpack.encode(header)),
-        )
+        with self._guard():
+            cursor = self._db.execute(
+                f"INSERT INTO series ({', '.join(columns)}) VALUES ({marks})",  # noqa: S608 - names are constants
+                (*values, msgspec.msgpack.encode(header)),
+            )
         return int(cursor.lastrowid or 0)
 
     def write(
@@ -150,42 +188,59 @@ class Catalog:
         records: list[tuple[int, int, RecordRow, int]],
         totals: Iterable[SeriesRow],
         acked: dict[bytes, list[tuple[int, int]]],
+        *,
+        durable: bool = False,
     ) -> None:
-        """One transaction: (series id, record, row, stored bytes) rows, series totals and acknowledged ranges."""
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            self._db.executemany(_INSERT_RECORD, (_record_values(*record) for record in records))
-            self._db.executemany(
-                "INSERT OR REPLACE INTO exponents VALUES (?, ?, ?)",
-                (
-                    (series, number, msgspec.msgpack.encode(row.stats.exponents))
-                    for series, number, row, _ in records
-                    if row.stats is not None
-                ),
-            )
-            self._db.executemany(
-                "UPDATE series SET records=?, sealed=?, sealing=?, max_shape=?, raw_bytes=?, stored_bytes=? WHERE id=?",
-                (
-                    (
-                        t.records,
-                        t.sealed,
-                        t.sealing,
-                        json.dumps(t.max_shape),
-                        t.raw_bytes,
-                        t.stored_bytes,
-                        t.id,
-                    )
-                    for t in totals
-                ),
-            )
-            self._db.executemany(
-                "INSERT OR REPLACE INTO acked VALUES (?, ?)",
-                ((client, msgspec.msgpack.encode(ranges)) for client, ranges in acked.items()),
-            )
-            self._db.execute("COMMIT")
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
+        """One transaction: (series id, record, row, stored bytes) rows, series totals and acknowledged ranges.
+
+        durable: it must be on disk when this returns, because a rename that follows relies on it.
+        """
+        with self._guard():
+            self._db.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                self._write(records, totals, acked)
+                self._db.execute("COMMIT")
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+
+    def _write(
+        self,
+        records: list[tuple[int, int, RecordRow, int]],
+        totals: Iterable[SeriesRow],
+        acked: dict[bytes, list[tuple[int, int]]],
+    ) -> None:
+        self._db.executemany(_INSERT_RECORD, (_record_values(*record) for record in records))
+        self._db.executemany(
+            "INSERT OR REPLACE INTO exponents VALUES (?, ?, ?)",
+            (
+                (series, number, msgspec.msgpack.encode(row.stats.exponents))
+                for series, number, row, _ in records
+                if row.stats is not None
+            ),
+        )
+        self._db.executemany(
+            "UPDATE series SET records=?, sealed=?, sealing=?, max_shape=?, raw_bytes=?, stored_bytes=? WHERE id=?",
+            (
+                (t.records, t.sealed, t.sealing, json.dumps(t.max_shape), t.raw_bytes, t.stored_bytes, t.id)
+                for t in totals
+            ),
+        )
+        self._db.executemany(
+            "INSERT OR REPLACE INTO acked VALUES (?, ?)",
+            ((client, msgspec.msgpack.encode(ranges)) for client, ranges in acked.items()),
+        )
+
+    def forget_from(self, row: SeriesRow, first: int) -> None:
+        """Delete the rows of records `first` and later, and bring the series' totals in `row` in line."""
+        with self._guard():
+            for table in ("records", "exponents"):
+                self._db.execute(f"DELETE FROM {table} WHERE series=? AND record>=?", (row.id, first))  # noqa: S608
+            raw, stored = self._db.execute(
+                "SELECT TOTAL(nbytes), TOTAL(stored_nbytes) FROM records WHERE series=?", (row.id,)
+            ).fetchone()
+        row.records, row.raw_bytes, row.stored_bytes = first, int(raw), int(stored)
 
     def rows(self, series: int, first: int, last: int) -> Iterator[tuple[int, RecordRow]]:
         """Records first ≤ number < last of a series, without histograms."""
@@ -197,13 +252,10 @@ class Catalog:
 
     def save_session(self, row: SessionRow) -> None:
         """Insert or replace the counters of a session."""
-        self._db.execute(
-            "INSERT OR REPLACE INTO sessions VALUES (?, ?)", (row.client, msgspec.msgpack.encode(row))
-        )
-
-    def sessions(self) -> list[SessionRow]:
-        """All sessions."""
-        return list(_sessions(self._db))
+        with self._guard():
+            self._db.execute(
+                "INSERT OR REPLACE INTO sessions VALUES (?, ?)", (row.client, msgspec.msgpack.encode(row))
+            )
 
 
 def connect_read_only(path: Path) -> sqlite3.Connection:

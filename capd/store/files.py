@@ -10,7 +10,7 @@ from pathlib import Path
 from capd.errors import StoreError
 
 __all__ = [
-    "copy_range", "make_directory", "pwrite_all", "replace_file", "replace_files", "start_writeback", "sync_paths",
+    "copy_range", "make_directory", "new_file", "pwrite_all", "replace_files", "start_writeback", "sync_paths",
     "write_file",
 ]  # fmt: skip
 
@@ -34,19 +34,34 @@ def make_directory(path: Path) -> list[Path]:
     return touched
 
 
-def replace_file(path: Path, payload: bytes) -> None:
-    """Replace `path` in one step (temporary file, sync, rename); readers see the old or the new bytes."""
-    replace_files({path: payload}, path.parent)
+def replace_files(payloads: dict[Path, bytes], spool: Path) -> None:
+    """Replace many files, each in one step; all are written in `spool` and synced before the first rename."""
+    temporaries = {path: spool / f"document-{number}.tmp" for number, path in enumerate(payloads)}
+    try:
+        for path, payload in payloads.items():
+            write_file(temporaries[path], payload)
+        sync_paths(temporaries.values(), spool)
+        for path, temporary in temporaries.items():
+            os.replace(temporary, path)
+    finally:
+        for temporary in temporaries.values():
+            temporary.unlink(missing_ok=True)
 
 
-def replace_files(payloads: dict[Path, bytes], root: Path) -> None:
-    """Replace many files below `root`, each in one step; all temporary files are synced before the first rename."""
-    temporaries = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in payloads}
-    for path, payload in payloads.items():
-        write_file(temporaries[path], payload)
-    sync_paths(temporaries.values(), root)
-    for path, temporary in temporaries.items():
-        os.replace(temporary, path)
+def new_file(path: Path, parts: Sequence[bytes], *, sync: bool) -> int:
+    """Create a file, mode 0600, with these first bytes; returns its size. Nothing is left if it fails."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        end = pwrite_all(fd, parts, 0)
+        if sync:
+            os.fsync(fd)
+            sync_paths([path.parent], path.parent)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
+    return end
 
 
 def write_file(path: Path, payload: bytes) -> None:

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Optional, Union
 
 import msgspec
 
-from capd.errors import NotAStore
+from capd.errors import NotAStore, StoreError
 from capd.store.codecs import crc32c
 from capd.store.geometry import Geometry
 from capd_client.key import Key, Moment
@@ -138,7 +138,11 @@ class FileHeader(msgspec.Struct, array_like=True):
 def frame(
     kind: Kind, payload: bytes, *, ordinal: int = 0, session: int = 0, sequence: int = 0, raw_nbytes: int = 0
 ) -> bytes:
-    """The 48 header bytes for `payload` (written right behind them)."""
+    """The 48 header bytes for `payload` (written right behind them). Raises StoreError for one that is too large."""
+    if len(payload) > MAX_PAYLOAD_NBYTES:
+        raise StoreError(
+            f"a {kind.name} frame of {len(payload)} bytes exceeds the limit of {MAX_PAYLOAD_NBYTES}"
+        )
     crc = _CRC.unpack(payload[-4:])[0] if kind is Kind.CHUNK else crc32c(payload)
     head = _HEADER.pack(
         _MAGIC, FORMAT_VERSION, kind, 0, len(payload), ordinal, session, sequence, raw_nbytes, crc, 0

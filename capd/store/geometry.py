@@ -115,6 +115,4 @@ def plan_geometry(shape: tuple[int, ...], itemsize: int, shard_nbytes: int) -> G
 
 def grown(extents: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     """Extents for a variant that holds `shape`: axes that overflow go to the next power of two."""
-    if len(extents) != len(shape):
-        return shape
     return tuple(e if n <= e else 1 << (n - 1).bit_length() for e, n in zip(extents, shape, strict=True))

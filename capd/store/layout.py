@@ -12,10 +12,11 @@ zarr-python writes the array metadata (once per geometry; later arrays differ on
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -86,27 +87,38 @@ class Layout:
         self.dirty: set[Path] = set()  # directories with entries that were not synced yet
         if run.exists() and not run.is_dir():
             raise NotAStore(f"{run} is a file, not a run directory")
-        self._mkdir(run)
-        if not _publish_once(
-            run / "zarr.json", _group({"capd": {"format": FORMAT_VERSION, "run_id": run_id}})
-        ):
-            run_attributes(run)
+        if run.exists() and any(entry.name != ".capd" for entry in run.iterdir()):
+            run_attributes(run)  # nothing is written into a directory that is somebody else's
         self._mkdir(self.spool)
+        self._publish_once(run / "zarr.json", _group({"capd": {"format": FORMAT_VERSION, "run_id": run_id}}))
+        run_attributes(run)
         self._groups = {run}
 
     def _mkdir(self, path: Path) -> None:
         self.dirty.update(make_directory(path))
+
+    def _publish_once(self, path: Path, payload: bytes) -> None:
+        """Create `path` with `payload` unless it exists; complete or absent at every moment."""
+        if path.exists():
+            return
+        temporary = self.spool / "group.tmp"
+        write_file(temporary, payload)
+        sync_paths([temporary], self.spool)
+        with contextlib.suppress(FileExistsError):  # another node was faster; its document says the same
+            os.link(temporary, path)
+        temporary.unlink()
 
     def sync(self) -> None:
         """Make all new directory entries durable."""
         sync_paths(self.dirty, self.run)
         self.dirty.clear()
 
-    def claim(self, header: SeriesHeader) -> SeriesHeader:
+    def claim(self, header: SeriesHeader, owned: Container[str]) -> SeriesHeader:
         """Create the groups and the empty array of a new series; returns the header with the path it got.
 
         `header.path` is the wish. A name held by a variant of the same key leads to the next "~v" number, a
-        name held by another key to "~k<hash>".
+        name held by another key to "~k<hash>". `owned`: paths of the series that this node knows; a claim that it
+        does not know, left by a kill before its first record, is taken again.
         """
         base = header.path
         self._ensure_groups((self.run / base).parent)
@@ -119,11 +131,19 @@ class Layout:
             candidate = msgspec.structs.replace(header, path=path)
             if self._build(candidate):
                 return candidate
-            holder = read_group(self.run / path)
-            held = (holder or {}).get("attributes", {}).get("capd", {}).get("key")
-            if held != msgspec.to_builtins(header.key) and "~k" not in base:
-                return self.claim(msgspec.structs.replace(header, path=names.collided(base, header.key)))
+            holder = (read_group(self.run / path) or {}).get("attributes", {}).get("capd", {})
+            if holder.get("key") != msgspec.to_builtins(header.key):
+                if "~k" not in base:
+                    collided = msgspec.structs.replace(header, path=names.collided(base, header.key))
+                    return self.claim(collided, owned)
+            elif path not in owned and self._is_abandoned(path, holder):
+                shutil.rmtree(self.run / path)
+                if self._build(candidate):
+                    return candidate
         raise AssertionError("unreachable")
+
+    def _is_abandoned(self, path: str, holder: dict[str, Any]) -> bool:
+        return holder.get("node") == self.node and not (self.run / path / "data" / "c").exists()
 
     def _ensure_groups(self, directory: Path) -> None:
         missing = []
@@ -132,7 +152,7 @@ class Layout:
             directory = directory.parent
         for group in reversed(missing):
             self._mkdir(group)
-            _publish_once(group / "zarr.json", _group({}))
+            self._publish_once(group / "zarr.json", _group({}))
             self.dirty.add(group)
             self._groups.add(group)
 
@@ -175,7 +195,7 @@ class Layout:
         )
 
     def _replace(self, documents: dict[Path, bytes]) -> None:
-        replace_files(documents, self.run)
+        replace_files(documents, self.spool)
         self.dirty.update(path.parent for path in documents)
         self.sync()
 
@@ -198,22 +218,6 @@ class Layout:
 
 def _group(attributes: dict[str, Any]) -> bytes:
     return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": attributes}).encode()
-
-
-def _publish_once(path: Path, payload: bytes) -> bool:
-    """Create `path` with `payload` unless it exists; complete or absent at every moment."""
-    if path.exists():
-        return False
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    write_file(temporary, payload)
-    sync_paths([temporary], path.parent)
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    finally:
-        temporary.unlink()
-    return True
 
 
 @cache

@@ -8,7 +8,7 @@ their clients' sequences have no gap, so that every look shows a prefix of what 
 
 from __future__ import annotations
 
-import os
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,8 +79,11 @@ class NodeView:
             self._extend(path, spooled)
 
     def _spool_sizes(self) -> dict[str, int]:
-        with os.scandir(self.directory / "spool") as entries:
-            return {entry.name: entry.stat().st_size for entry in entries}
+        sizes: dict[str, int] = {}
+        for path in (self.directory / "spool").glob("*"):
+            with contextlib.suppress(FileNotFoundError):  # sealed meanwhile
+                sizes[path.name] = path.stat().st_size
+        return sizes
 
     def _cut_to_prefix(self, acked: dict[bytes, list[tuple[int, int]]]) -> None:
         found: dict[bytes, set[int]] = {}
@@ -108,25 +111,23 @@ class NodeView:
                 row.max_shape = tuple(max(pair) for pair in zip(shape, record.shape, strict=True))
 
     def read_spool(self) -> dict[str, SpooledSeries]:
-        """The spool as it is now; files that vanish while it is read were sealed or emptied."""
+        """The spool as it is now; files that vanish while it is read were sealed or emptied.
+
+        Logs before shards: a record on its way from one to the other is seen in at least one of them.
+        """
         spool = self.directory / "spool"
         found: dict[str, SpooledSeries] = {}
-        for path in sorted(spool.glob("*.partial")):
-            try:
-                scanned = scan_shard(path)
-            except FileNotFoundError:
-                continue
-            if scanned is not None:
-                series = found.setdefault(scanned.header.path, SpooledSeries(scanned.header))
-                series.shards[scanned.shard] = (path, scanned)
         for path in sorted(spool.glob(LOG_GLOB)):
-            try:
-                records = scan_log(path)
-            except FileNotFoundError:
-                continue
-            for logged in records:
-                series = found.setdefault(logged.header.path, SpooledSeries(logged.header))
-                series.logged[logged.record] = (logged.place, logged.row)
+            with contextlib.suppress(FileNotFoundError):
+                for logged in scan_log(path) or ():
+                    series = found.setdefault(logged.header.path, SpooledSeries(logged.header))
+                    series.logged[logged.record] = (logged.place, logged.row)
+        for path in sorted(spool.glob("*.partial")):
+            with contextlib.suppress(FileNotFoundError):
+                scanned = scan_shard(path)
+                if scanned is not None:
+                    series = found.setdefault(scanned.header.path, SpooledSeries(scanned.header))
+                    series.shards[scanned.shard] = (path, scanned)
         return found
 
     def records(self, path: str) -> dict[int, RecordRow]:

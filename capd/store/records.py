@@ -110,17 +110,14 @@ class RecordReader:
             place = index.get(geometry.slot(number, ordinal))
             if place is None:
                 raise DamagedRecord(f"chunk {ordinal} is missing from the shard's index")
-            chunk = self._decoded(fd, place)[inside]
+            chunk = self._decoded(fd, number // geometry.shard_records, place)[inside]
             lengths = tuple(slice(0, part.stop - part.start) for part in slices)
             record[slices] = chunk[lengths]
         return record
 
-    def _decoded(self, fd: int, place: tuple[int, int]) -> NDArray[np.generic]:
+    def _decoded(self, fd: int, shard: int, place: tuple[int, int]) -> NDArray[np.generic]:
         geometry = self._header.geometry
-        identity = (
-            *_identity(os.fstat(fd))[:2],
-            place,
-        )  # a chunk's bytes never change once they are committed
+        identity = (_identity(os.fstat(fd)), shard, place)
         held = self._chunk[1]
         if held is None or self._chunk[0] != identity:
             payload = os.pread(fd, place[1], place[0])

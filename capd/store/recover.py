@@ -50,10 +50,11 @@ class Recovered:
 
 
 class _Node:
-    def __init__(self, layout: Layout, files: DescriptorCache) -> None:
-        self.layout, self.files = layout, files
-        directory = node_directory(layout.run, layout.node)
-        self.catalog, fresh = _open_catalog(directory / CATALOG_NAME)
+    def __init__(self, layout: Layout, files: DescriptorCache, catalog: Catalog) -> None:
+        self.layout, self.files, self.catalog = layout, files, catalog
+        fresh = not self.catalog.is_complete
+        if fresh:
+            self.catalog.clear()  # a rebuild that was interrupted begins again
         self.series = {row.header.path: Series(row, in_shards=row.sealed) for row in self.catalog.series()}
         self.known = {path: series.row.records for path, series in self.series.items()}
         self.acked = {client: RangeSet(ranges) for client, ranges in self.catalog.acked().items()}
@@ -84,8 +85,7 @@ class _Node:
 
     def _add_shard(self, scanned: ScannedShard) -> Series:
         series = self._series_of(scanned.header)
-        stored = dict(scanned.index.values())  # by offset: chunks stored once count once
-        share = sum(stored.values()) // max(1, len(scanned.rows))
+        share = scanned.end // max(1, len(scanned.rows))
         for number, row in sorted(scanned.rows.items()):
             self._add(series, number, row, share)
         return series
@@ -96,7 +96,8 @@ class _Node:
             group = read_group(path.parent.parent) or {}
             if group.get("attributes", {}).get("capd", {}).get("node") != self.layout.node:
                 continue
-            for shard in sorted(p for p in path.rglob("*") if p.is_file()):
+            files = (p for p in path.rglob("*") if p.is_file())
+            for shard in sorted(files, key=lambda p: int(p.relative_to(path).parts[0])):
                 if (scanned := scan_shard(shard)) is not None and scanned.rows:
                     series = self._add_shard(scanned)
                     series.in_shards = max(series.in_shards, max(scanned.rows) + 1)
@@ -118,23 +119,47 @@ class _Node:
             os.truncate(path, scanned.end)
             self._add_shard(scanned)
             series.in_shards = newest + 1
-            series.shard = ShardWriter(path, self.files, scanned.end, scanned.index)
+            series.shard = ShardWriter(
+                path,
+                self.files,
+                scanned.shard,
+                scanned.end,
+                scanned.index,
+                has_records=True,
+                replaces=shard_path(self.layout.run, scanned.header, scanned.shard).exists(),
+            )
             series.row.sealing = False
             if series.is_full:
                 self.out.unfinished.append(series)
 
     def read_logs(self) -> None:
+        """Small records that stand in no shard. Where damage took one, the later ones close ranks."""
         for path in sorted(self.layout.spool.glob(LOG_GLOB)):
             used = False
-            for logged in scan_log(path):
+            logged_records = scan_log(path)
+            if logged_records is None:
+                _set_aside(path, "it does not begin with a sound header")
+                continue
+            for logged in logged_records:
                 series = self._series_of(logged.header)
                 if logged.record < series.in_shards:
                     continue
-                self._add(series, logged.record, logged.row, 0)
+                self._add(series, series.in_shards + len(series.waiting), logged.row, 0)
                 series.waiting.append(logged.place)
                 used = True
             if not used:
                 path.unlink()
+
+    def reconcile(self) -> None:
+        """Forget catalog rows of records that no file holds any more; what is lost is said, not pretended."""
+        for series in self.series.values():
+            held = series.in_shards + len(series.waiting)
+            if series.row.records > held:
+                lost = series.row.records - held
+                logger.warning(
+                    "%s: %d records of the catalog are in no file any more", series.header.path, lost
+                )
+                self.catalog.forget_from(series.row, held)
 
     def finish_seals(self) -> None:
         """Renamed shards whose shape was not published: publish them now."""
@@ -158,34 +183,44 @@ def _records_on_disk(run: Path, series: Series) -> int:
 
 def open_node(layout: Layout, files: DescriptorCache) -> Recovered:
     """Bring one node's part of the run to a consistent state; raises StoreError if the disk does not allow it."""
+    catalog = node_directory(layout.run, layout.node) / CATALOG_NAME
     try:
-        node = _Node(layout, files)
-        _clear_leftovers(layout.spool)
-        node.read_partials()
-        node.catalog.write(node.out.rows, (), {})
-        node.out.rows.clear()
-        node.finish_seals()
-        node.read_logs()
+        try:
+            return _open(layout, files)
+        except sqlite3.DatabaseError as error:  # damaged; what merely passes is a StoreError already
+            logger.warning("%s is damaged (%s): rebuilding it from the shard files", catalog, error)
+            _set_aside(catalog, str(error))
+            for suffix in ("-wal", "-shm"):
+                catalog.with_name(catalog.name + suffix).unlink(missing_ok=True)
+            return _open(layout, files)
     except (OSError, sqlite3.DatabaseError) as error:
         raise StoreError(
             f"cannot recover {layout.run}: {error}; check the disk, then start `capd serve` again"
         ) from error
-    node.out.series = list(node.series.values())
-    node.out.acked = {client: ranges.ranges() for client, ranges in node.acked.items()}
-    return node.out
 
 
-def _open_catalog(path: Path) -> tuple[Catalog, bool]:
-    """The catalog, and whether it starts empty (it was missing, or damaged and set aside)."""
-    fresh = not path.exists()
+def _open(layout: Layout, files: DescriptorCache) -> Recovered:
+    catalog = Catalog(node_directory(layout.run, layout.node) / CATALOG_NAME)
     try:
-        return Catalog(path), fresh
-    except sqlite3.DatabaseError as error:
-        logger.warning("%s is damaged (%s): rebuilding it from the shard files", path, error)
-        _set_aside(path, str(error))
-        for suffix in ("-wal", "-shm"):
-            path.with_name(path.name + suffix).unlink(missing_ok=True)
-        return Catalog(path), True
+        node = _Node(layout, files, catalog)
+        _clear_leftovers(layout.spool)
+        node.read_partials()
+        catalog.write(node.out.rows, (), {})
+        node.out.rows.clear()
+        node.finish_seals()
+        node.read_logs()
+        node.reconcile()
+        acked = {client: ranges.ranges() for client, ranges in node.acked.items()}
+        rows = [series.row for series in node.series.values()]
+        catalog.write(node.out.rows, rows, acked, durable=True)
+        node.out.rows.clear()
+        catalog.mark_complete()
+    except BaseException:
+        catalog.abandon()
+        raise
+    node.out.series = list(node.series.values())
+    node.out.acked = acked
+    return node.out
 
 
 def _set_aside(path: Path, reason: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from capd.errors import StoreError
 from capd.store import names
 from capd.store.catalog import SeriesRow, SessionRow
 from capd.store.encode import ChunkResult, as_array, encode_batch, summarise_records
@@ -58,6 +59,7 @@ class RunStore:
         self._new_rows: list[tuple[int, int, RecordRow, int]] = list(found.rows)
         self._changed: set[str] = set()
         self._changed_clients: set[bytes] = set(found.changed_clients)
+        self._stuck: set[str] = set()  # series whose small records could not be moved; said once
         self._ripe: set[str] = set()  # series with a full chunk in the log, or a full shard
         self._adopt(found)
 
@@ -111,8 +113,6 @@ class RunStore:
         series = self._series_of(plan)
         number = series.row.records
         series.waiting.append(self._log.append(series.header, data, number, row))
-        if self.options.durability == "durable":
-            self._log.sync()
         series.count(row)
         self._note(series, number, row, 0)
         if series.row.records % series.geometry.batch == 0:
@@ -120,7 +120,7 @@ class RunStore:
 
     def _series_of(self, plan: Plan) -> Series:
         if plan.series is None:
-            header = self._layout.claim(plan.header)
+            header = self._layout.claim(plan.header, self._series)
             identity = self._catalog.add_series(header)
             plan.header = header
             plan.series = Series(SeriesRow(identity, header, 0, 0, False, (), 0, 0))
@@ -140,8 +140,6 @@ class RunStore:
         shard = self._shard_for(series, first)
         session = int.from_bytes(rows[0].client[:8], "little")
         written = shard.commit(chunks, Commit(first, rows), session=session, sequence=rows[0].sequence)
-        if self.options.durability == "durable":
-            shard.sync()
         series.in_shards = first + len(rows)
         series.row.stored_bytes += written
         if series.is_full:
@@ -149,7 +147,7 @@ class RunStore:
         return written
 
     def _shard_for(self, series: Series, record: int) -> ShardWriter:
-        if series.is_full:
+        if series.is_full or series.row.sealing:  # sealing: an attempt that failed half-way comes first
             self._seal([series])
         if series.shard is not None:
             return series.shard
@@ -161,7 +159,7 @@ class RunStore:
             series.shard = ShardWriter.create(path, self._files, file_header)
         else:
             sealed = shard_path(self.path, header, number)
-            series.shard = ShardWriter.reopen(path, self._files, sealed, header.geometry.shard_slots)
+            series.shard = ShardWriter.reopen(path, self._files, number, sealed, header.geometry.shard_slots)
         return series.shard
 
     # -- small records into shards ------------------------------------------------------------------------
@@ -169,17 +167,21 @@ class RunStore:
     def _settle(self, series: Series) -> None:
         """Move the waiting small records of a series into its shard, chunk by chunk.
 
-        They are acknowledged already: if the disk refuses, they stay in the log and the next call tries again.
+        They are acknowledged already: if the disk refuses, or one of them is damaged, they stay in the log,
+        readable from there, and the next call tries again.
         """
         batch = series.geometry.batch
         try:
             while series.waiting:
                 first = series.in_shards
                 self._settle_batch(series, first, series.waiting[: batch - first % batch])
-        except OSError as error:
-            logger.warning(
-                "%s: %d small records stay in the log: %s", series.header.path, len(series.waiting), error
-            )
+        except (OSError, StoreError) as error:
+            if series.header.path not in self._stuck:
+                self._stuck.add(series.header.path)
+                waiting = len(series.waiting)
+                logger.warning("%s: %d small records stay in the log: %s", series.header.path, waiting, error)
+        else:
+            self._stuck.discard(series.header.path)
 
     def _settle_batch(self, series: Series, first: int, places: Sequence[tuple[int, int]]) -> None:
         geometry, chain = series.geometry, series.chain
@@ -204,36 +206,38 @@ class RunStore:
         for number, row in enumerate(rows, first):
             self._new_rows.append((series.row.id, number, row, written // len(rows)))
         self._changed.add(series.header.path)
+        del series.waiting[: len(places)]
         for log, _ in places:
             self._log.release(log)
-        del series.waiting[: len(places)]
 
     def maintain(self) -> None:
         """Work that commits leave behind: full chunks of small records into shards, full shards sealed.
 
-        Apart from the commits, so that its failures never fail a record. Raises OSError; the rest stays for
-        the next call.
+        Apart from the commits, so that its failures never fail a record. Raises OSError or StoreError; a full
+        shard that could not be sealed is sealed before the next record of its series.
         """
         while self._ripe:
-            series = self._series[next(iter(self._ripe))]
+            series = self._series[self._ripe.pop()]
             if len(series.waiting) >= series.geometry.batch - series.in_shards % series.geometry.batch:
                 self._settle(series)
             if series.is_full:
                 self._seal([series])
-            self._ripe.discard(series.header.path)
         if (oldest := self._log.oldest) is not None:
-            self._seal([s for s in self._series.values() if s.waiting and s.waiting[0].log == oldest])
+            for series in self._series.values():
+                if series.waiting and series.waiting[0].log == oldest:
+                    self._settle(series)
 
     # -- catalog and counters -----------------------------------------------------------------------------
 
-    def flush_catalog(self) -> None:
-        """Write the rows that gathered since the last call, in one transaction."""
+    def flush_catalog(self, *, durable: bool = False) -> None:
+        """Write the rows that gathered since the last call, in one transaction. Raises StoreError."""
         if not (self._new_rows or self._changed or self._changed_clients):
             return
         self._catalog.write(
             self._new_rows,
             [self._series[path].row for path in self._changed],
             {client: self._acked[client].ranges() for client in self._changed_clients},
+            durable=durable,
         )
         self._new_rows = []
         self._changed.clear()
@@ -243,10 +247,6 @@ class RunStore:
         """Persist a rank's counters."""
         self.flush_catalog()
         self._catalog.save_session(row)
-
-    def sessions(self) -> list[SessionRow]:
-        """All sessions this node has seen in the run."""
-        return self._catalog.sessions()
 
     def committed(self, client: bytes) -> list[tuple[int, int]]:
         """Committed sequence ranges of a client uuid."""
@@ -260,21 +260,35 @@ class RunStore:
     # -- sealing ------------------------------------------------------------------------------------------
 
     def seal(self) -> None:
-        """Seal everything: all committed records become visible to plain Zarr readers."""
+        """Seal everything: all committed records become visible to plain Zarr readers.
+
+        Raises OSError, or StoreError naming a series whose small records could not be moved; the others are
+        sealed then.
+        """
         self._seal([series for series in self._series.values() if series.shard is not None or series.waiting])
         self._log.rotate()
+        stuck = [series for series in self._series.values() if series.waiting]
+        if stuck:
+            waiting = sum(len(series.waiting) for series in stuck)
+            raise StoreError(
+                f"{waiting} small records of {len(stuck)} series stay unsealed: {stuck[0].header.path}, …"
+            )
 
     def _seal(self, group: Sequence[Series]) -> None:
         for series in group:
             if series.waiting and not series.is_full:
                 self._settle(series)
+        for series in group:
+            if series.shard is not None and not series.shard.has_records:
+                series.shard.discard()
+                series.shard = None
         group = [series for series in group if series.shard is not None]
         if not group:
             return
         for series in group:
             series.row.sealing = True
             self._changed.add(series.header.path)
-        self.flush_catalog()
+        self.flush_catalog(durable=True)
         finish_files(self._layout, group)
         publish(self._layout, self._catalog, group)
         for series in group:

@@ -70,15 +70,19 @@ def scan_shard(path: Path) -> ScannedShard | None:
         os.close(fd)
 
 
-def scan_log(path: Path) -> list[LoggedRecord]:
-    """All whole records of a small log, in order."""
+def scan_log(path: Path) -> list[LoggedRecord] | None:
+    """All whole records of a small log, in order; None if the file does not begin with a sound HEADER."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         number = log_number(path)
         headers: dict[int, SeriesHeader] = {}
         found: list[LoggedRecord] = []
         record: Frame | None = None
-        for frame in walk(fd, 0, os.fstat(fd).st_size):
+        frames = walk(fd, 0, os.fstat(fd).st_size)
+        head = next(frames, None)
+        if head is None or head.kind is not Kind.HEADER or decode_payload(fd, head) is None:
+            return None
+        for frame in frames:
             if frame.kind is Kind.SERIES:
                 header = decode_payload(fd, frame)
                 if header is None:

@@ -23,12 +23,11 @@ def finish_files(layout: Layout, group: Sequence[Series]) -> None:
     """Give the open shard of every series in `group` its index and its final name, durably. Raises OSError."""
     moves: list[tuple[ShardWriter, Path]] = []
     for series in group:
-        assert series.shard is not None  # noqa: S101 - the caller chose series with an open shard
-        if not series.shard.path.exists():
+        shard = series.shard
+        if shard is None or not shard.path.exists():
             continue  # renamed by an attempt that failed later
-        series.shard.write_index(series.geometry.shard_slots)
-        number = (series.in_shards - 1) // series.geometry.shard_records
-        moves.append((series.shard, shard_path(layout.run, series.header, number)))
+        shard.write_index(series.geometry.shard_slots)
+        moves.append((shard, shard_path(layout.run, series.header, shard.number)))
     sync_paths((shard.path for shard, _ in moves), layout.run)
     for shard, target in moves:
         layout.dirty.update(make_directory(target.parent))

@@ -43,16 +43,15 @@ class Series:
     @property
     def is_full(self) -> bool:
         """Whether the open shard holds all the records it can."""
-        return self.shard is not None and self.in_shards % self.geometry.shard_records == 0
+        shard = self.shard
+        return shard is not None and self.in_shards == (shard.number + 1) * self.geometry.shard_records
 
-    def count(self, record: RecordRow) -> int:
-        """Count a record that was committed just now; returns its number."""
-        number = self.row.records
+    def count(self, record: RecordRow) -> None:
+        """Count a record that was committed just now."""
         self.row.records += 1
         self.row.raw_bytes += record.nbytes
         old = self.row.max_shape or record.shape
         self.row.max_shape = tuple(max(pair) for pair in zip(old, record.shape, strict=True))
-        return number
 
 
 @dataclass(slots=True)

@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from capd.errors import DamagedRecord
+from capd.errors import DamagedRecord, StoreError
 from capd.store.codecs import crc32c
-from capd.store.files import copy_range, pwrite_all, start_writeback
+from capd.store.files import copy_range, new_file, pwrite_all, start_writeback
 from capd.store.frames import FRAME_NBYTES, Commit, FileHeader, Kind, frame
 
 __all__ = ["DescriptorCache", "EncodedChunk", "ShardWriter", "read_index"]
@@ -46,7 +46,7 @@ class DescriptorCache:
     """
 
     def __init__(self, limit: int, *, sync: bool) -> None:
-        self._limit, self._sync = max(1, limit), sync
+        self._limit, self.sync = max(1, limit), sync
         self._open: OrderedDict[Path, int] = OrderedDict()
 
     def get(self, path: Path) -> int:
@@ -73,7 +73,7 @@ class DescriptorCache:
 
     def _close(self, fd: int) -> None:
         try:
-            if self._sync:
+            if self.sync:
                 os.fdatasync(fd)
         finally:
             os.close(fd)
@@ -106,26 +106,37 @@ class ShardWriter:
     """Appends records to one `.partial` file; `seal` turns it into a shard that Zarr readers understand."""
 
     def __init__(
-        self, path: Path, files: DescriptorCache, end: int, index: dict[int, tuple[int, int]]
+        self,
+        path: Path,
+        files: DescriptorCache,
+        number: int,
+        end: int,
+        index: dict[int, tuple[int, int]],
+        *,
+        has_records: bool,
+        replaces: bool = False,
     ) -> None:
+        """number: of the shard. end: offset to append at. replaces: a sealed file of this shard stands already."""
         self.path = path
+        self.number = number
         self.end = end
         self.index = index
+        self.has_records = has_records
+        self.replaces = replaces
         self._files = files
         self._written_back = end
-        self._previous: dict[
-            int, tuple[int, int, int]
-        ] = {}  # ordinal → (bytes, crc, offset) of the last record
+        # ordinal → (bytes, crc, offset) of the last record's chunks
+        self._previous: dict[int, tuple[int, int, int]] = {}
 
     @classmethod
     def create(cls, path: Path, files: DescriptorCache, header: FileHeader) -> ShardWriter:
         """Start an empty shard file with its HEADER frame."""
         payload = _encode(header)
-        _new_file(path, [frame(Kind.HEADER, payload), payload])
-        return cls(path, files, FRAME_NBYTES + len(payload), {})
+        new_file(path, [frame(Kind.HEADER, payload), payload], sync=files.sync)
+        return cls(path, files, header.shard, FRAME_NBYTES + len(payload), {}, has_records=False)
 
     @classmethod
-    def reopen(cls, path: Path, files: DescriptorCache, sealed: Path, slots: int) -> ShardWriter:
+    def reopen(cls, path: Path, files: DescriptorCache, number: int, sealed: Path, slots: int) -> ShardWriter:
         """Continue a sealed, partly filled shard: everything but its index is copied to `path`."""
         source = os.open(sealed, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -140,7 +151,7 @@ class ShardWriter:
             os.rename(temporary, path)  # a half-copied file never bears a name that recovery trusts
         finally:
             os.close(source)
-        return cls(path, files, end, index)
+        return cls(path, files, number, end, index, has_records=True, replaces=True)
 
     def commit(self, chunks: Iterable[EncodedChunk], commit: Commit, *, session: int, sequence: int) -> int:
         """Append the chunks and their COMMIT as one contiguous run; fills `commit.chunks`. Returns bytes written.
@@ -166,11 +177,14 @@ class ShardWriter:
             payload = _encode(commit)
             run.add(frame(Kind.COMMIT, payload, **marks), payload)
             end = run.finish()
+            if self._files.sync:
+                os.fdatasync(fd)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.ftruncate(fd, self.end)
             raise
         written, self.end, self._previous = end - self.end, end, placed
+        self.has_records = True
         self.index.update((slot, (at, nbytes)) for slot, at, nbytes in commit.chunks)
         self._start_writeback(fd)
         return written
@@ -201,26 +215,21 @@ class ShardWriter:
         end = pwrite_all(fd, [body, struct.pack("<I", crc32c(body))], self.end)
         os.ftruncate(fd, end)
 
-    def sync(self) -> None:
-        """Make what is written durable."""
-        os.fdatasync(self._files.get(self.path))
-
     def rename(self, target: Path) -> None:
-        """Give the indexed file its final name."""
+        """Give the indexed file its final name. Raises StoreError rather than replace a shard it did not continue."""
+        if target.exists() and not self.replaces:
+            raise StoreError(f"{target} stands already and is not what {self.path} continues; both are kept")
         self._files.forget(self.path)
         os.rename(self.path, target)
+
+    def discard(self) -> None:
+        """Give up a file without records."""
+        self._files.forget(self.path)
+        self.path.unlink(missing_ok=True)
 
 
 def _tail(payload: bytes) -> int:
     return int(struct.unpack("<I", payload[-4:])[0])
-
-
-def _new_file(path: Path, parts: list[bytes]) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        pwrite_all(fd, parts, 0)
-    finally:
-        os.close(fd)
 
 
 def read_index(fd: int, slots: int) -> dict[int, tuple[int, int]]:

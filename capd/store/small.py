@@ -7,6 +7,7 @@ shard file's COMMIT; recovery reads whatever is left.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from capd.errors import DamagedRecord
-from capd.store.files import pwrite_all
+from capd.store.files import new_file, pwrite_all
 from capd.store.frames import (
     Commit,
     FileHeader,
@@ -32,6 +33,8 @@ from capd.store.shards import DescriptorCache
 __all__ = ["LOG_GLOB", "SmallLog", "SmallRecord", "log_number", "log_path", "read_small"]
 
 LOG_GLOB = "small-*.log"
+logger = logging.getLogger(__name__)
+
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -95,11 +98,14 @@ class SmallLog:
             commit,
         ]
         try:
-            self._end = pwrite_all(fd, parts, self._end)
+            end = pwrite_all(fd, parts, self._end)
+            if self._files.sync:
+                os.fdatasync(fd)
         except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(fd, self._end)
             raise
+        self._end = end
         self._references[series.path] = reference
         self.adopt(self._number)
         return SmallRecord(self._number, offset)
@@ -114,11 +120,6 @@ class SmallLog:
         if self._waiting[number] == 0 and (number != self._number or self._fd is None):
             self._delete(number)
 
-    def sync(self) -> None:
-        """Make what is appended durable."""
-        if self._fd is not None:
-            os.fdatasync(self._fd)
-
     def rotate(self) -> None:
         """Finish the current file; it is deleted as soon as nothing waits in it."""
         if self._fd is None:
@@ -131,18 +132,20 @@ class SmallLog:
     def _delete(self, number: int) -> None:
         self._waiting.pop(number, None)
         self._files.forget(self.path(number))
-        self.path(number).unlink(missing_ok=True)
+        try:
+            self.path(number).unlink(missing_ok=True)
+        except OSError as error:  # its records stand in shards: the next start removes it
+            logger.warning("cannot remove %s: %s", self.path(number), error)
 
     def _file(self) -> int:
         if self._fd is not None and self._end >= self._file_nbytes:
             self.rotate()
         if self._fd is None:
-            self._number += 1
-            self._references = {}
             payload = _encode(self._header)
-            path = self.path(self._number)
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            self._end = pwrite_all(self._fd, [frame(Kind.HEADER, payload), payload], 0)
+            path = self.path(self._number + 1)
+            end = new_file(path, [frame(Kind.HEADER, payload), payload], sync=self._files.sync)
+            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            self._number, self._end, self._references = self._number + 1, end, {}
         return self._fd
 
 

@@ -26,6 +26,12 @@ def captured_numbers(run: Path, rank: int) -> list[int]:
     return sorted(found)
 
 
+def listed_numbers(run: Path, rank: int) -> list[int]:
+    """Numbers of all captures of a rank that the store lists, sorted; their elements are not read."""
+    series = capd.open(run).find(rank=rank, attempt="all")
+    return sorted(record.iteration for one in series for record in one.records)
+
+
 def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 

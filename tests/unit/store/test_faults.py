@@ -1,0 +1,312 @@
+"""Single faults at chosen steps: what was acknowledged stays, what was refused is absent, writing goes on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import capd
+from capd.errors import DamagedRecord, StoreError
+from capd.server.jobs import Job
+from capd.store import shards, small
+from capd.store.catalog import CATALOG_NAME
+from capd_client.key import Moment
+from capd_client.protocol import Define, Descriptor
+from tests.unit.store.reading import assert_capd_reads, assert_zarr_readers_read
+from tests.unit.store.writing import CLIENT, Writer, key
+
+RNG = np.random.default_rng(5)
+LARGE, SMALL = key("large"), key("small")
+
+
+def large() -> np.ndarray:
+    return RNG.standard_normal((256, 256)).astype("f4")
+
+
+def little() -> np.ndarray:
+    return RNG.standard_normal((10, 8)).astype("f4")
+
+
+def failing(real: Callable[..., Any], number: int, error: int = 28) -> Callable[..., Any]:
+    """`real`, but the call with this number (from 0) fails half-way."""
+    calls = iter(range(1_000_000))
+
+    def call(fd: int, *arguments: Any, **options: Any) -> Any:
+        if next(calls) == number:
+            raise OSError(error, os.strerror(error))
+        return real(fd, *arguments, **options)
+
+    return call
+
+
+def crash_image(writer: Writer, target: Path) -> Path:
+    shutil.copytree(writer.run, target / writer.run.name)
+    return target
+
+
+def drop_refused(writer: Writer) -> None:
+    """Take what was refused out of the expectation (every put here has its own iteration = sequence)."""
+    refused = {sequence for sequence, _, _ in writer.outcomes.refusals}
+    for records in writer.held.values():
+        records[:] = [(moment, bits) for moment, bits in records if moment.iteration not in refused]
+
+
+def put(writer: Writer, identity: Any, bits: np.ndarray) -> int:
+    return writer.put(identity, "float32", bits, iteration=writer.sequence + 1)
+
+
+def test_a_failed_first_write_to_a_new_shard_leaves_the_sealed_one_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Writer(tmp_path, shard_nbytes=4 * 256 * 256 * 4)
+    for _ in range(4):
+        put(writer, LARGE, large())
+    writer.flush()
+    writer.pipeline.post("run", lambda store: store.maintain()).result(timeout=30)  # the full shard is sealed
+    monkeypatch.setattr(shards, "pwrite_all", failing(shards.pwrite_all, 0))
+    put(writer, LARGE, large())
+    writer.flush()
+    monkeypatch.undo()
+    writer.pipeline.seal("run").result(timeout=30)
+    for _ in range(3):
+        put(writer, LARGE, large())
+    writer.close()
+
+    assert len(writer.outcomes.refusals) == 1
+    drop_refused(writer)
+    assert_capd_reads(writer.run, writer.held)
+    assert_zarr_readers_read(writer.run, writer.held)
+
+
+@pytest.mark.parametrize("function", ["new_file", "pwrite_all"])
+def test_a_full_disk_in_the_small_log_costs_that_record_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    writer = Writer(tmp_path / "a", log_nbytes=2000)
+    for _ in range(5):
+        put(writer, SMALL, little())
+    writer.flush()
+    monkeypatch.setattr(small, function, failing(getattr(small, function), 0))
+    for _ in range(12):
+        put(writer, SMALL, little())
+    writer.flush()
+    monkeypatch.undo()
+    root = crash_image(writer, tmp_path / "b")
+    writer.close()
+
+    assert len(writer.outcomes.refusals) == 1
+    drop_refused(writer)
+    again = Writer(root)
+    again.close()
+    assert_capd_reads(again.run, writer.held)
+    assert_zarr_readers_read(again.run, writer.held)
+    assert_zarr_readers_read(writer.run, writer.held)
+
+
+@pytest.mark.parametrize("identity", [LARGE, SMALL])
+def test_a_failed_sync_refuses_the_record_and_leaves_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, identity: Any
+) -> None:
+    writer = Writer(tmp_path / "a", durability="durable")
+    bits = large if identity is LARGE else little
+    for _ in range(3):
+        put(writer, identity, bits())
+    writer.flush()
+    monkeypatch.setattr(os, "fdatasync", failing(os.fdatasync, 0, error=5))
+    put(writer, identity, bits())
+    writer.flush()
+    monkeypatch.undo()
+    for _ in range(3):
+        put(writer, identity, bits())
+    writer.flush()
+    root = crash_image(writer, tmp_path / "b")
+    writer.close()
+
+    assert [(s, r.value) for s, r, _ in writer.outcomes.refusals] == [(4, "store_error")]
+    drop_refused(writer)
+    again = Writer(root)
+    assert again.pipeline.committed("run", CLIENT) == [(1, 3), (5, 7)]
+    again.close()
+    for run in (writer.run, again.run):
+        assert_capd_reads(run, writer.held)
+        assert_zarr_readers_read(run, writer.held)
+
+
+def test_a_shard_file_that_could_not_be_created_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import capd.store.files as files
+
+    writer = Writer(tmp_path)
+    monkeypatch.setattr(files, "pwrite_all", failing(files.pwrite_all, 0))
+    monkeypatch.setattr(shards, "new_file", lambda *a, **k: files.new_file(*a, **k))
+    put(writer, LARGE, large())
+    writer.flush()
+    monkeypatch.undo()
+    put(writer, LARGE, large())
+    writer.close()
+
+    assert len(writer.outcomes.refusals) >= 1
+    drop_refused(writer)
+    assert_zarr_readers_read(writer.run, writer.held)
+
+
+def test_a_seal_that_failed_behind_the_rename_is_finished_by_the_next_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Writer(tmp_path)
+    put(writer, LARGE, large())
+    writer.flush()
+    monkeypatch.setattr("capd.store.run.publish", failing(lambda *_: None, 0, error=5))
+    with pytest.raises(OSError, match="Input/output error"):
+        writer.pipeline.seal("run").result(timeout=30)
+    monkeypatch.undo()
+    for _ in range(3):
+        put(writer, LARGE, large())
+    writer.close()
+
+    assert not writer.outcomes.refusals
+    assert_zarr_readers_read(writer.run, writer.held)
+
+
+def test_one_damaged_small_record_does_not_keep_the_others_from_sealing(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    others = [key("other"), LARGE]
+    damaged = put(writer, SMALL, little())
+    put(writer, SMALL, little())
+    for identity in others:
+        put(writer, identity, little() if identity is not LARGE else large())
+    writer.flush()
+    [log] = (writer.run / ".capd" / "node=n0" / "spool").glob("small-*.log")
+    content = bytearray(log.read_bytes())
+    raw = writer.held[(SMALL, "float32")][0][1].tobytes()
+    content[content.index(raw)] ^= 1
+    log.write_bytes(content)
+
+    with pytest.raises(StoreError, match="small records"):
+        writer.pipeline.seal("run").result(timeout=30)
+    assert not writer.pipeline.close(30)
+
+    store = capd.open(writer.run)
+    [series] = [s for s in store.series if s.key == SMALL]
+    assert series.records[0].iteration == damaged
+    with pytest.raises(DamagedRecord):
+        series.numpy(0)
+    assert np.array_equal(series.numpy(1), writer.held[(SMALL, "float32")][1][1])
+    assert all(s.zarr().shape[0] == 1 for s in store.series if s.key in others)
+
+
+def test_an_interrupted_rebuild_of_the_catalog_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Writer(tmp_path, shard_nbytes=2 * 256 * 256 * 4)
+    for _ in range(25):  # more than ten shards
+        put(writer, LARGE, large())
+        put(writer, SMALL, little())
+    writer.close()
+    before = capd.open(writer.run).totals()
+    node = writer.run / ".capd" / "node=n0"
+    for path in node.glob(f"{CATALOG_NAME}*"):
+        path.unlink()
+    monkeypatch.setattr("capd.store.recover._Node.read_logs", failing(lambda _: None, 0))
+    with pytest.raises(StoreError):
+        Writer(tmp_path)
+    monkeypatch.undo()
+
+    again = Writer(tmp_path, shard_nbytes=2 * 256 * 256 * 4)
+    assert again.pipeline.committed("run", CLIENT) == [(1, 50)]
+    again.sequence, again.held = writer.sequence, writer.held
+    put(again, LARGE, large())
+    again.close()
+
+    after = capd.open(writer.run).totals()
+    assert (after.records, after.raw_bytes) == (before.records + 1, before.raw_bytes + 256 * 256 * 4)
+    assert_capd_reads(writer.run, writer.held)
+    assert_zarr_readers_read(writer.run, writer.held)
+
+
+def test_a_locked_catalog_is_not_taken_for_a_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Writer(tmp_path)
+    put(writer, LARGE, large())
+    writer.close()
+    node = writer.run / ".capd" / "node=n0"
+    real = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda *a, **k: real(*a, **{**k, "timeout": 0.05}))
+    reader = real(node / CATALOG_NAME, isolation_level=None)
+    reader.execute("BEGIN")
+    reader.execute("SELECT * FROM series").fetchall()
+
+    with pytest.raises(StoreError, match="locked") as caught:
+        Writer(tmp_path)
+    reader.close()
+
+    assert caught.value.retry
+    assert not (node / "quarantine").exists()
+    Writer(tmp_path).close()
+    assert_capd_reads(writer.run, writer.held)
+
+
+def test_a_catalog_damaged_inside_is_rebuilt(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    for _ in range(300):
+        put(writer, SMALL, little())
+    writer.close()
+    catalog = writer.run / ".capd" / "node=n0" / CATALOG_NAME
+    content = bytearray(catalog.read_bytes())
+    content[4096 * 2 :] = b"\xab" * (len(content) - 4096 * 2)
+    catalog.write_bytes(content)
+
+    Writer(tmp_path).close()
+
+    assert_capd_reads(writer.run, writer.held)
+    assert (writer.run / ".capd" / "node=n0" / "quarantine" / CATALOG_NAME).exists()
+
+
+def test_records_that_the_files_lost_are_forgotten_and_numbers_stay_dense(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "a")
+    for _ in range(4):
+        put(writer, LARGE, large())
+        put(writer, SMALL, little())
+    writer.flush()
+    writer.pipeline.post("run", lambda store: store.flush_catalog()).result(timeout=30)
+    root = crash_image(writer, tmp_path / "b")
+    writer.close()
+    spool = root / "run.zarr" / ".capd" / "node=n0" / "spool"
+    [partial] = spool.glob("*.partial")
+    os.truncate(partial, partial.stat().st_size - 10)
+    [log] = spool.glob("*.log")
+    os.truncate(log, log.stat().st_size - 10)
+
+    again = Writer(root)
+    again.sequence = 8
+    again.held = {identity: records[:3] for identity, records in writer.held.items()}
+    put(again, LARGE, large())
+    put(again, SMALL, little())
+    again.close()
+
+    assert_capd_reads(again.run, again.held)
+    assert_zarr_readers_read(again.run, again.held)
+
+
+def test_a_shape_that_cannot_be_encoded_is_refused_alone(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    sequence, shape = 1000, (0, 1 << 31, 1 << 31)
+    define, descriptor = (
+        Define(id=0, key=LARGE, dtype="float32"),
+        Descriptor(sequence, 0, 0, 0, shape, Moment()),
+    )
+    writer.pipeline.submit(Job("run", CLIENT, sequence, define, descriptor, memoryview(b""), writer.outcomes))
+    put(writer, LARGE, large())
+    writer.close()
+
+    assert [(s, r.value) for s, r, _ in writer.outcomes.refusals] == [(sequence, "store_error")]
+    assert_capd_reads(writer.run, writer.held)
