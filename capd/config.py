@@ -74,7 +74,7 @@ class DaemonSettings(_Settings):
     staging_bytes: Nbytes = 256 << 20
     """Memory for captures between the arenas and the disk."""
     max_disk: Amount | None = None
-    """Bytes the store may take, or share of the file system; none: min(200 GB, half of the free space)."""
+    """Bytes this daemon may add, or share of the file system; none: min(200 GB, half of the free space)."""
     keep_free: Amount = 0.1
     """Bytes, or share of the file system, that are left free."""
     allow_uid: Annotated[tuple[Uid, ...], BeforeValidator(_parse_uids)] = ()

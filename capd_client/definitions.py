@@ -6,6 +6,7 @@ explains it before its first use on each. Whatever a peer would refuse is refuse
 
 from __future__ import annotations
 
+import json
 from typing import Any, Optional
 
 import msgspec
@@ -102,6 +103,10 @@ class Definitions:
                 "metadata, not into a name"
             )
         attributes = msgspec.msgpack.decode(packed)
+        try:
+            json.dumps(attributes, allow_nan=False)  # the store keeps them as JSON
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"attributes hold something that JSON does not: {error}") from None
         define = Define(id=len(self._all), key=key, dtype=dtype, attributes=attributes)
         try:
             decode_client(encode(define))  # exactly what the daemon will check

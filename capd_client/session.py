@@ -214,12 +214,13 @@ class Session:
         return Link(self._endpoint, self.arena.fd, self._hello(connection))
 
     def _hello(self, connection: int) -> Hello:
-        info = self.context.rank_info
+        info, welcome = self.context.rank_info, self.transport.welcome
         return Hello(
             protocol=PROTOCOL_VERSION,
             client=self.client.bytes,
             connection=connection,
-            run_id=self.config.run_id,
+            # A run that the daemon named stays this rank's run, also with the next daemon, which may know no name.
+            run_id=self.config.run_id or (welcome.run_id if welcome is not None else None),
             rank=info.rank,
             world_size=info.world_size,
             local_rank=info.local_rank,

@@ -18,6 +18,7 @@ import typer
 
 from capd.cli.output import human_count, human_nbytes, note
 from capd.cli.tool import connect
+from capd.config import load_daemon_settings
 from capd.drops import describe_drops
 from capd.errors import EndpointError
 from capd.metrics import DaemonStats, RunStats
@@ -30,7 +31,7 @@ __all__ = ["Companion", "join", "start"]
 READY_S = 60.0
 REST_S = 10.0  # after the job: until the daemon has noted that every rank is gone
 SEAL_S = 600.0
-STOP_S = 60.0  # above the daemon's own shutdown timeout
+STOP_MARGIN_S = 30.0  # what a daemon may need beyond its shutdown timeout
 _SOCKET_NAME = "capd.sock"
 
 
@@ -43,6 +44,7 @@ class Companion:
         self.store = store  # root of the store, where it is known
         self.process: subprocess.Popen[bytes] | None = None  # the private daemon
         self.directory: Path | None = None  # of the private daemon's socket
+        self.stop_s = STOP_MARGIN_S  # how long the private daemon may take to end
 
     def __enter__(self) -> Companion:
         return self
@@ -91,7 +93,7 @@ class Companion:
     def _stop(self, process: subprocess.Popen[bytes]) -> None:
         process.terminate()
         try:
-            process.wait(STOP_S)
+            process.wait(self.stop_s)
         except subprocess.TimeoutExpired:
             note(
                 f"the daemon (pid {process.pid}) does not stop; killing it, the next `capd serve` takes up the rest"
@@ -122,9 +124,11 @@ def start(store: Path, run_id: str | None, config: Path | None) -> Companion:
     """
     store = store.absolute()
     run_id = check_run_id(run_id) if run_id is not None else new_run_id(store)
+    settings = load_daemon_settings({"store": store, "run_id": run_id}, path=config)
     directory = _socket_directory()
     companion = Companion(f"unix:{directory / _SOCKET_NAME}", run_id, store)
     companion.directory = directory
+    companion.stop_s = settings.shutdown_timeout_s + STOP_MARGIN_S
     command = [sys.executable, "-m", "capd", "serve", "--quiet", "--parent", str(os.getpid())]
     command += ["--store", str(store), "--endpoint", companion.endpoint, "--run-id", run_id]
     command += ["--config", str(config)] if config else []

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from capd._version import __version__
@@ -42,7 +43,7 @@ __all__ = ["ConnectionContext", "serve_rank"]
 
 logger = logging.getLogger(__name__)
 
-DRAIN_S = 2.0  # what a dead rank, or one at shutdown, had already sent is read for so long
+DRAIN_S = 2.0  # at shutdown, what a living rank had already sent is read for so long; it keeps the rest
 BYE_SAVE_S = 20.0
 
 
@@ -92,10 +93,14 @@ class _RankConnection:
         self._name = f"rank {hello.rank}"
         try:
             peer.send(self._welcome())  # before the sender exists: nothing may come before it
+            take = partial(rank.take_replies, hello.connection)  # not through self: that would be a cycle
+            self._sender = Sender(peer, f"capd-send-{hello.rank}", take)
         except PeerGone:
             rank.disconnect(self._ordinal)
             raise
-        self._sender = Sender(peer, f"capd-send-{hello.rank}", lambda: rank.take_replies(self._ordinal))
+        except RuntimeError as error:  # no further thread is allowed
+            rank.disconnect(self._ordinal)
+            raise Refusal("peer", f"the daemon cannot start a thread: {error}", retry=True) from error
 
     def _welcome(self) -> Welcome:
         run_id = self._rank.run_id
@@ -131,18 +136,24 @@ class _RankConnection:
             logger.info("%s disconnected", self._name)
 
     def _read(self, process: int | None) -> Reject | None:
-        """Handle messages until the connection ends; returns the last word to the rank, if there is one."""
+        """Handle messages until the connection ends; returns the last word to the rank, if there is one.
+
+        A dead rank's messages are read to the end, however long that takes: nobody has them any more.
+        """
+        closing = self._context.closing
+        others = [closing] if process is None else [closing, process]
         until: float | None = None
         while True:
-            others = [self._context.closing] if process is None else [self._context.closing, process]
             ready = self._peer.wait(*others)
-            if until is None and ready.intersection(others):
+            if until is None and closing in ready:
                 until = time.monotonic() + DRAIN_S
-            if self._peer.fileno() not in ready or (until is not None and time.monotonic() > until):
+            last = self._context.drained_by() if process in ready else until
+            over = closing in ready and last is not None and time.monotonic() > last
+            if self._peer.fileno() not in ready or over:
                 break
             if not self._handle(self._peer.receive()):
                 return None
-        if self._context.closing in ready:
+        if closing in ready:
             self._rank.wait_idle(self._context.drained_by() - time.monotonic())
             return Reject("closing", "the daemon is shutting down", retry=True)
         return None

@@ -2,7 +2,7 @@
 
 The lock is `flock` on `<root>/.capd-<node>.lock`, so the kernel releases it with its owner, however that
 ends. The file holds one JSON object: the owner's pid and endpoint for messages, and the run the daemon
-named by itself with the ranks that write to it, so that after a crash those ranks go on in the same run.
+named by itself, so that after a crash ranks without a run of their own join those that go on in it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ _MAX_NOTE_NBYTES = 1 << 20
 class OwnerNote(msgspec.Struct, kw_only=True):
     """What the owner of a store root writes into the lock file.
 
-    assigned_run: the run this daemon named; clients: hex uuids of the ranks that were told to use it.
-    Both are empty after an orderly shutdown.
+    assigned_run: the run this daemon named, empty after an orderly shutdown.
     """
 
     pid: int = 0
     endpoint: str = ""
     assigned_run: str = ""
-    clients: list[str] = []
 
 
 class RootLock:
@@ -67,10 +65,10 @@ class RootLock:
         self.write()
 
     def write(self) -> None:
-        """Write `note` to the file; a crash in between leaves an unreadable note, which reads as empty."""
-        payload = msgspec.json.encode(self.note)
-        os.ftruncate(self._fd, 0)
+        """Write `note` to the file; a crash in between leaves the note, with a rest that is not read."""
+        payload = msgspec.json.encode(self.note) + b"\n"
         os.pwrite(self._fd, payload, 0)
+        os.ftruncate(self._fd, len(payload))
 
     def release(self) -> None:
         """End of an orderly shutdown: empty the file and give up the lock. The file itself stays, because
@@ -82,6 +80,7 @@ class RootLock:
 
     def _read(self) -> OwnerNote:
         try:
-            return msgspec.json.decode(os.pread(self._fd, _MAX_NOTE_NBYTES, 0), type=OwnerNote)
+            line, _, _ = os.pread(self._fd, _MAX_NOTE_NBYTES, 0).partition(b"\n")
+            return msgspec.json.decode(line, type=OwnerNote)
         except (OSError, msgspec.DecodeError):
             return OwnerNote()

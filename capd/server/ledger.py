@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from capd.store.catalog import LedgerRow
+from capd.store.catalog_read import LedgerRow
 from capd_client.key import Key
 from capd_client.protocol import DROP_REASONS, Define, Descriptor, DropReason, DropRow
 

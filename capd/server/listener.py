@@ -67,11 +67,8 @@ class Listener:
         """Wait until nothing is accepted any more, after the closing descriptor was set."""
         self._thread.join()
 
-    def stop(self, timeout_s: float) -> bool:
-        """Wait for all connections to end by themselves; whoever is left after `timeout_s` is disconnected.
-
-        True if nobody had to be.
-        """
+    def stop(self, timeout_s: float) -> None:
+        """Wait for all connections to end by themselves; whoever is left after `timeout_s` is disconnected."""
         until = time.monotonic() + timeout_s
         with self._lock:
             threads = list(self._open.items())
@@ -85,7 +82,6 @@ class Listener:
                 peer.shutdown()
         for _, thread in left:
             thread.join(1.0)
-        return not left
 
     def _accept_loop(self) -> None:
         closing = self._tools.closing

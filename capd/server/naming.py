@@ -47,25 +47,21 @@ def new_run_id(root: Path) -> str:
 class RunNames:
     """Decides the run of each rank: its own word, else the daemon's run id, else one shared assigned name.
 
-    The assigned name is shared by all ranks that overlap, and stays with the ranks that were told of it, also
-    when the daemon was killed and started again (`previous` is the note it left). Not thread-safe.
+    The assigned name is shared by all ranks that overlap, also when the daemon was killed and started again
+    (`previous` is the note it left). A rank that was told of it says it itself from then on. Not thread-safe.
     """
 
     def __init__(self, root: Path, default: str | None, previous: OwnerNote) -> None:
         self._root = root
         self._default = check_run_id(default) if default is not None else None
         self.assigned = previous.assigned_run
-        self.clients = set(previous.clients)  # hex uuids of the ranks in the assigned run
 
-    def resolve(self, wanted: str | None, client: bytes, is_active: Callable[[str], bool]) -> str:
+    def resolve(self, wanted: str | None, is_active: Callable[[str], bool]) -> str:
         """The run of a rank; `is_active` tells whether a run has ranks. Raises ConfigError on a bad name."""
         if wanted is not None:
             return check_run_id(wanted)
         if self._default is not None:
             return self._default
-        known = client.hex() in self.clients
-        if not (self.assigned and (known or is_active(self.assigned))):
+        if not (self.assigned and is_active(self.assigned)):
             self.assigned = new_run_id(self._root)
-            self.clients = set()
-        self.clients.add(client.hex())
         return self.assigned

@@ -30,7 +30,7 @@ class RowKeeper:
         self._pipeline = pipeline
         self._saved: dict[bytes, _Saved] = {}
 
-    def update(self, rank: RankSession, now: float, *, at_once: bool = False) -> bool:
+    def update(self, rank: RankSession, now: float) -> bool:
         """Save the rank's row if it changed; True when the catalog holds its present state.
 
         A save in progress is never overtaken; a failed one is logged and tried again.
@@ -48,7 +48,7 @@ class RowKeeper:
                 saved.mark = None
         if mark == saved.mark:
             return True
-        if at_once or now - saved.at >= SAVE_INTERVAL_S:
+        if now - saved.at >= SAVE_INTERVAL_S:
             saved.mark, saved.at = mark, now
             saved.future = self._pipeline.save_session(rank.run_id, row)
         return False

@@ -24,7 +24,7 @@ from typing import Any
 from capd.errors import StoreError
 from capd.server.appending import AppendThread
 from capd.server.jobs import Booked, DiskLimit, Job, Lanes, RunTotals, Task, Tickets
-from capd.store.catalog import SessionRow
+from capd.store.catalog_read import SessionRow
 from capd.store.encode import ChunkResult, as_array, encode_chunk
 from capd.store.options import StoreOptions
 from capd.store.run import RunStore
@@ -95,7 +95,10 @@ class Pipeline:
 
         def call() -> None:
             try:
-                done.set_result(action(self._runs[run_id]))
+                store = self._runs.get(run_id)
+                if store is None:
+                    raise StoreError(f"run {run_id!r} was closed meanwhile", retry=True)
+                done.set_result(action(store))
             except Exception as error:  # it belongs to whoever waits for the result
                 done.set_exception(error)
 
@@ -139,6 +142,8 @@ class Pipeline:
                 except (OSError, StoreError, sqlite3.Error) as error:
                     if isinstance(error, TimeoutError):
                         raise
+                    if run_id not in self._runs:
+                        continue  # closed meanwhile, sealed
                     logger.error(
                         "run %s: not all is sealed: %s; the next `capd serve` takes it up", run_id, error
                     )

@@ -20,7 +20,7 @@ from capd.server.checks import descriptor_problem
 from capd.server.jobs import Job
 from capd.server.sender import Sender
 from capd.server.session import Checked, Phase, Session
-from capd.store.catalog import SessionRow
+from capd.store.catalog_read import SessionRow
 from capd_client.errors import ProtocolError
 from capd_client.protocol import DaemonMessage, DropReason, Hello, Put, Reject
 
@@ -86,7 +86,7 @@ class RankSession:
 
         Raises ProtocolError when the batch's sequences do not ascend.
         """
-        keys, arena = self.session.keys, self._arena
+        keys, bad_keys, arena = self.session.keys, self.session.key_problems, self._arena
         if arena is None:
             return False  # released
         items: list[Checked] = []
@@ -96,7 +96,8 @@ class RankSession:
                 raise ProtocolError(f"sequence {item.sequence} follows {previous} in one batch")
             previous = item.sequence
             define = keys.get(item.key_id)
-            items.append((item, define, descriptor_problem(item, define, arena.nbytes)))
+            problem = bad_keys.get(item.key_id) or descriptor_problem(item, define, arena.nbytes)
+            items.append((item, define, problem))
         with self._intake:
             with self._lock:
                 if connection != self.session.connection:
@@ -167,15 +168,21 @@ class RankSession:
     # From the daemon's clock
 
     def check_process(self, grace_s: float | None) -> None:
-        """Note the death of a rank without a connection.
+        """Note the death of a rank.
 
-        Without a process handle it counts as dead `grace_s` seconds after its connection was lost.
+        One that still has a connection is disconnected first: its reader takes what had arrived, and does not
+        wait for the rest of a frame that will never come, because a forked child keeps the socket open.
+        Without a process handle a rank counts as dead `grace_s` seconds after its connection was lost.
         """
         with self._lock:
+            if self.session.phase is Phase.LIVE:
+                if self._sender is not None and self._process_ended():
+                    self._sender.disconnect()
+                return
             if self.session.phase is not Phase.ORPHANED:
                 return
             if self._process is not None:
-                dead = bool(select.select([self._process], [], [], 0)[0])
+                dead = self._process_ended()
             else:
                 dead = grace_s is not None and time.monotonic() - self.lost_at > grace_s
             if dead:
@@ -247,6 +254,13 @@ class RankSession:
             self._set_process(None)
 
     # Inside; all with the lock held
+
+    def _process_ended(self) -> bool:
+        if self._process is None:
+            return False
+        poll = select.poll()
+        poll.register(self._process, select.POLLIN)
+        return bool(poll.poll(0))
 
     def _counters(self) -> PageCounters:
         return self._last_page if self._arena is None else self._arena.counters()

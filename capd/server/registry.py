@@ -6,10 +6,12 @@ its last rank has been gone for `idle_seal_s`; ranks that come later reopen it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sqlite3
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -21,10 +23,15 @@ from capd.server.naming import RunNames
 from capd.server.persist import RowKeeper
 from capd.server.pipeline import Pipeline
 from capd.server.rank import RankSession
-from capd.server.run import Run
+from capd.server.run import Forgotten, Run
 from capd.server.session import Session
 from capd.server.snapshot import run_stats
-from capd.store.catalog import CATALOG_NAME, SessionRow, connect_read_only, read_sessions
+from capd.store.catalog_read import (
+    CATALOG_NAME,
+    SessionRow,
+    connect_read_only,
+    read_sessions,
+)
 from capd_client.protocol import PROTOCOL_VERSION, Hello, Reject
 
 __all__ = ["Refusal", "Registry"]
@@ -56,6 +63,7 @@ class Registry:
         self._lock = threading.Lock()
         self._runs: dict[str, Run] = {}
         self._closing = False
+        self._forgotten = Forgotten()
 
     # From connections
 
@@ -76,13 +84,21 @@ class Registry:
             run = self._run_of(hello)
             run.arriving += 1
         try:
-            self._open(run)
-            return self._place(run, hello, fd, process)
+            with self._arriving(run):
+                self._open(run)
+                return self._place(run, hello, fd, process)
         except ArenaError as error:
             raise Refusal("arena", str(error)) from error
         except StoreError as error:
-            # What the operating system refused may work later; a foreign or newer store will not.
-            raise Refusal("run", str(error), retry=isinstance(error.__cause__, OSError)) from error
+            # What is locked or what the operating system refused may work later; a foreign or newer store will not.
+            retry = error.retry or isinstance(error.__cause__, OSError)
+            raise Refusal("run", str(error), retry=retry) from error
+
+    @contextlib.contextmanager
+    def _arriving(self, run: Run) -> Iterator[None]:
+        """While `run.arriving` was counted up: counts down again, and forgets the run if it could not be opened."""
+        try:
+            yield
         finally:
             with self._lock:
                 run.arriving -= 1
@@ -92,15 +108,15 @@ class Registry:
 
     def _run_of(self, hello: Hello) -> Run:
         try:
-            run_id = self._names.resolve(hello.run_id, hello.client, self._is_active)
+            run_id = self._names.resolve(hello.run_id, self._is_active)
         except ConfigError as error:
             raise Refusal("run", str(error)) from error
         for run in self._runs.values():
             if hello.client in run.ranks and run.run_id != run_id:
                 raise Refusal("run", f"this client writes to run {run.run_id!r} already, not {run_id!r}")
         note = self._owner.note
-        if (note.assigned_run, len(note.clients)) != (self._names.assigned, len(self._names.clients)):
-            note.assigned_run, note.clients = self._names.assigned, sorted(self._names.clients)
+        if note.assigned_run != self._names.assigned:
+            note.assigned_run = self._names.assigned
             self._owner.write()
         return self._run(run_id)
 
@@ -121,6 +137,7 @@ class Registry:
 
     def _open(self, run: Run) -> None:
         """Open or recover the run; may take long, so it is called without the lock."""
+        self._forgotten.wait(run.run_id)  # else it would be closed just after it was found open
         self._pipeline.open_run(run.run_id)
         if run.opened:
             return
@@ -137,7 +154,10 @@ class Registry:
         try:
             return read_sessions(db)
         except sqlite3.DatabaseError as error:
-            raise StoreError(f"cannot read the sessions in {catalog}: {error}") from error
+            raise StoreError(
+                f"cannot read the sessions in {catalog}: {error}",
+                retry=isinstance(error, sqlite3.OperationalError),
+            ) from error
         finally:
             db.close()
 
@@ -168,9 +188,14 @@ class Registry:
 
     def adopt(self, run_id: str) -> None:
         """Open a run that a daemon before left unsealed; it is sealed unless ranks come. Raises StoreError."""
-        with self._lock:
-            run = self._run(run_id)
-        self._open(run)
+        try:
+            with self._lock:
+                run = self._run(run_id)
+                run.arriving += 1
+        except Refusal as refusal:
+            raise StoreError(str(refusal)) from refusal
+        with self._arriving(run):
+            self._open(run)
 
     def runs(self) -> list[Run]:
         """All runs, the newest last."""
@@ -183,24 +208,25 @@ class Registry:
         for run in self.runs():
             if run_id not in (None, run.run_id):
                 continue
-            if run.opened:
-                run.totals = self._pipeline.run_stats(run.run_id)
-            with self._lock:  # a rank that is just finishing counts once
+            with self._lock:  # a rank that is just finishing counts once, a run just forgotten is closed
+                if run.opened and self._runs.get(run.run_id) is run:
+                    run.totals = self._pipeline.run_stats(run.run_id)
                 ranks, finished = list(run.ranks.values()), list(run.finished.values())
             found.append(run_stats(run, ranks, finished))
         return found
 
     def stored_nbytes(self) -> int:
         """Bytes this daemon added to the store."""
-        return sum(max(0, run.totals.stored_bytes - run.stored_before) for run in self.runs())
+        with self._lock:
+            return self._forgotten.added_nbytes + sum(run.added_nbytes for run in self._runs.values())
 
     def seal(self, run_id: str) -> Future[None]:
         """Seal a run now. Raises StoreError when this daemon has no such run."""
-        run = self._runs.get(run_id)
-        if run is None or not run.opened:
-            known = ", ".join(self._runs) or "none"
-            raise StoreError(f"this daemon writes no run {run_id!r} (its runs: {known})")
         with self._lock:
+            run = self._runs.get(run_id)
+            if run is None or not run.opened:
+                known = ", ".join(self._runs) or "none"
+                raise StoreError(f"this daemon writes no run {run_id!r} (its runs: {known})")
             return self._seal(run)
 
     def is_quiet(self) -> bool:
@@ -224,8 +250,8 @@ class Registry:
                 self._tend_seal(run, now)
         self._forget_old_runs()
 
-    def save_all(self, timeout_s: float) -> bool:
-        """Persist every rank's present counters; False if the time was not enough."""
+    def save_all(self, timeout_s: float) -> None:
+        """Persist every rank's present counters; one that cannot be saved in time is logged, and ends it."""
         until = time.monotonic() + timeout_s
         for run in self.runs():
             for rank in list(run.ranks.values()):
@@ -236,8 +262,7 @@ class Registry:
                     )
                 except (TimeoutError, OSError, StoreError) as error:
                     logger.error("counters of rank %d could not be saved: %s", rank.hello.rank, error)
-                    return False
-        return True
+                    return
 
     def _count(self, run: Run, now: float) -> None:
         run.count(self._pipeline.run_stats(run.run_id), now)
@@ -283,3 +308,5 @@ class Registry:
             quiet = [run for run in self._runs.values() if run.sealed and not run.ranks and not run.arriving]
             for run in quiet[: max(0, len(quiet) - MAX_QUIET_RUNS)]:
                 del self._runs[run.run_id]
+                self._forgotten.add(run, self._pipeline.close_run(run.run_id))
+            self._forgotten.tend()

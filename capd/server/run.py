@@ -1,18 +1,24 @@
-"""What the registry keeps of one run: its ranks, its totals, and where its sealing stands."""
+"""What the registry keeps of one run: its ranks, its totals, and where its sealing stands.
+
+Of a run that it has forgotten only the bytes remain, which count against the disk budget.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from capd.server.jobs import RunTotals
 from capd.server.rank import RankSession
-from capd.store.catalog import SessionRow
+from capd.store.catalog_read import SessionRow
 
-__all__ = ["Run"]
+__all__ = ["Forgotten", "Run"]
+
+logger = logging.getLogger(__name__)
 
 RATE_WINDOW_S = 5.0
 
@@ -43,6 +49,11 @@ class Run:
             self.rates.popleft()
 
     @property
+    def added_nbytes(self) -> int:
+        """Stored bytes that came since this daemon opened the run."""
+        return max(0, self.totals.stored_bytes - self.stored_before)
+
+    @property
     def sealed(self) -> bool:
         """Nothing was committed since the last seal."""
         return self.sealing is None and self.sealed_records == self.totals.records
@@ -53,3 +64,31 @@ class Run:
             return 0.0
         (start, first), (end, last) = self.rates[0], self.rates[-1]
         return max(0, last - first) / (end - start) / 2**20
+
+
+class Forgotten:
+    """The runs that the registry let go of. `add` and `tend` are called under its lock, `wait` is not."""
+
+    def __init__(self) -> None:
+        self.added_nbytes = 0  # what this daemon had added to them
+        self._closings: dict[str, Future[None]] = {}
+
+    def add(self, run: Run, closing: Future[None]) -> None:
+        """Count a run; `closing` is done once its store is closed."""
+        self.added_nbytes += run.added_nbytes
+        self._closings[run.run_id] = closing
+
+    def wait(self, run_id: str) -> None:
+        """Return once the run can be opened again."""
+        closing = self._closings.get(run_id)
+        if closing is not None:
+            wait([closing])
+
+    def tend(self) -> None:
+        """Note which runs are closed, and say which could not be."""
+        for run_id, closing in list(self._closings.items()):
+            if closing.done():
+                del self._closings[run_id]
+                error = closing.exception()
+                if error is not None:
+                    logger.error("run %s could not be closed: %s", run_id, error)

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from capd.server.accounting import DAEMON_REASONS
+from capd.server.checks import define_problem
 from capd.server.ledger import Ledger
 from capd.store.ranges import RangeSet
 from capd_client.errors import ProtocolError
@@ -76,6 +77,7 @@ class Session:
         self.phase = Phase.ORPHANED
         self.connection: int | None = None
         self.keys: dict[int, Define] = {}
+        self.key_problems: dict[int, str] = {}  # keys whose records cannot be stored, and why
         self.done = RangeSet(committed)
         self.refused_counts: dict[DropReason, int] = {}
         self.in_work: dict[int, Submission] = {}
@@ -98,7 +100,7 @@ class Session:
             )
         self.connection = hello.connection
         self.phase = Phase.LIVE
-        self.keys = {}
+        self.keys, self.key_problems = {}, {}
         self._define_nbytes = 0
         self._forget_replies()
         return None
@@ -129,7 +131,10 @@ class Session:
     # What the rank sends
 
     def define(self, message: Define, frame_nbytes: int) -> None:
-        """Intern a key. Raises ProtocolError on a changed redefinition or past MAX_DEFINE_NBYTES."""
+        """Intern a key. Raises ProtocolError on a changed redefinition or past MAX_DEFINE_NBYTES.
+
+        A key that cannot be stored is kept, too: its records are refused, and counted under its name.
+        """
         known = self.keys.get(message.id)
         if known is not None:
             if known != message:
@@ -138,6 +143,9 @@ class Session:
         self._define_nbytes += frame_nbytes
         if self._define_nbytes > MAX_DEFINE_NBYTES:
             raise ProtocolError(f"key definitions exceed {MAX_DEFINE_NBYTES} bytes on one connection")
+        problem = define_problem(message)
+        if problem is not None:
+            self.key_problems[message.id] = problem
         self.keys[message.id] = message
 
     def put(self, items: Iterable[Checked]) -> list[Submission]:

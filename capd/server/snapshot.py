@@ -7,7 +7,7 @@ from collections import Counter
 from capd.metrics import RunStats, SessionStats
 from capd.server.rank import RankSession
 from capd.server.run import Run
-from capd.store.catalog import SessionRow
+from capd.store.catalog_read import SessionRow
 
 __all__ = ["run_stats"]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from capd.store.catalog import (
+from capd.store.catalog_read import (
     CATALOG_NAME,
     SeriesRow,
     SessionRow,

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from capd.errors import CapdError, NotAStore
-from capd.store.catalog import SessionRow
+from capd.store.catalog_read import SessionRow
 from capd.store.layout import run_attributes
 from capd.store.node import NodeView
 from capd.store.series_view import Record, Series, import_extra

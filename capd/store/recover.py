@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from capd.errors import StoreError
-from capd.store.catalog import CATALOG_NAME, Catalog, SeriesRow
+from capd.store.catalog import Catalog
+from capd.store.catalog_read import CATALOG_NAME, SeriesRow
 from capd.store.files import make_directory
 from capd.store.frames import RecordRow, SeriesHeader
 from capd.store.layout import Layout, node_directory, read_group, shard_path

@@ -16,7 +16,7 @@ import msgspec
 
 from capd.errors import StoreError
 from capd.store import names
-from capd.store.catalog import SeriesRow, SessionRow
+from capd.store.catalog_read import SeriesRow, SessionRow
 from capd.store.encode import ChunkResult, as_array, encode_batch, summarise_records
 from capd.store.frames import FORMAT_VERSION, Commit, FileHeader, RecordRow, SeriesHeader
 from capd.store.geometry import grown, plan_geometry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from capd.store.catalog import SeriesRow
+from capd.store.catalog_read import SeriesRow
 from capd.store.codecs import Chain, chain_for
 from capd.store.columns import Columns
 from capd.store.frames import RecordRow, SeriesHeader

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capd.errors import CapdError
-from capd.store.catalog import SeriesRow
+from capd.store.catalog_read import SeriesRow
 from capd.store.dtypes import to_values
 from capd.store.frames import RecordRow
 from capd.store.node import NodeView

@@ -20,7 +20,7 @@ import pytest
 from capd.cli.app import main
 from capd.server.jobs import Job
 from capd.server.pipeline import Pipeline
-from capd.store.catalog import SessionRow
+from capd.store.catalog_read import SessionRow
 from capd.store.options import StoreOptions
 from capd_client.key import Key, Moment
 from capd_client.protocol import Define, Descriptor, DropReason

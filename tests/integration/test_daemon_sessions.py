@@ -255,7 +255,7 @@ def test_after_a_kill_the_next_daemon_knows_every_acknowledged_record(
     first = start()
     rank = Rank(first.path, run_id=None)
     ranks.append(rank)
-    run_id = rank.connect().run_id
+    rank.run_id = run_id = rank.connect().run_id
     rank.put(1, 2, 3)
     rank.count(offered=5, in_flight=5)
     rank.expect_acks(1, 2, 3)

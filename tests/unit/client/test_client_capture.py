@@ -238,12 +238,14 @@ def test_a_key_outside_the_limits_is_a_counted_drop(key: Key, session: Session) 
 
 
 def test_attributes_and_metadata_outside_the_limits_are_counted_drops(session: Session) -> None:
-    for attributes in ({"a": object()}, {"a": "x" * (65 << 10)}, {3: 4}):
+    for attributes in (
+        {"a": object()}, {"a": "x" * (65 << 10)}, {3: 4}, {"a": b"raw"}, {"a": float("nan")}, {"a": [float("inf")]},
+    ):  # fmt: skip
         offer(session, torch.ones(3), attributes=attributes)
     for metadata in ("x" * (MAX_METADATA_NBYTES + 1), "é" * (MAX_METADATA_NBYTES // 2 + 1), "\ud800"):
         offer(session, torch.ones(3), metadata=metadata)
     offer(session, torch.ones(3), metadata="é" * (MAX_METADATA_NBYTES // 2))
-    assert session.snapshot().dropped == {DropReason.INVALID_KEY.value: 6}
+    assert session.snapshot().dropped == {DropReason.INVALID_KEY.value: 9}
 
 
 class Counting(TorchDispatchMode):

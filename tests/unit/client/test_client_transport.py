@@ -45,6 +45,26 @@ def test_the_handshake_says_who_this_is_and_seals_are_set(
     assert peer.seals[0] & 0x7 == 0x7
 
 
+def test_a_run_that_the_daemon_named_is_asked_for_again_when_the_daemon_restarts(
+    socket_path: str, make_session: Callable[..., Session]
+) -> None:
+    first = Peer(socket_path)
+    session = make_session()
+    wait_until(lambda: session.transport.welcome)
+    assert session.transport.welcome is not None
+    assert first.hellos[0].run_id is None
+    named = session.transport.welcome.run_id
+    first.close()
+
+    second = Peer(socket_path)
+    try:
+        wait_until(lambda: second.hellos)
+        assert named
+        assert second.hellos[0].run_id == named
+    finally:
+        second.close()
+
+
 def test_many_captures_go_in_batches_and_a_key_is_explained_once(
     peer: Peer, make_session: Callable[..., Session]
 ) -> None:

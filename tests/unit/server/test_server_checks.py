@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from capd.server.checks import descriptor_problem
+from capd.server.checks import MAX_METADATA_DEPTH, define_problem, descriptor_problem
 from capd_client.dtypes import ITEM_NBYTES
 from capd_client.key import Key, Moment
 from capd_client.protocol import Define, Descriptor
@@ -54,6 +54,8 @@ def test_sound_descriptors_pass(good: Descriptor) -> None:
         (descriptor(shape=(2, 4)), "bytes"),
         (descriptor(shape=(2**62, 2**62)), "bytes"),
         (descriptor(nbytes=0, shape=(2, 3)), "bytes"),
+        (descriptor(nbytes=0, shape=(0, 2**31, 2**31)), "larger than any arena"),
+        (descriptor(nbytes=0, shape=(2**43, 2, 0)), "larger than any arena"),
         (descriptor(metadata="[1]"), "metadata"),
         (descriptor(metadata="{"), "metadata"),
         (descriptor(metadata='{"a":' * 500 + "1" + "}" * 500), "metadata"),
@@ -65,6 +67,31 @@ def test_contradicting_descriptors_are_named(bad: Descriptor, says: str) -> None
 
     assert problem is not None
     assert says in problem
+
+
+def nested(levels: int) -> object:
+    value: object = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [(b"raw", "JSON"), (float("nan"), "JSON"), ([{"a": float("inf")}], "JSON"), (nested(64), "nested")],
+    ids=["bytes", "nan", "infinity inside", "deep"],
+)
+def test_attributes_that_cannot_be_kept_are_named(value: object, says: str) -> None:
+    problem = define_problem(Define(id=3, key=KEY, dtype="bfloat16", attributes={"a": value}))
+
+    assert problem is not None
+    assert says in problem
+    assert "key id 3" in problem
+
+
+def test_sound_attributes_pass() -> None:
+    attributes = {"layout": [1, None, "x"], "deep": nested(MAX_METADATA_DEPTH - 1), "scale": 0.5}
+    assert define_problem(Define(id=0, key=KEY, dtype="bfloat16", attributes=attributes)) is None
 
 
 def test_undefined_keys_and_unknown_dtypes_are_named() -> None:

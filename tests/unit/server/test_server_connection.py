@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
+import struct
+import subprocess
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -53,12 +57,15 @@ class FakeRegistry:
     """Admits one client; its jobs pile up in `jobs`."""
 
     rank: RankSession | None = None
+    handle: int | None = None  # stands for the rank's process: readable once it is dead
     jobs: list[Job] = field(default_factory=list)
 
     def admit(self, hello: Hello, fd: int, process: int | None) -> RankSession:
         arena = Arena(fd, hello.arena_nbytes)
         if self.rank is None:
             self.rank = RankSession(Session(hello.client, "run"), hello, arena, self.jobs.append, 0)
+        if self.handle is not None and process is not None:
+            os.dup2(self.handle, process)  # the connection polls this very descriptor
         reject = self.rank.connect(hello, arena, process)
         if reject is not None:
             raise Refusal(reject.code, reject.message)
@@ -246,3 +253,113 @@ def test_released_sessions_keep_their_counters_but_not_the_arena(stage: Stage) -
     assert rank.row() == before
     assert rank._arena is None
     assert rank.put(1, batch(1, 1)) is False
+
+
+@pytest.fixture
+def victim(stage: Stage) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that stands for the rank's; the test kills it, the test's own end of the socket stays open."""
+    process = subprocess.Popen(["sleep", "600"])
+    stage.registry.handle = os.pidfd_open(process.pid)
+    yield process
+    os.close(stage.registry.handle)
+    process.kill()
+    process.wait()
+
+
+def test_everything_a_dead_rank_sent_is_read_however_long_it_is_held_back(
+    stage: Stage,
+    victim: subprocess.Popen[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    wait_until: Callable[..., None],
+) -> None:
+    monkeypatch.setattr(module, "DRAIN_S", 0.01)
+    monkeypatch.setattr(module, "PING_INTERVAL_S", 0.02)
+    line = stage.connect()
+    assert isinstance(line.receive(), Welcome)
+    filled(stage, line)
+    victim.kill()
+    victim.wait()
+    assert [line.receive() for _ in range(5)] == [Pong()] * 5  # held back for longer than DRAIN_S
+
+    for job in list(stage.registry.jobs):
+        job.sink.committed(job.sequence)
+    line.thread.join(10)
+
+    assert not line.thread.is_alive()
+    assert len(stage.registry.jobs) == MAX_IN_WORK + 64
+
+
+def test_half_a_frame_of_a_dead_rank_does_not_keep_its_connection(
+    stage: Stage, victim: subprocess.Popen[bytes], wait_until: Callable[..., None]
+) -> None:
+    line = stage.connect()
+    assert isinstance(line.receive(), Welcome)
+    line.send(DEFINE)
+    line.send(batch(1, 1))
+    os.write(line.frames.fileno(), struct.pack("!i", 1000) + b"half")
+    wait_until(lambda: len(stage.registry.jobs) == 1)
+    stage.rank.check_process(grace_s=None)
+    assert stage.rank.connected
+    victim.kill()
+    victim.wait()
+
+    stage.rank.check_process(grace_s=None)  # the clock's look
+    line.thread.join(10)
+
+    assert not line.thread.is_alive()
+    assert stage.rank.session.phase is Phase.DIED
+
+
+def test_without_a_thread_to_send_from_the_rank_is_sent_away_and_may_come_back(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "Sender", no_thread)
+        refused = stage.connect(1)
+        refused.thread.join(10)
+    assert isinstance(refused.ended, Refusal)
+    assert refused.ended.reject.retry
+    assert not stage.rank.connected
+
+    assert isinstance(stage.connect(2).receive(), Welcome)
+
+
+def test_an_ended_connection_is_freed_without_the_garbage_collector(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[Any]] = []
+
+    class Recorded(module._RankConnection):
+        def __init__(self, *parts: Any) -> None:
+            made.append(weakref.ref(self))
+            super().__init__(*parts)
+
+    monkeypatch.setattr(module, "_RankConnection", Recorded)
+    gc.disable()
+    try:
+        line = stage.connect()
+        line.receive()
+        line.close()
+        assert made[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_records_of_a_key_that_cannot_be_stored_are_refused_and_the_rank_goes_on(
+    stage: Stage, wait_until: Callable[..., None]
+) -> None:
+    line = stage.connect()
+    line.receive()
+    line.send(Define(id=0, key=DEFINE.key, dtype="bfloat16", attributes={"raw": b"1"}))
+    line.send(batch(1, 1))
+    answer = line.receive()
+    assert isinstance(answer, Nack)
+    assert "JSON" in answer.rows[0].message
+
+    line.send(Define(id=1, key=DEFINE.key, dtype="bfloat16"))
+    line.send(Put([Descriptor(2, 4096, 2, 1, (1,), Moment())]))
+    wait_until(lambda: len(stage.registry.jobs) == 1)
+    assert [row.reason for row in stage.rank.row().drops] == [DropReason.BAD_DESCRIPTOR.value]

@@ -118,17 +118,37 @@ def test_a_second_owner_of_the_root_is_told_the_pid_of_the_first(tmp_path: Path)
 
 def test_the_note_outlives_a_crash_but_not_an_orderly_end(tmp_path: Path) -> None:
     crashed = RootLock(tmp_path, "node")
-    crashed.note.assigned_run, crashed.note.clients = "run-1", ["ab"]
+    crashed.note.assigned_run = "run-1"
     crashed.write()
     os.close(crashed._fd)  # what a kill does
 
     second = RootLock(tmp_path, "node")
-    assert (second.previous.assigned_run, second.previous.clients) == ("run-1", ["ab"])
+    assert second.previous.assigned_run == "run-1"
     second.release()
 
     third = RootLock(tmp_path, "node")
     assert third.previous == OwnerNote()
     third.release()
+
+
+def test_a_crash_at_any_step_of_writing_leaves_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*_: object) -> None:
+        raise InterruptedError
+
+    lock = RootLock(tmp_path, "node")
+    lock.note.endpoint = "unix:/a/long/path/to/a.sock"
+    lock.write()
+    for call, expected in (("pwrite", "unix:/a/long/path/to/a.sock"), ("ftruncate", "unix:/b")):
+        lock.note.endpoint = "unix:/b"
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, crash)
+            with pytest.raises(InterruptedError):
+                lock.write()
+        with pytest.raises(StoreBusy, match=rf"on {expected}\)"):
+            RootLock(tmp_path, "node")
+    lock.release()
 
 
 def test_a_garbled_note_reads_as_empty(tmp_path: Path) -> None:

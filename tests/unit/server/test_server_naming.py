@@ -42,29 +42,27 @@ def test_the_rank_decides_then_the_daemon_then_a_shared_name(tmp_path: Path) -> 
     def active(_: str) -> bool:
         return True
 
-    assert RunNames(tmp_path, "mine", OwnerNote()).resolve("theirs", b"1" * 16, active) == "theirs"
-    assert RunNames(tmp_path, "mine", OwnerNote()).resolve(None, b"1" * 16, active) == "mine"
+    assert RunNames(tmp_path, "mine", OwnerNote()).resolve("theirs", active) == "theirs"
+    assert RunNames(tmp_path, "mine", OwnerNote()).resolve(None, active) == "mine"
     names = RunNames(tmp_path, None, OwnerNote())
-    assert names.resolve(None, b"1" * 16, active) == names.resolve(None, b"2" * 16, active)
+    assert names.resolve(None, active) == names.resolve(None, active)
     with pytest.raises(ConfigError):
-        names.resolve("../up", b"1" * 16, active)
+        names.resolve("../up", active)
 
 
 def test_ranks_that_do_not_overlap_get_different_runs(tmp_path: Path) -> None:
     names = RunNames(tmp_path, None, OwnerNote())
-    first = names.resolve(None, b"1" * 16, lambda _: False)
+    first = names.resolve(None, lambda _: False)
     (tmp_path / f"{first}.zarr").mkdir()
 
-    assert names.resolve(None, b"2" * 16, lambda _: False) != first
+    assert names.resolve(None, lambda _: False) != first
 
 
-def test_after_a_crash_a_known_rank_goes_on_in_its_run_and_others_join_it(tmp_path: Path) -> None:
-    left = OwnerNote(assigned_run="before", clients=[(b"1" * 16).hex()])
-    names = RunNames(tmp_path, None, left)
+def test_after_a_crash_new_ranks_join_the_run_that_goes_on(tmp_path: Path) -> None:
+    left = OwnerNote(assigned_run="before")
 
-    assert names.resolve(None, b"1" * 16, lambda _: False) == "before"
-    assert names.resolve(None, b"2" * 16, lambda run: run == "before") == "before"
-    assert RunNames(tmp_path, None, left).resolve(None, b"3" * 16, lambda _: False) != "before"
+    assert RunNames(tmp_path, None, left).resolve(None, lambda run: run == "before") == "before"
+    assert RunNames(tmp_path, None, left).resolve(None, lambda _: False) != "before"
 
 
 def test_node_names_are_safe_in_paths() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from capd.cli.companion import Companion
+from capd.cli import companion as companion_module
+from capd.cli.companion import STOP_MARGIN_S, Companion
 from capd.cli.job import Job, find_command
 from capd.cli.run import (
     _check_job_options,
@@ -69,6 +70,19 @@ def test_flags_win_over_the_environment_and_that_over_the_file_and_the_default()
     assert _job_environment({"CAPD_POLICY": "drop"}, COMPANION, NOTHING, {})["CAPD_POLICY"] == "drop"
     assert "CAPD_POLICY" not in _job_environment({}, COMPANION, NOTHING, {"policy": "drop"})
     assert _job_environment({"CAPD_MAX_BLOCK_MS": "5"}, COMPANION, NOTHING, {})["CAPD_MAX_BLOCK_MS"] == "5"
+
+
+def test_a_private_daemon_gets_the_time_to_stop_that_it_was_configured_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "capd.toml"
+    config.write_text("[daemon]\nshutdown_timeout_s = 500.0\n")
+    monkeypatch.setattr(companion_module, "_wait_ready", lambda *_: None)
+
+    with companion_module.start(tmp_path / "store", "r", config) as companion:
+        assert companion.stop_s == 500 + STOP_MARGIN_S
+        assert companion.process is not None
+        companion.process.kill()
 
 
 def test_unusable_job_options_are_refused() -> None:

@@ -16,7 +16,7 @@ import capd
 from capd.errors import DamagedRecord, StoreError
 from capd.server.jobs import Job
 from capd.store import shards, small
-from capd.store.catalog import CATALOG_NAME
+from capd.store.catalog_read import CATALOG_NAME
 from capd_client.key import Moment
 from capd_client.protocol import Define, Descriptor
 from tests.unit.store.reading import assert_capd_reads, assert_zarr_readers_read
@@ -310,3 +310,42 @@ def test_a_shape_that_cannot_be_encoded_is_refused_alone(tmp_path: Path) -> None
 
     assert [(s, r.value) for s, r, _ in writer.outcomes.refusals] == [(sequence, "store_error")]
     assert_capd_reads(writer.run, writer.held)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "capd.store.shards.ShardWriter.write_index",
+        "capd.store.seal.make_directory",
+        "capd.store.run.publish",
+        "capd.store.layout.Layout.publish_shapes",
+    ],
+)
+def test_a_kill_while_a_full_shard_is_sealed_loses_nothing(
+    tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Writer(tmp_path / "a", shard_nbytes=3 * 256 * 256 * 4)
+
+    def stop(*_: object, **__: object) -> None:
+        raise OSError(5, "stopped here")
+
+    monkeypatch.setattr(step, stop)
+    for _ in range(3):
+        put(writer, LARGE, large())
+    writer.flush()
+    writer.pipeline.post("run", lambda store: None).result(timeout=30)
+    root = crash_image(writer, tmp_path / "b")
+    assert_capd_reads(root / "run.zarr", writer.held)
+    monkeypatch.undo()
+
+    again = Writer(root, shard_nbytes=3 * 256 * 256 * 4)
+    assert again.pipeline.run_stats("run").records == 3
+    assert again.pipeline.committed("run", CLIENT) == [(1, 3)]
+    again.sequence, again.held = 3, {k: list(v) for k, v in writer.held.items()}
+    put(again, LARGE, large())
+    again.close()
+    writer.close()
+
+    assert_capd_reads(again.run, again.held)
+    assert_zarr_readers_read(again.run, again.held)
+    assert_zarr_readers_read(writer.run, writer.held)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import capd
-from capd.store.catalog import CATALOG_NAME, Catalog
+from capd.store.catalog import Catalog
+from capd.store.catalog_read import CATALOG_NAME
 from tests.unit.store.reading import assert_capd_reads, assert_zarr_readers_read
 from tests.unit.store.writing import CLIENT, Writer, key
 

@@ -1,0 +1,189 @@
+"""Rows of a catalog: what they hold, and how they are read beside a live daemon."""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from capd.errors import NotAStore, StoreError
+from capd.store.frames import RecordRow, SeriesHeader, StatsRow
+from capd_client.key import Key, Moment
+
+__all__ = [
+    "CATALOG_NAME",
+    "CATALOG_VERSION",
+    "MOMENT_FIELDS",
+    "RECORD_FIELDS",
+    "STATS_FIELDS",
+    "LedgerRow",
+    "SeriesRow",
+    "SessionRow",
+    "check_version",
+    "connect_read_only",
+    "read_acked",
+    "read_records",
+    "read_rows",
+    "read_series",
+    "read_sessions",
+]  # fmt: skip
+
+CATALOG_NAME = "catalog.sqlite"
+CATALOG_VERSION = 1
+MOMENT_FIELDS = Moment.__struct_fields__
+STATS_FIELDS = StatsRow.__struct_fields__[:-1]  # the histogram has its own table
+RECORD_FIELDS = (
+    "series", "record", "client", "sequence", "shape", "nbytes", "stored_nbytes",
+    *MOMENT_FIELDS, "device", "requires_grad", "is_leaf", "metadata", "attributes", *STATS_FIELDS,
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class LedgerRow:
+    """Cumulative drops of one key under one reason in one session."""
+
+    key: Key
+    dtype: str
+    reason: str
+    count: int
+    nbytes: int
+    first_iteration: int
+    last_iteration: int
+
+
+@dataclass(slots=True)
+class SessionRow:
+    """Counters of one rank's session. state: "live", "ended" (left in order) or "died"."""
+
+    client: bytes
+    rank: int
+    attempt: int
+    host: str
+    pid: int
+    started_ns: int
+    ended_ns: int | None
+    state: str
+    offered: int
+    committed: int
+    in_flight: int
+    dropped: dict[str, int]
+    drops: list[LedgerRow] = field(default_factory=list)
+
+    @property
+    def clean(self) -> bool:
+        """Whether the counters are final; those of a session cut off by the daemon's death are not."""
+        return self.state != "live"
+
+
+@dataclass(slots=True)
+class SeriesRow:
+    """One series as the catalog knows it. stored_bytes: encoded payload and frames."""
+
+    id: int
+    header: SeriesHeader
+    records: int
+    sealed: int
+    sealing: bool
+    max_shape: tuple[int, ...]
+    raw_bytes: int
+    stored_bytes: int
+
+
+def connect_read_only(path: Path) -> sqlite3.Connection:
+    """Open a catalog for reading beside a live daemon; raises StoreError with the reason if that fails."""
+    for options in ("mode=ro", "mode=ro&immutable=1"):  # immutable: a read-only medium without a -shm file
+        try:
+            db = sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True, check_same_thread=False)
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+        except sqlite3.DatabaseError as error:
+            reason = error
+            continue
+        check_version(version, path)
+        return db
+    raise StoreError(
+        f"cannot read the catalog {path}: {reason}; start `capd serve` on the store to rebuild it"
+    )
+
+
+def check_version(version: int, path: Path) -> None:
+    """Raise NotAStore for a catalog that a newer capd wrote."""
+    if version > CATALOG_VERSION:
+        raise NotAStore(
+            f"{path} has catalog version {version}, this capd reads up to {CATALOG_VERSION}; upgrade capd"
+        )
+
+
+_SELECT_SERIES = "SELECT id, header, records, sealed, sealing, max_shape, raw_bytes, stored_bytes FROM series"
+_decode_header = msgspec.msgpack.Decoder(SeriesHeader).decode
+
+
+def _series_row(row: tuple[Any, ...]) -> SeriesRow:
+    identity, header, records, sealed, sealing, max_shape, raw, stored = row
+    shape = tuple(json.loads(max_shape))
+    return SeriesRow(identity, _decode_header(header), records, sealed, bool(sealing), shape, raw, stored)
+
+
+def read_series(db: sqlite3.Connection) -> list[SeriesRow]:
+    """All series of a catalog opened with connect_read_only."""
+    return [_series_row(row) for row in db.execute(_SELECT_SERIES)]
+
+
+def read_acked(db: sqlite3.Connection) -> dict[bytes, list[tuple[int, int]]]:
+    """Committed sequence ranges per client uuid."""
+    decode = msgspec.msgpack.Decoder(list[tuple[int, int]]).decode
+    return {client: decode(ranges) for client, ranges in db.execute("SELECT * FROM acked")}
+
+
+def read_sessions(db: sqlite3.Connection) -> list[SessionRow]:
+    """All sessions of a catalog opened with connect_read_only."""
+    return list(_sessions(db))
+
+
+def read_records(db: sqlite3.Connection, series: int) -> Iterator[tuple[int, RecordRow]]:
+    """All records of a series with their histograms, from a catalog opened with connect_read_only."""
+    decode = msgspec.msgpack.Decoder(list[int]).decode
+    bins = dict(db.execute("SELECT record, bins FROM exponents WHERE series=?", (series,)))
+    for number, row in read_rows(db, series, 0, 2**62):
+        if row.stats is not None and number in bins:
+            row.stats.exponents = decode(bins[number])
+        yield number, row
+
+
+_SELECT_RECORDS = (
+    f"SELECT {', '.join(RECORD_FIELDS)} FROM records "  # noqa: S608 - names are constants
+    "WHERE series=? AND record>=? AND record<? ORDER BY record"
+)
+
+
+def read_rows(db: sqlite3.Connection, series: int, first: int, last: int) -> Iterator[tuple[int, RecordRow]]:
+    """Records first ≤ number < last of a series, without histograms."""
+    moments, stats_at = 7, 7 + len(MOMENT_FIELDS) + 5
+    for v in db.execute(_SELECT_RECORDS, (series, first, last)):
+        stats = None if v[stats_at] is None else StatsRow(*v[stats_at:-2], *map(_nan, v[-2:]))
+        moment = msgspec.convert(v[moments : moments + len(MOMENT_FIELDS)], Moment, strict=False)
+        device, requires_grad, is_leaf, metadata, attributes = v[stats_at - 5 : stats_at]
+        yield (
+            v[1],
+            RecordRow(
+                v[2], v[3], tuple(json.loads(v[4])), v[5], moment, device, bool(requires_grad), bool(is_leaf),
+                metadata, attributes, stats,
+            ),
+        )  # fmt: skip
+
+
+def _nan(number: float | None) -> float:
+    return math.nan if number is None else number  # SQLite has no NaN and keeps NULL for it
+
+
+_decode_session = msgspec.msgpack.Decoder(SessionRow).decode
+
+
+def _sessions(db: sqlite3.Connection) -> Iterator[SessionRow]:
+    for (body,) in db.execute("SELECT body FROM sessions"):
+        yield _decode_session(body)

@@ -1,0 +1,151 @@
+"""Runs come and go: what cannot be opened leaves nothing, what is forgotten still counts and can come back."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from test_server_arena import NBYTES, memfd
+
+from capd.errors import NotAStore, StoreError
+from capd.server import registry as module
+from capd.server.budget import DiskBudget
+from capd.server.instance import RootLock
+from capd.server.naming import RunNames
+from capd.server.pipeline import Pipeline
+from capd.server.rank import RankSession
+from capd.server.registry import Refusal, Registry
+from capd.store.options import StoreOptions
+from capd_client.key import Key, Moment
+from capd_client.protocol import Define, Descriptor, Hello, Put
+
+DEFINE = Define(id=0, key=Key(quant_type="bf16", rank=0, tensor_name="x"), dtype="bfloat16")
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Iterator[Pipeline]:
+    budget = DiskBudget(tmp_path, None, 0)
+    made = Pipeline(tmp_path, "n", StoreOptions(), threads=1, staging_nbytes=1 << 20, budget=budget)
+    yield made
+    assert made.close(30)
+
+
+@pytest.fixture
+def registry(tmp_path: Path, pipeline: Pipeline) -> Iterator[Registry]:
+    lock = RootLock(tmp_path, "n")
+    yield Registry(tmp_path, "n", lock, RunNames(tmp_path, None, lock.previous), pipeline, idle_seal_s=0.0)
+    lock.release()
+
+
+def join(registry: Registry, run_id: str | None) -> RankSession:
+    fd = memfd()
+    try:
+        hello = Hello(
+            protocol=1, client=os.urandom(16), connection=1, run_id=run_id, rank=0, arena_nbytes=NBYTES
+        )
+        return registry.admit(hello, fd, None)
+    finally:
+        os.close(fd)
+
+
+def write_and_leave(registry: Registry, run_id: str) -> None:
+    rank = join(registry, run_id)
+    assert rank.tell(1, lambda session: session.define(DEFINE, 10))
+    assert rank.put(1, Put([Descriptor(1, 4096, 2, 0, (1,), Moment())]))
+    assert rank.wait_idle(20)
+    assert rank.end(1)
+
+
+def failing(error: Exception) -> Callable[[str], None]:
+    def open_run(_: str) -> None:
+        raise error
+
+    return open_run
+
+
+def test_a_run_that_cannot_be_taken_up_leaves_nothing_behind(
+    registry: Registry, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "open_run", failing(StoreError("damaged")))
+        with pytest.raises(StoreError, match="damaged"):
+            registry.adopt("broken")
+
+    assert registry.runs() == []
+    assert registry.is_quiet()
+
+
+def test_a_run_too_many_cannot_be_taken_up_and_that_is_an_error_of_the_store(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_RUNS", 1)
+    registry.adopt("first")
+    with pytest.raises(StoreError, match="writes 1 runs already"):
+        registry.adopt("second")
+    assert [run.run_id for run in registry.runs()] == ["first"]
+
+
+@pytest.mark.parametrize(
+    ("error", "retry"),
+    [(StoreError("locked", retry=True), True), (StoreError("damaged"), False), (NotAStore("newer"), False)],
+)
+def test_a_rank_tries_again_only_where_that_may_help(
+    registry: Registry, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, error: Exception, retry: bool
+) -> None:
+    monkeypatch.setattr(pipeline, "open_run", failing(error))
+    with pytest.raises(Refusal) as refused:
+        join(registry, "run")
+    assert (refused.value.reject.code, refused.value.reject.retry) == ("run", retry)
+    assert registry.runs() == []
+
+
+def test_forgotten_runs_are_closed_still_count_and_can_be_reopened(
+    registry: Registry, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None]
+) -> None:
+    def settled() -> bool:
+        registry.tick()
+        return registry.is_quiet()
+
+    monkeypatch.setattr(module, "MAX_QUIET_RUNS", 0)
+    write_and_leave(registry, "one")
+    wait_until(lambda: registry.stored_nbytes() > 0 or registry.tick())
+    wait_until(settled)
+    wait_until(lambda: registry.tick() or not registry.runs())
+    stored = registry.stored_nbytes()
+    assert stored > 0
+    wait_until(lambda: pipeline.open_runs() == [])
+    assert registry.stats("one") == []
+
+    write_and_leave(registry, "one")  # a new client: its record joins the first
+    wait_until(lambda: registry.tick() or not registry.runs())
+    assert registry.stored_nbytes() > stored
+    wait_until(lambda: pipeline.open_runs() == [])
+    pipeline.open_run("one")
+    assert pipeline.run_stats("one").records == 2
+
+
+def test_a_rank_that_comes_while_its_forgotten_run_is_being_closed_gets_it_anew(
+    registry: Registry, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None]
+) -> None:
+    registry.adopt("one")
+    wait_until(lambda: registry.tick() or registry.is_quiet())
+    monkeypatch.setattr(module, "MAX_QUIET_RUNS", 0)
+    gate = threading.Event()
+    busy = pipeline.post("one", lambda _: gate.wait(20))
+    registry.tick()
+    assert registry.runs() == []
+
+    comer = threading.Thread(target=write_and_leave, args=(registry, "one"))
+    comer.start()
+    comer.join(0.2)
+    assert comer.is_alive()  # it waits for the close
+    gate.set()
+    comer.join(20)
+
+    assert busy.result()
+    assert [run.totals.records for run in registry.runs() if not registry.tick()] == [1]
+    wait_until(lambda: registry.tick() or not registry.runs())
+    wait_until(lambda: pipeline.open_runs() == [])
