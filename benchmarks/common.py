@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -36,11 +37,9 @@ try:
         for line in open(f"/proc/{sys.argv[1]}/status"):
             if line.startswith("RssAnon"):
                 peak = max(peak, int(line.split()[1]))
-        with open(sys.argv[2], "w") as out:
-            out.write(str(peak))
         time.sleep(0.05)
 except (OSError, KeyboardInterrupt):
-    pass
+    print(peak)
 """
 
 
@@ -66,7 +65,7 @@ def daemon(directory: Path | None, *, arena_nbytes: int, policy: str = "drop") -
     log = (root / "daemon.log").open("w")
     command = [sys.executable, "-m", "capd", "serve", "--store", str(root / "store")]
     process = subprocess.Popen([*command, "--endpoint", f"unix:{socket_path}"], stdout=log, stderr=log)
-    sampler = subprocess.Popen([sys.executable, "-c", _SAMPLER, str(process.pid), str(root / "peak")])
+    sampler = subprocess.Popen([sys.executable, "-c", _SAMPLER, str(process.pid)], stdout=subprocess.PIPE)
     running = Daemon(f"unix:{socket_path}", root / "store", process.pid)
     try:
         _wait_for(socket_path, process, root / "daemon.log")
@@ -75,12 +74,13 @@ def daemon(directory: Path | None, *, arena_nbytes: int, policy: str = "drop") -
         )
         yield running
         running.cpu_s = _cpu_s(process.pid)
-        running.peak_anonymous_mib = int((root / "peak").read_text()) / 1024
+        sampler.send_signal(signal.SIGINT)
+        running.peak_anonymous_mib = int(sampler.communicate(timeout=STOP_TIMEOUT_S)[0]) / 1024
     finally:
         process.terminate()
         process.wait(STOP_TIMEOUT_S)
         sampler.kill()
-        sampler.wait()
+        sampler.communicate()
         log.close()
         shutil.rmtree(root)
 
