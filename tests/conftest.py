@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -22,6 +23,10 @@ SEED_VARIABLES = (
     "CURRENT_SAMPLE_IDX", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
     "TORCHELASTIC_RESTART_COUNT",
 )  # fmt: skip
+
+# A shell that starts the suite in the background leaves SIGINT ignored, and every process a test starts would
+# inherit that and never see its Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("capd", deadline=None, max_examples=50, print_blob=True)
 hypothesis.settings.load_profile("capd")

@@ -61,7 +61,7 @@ class Chain:
 
     def zarr_codecs(self) -> list[Any]:
         """The bytes-to-bytes codecs as zarr-python objects, for writing array metadata."""
-        from zarr.codecs import BloscCodec, BloscShuffle, Crc32cCodec, ZstdCodec
+        from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 
         codecs: list[Any] = []
         if isinstance(self.compressor, Blosc):
@@ -71,9 +71,7 @@ class Chain:
                     typesize=self.stored.itemsize,
                     cname=blosc.cname,
                     clevel=blosc.clevel,
-                    shuffle=BloscShuffle.bitshuffle
-                    if blosc.shuffle == Blosc.BITSHUFFLE
-                    else BloscShuffle.shuffle,
+                    shuffle="bitshuffle" if blosc.shuffle == Blosc.BITSHUFFLE else "shuffle",
                     blocksize=blosc.blocksize,
                 )
             )
