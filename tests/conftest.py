@@ -28,7 +28,13 @@ SEED_VARIABLES = (
 # inherit that and never see its Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-hypothesis.settings.register_profile("capd", deadline=None, max_examples=50, print_blob=True)
+hypothesis.settings.register_profile(
+    "capd",
+    deadline=None,
+    max_examples=50,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],  # a busy machine is no defect of the test
+)
 hypothesis.settings.load_profile("capd")
 
 
