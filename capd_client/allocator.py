@@ -71,9 +71,6 @@ class Extents:
             sizes.insert(index, nbytes)
         self.free_nbytes += nbytes
 
-    def __len__(self) -> int:
-        return len(self._starts)
-
 
 class _Slab:
     """One extent that small slots are cut from, front to back."""
@@ -110,11 +107,6 @@ class SlotAllocator:
     def free_nbytes(self) -> int:
         """Bytes outside every slot and slab."""
         return self._extents.free_nbytes
-
-    @property
-    def fragments(self) -> int:
-        """Number of separate free extents."""
-        return len(self._extents)
 
     def take(self, nbytes: int) -> Optional[Slot]:
         """A slot of at least `nbytes`, None when there is no room now. Nothing is needed for 0 bytes."""

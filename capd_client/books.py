@@ -20,11 +20,10 @@ from typing import Optional
 import msgspec
 
 from capd_client.allocator import Slot, SlotAllocator
-from capd_client.counting import REASON_INDEX, Counters, Ledger, Snapshot
+from capd_client.counting import Counters, Ledger, Snapshot
 from capd_client.definitions import Definition, Definitions
 from capd_client.protocol import (
     COUNTER_ACKED,
-    COUNTER_DROPS,
     COUNTER_IN_FLIGHT,
     COUNTER_OFFERED,
     DROP_REASONS,
@@ -248,7 +247,7 @@ class Books:
     def _count(
         self, definition: Optional[Definition], reason: DropReason, nbytes: int, iteration: int
     ) -> None:
-        self.counters.words[COUNTER_DROPS + REASON_INDEX[reason]] += 1
+        self.counters.drop(reason)
         if definition is not None:
             self.ledger.add(definition.id, reason, nbytes, iteration)
 

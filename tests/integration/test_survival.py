@@ -19,6 +19,19 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "store" / "run.zarr"
 
 
+def end_with_nothing_lost(rank: Rank, daemon: Daemon, run: Path) -> int:
+    """End a streaming rank and its daemon; every capture must be stored once and counted. Returns how many."""
+    total = rank.ask("halt")
+    assert rank.ask("flush") is True
+    counters = rank.ask("counters")
+    rank.leave()
+    daemon.stop()
+
+    assert counters == {"offered": total, "committed": total, "in_flight": 0, "dropped": {}}
+    assert captured_numbers(run, 0) == list(range(total))
+    return total
+
+
 def test_daemon_killed_in_mid_run_loses_and_repeats_nothing(
     daemon: Daemon, start_rank: StartRank, run: Path
 ) -> None:
@@ -33,14 +46,7 @@ def test_daemon_killed_in_mid_run_loses_and_repeats_nothing(
         daemon.start()
     until(lambda: rank.ask("counters")["committed"] > acked + 20)
 
-    total = rank.ask("halt")
-    assert rank.ask("flush") is True
-    counters = rank.ask("counters")
-    rank.leave()
-    daemon.stop()
-
-    assert counters == {"offered": total, "committed": total, "in_flight": 0, "dropped": {}}
-    assert captured_numbers(run, 0) == list(range(total))
+    total = end_with_nothing_lost(rank, daemon, run)
     stats = json.loads(capd("stats", str(run), "--json").stdout)
     assert_balanced(stats)
     assert stats["committed"] == total
@@ -127,14 +133,7 @@ def test_a_stopped_daemon_and_a_reconnecting_rank_tear_and_repeat_nothing(
 
     at = rank.ask("counters")["committed"]
     until(lambda: rank.ask("counters")["committed"] > at + 20)
-    total = rank.ask("halt")
-    assert rank.ask("flush") is True
-    counters = rank.ask("counters")
-    rank.leave()
-    daemon.stop()
-
-    assert counters == {"offered": total, "committed": total, "in_flight": 0, "dropped": {}}
-    assert captured_numbers(run, 0) == list(range(total))
+    end_with_nothing_lost(rank, daemon, run)
 
 
 def test_readers_during_capture_see_a_growing_prefix(
