@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from capd.amounts import parse_amount
@@ -46,6 +46,17 @@ def _parse_endpoint(value: object) -> object:
 
 def _parse_uids(value: object) -> object:
     return [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _checked_codec(value: str) -> str:
+    if value not in ("auto", "default", "fast", "none"):
+        from capd.store.codecs import parse_codec  # numcodecs is slow to import
+
+        try:
+            parse_codec(value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+    return value
 
 
 Amount = Annotated[int | float, BeforeValidator(parse_amount)]
@@ -81,8 +92,9 @@ class DaemonSettings(_Settings):
     """Further user ids whose ranks may connect; the daemon's own always may."""
     durability: Literal["buffered", "durable"] = "buffered"
     """buffered: acknowledged records survive SIGKILL. durable: also power loss."""
-    codec: Literal["default", "fast"] = "default"
-    """Codec chain of new series."""
+    codec: Annotated[str, AfterValidator(_checked_codec)] = "auto"
+    """Codec of new series: auto (the best of a few, tried on a series' first record), default, fast, none, or an
+    explicit one such as zstd:3 or blosc:zstd:1:shuffle:1048576."""
     statistics: bool = True
     """Compute statistics of every record."""
     idle_seal_s: Seconds = 10.0

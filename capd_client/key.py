@@ -44,7 +44,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     stack: Name = ""
 
 
-class Moment(msgspec.Struct, frozen=True, array_like=True):
+class Moment(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """When a tensor was captured. `time_ns` is wall clock (time.time_ns), the rest are ordinals.
 
     call: how often this tap fired before in the same micro-batch. attempt: restarts of the job.

@@ -45,7 +45,8 @@ def serve(
         str | None, typer.Option("--durability", help="buffered or durable [default: buffered].")
     ] = None,
     codec: Annotated[
-        str | None, typer.Option("--codec", help="default (zstd) or fast (lz4) [default: default].")
+        str | None,
+        typer.Option("--codec", help="auto, default, fast, none, or explicit like zstd:3 [default: auto]."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Log warnings and errors only.")] = False,
     parent: Annotated[int | None, typer.Option("--parent", hidden=True)] = None,

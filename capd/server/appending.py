@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
 import queue
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
+from typing import Any
 
 from capd.errors import StoreError, StoreFull
-from capd.server.jobs import Booked, Job, Refusal, Task, Tickets
-from capd.store.encode import ChunkResult
+from capd.server.jobs import Booked, Refusal, Task, Tickets
+from capd.store.encode import ChunkResult, summarise_small
 from capd.store.frames import RecordRow, StatsRow
+from capd.store.geometry import SMALL_NBYTES
 from capd.store.run import RunStore
 from capd.store.series import Plan
 from capd.store.statistics import merge
@@ -25,7 +29,13 @@ __all__ = ["AppendThread"]
 logger = logging.getLogger(__name__)
 
 _CATALOG_INTERVAL_S = 0.5
+_GATHER = 256  # items taken from the inbox at once
+_SMALL_TOGETHER = (4 << 20) // SMALL_NBYTES  # records of the largest small size written at once
+_GROUP_S = 0.02  # the longest a record waits for others before a group sync
+_SAY_EVERY_S = 20.0  # a failing disk must not be filled with messages
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+Item = Task | Callable[[], None] | None
 
 
 class AppendThread(threading.Thread):
@@ -35,47 +45,96 @@ class AppendThread(threading.Thread):
         self, runs: Mapping[str, RunStore], booked: Booked, tickets: Tickets, *, statistics: bool
     ) -> None:
         super().__init__(name="capd-append", daemon=True)
-        self.inbox: queue.SimpleQueue[Task | Callable[[], None] | None] = queue.SimpleQueue()
+        # tasks in dispatch order, or an action, or None
+        self.inbox: queue.SimpleQueue[list[Task] | Item] = queue.SimpleQueue()
         self._runs, self._booked, self._tickets, self._statistics = runs, booked, tickets, statistics
+        self._unsynced: list[Task] = []  # committed in durable stores, not acknowledged yet
+        self._group_since = 0.0
+        self._said: dict[str, float] = {}  # when a run's failure was logged last
 
     def run(self) -> None:
         """The thread's loop."""
         next_catalog = time.monotonic() + _CATALOG_INTERVAL_S
         running = True
         while running:
-            try:
-                item = self.inbox.get(timeout=max(0.0, next_catalog - time.monotonic()))
-                if item is None:
-                    running = False
-                elif isinstance(item, Task):
-                    self._finish(item)
-                else:
-                    item()
-                del item  # while this thread waits, nothing may hold a dead rank's arena
-            except queue.Empty:
-                pass
+            items = self._take(max(0.0, next_catalog - time.monotonic()))
+            running = None not in items
+            self._work(items)
+            items.clear()  # while this thread waits, nothing may hold a dead rank's arena
             if time.monotonic() >= next_catalog or not running:
                 self._each_store(RunStore.flush_catalog)
                 next_catalog = time.monotonic() + _CATALOG_INTERVAL_S
         self._each_store(RunStore.close)
 
+    def _take(self, timeout_s: float) -> list[Item]:
+        """What has gathered in the inbox, nothing only if the time is over; ends behind a None."""
+        items: list[Item] = []
+        with contextlib.suppress(queue.Empty):
+            found = self.inbox.get(timeout=timeout_s)
+            while True:
+                items += found if isinstance(found, list) else [found]
+                if found is None or len(items) >= _GATHER:
+                    break
+                found = self.inbox.get_nowait()
+        return items
+
+    def _work(self, items: list[Item]) -> None:
+        """Commit the tasks in order, small neighbours together; actions run between them."""
+        small: list[Task] = []
+        touched: set[str] = set()
+        for item in items:
+            if isinstance(item, Task):
+                touched.add(item.job.run_id)
+            if isinstance(item, Task) and item.refusal is None and item.is_small:
+                if not _fits(small, item):
+                    self._commit_small(small)
+                small.append(item)
+                continue
+            self._commit_small(small)
+            if isinstance(item, Task):
+                self._finish(item, item.refusal or self._attempt(item, self._write_large))
+            elif item is not None:
+                self._sync_group()
+                item()
+        self._commit_small(small)
+        self._sync_group()
+        for run_id in touched:
+            if (store := self._runs.get(run_id)) is not None:
+                self._safely(run_id, store, RunStore.maintain)
+
     def _each_store(self, action: Callable[[RunStore], None]) -> None:
         for run_id, store in list(self._runs.items()):
-            try:
-                action(store)
-            except Exception:  # outermost loop of the thread; the frames hold everything the catalog lacks
-                logger.exception("run %s: catalog or seal failed; trying again", run_id)
+            self._safely(run_id, store, action)
 
-    def _finish(self, task: Task) -> None:
-        refusal = task.refusal or self._commit(task)
-        self._drain(task)
-        self._report(task.job, refusal)
-        self._tickets.done(task.ticket)
-        self._each_store(RunStore.maintain)
-
-    def _commit(self, task: Task) -> Refusal | None:
+    def _safely(self, run_id: str, store: RunStore, action: Callable[[RunStore], None]) -> None:
         try:
-            self._write(self._runs[task.job.run_id], task)
+            action(store)
+        except (
+            Exception
+        ) as error:  # outermost loop of the thread; the frames hold everything the catalog lacks
+            now = time.monotonic()
+            if now - self._said.get(run_id, -_SAY_EVERY_S) >= _SAY_EVERY_S:
+                self._said[run_id] = now
+                expected = isinstance(error, (OSError, StoreError, sqlite3.Error))
+                logger.error(
+                    "run %s: catalog or seal failed, trying again: %s", run_id, error, exc_info=not expected
+                )
+
+    # -- commits
+
+    def _commit_small(self, tasks: list[Task]) -> None:
+        """Commit small records of one run in one write, or one by one if that fails; empties `tasks`."""
+        if not tasks:
+            return
+        refusal = self._attempt(tasks, self._write_small)
+        for task in tasks:
+            retry = refusal is not None and len(tasks) > 1
+            self._finish(task, self._attempt([task], self._write_small) if retry else refusal)
+        tasks.clear()
+
+    def _attempt(self, work: Any, write: Callable[[Any], None]) -> Refusal | None:
+        try:
+            write(work)
         except OSError as error:
             return (DropReason.DISK_FULL if error.errno in _NO_SPACE else DropReason.STORE_ERROR, str(error))
         except StoreFull as error:
@@ -83,22 +142,52 @@ class AppendThread(threading.Thread):
         except StoreError as error:
             return (DropReason.STORE_ERROR, str(error))
         except Exception as error:  # the job is refused and the daemon goes on
-            logger.exception("job %d failed", task.job.sequence)
+            logger.exception("a record could not be committed")
             return (DropReason.STORE_ERROR, f"internal error: {error}")
         return None
 
-    def _write(self, store: RunStore, task: Task) -> None:
-        assert task.plan is not None  # noqa: S101 - a task without a plan was refused
-        row = _row(task.job, task.plan)
-        if task.plan.geometry.is_small:
-            store.commit_small(task.plan, row, task.job.data)
-            return
+    def _write_small(self, tasks: list[Task]) -> None:
+        records = [(*_planned(task), bytes(task.job.data)) for task in tasks]
+        if self._statistics:
+            found = summarise_small([(plan.header.dtype, data) for plan, _, data in records])
+            for (_, row, _), stats in zip(records, found, strict=True):
+                row.stats = stats
+        self._runs[tasks[0].job.run_id].commit_small(records)
+
+    def _write_large(self, task: Task) -> None:
+        plan, row = _planned(task)
         row.stats = StatsRow() if self._statistics else None
-        store.commit(task.plan, row, self._merged(task, row))
+        self._runs[task.job.run_id].commit(plan, row, self._merged(task, row))
+
+    # -- outcomes
+
+    def _finish(self, task: Task, refusal: Refusal | None) -> None:
+        """Report a task, or let it wait for the group sync."""
+        self._drain(task)
+        if refusal is not None or not self._runs[task.job.run_id].is_durable:
+            self._report(task, refusal)
+            return
+        if not self._unsynced:
+            self._group_since = time.monotonic()
+        self._unsynced.append(task)
+        if time.monotonic() - self._group_since > _GROUP_S:
+            self._sync_group()
+
+    def _sync_group(self) -> None:
+        """Sync what the waiting tasks wrote, then acknowledge them; a run that cannot be synced refuses its own."""
+        waiting, self._unsynced = self._unsynced, []
+        outcomes: dict[str, Refusal | None] = {}
+        for task in waiting:
+            run_id = task.job.run_id
+            if run_id not in outcomes:
+                outcomes[run_id] = self._attempt(self._runs[run_id], RunStore.sync)
+            self._report(task, outcomes[run_id])
 
     def _merged(self, task: Task, row: RecordRow) -> Iterator[ChunkResult]:
         """The task's chunks; their statistics gather in `row`, complete when its COMMIT is written."""
-        while (entry := task.chunks.get()) is not None:
+        chunks = task.chunks
+        assert chunks is not None  # noqa: S101 - the dispatch thread gives every large record its queue
+        while (entry := chunks.get()) is not None:
             future, nbytes = entry
             try:
                 chunk = future.result()
@@ -107,15 +196,16 @@ class AppendThread(threading.Thread):
                 yield chunk
             finally:
                 self._booked.give(nbytes)
-        task.chunks.put(None)  # `_drain` finds the end
+        chunks.put(None)  # `_drain` finds the end
 
     def _drain(self, task: Task) -> None:
         """Wait for the chunks of a job that failed half-way: nothing may read its slot once it is refused."""
-        while (entry := task.chunks.get()) is not None:
+        while task.chunks is not None and (entry := task.chunks.get()) is not None:
             wait([entry[0]])
             self._booked.give(entry[1])
 
-    def _report(self, job: Job, refusal: Refusal | None) -> None:
+    def _report(self, task: Task, refusal: Refusal | None) -> None:
+        job = task.job
         try:
             if refusal is None:
                 job.sink.committed(job.sequence)
@@ -123,12 +213,23 @@ class AppendThread(threading.Thread):
                 job.sink.refused(job.sequence, *refusal)
         except Exception:  # a sink belongs to one session; the others must not suffer
             logger.exception("the session of job %d could not be told", job.sequence)
+        self._tickets.done(task.ticket)
 
 
-def _row(job: Job, plan: Plan) -> RecordRow:
+def _fits(small: list[Task], task: Task) -> bool:
+    """Whether `task` may be written together with `small`: one run, and not much memory."""
+    if not small:
+        return True
+    largest = max(task.job.descriptor.nbytes, small[0].job.descriptor.nbytes, 1)
+    return small[0].job.run_id == task.job.run_id and len(small) < _SMALL_TOGETHER * SMALL_NBYTES // largest
+
+
+def _planned(task: Task) -> tuple[Plan, RecordRow]:
+    assert task.plan is not None  # noqa: S101 - a task without a plan was refused
+    job, plan = task.job, task.plan
     descriptor, attributes = job.descriptor, job.define.attributes
     own = "" if attributes == plan.header.attributes else json.dumps(attributes, sort_keys=True)
-    return RecordRow(
+    row = RecordRow(
         job.client,
         job.sequence,
         descriptor.shape,
@@ -140,3 +241,4 @@ def _row(job: Job, plan: Plan) -> RecordRow:
         descriptor.metadata,
         own,
     )
+    return plan, row

@@ -9,6 +9,7 @@ either way, and the next start takes up the rest.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import socket
@@ -27,6 +28,7 @@ from capd.server.budget import DiskBudget, default_max_disk, encode_threads, rai
 from capd.server.connection import ConnectionContext
 from capd.server.instance import RootLock
 from capd.server.listener import Listener
+from capd.server.memory import keep_freed_buffers
 from capd.server.naming import RunNames
 from capd.server.pipeline import Pipeline
 from capd.server.registry import Registry
@@ -107,6 +109,8 @@ class Daemon:
         self._started = time.monotonic()
         with contextlib.suppress(OSError):
             os.nice(max(0, _NICE - os.nice(0)))  # before any thread is started: they inherit it
+        keep_freed_buffers()
+        gc.freeze()  # what is imported by now never becomes garbage
         open_files = raise_open_files()
         self._closing = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         stack.callback(os.close, self._closing)
@@ -133,6 +137,7 @@ class Daemon:
         )
         self._registry = Registry(self._root, self._node, lock, names, self._pipeline, settings.idle_seal_s)
         self._budget.stored = self._registry.stored_nbytes
+        self._budget.waiting, self._budget.unsealed = self._pipeline.waiting, self._pipeline.unsealed_series
         self._listen(self._bound, open_files - options.open_files)
         self._recovery = threading.Thread(target=self._take_up_unsealed, name="capd-recover", daemon=True)
         self._recovery.start()
@@ -232,7 +237,7 @@ class Daemon:
             complete = False
         self._registry.save_all(timeout_s=2.0)
         complete &= self._pipeline.close(max(0.1, began + timeout_s - time.monotonic()))
-        if not complete:
+        if not complete and time.monotonic() - began >= timeout_s:
             logger.warning("%.0f s were not enough to seal everything; the next start takes it up", timeout_s)
         logger.info("stopped after %.1f s", time.monotonic() - began)
         return complete

@@ -6,7 +6,7 @@ import queue
 import threading
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from capd.store.encode import ChunkResult
@@ -31,8 +31,8 @@ class Sink(Protocol):
 class DiskLimit(Protocol):
     """Says why a record of `nbytes` may not be written."""
 
-    def refusal(self, nbytes: int) -> str | None:
-        """Text for the rank, or None."""
+    def refusal(self, nbytes: int, *, new_series: bool = False) -> str | None:
+        """Text for the rank, or None. new_series: the record opens a series."""
 
 
 @dataclass(slots=True)
@@ -59,15 +59,18 @@ class RunTotals:
 
 @dataclass(slots=True)
 class Task:
-    """A job on its way. Its chunks arrive in `chunks` as (future, booked bytes), closed by None."""
+    """A job on its way. A large record's chunks arrive in `chunks` as (future, booked bytes), closed by None."""
 
     job: Job
     ticket: int
     plan: Plan | None = None
     refusal: Refusal | None = None
-    chunks: queue.SimpleQueue[tuple[Future[ChunkResult], int] | None] = field(
-        default_factory=queue.SimpleQueue
-    )
+    chunks: queue.SimpleQueue[tuple[Future[ChunkResult], int] | None] | None = None
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the record goes through the small log."""
+        return self.plan is not None and self.plan.is_small
 
 
 class Booked:
@@ -109,23 +112,24 @@ class Lanes:
                 self._turns.append(task.job.client)
                 self._changed.notify()
 
-    def get(self) -> Task | None:
-        """The next task, waiting for one; None once the lanes are closed and empty."""
+    def get(self, limit: int) -> list[Task]:
+        """The next tasks, at most `limit`, waiting for one; empty once the lanes are closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._turns or self._closed)
-            if not self._turns:
-                return None
-            client = self._turns.popleft()
-            lane = self._lanes[client]
-            task = lane.popleft()
-            if lane:
-                self._turns.append(client)
-            else:
-                del self._lanes[client]
-            return task
+            return [self._next() for _ in range(limit) if self._turns]
+
+    def _next(self) -> Task:
+        client = self._turns.popleft()
+        lane = self._lanes[client]
+        task = lane.popleft()
+        if lane:
+            self._turns.append(client)
+        else:
+            del self._lanes[client]
+        return task
 
     def close(self) -> None:
-        """Let `get` return None once everything is taken."""
+        """Let `get` return nothing once everything is taken."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -137,20 +141,36 @@ class Tickets:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._last = 0
-        self._outstanding: dict[int, None] = {}
+        self._oldest = 1  # every ticket before it is done
+        self._done: set[int] = set()  # of the later ones
         self._waiting: list[tuple[int, Future[None]]] = []
+        self._admitted: dict[int, tuple[int, bool]] = {}  # bytes, and whether they open a series
 
     def issue(self) -> int:
         """A ticket for a new job."""
         with self._lock:
             self._last += 1
-            self._outstanding[self._last] = None
             return self._last
+
+    def admit(self, ticket: int, nbytes: int, new_series: bool) -> None:
+        """The disk budget let this job pass."""
+        with self._lock:
+            self._admitted[ticket] = (nbytes, new_series)
+
+    def admitted(self) -> tuple[int, int]:
+        """(bytes, new series) of the jobs that the disk budget let pass and that are not done."""
+        with self._lock:
+            held = list(self._admitted.values())
+        return sum(nbytes for nbytes, _ in held), sum(new for _, new in held)
 
     def done(self, ticket: int) -> None:
         """The job with this ticket is committed or refused."""
         with self._lock:
-            del self._outstanding[ticket]
+            self._admitted.pop(ticket, None)
+            self._done.add(ticket)
+            while self._oldest in self._done:
+                self._done.remove(self._oldest)
+                self._oldest += 1
         self._wake()
 
     def all_so_far(self) -> Future[None]:
@@ -162,9 +182,10 @@ class Tickets:
         return future
 
     def _wake(self) -> None:
+        if not self._waiting:
+            return
         with self._lock:
-            oldest = next(iter(self._outstanding), self._last + 1)
-            ready = [future for ticket, future in self._waiting if ticket < oldest]
-            self._waiting = [(ticket, future) for ticket, future in self._waiting if ticket >= oldest]
+            ready = [future for ticket, future in self._waiting if ticket < self._oldest]
+            self._waiting = [(ticket, future) for ticket, future in self._waiting if ticket >= self._oldest]
         for future in ready:
             future.set_result(None)

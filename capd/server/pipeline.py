@@ -12,6 +12,7 @@ The append thread commits in dispatch order (per client: in capture order). A fu
 from __future__ import annotations
 
 import logging
+import queue
 import sqlite3
 import threading
 import time
@@ -33,6 +34,8 @@ from capd_client.protocol import DropReason
 __all__ = ["Pipeline"]
 
 logger = logging.getLogger(__name__)
+
+_DISPATCH_TOGETHER = 64
 
 
 class Pipeline:
@@ -80,6 +83,18 @@ class Pipeline:
     def run_stats(self, run_id: str) -> RunTotals:
         """Totals of an open run; a snapshot that may be one record apart in its parts."""
         return RunTotals(*self._runs[run_id].totals())
+
+    def waiting(self) -> tuple[int, int]:
+        """(bytes, new series) of the records that the disk budget let pass and that are not written yet."""
+        return self._tickets.admitted()
+
+    def beside_nbytes(self, run_id: str) -> int:
+        """Bytes that an open run holds beside its shards: small-record logs and catalog."""
+        return self._runs[run_id].beside_nbytes()
+
+    def unsealed_series(self) -> int:
+        """Series of the open runs that are still to be sealed."""
+        return sum(store.unsealed_series for store in list(self._runs.values()))
 
     def submit(self, job: Job) -> None:
         """Queue a job for its client's lane. Never waits."""
@@ -153,28 +168,40 @@ class Pipeline:
         return complete
 
     def _dispatch(self) -> None:
-        while (task := self._lanes.get()) is not None:
-            self._plan(task)
-            self._appending.inbox.put(
-                task
-            )  # before its chunks: they are booked in the order they are written
-            self._encode(task)
-            del task  # while this thread waits, nothing may hold a dead rank's arena
+        while tasks := self._lanes.get(_DISPATCH_TOGETHER):
+            ready: list[Task] = []
+            for task in tasks:
+                self._plan(task)
+                ready.append(task)
+                if task.refusal is None and not task.is_small:
+                    task.chunks = queue.SimpleQueue()
+                    # before its chunks: they are booked in the order they are written
+                    self._appending.inbox.put(ready)
+                    ready = []
+                    self._encode(task)
+            if ready:
+                self._appending.inbox.put(ready)
+            del tasks, task, ready  # while this thread waits, nothing may hold a dead rank's arena
 
     def _plan(self, task: Task) -> None:
         job, define = task.job, task.job.define
         try:
-            refusal = self._budget.refusal(job.descriptor.nbytes)
+            store = self._runs[job.run_id]
+            plan = store.plan(define.key, define.dtype, define.attributes, job.descriptor.shape, job.data)
+            copies = 2 if plan.geometry.is_small else 1  # in the log first, then in a shard
+            nbytes, new_series = job.descriptor.nbytes * copies, plan.series is None
+            refusal = self._budget.refusal(nbytes, new_series=new_series)
             if refusal is not None:
                 task.refusal = (DropReason.DISK_FULL, refusal)
                 return
-            store = self._runs[job.run_id]
-            task.plan = store.plan(define.key, define.dtype, define.attributes, job.descriptor.shape)
+            self._tickets.admit(task.ticket, nbytes, new_series)
+            task.plan = plan
         except Exception as error:  # outermost loop of the thread: one job must not end the daemon
             logger.exception("job %d could not be planned", job.sequence)
             task.refusal = (DropReason.STORE_ERROR, f"internal error: {error}")
 
     def _encode(self, task: Task) -> None:
+        assert task.chunks is not None  # noqa: S101 - set by the caller
         try:
             for chunk in self._submitted(task):
                 task.chunks.put(chunk)
@@ -189,8 +216,7 @@ class Pipeline:
     def _submitted(self, task: Task) -> Iterator[tuple[Future[ChunkResult], int]]:
         """The task's chunks as they enter the encode pool, with the bytes booked for them."""
         plan, shape = task.plan, task.job.descriptor.shape
-        if plan is None or plan.geometry.is_small:
-            return
+        assert plan is not None  # noqa: S101 - a task without a plan was refused
         geometry, chain = plan.geometry, plan.chain
         record = as_array(task.job.data, chain.stored, shape)
         statistics = plan.header.dtype if self._options.statistics else None

@@ -11,13 +11,16 @@ import contextlib
 import json
 import os
 import sqlite3
+import time
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from capd.errors import StoreError, StoreFull
+from capd.store.catalog_place import CatalogPlace
 from capd.store.catalog_read import (
     CATALOG_VERSION,
     MOMENT_FIELDS,
@@ -30,11 +33,14 @@ from capd.store.catalog_read import (
     read_rows,
     read_series,
 )
+from capd.store.columns import ColumnRow
 from capd.store.frames import RecordRow, SeriesHeader
 from capd_client.key import Key
 
 __all__ = ["Catalog"]
 
+_PUBLISH_INTERVAL_S = 10.0
+_PUBLISH_SHARE = 20.0  # at most a twentieth of the append thread's time goes into snapshots
 _KEY_FIELDS = Key.__struct_fields__
 
 _SCHEMA = f"""
@@ -58,23 +64,29 @@ _INSERT_RECORD = (
 class Catalog:
     """Read-write access to one catalog; owned by the append thread."""
 
-    def __init__(self, path: Path) -> None:
-        """Open or create the catalog.
+    def __init__(self, path: Path, place: CatalogPlace | None = None) -> None:
+        """Open or create the catalog. place: given when it lies apart from the store and is published there.
+
+        `was_closed` then tells whether whoever wrote it before closed it in order.
 
         Raises sqlite3.DatabaseError if the file is damaged, StoreError (retry) if it is locked or the disk is
         full, NotAStore if it is newer.
         """
         self.path = path
+        self._place = place
+        self._publish_at = 0.0
+        self._unpublished = True
         if not path.exists():  # sqlite would follow the umask
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        self.was_closed = _is_folded(path)
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         try:
             with self._guard():
-                self._db.execute("PRAGMA journal_mode=WAL")
                 version = self._db.execute("PRAGMA user_version").fetchone()[0]
+                check_version(version, path)  # a newer capd's file is not touched
+                self._db.execute("PRAGMA journal_mode=WAL")
                 if version == 0:
                     self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={CATALOG_VERSION}; COMMIT;")
-            check_version(version, path)
         except BaseException:
             self._db.close()
             raise
@@ -101,23 +113,65 @@ class Catalog:
                 "BEGIN; DELETE FROM series; DELETE FROM records; DELETE FROM exponents; DELETE FROM acked; COMMIT;"
             )
 
-    def mark_complete(self) -> None:
-        """Say that the frames have been read."""
+    @property
+    def mounted(self) -> str:
+        """Under which mount (`capd.store.power`) the files were last known to be whole."""
         with self._guard():
-            self._db.execute("INSERT OR REPLACE INTO meta VALUES ('complete', '1')")
+            found = self._db.execute("SELECT value FROM meta WHERE name='mounted'").fetchone()
+        return "" if found is None else str(found[0])
+
+    def mark_complete(self, mounted: str) -> None:
+        """Say that the frames have been read, and under which mount."""
+        with self._guard():
+            self._db.executemany(
+                "INSERT OR REPLACE INTO meta VALUES (?, ?)", [("complete", "1"), ("mounted", mounted)]
+            )
+
+    def mark_incomplete(self) -> None:
+        """Say that the frames have to be read."""
+        with self._guard():
+            self._db.execute("DELETE FROM meta WHERE name='complete'")
+
+    def distrust(self) -> None:
+        """Say that the disk lost writes: the next start checks what only a loss of power damages otherwise."""
+        with self._guard():
+            self._db.execute("DELETE FROM meta WHERE name='mounted'")
 
     def abandon(self) -> None:
         """Close without touching the file any more."""
         self._db.close()
 
+    def publish(self) -> None:
+        """Where the catalog lies apart: let readers see what it holds now. Raises StoreError (retry)."""
+        if self._place is None:
+            return
+        began = time.monotonic()
+        try:
+            self._place.publish(self._db)
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(f"catalog {self._place.published}: {error}", retry=True) from error
+        self._unpublished = False
+        now = time.monotonic()
+        self._publish_at = now + max(_PUBLISH_INTERVAL_S, _PUBLISH_SHARE * (now - began))
+
+    def publish_if_due(self) -> None:
+        """`publish` now and then; the larger the catalog, the more rarely."""
+        if self._unpublished and time.monotonic() >= self._publish_at:
+            self.publish()
+
     def close(self) -> None:
-        """Fold the write-ahead log into the file and close.
+        """Fold the write-ahead log into the file and close; one that lies apart is published and removed.
 
         Without a reader at work the file leaves WAL mode, so that reading a finished store creates no files.
         """
-        with contextlib.suppress(sqlite3.OperationalError):
-            self._db.execute("PRAGMA journal_mode=DELETE")
-        self._db.close()
+        try:
+            self.publish()
+        finally:
+            with contextlib.suppress(sqlite3.OperationalError):
+                self._db.execute("PRAGMA journal_mode=DELETE")
+            self._db.close()
+        if self._place is not None:
+            self._place.discard()
 
     def series(self) -> list[SeriesRow]:
         """All series."""
@@ -140,18 +194,21 @@ class Catalog:
         records: list[tuple[int, int, RecordRow, int]],
         totals: Iterable[SeriesRow],
         acked: dict[bytes, list[tuple[int, int]]],
+        moved: Iterable[tuple[int, int, int, int]] = (),
         *,
         durable: bool = False,
     ) -> None:
         """One transaction: (series id, record, row, stored bytes) rows, series totals and acknowledged ranges.
 
+        moved: (series id, first, end, stored bytes) of small records that stand in a shard now; bytes of each.
         durable: it must be on disk when this returns, because a rename that follows relies on it.
         """
         with self._guard():
+            self._unpublished = True
             self._db.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
             self._db.execute("BEGIN IMMEDIATE")
             try:
-                self._write(records, totals, acked)
+                self._write(records, totals, acked, moved)
                 self._db.execute("COMMIT")
             except BaseException:
                 self._db.execute("ROLLBACK")
@@ -162,6 +219,7 @@ class Catalog:
         records: list[tuple[int, int, RecordRow, int]],
         totals: Iterable[SeriesRow],
         acked: dict[bytes, list[tuple[int, int]]],
+        moved: Iterable[tuple[int, int, int, int]],
     ) -> None:
         self._db.executemany(_INSERT_RECORD, (_record_values(*record) for record in records))
         self._db.executemany(
@@ -173,9 +231,13 @@ class Catalog:
             ),
         )
         self._db.executemany(
+            "UPDATE records SET stored_nbytes=? WHERE series=? AND record>=? AND record<?",
+            ((stored, series, first, end) for series, first, end, stored in moved),
+        )
+        self._db.executemany(
             "UPDATE series SET records=?, sealed=?, sealing=?, max_shape=?, raw_bytes=?, stored_bytes=? WHERE id=?",
             (
-                (t.records, t.sealed, t.sealing, json.dumps(t.max_shape), t.raw_bytes, t.stored_bytes, t.id)
+                (t.records, t.sealed, t.sealing, _shape_text(t.max_shape), t.raw_bytes, t.stored_bytes, t.id)
                 for t in totals
             ),
         )
@@ -183,6 +245,10 @@ class Catalog:
             "INSERT OR REPLACE INTO acked VALUES (?, ?)",
             ((client, msgspec.msgpack.encode(ranges)) for client, ranges in acked.items()),
         )
+
+    def sequences(self) -> Iterator[tuple[bytes, int]]:
+        """Client and sequence of every record, in order."""
+        yield from self._db.execute("SELECT client, sequence FROM records ORDER BY client, sequence")
 
     def forget_from(self, row: SeriesRow, first: int) -> None:
         """Delete the rows of records `first` and later, and bring the series' totals in `row` in line."""
@@ -198,6 +264,23 @@ class Catalog:
         """Records first ≤ number < last of a series, without histograms."""
         yield from read_rows(self._db, series, first, last)
 
+    def columns(self, series: int, first: int, last: int) -> list[ColumnRow]:
+        """Moments and shapes of records first ≤ number < last of a series."""
+        found = self._db.execute(
+            f"SELECT {', '.join(MOMENT_FIELDS)}, shape FROM records "  # noqa: S608 - names are constants
+            "WHERE series=? AND record>=? AND record<? ORDER BY record",
+            (series, first, last),
+        )
+        return [(*row[:-2], bool(row[-2]), _shape_of(row[-1])) for row in found]  # recompute stands last
+
+    def stored(self, series: int, first: int, last: int) -> dict[int, tuple[bytes, int, int]]:
+        """Client, sequence and stored bytes of records first ≤ number < last of a series."""
+        rows = self._db.execute(
+            "SELECT record, client, sequence, stored_nbytes FROM records WHERE series=? AND record>=? AND record<?",
+            (series, first, last),
+        )
+        return {record: (client, sequence, stored) for record, client, sequence, stored in rows}
+
     def acked(self) -> dict[bytes, list[tuple[int, int]]]:
         """Committed sequence ranges per client uuid."""
         return read_acked(self._db)
@@ -205,22 +288,41 @@ class Catalog:
     def save_session(self, row: SessionRow) -> None:
         """Insert or replace the counters of a session."""
         with self._guard():
+            self._unpublished = True
             self._db.execute(
                 "INSERT OR REPLACE INTO sessions VALUES (?, ?)", (row.client, msgspec.msgpack.encode(row))
             )
 
 
-_LARGEST = 2**63 - 1
+def _is_folded(path: Path) -> bool:
+    """Whether the file stands for itself: no part of it is, or was, in a write-ahead log beside it."""
+    with path.open("rb") as file:
+        return file.read(20)[18:] != b"\x02\x02"  # the read and write versions of the SQLite file format
+
+
+_LARGEST = 2**63 - 1  # uint64 reaches beyond SQLite's integers
+_NO_STATS = (None,) * len(STATS_FIELDS)
+
+
+@lru_cache(4096)
+def _shape_text(shape: tuple[int, ...]) -> str:
+    """A shape as the catalog keeps it."""
+    return json.dumps(shape)
+
+
+@lru_cache(4096)
+def _shape_of(text: str) -> tuple[int, ...]:
+    return tuple(json.loads(text))
 
 
 def _record_values(series: int, number: int, row: RecordRow, stored_nbytes: int) -> tuple[Any, ...]:
-    stats: list[Any] = [None] * len(STATS_FIELDS)
+    stats: tuple[Any, ...] = _NO_STATS
     if row.stats is not None:
-        stats = [getattr(row.stats, name) for name in STATS_FIELDS]
-        # uint64 reaches beyond SQLite's integers
-        stats = [float(v) if isinstance(v, int) and v > _LARGEST else v for v in stats]
+        stats = msgspec.structs.astuple(row.stats)[:-1]
+        if (row.stats.absmax or 0) > _LARGEST:
+            stats = tuple(float(v) if isinstance(v, int) and v > _LARGEST else v for v in stats)
     return (
-        series, number, row.client, row.sequence, json.dumps(row.shape), row.nbytes, stored_nbytes,
-        *(getattr(row.moment, name) for name in MOMENT_FIELDS),
+        series, number, row.client, row.sequence, _shape_text(row.shape), row.nbytes, stored_nbytes,
+        *msgspec.structs.astuple(row.moment),
         row.device, row.requires_grad, row.is_leaf, row.metadata, row.attributes, *stats,
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """The codec chain of a series: how one inner chunk becomes bytes and back, and how zarr.json names it.
 
-Only codecs that zarr-python, tensorstore and zarrs all decode, always followed by crc32c. Blosc needs the
-explicit 1 MiB block: its automatic block is smaller than zstd's 128 KiB literal blocks times the item size,
-so exponent and mantissa bytes would share one Huffman table (1.27x instead of 1.45x on bf16).
+Only codecs that zarr-python, tensorstore and zarrs all decode, always followed by crc32c. A series' header
+holds the codec's explicit name (`none`, `zstd:1`, `blosc:zstd:1:shuffle:1048576`), never a preset's, so a store
+means the same whatever the presets become.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import google_crc32c
 import numcodecs.blosc
@@ -21,13 +21,15 @@ from numpy.typing import NDArray
 from capd.errors import ConfigError, DamagedRecord
 from capd.store.dtypes import stored_type
 
-__all__ = ["Chain", "chain_for", "crc32c"]
+__all__ = ["Chain", "chain_for", "crc32c", "parse_codec"]
 
-numcodecs.blosc.use_threads = (
-    False  # chunks are encoded in parallel by the pool; blosc's own threads would only contend
-)
+# Chunks are encoded in parallel by the pool; blosc's own threads would only contend.
+numcodecs.blosc.use_threads = False
 
-_BLOCK_NBYTES = 1 << 20
+_SHUFFLES = {"noshuffle": Blosc.NOSHUFFLE, "shuffle": Blosc.SHUFFLE, "bitshuffle": Blosc.BITSHUFFLE}
+_BLOSC_LEVELS, _ZSTD_LEVELS = range(10), range(-7, 23)
+_MAX_BLOCK_NBYTES = 64 << 20
+_FORMS = "none, zstd:LEVEL, or blosc:lz4|zstd:LEVEL:shuffle|bitshuffle|noshuffle[:BLOCK_BYTES]"
 
 
 def crc32c(payload: bytes) -> int:
@@ -37,7 +39,7 @@ def crc32c(payload: bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """One named codec chain for one stored dtype: bytes → [compressor] → crc32c."""
+    """One codec chain for one stored dtype: bytes → [compressor] → crc32c. name: the compressor's explicit name."""
 
     name: str
     stored: np.dtype[np.generic]
@@ -66,12 +68,13 @@ class Chain:
         codecs: list[Any] = []
         if isinstance(self.compressor, Blosc):
             blosc = self.compressor
+            [shuffle] = [name for name, number in _SHUFFLES.items() if number == blosc.shuffle]
             codecs.append(
                 BloscCodec(
                     typesize=self.stored.itemsize,
                     cname=blosc.cname,
                     clevel=blosc.clevel,
-                    shuffle="bitshuffle" if blosc.shuffle == Blosc.BITSHUFFLE else "shuffle",
+                    shuffle=shuffle,  # type: ignore[arg-type]
                     blocksize=blosc.blocksize,
                 )
             )
@@ -80,23 +83,32 @@ class Chain:
         return [*codecs, Crc32cCodec()]
 
 
-_WIDE_FLOATS = frozenset({"bfloat16", "float16", "float32", "float64"})
-
-
 @cache
 def chain_for(codec: str, dtype: str) -> Chain:
-    """The chain that preset `codec` ("default" or "fast") means for torch dtype `dtype`."""
-    if codec not in ("default", "fast"):
-        raise ConfigError(f'unknown codec {codec!r}; choose "default" or "fast"')
-    stored = stored_type(dtype).stored
-    return Chain(codec, stored, _compressor(codec, dtype))  # type: ignore[arg-type]
+    """The chain of the explicit codec name `codec` for torch dtype `dtype`. Raises ConfigError for a wrong name."""
+    return Chain(codec, stored_type(dtype).stored, parse_codec(codec))
 
 
-def _compressor(codec: Literal["default", "fast"], dtype: str) -> Any:
-    if dtype in _WIDE_FLOATS:
-        if codec == "fast":
-            return Blosc(cname="lz4", clevel=5, shuffle=Blosc.BITSHUFFLE)
-        return Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE, blocksize=_BLOCK_NBYTES)
-    if dtype == "float8_e8m0fnu":
-        return Zstd(level=3)
-    return None if codec == "fast" else Zstd(level=1)
+def parse_codec(codec: str) -> Any:
+    """The compressor that an explicit name means, None for `none`. Raises ConfigError that lists the forms."""
+    kind, *parts = codec.split(":")
+    try:
+        if kind == "none" and not parts:
+            return None
+        if kind == "zstd" and len(parts) == 1 and int(parts[0]) in _ZSTD_LEVELS:
+            return Zstd(level=int(parts[0]))
+        if kind == "blosc" and len(parts) in (3, 4):
+            cname, level, shuffle = parts[0], int(parts[1]), _SHUFFLES[parts[2]]
+            block_nbytes = int(parts[3]) if len(parts) == 4 else 0
+            if (
+                cname in ("lz4", "zstd")
+                and level in _BLOSC_LEVELS
+                and block_nbytes in range(_MAX_BLOCK_NBYTES + 1)
+            ):
+                return Blosc(cname=cname, clevel=level, shuffle=shuffle, blocksize=block_nbytes)
+    except (ValueError, KeyError):
+        pass
+    raise ConfigError(
+        f"unknown codec {codec!r}; choose auto, default, fast, or an explicit one: {_FORMS} "
+        f"(levels: zstd {_ZSTD_LEVELS[0]} to {_ZSTD_LEVELS[-1]}, blosc 0 to 9)"
+    )

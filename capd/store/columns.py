@@ -8,58 +8,59 @@ column names (shape as shape_0, shape_1, …) in its attributes, -1 = none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from capd.store.frames import RecordRow
 from capd_client.key import Moment
 
-__all__ = ["MAX_INLINE", "Columns"]
+__all__ = ["MAX_INLINE", "TABLE_ROWS", "ColumnRow", "Columns", "first_needed"]
 
 MAX_INLINE = 10_000
-_FIELDS = (*Moment.__struct_fields__, "shape")
+TABLE_ROWS = 8192  # per chunk of the `moments` array
+_FIELDS = Moment.__struct_fields__
+ColumnRow = tuple[Any, ...]  # the Moment's fields, then the shape as a tuple
+
+
+def first_needed(count: int, in_table: int) -> int:
+    """The first record whose row is needed to publish `count` records when the array holds `in_table` already."""
+    return in_table // TABLE_ROWS * TABLE_ROWS if count > MAX_INLINE else 0
 
 
 class Columns:
-    """Grows by rows, publishes as folded columns."""
+    """The columns of `first` + len(rows) records; the rows from `first` on are at hand."""
 
-    def __init__(self) -> None:
-        self._columns: dict[str, list[Any]] = {name: [] for name in _FIELDS}
+    def __init__(self, first: int = 0, rows: Sequence[ColumnRow] = ()) -> None:
+        self._first, self._rows = first, rows
 
     def __len__(self) -> int:
-        return len(self._columns["shape"])
+        return self._first + len(self._rows)
 
-    def extend(self, rows: Iterable[RecordRow]) -> None:
-        """Append the moments and shapes of records in record order."""
-        for row in rows:
-            for name in _FIELDS[:-1]:
-                self._columns[name].append(getattr(row.moment, name))
-            self._columns["shape"].append(list(row.shape))
+    @property
+    def first(self) -> int:
+        """The record of the first row at hand."""
+        return self._first
 
     @property
     def is_long(self) -> bool:
         """Whether the columns belong into the `moments` array."""
         return len(self) > MAX_INLINE
 
-    def table(self, first: int) -> tuple[list[str], NDArray[np.int64]]:
-        """Column names, and records from `first` on as [record, column]."""
-        shapes = np.array(self._columns["shape"][first:], dtype=np.int64).reshape(len(self) - first, -1)
-        moments = [
-            [-1 if value is None else int(value) for value in self._columns[name][first:]]
-            for name in _FIELDS[:-1]
-        ]
-        column_names = [*_FIELDS[:-1], *(f"shape_{axis}" for axis in range(shapes.shape[1]))]
-        return column_names, np.concatenate([np.array(moments, dtype=np.int64).T, shapes], axis=1)
+    def table(self) -> tuple[list[str], NDArray[np.int64]]:
+        """Column names, and the rows at hand as [record, column]; -1 stands for none."""
+        flat = [[-1 if v is None else int(v) for v in row[:-1]] + list(row[-1]) for row in self._rows]
+        axes = len(self._rows[0][-1])
+        return [*_FIELDS, *(f"shape_{axis}" for axis in range(axes))], np.array(flat, dtype=np.int64)
 
     def published(self) -> dict[str, Any]:
         """The columns as the group's attributes hold them."""
         if self.is_long:
             return {"count": len(self), "array": "moments"}
         folded: dict[str, Any] = {"count": len(self)}
-        for name, values in self._columns.items():
-            constant = bool(values) and all(value == values[0] for value in values)
+        columns = zip(*self._rows, strict=True) if self._rows else ((),) * (len(_FIELDS) + 1)
+        for name, values in zip((*_FIELDS, "shape"), columns, strict=True):
+            constant = bool(values) and values.count(values[0]) == len(values)
             folded[name] = values[0] if constant else values
         return folded

@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capd.store.codecs import Chain
+from capd.store.dtypes import stored_type
 from capd.store.frames import StatsRow
 from capd.store.geometry import Geometry
 from capd.store.statistics import summarise, summarise_rows
 
-__all__ = ["ChunkResult", "as_array", "encode_batch", "encode_chunk", "summarise_records"]
+__all__ = ["ChunkResult", "as_array", "encode_batch", "encode_chunk", "summarise_small"]
 
 
 class ChunkResult(NamedTuple):
@@ -64,14 +65,26 @@ def encode_batch(
     chunk = np.zeros((geometry.batch, *geometry.chunk), dtype=chain.stored)
     if held is not None:
         chunk[:at] = held[:at]
+    if all(record.shape == geometry.chunk for record in records):
+        chunk[at : at + len(records)] = records
+        return chain.encode(chunk)
     for row, record in enumerate(records, at):
         place: tuple[int | slice, ...] = (row, *(slice(0, n) for n in record.shape))
         chunk[place] = record
     return chain.encode(chunk)
 
 
-def summarise_records(records: Sequence[NDArray[np.generic]], dtype: str) -> list[StatsRow]:
-    """Statistics of small records: one vectorised pass where they have one shape."""
-    if len({record.shape for record in records}) == 1:
-        return summarise_rows(np.stack(records).reshape(len(records), -1), dtype)
-    return [summarise(record, dtype) for record in records]
+def summarise_small(records: Sequence[tuple[str, bytes]]) -> list[StatsRow]:
+    """Statistics of small records (torch dtype, raw bytes): one vectorised pass over all of one dtype and size."""
+    groups: dict[tuple[str, int], list[int]] = {}
+    for position, (dtype, data) in enumerate(records):
+        groups.setdefault((dtype, len(data)), []).append(position)
+    found: list[StatsRow] = [StatsRow()] * len(records)
+    for (dtype, nbytes), positions in groups.items():
+        if nbytes == 0:
+            continue
+        rows = b"".join([records[position][1] for position in positions])
+        bits = np.frombuffer(rows, dtype=stored_type(dtype).stored).reshape(len(positions), -1)
+        for position, stats in zip(positions, summarise_rows(bits, dtype), strict=True):
+            found[position] = stats
+    return found

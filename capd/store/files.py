@@ -1,23 +1,35 @@
-"""How files of a store come to be: atomically, with the modes and the syncs that the protocol asks for."""
+"""Everything that changes a store's files: atomically, with the modes and the syncs that the protocol asks for.
+
+The store's other modules open and read files themselves, but create, write, sync, rename and delete only
+through here, so that tests can put a file system with faults in their place.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from capd.errors import StoreError
+from capd.store.failpoints import failpoint
 
 __all__ = [
-    "copy_range", "make_directory", "new_file", "pwrite_all", "replace_files", "start_writeback", "sync_paths",
+    "GROUP_SYNC_ABOVE", "copy_range", "exchange", "link", "make_directory", "new_file", "pwrite_all",
+    "remove_tree", "rename", "replace_files", "start_writeback", "sync_data", "sync_paths", "truncate", "unlink",
     "write_file",
 ]  # fmt: skip
 
-_GROUP_SYNC_ABOVE = 32  # more files than this are cheaper to sync with one syncfs
+GROUP_SYNC_ABOVE = 32  # more files than this are cheaper to sync with one syncfs
 _IOV_MAX = 1024
 _SYNC_FILE_RANGE_WRITE = 2
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
 _libc = ctypes.CDLL(None, use_errno=True)
+# Before Linux 5.8 syncfs does not report the errors of the files it writes.
+_syncfs_reports = tuple(int(part) for part in os.uname().release.split(".")[:2] if part.isdigit()) >= (5, 8)
 
 
 def make_directory(path: Path) -> list[Path]:
@@ -41,27 +53,27 @@ def replace_files(payloads: dict[Path, bytes], spool: Path) -> None:
         for path, payload in payloads.items():
             write_file(temporaries[path], payload)
         sync_paths(temporaries.values(), spool)
+        failpoint("replace.after_sync")
         for path, temporary in temporaries.items():
-            os.replace(temporary, path)
-    finally:
+            rename(temporary, path)
+            failpoint("replace.after_first")
+    except BaseException:
         for temporary in temporaries.values():
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                unlink(temporary, missing_ok=True)
+        raise
 
 
-def new_file(path: Path, parts: Sequence[bytes], *, sync: bool) -> int:
+def new_file(path: Path, parts: Sequence[bytes]) -> int:
     """Create a file, mode 0600, with these first bytes; returns its size. Nothing is left if it fails."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        end = pwrite_all(fd, parts, 0)
-        if sync:
-            os.fsync(fd)
-            sync_paths([path.parent], path.parent)
+        return pwrite_all(fd, parts, 0)
     except BaseException:
-        path.unlink(missing_ok=True)
+        unlink(path, missing_ok=True)
         raise
     finally:
         os.close(fd)
-    return end
 
 
 def write_file(path: Path, payload: bytes) -> None:
@@ -105,17 +117,52 @@ def start_writeback(fd: int, offset: int, nbytes: int) -> None:
     _libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)
 
 
+def rename(source: Path, target: Path) -> None:
+    """Give `source` the name `target`, replacing a file that has it."""
+    os.replace(source, target)
+
+
+def link(source: Path, target: Path) -> None:
+    """Give `source` the further name `target`; raises FileExistsError if that is taken."""
+    os.link(source, target)
+
+
+def exchange(a: Path, b: Path) -> None:
+    """Let two paths change places in one step; raises OSError (EINVAL, ENOSYS) where the file system cannot."""
+    found = _libc.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE)
+    if found != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error), str(a), None, str(b))
+
+
+def unlink(path: Path, *, missing_ok: bool = False) -> None:
+    """Delete a file."""
+    path.unlink(missing_ok=missing_ok)
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a directory with all that is in it; what cannot be deleted stays."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def truncate(file: int | Path, nbytes: int) -> None:
+    """Cut a file to `nbytes`."""
+    os.truncate(file, nbytes)
+
+
+def sync_data(fd: int) -> None:
+    """Make a file's content durable. After an error the file must not be trusted any more."""
+    os.fdatasync(fd)
+
+
 def sync_paths(paths: Iterable[Path], root: Path) -> None:
-    """Make files and directories durable: one by one when few, else with one syncfs on the root's file system."""
-    todo = sorted(set(paths))
-    if len(todo) > _GROUP_SYNC_ABOVE:
-        fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            if _libc.syncfs(fd) != 0:
-                error = ctypes.get_errno()
-                raise OSError(error, os.strerror(error), str(root))
-        finally:
-            os.close(fd)
+    """Make files and directories durable: one by one when few, else with one syncfs on the root's file system.
+
+    After an error none of the files may be trusted: the kernel marks what it could not write as clean.
+    """
+    todo = set(paths)
+    if len(todo) > GROUP_SYNC_ABOVE and _syncfs_reports:
+        _sync_file_system(root)
         return
     for path in todo:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -123,3 +170,13 @@ def sync_paths(paths: Iterable[Path], root: Path) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def _sync_file_system(root: Path) -> None:
+    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if _libc.syncfs(fd) != 0:
+            error = ctypes.get_errno()
+            raise OSError(error, os.strerror(error), str(root))
+    finally:
+        os.close(fd)

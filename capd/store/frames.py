@@ -38,7 +38,7 @@ from capd_client.key import Key, Moment
 
 __all__ = [
     "FORMAT_VERSION", "FRAME_NBYTES", "Commit", "FileHeader", "Frame", "Kind", "RecordRow", "SeriesHeader",
-    "StatsRow", "decode_payload", "frame", "payload_is_sound", "read_frame", "walk",
+    "StatsRow", "decode_commit", "decode_payload", "frame", "parse_frame", "payload_is_sound", "read_frame", "walk",
 ]  # fmt: skip
 
 FORMAT_VERSION = 1
@@ -46,6 +46,7 @@ FRAME_NBYTES = 48
 MAX_PAYLOAD_NBYTES = 64 << 20
 _MAGIC = b"CPDF"
 _HEADER = struct.Struct("<4sBBHIIQQQII")
+_HEAD = struct.Struct("<4sBBHIIQQQI")  # without its own checksum
 _CRC = struct.Struct("<I")
 
 
@@ -57,6 +58,9 @@ class Kind(IntEnum):
     COMMIT = 3
     SERIES = 4
     RECORD = 5
+
+
+_KINDS = {int(kind): kind for kind in Kind}
 
 
 class Frame(NamedTuple):
@@ -75,7 +79,7 @@ class Frame(NamedTuple):
 Number = Union[int, float]
 
 
-class StatsRow(msgspec.Struct, array_like=True):
+class StatsRow(msgspec.Struct, array_like=True, gc=False):
     """Statistics of one record, additive: see `capd.store.statistics`. exponents: sparse [bin, count, …]."""
 
     count: int = 0
@@ -90,7 +94,7 @@ class StatsRow(msgspec.Struct, array_like=True):
     exponents: list[int] = []
 
 
-class RecordRow(msgspec.Struct, array_like=True):
+class RecordRow(msgspec.Struct, array_like=True, gc=False):
     """Everything about one record but its key, dtype and elements."""
 
     client: bytes
@@ -144,10 +148,27 @@ def frame(
             f"a {kind.name} frame of {len(payload)} bytes exceeds the limit of {MAX_PAYLOAD_NBYTES}"
         )
     crc = _CRC.unpack(payload[-4:])[0] if kind is Kind.CHUNK else crc32c(payload)
-    head = _HEADER.pack(
-        _MAGIC, FORMAT_VERSION, kind, 0, len(payload), ordinal, session, sequence, raw_nbytes, crc, 0
-    )[:-4]
+    head = _HEAD.pack(
+        _MAGIC, FORMAT_VERSION, kind, 0, len(payload), ordinal, session, sequence, raw_nbytes, crc
+    )
     return head + _CRC.pack(crc32c(head))
+
+
+def parse_frame(held: bytes, at: int, base: int = 0) -> Frame | None:
+    """The frame header at `at` in `held`, or None if no sound one stands there. base: where `held` begins in the file.
+
+    Raises NotAStore for a sound frame of a newer format version.
+    """
+    head = held[at : at + FRAME_NBYTES]
+    if len(head) < FRAME_NBYTES or head[:4] != _MAGIC or _CRC.unpack_from(head, 44)[0] != crc32c(head[:44]):
+        return None
+    _, version, kind, _, nbytes, ordinal, session, sequence, raw_nbytes, crc, _ = _HEADER.unpack(head)
+    if version > FORMAT_VERSION:
+        raise NotAStore(f"frame format {version} is newer than {FORMAT_VERSION}; use a newer capd to read it")
+    known = _KINDS.get(kind)
+    if known is None or nbytes > MAX_PAYLOAD_NBYTES:
+        return None
+    return Frame(known, nbytes, ordinal, session, sequence, raw_nbytes, crc, base + at + FRAME_NBYTES)
 
 
 def read_frame(fd: int, offset: int, end: int) -> Frame | None:
@@ -155,19 +176,8 @@ def read_frame(fd: int, offset: int, end: int) -> Frame | None:
 
     Raises NotAStore for a sound frame of a newer format version.
     """
-    head = os.pread(fd, FRAME_NBYTES, offset)
-    if len(head) < FRAME_NBYTES or head[:4] != _MAGIC or _CRC.unpack(head[-4:])[0] != crc32c(head[:-4]):
-        return None
-    _, version, kind, _, nbytes, ordinal, session, sequence, raw_nbytes, crc, _ = _HEADER.unpack(head)
-    if version > FORMAT_VERSION:
-        raise NotAStore(f"frame format {version} is newer than {FORMAT_VERSION}; use a newer capd to read it")
-    if (
-        kind not in Kind._value2member_map_
-        or nbytes > MAX_PAYLOAD_NBYTES
-        or offset + FRAME_NBYTES + nbytes > end
-    ):
-        return None
-    return Frame(Kind(kind), nbytes, ordinal, session, sequence, raw_nbytes, crc, offset + FRAME_NBYTES)
+    found = parse_frame(os.pread(fd, FRAME_NBYTES, offset), 0, offset)
+    return None if found is None or found.offset + found.nbytes > end else found
 
 
 def payload_is_sound(frame: Frame, payload: bytes) -> bool:
@@ -194,7 +204,16 @@ _decoders: dict[Kind, msgspec.msgpack.Decoder[Any]] = {
 
 def decode_payload(fd: int, frame: Frame) -> Any:
     """FileHeader, Commit or SeriesHeader of a frame, or None if its payload is damaged."""
-    payload = os.pread(fd, frame.nbytes, frame.offset)
+    return _decode(frame, os.pread(fd, frame.nbytes, frame.offset))
+
+
+def decode_commit(frame: Frame, payload: bytes) -> Commit | None:
+    """The Commit that a COMMIT frame's payload holds, or None if it is damaged."""
+    found: Commit | None = _decode(frame, payload)
+    return found
+
+
+def _decode(frame: Frame, payload: bytes) -> Any:
     if not payload_is_sound(frame, payload):
         return None
     try:

@@ -60,8 +60,8 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True):
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether a record of this shape can be stored without a new variant."""
-        return len(shape) == len(self.extents) and all(
-            n <= e for n, e in zip(shape, self.extents, strict=True)
+        return shape == self.extents or (
+            len(shape) == len(self.extents) and all(n <= e for n, e in zip(shape, self.extents, strict=True))
         )
 
     def chunks(self, shape: tuple[int, ...]) -> Iterator[tuple[int, tuple[slice, ...]]]:
@@ -92,8 +92,13 @@ def _positions(counts: list[int]) -> Iterator[tuple[int, ...]]:
             yield (head, *tail)
 
 
-def plan_geometry(shape: tuple[int, ...], itemsize: int, shard_nbytes: int) -> Geometry:
-    """The geometry that a series gets from the shape of its first record (or from grown extents)."""
+def plan_geometry(
+    shape: tuple[int, ...], itemsize: int, shard_nbytes: int, *, share_chunks: bool = True
+) -> Geometry:
+    """The geometry that a series gets from the shape of its first record (or from grown extents).
+
+    share_chunks: small records share chunks; off where nothing would shrink the empty part of the last one.
+    """
     extents = [max(1, n) for n in shape]
     chunk = list(extents)
     inner = itemsize  # bytes of everything right of the axis in hand
@@ -107,7 +112,7 @@ def plan_geometry(shape: tuple[int, ...], itemsize: int, shard_nbytes: int) -> G
         inner *= extents[axis]
     record_nbytes = prod(extents) * itemsize
     batch = 1
-    if record_nbytes < SMALL_NBYTES:
+    if record_nbytes < SMALL_NBYTES and share_chunks:
         batch = min(MAX_SHARD_RECORDS, max(1, BATCH_NBYTES // record_nbytes))
     batches = max(1, min(shard_nbytes // (record_nbytes * batch), MAX_SHARD_RECORDS // batch))
     return Geometry(tuple(extents), tuple(chunk), batch, batches * batch, itemsize)

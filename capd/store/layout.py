@@ -14,9 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import shutil
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -27,16 +25,27 @@ import msgspec
 from capd.errors import NotAStore, StoreError
 from capd.store import names
 from capd.store.codecs import chain_for
-from capd.store.columns import Columns
+from capd.store.columns import TABLE_ROWS, Columns
 from capd.store.dtypes import stored_type
-from capd.store.files import make_directory, replace_files, sync_paths, write_file
+from capd.store.failpoints import failpoint
+from capd.store.files import (
+    link,
+    make_directory,
+    remove_tree,
+    rename,
+    replace_files,
+    sync_paths,
+    unlink,
+    write_file,
+)
 from capd.store.frames import FORMAT_VERSION, SeriesHeader
 from capd.store.geometry import Geometry
+from capd_client.key import Key
 
 __all__ = ["Layout", "node_directory", "read_group", "run_attributes", "shard_path"]
 
 _MAX_VARIANTS = 10_000
-_TABLE_ROWS = 8192
+_SHAPE_HERE = "shape of the array"
 
 
 def node_directory(run: Path, node: str) -> Path:
@@ -54,13 +63,13 @@ def run_attributes(run: Path) -> dict[str, Any]:
     document = read_group(run)
     if document is None:
         raise NotAStore(f"{run} is not a capd run: it has no zarr.json")
-    attributes = document.get("attributes", {}).get("capd")
+    everything = document.get("attributes")
+    attributes = everything.get("capd") if isinstance(everything, dict) else None
     if not isinstance(attributes, dict) or "format" not in attributes:
         raise NotAStore(f"{run} is a Zarr hierarchy, but not one that capd wrote")
-    if attributes["format"] > FORMAT_VERSION:
-        raise NotAStore(
-            f"{run} has format {attributes['format']}, this capd reads up to {FORMAT_VERSION}; upgrade capd"
-        )
+    version = attributes["format"]
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise NotAStore(f"{run} has format {version!r}, this capd reads up to {FORMAT_VERSION}; upgrade capd")
     return attributes
 
 
@@ -90,38 +99,55 @@ class Layout:
         if run.exists() and any(entry.name != ".capd" for entry in run.iterdir()):
             run_attributes(run)  # nothing is written into a directory that is somebody else's
         self._mkdir(self.spool)
-        self._publish_once(run / "zarr.json", _group({"capd": {"format": FORMAT_VERSION, "run_id": run_id}}))
+        self.dirty |= {run.parent, *self._down_to(self.spool)}  # another life may have made them
+        root = run / "zarr.json"
+        if not root.exists():
+            self._ensure_document(root, _group({"capd": {"format": FORMAT_VERSION, "run_id": run_id}}))
+            self.sync()
         run_attributes(run)
         self._groups = {run}
+        self.sync()
 
     def _mkdir(self, path: Path) -> None:
         self.dirty.update(make_directory(path))
 
-    def _publish_once(self, path: Path, payload: bytes) -> None:
-        """Create `path` with `payload` unless it exists; complete or absent at every moment."""
-        if path.exists():
-            return
+    def _down_to(self, directory: Path) -> set[Path]:
+        """`directory`, the run, and what lies between."""
+        return {self.run / parent for parent in (directory.relative_to(self.run) / "_").parents}
+
+    def placed(self, shard: Path) -> None:
+        """A shard bears its final name: nothing is published before that is durable."""
+        self.dirty |= self._down_to(shard.parent)
+
+    def _ensure_document(self, path: Path, payload: bytes) -> None:
+        """Create `path` with `payload` unless a document stands there; one that power loss emptied is replaced."""
+        with contextlib.suppress(NotAStore):
+            if read_group(path.parent) is not None:
+                return
         temporary = self.spool / "group.tmp"
         write_file(temporary, payload)
-        sync_paths([temporary], self.spool)
-        with contextlib.suppress(FileExistsError):  # another node was faster; its document says the same
-            os.link(temporary, path)
-        temporary.unlink()
+        if path.exists():
+            rename(temporary, path)
+        else:
+            with contextlib.suppress(FileExistsError):  # another node was faster; its document says the same
+                link(temporary, path)
+            unlink(temporary)
+        self.dirty.add(path)
 
     def sync(self) -> None:
         """Make all new directory entries durable."""
         sync_paths(self.dirty, self.run)
         self.dirty.clear()
 
-    def claim(self, header: SeriesHeader, owned: Container[str]) -> SeriesHeader:
+    def claim(self, header: SeriesHeader, owned: Callable[[str], Key | None]) -> SeriesHeader:
         """Create the groups and the empty array of a new series; returns the header with the path it got.
 
         `header.path` is the wish. A name held by a variant of the same key leads to the next "~v" number, a
-        name held by another key to "~k<hash>". `owned`: paths of the series that this node knows; a claim that it
-        does not know, left by a kill before its first record, is taken again.
+        name held by another key to "~k<hash>". owned: the key of this node's series at a path, on disk or not; a
+        claim that it does not know, left by a kill before its first record, is taken again.
         """
         base = header.path
-        self._ensure_groups((self.run / base).parent)
+        self.ensure_groups((self.run / base).parent)
         for number in count():
             if number > _MAX_VARIANTS:
                 raise StoreError(
@@ -129,31 +155,43 @@ class Layout:
                 )
             path = names.variant(base, number)
             candidate = msgspec.structs.replace(header, path=path)
-            if self._build(candidate):
+            known = owned(path)
+            if known is None and (self._build(candidate) or self._build_again(candidate)):
                 return candidate
-            holder = (read_group(self.run / path) or {}).get("attributes", {}).get("capd", {})
-            if holder.get("key") != msgspec.to_builtins(header.key):
-                if "~k" not in base:
-                    collided = msgspec.structs.replace(header, path=names.collided(base, header.key))
-                    return self.claim(collided, owned)
-            elif path not in owned and self._is_abandoned(path, holder):
-                shutil.rmtree(self.run / path)
-                if self._build(candidate):
-                    return candidate
+            holder = msgspec.to_builtins(known) if known else self._holder(path).get("key")
+            if holder not in (None, msgspec.to_builtins(header.key)) and "~k" not in base:
+                collided = msgspec.structs.replace(header, path=names.collided(base, header.key))
+                return self.claim(collided, owned)
         raise AssertionError("unreachable")
 
-    def _is_abandoned(self, path: str, holder: dict[str, Any]) -> bool:
-        return holder.get("node") == self.node and not (self.run / path / "data" / "c").exists()
+    def _build_again(self, header: SeriesHeader) -> bool:
+        """Take a claim of this key again that was given up before its first record."""
+        holder = self._holder(header.path)
+        if holder and holder.get("key") != msgspec.to_builtins(header.key):
+            return False
+        if holder.get("node", self.node) != self.node or (self.run / header.path / "data" / "c").exists():
+            return False
+        remove_tree(self.run / header.path)
+        return self._build(header)
 
-    def _ensure_groups(self, directory: Path) -> None:
+    def _holder(self, path: str) -> dict[str, Any]:
+        """What the group at `path` says of its series; empty where that cannot be read."""
+        try:
+            found = (read_group(self.run / path) or {}).get("attributes", {}).get("capd", {})
+        except NotAStore:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def ensure_groups(self, directory: Path) -> None:
+        """Create the groups from the run down to `directory` where they are missing."""
         missing = []
         while directory not in self._groups:
             missing.append(directory)
             directory = directory.parent
         for group in reversed(missing):
             self._mkdir(group)
-            self._publish_once(group / "zarr.json", _group({}))
-            self.dirty.add(group)
+            self._ensure_document(group / "zarr.json", _group({}))
+            self.dirty |= {group.parent, group, group / "zarr.json"}  # another life may have made them
             self._groups.add(group)
 
     def _build(self, header: SeriesHeader) -> bool:
@@ -161,15 +199,17 @@ class Layout:
         if target.exists():
             return False
         aside = self.spool / f"{names.key_hash(header.key)}.new"
-        shutil.rmtree(aside, ignore_errors=True)
+        remove_tree(aside)
         make_directory(aside / "data")
         write_file(aside / "data" / "zarr.json", self._array_document(header, (0, *header.geometry.extents)))
         write_file(aside / "zarr.json", self._series_document(header, Columns()))
+        failpoint("claim.before_rename")
         try:
-            os.rename(aside, target)
+            rename(aside, target)
         except OSError:  # somebody else's series stands there now
-            shutil.rmtree(aside, ignore_errors=True)
+            remove_tree(aside)
             return False
+        failpoint("claim.after_rename")
         self.dirty |= {
             target.parent,
             target,
@@ -179,22 +219,52 @@ class Layout:
         }
         return True
 
-    def publish_columns(self, columns: Sequence[tuple[SeriesHeader, Columns]]) -> None:
-        """Publish the moments and shapes of the sealed records of many series, durably."""
-        for header, own in columns:
-            if own.is_long:
-                self.dirty.update(_write_table(self.run / header.path / "moments", own))
-        self.sync()
-        documents = {self.run / h.path / "zarr.json": self._series_document(h, own) for h, own in columns}
-        self._replace(documents)
-
-    def publish_shapes(self, shapes: Sequence[tuple[SeriesHeader, tuple[int, ...]]]) -> None:
-        """Let plain Zarr readers see the array shapes [records, *record], durably."""
+    def restore(self, header: SeriesHeader) -> None:
+        """Write the documents of a series of which nothing is sealed anew, durably."""
+        place = self.run / header.path
+        self._mkdir(place / "data")
         self._replace(
-            {self.run / h.path / "data" / "zarr.json": self._array_document(h, shape) for h, shape in shapes}
+            {
+                place / "zarr.json": self._series_document(header, Columns()),
+                place / "data" / "zarr.json": self._array_document(header, (0, *header.geometry.extents)),
+            }
         )
 
+    def table_length(self, header: SeriesHeader) -> int:
+        """Rows that the `moments` array of a series holds; 0 where there is none, or none to go on with."""
+        try:
+            document = json.loads((self.run / header.path / "moments" / "zarr.json").read_bytes())
+            return int(document["shape"][0])
+        except (FileNotFoundError, ValueError, LookupError, TypeError):
+            return 0
+
+    def publish(self, series: Sequence[tuple[SeriesHeader, Columns, tuple[int, ...]]]) -> None:
+        """Let plain Zarr readers see the sealed records of many series, durably: moments, then array shapes.
+
+        Readers use the smaller of both counts, so the two documents of a series need one sync; only the chunks
+        and the length of a `moments` array must be on disk before a document says that they are.
+        """
+        chunks: dict[Path, bytes] = {}
+        lengths: dict[Path, bytes] = {}
+        documents: dict[Path, bytes] = {}
+        for header, columns, shape in series:
+            place = self.run / header.path
+            self._mkdir(place / "data")  # power loss may have taken it
+            if columns.is_long:
+                for name, payload in _table_files(columns).items():
+                    path = place / "moments" / name
+                    self._mkdir(path.parent)
+                    (lengths if path.name == "zarr.json" else chunks)[path] = payload
+            documents[place / "zarr.json"] = self._series_document(header, columns)
+            documents[place / "data" / "zarr.json"] = self._array_document(header, shape)
+        self._replace(chunks)
+        self._replace(lengths)
+        failpoint("seal.after_tables")
+        self._replace(documents)
+
     def _replace(self, documents: dict[Path, bytes]) -> None:
+        if not documents:
+            return
         replace_files(documents, self.spool)
         self.dirty.update(path.parent for path in documents)
         self.sync()
@@ -211,9 +281,8 @@ class Layout:
         return _group({"capd": capd})
 
     def _array_document(self, header: SeriesHeader, shape: tuple[int, ...]) -> bytes:
-        template = json.loads(_array_template(header.codec, header.dtype, header.geometry))
-        template["shape"] = shape
-        return json.dumps(template, indent=2).encode()
+        before, behind = _array_template(header.codec, header.dtype, header.geometry)
+        return f"{before}{json.dumps(shape)}{behind}".encode()
 
 
 def _group(attributes: dict[str, Any]) -> bytes:
@@ -221,7 +290,8 @@ def _group(attributes: dict[str, Any]) -> bytes:
 
 
 @cache
-def _array_template(codec: str, dtype: str, geometry: Geometry) -> str:
+def _array_template(codec: str, dtype: str, geometry: Geometry) -> tuple[str, str]:
+    """zarr.json of an array before and behind its shape."""
     import zarr
     from zarr.storage import MemoryStore
 
@@ -239,40 +309,35 @@ def _array_template(codec: str, dtype: str, geometry: Geometry) -> str:
         fill_value=0,
         dimension_names=("record", *(f"dim_{axis}" for axis in range(len(geometry.extents)))),
     )
-    return _document_of(store)
+    document = json.loads(_bytes_of(store, "zarr.json"))
+    before, behind = json.dumps(document | {"shape": _SHAPE_HERE}, indent=2).split(json.dumps(_SHAPE_HERE))
+    return before, behind
 
 
-def _write_table(path: Path, columns: Columns) -> list[Path]:
-    """Append to the `moments` array; the chunk that was partly filled is written again. Returns what to sync."""
+def _table_files(columns: Columns) -> dict[str, bytes]:
+    """zarr.json of the `moments` array, and its chunks from that of the first row at hand on."""
     import zarr
     from zarr.codecs import Crc32cCodec, ZstdCodec
+    from zarr.storage import MemoryStore
 
-    if (path / "zarr.json").exists():
-        array = zarr.open_array(path, mode="r+")
-    else:
-        names_, table = columns.table(0)
-        array = zarr.create_array(
-            path,
-            shape=(0, table.shape[1]),
-            chunks=(_TABLE_ROWS, table.shape[1]),
-            dtype="int64",
-            compressors=[ZstdCodec(level=1), Crc32cCodec()],
-            fill_value=-1,
-            attributes={"columns": names_},
-            dimension_names=("moment", "column"),
-            overwrite=True,
-        )
-    first = array.shape[0] // _TABLE_ROWS * _TABLE_ROWS
-    _, table = columns.table(first)
-    array.resize((len(columns), table.shape[1]))
-    array[first:] = table
-    chunks = range(first // _TABLE_ROWS, (len(columns) - 1) // _TABLE_ROWS + 1)
-    files = [path / "zarr.json", *(path / "c" / str(chunk) / "0" for chunk in chunks)]
-    return [*files, *{file.parent for file in files}, path / "c"]
+    names_, table = columns.table()
+    store = MemoryStore()
+    array = zarr.create_array(
+        store,
+        shape=(len(columns), table.shape[1]),
+        chunks=(TABLE_ROWS, table.shape[1]),
+        dtype="int64",
+        compressors=[ZstdCodec(level=1), Crc32cCodec()],
+        fill_value=-1,
+        attributes={"columns": names_},
+        dimension_names=("moment", "column"),
+    )
+    array[columns.first :] = table
+    chunks = range(columns.first // TABLE_ROWS, (len(columns) - 1) // TABLE_ROWS + 1)
+    return {name: _bytes_of(store, name) for name in ("zarr.json", *(f"c/{chunk}/0" for chunk in chunks))}
 
 
-def _document_of(store: Any) -> str:
+def _bytes_of(store: Any, name: str) -> bytes:
     from zarr.core.buffer import default_buffer_prototype
 
-    payload = asyncio.run(store.get("zarr.json", default_buffer_prototype()))
-    return str(payload.to_bytes().decode())
+    return bytes(asyncio.run(store.get(name, default_buffer_prototype())).to_bytes())

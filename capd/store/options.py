@@ -12,13 +12,14 @@ __all__ = ["StoreOptions"]
 class StoreOptions:
     """Settings of the shard writer; sizes in bytes.
 
-    codec: "default" (blosc-zstd or zstd by dtype) or "fast" (blosc-lz4 or none); fixed per series.
+    codec: "auto" (the best of a few on a series' first record), "default" or "fast" (by dtype), or an explicit name,
+    "none" among them (`capd.store.codecs`); fixed per series.
     statistics: compute them for every record. shard_nbytes: raw bytes at which a shard counts as full.
     log_nbytes: size at which a small-record log is rotated. open_files: shard files kept open at once.
     durability: "buffered" (acknowledged = handed to the kernel) or "durable" (synced before the ack).
     """
 
-    codec: Literal["default", "fast"] = "default"
+    codec: str = "auto"
     statistics: bool = True
     shard_nbytes: int = 512 << 20
     log_nbytes: int = 64 << 20

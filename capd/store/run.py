@@ -1,34 +1,36 @@
 """One run's store on one node: commits records, seals shards, keeps the catalog. Owned by the append thread.
 
-Order of a commit: frames → catalog row (batched) → the caller acknowledges. Order of a seal: rows → index →
-sync → rename → sync directories → attributes → shape → catalog mark; every step can be repeated, and recovery
-goes on from whichever was the last (`capd.store.recover`).
+Order of a commit: frames → catalog row (batched) → the caller acknowledges; in a durable store the group sync
+comes before the acknowledgement. Order of a seal: rows → index → sync → rename → sync directories → attributes →
+shape → catalog mark; every step can be repeated, and recovery goes on from whichever was the last
+(`capd.store.recover`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from capd.errors import StoreError
-from capd.store import names
-from capd.store.catalog_read import SeriesRow, SessionRow
-from capd.store.encode import ChunkResult, as_array, encode_batch, summarise_records
-from capd.store.frames import FORMAT_VERSION, Commit, FileHeader, RecordRow, SeriesHeader
-from capd.store.geometry import grown, plan_geometry
+from capd.store.catalog_read import CATALOG_NAME, SeriesRow, SessionRow
+from capd.store.encode import ChunkResult
+from capd.store.failpoints import failpoint
+from capd.store.frames import FORMAT_VERSION, Commit, FileHeader, RecordRow
 from capd.store.layout import Layout, shard_path
+from capd.store.open_files import LostWrites, OpenFiles
 from capd.store.options import StoreOptions
+from capd.store.planning import Planner
 from capd.store.ranges import RangeSet
 from capd.store.recover import Recovered, open_node, partial_path
 from capd.store.seal import finish_files, publish
 from capd.store.series import Plan, Series
-from capd.store.shards import DescriptorCache, EncodedChunk, ShardWriter
-from capd.store.small import SmallLog, read_small
-from capd_client.dtypes import ITEM_NBYTES
+from capd.store.settle import SmallRecords
+from capd.store.shards import EncodedChunk, ShardWriter
+from capd.store.small import LOG_GLOB, NewSmall, SmallLog
 from capd_client.key import Key
 
 __all__ = ["RunStore"]
@@ -48,51 +50,32 @@ class RunStore:
         self.path = root / f"{run_id}.zarr"
         self._file_header = FileHeader(FORMAT_VERSION, run_id, node)
         self._layout = Layout(self.path, run_id, node)
-        self._files = DescriptorCache(options.open_files, sync=options.durability == "durable")
+        self._files = OpenFiles(options.open_files, durable=options.durability == "durable")
         found: Recovered = open_node(self._layout, self._files)
         self._catalog = found.catalog
         self._series = {series.header.path: series for series in found.series}
         self._acked = {client: RangeSet(ranges) for client, ranges in found.acked.items()}
-        self._log = SmallLog(self._layout.spool, self._file_header, options.log_nbytes, self._files)
-        self._plans_lock = threading.Lock()
-        self._plans: dict[tuple[Key, str], list[Plan]] = {}
+        self.plan = Planner(options, found.series).plan
+        log = SmallLog(self._layout.spool, self._file_header, options.log_nbytes, self._files)
+        self._small = SmallRecords(log, self._files, self._shard_for, self._append, self._note_moved)
         self._new_rows: list[tuple[int, int, RecordRow, int]] = list(found.rows)
+        self._moved: list[tuple[int, int, int, int]] = []
         self._changed: set[str] = set()
         self._changed_clients: set[bytes] = set(found.changed_clients)
-        self._stuck: set[str] = set()  # series whose small records could not be moved; said once
         self._ripe: set[str] = set()  # series with a full chunk in the log, or a full shard
+        self._failed = ""  # why nothing is written any more
         self._adopt(found)
 
     def _adopt(self, found: Recovered) -> None:
         for series in found.series:
-            header = series.header
-            self._plans.setdefault((header.key, header.dtype), []).append(Plan(header, series))
-            self._changed.add(header.path)
-            for place in series.waiting:
-                self._log.adopt(place.log)
+            self._changed.add(series.header.path)
+            self._small.adopt(series)
+        for pattern in ("*.partial", LOG_GLOB):  # a killed daemon may have written what it had not synced yet
+            for path in self._layout.spool.glob(pattern):
+                self._files.adopted(path, path.stat().st_size)
+        self.sync()
         self.flush_catalog()
         self._seal(found.unfinished)
-
-    # -- planning -----------------------------------------------------------------------------------------
-
-    def plan(self, key: Key, dtype: str, attributes: dict[str, object], shape: tuple[int, ...]) -> Plan:
-        """How a record of this key, dtype and shape is encoded; the same shape always gives the same plan."""
-        with self._plans_lock:
-            plans = self._plans.setdefault((key, dtype), [])
-            for plan in plans:
-                if plan.geometry.fits(shape):
-                    return plan
-            extents = shape
-            for plan in plans:
-                if len(plan.geometry.extents) == len(shape):
-                    extents = tuple(map(max, extents, grown(plan.geometry.extents, shape)))
-            geometry = plan_geometry(extents, ITEM_NBYTES[dtype], self.options.shard_nbytes)
-            header = SeriesHeader(
-                names.series_path(key), key, dtype, self.options.codec, geometry, attributes
-            )
-            plan = Plan(header)
-            plans.append(plan)
-            return plan
 
     # -- commits ------------------------------------------------------------------------------------------
 
@@ -108,30 +91,48 @@ class RunStore:
         series.count(row)
         self._note(series, number, row, written)
 
-    def commit_small(self, plan: Plan, row: RecordRow, data: memoryview | bytes) -> None:
-        """Commit a small record to the node's log. Raises OSError; then nothing of it remains."""
-        series = self._series_of(plan)
-        number = series.row.records
-        series.waiting.append(self._log.append(series.header, data, number, row))
-        series.count(row)
-        self._note(series, number, row, 0)
-        if series.row.records % series.geometry.batch == 0:
-            self._ripe.add(series.header.path)
+    def commit_small(self, records: Sequence[tuple[Plan, RecordRow, bytes]]) -> None:
+        """Commit small records to the node's log, in one write. Raises OSError or StoreError; then nothing of them
+        remains."""
+        series = [self._series_of(plan) for plan, _, _ in records]
+        new: list[NewSmall] = []
+        numbers: dict[int, int] = {}
+        for owner, (_, row, data) in zip(series, records, strict=True):
+            number = numbers.get(owner.row.id, owner.row.records)
+            numbers[owner.row.id] = number + 1
+            new.append(NewSmall(owner.header, number, row, data))
+        self._small.commit(series, new)
+        for owner, (_, number, row, _) in zip(series, new, strict=True):
+            owner.count(row)
+            self._note(owner, number, row, 0)
+            if owner.row.records % owner.geometry.batch == 0:
+                self._ripe.add(owner.header.path)
 
     def _series_of(self, plan: Plan) -> Series:
+        if self._failed:
+            raise StoreError(self._failed)
         if plan.series is None:
-            header = self._layout.claim(plan.header, self._series)
+            header = self._layout.claim(plan.header, self._key_at)
             identity = self._catalog.add_series(header)
             plan.header = header
             plan.series = Series(SeriesRow(identity, header, 0, 0, False, (), 0, 0))
             self._series[header.path] = plan.series
         return plan.series
 
+    def _key_at(self, path: str) -> Key | None:
+        return self._series[path].header.key if path in self._series else None
+
     def _note(self, series: Series, number: int, row: RecordRow, stored_nbytes: int) -> None:
         self._new_rows.append((series.row.id, number, row, stored_nbytes))
         self._changed.add(series.header.path)
-        self._acked.setdefault(row.client, RangeSet()).add(row.sequence)
+        acked = self._acked.get(row.client)
+        if acked is None:
+            acked = self._acked[row.client] = RangeSet()
+        acked.add(row.sequence)
         self._changed_clients.add(row.client)
+
+    def _note_moved(self, series: Series, first: int, count: int, stored_nbytes: int) -> None:
+        self._moved.append((series.row.id, first, first + count, stored_nbytes // count))
 
     def _append(
         self, series: Series, first: int, rows: list[RecordRow], chunks: Iterable[EncodedChunk]
@@ -142,13 +143,14 @@ class RunStore:
         written = shard.commit(chunks, Commit(first, rows), session=session, sequence=rows[0].sequence)
         series.in_shards = first + len(rows)
         series.row.stored_bytes += written
+        self._changed.add(series.header.path)
         if series.is_full:
             self._ripe.add(series.header.path)
         return written
 
     def _shard_for(self, series: Series, record: int) -> ShardWriter:
         if series.is_full or series.row.sealing:  # sealing: an attempt that failed half-way comes first
-            self._seal([series])
+            self._seal_shards([series])
         if series.shard is not None:
             return series.shard
         header = series.header
@@ -162,84 +164,76 @@ class RunStore:
             series.shard = ShardWriter.reopen(path, self._files, number, sealed, header.geometry.shard_slots)
         return series.shard
 
-    # -- small records into shards ------------------------------------------------------------------------
-
-    def _settle(self, series: Series) -> None:
-        """Move the waiting small records of a series into its shard, chunk by chunk.
-
-        They are acknowledged already: if the disk refuses, or one of them is damaged, they stay in the log,
-        readable from there, and the next call tries again.
-        """
-        batch = series.geometry.batch
-        try:
-            while series.waiting:
-                first = series.in_shards
-                self._settle_batch(series, first, series.waiting[: batch - first % batch])
-        except (OSError, StoreError) as error:
-            if series.header.path not in self._stuck:
-                self._stuck.add(series.header.path)
-                waiting = len(series.waiting)
-                logger.warning("%s: %d small records stay in the log: %s", series.header.path, waiting, error)
-        else:
-            self._stuck.discard(series.header.path)
-
-    def _settle_batch(self, series: Series, first: int, places: Sequence[tuple[int, int]]) -> None:
-        geometry, chain = series.geometry, series.chain
-        records, rows = [], []
-        for log, offset in places:
-            raw, commit, _ = read_small(self._files.get(self._log.path(log)), offset)
-            rows.append(commit.rows[0])
-            records.append(as_array(raw, chain.stored, rows[-1].shape))
-        if self.options.statistics:
-            for row, stats in zip(rows, summarise_records(records, series.header.dtype), strict=True):
-                row.stats = stats
-        slot = geometry.slot(first, 0)
-        at = first % geometry.batch
-        held = None
-        if at:
-            shard = self._shard_for(series, first)
-            offset, nbytes = shard.index[slot]
-            held = chain.decode(shard.read(offset, nbytes), (geometry.batch, *geometry.chunk))
-        payload = encode_batch(records, at, held, geometry, chain)
-        raw_nbytes = sum(row.nbytes for row in rows)
-        written = self._append(series, first, rows, [EncodedChunk(slot, 0, payload, raw_nbytes)])
-        for number, row in enumerate(rows, first):
-            self._new_rows.append((series.row.id, number, row, written // len(rows)))
-        self._changed.add(series.header.path)
-        del series.waiting[: len(places)]
-        for log, _ in places:
-            self._log.release(log)
-
     def maintain(self) -> None:
         """Work that commits leave behind: full chunks of small records into shards, full shards sealed.
 
         Apart from the commits, so that its failures never fail a record. Raises OSError or StoreError; a full
         shard that could not be sealed is sealed before the next record of its series.
         """
+        for series in self._small.held_back(self._series.values()):
+            self._small.settle(series)
+        full: dict[str, Series] = {}
         while self._ripe:
             series = self._series[self._ripe.pop()]
-            if len(series.waiting) >= series.geometry.batch - series.in_shards % series.geometry.batch:
-                self._settle(series)
+            self._small.settle(series, full_chunks=True)
             if series.is_full:
-                self._seal([series])
-        if (oldest := self._log.oldest) is not None:
-            for series in self._series.values():
-                if series.waiting and series.waiting[0].log == oldest:
-                    self._settle(series)
+                full[series.header.path] = series
+        if full:
+            self._seal(list(full.values()))
+
+    def sync(self) -> None:
+        """In a durable store: make everything that was committed durable; its acknowledgements wait for this.
+
+        Raises OSError or StoreError when that failed, on new files, too. What was committed since the last sync
+        must be refused then, and the store takes nothing any more.
+        """
+        if not self._files.durable:
+            return
+        try:
+            self._sync_tree()
+            self._files.sync(self.path)
+        except (OSError, StoreError) as error:
+            self._fail(error)
+            raise
+        self._small.release()
+
+    def _sync_tree(self) -> None:
+        """New directories and documents. One failure is tried again: documents can be written anew, entries cannot."""
+        try:
+            self._layout.sync()
+        except OSError:
+            try:
+                self._layout.sync()
+            except OSError:
+                self._files.cut_back()
+                raise
+
+    def _fail(self, error: Exception) -> None:
+        self._failed = (
+            f"{self.path} takes no more records: the disk lost what could not be synced ({error}); "
+            f"check it, then restart `capd serve`"
+        )
+        logger.error("%s", self._failed)
 
     # -- catalog and counters -----------------------------------------------------------------------------
 
     def flush_catalog(self, *, durable: bool = False) -> None:
         """Write the rows that gathered since the last call, in one transaction. Raises StoreError."""
-        if not (self._new_rows or self._changed or self._changed_clients):
-            return
+        if not self._failed and (self._new_rows or self._changed or self._changed_clients):
+            self._write_rows(durable)  # of a failed store only the frames can tell what it holds
+        self._catalog.publish_if_due()
+
+    def _write_rows(self, durable: bool) -> None:
+        failpoint("catalog.before_write")
         self._catalog.write(
             self._new_rows,
             [self._series[path].row for path in self._changed],
             {client: self._acked[client].ranges() for client in self._changed_clients},
+            self._moved,
             durable=durable,
         )
-        self._new_rows = []
+        failpoint("catalog.after_write")
+        self._new_rows, self._moved = [], []
         self._changed.clear()
         self._changed_clients.clear()
 
@@ -257,6 +251,28 @@ class RunStore:
         rows = [series.row for series in list(self._series.values())]
         return sum(r.records for r in rows), sum(r.raw_bytes for r in rows), sum(r.stored_bytes for r in rows)
 
+    def beside_nbytes(self) -> int:
+        """Bytes of the files that the run has beside its shards: small-record logs and the catalog."""
+        spool = self._layout.spool
+        files = [*spool.glob(LOG_GLOB), *spool.parent.glob(f"{CATALOG_NAME}*")]
+        total = 0
+        for path in files:
+            with contextlib.suppress(FileNotFoundError):  # emptied meanwhile
+                total += path.stat().st_size
+        return total
+
+    @property
+    def unsealed_series(self) -> int:
+        """How many series have records that no sealed shard holds."""
+        return sum(
+            series.shard is not None or len(series.waiting) > 0 for series in list(self._series.values())
+        )
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether acknowledgements wait for `sync`."""
+        return self._files.durable
+
     # -- sealing ------------------------------------------------------------------------------------------
 
     def seal(self) -> None:
@@ -265,8 +281,9 @@ class RunStore:
         Raises OSError, or StoreError naming a series whose small records could not be moved; the others are
         sealed then.
         """
+        self._seal([series for series in self._series.values() if series.row.sealing])  # left by a failure
         self._seal([series for series in self._series.values() if series.shard is not None or series.waiting])
-        self._log.rotate()
+        self._small.rotate()
         stuck = [series for series in self._series.values() if series.waiting]
         if stuck:
             waiting = sum(len(series.waiting) for series in stuck)
@@ -275,9 +292,15 @@ class RunStore:
             )
 
     def _seal(self, group: Sequence[Series]) -> None:
+        if self._failed:
+            raise StoreError(self._failed)
         for series in group:
-            if series.waiting and not series.is_full:
-                self._settle(series)
+            if series.waiting and not (series.is_full or series.row.sealing):
+                self._small.settle(series)
+        self._seal_shards(group)
+
+    def _seal_shards(self, group: Sequence[Series]) -> None:
+        """Seal what stands in shards; settling needs this itself, so it settles nothing."""
         for series in group:
             if series.shard is not None and not series.shard.has_records:
                 series.shard.discard()
@@ -288,8 +311,14 @@ class RunStore:
         for series in group:
             series.row.sealing = True
             self._changed.add(series.header.path)
+        self._layout.sync()
         self.flush_catalog(durable=True)
-        finish_files(self._layout, group)
+        self._catalog.publish()  # before a shard leaves the spool, where readers would miss it
+        try:
+            finish_files(self._layout, group, self._files)
+        except LostWrites as error:
+            self._fail(error)
+            raise
         publish(self._layout, self._catalog, group)
         for series in group:
             series.shard = None
@@ -299,7 +328,12 @@ class RunStore:
 
     def close(self) -> None:
         """Close files and catalog; `.partial` files and logs that are left are taken up by the next start."""
-        self.flush_catalog()
-        self._log.rotate()
-        self._files.close()
-        self._catalog.close()
+        try:
+            if self._failed:
+                self._catalog.distrust()
+            self.sync()
+            self.flush_catalog()
+            self._small.rotate()
+        finally:
+            self._files.close()
+            self._catalog.close()

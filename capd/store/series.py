@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 
 from capd.store.catalog_read import SeriesRow
 from capd.store.codecs import Chain, chain_for
-from capd.store.columns import Columns
 from capd.store.frames import RecordRow, SeriesHeader
 from capd.store.geometry import Geometry
 from capd.store.shards import ShardWriter
-from capd.store.small import SmallRecord
+from capd.store.small import Waiting
 
 __all__ = ["Plan", "Series"]
 
@@ -21,9 +20,8 @@ class Series:
 
     row: SeriesRow
     in_shards: int = 0  # records that stand in shard files; the rest waits in the small log
-    waiting: list[SmallRecord] = field(default_factory=list)
+    waiting: Waiting = field(default_factory=Waiting)
     shard: ShardWriter | None = None
-    columns: Columns | None = None  # of the sealed records; loaded when the series is sealed first
 
     @property
     def header(self) -> SeriesHeader:
@@ -50,8 +48,9 @@ class Series:
         """Count a record that was committed just now."""
         self.row.records += 1
         self.row.raw_bytes += record.nbytes
-        old = self.row.max_shape or record.shape
-        self.row.max_shape = tuple(max(pair) for pair in zip(old, record.shape, strict=True))
+        if record.shape != self.row.max_shape:
+            old = self.row.max_shape or record.shape
+            self.row.max_shape = tuple(max(pair) for pair in zip(old, record.shape, strict=True))
 
 
 @dataclass(slots=True)
@@ -60,6 +59,10 @@ class Plan:
 
     header: SeriesHeader  # its path is a wish until `series` is set
     series: Series | None = None
+    is_small: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_small = self.header.geometry.is_small
 
     @property
     def geometry(self) -> Geometry:

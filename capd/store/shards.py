@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,10 +17,13 @@ import numpy as np
 
 from capd.errors import DamagedRecord, StoreError
 from capd.store.codecs import crc32c
-from capd.store.files import copy_range, new_file, pwrite_all, start_writeback
-from capd.store.frames import FRAME_NBYTES, Commit, FileHeader, Kind, frame
+from capd.store.failpoints import failpoint
+from capd.store.files import copy_range, new_file, pwrite_all, rename, start_writeback, truncate, unlink
+from capd.store.frames import Commit, FileHeader, Kind, frame
+from capd.store.open_files import OpenFiles
+from capd.store.scan import read_shard
 
-__all__ = ["DescriptorCache", "EncodedChunk", "ShardWriter", "read_index"]
+__all__ = ["EncodedChunk", "ShardWriter", "read_index"]
 
 _EMPTY = 2**64 - 1
 _PIECE_NBYTES = 16 << 20
@@ -36,47 +38,6 @@ class EncodedChunk(msgspec.Struct, array_like=True):
     ordinal: int
     payload: bytes
     raw_nbytes: int
-
-
-class DescriptorCache:
-    """Keeps at most `limit` files open for reading and writing, least recently used closed first.
-
-    sync: make a file durable before its descriptor is closed (writes that a closed descriptor leaves in the
-    page cache could otherwise fail unseen).
-    """
-
-    def __init__(self, limit: int, *, sync: bool) -> None:
-        self._limit, self.sync = max(1, limit), sync
-        self._open: OrderedDict[Path, int] = OrderedDict()
-
-    def get(self, path: Path) -> int:
-        """A descriptor of `path`, opened if need be (never created)."""
-        fd = self._open.get(path)
-        if fd is None:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            self._open[path] = fd
-            while len(self._open) > self._limit:
-                self._close(self._open.popitem(last=False)[1])
-        else:
-            self._open.move_to_end(path)
-        return fd
-
-    def forget(self, path: Path) -> None:
-        """Close the descriptor of `path`, if open, without a sync."""
-        if (fd := self._open.pop(path, None)) is not None:
-            os.close(fd)
-
-    def close(self) -> None:
-        """Close everything."""
-        while self._open:
-            self._close(self._open.popitem()[1])
-
-    def _close(self, fd: int) -> None:
-        try:
-            if self.sync:
-                os.fdatasync(fd)
-        finally:
-            os.close(fd)
 
 
 class _Run:
@@ -108,7 +69,7 @@ class ShardWriter:
     def __init__(
         self,
         path: Path,
-        files: DescriptorCache,
+        files: OpenFiles,
         number: int,
         end: int,
         index: dict[int, tuple[int, int]],
@@ -129,28 +90,32 @@ class ShardWriter:
         self._previous: dict[int, tuple[int, int, int]] = {}
 
     @classmethod
-    def create(cls, path: Path, files: DescriptorCache, header: FileHeader) -> ShardWriter:
+    def create(cls, path: Path, files: OpenFiles, header: FileHeader) -> ShardWriter:
         """Start an empty shard file with its HEADER frame."""
         payload = _encode(header)
-        new_file(path, [frame(Kind.HEADER, payload), payload], sync=files.sync)
-        return cls(path, files, header.shard, FRAME_NBYTES + len(payload), {}, has_records=False)
+        failpoint("create.before_header")
+        end = new_file(path, [frame(Kind.HEADER, payload), payload])
+        files.created(path, end)
+        failpoint("create.after_header")
+        return cls(path, files, header.shard, end, {}, has_records=False)
 
     @classmethod
-    def reopen(cls, path: Path, files: DescriptorCache, number: int, sealed: Path, slots: int) -> ShardWriter:
+    def reopen(cls, path: Path, files: OpenFiles, number: int, sealed: Path, slots: int) -> ShardWriter:
         """Continue a sealed, partly filled shard: everything but its index is copied to `path`."""
         source = os.open(sealed, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            index = read_index(source, slots)
-            end = os.fstat(source).st_size - (16 * slots + 4)
+            index, end = _index_and_end(source, slots)
             temporary = path.with_suffix(".tmp")
             target = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
                 copy_range(source, target, end)
             finally:
                 os.close(target)
-            os.rename(temporary, path)  # a half-copied file never bears a name that recovery trusts
+            failpoint("reopen.before_rename")
+            rename(temporary, path)  # a half-copied file never bears a name that recovery trusts
         finally:
             os.close(source)
+        files.created(path, end)
         return cls(path, files, number, end, index, has_records=True, replaces=True)
 
     def commit(self, chunks: Iterable[EncodedChunk], commit: Commit, *, session: int, sequence: int) -> int:
@@ -176,13 +141,14 @@ class ShardWriter:
                 commit.chunks.append((chunk.slot, at, len(chunk.payload)))
             payload = _encode(commit)
             run.add(frame(Kind.COMMIT, payload, **marks), payload)
+            failpoint("commit.before_write")
             end = run.finish()
-            if self._files.sync:
-                os.fdatasync(fd)
+            failpoint("commit.after_write")
         except BaseException:
             with contextlib.suppress(OSError):
-                os.ftruncate(fd, self.end)
+                truncate(fd, self.end)
             raise
+        self._files.wrote(self.path, self.end, end)
         written, self.end, self._previous = end - self.end, end, placed
         self.has_records = True
         self.index.update((slot, (at, nbytes)) for slot, at, nbytes in commit.chunks)
@@ -213,19 +179,30 @@ class ShardWriter:
         body = entries.tobytes()
         fd = self._files.get(self.path)
         end = pwrite_all(fd, [body, struct.pack("<I", crc32c(body))], self.end)
-        os.ftruncate(fd, end)
+        truncate(fd, end)
 
     def rename(self, target: Path) -> None:
         """Give the indexed file its final name. Raises StoreError rather than replace a shard it did not continue."""
         if target.exists() and not self.replaces:
             raise StoreError(f"{target} stands already and is not what {self.path} continues; both are kept")
         self._files.forget(self.path)
-        os.rename(self.path, target)
+        rename(self.path, target)
 
     def discard(self) -> None:
         """Give up a file without records."""
         self._files.forget(self.path)
-        self.path.unlink(missing_ok=True)
+        unlink(self.path, missing_ok=True)
+
+
+def _index_and_end(fd: int, slots: int) -> tuple[dict[int, tuple[int, int]], int]:
+    """Of a sealed shard: its index and where that begins, by the frames if the index is damaged."""
+    try:
+        return read_index(fd, slots), os.fstat(fd).st_size - (16 * slots + 4)
+    except DamagedRecord:
+        scanned = read_shard(fd)
+        if scanned is None:
+            raise
+        return scanned.index, scanned.end
 
 
 def _tail(payload: bytes) -> int:

@@ -9,32 +9,42 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from capd.errors import DamagedRecord
-from capd.store.files import new_file, pwrite_all
+from capd.store.failpoints import failpoint
+from capd.store.files import new_file, pwrite_all, truncate, unlink
 from capd.store.frames import (
+    FRAME_NBYTES,
     Commit,
     FileHeader,
     Frame,
     Kind,
     RecordRow,
     SeriesHeader,
-    decode_payload,
+    decode_commit,
     frame,
+    parse_frame,
     payload_is_sound,
-    read_frame,
 )
-from capd.store.shards import DescriptorCache
+from capd.store.geometry import SMALL_NBYTES
+from capd.store.open_files import OpenFiles
 
-__all__ = ["LOG_GLOB", "SmallLog", "SmallRecord", "log_number", "log_path", "read_small"]
+__all__ = [
+    "LOG_GLOB", "NewSmall", "SmallLog", "SmallRecord", "Waiting", "log_number", "log_path", "read_small",
+]  # fmt: skip
 
 LOG_GLOB = "small-*.log"
 logger = logging.getLogger(__name__)
 
+_OFFSET_BITS = 36  # logs are closed long before 64 GiB
+_READ_NBYTES = 8 << 10  # a record of a few KiB with its COMMIT in one read
+_COMMIT_NBYTES = 1 << 10
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -43,6 +53,39 @@ class SmallRecord(NamedTuple):
 
     log: int
     offset: int
+
+
+class Waiting:
+    """Small records of one series that stand in no shard yet, in order; eight bytes each."""
+
+    __slots__ = ("_packed",)
+
+    def __init__(self) -> None:
+        self._packed = array("Q")
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    def append(self, place: SmallRecord) -> None:
+        """Add the next record."""
+        self._packed.append(place.log << _OFFSET_BITS | place.offset)
+
+    def first(self, count: int) -> list[SmallRecord]:
+        """The places of the first `count` records."""
+        return [SmallRecord(p >> _OFFSET_BITS, p & (1 << _OFFSET_BITS) - 1) for p in self._packed[:count]]
+
+    def drop(self, count: int) -> None:
+        """Forget the first `count` records."""
+        del self._packed[:count]
+
+
+class NewSmall(NamedTuple):
+    """A small record on its way into the log. record: its number in the series."""
+
+    series: SeriesHeader
+    record: int
+    row: RecordRow
+    data: bytes
 
 
 def log_number(path: Path) -> int:
@@ -58,10 +101,10 @@ def log_path(directory: Path, number: int) -> Path:
 class SmallLog:
     """Appends small records; owned by the append thread."""
 
-    def __init__(self, directory: Path, header: FileHeader, file_nbytes: int, files: DescriptorCache) -> None:
+    def __init__(self, directory: Path, header: FileHeader, file_nbytes: int, files: OpenFiles) -> None:
         self._directory, self._header, self._file_nbytes, self._files = directory, header, file_nbytes, files
-        self._fd: int | None = None
         self._number = max((log_number(path) for path in directory.glob(LOG_GLOB)), default=-1)
+        self._open = False  # whether log `_number` takes more records
         self._end = 0
         self._references: dict[str, int] = {}
         self._waiting: dict[int, int] = {}  # log number → records not yet in a shard
@@ -75,91 +118,100 @@ class SmallLog:
         """Number of the oldest file that still holds records, if more than eight are held back."""
         return min(self._waiting) if len(self._waiting) > 8 else None
 
-    def append(
-        self, series: SeriesHeader, data: memoryview | bytes, record: int, row: RecordRow
-    ) -> SmallRecord:
-        """Append one record and its COMMIT in one write; raises OSError and leaves nothing of it on failure."""
-        fd = self._file()
-        reference = self._references.get(series.path)
-        parts: list[bytes | memoryview] = []
-        if reference is None:
-            reference = len(self._references)
-            payload = _encode(series)
-            parts += [frame(Kind.SERIES, payload, ordinal=reference), payload]
-        offset = self._end + sum(map(len, parts))
-        raw = bytes(data)
-        commit = _encode(Commit(record, [row]))
-        session = int.from_bytes(row.client[:8], "little")
-        marks = {"ordinal": reference, "session": session, "sequence": row.sequence}
-        parts += [
-            frame(Kind.RECORD, raw, raw_nbytes=len(raw), **marks),
-            raw,
-            frame(Kind.COMMIT, commit, **marks),
-            commit,
-        ]
+    def append(self, records: Sequence[NewSmall]) -> list[SmallRecord]:
+        """Append records, each with its COMMIT, in one write; raises OSError and leaves nothing of them on failure."""
+        path = self._file()
+        parts: list[bytes] = []
+        places: list[SmallRecord] = []
+        fresh: dict[str, int] = {}
+        at = self._end
+        for series, record, row, data in records:
+            reference = self._references.get(series.path, fresh.get(series.path))
+            if reference is None:
+                reference = fresh[series.path] = len(self._references) + len(fresh)
+                payload = _encode(series)
+                parts += [frame(Kind.SERIES, payload, ordinal=reference), payload]
+                at += FRAME_NBYTES + len(payload)
+            commit = _encode(Commit(record, [row]))
+            session = int.from_bytes(row.client[:8], "little")
+            marks = {"ordinal": reference, "session": session, "sequence": row.sequence}
+            head = frame(Kind.RECORD, data, raw_nbytes=len(data), **marks)
+            parts += [head, data, frame(Kind.COMMIT, commit, **marks), commit]
+            places.append(SmallRecord(self._number, at))
+            at += 2 * FRAME_NBYTES + len(data) + len(commit)
+        fd = self._files.get(path)
         try:
-            end = pwrite_all(fd, parts, self._end)
-            if self._files.sync:
-                os.fdatasync(fd)
+            failpoint("log.before_write")
+            end = pwrite_all(fd, [b"".join(parts)], self._end)
+            failpoint("log.after_write")
         except OSError:
             with contextlib.suppress(OSError):
-                os.ftruncate(fd, self._end)
+                truncate(fd, self._end)
             raise
+        self._files.wrote(path, self._end, end)
         self._end = end
-        self._references[series.path] = reference
-        self.adopt(self._number)
-        return SmallRecord(self._number, offset)
+        self._references |= fresh
+        self.adopt(self._number, len(records))
+        return places
 
-    def adopt(self, number: int) -> None:
-        """Count one waiting record in log `number` (recovery does this for records it finds)."""
-        self._waiting[number] = self._waiting.get(number, 0) + 1
+    def adopt(self, number: int, count: int = 1) -> None:
+        """Count records that wait in log `number` (recovery does this for those it finds)."""
+        self._waiting[number] = self._waiting.get(number, 0) + count
 
-    def release(self, number: int) -> None:
-        """One record of log `number` stands in a shard now; an emptied, finished file is deleted."""
-        self._waiting[number] -= 1
-        if self._waiting[number] == 0 and (number != self._number or self._fd is None):
+    def release(self, number: int, count: int) -> None:
+        """So many records of log `number` stand in a shard now; an emptied, finished file is deleted."""
+        self._waiting[number] -= count
+        if self._waiting[number] == 0 and not (self._open and number == self._number):
             self._delete(number)
 
     def rotate(self) -> None:
         """Finish the current file; it is deleted as soon as nothing waits in it."""
-        if self._fd is None:
-            return
-        os.close(self._fd)
-        self._fd = None
-        if not self._waiting.get(self._number):
-            self._delete(self._number)
+        if self._open:
+            self._open = False
+            if not self._waiting.get(self._number):
+                self._delete(self._number)
 
     def _delete(self, number: int) -> None:
         self._waiting.pop(number, None)
         self._files.forget(self.path(number))
         try:
-            self.path(number).unlink(missing_ok=True)
+            failpoint("log.before_delete")
+            unlink(self.path(number), missing_ok=True)
         except OSError as error:  # its records stand in shards: the next start removes it
             logger.warning("cannot remove %s: %s", self.path(number), error)
 
-    def _file(self) -> int:
-        if self._fd is not None and self._end >= self._file_nbytes:
+    def _file(self) -> Path:
+        if self._open and self._end >= self._file_nbytes:
             self.rotate()
-        if self._fd is None:
+        if not self._open:
             payload = _encode(self._header)
             path = self.path(self._number + 1)
-            end = new_file(path, [frame(Kind.HEADER, payload), payload], sync=self._files.sync)
-            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            self._number, self._end, self._references = self._number + 1, end, {}
-        return self._fd
+            failpoint("create.before_header")
+            end = new_file(path, [frame(Kind.HEADER, payload), payload])
+            self._files.created(path, end)
+            self._open, self._number, self._end, self._references = True, self._number + 1, end, {}
+            failpoint("create.after_header")
+        return self.path(self._number)
 
 
 def read_small(fd: int, offset: int) -> tuple[bytes, Commit, Frame]:
     """Raw bytes, COMMIT and RECORD frame of the record at `offset`; raises DamagedRecord if either is damaged."""
-    end = os.fstat(fd).st_size
-    record = read_frame(fd, offset, end)
-    if record is None or record.kind is not Kind.RECORD:
+    held = os.pread(fd, _READ_NBYTES, offset)
+    record = parse_frame(held, 0, offset)
+    if record is None or record.kind is not Kind.RECORD or record.nbytes > SMALL_NBYTES:
         raise DamagedRecord(f"no record frame at byte {offset} of the small log")
-    raw = os.pread(fd, record.nbytes, record.offset)
-    follower = read_frame(fd, record.offset + record.nbytes, end)
+    behind = FRAME_NBYTES + record.nbytes
+    if len(held) < behind + _COMMIT_NBYTES:
+        held = os.pread(fd, behind + _COMMIT_NBYTES, offset)
+    raw = held[FRAME_NBYTES:behind]
+    follower = parse_frame(held, behind)
     if follower is None or follower.kind is not Kind.COMMIT or not payload_is_sound(record, raw):
         raise DamagedRecord(f"the record at byte {offset} of the small log fails its checksum")
-    commit = decode_payload(fd, follower)
+    at = behind + FRAME_NBYTES
+    payload = held[at : at + follower.nbytes]
+    if len(payload) < follower.nbytes:
+        payload = os.pread(fd, follower.nbytes, offset + at)
+    commit = decode_commit(follower, payload)
     if commit is None:
         raise DamagedRecord(f"the commit behind byte {offset} of the small log fails its checksum")
     return raw, commit, record

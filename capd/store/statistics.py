@@ -138,23 +138,27 @@ def _codes(dtype: str) -> _Codes:
 
 def _from_histogram(histogram: NDArray[np.int64], dtype: str) -> StatsRow:
     codes = _codes(dtype)
-    counts = histogram if codes.values.ndim == 1 else np.stack([histogram, histogram], axis=-1)
-    seen = codes.values[codes.finite & (counts > 0)]
+    used = np.flatnonzero(histogram)  # a few thousand of the 65,536 codes
+    counts = histogram[used]
+    if codes.values.ndim == 2:
+        counts = np.stack([counts, counts], axis=-1)
+    finite, values = codes.finite[used], codes.finite_values[used]
+    seen = values[finite]
     low, high = (float(seen.min()), float(seen.max())) if seen.size else (None, None)
     weights = counts.astype(np.float64)
-    bins = np.bincount(codes.bins.ravel(), weights=weights.ravel(), minlength=256).astype(np.int64)
-    total, nan = int(counts.sum()), int(counts[codes.nan].sum())
+    bins = np.bincount(codes.bins[used].ravel(), weights=weights.ravel(), minlength=256).astype(np.int64)
+    total, nan = int(counts.sum()), int(counts[codes.nan[used]].sum())
     return StatsRow(
         total,
         nan,
-        total - nan - int(counts[codes.finite].sum()),
-        int(counts[codes.zero].sum()),
+        total - nan - int(counts[finite].sum()),
+        int(counts[codes.zero[used]].sum()),
         _exact(low, dtype),
         _exact(high, dtype),
         None if low is None or high is None else _exact(max(abs(low), abs(high)), dtype),
-        float(np.vdot(weights, codes.finite_values)),
-        float(np.vdot(weights, np.square(codes.finite_values))),
-        _sparse(bins),
+        float((weights * values).sum()),  # not a dot product: BLAS would start threads of its own
+        float((weights * np.square(values)).sum()),
+        _sparse_rows(bins[None])[0],
     )
 
 
@@ -162,14 +166,11 @@ def _exact(number: Optional[Number], dtype: str) -> Optional[Number]:
     return int(number) if number is not None and ("int" in dtype or dtype == "bool") else number
 
 
-def _sparse(bins: NDArray[np.int64]) -> list[int]:
-    used = np.flatnonzero(bins)
-    return np.stack([used, bins[used]], axis=-1).ravel().tolist()
-
-
 def summarise(bits: NDArray[np.generic], dtype: str) -> StatsRow:
     """Statistics of one array of stored bits of torch dtype `dtype`, in one pass over blocks."""
     flat = bits.reshape(-1)
+    if flat.dtype.itemsize == 2 and flat.size < _BLOCK:  # 65,536 codes cost more than so few elements
+        return summarise_rows(flat[None], dtype)[0]
     if ITEM_NBYTES[dtype] <= 2:
         width = 1 << (8 * flat.dtype.itemsize)
         codes = flat.view(np.uint8 if width == 256 else np.uint16)
@@ -181,42 +182,62 @@ def summarise(bits: NDArray[np.generic], dtype: str) -> StatsRow:
     return reduce(merge, (summarise_rows(block[None], dtype)[0] for block in blocks))
 
 
-@_quiet
 def summarise_rows(bits: NDArray[np.generic], dtype: str) -> list[StatsRow]:
     """Statistics of each row of [rows, elements] stored bits: one vectorised pass for many small records."""
     rows = bits.shape[0]
     if bits.size == 0:
         return [StatsRow() for _ in range(rows)]
-    values = bits.reshape(rows, -1)
+    bits = bits.reshape(rows, -1)
+    together = max(1, _BLOCK // bits.shape[1])
+    return [row for at in range(0, rows, together) for row in _rows(bits[at : at + together], dtype)]
+
+
+@_quiet
+def _rows(bits: NDArray[np.generic], dtype: str) -> list[StatsRow]:
+    rows = bits.shape[0]
+    values: NDArray[np.generic]
     if dtype == "bfloat16":
-        values = (values.astype(np.uint32) << 16).view(np.float32)
-    elif bits.dtype.itemsize == 1:
-        values = value_table(dtype)[values.view(np.uint8)].reshape(rows, -1)
-    is_integer = values.dtype.kind in "iu"
+        codes = bits.view(np.uint16)
+        values = (codes.astype(np.uint32) << 16).view(np.float32)
+        exponents = (codes >> 7 & 0xFF).astype(np.intp)
+    else:
+        values = bits
+        if bits.dtype.itemsize == 1:
+            values = value_table(dtype)[bits.view(np.uint8)].reshape(rows, -1)
+        exponents = exponent_bins(values)
+    exponents += np.arange(rows, dtype=np.intp)[:, None] * 256
+    bins = np.bincount(exponents.ravel(), minlength=rows * 256).reshape(rows, 256)
+    none = [0] * rows
+    nan, infinite, zero = none, none, none
+    lows: list[Optional[Number]] = values.min(axis=1).tolist()
+    highs: list[Optional[Number]] = values.max(axis=1).tolist()
     wide = values.astype(np.float64)
-    finite = np.isfinite(wide)
-    nan = np.isnan(wide).sum(axis=1)
-    finite_count = finite.sum(axis=1)
-    kept = np.where(finite, wide, 0.0)
-    ends = values if is_integer else wide
-    lows = np.where(finite, ends, np.inf).min(axis=1) if not is_integer else ends.min(axis=1)
-    highs = np.where(finite, ends, -np.inf).max(axis=1) if not is_integer else ends.max(axis=1)
-    offsets = np.arange(rows, dtype=np.intp)[:, None] * 256
-    bins = np.bincount((exponent_bins(values) + offsets).ravel(), minlength=rows * 256).reshape(rows, 256)
-    zero, sums = (wide == 0).sum(axis=1), kept.sum(axis=1)
-    squares = np.einsum("ij,ij->i", kept, kept)
-    count = values.shape[1]
-    out = []
-    for row in range(rows):
-        low = high = absmax = None
-        if finite_count[row]:
-            low, high = _exact(lows[row].item(), dtype), _exact(highs[row].item(), dtype)
-            absmax = max(abs(low), abs(high))  # type: ignore[arg-type]
-        infinite = count - int(nan[row]) - int(finite_count[row])
-        out.append(
-            StatsRow(
-                count, int(nan[row]), infinite, int(zero[row]), low, high, absmax,
-                float(sums[row]), float(squares[row]), _sparse(bins[row]),
-            )
-        )  # fmt: skip
-    return out
+    if bins[:, 0].any():
+        zero = np.count_nonzero(wide == 0, axis=1).tolist()
+    if values.dtype.kind == "f" and bins[:, 255].any():
+        finite, nans = np.isfinite(wide), np.isnan(wide).sum(axis=1)
+        nan, infinite = nans.tolist(), ((~finite).sum(axis=1) - nans).tolist()
+        some: list[bool] = finite.any(axis=1).tolist()  # type: ignore[assignment]
+        lows = _where(some, np.where(finite, wide, np.inf).min(axis=1).tolist())
+        highs = _where(some, np.where(finite, wide, -np.inf).max(axis=1).tolist())
+        wide[~finite] = 0.0
+    sums, squares = wide.sum(axis=1).tolist(), np.einsum("ij,ij->i", wide, wide).tolist()
+    lows, highs = [_exact(low, dtype) for low in lows], [_exact(high, dtype) for high in highs]
+    largest = [
+        None if low is None or high is None else max(abs(low), abs(high))
+        for low, high in zip(lows, highs, strict=True)
+    ]
+    count = [values.shape[1]] * rows
+    columns = (count, nan, infinite, zero, lows, highs, largest, sums, squares, _sparse_rows(bins))
+    return [StatsRow(*row) for row in zip(*columns, strict=True)]
+
+
+def _where(some: list[bool], ends: list[Optional[Number]]) -> list[Optional[Number]]:
+    return [end if is_some else None for is_some, end in zip(some, ends, strict=True)]
+
+
+def _sparse_rows(bins: NDArray[np.int64]) -> list[list[int]]:
+    at, used = np.nonzero(bins)
+    flat = np.stack([used, bins[at, used]], axis=-1).ravel().tolist()
+    ends = (2 * np.cumsum(np.bincount(at, minlength=len(bins)))).tolist()
+    return [flat[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]

@@ -69,7 +69,7 @@ def capd(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
 
 
 class _Unlimited:
-    def refusal(self, nbytes: int) -> str | None:
+    def refusal(self, nbytes: int, *, new_series: bool = False) -> str | None:
         return None
 
 

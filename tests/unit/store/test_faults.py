@@ -34,12 +34,12 @@ def little() -> np.ndarray:
     return RNG.standard_normal((10, 8)).astype("f4")
 
 
-def failing(real: Callable[..., Any], number: int, error: int = 28) -> Callable[..., Any]:
-    """`real`, but the call with this number (from 0) fails half-way."""
+def failing(real: Callable[..., Any], *numbers: int, error: int = 28) -> Callable[..., Any]:
+    """`real`, but the calls with these numbers (from 0) fail."""
     calls = iter(range(1_000_000))
 
     def call(fd: int, *arguments: Any, **options: Any) -> Any:
-        if next(calls) == number:
+        if next(calls) in numbers:
             raise OSError(error, os.strerror(error))
         return real(fd, *arguments, **options)
 
@@ -93,7 +93,8 @@ def test_a_full_disk_in_the_small_log_costs_that_record_only(
     for _ in range(5):
         put(writer, SMALL, little())
     writer.flush()
-    monkeypatch.setattr(small, function, failing(getattr(small, function), 0))
+    # records written together are tried one by one once the disk refuses: the second failure meets one of them
+    monkeypatch.setattr(small, function, failing(getattr(small, function), 0, 1))
     for _ in range(12):
         put(writer, SMALL, little())
     writer.flush()
@@ -101,7 +102,7 @@ def test_a_full_disk_in_the_small_log_costs_that_record_only(
     root = crash_image(writer, tmp_path / "b")
     writer.close()
 
-    assert len(writer.outcomes.refusals) == 1
+    assert 1 <= len(writer.outcomes.refusals) <= 2  # two where the first failure met a record alone
     drop_refused(writer)
     again = Writer(root)
     again.close()
@@ -110,33 +111,100 @@ def test_a_full_disk_in_the_small_log_costs_that_record_only(
     assert_zarr_readers_read(writer.run, writer.held)
 
 
+def durable_writer(root: Path, identity: Any) -> Writer:
+    writer = Writer(root, durability="durable")
+    for _ in range(3):
+        put(writer, identity, large() if identity is LARGE else little())
+    writer.flush()
+    return writer
+
+
 @pytest.mark.parametrize("identity", [LARGE, SMALL])
-def test_a_failed_sync_refuses_the_record_and_leaves_nothing_of_it(
+def test_after_a_failed_sync_the_records_stand_in_a_new_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, identity: Any
 ) -> None:
-    writer = Writer(tmp_path / "a", durability="durable")
+    writer = durable_writer(tmp_path / "a", identity)
     bits = large if identity is LARGE else little
-    for _ in range(3):
-        put(writer, identity, bits())
-    writer.flush()
+    [file] = [p for p in (writer.run / ".capd/node=n0/spool").iterdir() if p.suffix in (".partial", ".log")]
+    inode = file.stat().st_ino
+    held = file.open("rb")  # keeps the number from being used again
     monkeypatch.setattr(os, "fdatasync", failing(os.fdatasync, 0, error=5))
     put(writer, identity, bits())
     writer.flush()
     monkeypatch.undo()
+    assert file.stat().st_ino != inode
+    held.close()
     for _ in range(3):
         put(writer, identity, bits())
     writer.flush()
     root = crash_image(writer, tmp_path / "b")
     writer.close()
 
-    assert [(s, r.value) for s, r, _ in writer.outcomes.refusals] == [(4, "store_error")]
-    drop_refused(writer)
+    assert not writer.outcomes.refusals
     again = Writer(root)
-    assert again.pipeline.committed("run", CLIENT) == [(1, 3), (5, 7)]
+    assert again.pipeline.committed("run", CLIENT) == [(1, 7)]
     again.close()
     for run in (writer.run, again.run):
         assert_capd_reads(run, writer.held)
         assert_zarr_readers_read(run, writer.held)
+
+
+@pytest.mark.parametrize("identity", [LARGE, SMALL])
+def test_where_no_sync_succeeds_nothing_more_is_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, identity: Any
+) -> None:
+    writer = durable_writer(tmp_path / "a", identity)
+    bits = large if identity is LARGE else little
+    monkeypatch.setattr(os, "fdatasync", failing(os.fdatasync, *range(1000), error=5))
+    monkeypatch.setattr(os, "fsync", failing(os.fsync, *range(1000), error=5))
+    put(writer, identity, bits())
+    writer.flush()
+    monkeypatch.undo()
+    put(writer, identity, bits())
+    writer.flush()
+    root = crash_image(writer, tmp_path / "b")
+    assert not writer.pipeline.close(10)
+
+    assert [(s, r.value) for s, r, _ in writer.outcomes.refusals] == [(4, "store_error"), (5, "store_error")]
+    assert "lost what could not be synced" in writer.outcomes.refusals[1][2]
+    drop_refused(writer)
+    again = Writer(root)
+    assert again.pipeline.committed("run", CLIENT) == [(1, 3)]
+    again.close()
+    assert_capd_reads(again.run, writer.held)
+    assert_zarr_readers_read(again.run, writer.held)
+
+
+@pytest.mark.parametrize("identity", [LARGE, SMALL])
+def test_a_failed_sync_at_sealing_is_never_tried_again_on_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, identity: Any
+) -> None:
+    writer = Writer(tmp_path)
+    for _ in range(3):
+        put(writer, identity, large() if identity is LARGE else little())
+    writer.flush()
+    synced: list[int] = []
+    held: list[int] = []  # keeps the number of the failed file from being used again
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        if not os.readlink(f"/proc/self/fd/{fd}").endswith(".partial"):
+            return real(fd)
+        synced.append(os.fstat(fd).st_ino)
+        if not held:
+            held.append(os.dup(fd))
+            raise OSError(5, os.strerror(5))
+        return real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="Input/output error"):
+        writer.pipeline.seal("run").result(timeout=30)
+    writer.close()
+    os.close(held[0])
+
+    assert synced.count(synced[0]) == 1
+    assert_capd_reads(writer.run, writer.held)
+    assert_zarr_readers_read(writer.run, writer.held)
 
 
 def test_a_shard_file_that_could_not_be_created_is_tried_again(
@@ -215,7 +283,7 @@ def test_an_interrupted_rebuild_of_the_catalog_begins_again(
     node = writer.run / ".capd" / "node=n0"
     for path in node.glob(f"{CATALOG_NAME}*"):
         path.unlink()
-    monkeypatch.setattr("capd.store.recover._Node.read_logs", failing(lambda _: None, 0))
+    monkeypatch.setattr("capd.store.recover.replay_logs", failing(lambda _, **__: None, 0))
     with pytest.raises(StoreError):
         Writer(tmp_path)
     monkeypatch.undo()
@@ -318,7 +386,7 @@ def test_a_shape_that_cannot_be_encoded_is_refused_alone(tmp_path: Path) -> None
         "capd.store.shards.ShardWriter.write_index",
         "capd.store.seal.make_directory",
         "capd.store.run.publish",
-        "capd.store.layout.Layout.publish_shapes",
+        "capd.store.layout.Layout.publish",
     ],
 )
 def test_a_kill_while_a_full_shard_is_sealed_loses_nothing(

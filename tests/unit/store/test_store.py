@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import xarray
 import zarr
 
@@ -184,21 +183,6 @@ def test_xarray_opens_a_series_as_written(tmp_path: Path) -> None:
     assert plain.dims == ("record", "dim_0", "dim_1")
     assert ours.coords["iteration"].values.tolist() == [0, 1, 2]
     assert ours.values.tobytes() == plain.values.tobytes() == series.dask().compute().tobytes()
-
-
-def test_torch_returns_the_captured_dtype(tmp_path: Path) -> None:
-    writer = Writer(tmp_path)
-    for dtype in ITEM_NBYTES:
-        writer.put(key(dtype), dtype, random_bits(dtype, (4, 6)))
-    writer.close()
-
-    for series in capd.open(writer.run).series:
-        tensor = series.torch(0)
-        assert tensor.dtype == getattr(torch, series.dtype)
-        assert (
-            tensor.view(torch.uint8).numpy().tobytes()
-            == writer.held[(series.key, series.dtype)][0][1].tobytes()
-        )
 
 
 def test_find_filters_and_returns_the_latest_attempt(tmp_path: Path) -> None:

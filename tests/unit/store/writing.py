@@ -20,7 +20,7 @@ CLIENT = b"0123456789abcdef"
 class NoLimit:
     """A disk budget that never refuses."""
 
-    def refusal(self, nbytes: int) -> str | None:
+    def refusal(self, nbytes: int, *, new_series: bool = False) -> str | None:
         return None
 
 

@@ -1,0 +1,78 @@
+"""Named places in the store's protocols where a test can stop or fail the process.
+
+`CAPD_FAILPOINTS="seal.after_rename=kill,commit.after_write=error"`: `kill` is SIGKILL to the process, `error` an
+OSError EIO, `enospc` an OSError ENOSPC; `=kill@3` acts at the third pass, `error` and `enospc` once. Without
+the variable a failpoint costs one look into an empty dictionary.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+
+__all__ = ["NAMES", "failpoint"]
+
+NAMES = (
+    "create.before_header",  # a new shard or small log
+    "create.after_header",
+    "claim.before_rename",  # a new series' directory
+    "claim.after_rename",
+    "commit.before_write",  # a large record's chunks and COMMIT
+    "commit.after_write",
+    "log.before_write",  # small records
+    "log.after_write",
+    "settle.before_append",  # small records from the log into a shard
+    "settle.after_append",
+    "log.before_delete",
+    "sync.before",  # the group sync of durable stores
+    "sync.after",
+    "rewrite.before_rename",  # a file whose sync failed, copied
+    "reopen.before_rename",  # the copy of a sealed shard that goes on
+    "catalog.before_write",
+    "catalog.after_write",
+    "seal.before_index",
+    "seal.after_index",
+    "seal.after_sync",
+    "seal.after_rename",
+    "seal.after_tables",
+    "seal.after_documents",
+    "replace.after_sync",
+    "replace.after_first",
+    "recover.after_partials",
+    "recover.after_seals",
+    "recover.after_logs",
+    "mend.before_rename",  # a damaged journal, written anew without what it lost
+    "rebuild.before_exchange",  # a damaged series and the one built anew
+    "rebuild.after_exchange",
+    "catalog.before_swap",  # a catalog made anew
+)
+_ERRORS = {"error": errno.EIO, "enospc": errno.ENOSPC}
+
+
+def _parse(text: str) -> dict[str, tuple[str, int]]:
+    found: dict[str, tuple[str, int]] = {}
+    for entry in filter(None, text.split(",")):
+        name, _, action = entry.partition("=")
+        action, _, number = action.partition("@")
+        if name not in NAMES or action not in ("kill", *_ERRORS):
+            raise ValueError(f"CAPD_FAILPOINTS: {entry!r} is not NAME=kill|error|enospc[@N]")
+        found[name] = (action, int(number or 1))
+    return found
+
+
+_active = _parse(os.environ.get("CAPD_FAILPOINTS", ""))
+
+
+def failpoint(name: str) -> None:
+    """Act as CAPD_FAILPOINTS says for `name`; raises OSError for `error` and `enospc`."""
+    if not _active or name not in _active:
+        return
+    action, left = _active[name]
+    if left > 1:
+        _active[name] = (action, left - 1)
+        return
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    del _active[name]
+    raise OSError(_ERRORS[action], os.strerror(_ERRORS[action]), f"failpoint {name}")

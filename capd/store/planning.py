@@ -1,0 +1,59 @@
+"""Which series a record goes to, and how it is encoded, before anything of that series is on disk."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from capd.store import names
+from capd.store.codec_choice import codec_name
+from capd.store.frames import SeriesHeader
+from capd.store.geometry import grown, plan_geometry
+from capd.store.options import StoreOptions
+from capd.store.series import Plan, Series
+from capd_client.dtypes import ITEM_NBYTES
+from capd_client.key import Key
+
+__all__ = ["Planner"]
+
+
+class Planner:
+    """Knows the series of one run, its own plans included. `plan` may be called from any thread."""
+
+    def __init__(self, options: StoreOptions, known: Iterable[Series]) -> None:
+        self._options = options
+        self._lock = threading.Lock()
+        self._plans: dict[tuple[Key, str], list[Plan]] = {}
+        for series in known:
+            header = series.header
+            self._plans.setdefault((header.key, header.dtype), []).append(Plan(header, series))
+
+    def plan(
+        self,
+        key: Key,
+        dtype: str,
+        attributes: dict[str, object],
+        shape: tuple[int, ...],
+        data: memoryview | bytes,
+    ) -> Plan:
+        """How a record of this key, dtype and shape is encoded; the same shape always gives the same plan.
+
+        A record that fits no series of its key opens one more. data: its raw bytes, for choosing a codec then.
+        """
+        with self._lock:
+            plans = self._plans.setdefault((key, dtype), [])
+            for plan in plans:
+                if plan.geometry.fits(shape):
+                    return plan
+            extents = shape
+            for plan in plans:
+                if len(plan.geometry.extents) == len(shape):
+                    extents = tuple(map(max, extents, grown(plan.geometry.extents, shape)))
+            itemsize, shard_nbytes = ITEM_NBYTES[dtype], self._options.shard_nbytes
+            geometry = plan_geometry(extents, itemsize, shard_nbytes)
+            codec = codec_name(self._options.codec, dtype, data, is_small=geometry.is_small)
+            if codec == "none":
+                geometry = plan_geometry(extents, itemsize, shard_nbytes, share_chunks=False)
+            plan = Plan(SeriesHeader(names.series_path(key), key, dtype, codec, geometry, attributes))
+            plans.append(plan)
+            return plan
