@@ -70,11 +70,17 @@ class RootLock:
         os.pwrite(self._fd, payload, 0)
         os.ftruncate(self._fd, len(payload))
 
-    def release(self) -> None:
+    def release(self, *, keep_note: bool = False) -> None:
         """End of an orderly shutdown: empty the file and give up the lock. The file itself stays, because
-        removing a lock file lets two owners lock two different files."""
+        removing a lock file lets two owners lock two different files.
+
+        keep_note: leave the run that a daemon before had named, for the one that comes next."""
         if self._fd >= 0:
-            os.ftruncate(self._fd, 0)
+            if keep_note and self.previous.assigned_run:
+                self.note = OwnerNote(assigned_run=self.previous.assigned_run)
+                self.write()
+            else:
+                os.ftruncate(self._fd, 0)
             os.close(self._fd)
             self._fd = -1
 

@@ -1,11 +1,24 @@
-"""Reads the journals back: which records a `.partial`, a shard or a small log holds. Changes nothing."""
+"""Reads the journals back: which records a `.partial`, a shard or a small log holds. Changes nothing.
+
+Damage costs what it touched. Where no sound frame stands, the walk searches for the next one and goes on; a
+record counts if its COMMIT is sound, agrees with the series' geometry, and points at chunks in front of it.
+Whether those chunks' bytes are sound is found out when they are read. What stands behind the last COMMIT is
+the leftover of an interrupted write, or the index of a sealed shard. A HEADER inside a file begins another
+journal that somebody appended: nothing from there on counts.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import stat
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
+from capd.errors import CapdError
+from capd.store.codecs import chain_for
 from capd.store.frames import (
     FRAME_NBYTES,
     Commit,
@@ -15,87 +28,255 @@ from capd.store.frames import (
     RecordRow,
     SeriesHeader,
     decode_payload,
-    walk,
+    payload_is_sound,
+    read_frame,
 )
+from capd.store.geometry import Geometry
+from capd.store.journal import pieces
 from capd.store.small import SmallRecord, log_number
 
-__all__ = ["LoggedRecord", "ScannedShard", "scan_log", "scan_shard"]
+__all__ = [
+    "SERIES_PATH", "LoggedRecord", "Run", "ScannedLog", "ScannedShard", "read_log", "read_shard", "scan_log",
+    "scan_shard",
+]  # fmt: skip
+
+_MAX_SLOTS = 1 << 24  # an index of 256 MiB
+SERIES_PATH = re.compile(r"(?:[A-Za-z0-9_~\-][A-Za-z0-9_.~\-]*/){4}[A-Za-z0-9_~\-][A-Za-z0-9_.~\-]*\Z")
+
+
+class Run(NamedTuple):
+    """One sound COMMIT and the bytes [start, end) of the chunks and frames that belong to it."""
+
+    commit: Commit
+    start: int
+    end: int
+
+    @property
+    def share(self) -> int:
+        """Stored bytes of each of its records."""
+        return (self.end - self.start) // len(self.commit.rows)
 
 
 @dataclass(slots=True)
 class ScannedShard:
-    """A shard file's journal. end: offset behind the last COMMIT. index: slot → (offset, bytes)."""
+    """A shard file's journal. file: its HEADER, None where that is lost and the caller knew the series.
+
+    end: offset behind the last COMMIT. index: slot → (offset, bytes). gaps: byte ranges without a sound frame.
+    """
 
     header: SeriesHeader
     shard: int
     end: int
+    file: FileHeader | None = None
     index: dict[int, tuple[int, int]] = field(default_factory=dict)
     rows: dict[int, RecordRow] = field(default_factory=dict)
+    runs: list[Run] = field(default_factory=list)
+    gaps: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def newest(self) -> int:
+        """The highest record number, -1 for none."""
+        return self.runs[-1].commit.first + len(self.runs[-1].commit.rows) - 1 if self.runs else -1
 
 
 @dataclass(slots=True)
 class LoggedRecord:
-    """One record of a small log."""
+    """One record of a small log. header: None where its SERIES frame is lost. is_sound: its bytes match."""
 
-    header: SeriesHeader
+    header: SeriesHeader | None
     record: int
     row: RecordRow
     place: SmallRecord
+    reference: int
+    is_sound: bool = True
 
 
-def scan_shard(path: Path) -> ScannedShard | None:
-    """The journal of a shard or `.partial` up to the first place that holds no sound frame.
+@dataclass(slots=True)
+class ScannedLog:
+    """A small log's journal. file: its HEADER, None where that is lost. end: offset behind the last COMMIT."""
 
-    None if the file does not begin with a sound HEADER (an interrupted creation).
+    file: FileHeader | None
+    records: list[LoggedRecord] = field(default_factory=list)
+    gaps: list[tuple[int, int]] = field(default_factory=list)
+    end: int = 0
+
+
+def scan_shard(
+    path: Path,
+    known: tuple[SeriesHeader, int] | None = None,
+    visit: Callable[[int, Frame], None] | None = None,
+) -> ScannedShard | None:
+    """The journal of a shard or `.partial`; None if that is no regular file, or nobody knows its series.
+
+    known: series and shard number, for a file whose HEADER is lost. visit: called with the descriptor and every
+    CHUNK frame. Raises OSError.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        size = os.fstat(fd).st_size
-        found: ScannedShard | None = None
-        for frame in walk(fd, 0, size):
-            if found is None:
-                header = decode_payload(fd, frame) if frame.kind is Kind.HEADER else None
-                if not isinstance(header, FileHeader) or header.series is None:
-                    return None
-                found = ScannedShard(header.series, header.shard, frame.offset + frame.nbytes)
-            elif frame.kind is Kind.COMMIT:
-                commit = decode_payload(fd, frame)
-                if not isinstance(commit, Commit):
-                    break
-                found.end = frame.offset + frame.nbytes
-                found.index.update((slot, (offset, nbytes)) for slot, offset, nbytes in commit.chunks)
-                found.rows.update(enumerate(commit.rows, commit.first))
-        return found
+        return read_shard(fd, known, visit)
     finally:
         os.close(fd)
+
+
+def read_shard(
+    fd: int,
+    known: tuple[SeriesHeader, int] | None = None,
+    visit: Callable[[int, Frame], None] | None = None,
+) -> ScannedShard | None:
+    """`scan_shard` of an open file."""
+    size = _regular_nbytes(fd) or 0
+    begin, file = _read_header(fd, size)
+    if file is not None and file.series is not None and _is_usable(file.series):
+        found = ScannedShard(file.series, file.shard, begin, file)
+    elif known is not None and size:
+        found = ScannedShard(*known, end=0, gaps=[(0, begin)] if begin else [])
+    else:
+        return None
+    _read_commits(fd, begin, size, found, visit)
+    return found
+
+
+def _read_commits(
+    fd: int, begin: int, size: int, found: ScannedShard, visit: Callable[[int, Frame], None] | None
+) -> None:
+    chunks: dict[int, int] = {}  # offset → bytes
+    start = begin
+    for piece in pieces(fd, begin, size):
+        if not isinstance(piece, Frame):
+            found.gaps.append(piece)
+            start = piece[1]
+        elif piece.kind is Kind.CHUNK:
+            chunks[piece.offset] = piece.nbytes
+            if visit is not None:
+                visit(fd, piece)
+        else:
+            end = piece.offset + piece.nbytes
+            commit = decode_payload(fd, piece) if piece.kind is Kind.COMMIT else None
+            if isinstance(commit, Commit) and _fits(commit, piece.offset - FRAME_NBYTES, found, chunks):
+                found.runs.append(Run(commit, start, end))
+                found.end = end
+                found.index.update((slot, (offset, nbytes)) for slot, offset, nbytes in commit.chunks)
+                found.rows.update(enumerate(commit.rows, commit.first))
+            else:
+                found.gaps.append((piece.offset - FRAME_NBYTES, end))
+            start = end
+
+
+def _fits(commit: Commit, at: int, found: ScannedShard, chunks: dict[int, int]) -> bool:
+    """Whether a COMMIT at offset `at` can be the next one of this shard."""
+    geometry, rows = found.header.geometry, commit.rows
+    last = commit.first + len(rows) - 1
+    if not rows or commit.first <= found.newest or commit.first < 0:
+        return False
+    if not commit.first // geometry.shard_records == last // geometry.shard_records == found.shard:
+        return False
+    if commit.first // geometry.batch != last // geometry.batch:
+        return False
+    if not all(geometry.fits(row.shape) and min(row.shape, default=0) >= 0 for row in rows):
+        return False
+    return _slots(geometry, commit) == {slot for slot, _, _ in commit.chunks} and all(
+        offset >= 0
+        and 4 <= nbytes <= at - offset
+        and (chunks.get(offset) == nbytes or _in_a_gap(found.gaps, offset, offset + nbytes))
+        for _, offset, nbytes in commit.chunks
+    )
+
+
+def _slots(geometry: Geometry, commit: Commit) -> set[int]:
+    if geometry.is_small:
+        return {geometry.slot(commit.first, 0)}
+    return {geometry.slot(commit.first, ordinal) for ordinal, _ in geometry.chunks(commit.rows[0].shape)}
+
+
+def _in_a_gap(gaps: list[tuple[int, int]], start: int, end: int) -> bool:
+    return any(first <= start and end <= last for first, last in gaps)
+
+
+def _is_usable(header: SeriesHeader) -> bool:
+    """Whether what a header says about its series can be worked with; it comes from a disk."""
+    g = header.geometry
+    sizes = (*g.extents, *g.chunk, g.batch, g.shard_records, g.itemsize)
+    if len(g.extents) != len(g.chunk) or min(sizes) < 1 or g.shard_records % g.batch:
+        return False
+    if any(extent % chunk for extent, chunk in zip(g.extents, g.chunk, strict=True)):
+        return False
+    if g.shard_slots > _MAX_SLOTS or not SERIES_PATH.match(header.path):
+        return False
+    try:
+        chain = chain_for(header.codec, header.dtype)
+    except (CapdError, KeyError, ValueError):
+        return False
+    return chain.stored.itemsize == g.itemsize
 
 
 def scan_log(path: Path) -> list[LoggedRecord] | None:
-    """All whole records of a small log, in order; None if the file does not begin with a sound HEADER."""
+    """All whole records of a small log whose series is known, in order; None if the file is no log."""
+    found = read_log(path)
+    return None if found is None else [record for record in found.records if record.header is not None]
+
+
+def read_log(path: Path, *, check: bool = False) -> ScannedLog | None:
+    """The journal of a small log; None if it is no regular file of a log's name, or holds nothing sound.
+
+    check: read every record's bytes and compare them with their checksum. Raises OSError.
+    """
+    if not path.stem.removeprefix("small-").isdecimal():
+        return None
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        number = log_number(path)
-        headers: dict[int, SeriesHeader] = {}
-        found: list[LoggedRecord] = []
-        record: Frame | None = None
-        frames = walk(fd, 0, os.fstat(fd).st_size)
-        head = next(frames, None)
-        if head is None or head.kind is not Kind.HEADER or decode_payload(fd, head) is None:
-            return None
-        for frame in frames:
-            if frame.kind is Kind.SERIES:
-                header = decode_payload(fd, frame)
-                if header is None:
-                    break
-                headers[frame.ordinal] = header
-            elif frame.kind is Kind.RECORD:
-                record = frame
-            elif frame.kind is Kind.COMMIT:
-                commit = decode_payload(fd, frame)
-                if commit is None or record is None or frame.ordinal not in headers:
-                    break
-                place = SmallRecord(number, record.offset - FRAME_NBYTES)
-                found.append(LoggedRecord(headers[frame.ordinal], commit.first, commit.rows[0], place))
-        return found
+        size = _regular_nbytes(fd) or 0
+        begin, file = _read_header(fd, size)
+        found = ScannedLog(file, gaps=[] if file is not None or not begin else [(0, begin)], end=begin)
+        _read_records(fd, begin, size, log_number(path), found, check=check)
+        return found if found.file is not None or found.records else None
     finally:
         os.close(fd)
+
+
+def _read_records(fd: int, begin: int, size: int, number: int, found: ScannedLog, *, check: bool) -> None:
+    headers: dict[int, SeriesHeader] = {}
+    record: Frame | None = None
+    for piece in pieces(fd, begin, size):
+        if not isinstance(piece, Frame):
+            found.gaps.append(piece)
+            continue
+        at = piece.offset - FRAME_NBYTES
+        if piece.kind is Kind.RECORD:
+            record = piece
+            continue
+        payload = decode_payload(fd, piece) if piece.kind is not Kind.CHUNK else None
+        if isinstance(payload, SeriesHeader) and _is_usable(payload):
+            headers[piece.ordinal] = payload
+        elif (
+            isinstance(payload, Commit)
+            and len(payload.rows) == 1
+            and record is not None
+            and (record.offset + record.nbytes, *record[2:5]) == (at, *piece[2:5])
+        ):
+            found.records.append(
+                LoggedRecord(
+                    headers.get(piece.ordinal),
+                    payload.first,
+                    payload.rows[0],
+                    SmallRecord(number, record.offset - FRAME_NBYTES),
+                    piece.ordinal,
+                    not check or payload_is_sound(record, os.pread(fd, record.nbytes, record.offset)),
+                )
+            )
+            found.end = piece.offset + piece.nbytes
+        else:
+            found.gaps.append((at, piece.offset + piece.nbytes))
+
+
+def _read_header(fd: int, size: int) -> tuple[int, FileHeader | None]:
+    """The offset behind the HEADER (0 where no frame begins the file), and its payload, None if that is damaged."""
+    head = read_frame(fd, 0, size)
+    if head is None or head.kind is not Kind.HEADER:
+        return 0, None
+    file = decode_payload(fd, head)
+    return head.offset + head.nbytes, file if isinstance(file, FileHeader) else None
+
+
+def _regular_nbytes(fd: int) -> int | None:
+    info = os.fstat(fd)
+    return info.st_size if stat.S_ISREG(info.st_mode) else None

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import capd
+from capd.errors import StoreError
 from capd.store.catalog import Catalog
 from capd.store.catalog_read import CATALOG_NAME
-from tests.unit.store.reading import assert_capd_reads, assert_zarr_readers_read
+from capd.store.frames import FRAME_NBYTES, Frame, Kind
+from capd.store.verify import verify_run
+from tests.unit.store.damaging import flip, frames, head, image, inside, quarantined, spool, without
+from tests.unit.store.reading import Held, assert_capd_reads, assert_zarr_readers_read
 from tests.unit.store.writing import CLIENT, Writer, key
 
 RNG = np.random.default_rng(3)
@@ -112,7 +119,7 @@ def test_an_interrupted_seal_is_finished(tmp_path: Path, step: str, monkeypatch:
     target = {
         "index": "capd.store.seal.make_directory",
         "rename": "capd.store.run.publish",
-        "columns": "capd.store.layout.Layout.publish_shapes",
+        "columns": "capd.store.layout.Layout.publish",
     }[step]
     monkeypatch.setattr(target, stop)
     with pytest.raises(OSError, match="stopped here"):
@@ -168,3 +175,248 @@ def test_sessions_and_series_totals_survive_in_the_catalog(tmp_path: Path) -> No
 
     assert (rows["large"].records, rows["large"].sealed) == (2, 2)
     assert rows["small"].raw_bytes == 80 * 100 * 8 * 4
+
+
+# -- damage in the spool: what it touched is lost, everything else is there, and numbers stay dense -----------------
+
+
+def spooled(tmp_path: Path, **options: int) -> tuple[Writer, Path]:
+    """A run as a kill leaves it: five large records in a `.partial`, sixty small ones of two series in a log."""
+    writer = Writer(tmp_path / "a", **options)
+    for iteration in range(5):
+        writer.put(key("large"), "float32", RNG.standard_normal((300, 400)).astype("f4"), iteration=iteration)
+        for call in range(6):
+            for name in ("small", "tiny"):
+                bits = RNG.standard_normal((30, 8)).astype("f4")
+                writer.put(key(name), "float32", bits, iteration=iteration, call=call)
+    writer.flush()
+    writer.pipeline.post("run", lambda store: store.flush_catalog()).result(timeout=30)
+    run = image(writer, tmp_path / "b")
+    writer.close()
+    return writer, run
+
+
+def reopened(run: Path, held: Held) -> None:
+    """A daemon recovers the run and seals it: exactly `held` is there, for capd and for plain Zarr readers."""
+    again = Writer(run.parent)
+    again.sequence = 10_000
+    again.held = {identity: list(records) for identity, records in held.items()}
+    again.put(key("large"), "float32", np.ones((300, 400), "f4"), iteration=90)
+    again.put(key("small"), "float32", np.ones((30, 8), "f4"), iteration=90)
+    again.close()
+    assert_capd_reads(run, again.held)
+    assert_zarr_readers_read(run, again.held)
+    assert [str(damage) for damage in verify_run(run).damaged] == []
+
+
+@pytest.mark.parametrize("catalog", ["kept", "lost"])
+@pytest.mark.parametrize("where", [head, inside])
+def test_a_lost_commit_inside_a_partial_costs_that_record_alone(
+    tmp_path: Path, where: Callable[[Frame], int], catalog: str
+) -> None:
+    writer, run = spooled(tmp_path)
+    partial = spool(run, "*.partial")
+    flip(partial, where(frames(partial, Kind.COMMIT)[2]))
+    if catalog == "lost":
+        (run / ".capd" / "node=n0" / CATALOG_NAME).unlink()
+
+    reopened(run, without(writer.held, lambda name, m: name == "large" and m.iteration == 2))
+
+    assert partial.name in quarantined(run)
+
+
+def test_a_damaged_header_of_a_chunk_costs_nothing(tmp_path: Path) -> None:
+    writer, run = spooled(tmp_path)
+    partial = spool(run, "*.partial")
+    flip(partial, head(frames(partial, Kind.CHUNK)[2]))
+
+    reopened(run, writer.held)
+
+
+def test_a_partial_whose_header_is_damaged_is_known_by_its_name(tmp_path: Path) -> None:
+    writer, run = spooled(tmp_path)
+    partial = spool(run, "*.partial")
+    flip(partial, inside(frames(partial, Kind.HEADER)[0]))
+
+    reopened(run, writer.held)
+
+
+@pytest.mark.parametrize("where", [head, inside])
+@pytest.mark.parametrize("kind", [Kind.RECORD, Kind.COMMIT])
+def test_damage_in_a_log_costs_the_record_that_it_touched(
+    tmp_path: Path, kind: Kind, where: Callable[[Frame], int]
+) -> None:
+    writer, run = spooled(tmp_path)
+    log = spool(run, "small-*.log")
+    touched = frames(log, kind)[20]  # of the second iteration: small, tiny, small, tiny, …
+    [lost] = [records[10] for (k, _), records in writer.held.items() if k.tensor_name == "small"]
+    flip(log, where(touched))
+
+    reopened(run, without(writer.held, lambda name, m: name == "small" and m == lost[0]))
+
+    assert log.name in quarantined(run)
+
+
+def test_a_lost_series_frame_of_a_log_costs_nothing_that_the_catalog_knows(tmp_path: Path) -> None:
+    writer, run = spooled(tmp_path)
+    log = spool(run, "small-*.log")
+    for frame in frames(log, Kind.SERIES):
+        flip(log, inside(frame))
+
+    reopened(run, writer.held)
+
+
+def test_a_log_whose_header_is_damaged_is_read(tmp_path: Path) -> None:
+    writer, run = spooled(tmp_path)
+    log = spool(run, "small-*.log")
+    flip(log, inside(frames(log, Kind.HEADER)[0]))
+
+    reopened(run, writer.held)
+
+
+def test_small_records_that_closed_ranks_are_not_taken_twice_after_the_next_kill(tmp_path: Path) -> None:
+    """A log that was written anew has the numbers that its records got: sealed ones are known by them."""
+    writer, run = spooled(tmp_path, log_nbytes=20_000)
+    logs = sorted((run / ".capd" / "node=n0" / "spool").glob("small-*.log"))
+    assert len(logs) > 2
+    flip(logs[0], inside(frames(logs[0], Kind.RECORD)[0]))
+    again = Writer(run.parent)
+    mended = {log.name: log.read_bytes() for log in logs}
+    again.pipeline.seal("run").result(timeout=30)
+    killed = image(again, tmp_path / "c")
+    again.close()
+    for name, content in mended.items():  # the kill came before they were deleted
+        (killed / ".capd" / "node=n0" / "spool" / name).write_bytes(content)
+
+    first = writer.held[(key("small"), "float32")][0][0]
+    reopened(killed, without(writer.held, lambda name, m: name == "small" and m == first))
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _garbage(path: Path) -> None:
+    path.write_bytes(RNG.bytes(5000))
+
+
+def _directory(path: Path) -> None:
+    path.mkdir()
+
+
+def _link(path: Path) -> None:
+    path.symlink_to("/etc/hostname")
+
+
+@pytest.mark.parametrize("junk", [_empty, _garbage, _directory, _link])
+@pytest.mark.parametrize(
+    "name", ["0123456789abcdef0123-00000000.partial", "small-00000007.log", "small-x.log"]
+)
+def test_what_cannot_be_read_is_set_aside_and_the_run_opens(
+    tmp_path: Path, junk: Callable[[Path], None], name: str
+) -> None:
+    writer, run = spooled(tmp_path)
+    junk(run / ".capd" / "node=n0" / "spool" / name)
+
+    reopened(run, writer.held)
+
+    assert name in quarantined(run)
+
+
+@pytest.mark.parametrize("difference", [{"run_id": "other"}, {"node": "n1"}])
+def test_files_of_another_run_or_node_are_set_aside(tmp_path: Path, difference: dict[str, str]) -> None:
+    stranger = Writer(tmp_path / "s", **difference)
+    stranger.put(key("large"), "float32", np.zeros((300, 400), "f4"))
+    stranger.put(key("small"), "float32", np.zeros((30, 8), "f4"))
+    stranger.flush()
+    [partial] = stranger.run.rglob("*.partial")
+    [log] = stranger.run.rglob("small-*.log")
+    writer, run = spooled(tmp_path)
+    shutil.copy(partial, spool(run, "*.partial"))
+    shutil.copy(log, spool(run, "small-*.log").with_name("small-00000009.log"))
+    stranger.close()
+
+    reopened(run, without(writer.held, lambda name, m: name == "large"))
+
+    assert {partial.name, "small-00000009.log"} <= set(quarantined(run))
+
+
+def test_frames_that_were_appended_twice_or_from_elsewhere_do_not_count(tmp_path: Path) -> None:
+    writer, run = spooled(tmp_path)
+    partial = spool(run, "*.partial")
+    whole = partial.read_bytes()
+    last = frames(partial, Kind.COMMIT)[-1]
+    partial.write_bytes(whole + whole[last.offset - FRAME_NBYTES :] + whole)
+
+    reopened(run, writer.held)
+
+
+def test_a_partial_that_continues_a_sealed_shard_falls_back_on_it(tmp_path: Path) -> None:
+    """Damage to the copied part costs nothing: the sealed shard still has it."""
+    writer = Writer(tmp_path / "a")
+    for iteration in range(3):
+        writer.put(key("large"), "float32", RNG.standard_normal((300, 400)).astype("f4"), iteration=iteration)
+    writer.flush()
+    writer.pipeline.seal("run").result(timeout=30)
+    for iteration in (3, 4, 5):
+        writer.put(key("large"), "float32", RNG.standard_normal((300, 400)).astype("f4"), iteration=iteration)
+    writer.flush()
+    run = image(writer, tmp_path / "b")
+    writer.close()
+    partial = spool(run, "*.partial")
+    commits = frames(partial, Kind.COMMIT)
+    flip(partial, inside(commits[0]))
+    flip(partial, inside(commits[4]))
+
+    reopened(run, without(writer.held, lambda name, m: m.iteration == 4))
+
+
+@pytest.mark.parametrize(
+    "step", ["capd.store.mend.copy_aside", "capd.store.mend.rename", "capd.store.mend.sync_paths"]
+)
+def test_mending_that_is_interrupted_begins_again(
+    tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, run = spooled(tmp_path)
+    partial, log = spool(run, "*.partial"), spool(run, "small-*.log")
+    flip(partial, inside(frames(partial, Kind.COMMIT)[2]))
+    flip(log, inside(frames(log, Kind.RECORD)[20]))
+    lost = writer.held[(key("small"), "float32")][10][0]
+    module, _, function = step.rpartition(".")
+    for number in range(1, 10):
+        calls = iter(range(100))
+        real = getattr(sys.modules[module], function)
+
+        def stop(*arguments: object, number: int = number, calls: Any = calls, real: Any = real) -> object:
+            if next(calls) == number - 1:
+                raise OSError(28, "stopped here")
+            return real(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(step, stop)
+            try:
+                Writer(run.parent).close()
+                break
+            except StoreError:
+                continue
+    else:
+        pytest.fail("recovery never came to an end")
+
+    held = without(writer.held, lambda name, m: name == "large" and m.iteration == 2)
+    held[(key("small"), "float32")] = [r for r in held[(key("small"), "float32")] if r[0] != lost]
+    reopened(run, held)
+
+
+def test_a_start_with_a_complete_catalog_does_not_read_sealed_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Writer(tmp_path)
+    put_some(writer, 0, 3)
+    writer.close()
+    read: list[Path] = []
+    for module in ("capd.store.partials", "capd.store.survey"):
+        monkeypatch.setattr(f"{module}.scan_shard", lambda path, *_: read.append(path))
+
+    Writer(tmp_path).close()
+
+    assert read == []

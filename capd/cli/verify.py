@@ -1,0 +1,245 @@
+"""`capd verify`: checks a run, or all runs of a store root, and on request repairs them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from capd.cli.output import human_count, human_nbytes, note, print_json, print_lines
+from capd.cli.stores import default_store, is_run
+from capd.errors import ConfigError, NotAStore, NothingMatched, StoreBusy, StoreError
+
+if TYPE_CHECKING:
+    from capd.store.damage import Report
+    from capd.store.repair import Repair
+
+__all__ = ["verify"]
+
+_STEP_NBYTES = 16 << 20  # between two updates of the progress line
+
+
+def verify(
+    store: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[STORE]",
+            help="A run (NAME.zarr), or a directory of runs, all of them checked. Default: CAPD_STORE or captures.",
+            show_default=False,
+        ),
+    ] = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Seal what is unsealed, drop what is damaged, keep the rest.")
+    ] = False,
+    rebuild: Annotated[
+        bool, typer.Option("--rebuild-catalog", help="Make the catalog anew from the shard files.")
+    ] = False,
+    adopt: Annotated[
+        str | None, typer.Option(metavar="NODE", help="Take over and seal what a dead node left unsealed.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check every checksum of a run, and that its files agree. Exits with 4 when there is damage.
+
+    Changes nothing without an option, and may run beside a daemon. With a directory of runs, checks all of them.
+    """
+    if sum((repair, rebuild, adopt is not None)) > 1:
+        raise ConfigError(
+            "give one of --repair, --rebuild-catalog and --adopt; --repair does all that is needed"
+        )
+    runs = _runs(store)
+    done: list[Repair] = []
+    if repair or rebuild or adopt is not None:
+        with _warnings_on_stderr():
+            done = list(_change(runs, repair=repair, adopt=adopt))
+    reports = [_check(run) for run in runs]
+    if as_json:
+        print_json(_plain(reports, done))
+    else:
+        _print(reports, done)
+    raise typer.Exit(0 if all(report.ok for report in reports) else 4)
+
+
+def _runs(store: Path | None) -> list[Path]:
+    from capd.store.reader import runs
+    from capd.store.verify import run_identity
+
+    place = default_store() if store is None else store
+    found = [place] if is_run(place) or not place.is_dir() else list(runs(place))
+    if not found:
+        raise NotAStore(f"no run in {place}; name a run or a directory of runs")
+    for run in found:
+        run_identity(run, _report(run))  # nothing is locked or written in what is no run
+    return found
+
+
+def _report(run: Path) -> Report:
+    from capd.store.damage import Report
+
+    return Report(run)
+
+
+def _change(runs: list[Path], *, repair: bool, adopt: str | None) -> Iterator[Repair]:
+    from capd.store.repair import Repair, nodes_of, rebuild_catalog, repair_node, take_over
+
+    everywhere = sorted({node for run in runs for node in nodes_of(run)})
+    if adopt is not None and adopt not in everywhere:
+        raise NothingMatched(f"no node {adopt!r} in {runs[0]}; known: {', '.join(everywhere) or 'none'}")
+    worked = 0
+    busy: StoreBusy | None = None
+    for run in runs:
+        for node in nodes_of(run):
+            if adopt not in (None, node):
+                continue
+            try:
+                with _locked(run, node):
+                    if repair:
+                        yield repair_node(run, node)
+                    elif adopt is not None:
+                        take_over(run, node)
+                        yield Repair(run, node, messages=["taken over: everything is sealed"])
+                    else:
+                        rebuild_catalog(run, node)
+                        yield Repair(run, node, messages=["catalog made anew from the shard files"])
+                worked += 1
+            except StoreBusy as error:
+                busy = error
+                note(f"node {node} of {run} is left alone: {error}")
+    if busy is not None and not worked:
+        raise busy
+
+
+@contextlib.contextmanager
+def _locked(run: Path, node: str) -> Iterator[None]:
+    """The node's lock of the store root, as the daemon holds it. Raises StoreBusy, StoreError."""
+    from capd.server.instance import RootLock
+
+    lock = RootLock(run.absolute().parent, node)
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"cannot change {run}: {error.strerror or error}") from error
+    finally:
+        lock.release(keep_note=True)
+
+
+@contextlib.contextmanager
+def _warnings_on_stderr() -> Iterator[None]:
+    """What recovery says about damage, as messages of this command."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("capd: %(message)s"))
+    logger = logging.getLogger("capd")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def _check(run: Path) -> Report:
+    from capd.store.verify import verify_run
+
+    with _progress(run) as progress:
+        return verify_run(run, progress=progress)
+
+
+@contextlib.contextmanager
+def _progress(run: Path) -> Iterator[Callable[[int], None] | None]:
+    """A line on the terminal with the bytes read so far; nothing where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    shown = 0
+
+    def show(nbytes: int) -> None:
+        nonlocal shown
+        if nbytes - shown >= _STEP_NBYTES:
+            shown = nbytes
+            sys.stderr.write(f"\r{run.name}: {human_nbytes(nbytes)} checked\x1b[K")
+            sys.stderr.flush()
+
+    try:
+        yield show
+    finally:
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()
+
+
+def _print(reports: list[Report], done: list[Repair]) -> None:
+    for repair in done:
+        for line in _repair_lines(repair):
+            print_lines([line])
+    for report in reports:
+        for text in report.notes:
+            note(text)
+        print_lines(str(damage) for damage in report.damaged)
+        verdict = "sound" if report.ok else f"{human_count(len(report.damaged))} places damaged"
+        print_lines(
+            [
+                f"{report.run.name}: {verdict}; {human_count(report.series)} series, "
+                f"{human_count(report.records)} records, {human_nbytes(report.nbytes)} checked"
+            ]
+        )
+
+
+def _repair_lines(repair: Repair) -> Iterator[str]:
+    from capd.store.damage import fold
+
+    place = f"{repair.run.name}, node {repair.node}"
+    for message in repair.messages:
+        yield f"{place}: {message}"
+    for rebuilt in repair.rebuilt:
+        lost = f"records {fold(sorted(rebuilt.lost))} are lost" if rebuilt.lost else "nothing is lost"
+        yield f"{place}: {rebuilt.path}: {lost}, {rebuilt.kept} kept; the old version is in {rebuilt.quarantine}"
+        for number, row in sorted(rebuilt.lost.items()):
+            moment = "moment unknown" if row is None else _moment(row.moment)
+            yield f"  record {number}: {moment}"
+
+
+def _moment(moment: Any) -> str:
+    import msgspec
+
+    fields = msgspec.structs.asdict(moment)
+    return ", ".join(f"{name} {value}" for name, value in fields.items() if value not in (None, False))
+
+
+def _plain(reports: list[Report], done: list[Repair]) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    damaged = [
+        {"run": str(report.run), **asdict(damage), "records": list(damage.records)}
+        for report in reports
+        for damage in report.damaged
+    ]
+    repaired = [
+        {
+            "run": str(repair.run),
+            "node": repair.node,
+            "messages": repair.messages,
+            "rebuilt": [
+                {
+                    "series": rebuilt.path,
+                    "lost": sorted(rebuilt.lost),
+                    "kept": rebuilt.kept,
+                    "quarantine": str(rebuilt.quarantine),
+                }
+                for rebuilt in repair.rebuilt
+            ],
+        }
+        for repair in done
+    ]
+    return {
+        "ok": not damaged,
+        "runs": [str(report.run) for report in reports],
+        "series": sum(report.series for report in reports),
+        "records": sum(report.records for report in reports),
+        "bytes": sum(report.nbytes for report in reports),
+        "damaged": damaged,
+        "notes": [text for report in reports for text in report.notes],
+        "repaired": repaired,
+    }

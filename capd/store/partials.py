@@ -1,0 +1,178 @@
+"""Takes up the `.partial` files that a daemon left: replayed, cut behind the last COMMIT, mended, or set aside."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from capd.errors import DamagedRecord
+from capd.store.files import truncate, unlink
+from capd.store.frames import Kind, SeriesHeader, payload_is_sound, walk
+from capd.store.layout import shard_path
+from capd.store.mend import copy_aside, is_the_files_fault, mend_partial, set_aside
+from capd.store.recovery import Recovery
+from capd.store.scan import Run, ScannedShard, scan_shard
+from capd.store.series import Series
+from capd.store.shards import ShardWriter, read_index
+
+__all__ = ["partial_path", "records_on_disk", "take_up_partials"]
+
+logger = logging.getLogger(__name__)
+
+
+def partial_path(spool: Path, series_path: str, shard: int) -> Path:
+    """Where an unsealed shard lies."""
+    return spool / f"{_digest(series_path)}-{shard:08d}.partial"
+
+
+def _digest(series_path: str) -> str:
+    return hashlib.blake2b(series_path.encode(), digest_size=10).hexdigest()
+
+
+def take_up_partials(state: Recovery) -> None:
+    """Take up every `.partial`: replayed, cut, mended, or set aside."""
+    digests = {_digest(path): series.header for path, series in state.series.items()}
+    for path in sorted(state.layout.spool.glob("*.partial")):
+        digest, _, number = path.stem.partition("-")
+        known = (digests[digest], int(number)) if digest in digests and number.isdecimal() else None
+        try:
+            problem = _read_partial(state, path, known)
+        except DamagedRecord as error:
+            problem = str(error)
+        except OSError as error:
+            if not is_the_files_fault(error, path):
+                raise
+            problem = str(error)
+        if problem:
+            set_aside(path, state.quarantine, problem)
+
+
+def _read_partial(
+    state: Recovery, path: Path, known: tuple[SeriesHeader, int] | None, *, mended: bool = False
+) -> str:
+    """Returns why the file cannot be used, empty if it could."""
+    scanned = scan_shard(path, known)
+    if scanned is None or path.is_symlink():
+        return "it does not begin with a sound header"
+    header, file = scanned.header, scanned.file
+    if file is not None and not state.owns(file):
+        return f"it belongs to run {file.run_id!r} of node {file.node!r}"
+    if partial_path(state.layout.spool, header.path, scanned.shard) != path:
+        return f"it is shard {scanned.shard} of {header.path}, under a wrong name"
+    series = state.series_of(header)
+    if scanned.newest < series.row.sealed:
+        unlink(path)  # a fresh file without records, or a copy of a sealed shard that got no new ones
+        return ""
+    begin = scanned.shard * header.geometry.shard_records
+    if series.row.sealing and series.row.sealed < begin:  # the mark behind that seal was lost with the power
+        series.row.sealed = records_on_disk(state.layout.run, series, scanned.shard - 1)
+    if series.row.sealed < begin:
+        return f"its records begin at {begin}, but only {series.row.sealed} are sealed before it"
+    holes = any(number not in scanned.rows for number in range(series.row.sealed, scanned.newest + 1))
+    gaps = any(start < scanned.end for start, _ in scanned.gaps)
+    if holes or gaps or (state.may_be_torn and not mended and _is_torn(path, scanned)):
+        try:
+            _mend(state, path, scanned, series, begin)
+            return _read_partial(state, path, known, mended=True)
+        except DamagedRecord:
+            if holes:
+                raise  # otherwise all COMMITs that matter are there, and it goes on as it is
+    if not header.geometry.is_small and state.known.get(header.path, 0) > scanned.newest + 1:
+        # the catalog knew of more: its end is damaged, not just unfinished
+        copy_aside(path, state.quarantine)
+    truncate(path, scanned.end)
+    _take_up(state, path, scanned, series, begin)
+    return ""
+
+
+def _is_torn(path: Path, scanned: ScannedShard) -> bool:
+    """Whether a chunk fails its checksum. Reads the whole file, so only after a loss of power."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return any(
+            frame.kind is Kind.CHUNK and not payload_is_sound(frame, os.pread(fd, frame.nbytes, frame.offset))
+            for frame in walk(fd, 0, scanned.end)
+        )
+    finally:
+        os.close(fd)
+
+
+def _mend(state: Recovery, path: Path, scanned: ScannedShard, series: Series, begin: int) -> None:
+    published = dict(state.catalog.rows(series.row.id, begin, series.row.sealed))
+    shard = msgspec.structs.replace(state.file_header, series=scanned.header, shard=scanned.shard)
+    lost = mend_partial(
+        path, state.layout.run, shard, published, series.row.sealed, state.files, state.quarantine
+    )
+    logger.warning(
+        "%s: %d records of %s are damaged and dropped, the file is kept in %s: numbers %s",
+        series.header.path, len(lost), path.name, state.quarantine, lost,
+    )  # fmt: skip
+
+
+def _take_up(state: Recovery, path: Path, scanned: ScannedShard, series: Series, begin: int) -> None:
+    geometry = series.geometry
+    sealed = shard_path(state.layout.run, series.header, scanned.shard)
+    index = scanned.index
+    if sealed.is_file():
+        index = _sealed_index(sealed, geometry.shard_slots) | index  # a COMMIT of those may be lost
+    stored = state.agree(series, {n: row for n, row in scanned.rows.items() if n >= series.row.sealed})
+    for run in scanned.runs:
+        _add_run(state, series, run, stored)
+    if geometry.is_small:
+        held = {(row.client, row.sequence) for row in scanned.rows.values()}
+        state.in_shards.setdefault(series.header.path, set()).update(held)
+    series.in_shards = scanned.newest + 1
+    series.shard = ShardWriter(
+        path,
+        state.files,
+        scanned.shard,
+        scanned.end,
+        index,
+        has_records=True,
+        replaces=sealed.exists(),
+    )
+    series.row.sealing = False
+    if series.is_full:
+        state.out.unfinished.append(series)
+
+
+def _add_run(state: Recovery, series: Series, run: Run, stored: Mapping[int, int]) -> None:
+    """stored: bytes by record number as the catalog has them; 0: it waited in the small log."""
+    counted = False
+    for number, row in enumerate(run.commit.rows, run.commit.first):
+        if number < series.row.sealed or stored.get(number):
+            counted = True
+        else:
+            state.add(series, number, row, run.share)
+        state.acknowledge(row)
+    if not counted:
+        series.row.stored_bytes += run.end - run.start
+
+
+def _sealed_index(path: Path, slots: int) -> dict[int, tuple[int, int]]:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return read_index(fd, slots)
+    except DamagedRecord as error:
+        logger.warning("%s: %s", path, error)
+        return {}
+    finally:
+        os.close(fd)
+
+
+def records_on_disk(run: Path, series: Series, newest: int) -> int:
+    """Records in sealed shards up to shard `newest`, from its own journal; never fewer than were published."""
+    for shard in range(newest, -1, -1):
+        path = shard_path(run, series.header, shard)
+        if (
+            path.is_file()
+            and (scanned := scan_shard(path, (series.header, shard))) is not None
+            and scanned.runs
+        ):
+            return max(series.row.sealed, scanned.newest + 1)
+    return series.row.sealed

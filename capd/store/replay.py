@@ -1,0 +1,133 @@
+"""Takes up the small logs that a daemon left: records that stand in no shard wait again, in capture order.
+
+A record stands in a shard if its number is below the sealed ones, or if a `.partial` holds its client and
+sequence. A log that lost records, or whose later ones close ranks over records that were lost elsewhere, is
+written anew, so that its numbers are true again.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from capd.errors import StoreError
+from capd.store.catalog_check import series_of_record
+from capd.store.catalog_read import connect_read_only
+from capd.store.files import unlink
+from capd.store.frames import RecordRow, SeriesHeader
+from capd.store.mend import KeptSmall, copy_aside, is_the_files_fault, mend_log, set_aside
+from capd.store.recovery import Recovery
+from capd.store.scan import ScannedLog, read_log
+from capd.store.series import Series
+from capd.store.small import LOG_GLOB
+
+__all__ = ["replay_logs"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Sorted:
+    """A log's records. kept: those that wait; elsewhere: those that need not. renumbered: some have new numbers."""
+
+    kept: list[tuple[Series, KeptSmall]] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    elsewhere: int = 0
+    renumbered: bool = False
+
+
+def replay_logs(state: Recovery, *, compact: bool) -> None:
+    """Let the records of all logs wait in their series. compact: keep no record in a log that stands in a shard."""
+    for path in sorted(state.layout.spool.glob(LOG_GLOB)):
+        try:
+            log = read_log(path, check=True)
+        except OSError as error:
+            if not is_the_files_fault(error, path):
+                raise
+            set_aside(path, state.quarantine, str(error))
+            continue
+        if log is None:
+            set_aside(path, state.quarantine, "it holds nothing of a small log")
+        elif log.file is not None and not state.owns(log.file):
+            set_aside(
+                path, state.quarantine, f"it belongs to run {log.file.run_id!r} of node {log.file.node!r}"
+            )
+        else:
+            _replay(state, path, log, compact=compact)
+
+
+def _replay(state: Recovery, path: Path, log: ScannedLog, *, compact: bool) -> None:
+    found = _sort(state, log)
+    damaged = bool(found.lost) or any(start < log.end for start, _ in log.gaps)
+    if damaged:
+        logger.warning(
+            "%s is damaged and kept in %s; records that are lost: %s",
+            path, state.quarantine, ", ".join(found.lost) or "none that is known",
+        )  # fmt: skip
+    if not found.kept:
+        if damaged:
+            copy_aside(path, state.quarantine)
+        unlink(path)
+        return
+    places = [kept.place for _, kept in found.kept]
+    if damaged or found.renumbered or (compact and found.elsewhere):
+        kept = [kept for _, kept in found.kept]
+        places = mend_log(path, state.file_header, kept, state.quarantine if damaged else None)
+    waiting_rows: dict[str, dict[int, RecordRow]] = {}
+    for series, waiting in found.kept:
+        waiting_rows.setdefault(series.header.path, {})[waiting.number] = waiting.row
+    for series_path, rows in waiting_rows.items():
+        state.agree(state.series[series_path], rows)
+    for (series, waiting), place in zip(found.kept, places, strict=True):
+        if waiting.number >= state.known.get(series.header.path, 0):
+            state.add(series, waiting.number, waiting.row, 0)
+        state.acknowledge(waiting.row)
+        series.waiting.append(place)
+
+
+def _sort(state: Recovery, log: ScannedLog) -> _Sorted:
+    found = _Sorted()
+    pending: dict[str, int] = {}
+    headers = _headers_of_orphans(state, log)
+    for logged in log.records:
+        header = logged.header or headers.get(logged.reference)
+        if header is None:
+            found.lost.append(f"sequence {logged.row.sequence} of an unknown series")
+            continue
+        series = state.series_of(header)
+        held = state.in_shards.get(header.path, ())
+        capture = (logged.row.client, logged.row.sequence)
+        if logged.record < series.row.sealed or capture in held or capture in state.in_logs:
+            found.elsewhere += 1
+        elif not logged.is_sound:
+            found.lost.append(f"{header.path}#{logged.record}")
+        else:
+            number = series.in_shards + len(series.waiting) + pending.get(header.path, 0)
+            pending[header.path] = pending.get(header.path, 0) + 1
+            found.renumbered |= number != logged.record or logged.header is None
+            state.in_logs.add(capture)
+            found.kept.append((series, KeptSmall(header, number, logged.row, logged.place)))
+    return found
+
+
+def _headers_of_orphans(state: Recovery, log: ScannedLog) -> dict[int, SeriesHeader]:
+    """Which series the records belong to whose SERIES frame is lost, where the catalog knows one of them."""
+    orphans = [logged for logged in log.records if logged.header is None]
+    if not orphans:
+        return {}
+    by_id = {series.row.id: series.header for series in state.series.values()}
+    found: dict[int, SeriesHeader] = {}
+    try:
+        database = connect_read_only(state.catalog.path)
+    except StoreError:
+        return {}
+    try:
+        for logged in orphans:
+            if logged.reference not in found:
+                identity = series_of_record(database, logged.row.client, logged.row.sequence)
+                if identity in by_id:
+                    found[logged.reference] = by_id[identity]
+    finally:
+        database.close()
+    return found

@@ -1,0 +1,152 @@
+"""Reads the sealed shards of one node back into catalog rows, for a catalog that is made anew.
+
+Rows come from COMMIT frames. Where a COMMIT is lost, or a Zarr tool wrote a shard anew and its frames vanished,
+the published moments and shapes name the record: it stays readable, without its statistics and metadata. A
+record that neither names, with others behind it, would be a hole: the caller drops it (`capd.store.rebuild`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+from capd.errors import DamagedRecord
+from capd.store.frames import RecordRow, SeriesHeader
+from capd.store.published import Published, read_published
+from capd.store.scan import ScannedShard, scan_shard
+from capd_client.key import Moment
+
+__all__ = [
+    "UNKNOWN_CLIENT",
+    "Sealed",
+    "SurveyedSeries",
+    "row_from_columns",
+    "shard_files",
+    "survey",
+    "survey_series",
+]
+
+logger = logging.getLogger(__name__)
+
+UNKNOWN_CLIENT = bytes(16)
+
+
+@dataclass(slots=True)
+class Sealed:
+    """A record in a sealed shard. stored_nbytes: its share of the bytes that its commit wrote."""
+
+    row: RecordRow
+    stored_nbytes: int
+
+
+@dataclass(slots=True)
+class SurveyedSeries:
+    """A series' sealed records by number. stored_nbytes: of all. lost: numbers below the newest without a row."""
+
+    header: SeriesHeader
+    records: dict[int, Sealed] = field(default_factory=dict)
+    stored_nbytes: int = 0
+    lost: list[int] = field(default_factory=list)
+
+
+def survey(run: Path, node: str, known: Mapping[str, SeriesHeader]) -> Iterator[SurveyedSeries]:
+    """Every series of `node` with sealed shards. known: headers by path, for series whose HEADERs are all lost."""
+    for chunks in sorted(run.glob("*/rank*/layer*/*/*/data/c")):
+        path = str(chunks.parent.parent.relative_to(run))
+        found = survey_series(run, path, node, known.get(path))
+        if found is not None:
+            yield found
+
+
+def survey_series(run: Path, path: str, node: str, header: SeriesHeader | None) -> SurveyedSeries | None:
+    """One series, or None if it belongs to another node or nothing says what it is."""
+    files = shard_files(run / path)
+    scans = {number: _scan(file, None) for number, file in files.items()}
+    own = {
+        number: scanned
+        for number, scanned in scans.items()
+        if scanned is not None and (scanned.header.path, scanned.shard) == (path, number)
+    }
+    for scanned in own.values():
+        if scanned.file is not None and scanned.file.node != node:
+            return None
+        header = scanned.header
+    published = _published(run / path)
+    if header is None or (not own and (published is None or published.node != node)):
+        logger.warning("%s: no shard says what the series is; `capd verify` lists the damage", path)
+        return None
+    for number, before in scans.items():
+        if before is None and (again := _scan(files[number], (header, number))) is not None:
+            own[number] = again
+    found = SurveyedSeries(header)
+    for _, scanned in sorted(own.items()):
+        for run_ in scanned.runs:
+            found.stored_nbytes += run_.end - run_.start
+            for record, row in enumerate(run_.commit.rows, run_.commit.first):
+                found.records[record] = Sealed(row, run_.share)
+    _fill(found, published)
+    return found
+
+
+def shard_files(series: Path) -> dict[int, Path]:
+    """Sealed shard files by number: whatever stands where a shard of that number belongs."""
+    found: dict[int, Path] = {}
+    for entry in (series / "data" / "c").iterdir() if (series / "data" / "c").is_dir() else ():
+        if not entry.name.isdecimal() or str(int(entry.name)) != entry.name:
+            continue
+        place = entry
+        while place.is_dir():
+            place = place / "0"
+        if place.exists():
+            found[int(entry.name)] = place
+    return dict(sorted(found.items()))
+
+
+def _scan(file: Path, known: tuple[SeriesHeader, int] | None) -> ScannedShard | None:
+    try:
+        return scan_shard(file, known)
+    except OSError as error:
+        logger.warning("%s cannot be read: %s", file, error)
+        return None
+
+
+def _published(series: Path) -> Published | None:
+    try:
+        return read_published(series)
+    except DamagedRecord as error:
+        logger.warning("%s: %s", series, error)
+        return None
+
+
+def _fill(found: SurveyedSeries, published: Published | None) -> None:
+    """Name the records whose COMMIT is lost from the published columns."""
+    count = max(max(found.records, default=-1) + 1, published.count if published else 0)
+    missing = [number for number in range(count) if number not in found.records]
+    if missing and published is not None:
+        try:
+            columns = dict(enumerate(published.rows(missing[0], missing[-1] + 1), missing[0]))
+        except DamagedRecord as error:
+            logger.warning("%s: %s", found.header.path, error)
+            columns = {}
+        for number in missing:
+            if number in columns and found.header.geometry.fits(columns[number][1]):
+                row = row_from_columns(found.header, columns[number])
+                found.records[number] = Sealed(row, 0)
+    found.lost = [number for number in missing if number not in found.records]
+    while found.lost and found.lost[-1] > max(found.records, default=-1):
+        found.lost.pop()
+    named = len(missing) - len(found.lost)
+    if missing:
+        logger.warning(
+            "%s: the commits of %d records are lost; %d of them are known from the published moments",
+            found.header.path, len(missing), named,
+        )  # fmt: skip
+
+
+def row_from_columns(header: SeriesHeader, columns: tuple[Moment, tuple[int, ...]]) -> RecordRow:
+    """What the published columns tell about a record; its client is unknown."""
+    moment, shape = columns
+    return RecordRow(UNKNOWN_CLIENT, 0, shape, prod(shape) * header.geometry.itemsize, moment)

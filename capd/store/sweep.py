@@ -1,0 +1,82 @@
+"""Compares the tree of series with what the catalog and the spool say of it, after an end that was not in order."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from capd.errors import NotAStore
+from capd.store.files import remove_tree
+from capd.store.layout import read_group, shard_path
+from capd.store.recovery import Recovery
+from capd.store.series import Series
+
+__all__ = ["beyond_catalog", "mend_documents"]
+
+logger = logging.getLogger(__name__)
+
+
+def _series_directories(run: Path) -> Iterator[Path]:
+    return (data.parent for data in run.glob("*/rank*/layer*/*/*/data"))
+
+
+def beyond_catalog(state: Recovery) -> str:
+    """A series of this node of which more is sealed than the catalog knows, or "".
+
+    A catalog that lost its write-ahead log, or the end of it, is sound and merely old.
+    """
+    run = state.layout.run
+    for directory in _series_directories(run):
+        path = str(directory.relative_to(run))
+        series = state.series.get(path)
+        published = _length(directory / "data")
+        if published is None or (series is not None and series.row.sealing):
+            continue
+        if series is None:
+            if published and _owner(directory) == state.layout.node:
+                return path
+        elif published > series.row.sealed or _has_next_shard(run, series):
+            return path
+    return ""
+
+
+def mend_documents(state: Recovery) -> None:
+    """After a loss of power: write anew what it emptied of the metadata; a claim that nothing followed goes."""
+    run = state.layout.run
+    for directory in list(_series_directories(run)):
+        state.layout.ensure_groups(directory.parent)
+        if _length(directory / "data") is not None and _owner(directory) is not None:
+            continue
+        path = str(directory.relative_to(run))
+        series = state.series.get(path)
+        if series is None:
+            if not (directory / "data" / "c").exists():
+                remove_tree(directory)
+                logger.warning("%s: a claim without records, damaged by a loss of power, is removed", path)
+        elif series.row.sealed:
+            series.row.sealing = True  # it is published again
+        else:
+            state.layout.restore(series.header)
+
+
+def _length(data: Path) -> int | None:
+    """The array's length as published; None where the document cannot be read."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        return int(json.loads((data / "zarr.json").read_bytes())["shape"][0])
+    return None
+
+
+def _owner(directory: Path) -> Any:
+    """The node that a series' group names; None where the document cannot be read."""
+    with contextlib.suppress(OSError, NotAStore, LookupError, TypeError):
+        return (read_group(directory) or {})["attributes"]["capd"]["node"]
+    return None
+
+
+def _has_next_shard(run: Path, series: Series) -> bool:
+    number, inside = divmod(series.row.sealed, series.geometry.shard_records)
+    return not inside and shard_path(run, series.header, number).exists()
