@@ -8,7 +8,7 @@ import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -22,12 +22,17 @@ __all__ = [
     "MOMENT_FIELDS",
     "RECORD_FIELDS",
     "STATS_FIELDS",
+    "DamagedCatalog",
     "LedgerRow",
+    "RecordId",
     "SeriesRow",
     "SessionRow",
     "check_version",
     "connect_read_only",
+    "has_attempt",
     "read_acked",
+    "read_attempts",
+    "read_ids",
     "read_records",
     "read_rows",
     "read_series",
@@ -95,8 +100,23 @@ class SeriesRow:
     stored_bytes: int
 
 
+class RecordId(NamedTuple):
+    """Which capture a record number stands for, and what a reader must know to find it."""
+
+    client: bytes
+    sequence: int
+    shape: tuple[int, ...]
+    nbytes: int
+    attempt: int
+
+
+class DamagedCatalog(StoreError):
+    """The file is no SQLite database any more; the shards' journals still hold what it held."""
+
+
 def connect_read_only(path: Path) -> sqlite3.Connection:
-    """Open a catalog for reading beside a live daemon; raises StoreError with the reason if that fails."""
+    """Open a catalog for reading beside a live daemon; raises StoreError with the reason if that fails,
+    DamagedCatalog where the file itself is the reason."""
     for options in ("mode=ro", "mode=ro&immutable=1"):  # immutable: a read-only medium without a -shm file
         try:
             db = sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True, check_same_thread=False)
@@ -106,9 +126,8 @@ def connect_read_only(path: Path) -> sqlite3.Connection:
             continue
         check_version(version, path)
         return db
-    raise StoreError(
-        f"cannot read the catalog {path}: {reason}; start `capd serve` on the store to rebuild it"
-    )
+    kind = StoreError if isinstance(reason, sqlite3.OperationalError) else DamagedCatalog
+    raise kind(f"cannot read the catalog {path}: {reason}; start `capd serve` on the store to rebuild it")
 
 
 def check_version(version: int, path: Path) -> None:
@@ -145,14 +164,48 @@ def read_sessions(db: sqlite3.Connection) -> list[SessionRow]:
     return list(_sessions(db))
 
 
-def read_records(db: sqlite3.Connection, series: int) -> Iterator[tuple[int, RecordRow]]:
-    """All records of a series with their histograms, from a catalog opened with connect_read_only."""
+def read_records(
+    db: sqlite3.Connection, series: int, first: int = 0, last: int = 2**62
+) -> Iterator[tuple[int, RecordRow]]:
+    """Records first ≤ number < last of a series with their histograms, from a catalog opened with
+    connect_read_only."""
     decode = msgspec.msgpack.Decoder(list[int]).decode
-    bins = dict(db.execute("SELECT record, bins FROM exponents WHERE series=?", (series,)))
-    for number, row in read_rows(db, series, 0, 2**62):
+    select = "SELECT record, bins FROM exponents WHERE series=? AND record>=? AND record<?"
+    bins = dict(db.execute(select, (series, first, last)))
+    for number, row in read_rows(db, series, first, last):
         if row.stats is not None and number in bins:
             row.stats.exponents = decode(bins[number])
         yield number, row
+
+
+def read_ids(db: sqlite3.Connection, series: int, first: int, last: int) -> Iterator[tuple[int, RecordId]]:
+    """What identifies records first ≤ number < last of a series; a fraction of the cost of their rows."""
+    select = (
+        "SELECT record, client, sequence, shape, nbytes, attempt FROM records "
+        "WHERE series=? AND record>=? AND record<? ORDER BY record"
+    )
+    decode = msgspec.json.Decoder(tuple[int, ...]).decode
+    shapes: dict[str, tuple[int, ...]] = {}
+    for number, client, sequence, text, nbytes, attempt in db.execute(select, (series, first, last)):
+        shape = shapes.get(text)
+        if shape is None:
+            shape = shapes[text] = decode(text)
+        yield number, RecordId(client, sequence, shape, nbytes, attempt)
+
+
+def read_attempts(db: sqlite3.Connection, series: int) -> tuple[int, int] | None:
+    """The first and the last attempt that a series has records of, or None without records."""
+    first, last = db.execute(
+        "SELECT MIN(attempt), MAX(attempt) FROM records WHERE series=?", (series,)
+    ).fetchone()
+    return None if first is None else (first, last)
+
+
+def has_attempt(db: sqlite3.Connection, attempt: int) -> set[int]:
+    """Ids of the series that have a record of this attempt."""
+    return {
+        series for (series,) in db.execute("SELECT DISTINCT series FROM records WHERE attempt=?", (attempt,))
+    }
 
 
 _SELECT_RECORDS = (

@@ -4,93 +4,150 @@ Works beside a live daemon, after a kill, and on a sealed store; changes nothing
 catalog: a record that leaves the spool in between was written to the catalog first. Spool files that grow
 while they are read are read at slightly different times; records beyond the catalog then count only as far as
 their clients' sequences have no gap, so that every look shows a prefix of what each rank captured.
+
+The catalog is derived data without checksums. Where it is missing, or its pages make no sense, the journals of
+the sealed shards stand in for it, with a warning.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
+import sqlite3
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
+
+from capd.errors import StoreError
 from capd.store.catalog_read import (
     CATALOG_NAME,
+    DamagedCatalog,
+    RecordId,
     SeriesRow,
     SessionRow,
     connect_read_only,
+    has_attempt,
     read_acked,
+    read_attempts,
+    read_ids,
     read_records,
     read_series,
     read_sessions,
 )
-from capd.store.frames import RecordRow, SeriesHeader
-from capd.store.scan import ScannedShard, scan_log, scan_shard
-from capd.store.small import LOG_GLOB, SmallRecord
+from capd.store.frames import RecordRow, StatsRow
+from capd.store.from_shards import ShardedSeries, all_from_shards, series_from_shards
+from capd.store.ranges import RangeSet
+from capd.store.spool import Spool, SpooledSeries
 
-__all__ = ["NodeView", "SpooledSeries"]
+__all__ = ["NodeView"]
 
+logger = logging.getLogger(__name__)
 
-@dataclass(slots=True)
-class SpooledSeries:
-    """What the spool holds of one series. shards: by shard number; logged: by record number."""
-
-    header: SeriesHeader
-    shards: dict[int, tuple[Path, ScannedShard]] = field(default_factory=dict)
-    logged: dict[int, tuple[SmallRecord, RecordRow]] = field(default_factory=dict)
-
-    def keep(self, visible: Callable[[RecordRow], bool]) -> None:
-        """Forget records that are not `visible`."""
-        for _, scanned in self.shards.values():
-            scanned.rows = {n: row for n, row in scanned.rows.items() if visible(row)}
-        self.logged = {n: (place, row) for n, (place, row) in self.logged.items() if visible(row)}
-
-    def rows(self) -> Iterator[tuple[int, RecordRow]]:
-        """Records in the spool; a shard's row (with statistics) goes before a log's."""
-        held = {number: row for _, scanned in self.shards.values() for number, row in scanned.rows.items()}
-        yield from held.items()
-        yield from ((number, row) for number, (_, row) in self.logged.items() if number not in held)
+_DAMAGE = (DamagedCatalog, sqlite3.DatabaseError, msgspec.MsgspecError, ValueError, TypeError, OverflowError)
+_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+T = TypeVar("T")
 
 
 class NodeView:
-    """One `.capd/node=…` directory, read-only."""
+    """One `.capd/node=…` directory, read-only. series: by path. `before`: an earlier look at the same node."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, run: Path, directory: Path, before: NodeView | None = None) -> None:
+        self.run, self.directory = run, directory
         self.name = directory.name.removeprefix("node=")
-        before = self._spool_sizes()
-        self.spooled = self.read_spool()
-        grew = self._spool_sizes() != before
-        self.rows: dict[str, SeriesRow] = {}
+        self.spool: Spool = Spool(directory / "spool") if before is None else before.spool
+        sizes = self.spool.sizes()
+        self.spooled = self.spool.read()
+        grew = self.spool.sizes() != sizes
+        self.series: dict[str, SeriesRow] = {}
         self.sessions: list[SessionRow] = []
-        acked: dict[bytes, list[tuple[int, int]]] = {}
+        self._from_shards: dict[str, ShardedSeries] = {}
+        self._acked: dict[bytes, RangeSet] = {}
         self._catalog = directory / CATALOG_NAME
-        if self._catalog.exists():
-            database = connect_read_only(self._catalog)
-            try:
-                database.execute("BEGIN")  # one snapshot for the three
-                self.rows = {row.header.path: row for row in read_series(database)}
-                self.sessions = read_sessions(database)
-                acked = read_acked(database)
-            finally:
-                database.close()
+        self._connection: sqlite3.Connection | None = None
+        self._read_catalog()
         if grew:
-            self._cut_to_prefix(acked)
+            self._cut_to_prefix()
         for path, spooled in self.spooled.items():
             self._extend(path, spooled)
 
-    def _spool_sizes(self) -> dict[str, int]:
-        sizes: dict[str, int] = {}
-        for path in (self.directory / "spool").glob("*"):
-            with contextlib.suppress(FileNotFoundError):  # sealed meanwhile
-                sizes[path.name] = path.stat().st_size
-        return sizes
+    def look_again(self) -> None:
+        """Read what the spool holds now; the records that count stay those of this view."""
+        self.spooled = self.spool.read()
 
-    def _cut_to_prefix(self, acked: dict[bytes, list[tuple[int, int]]]) -> None:
+    # -- the catalog --------------------------------------------------------------------------------------
+
+    def _read_catalog(self) -> None:
+        try:
+            if not self._catalog.exists():
+                raise FileNotFoundError("it is missing")
+            with self._opened() as database:
+                database.execute("BEGIN")  # one snapshot for the three
+                self.series = {row.header.path: _sound_series(row) for row in read_series(database)}
+                self.sessions = read_sessions(database)
+                self._acked = {client: RangeSet(ranges) for client, ranges in read_acked(database).items()}
+        except (*_DAMAGE, FileNotFoundError) as error:
+            self.series, self.sessions, self._acked = {}, [], {}
+            self._from_shards = all_from_shards(self.run, self.name)
+            self.series = {path: found.series for path, found in self._from_shards.items()}
+            if self.series:
+                self._warn(f"{len(self.series)} series", error)
+
+    @contextlib.contextmanager
+    def connected(self) -> Iterator[None]:
+        """Keep one connection for all that is asked inside; not for long, a daemon that closes waits for no reader."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(StoreError):  # each question finds out for itself
+                self._connection = stack.enter_context(self._opened())
+            try:
+                yield
+            finally:
+                self._connection = None
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[sqlite3.Connection]:
+        database = self._connection or connect_read_only(self._catalog)
+        try:
+            yield database
+        except sqlite3.OperationalError as error:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _BUSY:  # text that is no UTF-8 has no code
+                raise StoreError(f"catalog {self._catalog}: {error}; try again", retry=True) from error
+            raise
+        finally:
+            if database is not self._connection:
+                database.close()
+
+    def _warn(self, what: str, error: Exception) -> None:
+        logger.warning(
+            "catalog %s cannot be used (%s): %s read from the shards instead; "
+            "start `capd serve` on the store to rebuild it",
+            self._catalog, error, what,
+        )  # fmt: skip
+
+    def _ask(
+        self, path: str, ask: Callable[[sqlite3.Connection, int], T], instead: Callable[[ShardedSeries], T]
+    ) -> T:
+        """What the catalog answers about a series, or its shards' journals where it cannot."""
+        row = self.series[path]
+        if path not in self._from_shards and row.id >= 0:
+            try:
+                with self._opened() as database:
+                    return ask(database, row.id)
+            except _DAMAGE as error:
+                self._warn(path, error)
+                self._from_shards[path] = series_from_shards(self.run, row.header)
+        return instead(self._from_shards.get(path) or ShardedSeries(row, {}))
+
+    # -- the spool ----------------------------------------------------------------------------------------
+
+    def _cut_to_prefix(self) -> None:
         found: dict[bytes, set[int]] = {}
         for spooled in self.spooled.values():
             for _, row in spooled.rows():
                 found.setdefault(row.client, set()).add(row.sequence)
-        last = {client: ranges[-1][1] for client, ranges in acked.items() if ranges}
+        last = {client: ranges.ranges()[-1][1] for client, ranges in self._acked.items() if len(ranges)}
         for client, sequences in found.items():
             end = last.get(client, min(sequences) - 1)
             while end + 1 in sequences:
@@ -101,47 +158,94 @@ class NodeView:
 
     def _extend(self, path: str, spooled: SpooledSeries) -> None:
         """Add what the spool holds beyond the catalog to the totals."""
-        row = self.rows.setdefault(path, SeriesRow(-1, spooled.header, 0, 0, False, (), 0, 0))
+        row = self.series.setdefault(path, SeriesRow(-1, spooled.header, 0, 0, False, (), 0, 0))
         known = row.records
         for number, record in spooled.rows():
-            if number >= known:
+            ranges = self._acked.get(record.client)
+            if number >= known and (ranges is None or record.sequence not in ranges):
                 row.records = max(row.records, number + 1)
                 row.raw_bytes += record.nbytes
                 shape = row.max_shape or record.shape
                 row.max_shape = tuple(max(pair) for pair in zip(shape, record.shape, strict=True))
 
-    def read_spool(self) -> dict[str, SpooledSeries]:
-        """The spool as it is now; files that vanish while it is read were sealed or emptied.
+    # -- records ------------------------------------------------------------------------------------------
 
-        Logs before shards: a record on its way from one to the other is seen in at least one of them.
-        """
-        spool = self.directory / "spool"
-        found: dict[str, SpooledSeries] = {}
-        for path in sorted(spool.glob(LOG_GLOB)):
-            with contextlib.suppress(FileNotFoundError):
-                for logged in scan_log(path) or ():
-                    series = found.setdefault(logged.header.path, SpooledSeries(logged.header))
-                    series.logged[logged.record] = (logged.place, logged.row)
-        for path in sorted(spool.glob("*.partial")):
-            with contextlib.suppress(FileNotFoundError):
-                scanned = scan_shard(path)
-                if scanned is not None:
-                    series = found.setdefault(scanned.header.path, SpooledSeries(scanned.header))
-                    series.shards[scanned.shard] = (path, scanned)
+    def rows(self, path: str, first: int, last: int) -> dict[int, RecordRow]:
+        """Records first ≤ number < last of a series as of this view: catalog rows, else the spool's."""
+
+        def ask(database: sqlite3.Connection, series: int) -> dict[int, RecordRow]:
+            return {number: _sound(row) for number, row in read_records(database, series, first, last)}
+
+        found = self._ask(path, ask, lambda s: {n: row for n, row in s.rows.items() if first <= n < last})
+        if (spooled := self.spooled.get(path)) is not None:
+            for number in range(first, min(last, self.series[path].records)):
+                known = found.get(number)
+                if (known is None or known.stats is None) and (row := spooled.row(number)) is not None:
+                    found[number] = row
         return found
 
-    def records(self, path: str) -> dict[int, RecordRow]:
-        """All records of a series at the time of the look, by number: catalog rows, then the spool's."""
-        row = self.rows[path]
-        found: dict[int, RecordRow] = {}
-        if row.id >= 0:
-            database = connect_read_only(self._catalog)
-            try:
-                found = dict(read_records(database, row.id))
-            finally:
-                database.close()
-        if path in self.spooled:
-            for number, record in self.spooled[path].rows():
-                if number not in found or found[number].stats is None:
-                    found[number] = record
-        return {number: found[number] for number in sorted(found) if number < row.records}
+    def ids(self, path: str, first: int, last: int) -> dict[int, RecordId]:
+        """What identifies the same records."""
+
+        def ask(database: sqlite3.Connection, series: int) -> dict[int, RecordId]:
+            return dict(read_ids(database, series, first, last))
+
+        def instead(sharded: ShardedSeries) -> dict[int, RecordId]:
+            return {n: _id(row) for n, row in sharded.rows.items() if first <= n < last}
+
+        found = self._ask(path, ask, instead)
+        if (spooled := self.spooled.get(path)) is not None:
+            for number in range(first, min(last, self.series[path].records)):
+                if number not in found and (row := spooled.row(number)) is not None:
+                    found[number] = _id(row)
+        return found
+
+    def attempts(self, path: str) -> tuple[int, int]:
+        """The first and the last attempt among the records of a series; (0, 0) without records."""
+
+        def instead(sharded: ShardedSeries) -> tuple[int, int] | None:
+            known = [row.moment.attempt for row in sharded.rows.values()]
+            return (min(known), max(known)) if known else None
+
+        spooled = self.spooled.get(path)
+        known = [row.moment.attempt for _, row in spooled.rows()] if spooled is not None else []
+        among: tuple[int, int] | None = self._ask(path, read_attempts, instead)
+        known += among or ()
+        return (min(known), max(known)) if known else (0, 0)
+
+    def with_attempt(self, attempt: int) -> set[str]:
+        """Paths of the series that may have a record of this attempt."""
+        try:
+            with self._opened() as database:
+                ids = has_attempt(database, attempt)
+        except (*_DAMAGE, StoreError):
+            return set(self.series)
+        return {path for path, row in self.series.items() if row.id in ids or path in self.spooled}
+
+
+def _sound_series(row: SeriesRow) -> SeriesRow:
+    geometry = row.header.geometry
+    sizes = (*geometry.extents, *geometry.chunk, geometry.batch, geometry.shard_records, geometry.itemsize)
+    counts = (row.id, row.records, row.sealed, row.raw_bytes, row.stored_bytes, *row.max_shape)
+    if not all(type(n) is int and n >= 0 for n in counts) or min(sizes) < 1:
+        raise ValueError(f"its totals of {row.header.path} make no sense")
+    if len(geometry.extents) != len(geometry.chunk):
+        raise ValueError(f"its geometry of {row.header.path} makes no sense")
+    return row
+
+
+def _sound(row: RecordRow) -> RecordRow:
+    """The row, if its fields have the types they are read with. Raises ValueError or msgspec.ValidationError."""
+    if row.stats is not None:
+        msgspec.convert(msgspec.structs.astuple(row.stats), StatsRow)
+    for text in (row.metadata, row.attributes):
+        if text and not isinstance(json.loads(text), dict):
+            raise ValueError("a record's metadata is no object")
+    msgspec.convert(
+        (row.client, row.sequence, row.shape, row.device), tuple[bytes, int, tuple[int, ...], str]
+    )
+    return row
+
+
+def _id(row: RecordRow) -> RecordId:
+    return RecordId(row.client, row.sequence, row.shape, row.nbytes, row.moment.attempt)

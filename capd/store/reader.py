@@ -6,7 +6,8 @@ see what plain Zarr readers see: sealed records.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from capd.errors import CapdError, NotAStore
 from capd.store.catalog_read import SessionRow
 from capd.store.layout import run_attributes
 from capd.store.node import NodeView
+from capd.store.records import ReadTools
 from capd.store.series_view import Record, Series, import_extra
 from capd_client.key import Key, Moment
 
@@ -67,11 +69,17 @@ class Store:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.run_id: str = run_attributes(path).get("run_id", path.stem)
+        self._tools = ReadTools()
+        self._nodes: list[NodeView] = []
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the catalogs and spools again."""
-        self._nodes = [NodeView(directory) for directory in sorted((self.path / ".capd").glob("node=*"))]
+        """Read the catalogs and spools again; of files that only grew, what is new."""
+        before = {node.directory: node for node in self._nodes}
+        directories = sorted((self.path / ".capd").glob("node=*"))
+        if not directories:  # only the shards were copied: their journals know whose they are
+            directories = [self.path / ".capd" / "node="]
+        self._nodes = [NodeView(self.path, directory, before.get(directory)) for directory in directories]
 
     def __repr__(self) -> str:
         return f"<Store {self.path} with {len(self.series)} series>"
@@ -79,12 +87,19 @@ class Store:
     @property
     def series(self) -> list[Series]:
         """All series with at least one record, all attempts, ordered by path."""
-        return list(self._all("all"))
+        return self._pick(lambda _: True, "all")
 
-    def _all(self, attempt: int | str) -> Iterator[Series]:
-        found = [(row, node) for node in self._nodes for row in node.rows.values() if row.records]
-        for row, node in sorted(found, key=lambda pair: pair[0].header.path):
-            yield Series(self.path, node, row, attempt)
+    def _pick(self, wanted: Callable[[Key], bool], attempt: int | str) -> list[Series]:
+        found = []
+        for node in self._nodes:
+            within = node.with_attempt(attempt) if isinstance(attempt, int) else node.series.keys()
+            found += [
+                (path, node, row)
+                for path, row in node.series.items()
+                if row.records and path in within and wanted(row.header.key)
+            ]
+        found.sort(key=lambda item: item[0])
+        return [Series(node, row, self._tools, attempt) for _, node, row in found]
 
     def find(self, *, attempt: int | str = "latest", **key: Any) -> list[Series]:
         """Series whose key fields equal the given values (or one of a list of values).
@@ -98,11 +113,12 @@ class Store:
         wanted = {
             name: value if isinstance(value, (list, tuple, set)) else (value,) for name, value in key.items()
         }
-        return [
-            series
-            for series in self._all(attempt)
-            if all(getattr(series.key, name) in values for name, values in wanted.items()) and len(series)
-        ]
+
+        def matches(key: Key) -> bool:
+            return all(getattr(key, name) in values for name, values in wanted.items())
+
+        found = self._pick(matches, attempt)
+        return [series for series in found if len(series)] if isinstance(attempt, int) else found
 
     @property
     def sessions(self) -> list[SessionRow]:
@@ -111,7 +127,7 @@ class Store:
 
     def totals(self) -> Totals:
         """Counters of the run. Records are counted in the store, the rest is the sum over the sessions."""
-        rows = [row for node in self._nodes for row in node.rows.values()]
+        rows = [row for node in self._nodes for row in node.series.values()]
         sessions = self.sessions
         dropped: dict[str, int] = {}
         for session in sessions:
@@ -132,7 +148,10 @@ class Store:
     def to_pandas(self) -> Any:
         """One row per record: path, key, moment, shape and statistics. Needs the extra `table`."""
         pd = import_extra("pandas", "table")
-        return pd.DataFrame([row for series in self.series for row in _flat(series)])
+        with contextlib.ExitStack() as stack:
+            for node in self._nodes:
+                stack.enter_context(node.connected())
+            return pd.DataFrame([row for series in self.series for row in _flat(series)])
 
 
 def _flat(series: Series) -> Iterator[dict[str, Any]]:

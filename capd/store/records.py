@@ -1,145 +1,151 @@
-"""Reads one record's elements back, wherever it lies: a sealed shard, a `.partial` or the small log.
+"""Reads records' elements back: the chunks that a region touches, decoded side by side into the result.
 
-Every chunk is checked against its crc32c; what cannot be read exactly raises DamagedRecord. Nothing is ever
-filled in.
+Every chunk is checked against its crc32c, and every record against its COMMIT frame (`capd.store.locate`). What
+cannot be read exactly raises DamagedRecord; nothing is ever filled in.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from capd.errors import DamagedRecord, StoreError
-from capd.store.codecs import chain_for
+from capd.errors import CapdError, DamagedRecord
+from capd.store.catalog_read import RecordId
+from capd.store.codecs import Chain, chain_for
+from capd.store.decode import decode_into
 from capd.store.encode import as_array
-from capd.store.frames import RecordRow, SeriesHeader
-from capd.store.layout import shard_path
+from capd.store.frames import SeriesHeader
+from capd.store.locate import Locator
 from capd.store.node import NodeView
-from capd.store.scan import scan_shard
-from capd.store.shards import read_index
-from capd.store.small import log_path, read_small
+from capd.store.parallel import Job, run_jobs
+from capd.store.recent import Recent
+from capd.store.region import Piece, Region, Selection, select
+from capd.store.shard_file import FileCache, Identity, Place, ShardFile
 
-__all__ = ["RecordReader"]
+__all__ = ["ReadTools", "RecordReader"]
 
-_ATTEMPTS = 5  # a record can move (log → partial → sealed) between the look and the read
+_OPEN_FILES = 32
+_KEPT_CHUNKS = 64  # decoded chunks that small records share, up to 1 MiB each
+_KEPT_PLANS = 16
+
+
+@dataclass(slots=True)
+class ReadTools:
+    """What all series of a Store share: open files, and the decoded chunks of small records."""
+
+    files: FileCache = field(default_factory=lambda: FileCache(_OPEN_FILES))
+    chunks: Recent[tuple[Identity, Place], NDArray[np.generic]] = field(
+        default_factory=lambda: Recent(_KEPT_CHUNKS)
+    )
+
+
+class _Plan(NamedTuple):
+    """How a region of records of one shape is read. ordinals: of all chunks of the record, touched or not."""
+
+    selection: Selection
+    pieces: tuple[Piece, ...]
+    ordinals: tuple[int, ...]
 
 
 class RecordReader:
     """Reads records of one series of one node."""
 
-    def __init__(self, run: Path, node: NodeView, header: SeriesHeader) -> None:
-        self._run, self._node, self._header = run, node, header
-        self._chain = chain_for(header.codec, header.dtype)
-        # The newest of each, keyed by the file's identity: neighbouring small records share file and chunk.
-        self._published: tuple[object, int] = (None, 0)
-        self._index: tuple[object, dict[int, tuple[int, int]]] = (None, {})
-        self._chunk: tuple[object, NDArray[np.generic] | None] = (None, None)
+    def __init__(self, node: NodeView, header: SeriesHeader, tools: ReadTools) -> None:
+        self._node, self._header, self._chunks = node, header, tools.chunks
+        self._locator = Locator(node, header, tools.files)
+        self._whole: Recent[tuple[int, ...], _Plan] = Recent(_KEPT_PLANS)  # plans of whole records, by shape
 
-    def read(self, number: int, row: RecordRow) -> NDArray[np.generic]:
-        """The stored bits of record `number`, cropped to its shape. Raises DamagedRecord or StoreError."""
-        where = f"{self._header.path}#{number}"
-        if 0 in row.shape:
-            return np.empty(row.shape, dtype=self._chain.stored)
+    @property
+    def _chain(self) -> Chain:
+        return chain_for(self._header.codec, self._header.dtype)
+
+    def read(self, number: int, record: RecordId, region: Region) -> NDArray[np.generic]:
+        """The stored bits of a region of record `number`: a new, writable, C-contiguous array.
+
+        Raises DamagedRecord or StoreError, CapdError for what is no region.
+        """
+        plan = self._plan(number, record, region)
+        out = np.empty(plan.selection.extents, dtype=self._chain.stored)
+        run_jobs(self._jobs(number, record, plan, out))
+        return out.reshape(plan.selection.shape)
+
+    def stack(self, records: Sequence[tuple[int, RecordId]], region: Region) -> NDArray[np.generic]:
+        """The same region of several records of one shape, as [records, *region]."""
+        shapes = {record.shape for _, record in records}
+        if len(shapes) != 1:
+            known = " and ".join(str(list(shape)) for shape in sorted(shapes)[:2]) or "no record at all"
+            raise CapdError(f"{self._header.path}: only records of one shape can be stacked, not {known}")
+        plan = self._plan(*records[0], region)
+        out = np.empty((len(records), *plan.selection.extents), dtype=self._chain.stored)
+        jobs = (
+            job
+            for at, (number, record) in enumerate(records)
+            for job in self._jobs(number, record, plan, out[at, ...])
+        )
+        if self._header.geometry.batch > 1:
+            for job in jobs:  # neighbours share a chunk: one after the other, it is decoded once
+                job()
+        else:
+            run_jobs(jobs)
+        return out.reshape((len(records), *plan.selection.shape))
+
+    def _plan(self, number: int, record: RecordId, region: Region) -> _Plan:
+        geometry, shape = self._header.geometry, record.shape
+        if not geometry.fits(shape) or record.nbytes != prod(shape) * geometry.itemsize:
+            what = f"a shape of {list(shape)} with {record.nbytes} bytes does not fit the series"
+            raise self._locator.damage(number, what, self._node.directory)
+        plan = self._whole.get(shape) if region is Ellipsis else None
+        if plan is None:
+            selection = select(region, shape)
+            ordinals = tuple(ordinal for ordinal, _ in geometry.chunks(shape))
+            plan = _Plan(selection, tuple(selection.pieces(geometry)), ordinals)
+            if region is Ellipsis:
+                self._whole.put(shape, plan)
+        return plan
+
+    def _jobs(self, number: int, record: RecordId, plan: _Plan, out: NDArray[np.generic]) -> Iterator[Job]:
+        """Find the record; what is left to do is one decoding per chunk that the region touches."""
+        file, places, raw = self._locator.find(number, record, plan.ordinals)
+        if raw is not None:
+            out[...] = as_array(raw, self._chain.stored, record.shape)[plan.selection.slices]
+            return
+        for piece in plan.pieces:
+            yield partial(self._fill, number, file, places[piece.ordinal], piece, out)
+
+    def _fill(
+        self, number: int, file: ShardFile, place: Place, piece: Piece, out: NDArray[np.generic]
+    ) -> None:
+        # Without the Ellipsis a record without axes would give a scalar.
+        target: NDArray[np.generic] = out[(*piece.target, ...)]  # type: ignore[arg-type]
+        batch = self._header.geometry.batch
         try:
-            for _ in range(_ATTEMPTS):
-                found = self._from_spool(number, row)
-                if found is None:
-                    found = self._from_sealed(number, row)
-                if found is not None:
-                    return found
-                self._node.spooled = self._node.read_spool()
+            if batch > 1:
+                target[...] = self._shared_chunk(file, place)[number % batch][piece.source]
+            elif piece.whole and target.flags.c_contiguous:
+                decode_into(self._chain, os.pread(file.fd, place[1], place[0]), target)
+            else:
+                target[...] = self._decoded(file, place)[0][piece.source]
         except DamagedRecord as error:
-            raise DamagedRecord(f"{where} in {self._run}: {error}; `capd verify` lists all damage") from error
+            raise self._locator.damage(number, error, file.path) from error
         except OSError as error:
-            raise StoreError(f"cannot read {where} in {self._run}: {error}") from error
-        raise DamagedRecord(f"{where} in {self._run}: no file holds it any more")
+            raise self._locator.failure(number, error, file.path) from error
 
-    def _from_spool(self, number: int, row: RecordRow) -> NDArray[np.generic] | None:
-        spooled = self._node.spooled.get(self._header.path)
-        if spooled is None:
-            return None
-        try:
-            if number in spooled.logged:
-                place, _ = spooled.logged[number]
-                with _Opened(log_path(self._node.directory / "spool", place.log)) as fd:
-                    raw, _, _ = read_small(fd, place.offset)
-                return as_array(raw, self._chain.stored, row.shape)
-            path, scanned = spooled.shards.get(number // self._header.geometry.shard_records, (None, None))
-            if path is None or scanned is None or number not in scanned.rows:
-                return None
-            with _Opened(path) as fd:
-                return self._assemble(fd, scanned.index, number, row)
-        except FileNotFoundError:
-            return None
+    def _shared_chunk(self, file: ShardFile, place: Place) -> NDArray[np.generic]:
+        chunk = self._chunks.get((file.identity, place))
+        if chunk is None:
+            chunk = self._decoded(file, place)
+            self._chunks.put((file.identity, place), chunk)
+        return chunk
 
-    def _from_sealed(self, number: int, row: RecordRow) -> NDArray[np.generic] | None:
-        path = shard_path(self._run, self._header, number // self._header.geometry.shard_records)
-        try:
-            if (
-                number >= self._published_records()
-            ):  # renamed a moment ago, or not there yet: its own journal knows
-                scanned = scan_shard(path)
-                if scanned is None or number not in scanned.rows:
-                    return None
-            with _Opened(path) as fd:
-                identity = _identity(os.fstat(fd))
-                if self._index[0] != identity:
-                    self._index = (identity, read_index(fd, self._header.geometry.shard_slots))
-                return self._assemble(fd, self._index[1], number, row)
-        except FileNotFoundError:
-            return None
-
-    def _published_records(self) -> int:
-        path = self._run / self._header.path / "data" / "zarr.json"
-        identity = _identity(path.stat())
-        if self._published[0] != identity:
-            self._published = (identity, int(json.loads(path.read_bytes())["shape"][0]))
-        return self._published[1]
-
-    def _assemble(
-        self, fd: int, index: dict[int, tuple[int, int]], number: int, row: RecordRow
-    ) -> NDArray[np.generic]:
+    def _decoded(self, file: ShardFile, place: Place) -> NDArray[np.generic]:
         geometry = self._header.geometry
-        record = np.empty(row.shape, dtype=self._chain.stored)
-        inside = number % geometry.batch
-        for ordinal, slices in geometry.chunks(row.shape):
-            place = index.get(geometry.slot(number, ordinal))
-            if place is None:
-                raise DamagedRecord(f"chunk {ordinal} is missing from the shard's index")
-            chunk = self._decoded(fd, number // geometry.shard_records, place)[inside]
-            lengths = tuple(slice(0, part.stop - part.start) for part in slices)
-            record[slices] = chunk[lengths]
-        return record
-
-    def _decoded(self, fd: int, shard: int, place: tuple[int, int]) -> NDArray[np.generic]:
-        geometry = self._header.geometry
-        identity = (_identity(os.fstat(fd)), shard, place)
-        held = self._chunk[1]
-        if held is None or self._chunk[0] != identity:
-            payload = os.pread(fd, place[1], place[0])
-            held = self._chain.decode(payload, (geometry.batch, *geometry.chunk))
-            if geometry.batch > 1:
-                self._chunk = (identity, held)
-        return held
-
-
-def _identity(stat: os.stat_result) -> tuple[int, int, int, int]:
-    return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
-
-
-class _Opened:
-    """A file descriptor for reading, closed at the end of the block."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> int:
-        self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        return self._fd
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
+        chunk = np.empty((geometry.batch, *geometry.chunk), dtype=self._chain.stored)
+        decode_into(self._chain, os.pread(file.fd, place[1], place[0]), chunk)
+        return chunk

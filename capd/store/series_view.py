@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterable, Iterator
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import msgspec
 import numpy as np
@@ -17,16 +17,17 @@ from numpy.typing import NDArray
 from capd.errors import CapdError
 from capd.store.catalog_read import SeriesRow
 from capd.store.dtypes import to_values
-from capd.store.frames import RecordRow
 from capd.store.node import NodeView
-from capd.store.records import RecordReader
+from capd.store.records import ReadTools, RecordReader
+from capd.store.region import Region
+from capd.store.rows import SeriesRows
 from capd.store.statistics import Stats, public, summarise
 from capd_client.key import Key, Moment
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Record", "Series", "import_extra"]
+__all__ = ["Record", "Records", "Series", "import_extra"]
 
 
 @dataclass(slots=True)
@@ -62,12 +63,49 @@ class Record:
         return self._stats
 
 
-class Series:
-    """All records of one key and dtype (and, where shapes outgrew the first, of one variant): one Zarr array."""
+class Records(Sequence[Record]):
+    """The records of a series in capture order, made when asked for; a slice is a list."""
 
-    def __init__(self, run: Path, node: NodeView, row: SeriesRow, attempt: int | str = "all") -> None:
-        self._run, self._node, self._row, self._attempt = run, node, row, attempt
-        self._reader = RecordReader(run, node, row.header)
+    def __init__(self, series: Series) -> None:
+        self._series = series
+
+    def __len__(self) -> int:
+        return len(self._series)
+
+    @overload
+    def __getitem__(self, i: SupportsIndex) -> Record: ...
+
+    @overload
+    def __getitem__(self, i: slice) -> list[Record]: ...
+
+    def __getitem__(self, i: SupportsIndex | slice) -> Record | list[Record]:
+        numbers = self._series.numbers
+        if isinstance(i, slice):
+            return [self._series.record(number) for number in numbers[i]]
+        return self._series.record(numbers[operator.index(i)])
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} records of {self._series.path}>"
+
+
+class Series:
+    """All records of one key and dtype (and, where shapes outgrew the first, of one variant): one Zarr array.
+
+    Indexes `i` count the records of this view (`Store.find` may have picked those of one attempt); `region`
+    is what numpy calls basic indexing, with positive steps, in the stored record: only the chunks it touches
+    are read.
+    """
+
+    def __init__(self, node: NodeView, row: SeriesRow, tools: ReadTools, attempt: int | str = "all") -> None:
+        self._node, self._row, self._tools, self._attempt = node, row, tools, attempt
+
+    @cached_property
+    def _rows(self) -> SeriesRows:
+        return SeriesRows(self._node, self._row, self._attempt)
+
+    @cached_property
+    def _reader(self) -> RecordReader:
+        return RecordReader(self._node, self._row.header, self._tools)
 
     @property
     def key(self) -> Key:
@@ -104,21 +142,19 @@ class Series:
         """Bytes in shard files."""
         return self._row.stored_bytes
 
-    @cached_property
-    def _rows(self) -> dict[int, RecordRow]:
-        rows = self._node.records(self.path)
-        if self._attempt == "all":
-            return rows
-        if self._attempt == "latest":
-            return dict(_latest(rows.items()))
-        return {number: row for number, row in rows.items() if row.moment.attempt == self._attempt}
-
-    @cached_property
-    def records(self) -> list[Record]:
+    @property
+    def records(self) -> Sequence[Record]:
         """The records in capture order."""
-        return [self._record(number, row) for number, row in self._rows.items()]
+        return Records(self)
 
-    def _record(self, number: int, row: RecordRow) -> Record:
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Numbers of the records in the array, in capture order."""
+        return self._rows.numbers
+
+    def record(self, number: int) -> Record:
+        """The record with this number in the array."""
+        row = self._rows.row(number)
         return Record(
             number,
             **msgspec.structs.asdict(row.moment),
@@ -134,40 +170,52 @@ class Series:
         )
 
     def __len__(self) -> int:
-        return self._row.records if self._attempt == "all" else len(self._rows)
+        return self._row.records if self._attempt == "all" else len(self.numbers)
 
     def __repr__(self) -> str:
         return f"<Series {self.path} {self.dtype} {list(self.shape)}>"
 
-    def read(self, number: int) -> NDArray[np.generic]:
+    def read(self, number: int, region: Region = ...) -> NDArray[np.generic]:
         """Stored bits of the record with this number in the array."""
-        return self._reader.read(number, self._rows[number])
+        return self._reader.read(number, self._rows.id(number), region)
 
-    def numpy(self, i: int) -> NDArray[np.generic]:
+    def numpy(self, i: SupportsIndex, region: Region = ...) -> NDArray[np.generic]:
         """Stored bits of record `i`, in its true shape: uint16 for bfloat16, uint8 for 8-bit floats and packed fp4,
-        the native dtype otherwise. Raises DamagedRecord rather than return a wrong element."""
-        return self.read(self.records[i].index)
+        the native dtype otherwise. A new, writable array.
 
-    def values(self, i: int) -> NDArray[np.generic]:
-        """Numbers of record `i`: float32 for formats stored as bits (exact; fp4 unpacked), else as `numpy`."""
-        return to_values(self.numpy(i), self.dtype)
+        Raises DamagedRecord rather than return a wrong element, CapdError for a region that is none.
+        """
+        return self.read(self.numbers[operator.index(i)], region)
 
-    def torch(self, i: int) -> torch.Tensor:
-        """Record `i` as a CPU tensor of the captured dtype, bit for bit."""
+    def values(self, i: SupportsIndex, region: Region = ...) -> NDArray[np.generic]:
+        """Numbers of record `i`: float32 for formats stored as bits (exact), else as `numpy`.
+
+        Packed fp4 is unpacked: the last axis of the result is twice as long; a region counts its bytes.
+        """
+        return to_values(self.numpy(i, region), self.dtype)
+
+    def torch(self, i: SupportsIndex, region: Region = ...) -> torch.Tensor:
+        """Record `i` as a CPU tensor of the captured dtype, bit for bit, with memory of its own."""
         import torch
 
-        bits, dtype = self.numpy(i), getattr(torch, self.dtype)
+        bits, dtype = self.numpy(i, region), getattr(torch, self.dtype)
         if bits.size == 0:  # numpy gives empty arrays strides that torch refuses to view
             return torch.empty(bits.shape, dtype=dtype)
-        return torch.from_numpy(np.array(bits, order="C")).view(
-            dtype
-        )  # a copy: torch expects writable memory
+        return torch.from_numpy(bits).view(dtype)
+
+    def stack(self, records: slice = slice(None), region: Region = ...) -> NDArray[np.generic]:
+        """Stored bits of several records, which must have one shape, as [records, *record].
+
+        Raises CapdError if their shapes differ, DamagedRecord rather than return a wrong element.
+        """
+        chosen = [(number, self._rows.id(number)) for number in self.numbers[records]]
+        return self._reader.stack(chosen, region)
 
     def zarr(self) -> Any:
         """The sealed records as a read-only zarr.Array [record, *shape] of stored bits."""
         import zarr
 
-        return zarr.open_array(self._run / self.path / "data", mode="r")
+        return zarr.open_array(self._node.run / self.path / "data", mode="r")
 
     def dask(self) -> Any:
         """The sealed records as a dask array of stored bits, one block per shard. Needs the extra `distributed`."""
@@ -181,25 +229,12 @@ class Series:
         Needs the extra `distributed`.
         """
         xr = import_extra("xarray", "distributed")
-        data = xr.open_zarr(self._run / self.path, consolidated=False, chunks=None)["data"]
-        sealed = Series(self._run, self._node, self._row).records[: data.sizes["record"]]
-        columns = {name: [getattr(r, name) for r in sealed] for name in Moment.__struct_fields__}
+        data = xr.open_zarr(self._node.run / self.path, consolidated=False, chunks=None)["data"]
+        rows = SeriesRows(self._node, self._row)
+        moments = [rows.row(number).moment for number in range(data.sizes["record"])]
+        columns = {name: [getattr(moment, name) for moment in moments] for name in Moment.__struct_fields__}
         known = {name: values for name, values in columns.items() if None not in values}
         return data.assign_coords({name: ("record", values) for name, values in known.items()})
-
-
-def _latest(rows: Iterable[tuple[int, RecordRow]]) -> Iterator[tuple[int, RecordRow]]:
-    """Of records at one moment, those of the latest attempt of the job."""
-    rows = list(rows)
-    newest: dict[tuple[object, ...], int] = {}
-    for _, row in rows:
-        moment = _without_attempt(row.moment)
-        newest[moment] = max(newest.get(moment, 0), row.moment.attempt)
-    return ((n, row) for n, row in rows if row.moment.attempt == newest[_without_attempt(row.moment)])
-
-
-def _without_attempt(m: Moment) -> tuple[object, ...]:
-    return (m.iteration, m.micro_batch, m.call, m.sample_idx, m.batch_idx, m.sequence_idx, m.recompute)
 
 
 def import_extra(module: str, extra: str) -> Any:
