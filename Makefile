@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest
 SOURCES := capd capd_client tests benchmarks examples
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check check-static format lint type imports test-fault test-gpu test-all bench clean
+.PHONY: help setup demo test test-store check check-static format lint type imports test-fault test-gpu test-all bench bench-store clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,6 +32,17 @@ demo: setup ## Train a small GPT on two ranks, capture it, then show what was ca
 
 test: setup ## Run the default test tier
 	$(PYTEST) -m "not fault and not gpu"
+
+test-store: ## Run the store's tests without torch, on any Python: make test-store PYTHON=python3.13
+	@set -e; version=$$($(PYTHON) -c 'import sys; print("{}.{}".format(*sys.version_info))'); \
+	venv=.venv-store-$$version; \
+	if [ ! -e $$venv/.installed ] || [ constraints-store.txt -nt $$venv/.installed ]; then \
+	    $(PYTHON) -m venv $$venv; \
+	    $$venv/bin/python -m pip install --quiet --no-deps -r constraints-store.txt; \
+	    $$venv/bin/python -m pip install --quiet --no-deps -e .; \
+	    touch $$venv/.installed; \
+	fi; \
+	$$venv/bin/python -m pytest tests/unit/store -m "not fault"
 
 check: check-static test ## Everything that must pass before a change lands
 
@@ -58,9 +69,17 @@ test-gpu: setup ## Run the tests that need a CUDA device
 test-all: setup ## Run every tier
 	$(PYTEST)
 
-bench: setup ## Run the benchmarks (several minutes, on a quiet machine)
+bench: setup ## Run the benchmarks (a quarter of an hour, on a quiet machine)
 	$(BIN)/python benchmarks/capture_call.py
 	$(BIN)/python benchmarks/training_overhead.py
+	$(MAKE) bench-store
+
+bench-store: setup ## Run the store's benchmarks in few rounds; each takes --rounds N for more
+	$(BIN)/python benchmarks/store_codecs.py --rounds 2
+	$(BIN)/python benchmarks/store_write.py --rounds 2
+	$(BIN)/python benchmarks/store_read.py --rounds 3
+	$(BIN)/python benchmarks/store_small.py --rounds 1
+	$(BIN)/python benchmarks/store_seal.py --rounds 1 --series 1000
 
 clean: ## Remove caches and build products, keep .venv and captured data
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

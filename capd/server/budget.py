@@ -1,4 +1,4 @@
-"""What the daemon may use: disk space for records, threads for encoding, open files.
+"""What the daemon may use: disk space and inodes for records, threads for encoding, open files.
 
 Limits are looked up before they are used and respect cgroups (v1 and v2), CPU affinity and RLIMITs.
 """
@@ -19,6 +19,9 @@ __all__ = ["DiskBudget", "default_max_disk", "encode_threads", "raise_open_files
 
 _REFRESH_S = 1.0
 _DEFAULT_MAX_DISK = 200 * 10**9
+_NEW_SERIES_INODES = 16  # groups, array, metadata, `.partial`, and what sealing it takes
+_SEAL_INODES = 8  # of these: directories of the shard, and metadata before it is renamed
+_MIN_KEPT_INODES = 512
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -31,10 +34,12 @@ def default_max_disk(root: Path) -> int:
 class DiskBudget:
     """Says whether one more record may be written.
 
-    max_disk: bytes this daemon may add to the store, None for no limit. keep_free: what must stay free on
-    the file system, as a fraction of its size (a float below 1) or in bytes (an int). Free space and stored
-    bytes are read at most once per second; in between every admitted record counts with its raw size, so the
-    limits err on the safe side.
+    max_disk: bytes this daemon may add to the store, None for no limit; a restarted daemon begins anew.
+    keep_free: what must stay free on the file system, as a fraction of its size (a float up to 1) or in bytes (an
+    int); the same share of its inodes stays free, at least 512 of them, unless keep_free is 0.
+
+    The file system is asked at most once per second. In between every admitted record counts with its raw size,
+    and one that is still on its way to the disk counts beyond the next look, so the limits err on the safe side.
     """
 
     def __init__(self, root: Path, max_disk: int | None, keep_free: int | float) -> None:
@@ -42,18 +47,30 @@ class DiskBudget:
         self.max_disk = max_disk
         self.keep_free = keep_free
         self.stored: Callable[[], int] = lambda: 0  # bytes stored so far; set by the daemon
+        self.unsealed: Callable[[], int] = lambda: 0  # series that are still to be sealed; set by the daemon
+        self.waiting: Callable[[], tuple[int, int]] = lambda: (0, 0)  # bytes and new series on their way
         self._lock = threading.Lock()
         self._until = 0.0
-        self._room = 0
-        self._why = ""
+        self._identity = self._identify()
+        self._room, self._why = 0, ""
+        self._inode_room: int | None = None  # None: the file system has no inodes to count
+        self._inode_why = ""
 
-    def refusal(self, nbytes: int) -> str | None:
-        """None if `nbytes` more may be written, else the text for the NACK, naming the limit to raise."""
+    def refusal(self, nbytes: int, *, new_series: bool = False) -> str | None:
+        """None if `nbytes` more may be written, else the text for the NACK, naming the limit and what to do.
+
+        new_series: the record opens a series, which takes inodes.
+        """
+        inodes = _NEW_SERIES_INODES if new_series else 0
         with self._lock:
             if time.monotonic() >= self._until:
-                self._refresh()
+                self._look()
             if nbytes > self._room:
                 return self._why
+            if self._inode_room is not None:
+                if inodes > self._inode_room:
+                    return self._inode_why
+                self._inode_room -= inodes
             self._room -= nbytes
             return None
 
@@ -64,30 +81,63 @@ class DiskBudget:
 
     def keep_free_nbytes(self) -> int:
         """keep_free in bytes."""
-        found = os.statvfs(self.root)
-        return amount_nbytes(self.keep_free, found.f_blocks * found.f_frsize)
+        return self._kept_nbytes(os.statvfs(self.root))
 
-    def _refresh(self) -> None:
+    def _look(self) -> None:
         self._until = time.monotonic() + _REFRESH_S
+        nbytes, series = self.waiting()  # first: what is written meanwhile counts twice, never not at all
         try:
             found = os.statvfs(self.root)
         except OSError as error:
-            self._room, self._why = -1, f"the store's file system does not answer: {error}"
+            self._room = -1
+            self._why = f"the store {self.root} does not answer: {error.strerror}; check its disk or mount"
             return
-        free = found.f_bavail * found.f_frsize
-        kept = amount_nbytes(self.keep_free, found.f_blocks * found.f_frsize)
+        if self._identify() != self._identity:  # what is open lies in files that have no name any more
+            self._room = -1
+            self._why = f"the store {self.root} was removed and made anew; start `capd serve` again"
+            return
+        self._look_at_bytes(found, nbytes)
+        self._look_at_inodes(found, series)
+
+    def _identify(self) -> tuple[int, int] | None:
+        with contextlib.suppress(OSError):
+            found = os.stat(self.root)
+            return found.st_dev, found.st_ino
+        return None
+
+    def _look_at_bytes(self, found: os.statvfs_result, waiting_nbytes: int) -> None:
+        free, kept = found.f_bavail * found.f_frsize, self._kept_nbytes(found)
         self._room = free - kept
         self._why = (
-            f"{free / 1e9:.2f} GB free on the store's disk, {kept / 1e9:.2f} GB are kept free; "
+            f"{_size(free)} free on the store's disk, {_size(kept)} are kept free; "
             f"make room or lower --keep-free"
         )
         if self.max_disk is not None:
             stored = self.stored()
             if self.max_disk - stored < self._room:
                 self._room = self.max_disk - stored
-                self._why = (
-                    f"{stored / 1e9:.2f} GB stored of at most {self.max_disk / 1e9:.2f} GB; raise --max-disk"
-                )
+                self._why = f"{_size(stored)} stored of at most {_size(self.max_disk)}; raise --max-disk"
+        self._room -= waiting_nbytes
+
+    def _look_at_inodes(self, found: os.statvfs_result, waiting_series: int) -> None:
+        if found.f_files == 0:  # btrfs and others make them as needed
+            self._inode_room = None
+            return
+        share = self._kept_nbytes(found) / max(1, found.f_blocks * found.f_frsize)
+        kept = max(_MIN_KEPT_INODES, int(share * found.f_files)) if share else 0
+        to_seal = self.unsealed() * _SEAL_INODES
+        self._inode_room = found.f_favail - kept - to_seal - waiting_series * _NEW_SERIES_INODES
+        self._inode_why = (
+            f"{found.f_favail:,} inodes free on the store's file system, {kept + to_seal:,} of them are kept for "
+            f"sealing and as a reserve; delete files there, or use a --store on a file system with more inodes"
+        )
+
+    def _kept_nbytes(self, found: os.statvfs_result) -> int:
+        return amount_nbytes(self.keep_free, found.f_blocks * found.f_frsize)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10**9 else f"{nbytes / 1e6:.1f} MB"
 
 
 def usable_cpus() -> float:

@@ -137,15 +137,19 @@ class Registry:
 
     def _open(self, run: Run) -> None:
         """Open or recover the run; may take long, so it is called without the lock."""
+        if not self._root.is_dir():
+            raise StoreError(f"the store {self._root} is gone; start `capd serve` again")
         self._forgotten.wait(run.run_id)  # else it would be closed just after it was found open
         self._pipeline.open_run(run.run_id)
         if run.opened:
             return
         totals = self._pipeline.run_stats(run.run_id)
+        beside = self._pipeline.beside_nbytes(run.run_id)
         rows = self._earlier_rows(run)
         with self._lock:
             if not run.opened:
-                run.opened, run.totals, run.stored_before = True, totals, totals.stored_bytes
+                run.opened, run.totals, run.beside_bytes = True, totals, beside
+                run.stored_before = totals.stored_bytes + beside
                 run.finished = {row.client: row for row in rows if row.client not in run.ranks}
 
     def _earlier_rows(self, run: Run) -> list[SessionRow]:
@@ -216,8 +220,12 @@ class Registry:
         return found
 
     def stored_nbytes(self) -> int:
-        """Bytes this daemon added to the store."""
+        """Bytes this daemon added to the store: shards, small-record logs and catalogs."""
         with self._lock:
+            for run in self._runs.values():
+                if run.opened:
+                    run.totals = self._pipeline.run_stats(run.run_id)
+                    run.beside_bytes = self._pipeline.beside_nbytes(run.run_id)
             return self._forgotten.added_nbytes + sum(run.added_nbytes for run in self._runs.values())
 
     def seal(self, run_id: str) -> Future[None]:

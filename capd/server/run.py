@@ -33,6 +33,7 @@ class Run:
     finished: dict[bytes, SessionRow] = field(default_factory=dict)
     opened: bool = False
     totals: RunTotals = field(default_factory=lambda: RunTotals(0, 0, 0))
+    beside_bytes: int = 0  # catalog and small-record logs
     stored_before: int = 0  # bytes in the store when this daemon opened the run
     arriving: int = 0  # ranks between HELLO and WELCOME
     quiet_since: float = field(default_factory=time.monotonic)  # no rank connected, arriving or in work
@@ -51,7 +52,7 @@ class Run:
     @property
     def added_nbytes(self) -> int:
         """Stored bytes that came since this daemon opened the run."""
-        return max(0, self.totals.stored_bytes - self.stored_before)
+        return max(0, self.totals.stored_bytes + self.beside_bytes - self.stored_before)
 
     @property
     def sealed(self) -> bool:

@@ -1,4 +1,4 @@
-"""Disk budget, CPU limits: checked before use, and cheap to ask."""
+"""Disk and inode budget, CPU limits: checked before use, and cheap to ask."""
 
 from __future__ import annotations
 
@@ -70,8 +70,122 @@ def test_space_is_looked_up_at_most_once_a_second(
     assert len(asked) == 2
 
 
-def test_a_file_system_that_does_not_answer_refuses(tmp_path: Path) -> None:
-    assert "does not answer" in str(DiskBudget(tmp_path / "gone", None, 0).refusal(1))
+class Disk:
+    """A file system whose figures the test sets."""
+
+    def __init__(self, **figures: int) -> None:
+        self.figures = {"free": 10**12, "inodes": 1_000_000, "free_inodes": 1_000_000, **figures}
+
+    def __call__(self, path: Path) -> os.statvfs_result:
+        f = self.figures
+        return os.statvfs_result(
+            (4096, 1, 10**12, f["free"], f["free"], f["inodes"], f["free_inodes"], f["free_inodes"], 0, 255)
+        )
+
+
+def on_disk(monkeypatch: pytest.MonkeyPatch, **figures: int) -> Disk:
+    disk = Disk(**figures)
+    monkeypatch.setattr(budget.os, "statvfs", disk)
+    return disk
+
+
+def admitted_series(limit: DiskBudget) -> int:
+    """How many new series pass, one after the other."""
+    count = 0
+    while limit.refusal(1, new_series=True) is None:
+        count += 1
+    return count
+
+
+def test_what_is_on_its_way_to_the_disk_counts_beyond_the_next_look(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = on_disk(monkeypatch, free=1000)
+    limit = DiskBudget(tmp_path, None, 0)
+    waiting = [0]
+    limit.waiting = lambda: (waiting[0], 0)
+
+    assert limit.refusal(900) is None
+    waiting[0], clock.now = 900, clock.now + 1.1  # the disk does not show it yet
+    assert limit.refusal(101) is not None
+    waiting[0], clock.now = 0, clock.now + 1.1
+    disk.figures["free"] = 400  # written, and smaller than it was raw
+    assert limit.refusal(101) is None
+
+
+def test_free_space_below_what_is_kept_refuses_even_an_empty_record(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = on_disk(monkeypatch, free=10**11 - 1)
+    limit = DiskBudget(tmp_path, None, 0.1)
+
+    assert "--keep-free" in str(limit.refusal(0))
+    disk.figures["free"] += 10
+    assert limit.refusal(0) is not None  # not looked at again yet
+    clock.now += 1.1
+    assert limit.refusal(9) is None
+
+
+def test_inodes_are_kept_free_like_bytes_and_records_pass_again_when_they_return(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = on_disk(monkeypatch, inodes=10_000, free_inodes=999)
+    limit = DiskBudget(tmp_path, None, 0.1)
+
+    message = str(limit.refusal(1))
+    assert "999 inodes free" in message
+    assert "delete files" in message
+    disk.figures["free_inodes"], clock.now = 1_100, clock.now + 1.1
+    assert limit.refusal(1) is None
+    assert admitted_series(limit) == 100 // 16
+    assert limit.refusal(1) is None  # a series that exists takes none
+
+
+def test_the_inode_reserve_is_some_hundreds_and_none_where_nothing_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_disk(monkeypatch, inodes=2_000, free_inodes=512 + 40)
+
+    assert admitted_series(DiskBudget(tmp_path, None, 0.01)) == 2
+    assert admitted_series(DiskBudget(tmp_path, None, 10**9)) == 2
+    assert admitted_series(DiskBudget(tmp_path, None, 0)) == (512 + 40) // 16
+
+
+def test_series_that_wait_for_their_seal_hold_the_inodes_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_disk(monkeypatch, inodes=2_000, free_inodes=512 + 160)
+    limit = DiskBudget(tmp_path, None, 0.1)
+    limit.unsealed = lambda: 10  # 80 inodes
+    limit.waiting = lambda: (0, 3)  # 48 inodes
+
+    assert admitted_series(limit) == 2
+
+
+def test_a_file_system_without_inodes_has_no_such_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_disk(monkeypatch, inodes=0, free_inodes=0)
+
+    assert DiskBudget(tmp_path, None, 0.1).refusal(1, new_series=True) is None
+
+
+def test_a_store_that_is_gone_or_was_made_anew_refuses(tmp_path: Path, clock: Clock) -> None:
+    root = tmp_path / "store"
+    root.mkdir()
+    limit = DiskBudget(root, None, 0)
+    assert limit.refusal(1) is None
+
+    root.rename(tmp_path / "elsewhere")
+    clock.now += 1.1
+    assert "does not answer: No such file" in str(limit.refusal(1))
+    root.mkdir()
+    clock.now += 1.1
+    assert "start `capd serve` again" in str(limit.refusal(1))
+    root.rmdir()
+    (tmp_path / "elsewhere").rename(root)
+    clock.now += 1.1
+    assert limit.refusal(1) is None
 
 
 def test_defaults_are_within_the_machine(tmp_path: Path) -> None:
