@@ -139,7 +139,7 @@ class AppendThread(threading.Thread):
             return (DropReason.DISK_FULL if error.errno in _NO_SPACE else DropReason.STORE_ERROR, str(error))
         except StoreFull as error:
             return (DropReason.DISK_FULL, str(error))
-        except StoreError as error:
+        except (StoreError, sqlite3.Error) as error:
             return (DropReason.STORE_ERROR, str(error))
         except Exception as error:  # the job is refused and the daemon goes on
             logger.exception("a record could not be committed")

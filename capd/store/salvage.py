@@ -89,8 +89,9 @@ class ShardSource:
                 chunk = self._chain.decode(payload, (geometry.batch, *geometry.chunk))
             except DamagedRecord:
                 continue
-            crop: tuple[int | slice, ...] = (number % geometry.batch, *(slice(0, n) for n in row.shape))
-            return np.ascontiguousarray(chunk[crop])
+            # With the Ellipsis a record without axes stays an array.
+            crop: Any = (number % geometry.batch, *(slice(0, n) for n in row.shape), ...)
+            return np.array(chunk[crop])
         return None
 
     def _copies(self, number: int) -> Iterable[tuple[int, int]]:

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.fault, pytest.mark.timeout(600)]
 
 STORES, KILLS_PER_STORE = 10, 10
 RECOVERY_NBYTES = 300 << 20
+INTERRUPTED_STARTS = 25
 
 
 @pytest.fixture
@@ -62,13 +63,15 @@ def test_recovery_that_is_killed_again_and_again_converges(site: Site) -> None:
     rank.drain()
     site.kill()
     before = site.report()
-    for _ in range(50):
+    for _ in range(INTERRUPTED_STARTS):
         site.start_unwatched()
         time.sleep(generator.uniform(0.15, 0.6))  # interpreter start, recovery, listening
         site.kill()
     assert site.report()["found"] == before["found"]
     report = site.finish()
-    figures.note("recovery killed", kills=50, starts_needed=1, acked=report["acked"], lost_acked=0)
+    figures.note(
+        "recovery killed", kills=INTERRUPTED_STARTS, starts_needed=1, acked=report["acked"], lost_acked=0
+    )
 
 
 def test_time_to_take_up_what_a_killed_daemon_left(site: Site) -> None:

@@ -13,8 +13,8 @@ from tests.integration.processes import Daemon, StartRank, live_stats, until
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(900)]
 
-DAEMON_KILLS = 30
-RANK_KILLS = 20
+DAEMON_KILLS = 12
+RANK_KILLS = 10
 
 
 def pause(generator: random.Random, longest_s: float) -> None:
@@ -82,7 +82,7 @@ def test_everything_killed_again_and_again(daemon: Daemon, start_rank: StartRank
     generator = random.Random(20260103)
     run = tmp_path / "store" / "run.zarr"
     kept: dict[int, list[int]] = {}
-    for number in range(8):
+    for number in range(5):
         rank = start_rank(number)
         rank.ask("stream 0")
         until(lambda rank=rank: rank.ask("counters")["committed"] > 5)

@@ -19,7 +19,7 @@ from tests.integration.processes import until
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(400)]
 
-RACES = 20
+RACES = 12
 RACERS = 3
 
 
