@@ -23,7 +23,7 @@ from capd.store.catalog_read import CATALOG_NAME
 from capd_client.key import Moment
 from capd_client.protocol import Reject
 from tests.cli.conftest import Result, StoreWriter, linear_key, run_capd
-from tests.integration.daemon_kit import DaemonProcess, Rank
+from tests.integration.daemon_kit import DaemonProcess, Rank, daemons
 
 Capd = Callable[..., Result]
 NODE = ".capd/node=node0"
@@ -153,16 +153,13 @@ def test_open_refuses_it(bad: tuple[Path, str]) -> None:
 
 @pytest.fixture
 def serve(runtime_dir: Path) -> Iterator[Callable[..., DaemonProcess]]:
-    made: list[DaemonProcess] = []
+    with daemons() as made:
 
-    def start(store: Path, *options: str) -> DaemonProcess:
-        made.append(DaemonProcess(store, runtime_dir / "s.sock", "--node", "node0", *options))
-        return made[-1]
+        def start(store: Path, *options: str) -> DaemonProcess:
+            made.append(DaemonProcess(store, runtime_dir / "s.sock", "--node", "node0", *options))
+            return made[-1]
 
-    yield start
-    for daemon in made:
-        daemon.process.kill()
-        daemon.process.wait()
+        yield start
 
 
 @pytest.fixture

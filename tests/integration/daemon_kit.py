@@ -110,6 +110,18 @@ class DaemonProcess:
         return reply
 
 
+@contextlib.contextmanager
+def daemons() -> Iterator[list[DaemonProcess]]:
+    """A list for daemons that must not outlive the block."""
+    made: list[DaemonProcess] = []
+    try:
+        yield made
+    finally:
+        for daemon in made:
+            daemon.process.kill()
+            daemon.process.wait()
+
+
 def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
     """The condition's value once it is true; fails after the deadline."""
     until = time.monotonic() + timeout_s

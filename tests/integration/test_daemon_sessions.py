@@ -22,6 +22,7 @@ from daemon_kit import (
     DEFINE,
     DaemonProcess,
     Rank,
+    daemons,
     open_socket,
     payload,
     receive,
@@ -70,19 +71,16 @@ Start = Callable[..., DaemonProcess]
 @pytest.fixture
 def start(short: Path) -> Iterator[Callable[..., DaemonProcess]]:
     """Starts daemons on one store and socket; those a test leaves running are killed."""
-    made: list[DaemonProcess] = []
+    with daemons() as made:
 
-    def start(*options: str, **more: Any) -> DaemonProcess:
-        places = {"store": short / "store", "endpoint": short / "s.sock", **more}
-        made.append(DaemonProcess(places["store"], places["endpoint"], *options, wait=False))
-        if places.get("wait", True):
-            made[-1].wait_ready()
-        return made[-1]
+        def start(*options: str, **more: Any) -> DaemonProcess:
+            places = {"store": short / "store", "endpoint": short / "s.sock", **more}
+            made.append(DaemonProcess(places["store"], places["endpoint"], *options, wait=False))
+            if places.get("wait", True):
+                made[-1].wait_ready()
+            return made[-1]
 
-    yield start
-    for daemon in made:
-        daemon.process.kill()
-        daemon.process.wait()
+        yield start
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zarr
-from daemon_kit import DaemonProcess, Rank, wait_for
+from daemon_kit import DaemonProcess, Rank, daemons, wait_for
 
 import capd
 from capd_client.key import Key, Moment
@@ -52,16 +52,13 @@ def tmpfs(runtime_dir: Path) -> Iterator[Mount]:
 @pytest.fixture
 def serve(runtime_dir: Path, tmpfs: Mount) -> Iterator[Callable[..., DaemonProcess]]:
     """Starts daemons; ends them before their file system is unmounted."""
-    made: list[DaemonProcess] = []
+    with daemons() as made:
 
-    def start(store: Path, *options: str) -> DaemonProcess:
-        made.append(DaemonProcess(store, runtime_dir / "s.sock", *options))
-        return made[-1]
+        def start(store: Path, *options: str) -> DaemonProcess:
+            made.append(DaemonProcess(store, runtime_dir / "s.sock", *options))
+            return made[-1]
 
-    yield start
-    for daemon in made:
-        daemon.process.kill()
-        daemon.process.wait()
+        yield start
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tensorstore
 import zarr
-from daemon_kit import DaemonProcess, payload, wait_for
+from daemon_kit import DaemonProcess, daemons, payload, wait_for
 from daemon_kit import Rank as HandRank
 
 import capd
@@ -25,16 +25,15 @@ Listing = dict[str, tuple[int, int, int]]
 @pytest.fixture
 def start(runtime_dir: Path, tmp_path: Path) -> Iterator[Start]:
     """Starts the daemon of a node; all nodes share one store root."""
-    made: list[DaemonProcess] = []
+    with daemons() as made:
 
-    def start(node: str, *options: str) -> DaemonProcess:
-        made.append(DaemonProcess(tmp_path / "store", runtime_dir / f"{node}.sock", "--node", node, *options))
-        return made[-1]
+        def start(node: str, *options: str) -> DaemonProcess:
+            made.append(
+                DaemonProcess(tmp_path / "store", runtime_dir / f"{node}.sock", "--node", node, *options)
+            )
+            return made[-1]
 
-    yield start
-    for daemon in made:
-        daemon.process.kill()
-        daemon.process.wait()
+        yield start
 
 
 @pytest.fixture
