@@ -121,8 +121,11 @@ class Peer:
         self._connections[-1].send_bytes(encode(message))
 
     def send_raw(self, frame: bytes) -> None:
-        """Send one frame of anything; the other side may hang up before it has read it all."""
-        with contextlib.suppress(OSError):
+        """Send one frame of anything; the other side may hang up before it has read it all.
+
+        Then the thread that serves the connection closes it under this one's hands: a TypeError in mid-frame.
+        """
+        with contextlib.suppress(OSError, TypeError):
             self._connections[-1].send_bytes(frame)
 
     def _accept(self) -> None:
