@@ -120,12 +120,19 @@ def connect_read_only(path: Path) -> sqlite3.Connection:
     for options in ("mode=ro", "mode=ro&immutable=1"):  # immutable: a read-only medium without a -shm file
         try:
             db = sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True, check_same_thread=False)
-            version = db.execute("PRAGMA user_version").fetchone()[0]
         except sqlite3.DatabaseError as error:
             reason = error
             continue
-        check_version(version, path)
-        return db
+        try:
+            check_version(db.execute("PRAGMA user_version").fetchone()[0], path)
+        except sqlite3.DatabaseError as error:
+            db.close()
+            reason = error
+        except BaseException:
+            db.close()
+            raise
+        else:
+            return db
     kind = StoreError if isinstance(reason, sqlite3.OperationalError) else DamagedCatalog
     raise kind(f"cannot read the catalog {path}: {reason}; start `capd serve` on the store to rebuild it")
 

@@ -56,6 +56,16 @@ def test_a_region_becomes_a_tensor_with_memory_of_its_own(tmp_path: Path) -> Non
     assert series.torch(0, (slice(3, 3),)).shape == (0, 3000)
 
 
+def test_a_record_without_elements_becomes_an_empty_tensor(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    writer.put(key("experts"), "float32", np.zeros((4, 8), "f4"), iteration=0)
+    writer.put(key("experts"), "float32", np.zeros((0, 3), "f4"), iteration=1)
+    writer.close()
+    [series] = capd.open(writer.run).series
+
+    assert series.torch(1).shape == (0, 3)
+
+
 @pytest.mark.parametrize("dtype", [name for name in ITEM_NBYTES if name.startswith(("bfloat", "float8"))])
 def test_bits_have_the_values_that_torch_gives_them(dtype: str) -> None:
     patterns = np.arange(256 if dtype.startswith("float8") else 65_536).astype(stored_type(dtype).stored)
