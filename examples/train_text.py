@@ -213,6 +213,7 @@ def main() -> None:
     if args.dump_losses is not None:
         dump_losses(args.dump_losses, losses, rank, world_size)
     if world_size > 1:
+        dist.barrier()  # gloo may abort a rank whose peer is gone already
         dist.destroy_process_group()
 
 
