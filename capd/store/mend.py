@@ -130,10 +130,7 @@ def mend_partial(
         writer = ShardWriter.create(temporary, files, file_header)
         write_records(header, first, _sound(numbers, rows, sources, sealed, lost), lambda _: writer)
     files.forget(temporary)
-    sync_paths([temporary], path.parent)
-    failpoint("mend.before_rename")
-    rename(temporary, path)
-    sync_paths([path.parent], path.parent)
+    _take_place(temporary, path)
     return lost
 
 
@@ -192,8 +189,13 @@ def mend_log(
     finally:
         os.close(source)
         os.close(target)
+    _take_place(temporary, path)
+    return places
+
+
+def _take_place(temporary: Path, path: Path) -> None:
+    """Let what was written anew replace the damaged file, durably."""
     sync_paths([temporary], path.parent)
     failpoint("mend.before_rename")
     rename(temporary, path)
     sync_paths([path.parent], path.parent)
-    return places

@@ -40,9 +40,8 @@ class OpenFiles:
         self._open: OrderedDict[Path, int] = OrderedDict()
         self._unsynced: dict[Path, tuple[int, int]] = {}  # durable up to … written up to
         self._directories: set[Path] = set()
-        self._doubtful: set[Path] = (
-            set()
-        )  # their sync failed: what the kernel calls clean need not be on disk
+        # Their sync failed: what the kernel calls clean need not be on disk.
+        self._doubtful: set[Path] = set()
 
     def get(self, path: Path) -> int:
         """A descriptor of `path`, opened if need be (never created)."""

@@ -170,6 +170,8 @@ class RunStore:
         Apart from the commits, so that its failures never fail a record. Raises OSError or StoreError; a full
         shard that could not be sealed is sealed before the next record of its series.
         """
+        if self._failed:
+            return
         for series in self._small.held_back(self._series.values()):
             self._small.settle(series)
         full: dict[str, Series] = {}
@@ -331,9 +333,10 @@ class RunStore:
         try:
             if self._failed:
                 self._catalog.distrust()
-            self.sync()
-            self.flush_catalog()
-            self._small.rotate()
+            else:
+                self.sync()
+                self.flush_catalog()
+                self._small.rotate()
         finally:
             self._files.close()
             self._catalog.close()

@@ -36,7 +36,7 @@ from capd.store.journal import pieces
 from capd.store.small import SmallRecord, log_number
 
 __all__ = [
-    "SERIES_PATH", "LoggedRecord", "Run", "ScannedLog", "ScannedShard", "read_log", "read_shard", "scan_log",
+    "SERIES_PATH", "LoggedRecord", "Run", "ScannedLog", "ScannedShard", "read_log", "read_shard",
     "scan_shard",
 ]  # fmt: skip
 
@@ -207,12 +207,6 @@ def _is_usable(header: SeriesHeader) -> bool:
     except (CapdError, KeyError, ValueError):
         return False
     return chain.stored.itemsize == g.itemsize
-
-
-def scan_log(path: Path) -> list[LoggedRecord] | None:
-    """All whole records of a small log whose series is known, in order; None if the file is no log."""
-    found = read_log(path)
-    return None if found is None else [record for record in found.records if record.header is not None]
 
 
 def read_log(path: Path, *, check: bool = False) -> ScannedLog | None:
