@@ -18,7 +18,7 @@ import numpy as np
 from numcodecs import Blosc, Zstd
 from numpy.typing import NDArray
 
-from capd.errors import ConfigError, DamagedRecord
+from capd.errors import ConfigError
 from capd.store.dtypes import stored_type
 
 __all__ = ["Chain", "chain_for", "crc32c", "parse_codec"]
@@ -39,7 +39,10 @@ def crc32c(payload: bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """One codec chain for one stored dtype: bytes → [compressor] → crc32c. name: the compressor's explicit name."""
+    """One codec chain for one stored dtype: bytes → [compressor] → crc32c; `capd.store.decode` goes back.
+
+    name: the compressor's explicit name.
+    """
 
     name: str
     stored: np.dtype[np.generic]
@@ -49,17 +52,6 @@ class Chain:
         """Encode a C-contiguous chunk of the stored dtype; the last four bytes are the crc32c of the rest."""
         body: bytes = chunk.tobytes() if self.compressor is None else self.compressor.encode(chunk)
         return body + struct.pack("<I", crc32c(body))
-
-    def decode(self, payload: bytes, shape: tuple[int, ...]) -> NDArray[np.generic]:
-        """Decode what `encode` gave; raises DamagedRecord if the checksum or the decoded size is wrong."""
-        body = payload[:-4]
-        if len(payload) < 4 or struct.unpack("<I", payload[-4:])[0] != crc32c(body):
-            raise DamagedRecord("checksum mismatch (crc32c)")
-        try:
-            raw = body if self.compressor is None else self.compressor.decode(body)
-            return np.frombuffer(raw, dtype=self.stored).reshape(shape)
-        except (ValueError, RuntimeError) as error:
-            raise DamagedRecord(f"cannot decode: {error}") from error
 
     def zarr_codecs(self) -> list[Any]:
         """The bytes-to-bytes codecs as zarr-python objects, for writing array metadata."""

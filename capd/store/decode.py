@@ -11,11 +11,18 @@ from numpy.typing import NDArray
 from capd.errors import DamagedRecord
 from capd.store.codecs import Chain, crc32c
 
-__all__ = ["decode_into"]
+__all__ = ["decode", "decode_into"]
 
 _RESIDUE = 0x48674BC7  # the crc32c of any bytes followed by their own little-endian crc32c
 _BLOSC_HEADER_NBYTES = 16
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+
+
+def decode(chain: Chain, payload: bytes, shape: tuple[int, ...]) -> NDArray[np.generic]:
+    """The elements of an encoded chunk, as a new array. Raises DamagedRecord as `decode_into` does."""
+    out = np.empty(shape, dtype=chain.stored)
+    decode_into(chain, payload, out)
+    return out
 
 
 def decode_into(chain: Chain, payload: bytes, out: NDArray[np.generic]) -> None:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from capd.errors import DamagedRecord
 from capd.store.codecs import chain_for, crc32c
+from capd.store.decode import decode
 from capd.store.encode import encode_batch
 from capd.store.frames import Commit, RecordRow, SeriesHeader
 from capd.store.scan import ScannedShard, read_shard
@@ -86,7 +87,7 @@ class ShardSource:
             if payload is None:
                 continue
             try:
-                chunk = self._chain.decode(payload, (geometry.batch, *geometry.chunk))
+                chunk = decode(self._chain, payload, (geometry.batch, *geometry.chunk))
             except DamagedRecord:
                 continue
             # With the Ellipsis a record without axes stays an array.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
 from capd.errors import StoreError
+from capd.store.decode import decode
 from capd.store.encode import as_array, encode_batch
 from capd.store.failpoints import failpoint
 from capd.store.frames import RecordRow
@@ -83,7 +84,7 @@ class SmallRecords:
         if at:
             shard = self._shard_for(series, first)
             offset, nbytes = shard.index[slot]
-            held = chain.decode(shard.read(offset, nbytes), (geometry.batch, *geometry.chunk))
+            held = decode(chain, shard.read(offset, nbytes), (geometry.batch, *geometry.chunk))
         payload = encode_batch(records, at, held, geometry, chain)
         raw_nbytes = sum(row.nbytes for row in rows)
         failpoint("settle.before_append")
