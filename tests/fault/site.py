@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ class Site:
         self.process: subprocess.Popen[bytes] | None = None
         self._said = runtime / f"{directory.name[-40:]}.log"
         self._started_at = 0
+        # For the figures: records lost, twice or wrong, over all reports.
+        self.judged: Counter[str] = Counter()
 
     def start(self, *options: str, prefix: tuple[str, ...] = (), **environment: str) -> bool:
         """Start a daemon, below `prefix`; whether it listens (else it has ended)."""
@@ -132,6 +135,7 @@ class Site:
     def report(self, *but: str) -> dict[str, Any]:
         """What the independent checker finds; nothing may be lost, twice, wrong, … except in the lists named."""
         report = check.compare(self.run, self.log.path)
+        self.judged.update({name: len(report[name]) for name in ("lost", "duplicates", "wrong")})
         assert check.is_sound(report, *but), (
             f"{ {k: v for k, v in report.items() if v} }\n{self.said()[-4000:]}"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def test_rounds_of_kills_lose_nothing(
     generator = random.Random(f"kills {durability}")
     kills = acked = unacked = 0
     slowest = 0.0
+    judged: Counter[str] = Counter()
     for number in range(STORES):
         site = Site(tmp_path / f"{durability}-{number}", runtime_dir, options=("--durability", durability))
         sites.append(site)
@@ -45,8 +47,9 @@ def test_rounds_of_kills_lose_nothing(
         unacked = max(unacked, sum(len(rank.in_flight) for rank in ranks))
         site.report()
         acked += site.finish()["acked"]
+        judged.update(site.judged)
     figures.note(
-        f"SIGKILL {durability}", kills=kills, acked=acked, lost_acked=0, duplicates=0, wrong=0,
+        f"SIGKILL {durability}", kills=kills, acked=acked, **judged,
         max_unanswered=unacked, slowest_start_s=round(slowest, 2),
     )  # fmt: skip
 
@@ -69,9 +72,7 @@ def test_recovery_that_is_killed_again_and_again_converges(site: Site) -> None:
         site.kill()
     assert site.report()["found"] == before["found"]
     report = site.finish()
-    figures.note(
-        "recovery killed", kills=INTERRUPTED_STARTS, starts_needed=1, acked=report["acked"], lost_acked=0
-    )
+    figures.note("recovery killed", kills=INTERRUPTED_STARTS, acked=report["acked"], **site.judged)
 
 
 def test_time_to_take_up_what_a_killed_daemon_left(site: Site) -> None:

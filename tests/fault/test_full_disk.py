@@ -93,7 +93,7 @@ def test_a_disk_full_of_bytes(keep_free: str, small_disk: Callable[[str], Site])
         refused=site.log.refused,
         after_resume=after,
         free_at_stop=free,
-        lost_acked=0,
+        **site.judged,
     )
 
 
@@ -121,5 +121,5 @@ def test_a_disk_full_of_inodes(keep_free: str, small_disk: Callable[[str], Site]
         refused=site.log.refused,
         after_resume=after,
         free_at_stop=free,
-        lost_acked=0,
+        **site.judged,
     )

@@ -46,7 +46,7 @@ def test_a_call_that_fails_once_costs_at_most_what_it_carried(calls: str, error:
         site.report()
     assert site.finish()["acked"] >= 20
     figures.note(
-        f"{error} once in {calls.split(',')[0]}", points=len(PASSES), refused=site.log.refused, lost_acked=0
+        f"{error} once in {calls.split(',')[0]}", points=len(PASSES), refused=site.log.refused, **site.judged
     )
 
 

@@ -84,7 +84,7 @@ def test_durable_records_survive_power_loss_at_random_moments(kind: str, on_disk
         lose_power(site, disk, rank, generator.uniform(0.05, 1.2), 30.0)
         site.report(NOT_YET, HALF_SYNCED)
     acked = site.finish((), HALF_SYNCED)["acked"]
-    figures.note(f"power loss {kind}", losses=LOSSES, acked=acked, lost_acked=0)
+    figures.note(f"power loss {kind}", losses=LOSSES, acked=acked, **site.judged)
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
@@ -98,7 +98,7 @@ def test_durable_records_survive_a_journal_that_ran_ahead_of_the_data(kind: str,
         site.report(NOT_YET, HALF_SYNCED)
     acked = site.finish((), HALF_SYNCED)["acked"]
     figures.note(
-        f"power loss {kind}, late", losses=LATE_LOSSES, acked=acked, zero_length_files=empty, lost_acked=0
+        f"power loss {kind}, late", losses=LATE_LOSSES, acked=acked, zero_length_files=empty, **site.judged
     )
 
 

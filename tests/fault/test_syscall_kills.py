@@ -48,4 +48,4 @@ def test_a_kill_at_any_pass_of_a_call_loses_nothing(calls: str, site: Site) -> N
         site.report()
     assert kills > 0, f"no {calls} was ever reached"
     acked = site.finish()["acked"]
-    figures.note(f"SIGKILL in {calls}", kills=kills, up_to_pass=covered, acked=acked, lost_acked=0)
+    figures.note(f"SIGKILL in {calls}", kills=kills, up_to_pass=covered, acked=acked, **site.judged)
