@@ -6,16 +6,14 @@
     .capd/node=<node>/                                          catalog, spool/*.partial, small-*.log
 
 A series directory is built aside and renamed into place, so that of two writers exactly one gets a name.
-zarr-python writes the array metadata (once per geometry; later arrays differ only in `shape`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,9 +22,15 @@ import msgspec
 
 from capd.errors import NotAStore, StoreError
 from capd.store import names
-from capd.store.codecs import chain_for
-from capd.store.columns import TABLE_ROWS, Columns
-from capd.store.dtypes import stored_type
+from capd.store.columns import Columns
+from capd.store.documents import (
+    array_document,
+    group_document,
+    read_group,
+    run_attributes,
+    series_document,
+    table_files,
+)
 from capd.store.failpoints import failpoint
 from capd.store.files import (
     link,
@@ -39,13 +43,11 @@ from capd.store.files import (
     write_file,
 )
 from capd.store.frames import FORMAT_VERSION, SeriesHeader
-from capd.store.geometry import Geometry
 from capd_client.key import Key
 
-__all__ = ["Layout", "node_directory", "read_group", "run_attributes", "shard_path"]
+__all__ = ["Layout", "node_directory", "shard_path"]
 
 _MAX_VARIANTS = 10_000
-_SHAPE_HERE = "shape of the array"
 
 
 def node_directory(run: Path, node: str) -> Path:
@@ -58,34 +60,6 @@ def shard_path(run: Path, header: SeriesHeader, shard: int) -> Path:
     return run.joinpath(header.path, "data", "c", str(shard), *["0"] * len(header.geometry.extents))
 
 
-def run_attributes(run: Path) -> dict[str, Any]:
-    """The `capd` attributes of a run; raises NotAStore for anything that is not a run this version can read."""
-    document = read_group(run)
-    if document is None:
-        raise NotAStore(f"{run} is not a capd run: it has no zarr.json")
-    everything = document.get("attributes")
-    attributes = everything.get("capd") if isinstance(everything, dict) else None
-    if not isinstance(attributes, dict) or "format" not in attributes:
-        raise NotAStore(f"{run} is a Zarr hierarchy, but not one that capd wrote")
-    version = attributes["format"]
-    if not isinstance(version, int) or version > FORMAT_VERSION:
-        raise NotAStore(f"{run} has format {version!r}, this capd reads up to {FORMAT_VERSION}; upgrade capd")
-    return attributes
-
-
-def read_group(path: Path) -> dict[str, Any] | None:
-    """The parsed zarr.json of a group, or None where there is none. Raises NotAStore if it is no JSON object."""
-    try:
-        document = json.loads((path / "zarr.json").read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except ValueError as error:
-        raise NotAStore(f"{path / 'zarr.json'} is not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise NotAStore(f"{path / 'zarr.json'} is not a Zarr document")
-    return document
-
-
 class Layout:
     """Creates and updates the metadata of one run on behalf of one node; owned by the append thread."""
 
@@ -93,7 +67,9 @@ class Layout:
         self.run = run
         self.node = node
         self.spool = node_directory(run, node) / "spool"
-        self.dirty: set[Path] = set()  # directories with entries that were not synced yet
+        self.dirty: set[Path] = set()  # directories with entries, and documents, that were not synced yet
+        self._unsynced: dict[Path, Callable[[], bytes]] = {}  # new documents, and what they hold
+        self._doubtful = False  # whether a sync of those failed
         if run.exists() and not run.is_dir():
             raise NotAStore(f"{run} is a file, not a run directory")
         if run.exists() and any(entry.name != ".capd" for entry in run.iterdir()):
@@ -102,8 +78,8 @@ class Layout:
         self.dirty |= {run.parent, *self._down_to(self.spool)}  # another life may have made them
         root = run / "zarr.json"
         if not root.exists():
-            self._ensure_document(root, _group({"capd": {"format": FORMAT_VERSION, "run_id": run_id}}))
-            self.sync()
+            attributes: dict[str, Any] = {"capd": {"format": FORMAT_VERSION, "run_id": run_id}}
+            self._ensure_document(root, group_document(attributes), durable=True)
         run_attributes(run)
         self._groups = {run}
         self.sync()
@@ -119,25 +95,45 @@ class Layout:
         """A shard bears its final name: nothing is published before that is durable."""
         self.dirty |= self._down_to(shard.parent)
 
-    def _ensure_document(self, path: Path, payload: bytes) -> None:
+    def _ensure_document(self, path: Path, payload: bytes, *, durable: bool = False) -> None:
         """Create `path` with `payload` unless a document stands there; one that power loss emptied is replaced."""
         with contextlib.suppress(NotAStore):
             if read_group(path.parent) is not None:
+                self._new_document(path, partial(bytes, path.read_bytes()))  # another life may have made it
                 return
         temporary = self.spool / "group.tmp"
         write_file(temporary, payload)
+        if durable:  # before it has a name: who tries again after an error finds nothing to trust
+            sync_paths([temporary], self.run)
         if path.exists():
             rename(temporary, path)
         else:
             with contextlib.suppress(FileExistsError):  # another node was faster; its document says the same
                 link(temporary, path)
             unlink(temporary)
+        self._new_document(path, partial(bytes, payload))
+
+    def _new_document(self, path: Path, make: Callable[[], bytes]) -> None:
         self.dirty.add(path)
+        self._unsynced[path] = make
 
     def sync(self) -> None:
-        """Make all new directory entries durable."""
-        sync_paths(self.dirty, self.run)
+        """Make all new documents and directory entries durable. Raises OSError.
+
+        The kernel may have given up then what the documents hold: the next call writes them anew.
+        """
+        if self._doubtful:
+            documents = {path: make() for path, make in self._unsynced.items() if path.parent.is_dir()}
+            replace_files(documents, self.spool)
+            self.dirty.update(path.parent for path in documents)
+        try:
+            sync_paths(self.dirty, self.run)
+        except OSError:
+            self._doubtful = True
+            raise
         self.dirty.clear()
+        self._unsynced.clear()
+        self._doubtful = False
 
     def claim(self, header: SeriesHeader, owned: Callable[[str], Key | None]) -> SeriesHeader:
         """Create the groups and the empty array of a new series; returns the header with the path it got.
@@ -190,8 +186,8 @@ class Layout:
             directory = directory.parent
         for group in reversed(missing):
             self._mkdir(group)
-            self._ensure_document(group / "zarr.json", _group({}))
-            self.dirty |= {group.parent, group, group / "zarr.json"}  # another life may have made them
+            self._ensure_document(group / "zarr.json", group_document({}))
+            self.dirty |= {group.parent, group}  # another life may have made them
             self._groups.add(group)
 
     def _build(self, header: SeriesHeader) -> bool:
@@ -201,8 +197,9 @@ class Layout:
         aside = self.spool / f"{names.key_hash(header.key)}.new"
         remove_tree(aside)
         make_directory(aside / "data")
-        write_file(aside / "data" / "zarr.json", self._array_document(header, (0, *header.geometry.extents)))
-        write_file(aside / "zarr.json", self._series_document(header, Columns()))
+        documents = self._empty_documents(header)
+        for name, make in documents.items():
+            write_file(aside / name, make())
         failpoint("claim.before_rename")
         try:
             rename(aside, target)
@@ -210,25 +207,23 @@ class Layout:
             remove_tree(aside)
             return False
         failpoint("claim.after_rename")
-        self.dirty |= {
-            target.parent,
-            target,
-            target / "data",
-            target / "zarr.json",
-            target / "data" / "zarr.json",
-        }
+        self.dirty |= {target.parent, target, target / "data"}
+        for name, make in documents.items():
+            self._new_document(target / name, make)
         return True
+
+    def _empty_documents(self, header: SeriesHeader) -> dict[str, Callable[[], bytes]]:
+        """The documents of a series without sealed records."""
+        return {
+            "data/zarr.json": partial(array_document, header, (0, *header.geometry.extents)),
+            "zarr.json": partial(series_document, header, self.node, Columns()),
+        }
 
     def restore(self, header: SeriesHeader) -> None:
         """Write the documents of a series of which nothing is sealed anew, durably."""
         place = self.run / header.path
         self._mkdir(place / "data")
-        self._replace(
-            {
-                place / "zarr.json": self._series_document(header, Columns()),
-                place / "data" / "zarr.json": self._array_document(header, (0, *header.geometry.extents)),
-            }
-        )
+        self._replace({place / name: make() for name, make in self._empty_documents(header).items()})
 
     def table_length(self, header: SeriesHeader) -> int:
         """Rows that the `moments` array of a series holds; 0 where there is none, or none to go on with."""
@@ -251,12 +246,12 @@ class Layout:
             place = self.run / header.path
             self._mkdir(place / "data")  # power loss may have taken it
             if columns.is_long:
-                for name, payload in _table_files(columns).items():
+                for name, payload in table_files(columns).items():
                     path = place / "moments" / name
                     self._mkdir(path.parent)
                     (lengths if path.name == "zarr.json" else chunks)[path] = payload
-            documents[place / "zarr.json"] = self._series_document(header, columns)
-            documents[place / "data" / "zarr.json"] = self._array_document(header, shape)
+            documents[place / "zarr.json"] = series_document(header, self.node, columns)
+            documents[place / "data" / "zarr.json"] = array_document(header, shape)
         self._replace(chunks)
         self._replace(lengths)
         failpoint("seal.after_tables")
@@ -267,77 +262,6 @@ class Layout:
             return
         replace_files(documents, self.spool)
         self.dirty.update(path.parent for path in documents)
+        for path in documents:
+            self._unsynced.pop(path, None)
         self.sync()
-
-    def _series_document(self, header: SeriesHeader, columns: Columns) -> bytes:
-        capd = {
-            "key": msgspec.to_builtins(header.key),
-            "dtype": header.dtype,
-            "encoding": stored_type(header.dtype).encoding,
-            "node": self.node,
-            "attributes": header.attributes,
-            "records": columns.published(),
-        }
-        return _group({"capd": capd})
-
-    def _array_document(self, header: SeriesHeader, shape: tuple[int, ...]) -> bytes:
-        before, behind = _array_template(header.codec, header.dtype, header.geometry)
-        return f"{before}{json.dumps(shape)}{behind}".encode()
-
-
-def _group(attributes: dict[str, Any]) -> bytes:
-    return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": attributes}).encode()
-
-
-@cache
-def _array_template(codec: str, dtype: str, geometry: Geometry) -> tuple[str, str]:
-    """zarr.json of an array before and behind its shape."""
-    import zarr
-    from zarr.storage import MemoryStore
-
-    store = MemoryStore()
-    stored = stored_type(dtype).stored
-    batches = (geometry.batch, *geometry.chunk)
-    zarr.create_array(
-        store,
-        shape=(0, *geometry.extents),
-        dtype=stored,
-        chunks=batches,
-        shards=(geometry.shard_records, *geometry.extents),
-        compressors=chain_for(codec, dtype).zarr_codecs(),
-        filters=(),
-        fill_value=0,
-        dimension_names=("record", *(f"dim_{axis}" for axis in range(len(geometry.extents)))),
-    )
-    document = json.loads(_bytes_of(store, "zarr.json"))
-    before, behind = json.dumps(document | {"shape": _SHAPE_HERE}, indent=2).split(json.dumps(_SHAPE_HERE))
-    return before, behind
-
-
-def _table_files(columns: Columns) -> dict[str, bytes]:
-    """zarr.json of the `moments` array, and its chunks from that of the first row at hand on."""
-    import zarr
-    from zarr.codecs import Crc32cCodec, ZstdCodec
-    from zarr.storage import MemoryStore
-
-    names_, table = columns.table()
-    store = MemoryStore()
-    array = zarr.create_array(
-        store,
-        shape=(len(columns), table.shape[1]),
-        chunks=(TABLE_ROWS, table.shape[1]),
-        dtype="int64",
-        compressors=[ZstdCodec(level=1), Crc32cCodec()],
-        fill_value=-1,
-        attributes={"columns": names_},
-        dimension_names=("moment", "column"),
-    )
-    array[columns.first :] = table
-    chunks = range(columns.first // TABLE_ROWS, (len(columns) - 1) // TABLE_ROWS + 1)
-    return {name: _bytes_of(store, name) for name in ("zarr.json", *(f"c/{chunk}/0" for chunk in chunks))}
-
-
-def _bytes_of(store: Any, name: str) -> bytes:
-    from zarr.core.buffer import default_buffer_prototype
-
-    return bytes(asyncio.run(store.get(name, default_buffer_prototype())).to_bytes())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from capd.errors import DamagedRecord, NotAStore
-from capd.store.layout import read_group
+from capd.store.documents import read_group
 from capd_client.key import Moment
 
 __all__ = ["Published", "read_array", "read_published"]

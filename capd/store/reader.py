@@ -16,7 +16,7 @@ import msgspec
 
 from capd.errors import CapdError, NotAStore
 from capd.store.catalog_read import SessionRow
-from capd.store.layout import run_attributes
+from capd.store.documents import run_attributes
 from capd.store.node import NodeView
 from capd.store.records import ReadTools
 from capd.store.series_view import Record, Series, import_extra

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from capd.errors import NotAStore
+from capd.store.documents import read_group
 from capd.store.files import remove_tree
-from capd.store.layout import read_group, shard_path
+from capd.store.layout import shard_path
 from capd.store.recovery import Recovery
 from capd.store.series import Series
 

@@ -20,8 +20,8 @@ import msgspec
 
 from capd.errors import DamagedRecord, NotAStore, StoreError
 from capd.store.damage import Damage, Report
+from capd.store.documents import read_group, run_attributes
 from capd.store.frames import FORMAT_VERSION, SeriesHeader
-from capd.store.layout import read_group, run_attributes
 from capd.store.published import Published, read_array, read_published
 from capd.store.scan import scan_shard
 from capd.store.survey import shard_files

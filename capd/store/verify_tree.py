@@ -9,7 +9,7 @@ from pathlib import Path
 from capd.errors import NotAStore
 from capd.store.catalog_read import CATALOG_NAME
 from capd.store.damage import Damage
-from capd.store.layout import read_group
+from capd.store.documents import read_group
 from capd.store.survey import shard_files
 
 __all__ = ["foreign_files", "group_documents", "group_problem"]

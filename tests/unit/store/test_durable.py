@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from capd.store import files, open_files, shards, small
+from capd.store import files, layout, open_files, shards, small
+from capd.store.verify import verify_run
 from tests.unit.store.reading import assert_capd_reads, assert_zarr_readers_read
 from tests.unit.store.writing import Outcomes, Writer, key
 
@@ -136,3 +138,36 @@ def test_a_log_outlives_its_records_until_their_shards_are_durable(
     monkeypatch.undo()
     writer.close()
     assert_capd_reads(writer.run, writer.held)
+
+
+@pytest.mark.parametrize("durability", ["buffered", "durable"])
+def test_documents_whose_sync_failed_are_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: str
+) -> None:
+    """The kernel calls pages clean that it could not write, and may forget them: the next sync proves nothing."""
+    writer = Writer(tmp_path, durability=durability)
+    put_many(writer, 1, 1)
+    lost: list[Path] = []
+    real = layout.sync_paths
+
+    def failing_once(paths: Any, root: Path) -> None:
+        paths = list(paths)
+        documents = [path for path in paths if path.name == "zarr.json"]
+        if not lost and documents:
+            lost.extend(documents)
+            for path in documents:
+                os.truncate(path, 0)
+            raise OSError(errno.EIO, "Input/output error")
+        real(paths, root)
+
+    monkeypatch.setattr(layout, "sync_paths", failing_once)
+    if durability == "buffered":
+        with pytest.raises(OSError, match="Input/output"):
+            writer.pipeline.seal("run").result(timeout=30)
+    writer.close()
+
+    assert {path.parent.name for path in lost} >= {"data", "bf16", "rank0"}
+    assert all(path.stat().st_size for path in lost)
+    assert verify_run(writer.run).ok
+    assert not writer.outcomes.refusals
+    assert_zarr_readers_read(writer.run, writer.held)

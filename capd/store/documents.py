@@ -1,0 +1,138 @@
+"""What the zarr.json documents of a run say: written here, and read back with checks.
+
+zarr-python writes the array metadata (once per geometry; later arrays differ only in `shape`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from capd.errors import NotAStore
+from capd.store.codecs import chain_for
+from capd.store.columns import TABLE_ROWS, Columns
+from capd.store.dtypes import stored_type
+from capd.store.frames import FORMAT_VERSION, SeriesHeader
+from capd.store.geometry import Geometry
+
+__all__ = [
+    "array_document",
+    "group_document",
+    "read_group",
+    "run_attributes",
+    "series_document",
+    "table_files",
+]
+
+_SHAPE_HERE = "shape of the array"
+
+
+def run_attributes(run: Path) -> dict[str, Any]:
+    """The `capd` attributes of a run; raises NotAStore for anything that is not a run this version can read."""
+    document = read_group(run)
+    if document is None:
+        raise NotAStore(f"{run} is not a capd run: it has no zarr.json")
+    everything = document.get("attributes")
+    attributes = everything.get("capd") if isinstance(everything, dict) else None
+    if not isinstance(attributes, dict) or "format" not in attributes:
+        raise NotAStore(f"{run} is a Zarr hierarchy, but not one that capd wrote")
+    version = attributes["format"]
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise NotAStore(f"{run} has format {version!r}, this capd reads up to {FORMAT_VERSION}; upgrade capd")
+    return attributes
+
+
+def read_group(path: Path) -> dict[str, Any] | None:
+    """The parsed zarr.json of a group, or None where there is none. Raises NotAStore if it is no JSON object."""
+    try:
+        document = json.loads((path / "zarr.json").read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError as error:
+        raise NotAStore(f"{path / 'zarr.json'} is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise NotAStore(f"{path / 'zarr.json'} is not a Zarr document")
+    return document
+
+
+def series_document(header: SeriesHeader, node: str, columns: Columns) -> bytes:
+    """zarr.json of a series' group."""
+    capd = {
+        "key": msgspec.to_builtins(header.key),
+        "dtype": header.dtype,
+        "encoding": stored_type(header.dtype).encoding,
+        "node": node,
+        "attributes": header.attributes,
+        "records": columns.published(),
+    }
+    return group_document({"capd": capd})
+
+
+def array_document(header: SeriesHeader, shape: tuple[int, ...]) -> bytes:
+    """zarr.json of a series' array [record, *extents] with this shape."""
+    before, behind = _array_template(header.codec, header.dtype, header.geometry)
+    return f"{before}{json.dumps(shape)}{behind}".encode()
+
+
+def group_document(attributes: dict[str, Any]) -> bytes:
+    """zarr.json of a group."""
+    return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": attributes}).encode()
+
+
+@cache
+def _array_template(codec: str, dtype: str, geometry: Geometry) -> tuple[str, str]:
+    """zarr.json of an array before and behind its shape."""
+    import zarr
+    from zarr.storage import MemoryStore
+
+    store = MemoryStore()
+    stored = stored_type(dtype).stored
+    batches = (geometry.batch, *geometry.chunk)
+    zarr.create_array(
+        store,
+        shape=(0, *geometry.extents),
+        dtype=stored,
+        chunks=batches,
+        shards=(geometry.shard_records, *geometry.extents),
+        compressors=chain_for(codec, dtype).zarr_codecs(),
+        filters=(),
+        fill_value=0,
+        dimension_names=("record", *(f"dim_{axis}" for axis in range(len(geometry.extents)))),
+    )
+    document = json.loads(_bytes_of(store, "zarr.json"))
+    before, behind = json.dumps(document | {"shape": _SHAPE_HERE}, indent=2).split(json.dumps(_SHAPE_HERE))
+    return before, behind
+
+
+def table_files(columns: Columns) -> dict[str, bytes]:
+    """zarr.json of the `moments` array, and its chunks from that of the first row at hand on."""
+    import zarr
+    from zarr.codecs import Crc32cCodec, ZstdCodec
+    from zarr.storage import MemoryStore
+
+    names_, table = columns.table()
+    store = MemoryStore()
+    array = zarr.create_array(
+        store,
+        shape=(len(columns), table.shape[1]),
+        chunks=(TABLE_ROWS, table.shape[1]),
+        dtype="int64",
+        compressors=[ZstdCodec(level=1), Crc32cCodec()],
+        fill_value=-1,
+        attributes={"columns": names_},
+        dimension_names=("moment", "column"),
+    )
+    array[columns.first :] = table
+    chunks = range(columns.first // TABLE_ROWS, (len(columns) - 1) // TABLE_ROWS + 1)
+    return {name: _bytes_of(store, name) for name in ("zarr.json", *(f"c/{chunk}/0" for chunk in chunks))}
+
+
+def _bytes_of(store: Any, name: str) -> bytes:
+    from zarr.core.buffer import default_buffer_prototype
+
+    return bytes(asyncio.run(store.get(name, default_buffer_prototype())).to_bytes())
