@@ -1,8 +1,8 @@
 """The catalog of one node's part of a run: SQLite rows derived from COMMIT frames, for queries.
 
-Tables: `series` (one row per Zarr array, with running totals), `records` (one row per record), `exponents`
-(sparse exponent histograms), `acked` (committed sequence ranges per client), `sessions` and `drops` (the
-ranks' counters). Rows are written in batches, each one transaction; the truth stands in the shard files.
+Tables: `series` (one row per Zarr array, with running totals), `records` (one row per record, its body as in the
+COMMIT frame), `acked` (committed sequence ranges per client) and `sessions` (the ranks' counters). Rows are
+written in batches, each one transaction; the truth stands in the shard files.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,21 +23,20 @@ from capd.errors import StoreError, StoreFull
 from capd.store.catalog_place import CatalogPlace
 from capd.store.catalog_read import (
     CATALOG_VERSION,
-    MOMENT_FIELDS,
-    RECORD_FIELDS,
-    STATS_FIELDS,
     SeriesRow,
     SessionRow,
     check_version,
+    head_of,
     read_acked,
-    read_rows,
+    read_heads,
+    read_records,
     read_series,
 )
 from capd.store.columns import ColumnRow
-from capd.store.frames import RecordRow, SeriesHeader
+from capd.store.frames import RecordRow, SeriesHeader, encode_row
 from capd_client.key import Key
 
-__all__ = ["Catalog"]
+__all__ = ["Catalog", "NewRow"]
 
 _PUBLISH_INTERVAL_S = 10.0
 _PUBLISH_SHARE = 20.0  # at most a twentieth of the append thread's time goes into snapshots
@@ -50,15 +49,27 @@ CREATE TABLE series (
   header BLOB NOT NULL, records INTEGER NOT NULL DEFAULT 0, sealed INTEGER NOT NULL DEFAULT 0,
   sealing INTEGER NOT NULL DEFAULT 0, max_shape TEXT NOT NULL DEFAULT '[]', raw_bytes INTEGER NOT NULL DEFAULT 0,
   stored_bytes INTEGER NOT NULL DEFAULT 0);
-CREATE TABLE records ({", ".join(RECORD_FIELDS)}, PRIMARY KEY (series, record)) WITHOUT ROWID;
-CREATE TABLE exponents (series INTEGER, record INTEGER, bins BLOB, PRIMARY KEY (series, record)) WITHOUT ROWID;
+CREATE TABLE records (
+  series INTEGER, record INTEGER, attempt INTEGER NOT NULL, stored_nbytes INTEGER NOT NULL, body BLOB NOT NULL,
+  PRIMARY KEY (series, record)) WITHOUT ROWID;
 CREATE TABLE acked (client BLOB PRIMARY KEY, ranges BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE sessions (client BLOB PRIMARY KEY, body BLOB NOT NULL) WITHOUT ROWID;
 """
-_INSERT_RECORD = (
-    f"INSERT OR REPLACE INTO records ({', '.join(RECORD_FIELDS)}) "  # noqa: S608 - names are constants
-    f"VALUES ({', '.join('?' * len(RECORD_FIELDS))})"
-)
+
+
+class NewRow(NamedTuple):
+    """A row of `records`. body: the RecordRow as its COMMIT frame holds it."""
+
+    series: int
+    record: int
+    attempt: int
+    stored_nbytes: int
+    body: bytes
+
+    @classmethod
+    def of(cls, series: int, record: int, row: RecordRow, stored_nbytes: int) -> NewRow:
+        """The row of a record that is not encoded yet."""
+        return cls(series, record, row.moment.attempt, stored_nbytes, encode_row(row))
 
 
 class Catalog:
@@ -110,7 +121,7 @@ class Catalog:
         """Forget series, records and acknowledged ranges (not the sessions), to read the frames again."""
         with self._guard():
             self._db.executescript(
-                "BEGIN; DELETE FROM series; DELETE FROM records; DELETE FROM exponents; DELETE FROM acked; COMMIT;"
+                "BEGIN; DELETE FROM series; DELETE FROM records; DELETE FROM acked; COMMIT;"
             )
 
     @property
@@ -191,14 +202,14 @@ class Catalog:
 
     def write(
         self,
-        records: list[tuple[int, int, RecordRow, int]],
+        records: Sequence[NewRow],
         totals: Iterable[SeriesRow],
         acked: dict[bytes, list[tuple[int, int]]],
         moved: Iterable[tuple[int, int, int, int]] = (),
         *,
         durable: bool = False,
     ) -> None:
-        """One transaction: (series id, record, row, stored bytes) rows, series totals and acknowledged ranges.
+        """One transaction: record rows, series totals and acknowledged ranges.
 
         moved: (series id, first, end, stored bytes) of small records that stand in a shard now; bytes of each.
         durable: it must be on disk when this returns, because a rename that follows relies on it.
@@ -206,30 +217,27 @@ class Catalog:
         with self._guard():
             self._unpublished = True
             self._db.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
+            with self._transaction():
                 self._write(records, totals, acked, moved)
-                self._db.execute("COMMIT")
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
 
     def _write(
         self,
-        records: list[tuple[int, int, RecordRow, int]],
+        records: Sequence[NewRow],
         totals: Iterable[SeriesRow],
         acked: dict[bytes, list[tuple[int, int]]],
         moved: Iterable[tuple[int, int, int, int]],
     ) -> None:
-        self._db.executemany(_INSERT_RECORD, (_record_values(*record) for record in records))
-        self._db.executemany(
-            "INSERT OR REPLACE INTO exponents VALUES (?, ?, ?)",
-            (
-                (series, number, msgspec.msgpack.encode(row.stats.exponents))
-                for series, number, row, _ in records
-                if row.stats is not None
-            ),
-        )
+        self._db.executemany("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?)", records)
         self._db.executemany(
             "UPDATE records SET stored_nbytes=? WHERE series=? AND record>=? AND record<?",
             ((stored, series, first, end) for series, first, end, stored in moved),
@@ -247,39 +255,44 @@ class Catalog:
         )
 
     def sequences(self) -> Iterator[tuple[bytes, int]]:
-        """Client and sequence of every record, in order."""
-        yield from self._db.execute("SELECT client, sequence FROM records ORDER BY client, sequence")
+        """Client and sequence of every record."""
+        for (body,) in self._db.execute("SELECT body FROM records"):
+            head = head_of(body)
+            yield head.client, head.sequence
 
     def forget_from(self, row: SeriesRow, first: int) -> None:
-        """Delete the rows of records `first` and later, and bring the series' totals in `row` in line."""
-        with self._guard():
-            for table in ("records", "exponents"):
-                self._db.execute(f"DELETE FROM {table} WHERE series=? AND record>=?", (row.id, first))  # noqa: S608
-            raw, stored = self._db.execute(
-                "SELECT TOTAL(nbytes), TOTAL(stored_nbytes) FROM records WHERE series=?", (row.id,)
+        """Delete the rows of records `first` and later, and bring the series' totals in `row` in line.
+
+        Until `mark_complete` the catalog counts as incomplete: totals and acknowledged ranges still tell of them.
+        """
+        with self._guard(), self._transaction():
+            self.mark_incomplete()
+            self._db.execute("DELETE FROM records WHERE series=? AND record>=?", (row.id, first))
+            (stored,) = self._db.execute(
+                "SELECT TOTAL(stored_nbytes) FROM records WHERE series=?", (row.id,)
             ).fetchone()
-        row.records, row.raw_bytes, row.stored_bytes = first, int(raw), int(stored)
+            row.raw_bytes = sum(head.nbytes for _, head in read_heads(self._db, row.id, 0, first))
+        row.records, row.stored_bytes = first, int(stored)
 
     def rows(self, series: int, first: int, last: int) -> Iterator[tuple[int, RecordRow]]:
-        """Records first ≤ number < last of a series, without histograms."""
-        yield from read_rows(self._db, series, first, last)
+        """Records first ≤ number < last of a series."""
+        return read_records(self._db, series, first, last)
 
     def columns(self, series: int, first: int, last: int) -> list[ColumnRow]:
         """Moments and shapes of records first ≤ number < last of a series."""
-        found = self._db.execute(
-            f"SELECT {', '.join(MOMENT_FIELDS)}, shape FROM records "  # noqa: S608 - names are constants
-            "WHERE series=? AND record>=? AND record<? ORDER BY record",
-            (series, first, last),
-        )
-        return [(*row[:-2], bool(row[-2]), _shape_of(row[-1])) for row in found]  # recompute stands last
+        heads = read_heads(self._db, series, first, last)
+        return [(*msgspec.structs.astuple(head.moment), head.shape) for _, head in heads]
 
     def stored(self, series: int, first: int, last: int) -> dict[int, tuple[bytes, int, int]]:
         """Client, sequence and stored bytes of records first ≤ number < last of a series."""
-        rows = self._db.execute(
-            "SELECT record, client, sequence, stored_nbytes FROM records WHERE series=? AND record>=? AND record<?",
-            (series, first, last),
+        sizes = dict(
+            self._db.execute(
+                "SELECT record, stored_nbytes FROM records WHERE series=? AND record>=? AND record<?",
+                (series, first, last),
+            )
         )
-        return {record: (client, sequence, stored) for record, client, sequence, stored in rows}
+        heads = read_heads(self._db, series, first, last)
+        return {number: (head.client, head.sequence, sizes[number]) for number, head in heads}
 
     def acked(self) -> dict[bytes, list[tuple[int, int]]]:
         """Committed sequence ranges per client uuid."""
@@ -300,29 +313,7 @@ def _is_folded(path: Path) -> bool:
         return file.read(20)[18:] != b"\x02\x02"  # the read and write versions of the SQLite file format
 
 
-_LARGEST = 2**63 - 1  # uint64 reaches beyond SQLite's integers
-_NO_STATS = (None,) * len(STATS_FIELDS)
-
-
 @lru_cache(4096)
 def _shape_text(shape: tuple[int, ...]) -> str:
     """A shape as the catalog keeps it."""
     return json.dumps(shape)
-
-
-@lru_cache(4096)
-def _shape_of(text: str) -> tuple[int, ...]:
-    return tuple(json.loads(text))
-
-
-def _record_values(series: int, number: int, row: RecordRow, stored_nbytes: int) -> tuple[Any, ...]:
-    stats: tuple[Any, ...] = _NO_STATS
-    if row.stats is not None:
-        stats = msgspec.structs.astuple(row.stats)[:-1]
-        if (row.stats.absmax or 0) > _LARGEST:
-            stats = tuple(float(v) if isinstance(v, int) and v > _LARGEST else v for v in stats)
-    return (
-        series, number, row.client, row.sequence, _shape_text(row.shape), row.nbytes, stored_nbytes,
-        *msgspec.structs.astuple(row.moment),
-        row.device, row.requires_grad, row.is_leaf, row.metadata, row.attributes, *stats,
-    )  # fmt: skip

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from capd.store.catalog_read import connect_read_only, read_acked, read_records
+from capd.store.catalog_read import connect_read_only, head_of, read_acked, read_records
 from capd.store.frames import RecordRow
 from capd.store.ranges import RangeSet
 
@@ -23,13 +22,13 @@ class Slice(msgspec.Struct):
 
 
 class Sums(msgspec.Struct):
-    """What the record rows of one series add up to. shapes: the distinct ones, as JSON."""
+    """What the record rows of one series add up to. shapes: the distinct ones."""
 
-    records: int
-    last: int
-    raw_nbytes: int
-    stored_nbytes: int
-    shapes: list[str]
+    records: int = 0
+    last: int = -1
+    raw_nbytes: int = 0
+    stored_nbytes: int = 0
+    shapes: set[tuple[int, ...]] = set()
 
 
 def read_slice(catalog: Path, series: int, first: int, last: int) -> Slice:
@@ -46,18 +45,24 @@ def read_slice(catalog: Path, series: int, first: int, last: int) -> Slice:
 
 def series_of_record(database: sqlite3.Connection, client: bytes, sequence: int) -> int | None:
     """Id of the series that the record with this client and sequence belongs to."""
-    found = database.execute(
-        "SELECT series FROM records WHERE client=? AND sequence=? LIMIT 1", (client, sequence)
-    ).fetchone()
-    return None if found is None else int(found[0])
+    for series, body in database.execute("SELECT series, body FROM records"):
+        head = head_of(body)
+        if (head.client, head.sequence) == (client, sequence):
+            return int(series)
+    return None
 
 
-def read_sums(database: sqlite3.Connection) -> Iterator[tuple[int, Sums]]:
+def read_sums(database: sqlite3.Connection) -> dict[int, Sums]:
     """Per series id what its record rows add up to."""
-    shapes: dict[int, list[str]] = {}
-    for series, shape in database.execute("SELECT DISTINCT series, shape FROM records"):
-        shapes.setdefault(series, []).append(shape)
-    for series, count, last, raw, stored in database.execute(
-        "SELECT series, COUNT(*), MAX(record), TOTAL(nbytes), TOTAL(stored_nbytes) FROM records GROUP BY series"
+    found: dict[int, Sums] = {}
+    for series, record, stored, body in database.execute(
+        "SELECT series, record, stored_nbytes, body FROM records ORDER BY series, record"
     ):
-        yield series, Sums(count, last, int(raw), int(stored), shapes.get(series, []))
+        head = head_of(body)
+        sums = found.setdefault(series, Sums())
+        sums.records += 1
+        sums.last = record
+        sums.raw_nbytes += head.nbytes
+        sums.stored_nbytes += stored
+        sums.shapes.add(head.shape)
+    return found

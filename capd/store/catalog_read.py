@@ -3,50 +3,40 @@
 from __future__ import annotations
 
 import json
-import math
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import msgspec
 
 from capd.errors import NotAStore, StoreError
-from capd.store.frames import RecordRow, SeriesHeader, StatsRow
-from capd_client.key import Key, Moment
+from capd.store.frames import RecordHead, RecordRow, SeriesHeader, decode_head, decode_row
+from capd_client.key import Key
 
 __all__ = [
     "CATALOG_NAME",
     "CATALOG_VERSION",
-    "MOMENT_FIELDS",
-    "RECORD_FIELDS",
-    "STATS_FIELDS",
     "DamagedCatalog",
     "LedgerRow",
-    "RecordId",
     "SeriesRow",
     "SessionRow",
     "check_version",
     "connect_read_only",
     "has_attempt",
+    "head_of",
     "read_acked",
     "read_attempts",
-    "read_ids",
+    "read_heads",
     "read_records",
-    "read_rows",
     "read_series",
     "read_sessions",
 ]  # fmt: skip
 
 CATALOG_NAME = "catalog.sqlite"
 CATALOG_VERSION = 1
-MOMENT_FIELDS = Moment.__struct_fields__
-STATS_FIELDS = StatsRow.__struct_fields__[:-1]  # the histogram has its own table
-RECORD_FIELDS = (
-    "series", "record", "client", "sequence", "shape", "nbytes", "stored_nbytes",
-    *MOMENT_FIELDS, "device", "requires_grad", "is_leaf", "metadata", "attributes", *STATS_FIELDS,
-)  # fmt: skip
+H = TypeVar("H", RecordHead, RecordRow)
 
 
 @dataclass(slots=True)
@@ -98,16 +88,6 @@ class SeriesRow:
     max_shape: tuple[int, ...]
     raw_bytes: int
     stored_bytes: int
-
-
-class RecordId(NamedTuple):
-    """Which capture a record number stands for, and what a reader must know to find it."""
-
-    client: bytes
-    sequence: int
-    shape: tuple[int, ...]
-    nbytes: int
-    attempt: int
 
 
 class DamagedCatalog(StoreError):
@@ -171,33 +151,45 @@ def read_sessions(db: sqlite3.Connection) -> list[SessionRow]:
     return list(_sessions(db))
 
 
+_SELECT_ROWS = (
+    "SELECT record, attempt, body FROM records WHERE series=? AND record>=? AND record<? ORDER BY record"
+)
+
+
 def read_records(
     db: sqlite3.Connection, series: int, first: int = 0, last: int = 2**62
 ) -> Iterator[tuple[int, RecordRow]]:
-    """Records first ≤ number < last of a series with their histograms, from a catalog opened with
-    connect_read_only."""
-    decode = msgspec.msgpack.Decoder(list[int]).decode
-    select = "SELECT record, bins FROM exponents WHERE series=? AND record>=? AND record<?"
-    bins = dict(db.execute(select, (series, first, last)))
-    for number, row in read_rows(db, series, first, last):
-        if row.stats is not None and number in bins:
-            row.stats.exponents = decode(bins[number])
-        yield number, row
+    """Records first ≤ number < last of a series, from any connection. Raises sqlite3.DatabaseError."""
+    return _rows(db, series, first, last, decode_row)
 
 
-def read_ids(db: sqlite3.Connection, series: int, first: int, last: int) -> Iterator[tuple[int, RecordId]]:
-    """What identifies records first ≤ number < last of a series; a fraction of the cost of their rows."""
-    select = (
-        "SELECT record, client, sequence, shape, nbytes, attempt FROM records "
-        "WHERE series=? AND record>=? AND record<? ORDER BY record"
-    )
-    decode = msgspec.json.Decoder(tuple[int, ...]).decode
-    shapes: dict[str, tuple[int, ...]] = {}
-    for number, client, sequence, text, nbytes, attempt in db.execute(select, (series, first, last)):
-        shape = shapes.get(text)
-        if shape is None:
-            shape = shapes[text] = decode(text)
-        yield number, RecordId(client, sequence, shape, nbytes, attempt)
+def read_heads(
+    db: sqlite3.Connection, series: int, first: int, last: int
+) -> Iterator[tuple[int, RecordHead]]:
+    """The first fields of the same records; a fraction of the cost of their rows."""
+    return _rows(db, series, first, last, decode_head)
+
+
+def _rows(
+    db: sqlite3.Connection, series: int, first: int, last: int, decode: Callable[[bytes], H]
+) -> Iterator[tuple[int, H]]:
+    number = -1
+    try:
+        for number, attempt, body in db.execute(_SELECT_ROWS, (series, first, last)):
+            row = decode(body)
+            if row.moment.attempt != attempt:
+                raise msgspec.ValidationError(f"attempt {row.moment.attempt} is filed under {attempt}")
+            yield number, row
+    except (msgspec.MsgspecError, TypeError) as error:
+        raise sqlite3.DatabaseError(f"record {number} of series {series}: {error}") from error
+
+
+def head_of(body: bytes) -> RecordHead:
+    """The first fields of a row's body. Raises sqlite3.DatabaseError."""
+    try:
+        return decode_head(body)
+    except (msgspec.MsgspecError, TypeError) as error:
+        raise sqlite3.DatabaseError(f"a record's row cannot be read: {error}") from error
 
 
 def read_attempts(db: sqlite3.Connection, series: int) -> tuple[int, int] | None:
@@ -213,32 +205,6 @@ def has_attempt(db: sqlite3.Connection, attempt: int) -> set[int]:
     return {
         series for (series,) in db.execute("SELECT DISTINCT series FROM records WHERE attempt=?", (attempt,))
     }
-
-
-_SELECT_RECORDS = (
-    f"SELECT {', '.join(RECORD_FIELDS)} FROM records "  # noqa: S608 - names are constants
-    "WHERE series=? AND record>=? AND record<? ORDER BY record"
-)
-
-
-def read_rows(db: sqlite3.Connection, series: int, first: int, last: int) -> Iterator[tuple[int, RecordRow]]:
-    """Records first ≤ number < last of a series, without histograms."""
-    moments, stats_at = 7, 7 + len(MOMENT_FIELDS) + 5
-    for v in db.execute(_SELECT_RECORDS, (series, first, last)):
-        stats = None if v[stats_at] is None else StatsRow(*v[stats_at:-2], *map(_nan, v[-2:]))
-        moment = msgspec.convert(v[moments : moments + len(MOMENT_FIELDS)], Moment, strict=False)
-        device, requires_grad, is_leaf, metadata, attributes = v[stats_at - 5 : stats_at]
-        yield (
-            v[1],
-            RecordRow(
-                v[2], v[3], tuple(json.loads(v[4])), v[5], moment, device, bool(requires_grad), bool(is_leaf),
-                metadata, attributes, stats,
-            ),
-        )  # fmt: skip
-
-
-def _nan(number: float | None) -> float:
-    return math.nan if number is None else number  # SQLite has no NaN and keeps NULL for it
 
 
 _decode_session = msgspec.msgpack.Decoder(SessionRow).decode

@@ -17,9 +17,9 @@ from capd.errors import StoreError
 from capd.store.failpoints import failpoint
 
 __all__ = [
-    "GROUP_SYNC_ABOVE", "copy_range", "exchange", "link", "make_directory", "new_file", "pwrite_all",
-    "remove_tree", "rename", "replace_files", "start_writeback", "sync_data", "sync_paths", "truncate", "unlink",
-    "write_file",
+    "GROUP_SYNC_ABOVE", "FileSystemSyncFailed", "copy_range", "exchange", "link", "make_directory", "new_file",
+    "pwrite_all", "remove_tree", "rename", "replace_files", "start_writeback", "sync_data", "sync_paths", "truncate",
+    "unlink", "write_file",
 ]  # fmt: skip
 
 GROUP_SYNC_ABOVE = 32  # more files than this are cheaper to sync with one syncfs
@@ -30,6 +30,10 @@ _AT_FDCWD = -100
 _libc = ctypes.CDLL(None, use_errno=True)
 # Before Linux 5.8 syncfs does not report the errors of the files it writes.
 _syncfs_reports = tuple(int(part) for part in os.uname().release.split(".")[:2] if part.isdigit()) >= (5, 8)
+
+
+class FileSystemSyncFailed(OSError):
+    """syncfs failed: any file of the file system may have lost what was written to it and not synced."""
 
 
 def make_directory(path: Path) -> list[Path]:
@@ -177,6 +181,6 @@ def _sync_file_system(root: Path) -> None:
     try:
         if _libc.syncfs(fd) != 0:
             error = ctypes.get_errno()
-            raise OSError(error, os.strerror(error), str(root))
+            raise FileSystemSyncFailed(error, os.strerror(error), str(root))
     finally:
         os.close(fd)

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, Optional, Union
 
@@ -37,8 +37,9 @@ from capd.store.geometry import Geometry
 from capd_client.key import Key, Moment
 
 __all__ = [
-    "FORMAT_VERSION", "FRAME_NBYTES", "Commit", "FileHeader", "Frame", "Kind", "RecordRow", "SeriesHeader",
-    "StatsRow", "decode_commit", "decode_payload", "frame", "parse_frame", "payload_is_sound", "read_frame", "walk",
+    "FORMAT_VERSION", "FRAME_NBYTES", "Commit", "FileHeader", "Frame", "Kind", "RecordHead", "RecordRow",
+    "SeriesHeader", "StatsRow", "decode_commit", "decode_head", "decode_payload", "decode_row", "encode_commit",
+    "encode_row", "frame", "parse_frame", "payload_is_sound", "read_frame", "walk",
 ]  # fmt: skip
 
 FORMAT_VERSION = 1
@@ -94,14 +95,24 @@ class StatsRow(msgspec.Struct, array_like=True, gc=False):
     exponents: list[int] = []
 
 
-class RecordRow(msgspec.Struct, array_like=True, gc=False):
-    """Everything about one record but its key, dtype and elements."""
+class RecordHead(msgspec.Struct, array_like=True, gc=False):
+    """What identifies a record and its shape. Decoding one from a RecordRow's bytes skips the rest."""
 
     client: bytes
     sequence: int
     shape: tuple[int, ...]
     nbytes: int
     moment: Moment
+
+    @property
+    def capture(self) -> tuple[bytes, int, tuple[int, ...]]:
+        """Which capture this is: client, sequence and shape."""
+        return self.client, self.sequence, self.shape
+
+
+class RecordRow(RecordHead, array_like=True, gc=False):
+    """Everything about one record but its key, dtype and elements."""
+
     device: str = "cpu"
     requires_grad: bool = False
     is_leaf: bool = False
@@ -110,12 +121,25 @@ class RecordRow(msgspec.Struct, array_like=True, gc=False):
     stats: Optional[StatsRow] = None
 
 
+_encode = msgspec.msgpack.Encoder().encode
+encode_row: Callable[[RecordRow], bytes] = _encode
+decode_row = msgspec.msgpack.Decoder(RecordRow).decode
+decode_head = msgspec.msgpack.Decoder(RecordHead).decode
+
+
 class Commit(msgspec.Struct, array_like=True):
     """Makes the records first, first+1, … real. chunks: (index entry in the shard, offset, bytes)."""
 
     first: int
     rows: list[RecordRow]
     chunks: list[tuple[int, int, int]] = []
+
+
+def encode_commit(
+    first: int, rows: Sequence[Union[RecordRow, bytes]], chunks: Sequence[tuple[int, int, int]] = ()
+) -> bytes:
+    """The payload of a Commit. Rows that are bytes were encoded before."""
+    return _encode((first, [msgspec.Raw(row) if isinstance(row, bytes) else row for row in rows], chunks))
 
 
 class SeriesHeader(msgspec.Struct, array_like=True):

@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from capd.errors import DamagedRecord, StoreError
-from capd.store.catalog_read import RecordId
-from capd.store.frames import SeriesHeader
+from capd.store.frames import RecordHead, SeriesHeader
 from capd.store.layout import shard_path
 from capd.store.node import NodeView
 from capd.store.shard_file import FileCache, Place, ShardFile, is_same_series
@@ -39,7 +38,7 @@ class Locator:
         self._node, self._header, self._files = node, header, files
         self._paths: dict[int, str] = {}  # of shards; joining them anew would cost as much as a small read
 
-    def find(self, number: int, record: RecordId, ordinals: tuple[int, ...]) -> Located:
+    def find(self, number: int, record: RecordHead, ordinals: tuple[int, ...]) -> Located:
         """Where record `number`, which consists of these chunks, can be read. Raises DamagedRecord or StoreError."""
         for _ in range(_ATTEMPTS):
             for look in (self._in_log, self._in_partial, self._in_sealed):
@@ -70,7 +69,7 @@ class Locator:
         except OSError as error:
             raise self.failure(number, error, file) from error
 
-    def _in_log(self, number: int, record: RecordId, _: tuple[int, ...]) -> Located | None:
+    def _in_log(self, number: int, record: RecordHead, _: tuple[int, ...]) -> Located | None:
         spooled = self._node.spooled.get(self._header.path)
         place = None if spooled is None else spooled.places.get((record.client, record.sequence))
         if place is None:
@@ -81,13 +80,13 @@ class Locator:
             file = self._files.open(path)
             raw, commit, _ = read_small(file.fd, place.offset)
             row = commit.rows[0]
-            if (row.client, row.sequence, row.shape) != record[:3] or len(raw) != record.nbytes:
+            if row.capture != record.capture or len(raw) != record.nbytes:
                 raise DamagedRecord(f"byte {place.offset} holds another record")
             return Located(file, {}, raw)
 
         return self._guarded(number, path, look)
 
-    def _in_partial(self, number: int, record: RecordId, ordinals: tuple[int, ...]) -> Located | None:
+    def _in_partial(self, number: int, record: RecordHead, ordinals: tuple[int, ...]) -> Located | None:
         geometry = self._header.geometry
         spooled = self._node.spooled.get(self._header.path)
         if spooled is None or number // geometry.shard_records not in spooled.shards:
@@ -100,7 +99,7 @@ class Locator:
         def look() -> Located:
             if not is_same_series(scanned.header, self._header):
                 raise DamagedRecord("its HEADER frame and the catalog describe different series")
-            if (row.client, row.sequence, row.shape) != record[:3]:
+            if row.capture != record.capture:
                 raise DamagedRecord("its COMMIT frame and the catalog name different captures")
             slots = {ordinal: geometry.slot(number, ordinal) for ordinal in ordinals}
             if not scanned.index.keys() >= set(slots.values()):
@@ -110,7 +109,7 @@ class Locator:
 
         return self._guarded(number, str(path), look)
 
-    def _in_sealed(self, number: int, record: RecordId, ordinals: tuple[int, ...]) -> Located | None:
+    def _in_sealed(self, number: int, record: RecordHead, ordinals: tuple[int, ...]) -> Located | None:
         geometry, header = self._header.geometry, self._header
         shard, path = self._shard(number)
 
@@ -123,7 +122,9 @@ class Locator:
             found = file.committed(number, list(places.values()), header, shard)
             if found is None and not self._is_published(number, file):
                 return None  # the file that stood here before the record was added, or a lost COMMIT
-            if found is not None and (found[:3] != record[:3] or not found.slots.issuperset(slots.values())):
+            if found is not None and (
+                found[:3] != record.capture or not found.slots.issuperset(slots.values())
+            ):
                 raise DamagedRecord("its COMMIT frame and the catalog name different captures")
             if len(places) < len(slots):
                 raise DamagedRecord("the shard's index lacks a chunk of it")

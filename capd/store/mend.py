@@ -19,7 +19,7 @@ import msgspec
 from capd.errors import DamagedRecord
 from capd.store.failpoints import failpoint
 from capd.store.files import copy_range, make_directory, new_file, pwrite_all, rename, sync_paths, unlink
-from capd.store.frames import Commit, FileHeader, Kind, RecordRow, SeriesHeader, frame
+from capd.store.frames import FileHeader, Kind, RecordRow, SeriesHeader, encode_commit, frame
 from capd.store.layout import shard_path
 from capd.store.open_files import OpenFiles
 from capd.store.salvage import Salvaged, ShardSource, write_records
@@ -180,7 +180,7 @@ def mend_log(
                 payload = _encode(header)
                 parts = [frame(Kind.SERIES, payload, ordinal=references[header.path]), payload]
             places.append(SmallRecord(log_number(path), end + sum(map(len, parts))))
-            commit = _encode(Commit(number, [row]))
+            commit = encode_commit(number, [row])
             reference = references[header.path]
             marks = {"ordinal": reference, "session": record.session, "sequence": record.sequence}
             parts += [frame(Kind.RECORD, raw, raw_nbytes=len(raw), **marks), raw]

@@ -25,19 +25,18 @@ from capd.errors import StoreError
 from capd.store.catalog_read import (
     CATALOG_NAME,
     DamagedCatalog,
-    RecordId,
     SeriesRow,
     SessionRow,
     connect_read_only,
     has_attempt,
     read_acked,
     read_attempts,
-    read_ids,
+    read_heads,
     read_records,
     read_series,
     read_sessions,
 )
-from capd.store.frames import RecordRow, StatsRow
+from capd.store.frames import RecordHead, RecordRow
 from capd.store.from_shards import ShardedSeries, all_from_shards, series_from_shards
 from capd.store.ranges import RangeSet
 from capd.store.spool import Spool, SpooledSeries
@@ -184,20 +183,20 @@ class NodeView:
                     found[number] = row
         return found
 
-    def ids(self, path: str, first: int, last: int) -> dict[int, RecordId]:
+    def ids(self, path: str, first: int, last: int) -> dict[int, RecordHead]:
         """What identifies the same records."""
 
-        def ask(database: sqlite3.Connection, series: int) -> dict[int, RecordId]:
-            return dict(read_ids(database, series, first, last))
+        def ask(database: sqlite3.Connection, series: int) -> dict[int, RecordHead]:
+            return dict(read_heads(database, series, first, last))
 
-        def instead(sharded: ShardedSeries) -> dict[int, RecordId]:
-            return {n: _id(row) for n, row in sharded.rows.items() if first <= n < last}
+        def instead(sharded: ShardedSeries) -> dict[int, RecordHead]:
+            return {n: row for n, row in sharded.rows.items() if first <= n < last}
 
         found = self._ask(path, ask, instead)
         if (spooled := self.spooled.get(path)) is not None:
             for number in range(first, min(last, self.series[path].records)):
                 if number not in found and (row := spooled.row(number)) is not None:
-                    found[number] = _id(row)
+                    found[number] = row
         return found
 
     def attempts(self, path: str) -> tuple[int, int]:
@@ -235,17 +234,8 @@ def _sound_series(row: SeriesRow) -> SeriesRow:
 
 
 def _sound(row: RecordRow) -> RecordRow:
-    """The row, if its fields have the types they are read with. Raises ValueError or msgspec.ValidationError."""
-    if row.stats is not None:
-        msgspec.convert(msgspec.structs.astuple(row.stats), StatsRow)
+    """The row, if its texts are what they are read as. Raises ValueError."""
     for text in (row.metadata, row.attributes):
         if text and not isinstance(json.loads(text), dict):
             raise ValueError("a record's metadata is no object")
-    msgspec.convert(
-        (row.client, row.sequence, row.shape, row.device), tuple[bytes, int, tuple[int, ...], str]
-    )
     return row
-
-
-def _id(row: RecordRow) -> RecordId:
-    return RecordId(row.client, row.sequence, row.shape, row.nbytes, row.moment.attempt)

@@ -76,6 +76,10 @@ class OpenFiles:
         """The sync of these files failed: they are written anew before anything relies on them."""
         self._doubtful.update(paths)
 
+    def distrust_unsynced(self) -> None:
+        """The same of everything that was noted."""
+        self._doubtful.update(self._unsynced)
+
     def is_doubtful(self, path: Path) -> bool:
         """Whether a sync of the file failed that bears this name."""
         return path in self._doubtful

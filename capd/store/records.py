@@ -17,11 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capd.errors import CapdError, DamagedRecord
-from capd.store.catalog_read import RecordId
 from capd.store.codecs import Chain, chain_for
 from capd.store.decode import decode_into
 from capd.store.encode import as_array
-from capd.store.frames import SeriesHeader
+from capd.store.frames import RecordHead, SeriesHeader
 from capd.store.locate import Locator
 from capd.store.node import NodeView
 from capd.store.parallel import Job, run_jobs
@@ -66,7 +65,7 @@ class RecordReader:
     def _chain(self) -> Chain:
         return chain_for(self._header.codec, self._header.dtype)
 
-    def read(self, number: int, record: RecordId, region: Region) -> NDArray[np.generic]:
+    def read(self, number: int, record: RecordHead, region: Region) -> NDArray[np.generic]:
         """The stored bits of a region of record `number`: a new, writable, C-contiguous array.
 
         Raises DamagedRecord or StoreError, CapdError for what is no region.
@@ -76,7 +75,7 @@ class RecordReader:
         run_jobs(self._jobs(number, record, plan, out))
         return out.reshape(plan.selection.shape)
 
-    def stack(self, records: Sequence[tuple[int, RecordId]], region: Region) -> NDArray[np.generic]:
+    def stack(self, records: Sequence[tuple[int, RecordHead]], region: Region) -> NDArray[np.generic]:
         """The same region of several records of one shape, as [records, *region]."""
         shapes = {record.shape for _, record in records}
         if len(shapes) != 1:
@@ -96,7 +95,7 @@ class RecordReader:
             run_jobs(jobs)
         return out.reshape((len(records), *plan.selection.shape))
 
-    def _plan(self, number: int, record: RecordId, region: Region) -> _Plan:
+    def _plan(self, number: int, record: RecordHead, region: Region) -> _Plan:
         geometry, shape = self._header.geometry, record.shape
         if not geometry.fits(shape) or record.nbytes != prod(shape) * geometry.itemsize:
             what = f"a shape of {list(shape)} with {record.nbytes} bytes does not fit the series"
@@ -110,7 +109,7 @@ class RecordReader:
                 self._whole.put(shape, plan)
         return plan
 
-    def _jobs(self, number: int, record: RecordId, plan: _Plan, out: NDArray[np.generic]) -> Iterator[Job]:
+    def _jobs(self, number: int, record: RecordHead, plan: _Plan, out: NDArray[np.generic]) -> Iterator[Job]:
         """Find the record; what is left to do is one decoding per chunk that the region touches."""
         file, places, raw = self._locator.find(number, record, plan.ordinals)
         if raw is not None:

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from capd.store import power
-from capd.store.catalog import Catalog
+from capd.store.catalog import Catalog, NewRow
 from capd.store.catalog_read import SeriesRow
+from capd.store.documents import run_attributes
 from capd.store.frames import FORMAT_VERSION, FileHeader, RecordRow, SeriesHeader
-from capd.store.layout import Layout, node_directory, run_attributes
+from capd.store.layout import Layout, node_directory
 from capd.store.open_files import OpenFiles
 from capd.store.ranges import RangeSet
 from capd.store.series import Series
@@ -25,7 +26,7 @@ class Recovered:
     catalog: Catalog
     series: list[Series]
     acked: dict[bytes, list[tuple[int, int]]]
-    rows: list[tuple[int, int, RecordRow, int]] = field(default_factory=list)
+    rows: list[NewRow] = field(default_factory=list)
     changed_clients: set[bytes] = field(default_factory=set)
     unfinished: list[Series] = field(default_factory=list)
 
@@ -79,7 +80,7 @@ class Recovery:
         if number >= series.row.records:
             series.row.records = number  # `count` makes it number + 1
             series.count(row)
-        self.out.rows.append((series.row.id, number, row, stored_nbytes))
+        self.out.rows.append(NewRow.of(series.row.id, number, row, stored_nbytes))
         self.acknowledge(row)
 
     def agree(self, series: Series, rows: Mapping[int, RecordRow]) -> dict[int, int]:

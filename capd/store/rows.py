@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import TypeVar
 
 from capd.errors import DamagedRecord
-from capd.store.catalog_read import RecordId, SeriesRow
-from capd.store.frames import RecordRow
+from capd.store.catalog_read import SeriesRow
+from capd.store.frames import RecordHead, RecordRow
 from capd.store.node import NodeView
 from capd.store.recent import Recent
 from capd_client.key import Moment
@@ -26,7 +26,7 @@ class SeriesRows:
     def __init__(self, node: NodeView, row: SeriesRow, attempt: int | str = "all") -> None:
         self._node, self._row, self._attempt = node, row, attempt
         self._rows: Recent[int, dict[int, RecordRow]] = Recent(_KEPT_WINDOWS)
-        self._ids: dict[int, dict[int, RecordId]] = {}
+        self._ids: dict[int, dict[int, RecordHead]] = {}
 
     @cached_property
     def numbers(self) -> Sequence[int]:
@@ -45,7 +45,7 @@ class SeriesRows:
     def _attempts(self) -> tuple[int, int]:
         if self._row.records > _WINDOW:
             return self._node.attempts(self._row.header.path)
-        known = [self.id(number).attempt for number in range(self._row.records)] or [0]
+        known = [self.id(number).moment.attempt for number in range(self._row.records)] or [0]
         return min(known), max(known)
 
     def row(self, number: int) -> RecordRow:
@@ -57,7 +57,7 @@ class SeriesRows:
             self._rows.put(window, held)
         return self._known(held, number)
 
-    def id(self, number: int) -> RecordId:
+    def id(self, number: int) -> RecordHead:
         """What identifies one record. Raises DamagedRecord if neither catalog nor frames know it."""
         window = number // _WINDOW
         held = self._ids.get(window)

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from capd.errors import StoreError
+from capd.store.catalog import NewRow
 from capd.store.catalog_read import CATALOG_NAME, SeriesRow, SessionRow
 from capd.store.encode import ChunkResult
 from capd.store.failpoints import failpoint
-from capd.store.frames import FORMAT_VERSION, Commit, FileHeader, RecordRow
+from capd.store.files import FileSystemSyncFailed
+from capd.store.frames import FORMAT_VERSION, FileHeader, RecordRow
 from capd.store.layout import Layout, shard_path
 from capd.store.open_files import LostWrites, OpenFiles
 from capd.store.options import StoreOptions
@@ -30,7 +32,7 @@ from capd.store.seal import finish_files, publish
 from capd.store.series import Plan, Series
 from capd.store.settle import SmallRecords
 from capd.store.shards import EncodedChunk, ShardWriter
-from capd.store.small import LOG_GLOB, NewSmall, SmallLog
+from capd.store.small import LOG_GLOB, Small, SmallLog
 from capd_client.key import Key
 
 __all__ = ["RunStore"]
@@ -57,8 +59,8 @@ class RunStore:
         self._acked = {client: RangeSet(ranges) for client, ranges in found.acked.items()}
         self.plan = Planner(options, found.series).plan
         log = SmallLog(self._layout.spool, self._file_header, options.log_nbytes, self._files)
-        self._small = SmallRecords(log, self._files, self._shard_for, self._append, self._note_moved)
-        self._new_rows: list[tuple[int, int, RecordRow, int]] = list(found.rows)
+        self._small = SmallRecords(log, self._files, self._shard_for, self._append_small, self._note_moved)
+        self._new_rows: list[NewRow] = list(found.rows)
         self._moved: list[tuple[int, int, int, int]] = []
         self._changed: set[str] = set()
         self._changed_clients: set[bytes] = set(found.changed_clients)
@@ -87,26 +89,25 @@ class RunStore:
         encoded = (
             EncodedChunk(geometry.slot(number, c.ordinal), c.ordinal, c.payload, c.raw_nbytes) for c in chunks
         )
-        written = self._append(series, number, [row], encoded)
-        series.count(row)
-        self._note(series, number, row, written)
+        session = int.from_bytes(row.client[:8], "little")
+        written = self._append(series, number, [row], encoded, session=session, sequence=row.sequence)
+        self._note(series, row, NewRow.of(series.row.id, number, row, written))
 
     def commit_small(self, records: Sequence[tuple[Plan, RecordRow, bytes]]) -> None:
         """Commit small records to the node's log, in one write. Raises OSError or StoreError; then nothing of them
         remains."""
-        series = [self._series_of(plan) for plan, _, _ in records]
-        new: list[NewSmall] = []
+        new: list[tuple[Series, int, Small]] = []
         numbers: dict[int, int] = {}
-        for owner, (_, row, data) in zip(series, records, strict=True):
-            number = numbers.get(owner.row.id, owner.row.records)
-            numbers[owner.row.id] = number + 1
-            new.append(NewSmall(owner.header, number, row, data))
-        self._small.commit(series, new)
-        for owner, (_, number, row, _) in zip(series, new, strict=True):
-            owner.count(row)
-            self._note(owner, number, row, 0)
-            if owner.row.records % owner.geometry.batch == 0:
-                self._ripe.add(owner.header.path)
+        for plan, row, data in records:
+            series = self._series_of(plan)
+            number = numbers.get(series.row.id, series.row.records)
+            numbers[series.row.id] = number + 1
+            new.append((series, number, Small.of(row, data)))
+        self._small.commit(new)
+        for (series, number, small), (_, row, _) in zip(new, records, strict=True):
+            self._note(series, row, NewRow(series.row.id, number, row.moment.attempt, 0, small.row))
+            if series.row.records % series.geometry.batch == 0:
+                self._ripe.add(series.header.path)
 
     def _series_of(self, plan: Plan) -> Series:
         if self._failed:
@@ -122,8 +123,9 @@ class RunStore:
     def _key_at(self, path: str) -> Key | None:
         return self._series[path].header.key if path in self._series else None
 
-    def _note(self, series: Series, number: int, row: RecordRow, stored_nbytes: int) -> None:
-        self._new_rows.append((series.row.id, number, row, stored_nbytes))
+    def _note(self, series: Series, row: RecordRow, new: NewRow) -> None:
+        series.count(row)
+        self._new_rows.append(new)
         self._changed.add(series.header.path)
         acked = self._acked.get(row.client)
         if acked is None:
@@ -134,13 +136,25 @@ class RunStore:
     def _note_moved(self, series: Series, first: int, count: int, stored_nbytes: int) -> None:
         self._moved.append((series.row.id, first, first + count, stored_nbytes // count))
 
-    def _append(
-        self, series: Series, first: int, rows: list[RecordRow], chunks: Iterable[EncodedChunk]
+    def _append_small(
+        self, series: Series, first: int, small: Small, rows: list[bytes], chunk: EncodedChunk
     ) -> int:
-        """Append records to the shard that record `first` belongs to; all of them lie in it."""
+        return self._append(series, first, rows, [chunk], session=small.session, sequence=small.sequence)
+
+    def _append(
+        self,
+        series: Series,
+        first: int,
+        rows: Sequence[RecordRow | bytes],
+        chunks: Iterable[EncodedChunk],
+        *,
+        session: int,
+        sequence: int,
+    ) -> int:
+        """Append records to the shard that record `first` belongs to; all of them lie in it. session, sequence: of
+        the first."""
         shard = self._shard_for(series, first)
-        session = int.from_bytes(rows[0].client[:8], "little")
-        written = shard.commit(chunks, Commit(first, rows), session=session, sequence=rows[0].sequence)
+        written = shard.commit(chunks, first, rows, session=session, sequence=sequence)
         series.in_shards = first + len(rows)
         series.row.stored_bytes += written
         self._changed.add(series.header.path)
@@ -202,13 +216,25 @@ class RunStore:
     def _sync_tree(self) -> None:
         """New directories and documents. One failure is tried again: documents can be written anew, entries cannot."""
         try:
-            self._layout.sync()
+            with self._doubting():
+                self._layout.sync()
         except OSError:
             try:
                 self._layout.sync()
             except OSError:
                 self._files.cut_back()
                 raise
+
+    @contextlib.contextmanager
+    def _doubting(self) -> Iterator[None]:
+        """A sync of the whole file system that fails in here casts doubt on every open shard and log."""
+        try:
+            yield
+        except FileSystemSyncFailed:
+            shards = [series.shard for series in self._series.values() if series.shard is not None]
+            self._files.distrust(shard.path for shard in shards if shard.path.exists())  # not renamed yet
+            self._files.distrust_unsynced()
+            raise
 
     def _fail(self, error: Exception) -> None:
         self._failed = (
@@ -313,15 +339,16 @@ class RunStore:
         for series in group:
             series.row.sealing = True
             self._changed.add(series.header.path)
-        self._layout.sync()
-        self.flush_catalog(durable=True)
-        self._catalog.publish()  # before a shard leaves the spool, where readers would miss it
-        try:
-            finish_files(self._layout, group, self._files)
-        except LostWrites as error:
-            self._fail(error)
-            raise
-        publish(self._layout, self._catalog, group)
+        with self._doubting():
+            self._layout.sync()
+            self.flush_catalog(durable=True)
+            self._catalog.publish()  # before a shard leaves the spool, where readers would miss it
+            try:
+                finish_files(self._layout, group, self._files)
+            except LostWrites as error:
+                self._fail(error)
+                raise
+            publish(self._layout, self._catalog, group)
         for series in group:
             series.shard = None
             series.row.sealing, series.row.sealed = False, series.in_shards

@@ -23,7 +23,7 @@ from capd.errors import DamagedRecord
 from capd.store.codecs import chain_for, crc32c
 from capd.store.decode import decode
 from capd.store.encode import encode_batch
-from capd.store.frames import Commit, RecordRow, SeriesHeader
+from capd.store.frames import RecordRow, SeriesHeader
 from capd.store.scan import ScannedShard, read_shard
 from capd.store.shards import EncodedChunk, ShardWriter, read_index
 
@@ -135,7 +135,7 @@ def write_records(
         payload = encode_batch([bits for _, bits in waiting], 0, None, geometry, chain)
         rows = [row for row, _ in waiting]
         chunk = EncodedChunk(geometry.slot(start, 0), 0, payload, sum(row.nbytes for row in rows))
-        _commit(shard_for(start), [chunk], Commit(start, rows))
+        _commit(shard_for(start), [chunk], start, rows)
         waiting.clear()
 
     for row, salvaged in records:
@@ -144,7 +144,7 @@ def write_records(
                 EncodedChunk(geometry.slot(number, ordinal), ordinal, payload, raw_nbytes)
                 for ordinal, payload in salvaged
             ]
-            _commit(shard_for(number), chunks, Commit(number, [row]))
+            _commit(shard_for(number), chunks, number, [row])
             number += 1
             continue
         waiting.append((row, salvaged))
@@ -156,7 +156,6 @@ def write_records(
     return number
 
 
-def _commit(shard: ShardWriter, chunks: list[EncodedChunk], commit: Commit) -> None:
-    row = commit.rows[0]
-    session = int.from_bytes(row.client[:8], "little")
-    shard.commit(chunks, commit, session=session, sequence=max(0, row.sequence))
+def _commit(shard: ShardWriter, chunks: list[EncodedChunk], first: int, rows: list[RecordRow]) -> None:
+    session = int.from_bytes(rows[0].client[:8], "little")
+    shard.commit(chunks, first, rows, session=session, sequence=max(0, rows[0].sequence))

@@ -9,21 +9,45 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
 
 from capd.errors import StoreError
 from capd.store.decode import decode
 from capd.store.encode import as_array, encode_batch
 from capd.store.failpoints import failpoint
-from capd.store.frames import RecordRow
 from capd.store.open_files import OpenFiles
 from capd.store.series import Series
 from capd.store.shards import EncodedChunk, ShardWriter
-from capd.store.small import NewSmall, SmallLog, SmallRecord, read_small
+from capd.store.small import Small, SmallLog, SmallRecord, read_small
 
 __all__ = ["SmallRecords"]
 
 logger = logging.getLogger(__name__)
+
+
+_FRESH_NBYTES = 96 << 20
+_ROW_NBYTES = 512  # about what a record takes beside its elements
+
+
+class _Fresh:
+    """What was logged last, as far as it fits into memory: a shard gets it without reading the log."""
+
+    def __init__(self) -> None:
+        self._held: dict[SmallRecord, Small] = {}
+        self._nbytes = 0
+
+    def keep(self, place: SmallRecord, small: Small) -> None:
+        """Keep a record if there is room; those that came before are needed earlier."""
+        nbytes = len(small.data) + _ROW_NBYTES
+        if self._nbytes + nbytes <= _FRESH_NBYTES:
+            self._held[place] = small
+            self._nbytes += nbytes
+
+    def take(self, place: SmallRecord) -> Small | None:
+        """The record logged at `place`, which is forgotten, or None."""
+        small = self._held.pop(place, None)
+        if small is not None:
+            self._nbytes -= len(small.data) + _ROW_NBYTES
+        return small
 
 
 class SmallRecords:
@@ -34,19 +58,23 @@ class SmallRecords:
         log: SmallLog,
         files: OpenFiles,
         shard_for: Callable[[Series, int], ShardWriter],
-        append: Callable[[Series, int, list[RecordRow], Iterable[EncodedChunk]], int],
+        append: Callable[[Series, int, Small, list[bytes], EncodedChunk], int],
         moved: Callable[[Series, int, int, int], None],
     ) -> None:
-        """shard_for, append: the run store's ways into shards. moved: told (series, first, count, stored bytes)."""
+        """shard_for, append: the run store's ways into shards; append takes (series, first, its record, all rows,
+        chunk). moved: told (series, first, count, stored bytes)."""
         self._log, self._files = log, files
         self._shard_for, self._append, self._moved = shard_for, append, moved
+        self._fresh = _Fresh()
         self._stuck: set[str] = set()  # series whose small records could not be moved; said once
         self._released: Counter[int] = Counter()  # by log: records in shards that are not durable yet
 
-    def commit(self, series: Sequence[Series], records: Sequence[NewSmall]) -> None:
+    def commit(self, records: Sequence[tuple[Series, int, Small]]) -> None:
         """Append records to the log, in one write. Raises OSError; then nothing of them remains."""
-        for owner, place in zip(series, self._log.append(records), strict=True):
-            owner.waiting.append(place)
+        places = self._log.append([(series.header, number, small) for series, number, small in records])
+        for (series, _, small), place in zip(records, places, strict=True):
+            series.waiting.append(place)
+            self._fresh.keep(place, small)
 
     def settle(self, series: Series, *, full_chunks: bool = False) -> None:
         """Move the waiting small records of a series into its shard, chunk by chunk.
@@ -71,13 +99,8 @@ class SmallRecords:
 
     def _settle_batch(self, series: Series, first: int, places: Sequence[SmallRecord]) -> None:
         geometry, chain = series.geometry, series.chain
-        records, rows = [], []
-        for log, group in groupby(places, key=lambda place: place.log):
-            fd = self._files.get(self._log.path(log))
-            for place in group:
-                raw, commit, _ = read_small(fd, place.offset)
-                rows.append(commit.rows[0])
-                records.append(as_array(raw, chain.stored, rows[-1].shape))
+        found = [self._fresh.take(place) or self._read(place) for place in places]
+        records = [as_array(small.data, chain.stored, small.shape) for small in found]
         slot = geometry.slot(first, 0)
         at = first % geometry.batch
         held = None
@@ -86,15 +109,19 @@ class SmallRecords:
             offset, nbytes = shard.index[slot]
             held = decode(chain, shard.read(offset, nbytes), (geometry.batch, *geometry.chunk))
         payload = encode_batch(records, at, held, geometry, chain)
-        raw_nbytes = sum(row.nbytes for row in rows)
+        chunk = EncodedChunk(slot, 0, payload, sum(len(small.data) for small in found))
         failpoint("settle.before_append")
-        written = self._append(series, first, rows, [EncodedChunk(slot, 0, payload, raw_nbytes)])
+        written = self._append(series, first, found[0], [small.row for small in found], chunk)
         series.waiting.drop(len(places))
-        self._moved(series, first, len(rows), written)
+        self._moved(series, first, len(found), written)
         self._released.update(place.log for place in places)
         failpoint("settle.after_append")
         if not self._files.durable:
             self.release()
+
+    def _read(self, place: SmallRecord) -> Small:
+        raw, commit, _ = read_small(self._files.get(self._log.path(place.log)), place.offset)
+        return Small.of(commit.rows[0], raw)
 
     def release(self) -> None:
         """Let the log delete files whose records stand in shards; a durable store calls it behind its group sync."""

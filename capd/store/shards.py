@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,7 +19,7 @@ from capd.errors import DamagedRecord, StoreError
 from capd.store.codecs import crc32c
 from capd.store.failpoints import failpoint
 from capd.store.files import copy_range, new_file, pwrite_all, rename, start_writeback, truncate, unlink
-from capd.store.frames import Commit, FileHeader, Kind, frame
+from capd.store.frames import FileHeader, Kind, RecordRow, encode_commit, frame
 from capd.store.open_files import OpenFiles
 from capd.store.scan import read_shard
 
@@ -118,17 +118,26 @@ class ShardWriter:
         files.created(path, end)
         return cls(path, files, number, end, index, has_records=True, replaces=True)
 
-    def commit(self, chunks: Iterable[EncodedChunk], commit: Commit, *, session: int, sequence: int) -> int:
-        """Append the chunks and their COMMIT as one contiguous run; fills `commit.chunks`. Returns bytes written.
+    def commit(
+        self,
+        chunks: Iterable[EncodedChunk],
+        first: int,
+        rows: Sequence[RecordRow | bytes],
+        *,
+        session: int,
+        sequence: int,
+    ) -> int:
+        """Append the chunks and the COMMIT of records first, first+1, … as one contiguous run. Returns bytes written.
 
-        Chunks are written as they come, so a record larger than memory passes through. A chunk equal to the
-        same chunk of the record before is stored once. If anything fails the file is cut back and the error
-        raised: nothing of the record remains.
+        rows: looked at behind the last chunk; bytes are encoded already. Chunks are written as they come, so a
+        record larger than memory passes through. A chunk equal to the same chunk of the record before is stored
+        once. If anything fails the file is cut back and the error raised: nothing of the record remains.
         """
         fd = self._files.get(self.path)
         run = _Run(fd, self.end)
         marks = {"session": session, "sequence": sequence}
         placed: dict[int, tuple[int, int, int]] = {}
+        entries: list[tuple[int, int, int]] = []
         try:
             for chunk in chunks:
                 at = self._twin(fd, chunk)
@@ -138,8 +147,8 @@ class ShardWriter:
                     )
                     at = run.add(head, chunk.payload)
                 placed[chunk.ordinal] = (len(chunk.payload), _tail(chunk.payload), at)
-                commit.chunks.append((chunk.slot, at, len(chunk.payload)))
-            payload = _encode(commit)
+                entries.append((chunk.slot, at, len(chunk.payload)))
+            payload = encode_commit(first, rows, entries)
             run.add(frame(Kind.COMMIT, payload, **marks), payload)
             failpoint("commit.before_write")
             end = run.finish()
@@ -151,7 +160,7 @@ class ShardWriter:
         self._files.wrote(self.path, self.end, end)
         written, self.end, self._previous = end - self.end, end, placed
         self.has_records = True
-        self.index.update((slot, (at, nbytes)) for slot, at, nbytes in commit.chunks)
+        self.index.update((slot, (at, nbytes)) for slot, at, nbytes in entries)
         self._start_writeback(fd)
         return written
 

@@ -28,6 +28,8 @@ from capd.store.frames import (
     RecordRow,
     SeriesHeader,
     decode_commit,
+    encode_commit,
+    encode_row,
     frame,
     parse_frame,
     payload_is_sound,
@@ -36,7 +38,7 @@ from capd.store.geometry import SMALL_NBYTES
 from capd.store.open_files import OpenFiles
 
 __all__ = [
-    "LOG_GLOB", "NewSmall", "SmallLog", "SmallRecord", "Waiting", "log_number", "log_path", "read_small",
+    "LOG_GLOB", "Small", "SmallLog", "SmallRecord", "Waiting", "log_number", "log_path", "read_small",
 ]  # fmt: skip
 
 LOG_GLOB = "small-*.log"
@@ -79,13 +81,20 @@ class Waiting:
         del self._packed[:count]
 
 
-class NewSmall(NamedTuple):
-    """A small record on its way into the log. record: its number in the series."""
+class Small(NamedTuple):
+    """A small record in memory. session: of its frames. row: its RecordRow, encoded. data: its elements, C order."""
 
-    series: SeriesHeader
-    record: int
-    row: RecordRow
+    session: int
+    sequence: int
+    shape: tuple[int, ...]
+    row: bytes
     data: bytes
+
+    @classmethod
+    def of(cls, row: RecordRow, data: bytes) -> Small:
+        """The record that `row` describes."""
+        session = int.from_bytes(row.client[:8], "little")
+        return cls(session, row.sequence, row.shape, encode_row(row), data)
 
 
 def log_number(path: Path) -> int:
@@ -118,23 +127,23 @@ class SmallLog:
         """Number of the oldest file that still holds records, if more than eight are held back."""
         return min(self._waiting) if len(self._waiting) > 8 else None
 
-    def append(self, records: Sequence[NewSmall]) -> list[SmallRecord]:
-        """Append records, each with its COMMIT, in one write; raises OSError and leaves nothing of them on failure."""
+    def append(self, records: Sequence[tuple[SeriesHeader, int, Small]]) -> list[SmallRecord]:
+        """Append records (with their series and number), each with its COMMIT, in one write. Raises OSError; then
+        nothing of them remains."""
         path = self._file()
         parts: list[bytes] = []
         places: list[SmallRecord] = []
         fresh: dict[str, int] = {}
         at = self._end
-        for series, record, row, data in records:
+        for series, number, (session, sequence, _, row, data) in records:
             reference = self._references.get(series.path, fresh.get(series.path))
             if reference is None:
                 reference = fresh[series.path] = len(self._references) + len(fresh)
                 payload = _encode(series)
                 parts += [frame(Kind.SERIES, payload, ordinal=reference), payload]
                 at += FRAME_NBYTES + len(payload)
-            commit = _encode(Commit(record, [row]))
-            session = int.from_bytes(row.client[:8], "little")
-            marks = {"ordinal": reference, "session": session, "sequence": row.sequence}
+            commit = encode_commit(number, [row])
+            marks = {"ordinal": reference, "session": session, "sequence": sequence}
             head = frame(Kind.RECORD, data, raw_nbytes=len(data), **marks)
             parts += [head, data, frame(Kind.COMMIT, commit, **marks), commit]
             places.append(SmallRecord(self._number, at))

@@ -96,7 +96,7 @@ def _read_catalog(run: Path, node: NodePromise) -> None:
                 raise sqlite3.DatabaseError(check)
             database.execute("BEGIN")
             node.rows = {row.header.path: row for row in read_series(database)}
-            sums = dict(read_sums(database))
+            sums = read_sums(database)
             identities = {row.id for row in node.rows.values()}
             if sums.keys() - identities:
                 raise sqlite3.DatabaseError("it has records of series that it does not know")

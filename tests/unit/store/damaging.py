@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from capd.store.frames import FRAME_NBYTES, Frame, Kind, walk
+import msgspec
+
+from capd.store.frames import FRAME_NBYTES, Frame, Kind, decode_row, encode_row, walk
 from capd_client.key import Moment
 from tests.unit.store.reading import Held
 from tests.unit.store.writing import Writer
@@ -68,3 +72,33 @@ def without(held: Held, lost: Callable[[str, Moment], bool]) -> Held:
         if rest:
             kept[(key, dtype)] = rest
     return kept
+
+
+def edit_catalog(catalog: Path, statement: str) -> None:
+    """Run an SQL statement, which may look into rows of `records` and change them.
+
+    field(body, 'shape') and field(body, 'moment.iteration') give the JSON of a field, changed(body, field, JSON) the
+    body with another value in it.
+    """
+    database = sqlite3.connect(catalog)
+    database.create_function("field", 2, _field)
+    database.create_function("changed", 3, _changed)
+    with database:
+        database.execute(statement)
+    database.close()
+
+
+def _field(body: bytes, path: str) -> str:
+    found: Any = decode_row(body)
+    for name in path.split("."):
+        found = getattr(found, name)
+    return msgspec.json.encode(found).decode()
+
+
+def _changed(body: bytes, path: str, value: str | int) -> bytes:
+    row = decode_row(body)
+    *outer, name = path.split(".")
+    owner = getattr(row, outer[0]) if outer else row
+    new = msgspec.json.decode(str(value))
+    owner = msgspec.structs.replace(owner, **{name: new.encode() if name == "client" else new})
+    return encode_row(msgspec.structs.replace(row, **{outer[0]: owner}) if outer else owner)

@@ -18,6 +18,7 @@ from capd.store.catalog_read import CATALOG_NAME
 from capd.store.codecs import chain_for, crc32c
 from capd.store.decode import decode_into
 from capd.store.shard_file import ShardFile
+from tests.unit.store.damaging import edit_catalog
 from tests.unit.store.writing import Writer, key
 
 Truth = dict[tuple[str, int], tuple[int, np.ndarray]]
@@ -186,26 +187,39 @@ def edited(sealed: tuple[Path, Truth], tmp_path: Path, statement: str) -> Path:
     image = tmp_path / sealed[0].name
     shutil.copytree(sealed[0], image)
     [catalog] = image.rglob(CATALOG_NAME)
-    database = sqlite3.connect(catalog)
-    database.execute(statement)
-    database.commit()
-    database.close()
+    edit_catalog(catalog, statement)
     return image
 
 
 @pytest.mark.parametrize(
     ("statement", "message"),
     [
-        ("UPDATE records SET shape='[3, 8]' WHERE shape='[3, 9]'", "does not fit"),
-        ("UPDATE records SET shape='[9, 3]' WHERE shape='[3, 9]'", "does not fit"),
-        ("UPDATE records SET shape='[0, 2]' WHERE shape='[0, 4]'", "different captures"),
-        ("UPDATE records SET shape='[2, 300, 600]' WHERE shape='[2, 600, 300]'", "does not fit"),
         (
-            "UPDATE records SET shape='[1, 600, 300]', nbytes=720000 WHERE shape='[2, 600, 300]'",
+            "UPDATE records SET body=changed(body, 'shape', '[3, 8]') WHERE field(body, 'shape')='[3,9]'",
+            "does not fit",
+        ),
+        (
+            "UPDATE records SET body=changed(body, 'shape', '[9, 3]') WHERE field(body, 'shape')='[3,9]'",
+            "does not fit",
+        ),
+        (
+            "UPDATE records SET body=changed(body, 'shape', '[0, 2]') WHERE field(body, 'shape')='[0,4]'",
             "different captures",
         ),
-        ("UPDATE records SET sequence=sequence+1 WHERE record=2", "different captures"),
-        ("UPDATE records SET client=x'00' WHERE record=2", "different captures"),
+        (
+            "UPDATE records SET body=changed(body, 'shape', '[2, 300, 600]') WHERE field(body, 'shape')='[2,600,300]'",
+            "does not fit",
+        ),
+        (
+            "UPDATE records SET body=changed(changed(body, 'shape', '[1, 600, 300]'), 'nbytes', '720000') "
+            "WHERE field(body, 'shape')='[2,600,300]'",
+            "different captures",
+        ),
+        (
+            "UPDATE records SET body=changed(body, 'sequence', field(body, 'sequence')+1) WHERE record=2",
+            "different captures",
+        ),
+        ("UPDATE records SET body=changed(body, 'client', '\"0\"') WHERE record=2", "different captures"),
     ],
 )
 def test_a_catalog_that_names_another_capture_is_an_error_not_a_value(

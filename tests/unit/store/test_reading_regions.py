@@ -254,7 +254,7 @@ def test_one_record_of_many_costs_a_window_of_rows(run: Writer, monkeypatch: pyt
         return count
 
     monkeypatch.setattr(node, "read_records", counted(node.read_records))
-    monkeypatch.setattr(node, "read_ids", counted(node.read_ids))
+    monkeypatch.setattr(node, "read_heads", counted(node.read_heads))
     monkeypatch.setattr("capd.store.rows._WINDOW", 64)
     series, held = opened(run, "small")
     assert not fetched

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from capd.store.catalog_read import CATALOG_NAME
 from capd.store.damage import Damage, fold
 from capd.store.frames import Frame, Kind
 from capd.store.verify import verify_run
-from tests.unit.store.damaging import flip, frames, head, image, inside, spool
+from tests.unit.store.damaging import edit_catalog, flip, frames, head, image, inside, spool
 from tests.unit.store.writing import Writer, key
 
 RNG = np.random.default_rng(11)
@@ -240,11 +239,14 @@ def test_group_metadata_that_is_no_json_or_missing_is_found(
 @pytest.mark.parametrize(
     ("statement", "records"),
     [
-        ("UPDATE records SET iteration=99 WHERE record=2", (2,)),
-        ("UPDATE records SET shape='[300, 399]' WHERE record=2", (2,)),
-        ("UPDATE records SET absmax=absmax+1 WHERE record=2", (2,)),
-        ("UPDATE records SET metadata='{}' WHERE record=2", (2,)),
-        ("UPDATE exponents SET bins=(SELECT bins FROM exponents WHERE record=3) WHERE record=2", (2,)),
+        ("UPDATE records SET body=changed(body, 'moment.iteration', '99') WHERE record=2", (2,)),
+        ("UPDATE records SET body=changed(body, 'shape', '[300, 399]') WHERE record=2", (2,)),
+        ("UPDATE records SET body=changed(body, 'stats.absmax', '1e9') WHERE record=2", (2,)),
+        ("UPDATE records SET body=changed(body, 'metadata', '\"{}\"') WHERE record=2", (2,)),
+        ("UPDATE records SET body=changed(body, 'stats.exponents', '[1, 1]') WHERE record=2", (2,)),
+        ("UPDATE records SET attempt=1 WHERE record=2", ()),
+        ("UPDATE records SET body=x'93' WHERE record=2", ()),
+        ("UPDATE records SET body='text' WHERE record=2", ()),
         ("DELETE FROM records WHERE record=2", (2,)),
         ("DELETE FROM acked", (0, 1, 2, 3, 4)),
         ("UPDATE series SET raw_bytes=raw_bytes+1", ()),
@@ -256,10 +258,7 @@ def test_group_metadata_that_is_no_json_or_missing_is_found(
 def test_the_catalog_is_compared_with_the_commits(
     run: Path, statement: str, records: tuple[int, ...]
 ) -> None:
-    database = sqlite3.connect(run / ".capd" / "node=n0" / CATALOG_NAME)
-    with database:
-        database.execute(statement)
-    database.close()
+    edit_catalog(run / ".capd" / "node=n0" / CATALOG_NAME, statement)
 
     found = verify_run(run).damaged
 
