@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from capd.server.jobs import Job
+from capd.server.memory import settle_heap
 from capd.server.pipeline import Pipeline
 from capd.store.options import StoreOptions
 from capd_client.key import Key, Moment
@@ -55,6 +56,7 @@ class CapdWriter:
     """A pipeline on `root` with the one run "run". Options are those of StoreOptions."""
 
     def __init__(self, root: Path, *, threads: int, **options: Any) -> None:
+        settle_heap()
         self.run = root / "run.zarr"
         self._outcomes = Outcomes()
         self._sequence = 0

@@ -92,7 +92,7 @@ class AppendThread(threading.Thread):
                 continue
             self._commit_small(small)
             if isinstance(item, Task):
-                self._finish(item, item.refusal or self._attempt(item, self._write_large))
+                self._finish([item], item.refusal or self._attempt(item, self._write_large))
             elif item is not None:
                 self._sync_group()
                 item()
@@ -127,9 +127,11 @@ class AppendThread(threading.Thread):
         if not tasks:
             return
         refusal = self._attempt(tasks, self._write_small)
-        for task in tasks:
-            retry = refusal is not None and len(tasks) > 1
-            self._finish(task, self._attempt([task], self._write_small) if retry else refusal)
+        if refusal is not None and len(tasks) > 1:
+            for task in tasks:
+                self._finish([task], self._attempt([task], self._write_small))
+        else:
+            self._finish(tasks, refusal)
         tasks.clear()
 
     def _attempt(self, work: Any, write: Callable[[Any], None]) -> Refusal | None:
@@ -161,15 +163,16 @@ class AppendThread(threading.Thread):
 
     # -- outcomes
 
-    def _finish(self, task: Task, refusal: Refusal | None) -> None:
-        """Report a task, or let it wait for the group sync."""
-        self._drain(task)
-        if refusal is not None or not self._runs[task.job.run_id].is_durable:
-            self._report(task, refusal)
+    def _finish(self, tasks: list[Task], refusal: Refusal | None) -> None:
+        """Report tasks of one run, or let them wait for the group sync."""
+        for task in tasks:
+            self._drain(task)
+        if refusal is not None or not self._runs[tasks[0].job.run_id].is_durable:
+            self._report(tasks, refusal)
             return
         if not self._unsynced:
             self._group_since = time.monotonic()
-        self._unsynced.append(task)
+        self._unsynced += tasks
         if time.monotonic() - self._group_since > _GROUP_S:
             self._sync_group()
 
@@ -181,7 +184,7 @@ class AppendThread(threading.Thread):
             run_id = task.job.run_id
             if run_id not in outcomes:
                 outcomes[run_id] = self._attempt(self._runs[run_id], RunStore.sync)
-            self._report(task, outcomes[run_id])
+            self._report([task], outcomes[run_id])
 
     def _merged(self, task: Task, row: RecordRow) -> Iterator[ChunkResult]:
         """The task's chunks; their statistics gather in `row`, complete when its COMMIT is written."""
@@ -204,16 +207,17 @@ class AppendThread(threading.Thread):
             wait([entry[0]])
             self._booked.give(entry[1])
 
-    def _report(self, task: Task, refusal: Refusal | None) -> None:
-        job = task.job
-        try:
-            if refusal is None:
-                job.sink.committed(job.sequence)
-            else:
-                job.sink.refused(job.sequence, *refusal)
-        except Exception:  # a sink belongs to one session; the others must not suffer
-            logger.exception("the session of job %d could not be told", job.sequence)
-        self._tickets.done(task.ticket)
+    def _report(self, tasks: list[Task], refusal: Refusal | None) -> None:
+        for task in tasks:
+            job = task.job
+            try:
+                if refusal is None:
+                    job.sink.committed(job.sequence)
+                else:
+                    job.sink.refused(job.sequence, *refusal)
+            except Exception:  # a sink belongs to one session; the others must not suffer
+                logger.exception("the session of job %d could not be told", job.sequence)
+        self._tickets.done([task.ticket for task in tasks])
 
 
 def _fits(small: list[Task], task: Task) -> bool:

@@ -9,7 +9,6 @@ either way, and the next start takes up the rest.
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import socket
@@ -28,7 +27,7 @@ from capd.server.budget import DiskBudget, default_max_disk, encode_threads, rai
 from capd.server.connection import ConnectionContext
 from capd.server.instance import RootLock
 from capd.server.listener import Listener
-from capd.server.memory import keep_freed_buffers
+from capd.server.memory import settle_heap
 from capd.server.naming import RunNames
 from capd.server.pipeline import Pipeline
 from capd.server.registry import Registry
@@ -109,8 +108,7 @@ class Daemon:
         self._started = time.monotonic()
         with contextlib.suppress(OSError):
             os.nice(max(0, _NICE - os.nice(0)))  # before any thread is started: they inherit it
-        keep_freed_buffers()
-        gc.freeze()  # what is imported by now never becomes garbage
+        settle_heap()
         open_files = raise_open_files()
         self._closing = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         stack.callback(os.close, self._closing)

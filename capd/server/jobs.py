@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -106,11 +107,13 @@ class Lanes:
     def put(self, task: Task) -> None:
         """Queue a task behind its client's others."""
         with self._changed:
-            lane = self._lanes.setdefault(task.job.client, deque())
-            lane.append(task)
-            if len(lane) == 1:
-                self._turns.append(task.job.client)
-                self._changed.notify()
+            lane = self._lanes.get(task.job.client)
+            if lane is not None:
+                lane.append(task)
+                return
+            self._lanes[task.job.client] = deque([task])
+            self._turns.append(task.job.client)
+            self._changed.notify()
 
     def get(self, limit: int) -> list[Task]:
         """The next tasks, at most `limit`, waiting for one; empty once the lanes are closed and empty."""
@@ -163,11 +166,12 @@ class Tickets:
             held = list(self._admitted.values())
         return sum(nbytes for nbytes, _ in held), sum(new for _, new in held)
 
-    def done(self, ticket: int) -> None:
-        """The job with this ticket is committed or refused."""
+    def done(self, tickets: Iterable[int]) -> None:
+        """The jobs with these tickets are committed or refused."""
         with self._lock:
-            self._admitted.pop(ticket, None)
-            self._done.add(ticket)
+            for ticket in tickets:
+                self._admitted.pop(ticket, None)
+                self._done.add(ticket)
             while self._oldest in self._done:
                 self._done.remove(self._oldest)
                 self._oldest += 1

@@ -188,7 +188,7 @@ class Pipeline:
         try:
             store = self._runs[job.run_id]
             plan = store.plan(define.key, define.dtype, define.attributes, job.descriptor.shape, job.data)
-            copies = 2 if plan.geometry.is_small else 1  # in the log first, then in a shard
+            copies = 2 if plan.is_small else 1  # in the log first, then in a shard
             nbytes, new_series = job.descriptor.nbytes * copies, plan.series is None
             refusal = self._budget.refusal(nbytes, new_series=new_series)
             if refusal is not None:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, reduce
-from typing import Optional
+from typing import Any, Optional
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,10 +103,10 @@ def merge(a: StatsRow, b: StatsRow) -> StatsRow:
 
 
 @_quiet
-def exponent_bins(values: NDArray[np.generic]) -> NDArray[np.intp]:
+def exponent_bins(values: NDArray[np.generic]) -> NDArray[np.uint16]:
     """The exponent bin of each value (see the module docstring)."""
     single = np.ascontiguousarray(values, dtype=np.float32)
-    bins = (single.view(np.uint32) >> 23 & 0xFF).astype(np.intp)
+    bins = (single.view(np.uint32) >> 23 & 0xFF).astype(np.uint16)
     if values.dtype.itemsize == 8:
         bins[(bins == 255) & np.isfinite(values)] = 254
     return bins
@@ -121,7 +121,7 @@ class _Codes:
     finite: NDArray[np.bool_]
     nan: NDArray[np.bool_]
     zero: NDArray[np.bool_]
-    bins: NDArray[np.intp]
+    bins: NDArray[np.uint16]
 
 
 @cache
@@ -163,7 +163,11 @@ def _from_histogram(histogram: NDArray[np.int64], dtype: str) -> StatsRow:
 
 
 def _exact(number: Optional[Number], dtype: str) -> Optional[Number]:
-    return int(number) if number is not None and ("int" in dtype or dtype == "bool") else number
+    return int(number) if number is not None and _is_whole(dtype) else number
+
+
+def _is_whole(dtype: str) -> bool:
+    return "int" in dtype or dtype == "bool"
 
 
 def summarise(bits: NDArray[np.generic], dtype: str) -> StatsRow:
@@ -196,17 +200,17 @@ def summarise_rows(bits: NDArray[np.generic], dtype: str) -> list[StatsRow]:
 def _rows(bits: NDArray[np.generic], dtype: str) -> list[StatsRow]:
     rows = bits.shape[0]
     values: NDArray[np.generic]
+    exponents: NDArray[np.unsignedinteger[Any]]
     if dtype == "bfloat16":
         codes = bits.view(np.uint16)
-        values = (codes.astype(np.uint32) << 16).view(np.float32)
-        exponents = (codes >> 7 & 0xFF).astype(np.intp)
+        values = np.left_shift(codes, 16, dtype=np.uint32).view(np.float32)
+        exponents = codes >> 7 & 0xFF
     else:
         values = bits
         if bits.dtype.itemsize == 1:
             values = value_table(dtype)[bits.view(np.uint8)].reshape(rows, -1)
         exponents = exponent_bins(values)
-    exponents += np.arange(rows, dtype=np.intp)[:, None] * 256
-    bins = np.bincount(exponents.ravel(), minlength=rows * 256).reshape(rows, 256)
+    bins = _histograms(exponents)
     none = [0] * rows
     nan, infinite, zero = none, none, none
     lows: list[Optional[Number]] = values.min(axis=1).tolist()
@@ -221,8 +225,10 @@ def _rows(bits: NDArray[np.generic], dtype: str) -> list[StatsRow]:
         lows = _where(some, np.where(finite, wide, np.inf).min(axis=1).tolist())
         highs = _where(some, np.where(finite, wide, -np.inf).max(axis=1).tolist())
         wide[~finite] = 0.0
-    sums, squares = wide.sum(axis=1).tolist(), np.einsum("ij,ij->i", wide, wide).tolist()
-    lows, highs = [_exact(low, dtype) for low in lows], [_exact(high, dtype) for high in highs]
+    sums = wide.sum(axis=1).tolist()
+    squares = np.multiply(wide, wide, out=wide).sum(axis=1).tolist()
+    if _is_whole(dtype):
+        lows, highs = [_exact(low, dtype) for low in lows], [_exact(high, dtype) for high in highs]
     largest = [
         None if low is None or high is None else max(abs(low), abs(high))
         for low, high in zip(lows, highs, strict=True)
@@ -232,12 +238,21 @@ def _rows(bits: NDArray[np.generic], dtype: str) -> list[StatsRow]:
     return [StatsRow(*row) for row in zip(*columns, strict=True)]
 
 
+def _histograms(exponents: NDArray[np.unsignedinteger[Any]]) -> NDArray[np.int64]:
+    """256 bins for each row of [rows, elements] exponents."""
+    rows = len(exponents)
+    row = np.arange(rows, dtype=np.uint16 if rows <= 256 else np.intp)[:, None] * 256
+    return np.bincount(np.add(exponents, row, dtype=row.dtype).ravel(), minlength=rows * 256).reshape(rows, 256)
+
+
 def _where(some: list[bool], ends: list[Optional[Number]]) -> list[Optional[Number]]:
     return [end if is_some else None for is_some, end in zip(some, ends, strict=True)]
 
 
 def _sparse_rows(bins: NDArray[np.int64]) -> list[list[int]]:
+    present = np.flatnonzero(bins.any(axis=0))  # a few dozen of the 256
+    bins = bins[:, present]
     at, used = np.nonzero(bins)
-    flat = np.stack([used, bins[at, used]], axis=-1).ravel().tolist()
+    flat = np.stack([present[used], bins[at, used]], axis=-1).ravel().tolist()
     ends = (2 * np.cumsum(np.bincount(at, minlength=len(bins)))).tolist()
     return [flat[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
