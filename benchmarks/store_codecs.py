@@ -25,6 +25,7 @@ from store_runner import Row, options, report, table, verdict
 from capd.store.codec_choice import codec_name
 from capd.store.codecs import Chain, chain_for
 from capd.store.decode import decode
+from capd.store.encode import whole_chunk
 from capd.store.geometry import plan_geometry
 
 SHARD_NBYTES = 512 << 20
@@ -55,7 +56,7 @@ class Subject:
         bits = entry.bits()
         geometry = plan_geometry(bits.shape, bits.itemsize, SHARD_NBYTES)
         self.nbytes = bits.nbytes
-        self._chunks = [np.ascontiguousarray(bits[slices]) for _, slices in geometry.chunks(bits.shape)]
+        self._chunks = [whole_chunk(bits[slices], geometry) for _, slices in geometry.chunks(bits.shape)]
         sample = bits.tobytes()
         self.codecs = {preset: codec_name(preset, entry.dtype, sample) for preset in PRESETS} | OTHERS
         self._chains = {name: chain_for(name, entry.dtype) for name in self.codecs.values()}

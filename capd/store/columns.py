@@ -19,7 +19,9 @@ from capd_client.key import Moment
 __all__ = ["MAX_INLINE", "TABLE_ROWS", "ColumnRow", "Columns", "first_needed"]
 
 MAX_INLINE = 10_000
-TABLE_ROWS = 8192  # per chunk of the `moments` array
+TABLE_ROWS = (
+    4096  # per chunk of the `moments` array: the most records of a shard, so that a full one adds a chunk
+)
 _FIELDS = Moment.__struct_fields__
 ColumnRow = tuple[Any, ...]  # the Moment's fields, then the shape as a tuple
 
@@ -50,9 +52,13 @@ class Columns:
 
     def table(self) -> tuple[list[str], NDArray[np.int64]]:
         """Column names, and the rows at hand as [record, column]; -1 stands for none."""
-        flat = [[-1 if v is None else int(v) for v in row[:-1]] + list(row[-1]) for row in self._rows]
-        axes = len(self._rows[0][-1])
-        return [*_FIELDS, *(f"shape_{axis}" for axis in range(axes))], np.array(flat, dtype=np.int64)
+        *fields, shapes = zip(*self._rows, strict=True)
+        moments = [
+            [-1 if v is None else v for v in column] if None in column else column for column in fields
+        ]
+        columns = [*moments, *zip(*shapes, strict=True)]
+        names = [*_FIELDS, *(f"shape_{axis}" for axis in range(len(shapes[0])))]
+        return names, np.ascontiguousarray(np.array(columns, dtype=np.int64).T)
 
     def published(self) -> dict[str, Any]:
         """The columns as the group's attributes hold them."""

@@ -14,7 +14,7 @@ from capd.store.frames import StatsRow
 from capd.store.geometry import Geometry
 from capd.store.statistics import summarise, summarise_rows
 
-__all__ = ["ChunkResult", "as_array", "encode_batch", "encode_chunk", "summarise_small"]
+__all__ = ["ChunkResult", "as_array", "encode_batch", "encode_chunk", "summarise_small", "whole_chunk"]
 
 
 class ChunkResult(NamedTuple):
@@ -46,12 +46,17 @@ def encode_chunk(
     dtype: torch dtype to compute statistics for, or None for none.
     """
     block = record[slices]
-    chunk = block
-    if block.shape != geometry.chunk:
-        chunk = np.zeros(geometry.chunk, dtype=record.dtype)
-        chunk[tuple(slice(0, n) for n in block.shape)] = block
-    payload = chain.encode(np.ascontiguousarray(chunk))
-    return ChunkResult(ordinal, payload, chunk.nbytes, summarise(block, dtype) if dtype else None)
+    chunk = whole_chunk(block, geometry)
+    return ChunkResult(ordinal, chain.encode(chunk), chunk.nbytes, summarise(block, dtype) if dtype else None)
+
+
+def whole_chunk(block: NDArray[np.generic], geometry: Geometry) -> NDArray[np.generic]:
+    """`block` as a contiguous inner chunk, with zeros where the record ends inside it."""
+    if block.shape == geometry.chunk:
+        return np.ascontiguousarray(block)
+    chunk = np.zeros(geometry.chunk, dtype=block.dtype)
+    chunk[tuple(slice(0, n) for n in block.shape)] = block
+    return chunk
 
 
 def encode_batch(

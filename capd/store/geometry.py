@@ -1,15 +1,16 @@
 """The chunk grid of a series: pure arithmetic from the first record's shape to chunks, shards and slots.
 
 Inner chunks are full from the right; the first axis whose inner product exceeds CHUNK_NBYTES is split into
-equal parts, axes left of it have chunk length 1. Records smaller than SMALL_NBYTES share chunks of up to
-BATCH_NBYTES along the record axis. A record never spans two shard files; shard extents are the record's
-extents rounded up to whole chunks.
+equal parts, axes left of it have chunk length 1. A chunk whose byte planes are not whole grows by up to an eighth:
+zstd codes literals in blocks of 128 KiB, and a block that holds two planes mixes what byte shuffle parted. Records
+smaller than SMALL_NBYTES share chunks of up to BATCH_NBYTES along the record axis. A record never spans two shard
+files; shard extents are the record's extents rounded up to whole chunks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil, prod
+from math import ceil, gcd, prod
 
 import msgspec
 
@@ -19,6 +20,8 @@ CHUNK_NBYTES = 4 << 20
 SMALL_NBYTES = 256 << 10
 BATCH_NBYTES = 1 << 20
 MAX_SHARD_RECORDS = 4096
+_PLANE_NBYTES = 128 << 10  # the planes of a chunk are multiples of this
+_GROWTH = 1 / 8
 
 
 class Geometry(msgspec.Struct, frozen=True, array_like=True):
@@ -93,11 +96,11 @@ def _positions(counts: list[int]) -> Iterator[tuple[int, ...]]:
 
 
 def plan_geometry(
-    shape: tuple[int, ...], itemsize: int, shard_nbytes: int, *, share_chunks: bool = True
+    shape: tuple[int, ...], itemsize: int, shard_nbytes: int, *, compressed: bool = True
 ) -> Geometry:
     """The geometry that a series gets from the shape of its first record (or from grown extents).
 
-    share_chunks: small records share chunks; off where nothing would shrink the empty part of the last one.
+    compressed: what is empty in a chunk takes next to no room, so that chunks may be shared and rounded up.
     """
     extents = [max(1, n) for n in shape]
     chunk = list(extents)
@@ -110,12 +113,33 @@ def plan_geometry(
             chunk[:axis] = [1] * axis
             break
         inner *= extents[axis]
+    if compressed and prod(extents) * itemsize >= SMALL_NBYTES:
+        _fill_planes(extents, chunk, itemsize)
     record_nbytes = prod(extents) * itemsize
     batch = 1
-    if record_nbytes < SMALL_NBYTES and share_chunks:
+    if record_nbytes < SMALL_NBYTES and compressed:
         batch = min(MAX_SHARD_RECORDS, max(1, BATCH_NBYTES // record_nbytes))
     batches = max(1, min(shard_nbytes // (record_nbytes * batch), MAX_SHARD_RECORDS // batch))
     return Geometry(tuple(extents), tuple(chunk), batch, batches * batch, itemsize)
+
+
+def _fill_planes(extents: list[int], chunk: list[int], itemsize: int) -> None:
+    """Lengthen the chunk along the axis where it takes least until its byte planes are whole, if that costs at most
+    an eighth."""
+    if itemsize == 1:
+        return
+    chunk_nbytes = prod(chunk) * itemsize
+    choices: list[tuple[float, int, int, int]] = []
+    for axis, length in enumerate(chunk):
+        step = _PLANE_NBYTES * itemsize // gcd(_PLANE_NBYTES * itemsize, chunk_nbytes // length)
+        longer = ceil(length / step) * step
+        whole = ceil(extents[axis] / longer) * longer
+        if length > 1 and longer * (chunk_nbytes // length) <= CHUNK_NBYTES:
+            choices.append((whole / extents[axis], axis, longer, whole))
+    if choices:
+        growth, axis, longer, whole = min(choices)
+        if growth <= 1 + _GROWTH:
+            chunk[axis], extents[axis] = longer, whole
 
 
 def grown(extents: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:

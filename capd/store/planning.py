@@ -53,7 +53,7 @@ class Planner:
             geometry = plan_geometry(extents, itemsize, shard_nbytes)
             codec = codec_name(self._options.codec, dtype, data, is_small=geometry.is_small)
             if codec == "none":
-                geometry = plan_geometry(extents, itemsize, shard_nbytes, share_chunks=False)
+                geometry = plan_geometry(extents, itemsize, shard_nbytes, compressed=False)
             plan = Plan(SeriesHeader(names.series_path(key), key, dtype, codec, geometry, attributes))
             plans.append(plan)
             return plan

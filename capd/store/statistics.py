@@ -204,7 +204,7 @@ def _rows(bits: NDArray[np.generic], dtype: str) -> list[StatsRow]:
     if dtype == "bfloat16":
         codes = bits.view(np.uint16)
         values = np.left_shift(codes, 16, dtype=np.uint32).view(np.float32)
-        exponents = codes >> 7 & 0xFF
+        exponents = (codes >> 7 & 0xFF).astype(np.uint16, copy=False)
     else:
         values = bits
         if bits.dtype.itemsize == 1:
@@ -242,7 +242,9 @@ def _histograms(exponents: NDArray[np.unsignedinteger[Any]]) -> NDArray[np.int64
     """256 bins for each row of [rows, elements] exponents."""
     rows = len(exponents)
     row = np.arange(rows, dtype=np.uint16 if rows <= 256 else np.intp)[:, None] * 256
-    return np.bincount(np.add(exponents, row, dtype=row.dtype).ravel(), minlength=rows * 256).reshape(rows, 256)
+    return np.bincount(np.add(exponents, row, dtype=row.dtype).ravel(), minlength=rows * 256).reshape(
+        rows, 256
+    )
 
 
 def _where(some: list[bool], ends: list[Optional[Number]]) -> list[Optional[Number]]:

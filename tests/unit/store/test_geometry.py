@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,8 +51,32 @@ def test_chunks_and_shards_have_the_designed_sizes(shape: tuple[int, ...], items
 def test_the_inner_chunk_is_full_from_the_right() -> None:
     geometry = plan_geometry((3, 1000, 4096), 2, 512 << 20)
 
-    assert geometry.chunk == (1, 500, 4096)
+    assert geometry.chunk == (1, 512, 4096)
     assert geometry.grid == (3, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "itemsize", "extents", "chunk"),
+    [
+        ((1408, 512), 2, (1536, 512), (1536, 512)),  # 11 half planes
+        ((1408, 512), 4, (1536, 512), (1536, 512)),
+        ((512, 1408), 2, (512, 1536), (512, 1536)),
+        ((4, 512, 1408), 2, (4, 512, 1408), (2, 512, 1408)),  # whole
+        ((1100, 512), 2, (1100, 512), (1100, 512)),  # 1,280 rows are too many more
+        ((1408, 512), 1, (1408, 512), (1408, 512)),  # nothing to shuffle
+        ((120, 1024), 2, (120, 1024), (120, 1024)),  # small
+        ((4000, 2048), 2, (4096, 2048), (1024, 2048)),
+        ((3, 5000, 4096), 2, (3, 5120, 4096), (1, 512, 4096)),
+    ],
+)
+def test_chunks_grow_to_whole_byte_planes(
+    shape: tuple[int, ...], itemsize: int, extents: tuple[int, ...], chunk: tuple[int, ...]
+) -> None:
+    geometry = plan_geometry(shape, itemsize, 512 << 20)
+    bare = plan_geometry(shape, itemsize, 512 << 20, compressed=False)
+
+    assert (geometry.extents, geometry.chunk) == (extents, chunk)
+    assert prod(bare.extents) - prod(shape) < max(shape)
 
 
 def shape_of(ndim: int) -> st.SearchStrategy[tuple[int, ...]]:
