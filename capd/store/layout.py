@@ -45,7 +45,7 @@ from capd.store.files import (
 from capd.store.frames import FORMAT_VERSION, SeriesHeader
 from capd_client.key import Key
 
-__all__ = ["Layout", "node_directory", "shard_path"]
+__all__ = ["Layout", "has_shards", "node_directory", "shard_path"]
 
 _MAX_VARIANTS = 10_000
 
@@ -58,6 +58,11 @@ def node_directory(run: Path, node: str) -> Path:
 def shard_path(run: Path, header: SeriesHeader, shard: int) -> Path:
     """File of shard `shard` of a series (default chunk keys, "/" separated)."""
     return run.joinpath(header.path, "data", "c", str(shard), *["0"] * len(header.geometry.extents))
+
+
+def has_shards(series: Path) -> bool:
+    """Whether anything is sealed in the directory of a series; those of a shard are made when it is begun."""
+    return any(path.is_file() for path in (series / "data" / "c").rglob("*"))
 
 
 class Layout:
@@ -90,6 +95,11 @@ class Layout:
     def _down_to(self, directory: Path) -> set[Path]:
         """`directory`, the run, and what lies between."""
         return {self.run / parent for parent in (directory.relative_to(self.run) / "_").parents}
+
+    def make_room(self, header: SeriesHeader, shard: int) -> None:
+        """Make the directories of a shard that is begun: at a shutdown thousands of shards may need theirs at once."""
+        if (self.run / header.path / "data").is_dir():  # a store that was removed stays removed
+            self._mkdir(shard_path(self.run, header, shard).parent)
 
     def placed(self, shard: Path) -> None:
         """A shard bears its final name: nothing is published before that is durable."""
@@ -165,7 +175,7 @@ class Layout:
         holder = self._holder(header.path)
         if holder and holder.get("key") != msgspec.to_builtins(header.key):
             return False
-        if holder.get("node", self.node) != self.node or (self.run / header.path / "data" / "c").exists():
+        if holder.get("node", self.node) != self.node or has_shards(self.run / header.path):
             return False
         remove_tree(self.run / header.path)
         return self._build(header)

@@ -171,6 +171,7 @@ class RunStore:
         number, inside = divmod(record, header.geometry.shard_records)
         path = partial_path(self._layout.spool, header.path, number)
         if inside == 0:
+            self._layout.make_room(header, number)
             file_header = msgspec.structs.replace(self._file_header, series=header, shard=number)
             series.shard = ShardWriter.create(path, self._files, file_header)
         else:

@@ -59,12 +59,14 @@ def finish_files(layout: Layout, group: Sequence[Series], files: OpenFiles) -> N
 def publish(layout: Layout, catalog: Catalog, group: Sequence[Series]) -> None:
     """Publish moments, then the new shapes, of series whose records all stand in sealed shards. Raises OSError."""
     layout.publish(
-        [
-            (series.header, _columns(layout, catalog, series), (series.in_shards, *series.row.max_shape))
-            for series in group
-        ]
+        [(series.header, _columns(layout, catalog, series), _array_shape(series)) for series in group]
     )
     failpoint("seal.after_documents")
+
+
+def _array_shape(series: Series) -> tuple[int, ...]:
+    """Without any record, as behind the loss of all of them, that of the claim."""
+    return (series.in_shards, *(series.row.max_shape or series.geometry.extents))
 
 
 def _columns(layout: Layout, catalog: Catalog, series: Series) -> Columns:

@@ -12,7 +12,7 @@ from typing import Any
 from capd.errors import NotAStore
 from capd.store.documents import read_group
 from capd.store.files import remove_tree
-from capd.store.layout import shard_path
+from capd.store.layout import has_shards, shard_path
 from capd.store.recovery import Recovery
 from capd.store.series import Series
 
@@ -55,7 +55,7 @@ def mend_documents(state: Recovery) -> None:
         path = str(directory.relative_to(run))
         series = state.series.get(path)
         if series is None:
-            if not (directory / "data" / "c").exists():
+            if not has_shards(directory):
                 remove_tree(directory)
                 logger.warning("%s: a claim without records, damaged by a loss of power, is removed", path)
         elif series.row.sealed:

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zarr
 
 import capd
 from capd.errors import DamagedRecord, StoreError
 from capd.server.jobs import Job
 from capd.store import shards, small
 from capd.store.catalog_read import CATALOG_NAME
+from capd.store.recovery import Recovery
 from capd.store.run import RunStore
 from capd_client.key import Moment
 from capd_client.protocol import Define, Descriptor
@@ -330,6 +332,31 @@ def test_a_recovery_killed_behind_a_loss_still_knows_what_is_committed(
     again.held = {(SMALL, "float32"): writer.held[(SMALL, "float32")][1:]}
     again.close()
     assert_capd_reads(run, again.held)
+    assert_zarr_readers_read(run, again.held)
+
+
+def test_a_series_that_lost_all_its_records_is_still_an_array(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Writer(tmp_path / "before")
+    put(writer, SMALL, little())
+    writer.flush()
+    writer.pipeline.post("run", RunStore.flush_catalog).result(timeout=30)
+    run = crash_image(writer, tmp_path / "after") / "run.zarr"
+    writer.close()
+    [log] = (run / ".capd" / "node=n0" / "spool").glob("small-*.log")
+    log.unlink()
+    monkeypatch.setattr(Recovery, "acknowledge_what_is_there", failing(lambda _: None, 0))
+    with pytest.raises(StoreError):
+        Writer(tmp_path / "after")
+    monkeypatch.undo()
+
+    again = Writer(tmp_path / "after")
+
+    [array] = run.glob("bf16/rank0/*/*/*/data")
+    assert zarr.open_array(array, mode="r").shape == (0, 10, 8)
+    put(again, SMALL, little())
+    again.close()
     assert_zarr_readers_read(run, again.held)
 
 
