@@ -75,6 +75,8 @@ def survey_series(run: Path, path: str, node: str, header: SeriesHeader | None) 
             return None
         header = scanned.header
     published = _published(run / path)
+    if not files and (published is None or published.count == 0):
+        return None  # the directories of a shard that was begun
     if header is None or (not own and (published is None or published.node != node)):
         logger.warning("%s: no shard says what the series is; `capd verify` lists the damage", path)
         return None

@@ -20,6 +20,7 @@ from capd.store import shards, small
 from capd.store.catalog_read import CATALOG_NAME
 from capd.store.recovery import Recovery
 from capd.store.run import RunStore
+from capd.store.verify import verify_run
 from capd_client.key import Moment
 from capd_client.protocol import Define, Descriptor
 from tests.unit.store.reading import assert_capd_reads, assert_zarr_readers_read
@@ -339,13 +340,13 @@ def test_a_series_that_lost_all_its_records_is_still_an_array(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = Writer(tmp_path / "before")
-    put(writer, SMALL, little())
+    put(writer, LARGE, large())  # its shard is begun
     writer.flush()
     writer.pipeline.post("run", RunStore.flush_catalog).result(timeout=30)
     run = crash_image(writer, tmp_path / "after") / "run.zarr"
     writer.close()
-    [log] = (run / ".capd" / "node=n0" / "spool").glob("small-*.log")
-    log.unlink()
+    [partial] = (run / ".capd" / "node=n0" / "spool").glob("*.partial")
+    partial.unlink()
     monkeypatch.setattr(Recovery, "acknowledge_what_is_there", failing(lambda _: None, 0))
     with pytest.raises(StoreError):
         Writer(tmp_path / "after")
@@ -354,9 +355,10 @@ def test_a_series_that_lost_all_its_records_is_still_an_array(
     again = Writer(tmp_path / "after")
 
     [array] = run.glob("bf16/rank0/*/*/*/data")
-    assert zarr.open_array(array, mode="r").shape == (0, 10, 8)
-    put(again, SMALL, little())
+    assert zarr.open_array(array, mode="r").shape == (0, 256, 256)
+    put(again, LARGE, large())
     again.close()
+    assert verify_run(run).ok
     assert_zarr_readers_read(run, again.held)
 
 
