@@ -29,6 +29,7 @@ from capd.store.catalog_read import SessionRow
 from capd.store.encode import ChunkResult, as_array, encode_chunk
 from capd.store.options import StoreOptions
 from capd.store.run import RunStore
+from capd.store.settle import Room
 from capd_client.protocol import DropReason
 
 __all__ = ["Pipeline"]
@@ -54,7 +55,7 @@ class Pipeline:
         self._root, self._node, self._options, self._budget = root, node, options, budget
         self._runs: dict[str, RunStore] = {}
         self._open_lock = threading.Lock()
-        self._booked = Booked(staging_nbytes)
+        self._booked, self._room = Booked(staging_nbytes), Room()
         self._lanes, self._tickets = Lanes(), Tickets()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="capd-encode")
         self._appending = AppendThread(self._runs, self._booked, self._tickets, statistics=options.statistics)
@@ -68,7 +69,7 @@ class Pipeline:
             if run_id in self._runs:
                 return
             try:
-                self._runs[run_id] = RunStore(self._root, run_id, self._node, self._options)
+                self._runs[run_id] = RunStore(self._root, run_id, self._node, self._options, self._room)
             except OSError as error:
                 raise StoreError(f"cannot open run {run_id!r} in {self._root}: {error}") from error
 

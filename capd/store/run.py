@@ -30,7 +30,7 @@ from capd.store.ranges import RangeSet
 from capd.store.recover import Recovered, open_node, partial_path
 from capd.store.seal import finish_files, publish
 from capd.store.series import Plan, Series
-from capd.store.settle import SmallRecords
+from capd.store.settle import Room, SmallRecords
 from capd.store.shards import EncodedChunk, ShardWriter
 from capd.store.small import LOG_GLOB, Small, SmallLog
 from capd_client.key import Key
@@ -47,7 +47,10 @@ class RunStore:
     thread; everything else belongs to the append thread.
     """
 
-    def __init__(self, root: Path, run_id: str, node: str, options: StoreOptions) -> None:
+    def __init__(
+        self, root: Path, run_id: str, node: str, options: StoreOptions, room: Room | None = None
+    ) -> None:
+        """room: for small records on their way to a shard; of its own if None."""
         self.options = options
         self.path = root / f"{run_id}.zarr"
         self._file_header = FileHeader(FORMAT_VERSION, run_id, node)
@@ -59,7 +62,9 @@ class RunStore:
         self._acked = {client: RangeSet(ranges) for client, ranges in found.acked.items()}
         self.plan = Planner(options, found.series).plan
         log = SmallLog(self._layout.spool, self._file_header, options.log_nbytes, self._files)
-        self._small = SmallRecords(log, self._files, self._shard_for, self._append_small, self._note_moved)
+        self._small = SmallRecords(
+            log, self._files, self._shard_for, self._append_small, self._note_moved, room or Room()
+        )
         self._new_rows: list[NewRow] = list(found.rows)
         self._moved: list[tuple[int, int, int, int]] = []
         self._changed: set[str] = set()
@@ -366,5 +371,6 @@ class RunStore:
                 self.flush_catalog()
                 self._small.rotate()
         finally:
+            self._small.forget()
             self._files.close()
             self._catalog.close()

@@ -19,35 +19,46 @@ from capd.store.series import Series
 from capd.store.shards import EncodedChunk, ShardWriter
 from capd.store.small import Small, SmallLog, SmallRecord, read_small
 
-__all__ = ["SmallRecords"]
+__all__ = ["Room", "SmallRecords"]
 
 logger = logging.getLogger(__name__)
 
 
-_FRESH_NBYTES = 96 << 20
 _ROW_NBYTES = 512  # about what a record takes beside its elements
 
 
-class _Fresh:
-    """What was logged last, as far as it fits into memory: a shard gets it without reading the log."""
+class Room:
+    """Memory for logged records on their way to a shard; the run stores of an append thread share one."""
 
-    def __init__(self) -> None:
+    def __init__(self, nbytes: int = 96 << 20) -> None:
+        self.left = nbytes
+
+
+class _Fresh:
+    """What was logged last, as far as there is room: a shard gets it without reading the log."""
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
         self._held: dict[SmallRecord, Small] = {}
-        self._nbytes = 0
 
     def keep(self, place: SmallRecord, small: Small) -> None:
         """Keep a record if there is room; those that came before are needed earlier."""
         nbytes = len(small.data) + _ROW_NBYTES
-        if self._nbytes + nbytes <= _FRESH_NBYTES:
+        if nbytes <= self._room.left:
             self._held[place] = small
-            self._nbytes += nbytes
+            self._room.left -= nbytes
 
     def take(self, place: SmallRecord) -> Small | None:
         """The record logged at `place`, which is forgotten, or None."""
         small = self._held.pop(place, None)
         if small is not None:
-            self._nbytes -= len(small.data) + _ROW_NBYTES
+            self._room.left += len(small.data) + _ROW_NBYTES
         return small
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for place in list(self._held):
+            self.take(place)
 
 
 class SmallRecords:
@@ -60,12 +71,13 @@ class SmallRecords:
         shard_for: Callable[[Series, int], ShardWriter],
         append: Callable[[Series, int, Small, list[bytes], EncodedChunk], int],
         moved: Callable[[Series, int, int, int], None],
+        room: Room,
     ) -> None:
         """shard_for, append: the run store's ways into shards; append takes (series, first, its record, all rows,
         chunk). moved: told (series, first, count, stored bytes)."""
         self._log, self._files = log, files
         self._shard_for, self._append, self._moved = shard_for, append, moved
-        self._fresh = _Fresh()
+        self._fresh = _Fresh(room)
         self._stuck: set[str] = set()  # series whose small records could not be moved; said once
         self._released: Counter[int] = Counter()  # by log: records in shards that are not durable yet
 
@@ -144,3 +156,7 @@ class SmallRecords:
     def rotate(self) -> None:
         """Finish the current log."""
         self._log.rotate()
+
+    def forget(self) -> None:
+        """Keep no record in memory any more."""
+        self._fresh.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ import zarr
 
 import capd
 from capd.errors import CapdError, DamagedRecord, NotAStore, StoreError
+from capd.store import settle
 from capd.store.dtypes import stored_type
+from capd.store.settle import Room
 from capd_client.dtypes import ITEM_NBYTES
 from tests.unit.store.reading import assert_capd_reads, assert_zarr_readers_read, published_rows
 from tests.unit.store.writing import Writer, key
@@ -248,3 +251,34 @@ def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path) -> None:
         with pytest.raises(StoreError):
             Writer(tmp_path, run_id=name)
     assert sorted(p.name for p in (tmp_path / "foreign.zarr").iterdir()) == ["zarr.json"]
+
+
+def test_small_records_are_kept_in_memory_only_as_far_as_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = Room(40 * (64 + 512))
+    reads: list[int] = []
+    real = settle.read_small
+
+    def counted(fd: int, offset: int) -> Any:
+        reads.append(offset)
+        return real(fd, offset)
+
+    monkeypatch.setattr(settle, "read_small", counted)
+    monkeypatch.setattr("capd.server.pipeline.Room", lambda: room)
+    writer = Writer(tmp_path)
+    for number in range(100):
+        writer.put(key(f"s{number % 3}"), "float32", RNG.standard_normal(16).astype("f4"))
+    writer.flush()
+    assert room.left == 0
+
+    writer.pipeline.seal("run").result(timeout=30)
+
+    assert (room.left, len(reads)) == (40 * (64 + 512), 60)
+    writer.put(key("s0"), "float32", RNG.standard_normal(16).astype("f4"))
+    writer.flush()
+    assert room.left < 40 * (64 + 512)
+    assert writer.pipeline.close_run("run").result(timeout=30) is None
+    assert room.left == 40 * (64 + 512)
+    writer.pipeline.close(30)
+    assert_capd_reads(writer.run, writer.held)
