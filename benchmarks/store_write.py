@@ -55,7 +55,8 @@ def _put(writer: CapdWriter, records: Bits, first: int = 0) -> None:
 
 
 def stream_bare(data: str, threads: int, shard_nbytes: int) -> Row:
-    """The compressor alone, in memory, over the same chunks."""
+    """The compressor alone, in memory, over the same chunks, with the daemon's heap."""
+    from capd.server.memory import settle_heap
     from capd.store.codec_choice import codec_name
     from capd.store.codecs import chain_for
 
@@ -64,6 +65,7 @@ def stream_bare(data: str, threads: int, shard_nbytes: int) -> Row:
     chunks = records.reshape(-1, *grid.chunks[1:])
     encode = chain_for(codec_name("default", "bfloat16", b""), "bfloat16").compressor.encode
     encode(chunks[0])
+    settle_heap()
     with ThreadPoolExecutor(threads) as pool, Meter() as meter:
         stored = sum(pool.map(lambda chunk: len(encode(chunk)), chunks))
     return meter.row(raw=records.nbytes, stored=stored)

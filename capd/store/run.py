@@ -19,14 +19,13 @@ from capd.errors import StoreError
 from capd.store.catalog import NewRow
 from capd.store.catalog_read import CATALOG_NAME, SeriesRow, SessionRow
 from capd.store.encode import ChunkResult
-from capd.store.failpoints import failpoint
 from capd.store.files import FileSystemSyncFailed
 from capd.store.frames import FORMAT_VERSION, FileHeader, RecordRow
+from capd.store.gathered import Gathered
 from capd.store.layout import Layout, shard_path
 from capd.store.open_files import LostWrites, OpenFiles
 from capd.store.options import StoreOptions
 from capd.store.planning import Planner
-from capd.store.ranges import RangeSet
 from capd.store.recover import Recovered, open_node, partial_path
 from capd.store.seal import finish_files, publish
 from capd.store.series import Plan, Series
@@ -59,23 +58,19 @@ class RunStore:
         found: Recovered = open_node(self._layout, self._files)
         self._catalog = found.catalog
         self._series = {series.header.path: series for series in found.series}
-        self._acked = {client: RangeSet(ranges) for client, ranges in found.acked.items()}
+        self._gathered = Gathered(found)
         self.plan = Planner(options, found.series).plan
         log = SmallLog(self._layout.spool, self._file_header, options.log_nbytes, self._files)
         self._small = SmallRecords(
-            log, self._files, self._shard_for, self._append_small, self._note_moved, room or Room()
+            log, self._files, self._shard_for, self._append_small, self._gathered.moved, room or Room()
         )
-        self._new_rows: list[NewRow] = list(found.rows)
-        self._moved: list[tuple[int, int, int, int]] = []
-        self._changed: set[str] = set()
-        self._changed_clients: set[bytes] = set(found.changed_clients)
         self._ripe: set[str] = set()  # series with a full chunk in the log, or a full shard
         self._failed = ""  # why nothing is written any more
         self._adopt(found)
 
     def _adopt(self, found: Recovered) -> None:
         for series in found.series:
-            self._changed.add(series.header.path)
+            self._gathered.changed(series)
             self._small.adopt(series)
         for pattern in ("*.partial", LOG_GLOB):  # a killed daemon may have written what it had not synced yet
             for path in self._layout.spool.glob(pattern):
@@ -96,7 +91,7 @@ class RunStore:
         )
         session = int.from_bytes(row.client[:8], "little")
         written = self._append(series, number, [row], encoded, session=session, sequence=row.sequence)
-        self._note(series, row, NewRow.of(series.row.id, number, row, written))
+        self._gathered.add(series, row, NewRow.of(series.row.id, number, row, written))
 
     def commit_small(self, records: Sequence[tuple[Plan, RecordRow, bytes]]) -> None:
         """Commit small records to the node's log, in one write. Raises OSError or StoreError; then nothing of them
@@ -110,7 +105,7 @@ class RunStore:
             new.append((series, number, Small.of(row, data)))
         self._small.commit(new)
         for (series, number, small), (_, row, _) in zip(new, records, strict=True):
-            self._note(series, row, NewRow(series.row.id, number, row.moment.attempt, 0, small.row))
+            self._gathered.add(series, row, NewRow(series.row.id, number, row.moment.attempt, 0, small.row))
             if series.row.records % series.geometry.batch == 0:
                 self._ripe.add(series.header.path)
 
@@ -127,19 +122,6 @@ class RunStore:
 
     def _key_at(self, path: str) -> Key | None:
         return self._series[path].header.key if path in self._series else None
-
-    def _note(self, series: Series, row: RecordRow, new: NewRow) -> None:
-        series.count(row)
-        self._new_rows.append(new)
-        self._changed.add(series.header.path)
-        acked = self._acked.get(row.client)
-        if acked is None:
-            acked = self._acked[row.client] = RangeSet()
-        acked.add(row.sequence)
-        self._changed_clients.add(row.client)
-
-    def _note_moved(self, series: Series, first: int, count: int, stored_nbytes: int) -> None:
-        self._moved.append((series.row.id, first, first + count, stored_nbytes // count))
 
     def _append_small(
         self, series: Series, first: int, small: Small, rows: list[bytes], chunk: EncodedChunk
@@ -162,7 +144,7 @@ class RunStore:
         written = shard.commit(chunks, first, rows, session=session, sequence=sequence)
         series.in_shards = first + len(rows)
         series.row.stored_bytes += written
-        self._changed.add(series.header.path)
+        self._gathered.changed(series)
         if series.is_full:
             self._ripe.add(series.header.path)
         return written
@@ -253,23 +235,9 @@ class RunStore:
 
     def flush_catalog(self, *, durable: bool = False) -> None:
         """Write the rows that gathered since the last call, in one transaction. Raises StoreError."""
-        if not self._failed and (self._new_rows or self._changed or self._changed_clients):
-            self._write_rows(durable)  # of a failed store only the frames can tell what it holds
+        if not self._failed:  # else only the frames can tell what it holds
+            self._gathered.write(durable=durable)
         self._catalog.publish_if_due()
-
-    def _write_rows(self, durable: bool) -> None:
-        failpoint("catalog.before_write")
-        self._catalog.write(
-            self._new_rows,
-            [self._series[path].row for path in self._changed],
-            {client: self._acked[client].ranges() for client in self._changed_clients},
-            self._moved,
-            durable=durable,
-        )
-        failpoint("catalog.after_write")
-        self._new_rows, self._moved = [], []
-        self._changed.clear()
-        self._changed_clients.clear()
 
     def save_session(self, row: SessionRow) -> None:
         """Persist a rank's counters."""
@@ -278,7 +246,7 @@ class RunStore:
 
     def committed(self, client: bytes) -> list[tuple[int, int]]:
         """Committed sequence ranges of a client uuid."""
-        return self._acked[client].ranges() if client in self._acked else []
+        return self._gathered.committed(client)
 
     def totals(self) -> tuple[int, int, int]:
         """(records, raw bytes, stored bytes) of this node's part of the run."""
@@ -344,7 +312,7 @@ class RunStore:
             return
         for series in group:
             series.row.sealing = True
-            self._changed.add(series.header.path)
+            self._gathered.changed(series)
         with self._doubting():
             self._layout.sync()
             self.flush_catalog(durable=True)
@@ -358,7 +326,7 @@ class RunStore:
         for series in group:
             series.shard = None
             series.row.sealing, series.row.sealed = False, series.in_shards
-            self._changed.add(series.header.path)
+            self._gathered.changed(series)
         self.flush_catalog()
 
     def close(self) -> None:
