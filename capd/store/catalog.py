@@ -28,6 +28,7 @@ from capd.store.catalog_read import (
     check_version,
     head_of,
     read_acked,
+    read_columns,
     read_heads,
     read_records,
     read_series,
@@ -280,8 +281,7 @@ class Catalog:
 
     def columns(self, series: int, first: int, last: int) -> list[ColumnRow]:
         """Moments and shapes of records first ≤ number < last of a series."""
-        heads = read_heads(self._db, series, first, last)
-        return [(*msgspec.structs.astuple(head.moment), head.shape) for _, head in heads]
+        return read_columns(self._db, series, first, last)
 
     def stored(self, series: int, first: int, last: int) -> dict[int, tuple[bytes, int, int]]:
         """Client, sequence and stored bytes of records first ≤ number < last of a series."""

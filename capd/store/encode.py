@@ -60,17 +60,20 @@ def whole_chunk(block: NDArray[np.generic], geometry: Geometry) -> NDArray[np.ge
 
 
 def encode_batch(
-    records: Sequence[NDArray[np.generic]],
+    records: Sequence[NDArray[np.generic]] | NDArray[np.generic],
     at: int,
     held: NDArray[np.generic] | None,
     geometry: Geometry,
     chain: Chain,
 ) -> bytes:
-    """Encode the chunk that small records share. `held`: the chunk so far, whose first `at` records stay."""
+    """Encode the chunk that small records share. records: one array where each of them fills its part of the chunk.
+    held: the chunk so far, whose first `at` records stay."""
+    if isinstance(records, np.ndarray) and len(records) == geometry.batch:
+        return chain.encode(records)
     chunk = np.zeros((geometry.batch, *geometry.chunk), dtype=chain.stored)
     if held is not None:
         chunk[:at] = held[:at]
-    if all(record.shape == geometry.chunk for record in records):
+    if isinstance(records, np.ndarray):
         chunk[at : at + len(records)] = records
         return chain.encode(chunk)
     for row, record in enumerate(records, at):

@@ -27,6 +27,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any, NamedTuple, Optional, Union
 
 import msgspec
@@ -39,7 +40,7 @@ from capd_client.key import Key, Moment
 __all__ = [
     "FORMAT_VERSION", "FRAME_NBYTES", "Commit", "FileHeader", "Frame", "Kind", "RecordHead", "RecordRow",
     "SeriesHeader", "StatsRow", "decode_commit", "decode_head", "decode_payload", "decode_row", "encode_commit",
-    "encode_row", "frame", "parse_frame", "payload_is_sound", "read_frame", "walk",
+    "encode_row", "frame", "parse_frame", "payload_is_sound", "read_frame", "session_of", "walk",
 ]  # fmt: skip
 
 FORMAT_VERSION = 1
@@ -108,6 +109,12 @@ class RecordHead(msgspec.Struct, array_like=True, gc=False):
     def capture(self) -> tuple[bytes, int, tuple[int, ...]]:
         """Which capture this is: client, sequence and shape."""
         return self.client, self.sequence, self.shape
+
+
+@lru_cache(1024)
+def session_of(client: bytes) -> int:
+    """What a client's frames bear as `session`."""
+    return int.from_bytes(client[:8], "little")
 
 
 class RecordRow(RecordHead, array_like=True, gc=False):

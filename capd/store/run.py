@@ -20,7 +20,7 @@ from capd.store.catalog import NewRow
 from capd.store.catalog_read import CATALOG_NAME, SeriesRow, SessionRow
 from capd.store.encode import ChunkResult
 from capd.store.files import FileSystemSyncFailed
-from capd.store.frames import FORMAT_VERSION, FileHeader, RecordRow
+from capd.store.frames import FORMAT_VERSION, FileHeader, RecordRow, session_of
 from capd.store.gathered import Gathered
 from capd.store.layout import Layout, shard_path
 from capd.store.open_files import LostWrites, OpenFiles
@@ -89,7 +89,7 @@ class RunStore:
         encoded = (
             EncodedChunk(geometry.slot(number, c.ordinal), c.ordinal, c.payload, c.raw_nbytes) for c in chunks
         )
-        session = int.from_bytes(row.client[:8], "little")
+        session = session_of(row.client)
         written = self._append(series, number, [row], encoded, session=session, sequence=row.sequence)
         self._gathered.add(series, row, NewRow.of(series.row.id, number, row, written))
 

@@ -23,7 +23,7 @@ from capd.errors import DamagedRecord
 from capd.store.codecs import chain_for, crc32c
 from capd.store.decode import decode
 from capd.store.encode import encode_batch
-from capd.store.frames import RecordRow, SeriesHeader
+from capd.store.frames import RecordRow, SeriesHeader, session_of
 from capd.store.scan import ScannedShard, read_shard
 from capd.store.shards import EncodedChunk, ShardWriter, read_index
 
@@ -157,5 +157,5 @@ def write_records(
 
 
 def _commit(shard: ShardWriter, chunks: list[EncodedChunk], first: int, rows: list[RecordRow]) -> None:
-    session = int.from_bytes(rows[0].client[:8], "little")
+    session = session_of(rows[0].client)
     shard.commit(chunks, first, rows, session=session, sequence=max(0, rows[0].sequence))

@@ -10,6 +10,9 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from capd.errors import StoreError
 from capd.store.decode import decode
 from capd.store.encode import as_array, encode_batch
@@ -112,7 +115,12 @@ class SmallRecords:
     def _settle_batch(self, series: Series, first: int, places: Sequence[SmallRecord]) -> None:
         geometry, chain = series.geometry, series.chain
         found = [self._fresh.take(place) or self._read(place) for place in places]
-        records = [as_array(small.data, chain.stored, small.shape) for small in found]
+        records: list[NDArray[np.generic]] | NDArray[np.generic]
+        if all(small.shape == geometry.chunk for small in found):
+            records = np.frombuffer(b"".join([small.data for small in found]), dtype=chain.stored)
+            records = records.reshape(len(found), *geometry.chunk)
+        else:
+            records = [as_array(small.data, chain.stored, small.shape) for small in found]
         slot = geometry.slot(first, 0)
         at = first % geometry.batch
         held = None

@@ -33,6 +33,7 @@ from capd.store.frames import (
     frame,
     parse_frame,
     payload_is_sound,
+    session_of,
 )
 from capd.store.geometry import SMALL_NBYTES
 from capd.store.open_files import OpenFiles
@@ -93,8 +94,7 @@ class Small(NamedTuple):
     @classmethod
     def of(cls, row: RecordRow, data: bytes) -> Small:
         """The record that `row` describes."""
-        session = int.from_bytes(row.client[:8], "little")
-        return cls(session, row.sequence, row.shape, encode_row(row), data)
+        return cls(session_of(row.client), row.sequence, row.shape, encode_row(row), data)
 
 
 def log_number(path: Path) -> int:

@@ -16,15 +16,23 @@ import torch
 import capd_client
 from tests.integration import content
 
+def links():
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+        except FileNotFoundError:  # closed meanwhile, as the listing's own
+            pass
+    return found
+
 class Data(torch.utils.data.Dataset):
     def __len__(self): return 4
     def __getitem__(self, i):
         capd_client.capture(torch.ones(3), tensor_name="from_worker")
         capd_client.flush(timeout_s=1)
         maps = sum("memfd:capd" in line for line in open("/proc/self/maps"))
-        numbers = [n for n in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{n}")]
-        links = [os.readlink(f"/proc/self/fd/{n}") for n in numbers]
-        return torch.tensor([maps, sum("memfd:capd" in link for link in links), capd_client.counters()["offered"]])
+        held = sum("memfd:capd" in link for link in links())
+        return torch.tensor([maps, held, capd_client.counters()["offered"]])
 
 capd_client.capture(content.tensor(0, 0), tensor_name=content.name(0), iteration=0)
 assert capd_client.flush()
