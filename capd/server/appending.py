@@ -18,7 +18,6 @@ from capd.errors import StoreError, StoreFull
 from capd.server.jobs import Booked, Refusal, Task, Tickets
 from capd.store.encode import ChunkResult, summarise_small
 from capd.store.frames import RecordRow, StatsRow
-from capd.store.geometry import SMALL_NBYTES
 from capd.store.run import RunStore
 from capd.store.series import Plan
 from capd.store.statistics import merge
@@ -30,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _CATALOG_INTERVAL_S = 0.5
 _GATHER = 256  # items taken from the inbox at once
-_SMALL_TOGETHER = (4 << 20) // SMALL_NBYTES  # records of the largest small size written at once
+_TOGETHER_NBYTES = 4 << 20  # small records written at once
 _GROUP_S = 0.02  # the longest a record waits for others before a group sync
 _SAY_EVERY_S = 20.0  # a failing disk must not be filled with messages
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -224,8 +223,9 @@ def _fits(small: list[Task], task: Task) -> bool:
     """Whether `task` may be written together with `small`: one run, and not much memory."""
     if not small:
         return True
-    largest = max(task.job.descriptor.nbytes, small[0].job.descriptor.nbytes, 1)
-    return small[0].job.run_id == task.job.run_id and len(small) < _SMALL_TOGETHER * SMALL_NBYTES // largest
+    job, first = task.job, small[0].job
+    largest = max(job.descriptor.nbytes, first.descriptor.nbytes)
+    return first.run_id == job.run_id and len(small) * largest < _TOGETHER_NBYTES
 
 
 def _planned(task: Task) -> tuple[Plan, RecordRow]:
