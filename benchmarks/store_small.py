@@ -73,7 +73,7 @@ def make_cases(*, quick: bool) -> list[Case]:
         return [Case(4, 10, 600), Case(4, 1, 20, durability="durable")]
     cases = [
         Case(kib, series, records, statistics)
-        for kib, records in ((4, 102_400), (16, 12_800), (64, 4_000))  # per series, full chunks
+        for kib, records in ((4, 102_400), (16, 12_800), (64, 4_800))  # full chunks in every series
         for series in (1, 100)
         for statistics in (True, False)
     ]

@@ -91,6 +91,8 @@ class Catalog:
         if not path.exists():  # sqlite would follow the umask
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         self.was_closed = _is_folded(path)
+        if _is_cut(path):
+            raise sqlite3.DatabaseError("the file is shorter than its header says")
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         try:
             with self._guard():
@@ -105,12 +107,17 @@ class Catalog:
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
-        """Turn what passes (a lock, a full disk) into StoreError; damage stays sqlite3.DatabaseError."""
+        """Turn what passes (a lock, a full disk) into StoreError; damage stays sqlite3.DatabaseError, and the next
+        start makes the catalog anew."""
         try:
             yield
         except sqlite3.OperationalError as error:
             full = "full" in str(error)
             raise (StoreFull if full else StoreError)(f"catalog {self.path}: {error}", retry=True) from error
+        except sqlite3.DatabaseError:
+            with contextlib.suppress(sqlite3.Error):
+                self._db.execute("DELETE FROM meta WHERE name='complete'")
+            raise
 
     @property
     def is_complete(self) -> bool:
@@ -281,7 +288,8 @@ class Catalog:
 
     def columns(self, series: int, first: int, last: int) -> list[ColumnRow]:
         """Moments and shapes of records first ≤ number < last of a series."""
-        return read_columns(self._db, series, first, last)
+        with self._guard():
+            return read_columns(self._db, series, first, last)
 
     def stored(self, series: int, first: int, last: int) -> dict[int, tuple[bytes, int, int]]:
         """Client, sequence and stored bytes of records first ≤ number < last of a series."""
@@ -311,6 +319,20 @@ def _is_folded(path: Path) -> bool:
     """Whether the file stands for itself: no part of it is, or was, in a write-ahead log beside it."""
     with path.open("rb") as file:
         return file.read(20)[18:] != b"\x02\x02"  # the read and write versions of the SQLite file format
+
+
+def _is_cut(path: Path) -> bool:
+    """Whether the end of the file is missing; SQLite notices when it needs a page from there. Pages may stand in a
+    write-ahead log instead."""
+    log = path.with_name(f"{path.name}-wal")
+    if log.exists() and log.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        header = file.read(100)
+    is_valid = len(header) == 100 and header[24:28] == header[92:96]  # the size is of the last change
+    page_nbytes = int.from_bytes(header[16:18], "big")  # 1: 65,536
+    pages = int.from_bytes(header[28:32], "big")
+    return is_valid and pages * (page_nbytes if page_nbytes > 1 else 1 << 16) > path.stat().st_size
 
 
 @lru_cache(4096)
