@@ -17,8 +17,20 @@ from capd.errors import StoreError
 from capd.store.catalog import Catalog
 from capd.store.catalog_read import CATALOG_NAME
 from capd.store.frames import FRAME_NBYTES, Frame, Kind
+from capd.store.partials import partial_path
+from capd.store.scan import scan_shard
 from capd.store.verify import verify_run
-from tests.unit.store.damaging import flip, frames, head, image, inside, quarantined, spool, without
+from tests.unit.store.damaging import (
+    edit_catalog,
+    flip,
+    frames,
+    head,
+    image,
+    inside,
+    quarantined,
+    spool,
+    without,
+)
 from tests.unit.store.reading import Held, assert_capd_reads, assert_zarr_readers_read
 from tests.unit.store.writing import CLIENT, Writer, key
 
@@ -349,6 +361,32 @@ def test_frames_that_were_appended_twice_or_from_elsewhere_do_not_count(tmp_path
     partial.write_bytes(whole + whole[last.offset - FRAME_NBYTES :] + whole)
 
     reopened(run, writer.held)
+
+
+def test_a_torn_copy_of_a_sealed_shard_does_not_stand_in_for_it(tmp_path: Path) -> None:
+    """A loss of power behind a seal: the copy for the next record is half there, the mark of the seal is not."""
+    writer = Writer(tmp_path)
+    for iteration in range(3):
+        writer.put(key("large"), "float32", RNG.standard_normal((300, 256)).astype("f4"), iteration=iteration)
+    writer.close()
+    [shard] = (path for path in writer.run.glob("bf16/**/data/c/**/*") if path.is_file())
+    scanned = scan_shard(shard)
+    assert scanned is not None
+    path = str(shard.relative_to(writer.run)).partition("/data/")[0]
+    partial = partial_path(writer.run / ".capd" / "node=n0" / "spool", path, 0)
+    partial.write_bytes(shard.read_bytes()[: scanned.runs[1].end] + bytes(5000))
+    edit_catalog(partial.parents[1] / CATALOG_NAME, "UPDATE series SET sealing=1, sealed=1")
+
+    again = Writer(tmp_path)
+
+    assert again.pipeline.committed("run", CLIENT) == [(1, 3)]
+    assert not partial.exists()
+    again.sequence, again.held = writer.sequence, writer.held
+    again.put(key("large"), "float32", RNG.standard_normal((300, 256)).astype("f4"), iteration=3)
+    again.close()
+    assert verify_run(again.run).ok
+    assert_capd_reads(again.run, again.held)
+    assert_zarr_readers_read(again.run, again.held)
 
 
 def test_a_partial_that_continues_a_sealed_shard_falls_back_on_it(tmp_path: Path) -> None:
