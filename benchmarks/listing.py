@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 
 from capd.store import names
-from capd.store.catalog import CATALOG_NAME, Catalog, SeriesRow
+from capd.store.catalog import Catalog, NewRow
+from capd.store.catalog_read import CATALOG_NAME, SeriesRow
 from capd.store.frames import RecordRow, SeriesHeader, StatsRow
 from capd.store.geometry import plan_geometry
 from capd.store.layout import Layout, node_directory
@@ -70,7 +71,7 @@ def build(run: Path, series_count: int, records_each: int) -> None:
         for number in range(first, min(first + BATCH_SERIES, series_count)):
             key = _key(number)
             header = SeriesHeader(
-                names.series_path(key), key, "bfloat16", "default", plan_geometry(SHAPE, 2, 512 << 20)
+                names.series_path(key), key, "bfloat16", "zstd:1", plan_geometry(SHAPE, 2, 512 << 20)
             )
             identity = catalog.add_series(header)
             for record in range(records_each):
@@ -82,7 +83,7 @@ def build(run: Path, series_count: int, records_each: int) -> None:
                     Moment(iteration=record),
                     stats=stats,
                 )
-                rows.append((identity, record, row, 20000))
+                rows.append(NewRow.of(identity, record, row, 20000))
             raw, stored = records_each * 32768, records_each * 20000
             totals.append(SeriesRow(identity, header, records_each, records_each, False, SHAPE, raw, stored))
         catalog.write(rows, totals, {})

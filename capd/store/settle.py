@@ -33,7 +33,7 @@ _ROW_NBYTES = 512  # about what a record takes beside its elements
 class Room:
     """Memory for logged records on their way to a shard; the run stores of an append thread share one."""
 
-    def __init__(self, nbytes: int = 96 << 20) -> None:
+    def __init__(self, nbytes: int = 128 << 20) -> None:
         self.left = nbytes
 
 

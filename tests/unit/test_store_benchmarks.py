@@ -124,3 +124,15 @@ def test_codecs_are_measured_on_every_format_and_role(corpus: Path, tmp_path: Pa
         assert row["encode_mb_per_s"] > 0
         assert row["decode_mb_per_s"] > 0
         assert codec != "none" or 0.95 < row["ratio"] < 1  # the checksums, on tiny tensors
+
+
+def test_the_benchmark_of_listing_runs() -> None:
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "listing.py", "--records", "200", "--series", "20", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["seconds"].keys() >= {"capd ls", "capd stats"}
