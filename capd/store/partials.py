@@ -66,10 +66,12 @@ def _read_partial(
         return f"it is shard {scanned.shard} of {header.path}, under a wrong name"
     series = state.series_of(header)
     sealed = series.row.sealed
-    if series.row.sealing:  # the mark behind that seal may be lost with the power, but not the shard under its name
+    if series.row.sealing:
+        # The mark behind that seal may be lost with the power, but not the shard under its name.
         sealed = records_on_disk(state.layout.run, series, scanned.shard)
     if scanned.newest < sealed:
-        unlink(path)  # a fresh file without records, or a copy of a sealed shard that got no new ones, or is torn
+        # A fresh file without records, or a copy of a sealed shard that got no new ones, or is torn.
+        unlink(path)
         return ""
     begin = scanned.shard * header.geometry.shard_records
     if series.row.sealing and series.row.sealed < begin:  # the mark behind that seal was lost with the power
