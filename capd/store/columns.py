@@ -19,9 +19,7 @@ from capd_client.key import Moment
 __all__ = ["MAX_INLINE", "TABLE_ROWS", "ColumnRow", "Columns", "first_needed"]
 
 MAX_INLINE = 10_000
-TABLE_ROWS = (
-    4096  # per chunk of the `moments` array: the most records of a shard, so that a full one adds a chunk
-)
+TABLE_ROWS = 4096  # per chunk of the `moments` array; a shard has at most as many records
 _FIELDS = Moment.__struct_fields__
 ColumnRow = tuple[Any, ...]  # the Moment's fields, then the shape as a tuple
 

@@ -235,7 +235,7 @@ class Check:
         """The report: counts, and the lists of what is wrong."""
         offered: dict[Identity, str] = {}
         names: dict[tuple[int, int], str] = {}
-        answers: dict[str, set[Identity]] = {"ack": set(), "refuse": set(), "late": set()}
+        answers: dict[str, set[Identity]] = {"ack": set(), "refuse": set()}
         for line in map(json.loads, expected.read_text().splitlines()):
             where = line["rank"], line["id"]
             if line["op"] == "offer":
@@ -254,8 +254,6 @@ class Check:
             if len(places) > 1:
                 problems["duplicates"].append(f"{identity} at {sorted(places)}")
         counts = {"offered": len(offered), "acked": len(acked), "found": len(self.places)}
-        counts["late"] = len(answers["late"])
-        counts["late_and_gone"] = len(answers["late"] - self.places.keys())
         return {**counts, "published": self.published, "unpublished": self.unpublished, **problems}
 
 

@@ -153,9 +153,8 @@ class Site:
         assert self.stop() == 0, self.says()
         report = self.report("lost", *but)
         assert report["lost"] == list(lost), self.said()[-4000:]
-        assert report["acked"] + report["late"] == self.log.offered - self.log.refused
-        heard = report["acked"] + report["late"] - report["late_and_gone"]
-        assert report["found"] == report["published"] == heard - len(lost) + len(report["refused"])
+        assert report["acked"] == self.log.offered - self.log.refused
+        assert report["found"] == report["published"] == report["acked"] - len(lost) + len(report["refused"])
         assert self.leftovers() == []
         return report
 
