@@ -62,7 +62,7 @@ class RunStore:
         self.plan = Planner(options, found.series).plan
         log = SmallLog(self._layout.spool, self._file_header, options.log_nbytes, self._files)
         self._small = SmallRecords(
-            log, self._files, self._shard_for, self._append_small, self._gathered.moved, room or Room()
+            log, self._files, self._shard_for, self._append, self._gathered.moved, room or Room()
         )
         self._ripe: set[str] = set()  # series with a full chunk in the log, or a full shard
         self._failed = ""  # why nothing is written any more
@@ -89,8 +89,7 @@ class RunStore:
         encoded = (
             EncodedChunk(geometry.slot(number, c.ordinal), c.ordinal, c.payload, c.raw_nbytes) for c in chunks
         )
-        session = session_of(row.client)
-        written = self._append(series, number, [row], encoded, session=session, sequence=row.sequence)
+        written = self._append(series, number, [row], encoded, session_of(row.client), row.sequence)
         self._gathered.add(series, row, NewRow.of(series.row.id, number, row, written))
 
     def commit_small(self, records: Sequence[tuple[Plan, RecordRow, bytes]]) -> None:
@@ -123,18 +122,12 @@ class RunStore:
     def _key_at(self, path: str) -> Key | None:
         return self._series[path].header.key if path in self._series else None
 
-    def _append_small(
-        self, series: Series, first: int, small: Small, rows: list[bytes], chunk: EncodedChunk
-    ) -> int:
-        return self._append(series, first, rows, [chunk], session=small.session, sequence=small.sequence)
-
     def _append(
         self,
         series: Series,
         first: int,
         rows: Sequence[RecordRow | bytes],
         chunks: Iterable[EncodedChunk],
-        *,
         session: int,
         sequence: int,
     ) -> int:

@@ -72,12 +72,11 @@ class SmallRecords:
         log: SmallLog,
         files: OpenFiles,
         shard_for: Callable[[Series, int], ShardWriter],
-        append: Callable[[Series, int, Small, list[bytes], EncodedChunk], int],
+        append: Callable[[Series, int, Sequence[bytes], Iterable[EncodedChunk], int, int], int],
         moved: Callable[[Series, int, int, int], None],
         room: Room,
     ) -> None:
-        """shard_for, append: the run store's ways into shards; append takes (series, first, its record, all rows,
-        chunk). moved: told (series, first, count, stored bytes)."""
+        """shard_for, append: the run store's ways into shards. moved: told (series, first, count, stored bytes)."""
         self._log, self._files = log, files
         self._shard_for, self._append, self._moved = shard_for, append, moved
         self._fresh = _Fresh(room)
@@ -131,7 +130,8 @@ class SmallRecords:
         payload = encode_batch(records, at, held, geometry, chain)
         chunk = EncodedChunk(slot, 0, payload, sum(len(small.data) for small in found))
         failpoint("settle.before_append")
-        written = self._append(series, first, found[0], [small.row for small in found], chunk)
+        rows = [small.row for small in found]
+        written = self._append(series, first, rows, [chunk], found[0].session, found[0].sequence)
         series.waiting.drop(len(places))
         self._moved(series, first, len(found), written)
         self._released.update(place.log for place in places)
