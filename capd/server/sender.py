@@ -64,8 +64,9 @@ class Sender:
         try:
             while True:
                 self._wake.wait()
-                last_round = self._closing.is_set() or self._closing.wait(COALESCE_S)
+                self._closing.wait(COALESCE_S)
                 self._wake.clear()
+                last_round = self._closing.is_set()  # whoever closes from here on wakes this thread again
                 self._send_all()
                 if last_round:
                     return
