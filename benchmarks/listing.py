@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from capd.store import names
-from capd.store.catalog import Catalog, NewRow
+from capd.store.catalog import Catalog, new_row
 from capd.store.catalog_read import CATALOG_NAME, SeriesRow
 from capd.store.frames import RecordRow, SeriesHeader, StatsRow
 from capd.store.geometry import plan_geometry
@@ -83,7 +83,7 @@ def build(run: Path, series_count: int, records_each: int) -> None:
                     Moment(iteration=record),
                     stats=stats,
                 )
-                rows.append(NewRow.of(identity, record, row, 20000))
+                rows.append(new_row(identity, record, row, 20000))
             raw, stored = records_each * 32768, records_each * 20000
             totals.append(SeriesRow(identity, header, records_each, records_each, False, SHAPE, raw, stored))
         catalog.write(rows, totals, {})

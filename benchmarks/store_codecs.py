@@ -67,8 +67,9 @@ class Subject:
         for name, chain in self._chains.items():
             cost = self.costs[name]
             started = time.thread_time()
-            payloads = [chain.encode(chunk) for chunk in self._chunks]
+            encoded = [chain.encode(chunk) for chunk in self._chunks]
             cost.encode_s.append(time.thread_time() - started)
+            payloads = [b"".join(one.parts) for one in encoded]
             cost.stored = sum(map(len, payloads))
             cost.decode_s.append(self._decode(chain, payloads))
 

@@ -55,7 +55,7 @@ def _put(writer: CapdWriter, records: Bits, first: int = 0) -> None:
 
 
 def stream_bare(data: str, threads: int, shard_nbytes: int) -> Row:
-    """The compressor alone, in memory, over the same chunks, with the daemon's heap."""
+    """The codec chain alone (compressor, crc32c), in memory, over the same chunks, with the daemon's heap."""
     from capd.server.memory import settle_heap
     from capd.store.codec_choice import codec_name
     from capd.store.codecs import chain_for
@@ -63,11 +63,11 @@ def stream_bare(data: str, threads: int, shard_nbytes: int) -> Row:
     records: Bits = np.load(data)
     grid = Grid.of(len(records), records.shape[1:], shard_nbytes)
     chunks = records.reshape(-1, *grid.chunks[1:])
-    encode = chain_for(codec_name("default", "bfloat16", b""), "bfloat16").compressor.encode
+    encode = chain_for(codec_name("default", "bfloat16", b""), "bfloat16").encode
     encode(chunks[0])
     settle_heap()
     with ThreadPoolExecutor(threads) as pool, Meter() as meter:
-        stored = sum(pool.map(lambda chunk: len(encode(chunk)), chunks))
+        stored = sum(pool.map(lambda chunk: encode(chunk).nbytes, chunks))
     return meter.row(raw=records.nbytes, stored=stored)
 
 

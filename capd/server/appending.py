@@ -15,7 +15,7 @@ from concurrent.futures import wait
 from typing import Any
 
 from capd.errors import StoreError, StoreFull
-from capd.server.jobs import Booked, Refusal, Task, Tickets
+from capd.server.jobs import Booked, Chunks, Refusal, Task, Tickets
 from capd.store.encode import ChunkResult, summarise_small
 from capd.store.frames import RecordRow, StatsRow
 from capd.store.run import RunStore
@@ -80,13 +80,16 @@ class AppendThread(threading.Thread):
     def _work(self, items: list[Item]) -> None:
         """Commit the tasks in order, small neighbours together; actions run between them."""
         small: list[Task] = []
+        room = _TOGETHER_NBYTES
         touched: set[str] = set()
         for item in items:
             if isinstance(item, Task):
                 touched.add(item.job.run_id)
             if isinstance(item, Task) and item.refusal is None and item.is_small:
-                if not _fits(small, item):
+                nbytes = item.job.descriptor.nbytes
+                if small and (nbytes > room or small[0].job.run_id != item.job.run_id):
                     self._commit_small(small)
+                room = (room if small else _TOGETHER_NBYTES) - nbytes
                 small.append(item)
                 continue
             self._commit_small(small)
@@ -165,7 +168,8 @@ class AppendThread(threading.Thread):
     def _finish(self, tasks: list[Task], refusal: Refusal | None) -> None:
         """Report tasks of one run, or let them wait for the group sync."""
         for task in tasks:
-            self._drain(task)
+            if task.chunks is not None:
+                self._drain(task.chunks)
         if refusal is not None or not self._runs[tasks[0].job.run_id].is_durable:
             self._report(tasks, refusal)
             return
@@ -200,9 +204,9 @@ class AppendThread(threading.Thread):
                 self._booked.give(nbytes)
         chunks.put(None)  # `_drain` finds the end
 
-    def _drain(self, task: Task) -> None:
+    def _drain(self, chunks: Chunks) -> None:
         """Wait for the chunks of a job that failed half-way: nothing may read its slot once it is refused."""
-        while task.chunks is not None and (entry := task.chunks.get()) is not None:
+        while (entry := chunks.get()) is not None:
             wait([entry[0]])
             self._booked.give(entry[1])
 
@@ -217,15 +221,6 @@ class AppendThread(threading.Thread):
             except Exception:  # a sink belongs to one session; the others must not suffer
                 logger.exception("the session of job %d could not be told", job.sequence)
         self._tickets.done([task.ticket for task in tasks])
-
-
-def _fits(small: list[Task], task: Task) -> bool:
-    """Whether `task` may be written together with `small`: one run, and not much memory."""
-    if not small:
-        return True
-    job, first = task.job, small[0].job
-    largest = max(job.descriptor.nbytes, first.descriptor.nbytes)
-    return first.run_id == job.run_id and len(small) * largest < _TOGETHER_NBYTES
 
 
 def _planned(task: Task) -> tuple[Plan, RecordRow]:

@@ -8,15 +8,16 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from capd.store.encode import ChunkResult
 from capd.store.series import Plan
 from capd_client.protocol import Define, Descriptor, DropReason
 
-__all__ = ["Booked", "DiskLimit", "Job", "Lanes", "Refusal", "RunTotals", "Sink", "Task", "Tickets"]
+__all__ = ["Booked", "Chunks", "DiskLimit", "Job", "Lanes", "Refusal", "RunTotals", "Sink", "Task", "Tickets"]
 
 Refusal = tuple[DropReason, str]
+Chunks: TypeAlias = "queue.SimpleQueue[tuple[Future[ChunkResult], int] | None]"
 
 
 class Sink(Protocol):
@@ -66,7 +67,7 @@ class Task:
     ticket: int
     plan: Plan | None = None
     refusal: Refusal | None = None
-    chunks: queue.SimpleQueue[tuple[Future[ChunkResult], int] | None] | None = None
+    chunks: Chunks | None = None
 
     @property
     def is_small(self) -> bool:

@@ -14,8 +14,9 @@ import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeAlias
 
 import msgspec
 
@@ -37,8 +38,9 @@ from capd.store.columns import ColumnRow
 from capd.store.frames import RecordRow, SeriesHeader, encode_row
 from capd_client.key import Key
 
-__all__ = ["Catalog", "NewRow"]
+__all__ = ["Catalog", "NewRow", "new_row"]
 
+_CACHE_KIB = 8192  # a transaction changes the last pages of thousands of series
 _PUBLISH_INTERVAL_S = 10.0
 _PUBLISH_SHARE = 20.0  # at most a twentieth of the append thread's time goes into snapshots
 _KEY_FIELDS = Key.__struct_fields__
@@ -58,19 +60,13 @@ CREATE TABLE sessions (client BLOB PRIMARY KEY, body BLOB NOT NULL) WITHOUT ROWI
 """
 
 
-class NewRow(NamedTuple):
-    """A row of `records`. body: the RecordRow as its COMMIT frame holds it."""
+# A row of `records`: series id, record, attempt, stored bytes, and the RecordRow as its COMMIT frame holds it.
+NewRow: TypeAlias = tuple[int, int, int, int, bytes]
 
-    series: int
-    record: int
-    attempt: int
-    stored_nbytes: int
-    body: bytes
 
-    @classmethod
-    def of(cls, series: int, record: int, row: RecordRow, stored_nbytes: int) -> NewRow:
-        """The row of a record that is not encoded yet."""
-        return cls(series, record, row.moment.attempt, stored_nbytes, encode_row(row))
+def new_row(series: int, record: int, row: RecordRow, stored_nbytes: int) -> NewRow:
+    """The row of a record that is not encoded yet."""
+    return (series, record, row.moment.attempt, stored_nbytes, encode_row(row))
 
 
 class Catalog:
@@ -99,6 +95,7 @@ class Catalog:
                 version = self._db.execute("PRAGMA user_version").fetchone()[0]
                 check_version(version, path)  # a newer capd's file is not touched
                 self._db.execute("PRAGMA journal_mode=WAL")
+                self._db.execute(f"PRAGMA cache_size={-_CACHE_KIB}")
                 if version == 0:
                     self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={CATALOG_VERSION}; COMMIT;")
         except BaseException:
@@ -245,7 +242,8 @@ class Catalog:
         acked: dict[bytes, list[tuple[int, int]]],
         moved: Iterable[tuple[int, int, int, int]],
     ) -> None:
-        self._db.executemany("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?)", records)
+        together = sorted(records, key=itemgetter(0))  # a series' rows lie side by side
+        self._db.executemany("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?)", together)
         self._db.executemany(
             "UPDATE records SET stored_nbytes=? WHERE series=? AND record>=? AND record<?",
             ((stored, series, first, end) for series, first, end, stored in moved),

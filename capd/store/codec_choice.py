@@ -57,7 +57,7 @@ def choose(sample: NDArray[np.generic], dtype: str) -> str:
     """
     default = _preset("default", dtype)
     candidates = dict.fromkeys(("none", _BITS, "zstd:1", default))  # from cheap to expensive
-    sizes = {name: len(chain_for(name, dtype).encode(sample)) for name in candidates} if sample.size else {}
+    sizes = {name: chain_for(name, dtype).encode(sample).nbytes for name in candidates} if sample.size else {}
     smallest = min(sizes.values(), default=0)
     if smallest * _DEGENERATE < sample.nbytes or not sizes:
         return default

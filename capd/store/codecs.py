@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import google_crc32c
 import numcodecs.blosc
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from capd.errors import ConfigError
 from capd.store.dtypes import stored_type
 
-__all__ = ["Chain", "chain_for", "crc32c", "parse_codec"]
+__all__ = ["Chain", "Encoded", "chain_for", "crc32c", "parse_codec"]
 
 # Chunks are encoded in parallel by the pool; blosc's own threads would only contend.
 numcodecs.blosc.use_threads = False
@@ -37,6 +37,28 @@ _FORMS = "none, zstd:LEVEL, or blosc:lz4|zstd:LEVEL:shuffle|bitshuffle|noshuffle
 crc32c: Callable[[bytes], int] = google_crc32c.value
 
 
+class Encoded(NamedTuple):
+    """An encoded chunk. Its checksum lies apart: putting it behind the body would copy that."""
+
+    body: bytes
+    crc: int
+
+    @classmethod
+    def of(cls, payload: bytes) -> Encoded:
+        """What stands in a file, taken apart."""
+        return cls(payload[:-4], int.from_bytes(payload[-4:], "little"))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file, with the checksum."""
+        return len(self.body) + 4
+
+    @property
+    def parts(self) -> tuple[bytes, bytes]:
+        """What stands in the file: the body, and its crc32c as four bytes, little-endian."""
+        return self.body, struct.pack("<I", self.crc)
+
+
 @dataclass(frozen=True, slots=True)
 class Chain:
     """One codec chain for one stored dtype: bytes → [compressor] → crc32c; `capd.store.decode` goes back.
@@ -48,10 +70,10 @@ class Chain:
     stored: np.dtype[np.generic]
     compressor: Any  # numcodecs codec, or None
 
-    def encode(self, chunk: NDArray[np.generic]) -> bytes:
-        """Encode a C-contiguous chunk of the stored dtype; the last four bytes are the crc32c of the rest."""
+    def encode(self, chunk: NDArray[np.generic]) -> Encoded:
+        """Encode a C-contiguous chunk of the stored dtype."""
         body: bytes = chunk.tobytes() if self.compressor is None else self.compressor.encode(chunk)
-        return body + struct.pack("<I", crc32c(body))
+        return Encoded(body, crc32c(body))
 
     def zarr_codecs(self) -> list[Any]:
         """The bytes-to-bytes codecs as zarr-python objects, for writing array metadata."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capd.store.codecs import Chain
+from capd.store.codecs import Chain, Encoded
 from capd.store.dtypes import stored_type
 from capd.store.frames import StatsRow
 from capd.store.geometry import Geometry
@@ -21,7 +21,7 @@ class ChunkResult(NamedTuple):
     """One encoded chunk of a record, and the statistics of the record's elements in it."""
 
     ordinal: int
-    payload: bytes
+    encoded: Encoded
     raw_nbytes: int
     stats: StatsRow | None
 
@@ -65,7 +65,7 @@ def encode_batch(
     held: NDArray[np.generic] | None,
     geometry: Geometry,
     chain: Chain,
-) -> bytes:
+) -> Encoded:
     """Encode the chunk that small records share. records: one array where each of them fills its part of the chunk.
     held: the chunk so far, whose first `at` records stay."""
     if isinstance(records, np.ndarray) and len(records) == geometry.batch:

@@ -40,7 +40,7 @@ from capd_client.key import Key, Moment
 __all__ = [
     "FORMAT_VERSION", "FRAME_NBYTES", "Commit", "FileHeader", "Frame", "Kind", "RecordHead", "RecordRow",
     "SeriesHeader", "StatsRow", "decode_commit", "decode_head", "decode_payload", "decode_row", "encode_commit",
-    "encode_row", "frame", "parse_frame", "payload_is_sound", "read_frame", "session_of", "walk",
+    "encode_row", "frame", "frame_header", "parse_frame", "payload_is_sound", "read_frame", "session_of", "walk",
 ]  # fmt: skip
 
 FORMAT_VERSION = 1
@@ -171,17 +171,25 @@ class FileHeader(msgspec.Struct, array_like=True):
 
 
 def frame(
-    kind: Kind, payload: bytes, *, ordinal: int = 0, session: int = 0, sequence: int = 0, raw_nbytes: int = 0
+    kind: Kind, payload: bytes, ordinal: int = 0, session: int = 0, sequence: int = 0, raw_nbytes: int = 0
 ) -> bytes:
     """The 48 header bytes for `payload` (written right behind them). Raises StoreError for one that is too large."""
-    if len(payload) > MAX_PAYLOAD_NBYTES:
-        raise StoreError(
-            f"a {kind.name} frame of {len(payload)} bytes exceeds the limit of {MAX_PAYLOAD_NBYTES}"
-        )
-    crc = _CRC.unpack(payload[-4:])[0] if kind is Kind.CHUNK else crc32c(payload)
-    head = _HEAD.pack(
-        _MAGIC, FORMAT_VERSION, kind, 0, len(payload), ordinal, session, sequence, raw_nbytes, crc
-    )
+    return frame_header(kind, len(payload), crc32c(payload), ordinal, session, sequence, raw_nbytes)
+
+
+def frame_header(
+    kind: Kind,
+    nbytes: int,
+    crc: int,
+    ordinal: int = 0,
+    session: int = 0,
+    sequence: int = 0,
+    raw_nbytes: int = 0,
+) -> bytes:
+    """The same for a payload of `nbytes` whose checksum is known."""
+    if nbytes > MAX_PAYLOAD_NBYTES:
+        raise StoreError(f"a {kind.name} frame of {nbytes} bytes exceeds the limit of {MAX_PAYLOAD_NBYTES}")
+    head = _HEAD.pack(_MAGIC, FORMAT_VERSION, kind, 0, nbytes, ordinal, session, sequence, raw_nbytes, crc)
     return head + _CRC.pack(crc32c(head))
 
 

@@ -32,12 +32,12 @@ class Gathered:
         """A record was committed; new: its row for the catalog."""
         series.count(row)
         self._rows.append(new)
-        self.changed(series)
-        acked = self._acked.get(row.client)
-        if acked is None:
-            acked = self._acked[row.client] = RangeSet()
-        acked.add(row.sequence)
-        self._clients.add(row.client)
+        self._changed[series.row.id] = series.row
+        client = row.client
+        if client not in self._clients:
+            self._clients.add(client)
+            self._acked.setdefault(client, RangeSet())
+        self._acked[client].add(row.sequence)
 
     def moved(self, series: Series, first: int, count: int, stored_nbytes: int) -> None:
         """Small records stand in a shard now; stored_nbytes: of all of them."""

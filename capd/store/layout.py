@@ -94,7 +94,11 @@ class Layout:
 
     def _down_to(self, directory: Path) -> set[Path]:
         """`directory`, the run, and what lies between."""
-        return {self.run / parent for parent in (directory.relative_to(self.run) / "_").parents}
+        found = {directory}
+        while directory != self.run:
+            directory = directory.parent
+            found.add(directory)
+        return found
 
     def make_room(self, header: SeriesHeader, shard: int) -> None:
         """Make the directories of a shard that is begun: at a shutdown thousands of shards may need theirs at once."""

@@ -16,7 +16,7 @@ from capd.store.frames import RecordHead, SeriesHeader
 from capd.store.layout import shard_path
 from capd.store.node import NodeView
 from capd.store.shard_file import FileCache, Place, ShardFile, is_same_series
-from capd.store.small import log_path, read_small
+from capd.store.small import log_of, log_path, offset_of, read_small
 
 __all__ = ["Located", "Locator"]
 
@@ -74,14 +74,14 @@ class Locator:
         place = None if spooled is None else spooled.places.get((record.client, record.sequence))
         if place is None:
             return None
-        path = str(log_path(self._node.spool.directory, place.log))
+        path = str(log_path(self._node.spool.directory, log_of(place)))
 
         def look() -> Located:
             file = self._files.open(path)
-            raw, commit, _ = read_small(file.fd, place.offset)
+            raw, commit, _ = read_small(file.fd, offset_of(place))
             row = commit.rows[0]
             if row.capture != record.capture or len(raw) != record.nbytes:
-                raise DamagedRecord(f"byte {place.offset} holds another record")
+                raise DamagedRecord(f"byte {offset_of(place)} holds another record")
             return Located(file, {}, raw)
 
         return self._guarded(number, path, look)

@@ -24,7 +24,7 @@ from capd.store.layout import shard_path
 from capd.store.open_files import OpenFiles
 from capd.store.salvage import Salvaged, ShardSource, write_records
 from capd.store.shards import ShardWriter
-from capd.store.small import SmallRecord, log_number, read_small
+from capd.store.small import LogPlace, log_number, log_place, offset_of, read_small
 
 __all__ = ["KeptSmall", "copy_aside", "is_the_files_fault", "mend_log", "mend_partial", "set_aside"]
 
@@ -43,7 +43,7 @@ class KeptSmall(NamedTuple):
     header: SeriesHeader
     number: int
     row: RecordRow
-    place: SmallRecord
+    place: LogPlace
 
 
 def is_the_files_fault(error: OSError, path: Path) -> bool:
@@ -156,7 +156,7 @@ def _sound(
 
 def mend_log(
     path: Path, file_header: FileHeader, kept: Iterable[KeptSmall], quarantine: Path | None
-) -> list[SmallRecord]:
+) -> list[LogPlace]:
     """Write a small log anew with the records that stay, under their numbers; returns their new places.
 
     quarantine: where a copy of the old file goes, None for none. Raises OSError, or DamagedRecord.
@@ -168,18 +168,18 @@ def mend_log(
     payload = _encode(file_header)
     end = new_file(temporary, [frame(Kind.HEADER, payload), payload])
     references: dict[str, int] = {}
-    places: list[SmallRecord] = []
+    places: list[LogPlace] = []
     source = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     target = os.open(temporary, os.O_RDWR | os.O_CLOEXEC)
     try:
         for header, number, row, place in kept:
-            raw, _, record = read_small(source, place.offset)
+            raw, _, record = read_small(source, offset_of(place))
             parts: list[bytes] = []
             if header.path not in references:
                 references[header.path] = len(references)
                 payload = _encode(header)
                 parts = [frame(Kind.SERIES, payload, ordinal=references[header.path]), payload]
-            places.append(SmallRecord(log_number(path), end + sum(map(len, parts))))
+            places.append(log_place(log_number(path), end + sum(map(len, parts))))
             commit = encode_commit(number, [row])
             reference = references[header.path]
             marks = {"ordinal": reference, "session": record.session, "sequence": record.sequence}

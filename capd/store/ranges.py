@@ -30,6 +30,9 @@ class RangeSet:
     def add(self, number: int) -> None:
         """Add one integer; neighbouring ranges join."""
         firsts, lasts = self._firsts, self._lasts
+        if lasts and number == lasts[-1] + 1:  # nearly always
+            lasts[-1] = number
+            return
         at = bisect_right(firsts, number)
         joins_left = at > 0 and number <= lasts[at - 1] + 1
         joins_right = at < len(firsts) and number == firsts[at] - 1

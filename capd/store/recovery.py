@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from capd.store import power
-from capd.store.catalog import Catalog, NewRow
+from capd.store.catalog import Catalog, NewRow, new_row
 from capd.store.catalog_read import SeriesRow
 from capd.store.documents import run_attributes
 from capd.store.frames import FORMAT_VERSION, FileHeader, RecordRow, SeriesHeader
@@ -80,7 +80,7 @@ class Recovery:
         if number >= series.row.records:
             series.row.records = number  # `count` makes it number + 1
             series.count(row)
-        self.out.rows.append(NewRow.of(series.row.id, number, row, stored_nbytes))
+        self.out.rows.append(new_row(series.row.id, number, row, stored_nbytes))
         self.acknowledge(row)
 
     def agree(self, series: Series, rows: Mapping[int, RecordRow]) -> dict[int, int]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from capd.errors import StoreError
-from capd.store.catalog import NewRow
+from capd.store.catalog import new_row
 from capd.store.catalog_read import CATALOG_NAME, SeriesRow, SessionRow
 from capd.store.encode import ChunkResult
 from capd.store.files import FileSystemSyncFailed
@@ -87,10 +87,10 @@ class RunStore:
         geometry = series.geometry
         number = series.row.records
         encoded = (
-            EncodedChunk(geometry.slot(number, c.ordinal), c.ordinal, c.payload, c.raw_nbytes) for c in chunks
+            EncodedChunk(geometry.slot(number, c.ordinal), c.ordinal, c.encoded, c.raw_nbytes) for c in chunks
         )
         written = self._append(series, number, [row], encoded, session_of(row.client), row.sequence)
-        self._gathered.add(series, row, NewRow.of(series.row.id, number, row, written))
+        self._gathered.add(series, row, new_row(series.row.id, number, row, written))
 
     def commit_small(self, records: Sequence[tuple[Plan, RecordRow, bytes]]) -> None:
         """Commit small records to the node's log, in one write. Raises OSError or StoreError; then nothing of them
@@ -104,8 +104,8 @@ class RunStore:
             new.append((series, number, Small.of(row, data)))
         self._small.commit(new)
         for (series, number, small), (_, row, _) in zip(new, records, strict=True):
-            self._gathered.add(series, row, NewRow(series.row.id, number, row.moment.attempt, 0, small.row))
-            if series.row.records % series.geometry.batch == 0:
+            self._gathered.add(series, row, (series.row.id, number, row.moment.attempt, 0, small.row))
+            if (number + 1) % series.row.header.geometry.batch == 0:
                 self._ripe.add(series.header.path)
 
     def _series_of(self, plan: Plan) -> Series:

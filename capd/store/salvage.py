@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capd.errors import DamagedRecord
-from capd.store.codecs import chain_for, crc32c
+from capd.store.codecs import Encoded, chain_for, crc32c
 from capd.store.decode import decode
 from capd.store.encode import encode_batch
 from capd.store.frames import RecordRow, SeriesHeader, session_of
@@ -29,7 +29,7 @@ from capd.store.shards import EncodedChunk, ShardWriter, read_index
 
 __all__ = ["ShardSource", "write_records"]
 
-Salvaged = list[tuple[int, bytes]] | NDArray[Any]
+Salvaged = list[tuple[int, Encoded]] | NDArray[Any]
 
 
 class ShardSource:
@@ -64,20 +64,20 @@ class ShardSource:
         os.close(self._fd)
 
     def take(self, number: int, row: RecordRow) -> Salvaged | None:
-        """Record `number`: (chunk within the record, payload) pairs of a large one, the elements of a small one.
+        """Record `number`: (chunk within the record, encoded chunk) pairs of a large one, the elements of a small one.
 
         None where a chunk of it is missing or damaged. Raises OSError.
         """
         geometry = self._header.geometry
         if geometry.is_small:
             return self._take_small(number, row)
-        chunks: list[tuple[int, bytes]] = []
+        chunks: list[tuple[int, Encoded]] = []
         for ordinal, _ in geometry.chunks(row.shape):
             place = self.index.get(geometry.slot(number, ordinal))
             payload = None if place is None else self._sound(place)
             if payload is None:
                 return None
-            chunks.append((ordinal, payload))
+            chunks.append((ordinal, Encoded.of(payload)))
         return chunks
 
     def _take_small(self, number: int, row: RecordRow) -> NDArray[Any] | None:
@@ -132,17 +132,17 @@ def write_records(
 
     def settle() -> None:
         start = number - len(waiting)
-        payload = encode_batch([bits for _, bits in waiting], 0, None, geometry, chain)
+        encoded = encode_batch([bits for _, bits in waiting], 0, None, geometry, chain)
         rows = [row for row, _ in waiting]
-        chunk = EncodedChunk(geometry.slot(start, 0), 0, payload, sum(row.nbytes for row in rows))
+        chunk = EncodedChunk(geometry.slot(start, 0), 0, encoded, sum(row.nbytes for row in rows))
         _commit(shard_for(start), [chunk], start, rows)
         waiting.clear()
 
     for row, salvaged in records:
         if isinstance(salvaged, list):
             chunks = [
-                EncodedChunk(geometry.slot(number, ordinal), ordinal, payload, raw_nbytes)
-                for ordinal, payload in salvaged
+                EncodedChunk(geometry.slot(number, ordinal), ordinal, encoded, raw_nbytes)
+                for ordinal, encoded in salvaged
             ]
             _commit(shard_for(number), chunks, number, [row])
             number += 1

@@ -33,7 +33,7 @@ from capd.store.frames import (
 )
 from capd.store.geometry import Geometry
 from capd.store.journal import pieces
-from capd.store.small import SmallRecord, log_number
+from capd.store.small import LogPlace, log_number, log_place
 
 __all__ = [
     "SERIES_PATH", "LoggedRecord", "Run", "ScannedLog", "ScannedShard", "read_log", "read_shard",
@@ -86,7 +86,7 @@ class LoggedRecord:
     header: SeriesHeader | None
     record: int
     row: RecordRow
-    place: SmallRecord
+    place: LogPlace
     reference: int
     is_sound: bool = True
 
@@ -252,7 +252,7 @@ def _read_records(fd: int, begin: int, size: int, number: int, found: ScannedLog
                     headers.get(piece.ordinal),
                     payload.first,
                     payload.rows[0],
-                    SmallRecord(number, record.offset - FRAME_NBYTES),
+                    log_place(number, record.offset - FRAME_NBYTES),
                     piece.ordinal,
                     not check or payload_is_sound(record, os.pread(fd, record.nbytes, record.offset)),
                 )

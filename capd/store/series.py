@@ -46,11 +46,12 @@ class Series:
 
     def count(self, record: RecordRow) -> None:
         """Count a record that was committed just now."""
-        self.row.records += 1
-        self.row.raw_bytes += record.nbytes
-        if record.shape != self.row.max_shape:
-            old = self.row.max_shape or record.shape
-            self.row.max_shape = tuple(max(pair) for pair in zip(old, record.shape, strict=True))
+        row = self.row
+        row.records += 1
+        row.raw_bytes += record.nbytes
+        if record.shape != row.max_shape:
+            old = row.max_shape or record.shape
+            row.max_shape = tuple(max(pair) for pair in zip(old, record.shape, strict=True))
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from capd.store.failpoints import failpoint
 from capd.store.open_files import OpenFiles
 from capd.store.series import Series
 from capd.store.shards import EncodedChunk, ShardWriter
-from capd.store.small import Small, SmallLog, SmallRecord, read_small
+from capd.store.small import LogPlace, Small, SmallLog, log_of, offset_of, read_small
 
 __all__ = ["Room", "SmallRecords"]
 
@@ -42,16 +42,16 @@ class _Fresh:
 
     def __init__(self, room: Room) -> None:
         self._room = room
-        self._held: dict[SmallRecord, Small] = {}
+        self._held: dict[LogPlace, Small] = {}
 
-    def keep(self, place: SmallRecord, small: Small) -> None:
+    def keep(self, place: LogPlace, small: Small) -> None:
         """Keep a record if there is room; those that came before are needed earlier."""
         nbytes = len(small.data) + _ROW_NBYTES
         if nbytes <= self._room.left:
             self._held[place] = small
             self._room.left -= nbytes
 
-    def take(self, place: SmallRecord) -> Small | None:
+    def take(self, place: LogPlace) -> Small | None:
         """The record logged at `place`, which is forgotten, or None."""
         small = self._held.pop(place, None)
         if small is not None:
@@ -111,7 +111,7 @@ class SmallRecords:
         else:
             self._stuck.discard(series.header.path)
 
-    def _settle_batch(self, series: Series, first: int, places: Sequence[SmallRecord]) -> None:
+    def _settle_batch(self, series: Series, first: int, places: Sequence[LogPlace]) -> None:
         geometry, chain = series.geometry, series.chain
         found = [self._fresh.take(place) or self._read(place) for place in places]
         records: list[NDArray[np.generic]] | NDArray[np.generic]
@@ -127,20 +127,20 @@ class SmallRecords:
             shard = self._shard_for(series, first)
             offset, nbytes = shard.index[slot]
             held = decode(chain, shard.read(offset, nbytes), (geometry.batch, *geometry.chunk))
-        payload = encode_batch(records, at, held, geometry, chain)
-        chunk = EncodedChunk(slot, 0, payload, sum(len(small.data) for small in found))
+        encoded = encode_batch(records, at, held, geometry, chain)
+        chunk = EncodedChunk(slot, 0, encoded, sum(len(small.data) for small in found))
         failpoint("settle.before_append")
         rows = [small.row for small in found]
         written = self._append(series, first, rows, [chunk], found[0].session, found[0].sequence)
         series.waiting.drop(len(places))
         self._moved(series, first, len(found), written)
-        self._released.update(place.log for place in places)
+        self._released.update(map(log_of, places))
         failpoint("settle.after_append")
         if not self._files.durable:
             self.release()
 
-    def _read(self, place: SmallRecord) -> Small:
-        raw, commit, _ = read_small(self._files.get(self._log.path(place.log)), place.offset)
+    def _read(self, place: LogPlace) -> Small:
+        raw, commit, _ = read_small(self._files.get(self._log.path(log_of(place))), offset_of(place))
         return Small.of(commit.rows[0], raw)
 
     def release(self) -> None:
@@ -152,14 +152,14 @@ class SmallRecords:
     def adopt(self, series: Series) -> None:
         """Count the small records that recovery found waiting."""
         for place in series.waiting.first(len(series.waiting)):
-            self._log.adopt(place.log)
+            self._log.adopt(log_of(place))
 
     def held_back(self, all_series: Iterable[Series]) -> list[Series]:
         """Series that keep the oldest log from being deleted, if too many logs are held back."""
         oldest = self._log.oldest
         if oldest is None:
             return []
-        return [s for s in all_series if s.waiting and s.waiting.first(1)[0].log == oldest]
+        return [s for s in all_series if s.waiting and log_of(s.waiting.first(1)[0]) == oldest]
 
     def rotate(self) -> None:
         """Finish the current log."""

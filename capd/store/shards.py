@@ -11,15 +11,16 @@ import os
 import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from capd.errors import DamagedRecord, StoreError
-from capd.store.codecs import crc32c
+from capd.store.codecs import Encoded, crc32c
 from capd.store.failpoints import failpoint
 from capd.store.files import copy_range, new_file, pwrite_all, rename, start_writeback, truncate, unlink
-from capd.store.frames import FileHeader, Kind, RecordRow, encode_commit, frame
+from capd.store.frames import FileHeader, Kind, RecordRow, encode_commit, frame, frame_header
 from capd.store.open_files import OpenFiles
 from capd.store.scan import read_shard
 
@@ -31,12 +32,12 @@ _WRITEBACK_NBYTES = 32 << 20
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class EncodedChunk(msgspec.Struct, array_like=True):
+class EncodedChunk(NamedTuple):
     """One encoded inner chunk on its way into a shard. slot: index entry; ordinal: chunk within the record."""
 
     slot: int
     ordinal: int
-    payload: bytes
+    encoded: Encoded
     raw_nbytes: int
 
 
@@ -47,11 +48,11 @@ class _Run:
         self._fd, self._at, self._end = fd, offset, offset
         self._parts: list[bytes] = []
 
-    def add(self, head: bytes, payload: bytes) -> int:
+    def add(self, head: bytes, *payload: bytes) -> int:
         """Append a frame; returns the offset of its payload."""
-        self._parts += [head, payload]
+        self._parts += [head, *payload]
         at = self._end + len(head)
-        self._end = at + len(payload)
+        self._end = at + sum(map(len, payload))
         if self._end - self._at >= _PIECE_NBYTES:
             self.finish()
         return at
@@ -135,21 +136,20 @@ class ShardWriter:
         """
         fd = self._files.get(self.path)
         run = _Run(fd, self.end)
-        marks = {"session": session, "sequence": sequence}
         placed: dict[int, tuple[int, int, int]] = {}
         entries: list[tuple[int, int, int]] = []
         try:
             for chunk in chunks:
+                slot, ordinal, encoded, raw_nbytes = chunk
+                nbytes, crc = encoded.nbytes, encoded.crc
                 at = self._twin(fd, chunk)
                 if at is None:
-                    head = frame(
-                        Kind.CHUNK, chunk.payload, ordinal=chunk.ordinal, raw_nbytes=chunk.raw_nbytes, **marks
-                    )
-                    at = run.add(head, chunk.payload)
-                placed[chunk.ordinal] = (len(chunk.payload), _tail(chunk.payload), at)
-                entries.append((chunk.slot, at, len(chunk.payload)))
+                    head = frame_header(Kind.CHUNK, nbytes, crc, ordinal, session, sequence, raw_nbytes)
+                    at = run.add(head, *encoded.parts)
+                placed[ordinal] = (nbytes, crc, at)
+                entries.append((slot, at, nbytes))
             payload = encode_commit(first, rows, entries)
-            run.add(frame(Kind.COMMIT, payload, **marks), payload)
+            run.add(frame(Kind.COMMIT, payload, session=session, sequence=sequence), payload)
             failpoint("commit.before_write")
             end = run.finish()
             failpoint("commit.after_write")
@@ -171,10 +171,11 @@ class ShardWriter:
             self._written_back = self.end
 
     def _twin(self, fd: int, chunk: EncodedChunk) -> int | None:
-        known = self._previous.get(chunk.ordinal)
-        if known is None or known[:2] != (len(chunk.payload), _tail(chunk.payload)):
+        """Where the record before has the same chunk."""
+        encoded, known = chunk.encoded, self._previous.get(chunk.ordinal)
+        if known is None or known[:2] != (encoded.nbytes, encoded.crc):
             return None
-        return known[2] if os.pread(fd, known[0], known[2]) == chunk.payload else None
+        return known[2] if os.pread(fd, known[0], known[2]) == b"".join(encoded.parts) else None
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Bytes of a chunk that was written before."""
@@ -212,10 +213,6 @@ def _index_and_end(fd: int, slots: int) -> tuple[dict[int, tuple[int, int]], int
         if scanned is None:
             raise
         return scanned.index, scanned.end
-
-
-def _tail(payload: bytes) -> int:
-    return int(struct.unpack("<I", payload[-4:])[0])
 
 
 def read_index(fd: int, slots: int) -> dict[int, tuple[int, int]]:

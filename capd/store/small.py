@@ -12,7 +12,7 @@ import os
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NewType
 
 import msgspec
 
@@ -39,7 +39,8 @@ from capd.store.geometry import SMALL_NBYTES
 from capd.store.open_files import OpenFiles
 
 __all__ = [
-    "LOG_GLOB", "Small", "SmallLog", "SmallRecord", "Waiting", "log_number", "log_path", "read_small",
+    "LOG_GLOB", "LogPlace", "Small", "SmallLog", "Waiting", "log_number", "log_of", "log_path", "log_place",
+    "offset_of", "read_small",
 ]  # fmt: skip
 
 LOG_GLOB = "small-*.log"
@@ -51,38 +52,50 @@ _COMMIT_NBYTES = 1 << 10
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class SmallRecord(NamedTuple):
-    """Where a small record waits: log file number and offset of its RECORD frame."""
+# Where a small record waits: the number of its log, and behind it in 36 bits the offset of its RECORD frame.
+LogPlace = NewType("LogPlace", int)
 
-    log: int
-    offset: int
+
+def log_place(log: int, offset: int) -> LogPlace:
+    """The place of the record at `offset` of log `log`."""
+    return LogPlace(log << _OFFSET_BITS | offset)
+
+
+def log_of(place: LogPlace) -> int:
+    """The number of the log that a record waits in."""
+    return place >> _OFFSET_BITS
+
+
+def offset_of(place: LogPlace) -> int:
+    """Where in its log a record waits."""
+    return place & (1 << _OFFSET_BITS) - 1
 
 
 class Waiting:
     """Small records of one series that stand in no shard yet, in order; eight bytes each."""
 
-    __slots__ = ("_packed",)
+    __slots__ = ("_places",)
 
     def __init__(self) -> None:
-        self._packed = array("Q")
+        self._places = array("Q")
 
     def __len__(self) -> int:
-        return len(self._packed)
+        return len(self._places)
 
-    def append(self, place: SmallRecord) -> None:
+    def append(self, place: LogPlace) -> None:
         """Add the next record."""
-        self._packed.append(place.log << _OFFSET_BITS | place.offset)
+        self._places.append(place)
 
-    def first(self, count: int) -> list[SmallRecord]:
+    def first(self, count: int) -> list[LogPlace]:
         """The places of the first `count` records."""
-        return [SmallRecord(p >> _OFFSET_BITS, p & (1 << _OFFSET_BITS) - 1) for p in self._packed[:count]]
+        return self._places[:count].tolist()  # type: ignore[return-value]
 
     def drop(self, count: int) -> None:
         """Forget the first `count` records."""
-        del self._packed[:count]
+        del self._places[:count]
 
 
-class Small(NamedTuple):
+class Small(msgspec.Struct, gc=False):
     """A small record in memory. session: of its frames. row: its RecordRow, encoded. data: its elements, C order."""
 
     session: int
@@ -127,27 +140,27 @@ class SmallLog:
         """Number of the oldest file that still holds records, if more than eight are held back."""
         return min(self._waiting) if len(self._waiting) > 8 else None
 
-    def append(self, records: Sequence[tuple[SeriesHeader, int, Small]]) -> list[SmallRecord]:
+    def append(self, records: Sequence[tuple[SeriesHeader, int, Small]]) -> list[LogPlace]:
         """Append records (with their series and number), each with its COMMIT, in one write. Raises OSError; then
         nothing of them remains."""
         path = self._file()
         parts: list[bytes] = []
-        places: list[SmallRecord] = []
+        places: list[LogPlace] = []
         fresh: dict[str, int] = {}
         at = self._end
-        for series, number, (session, sequence, _, row, data) in records:
+        for series, number, small in records:
             reference = self._references.get(series.path, fresh.get(series.path))
             if reference is None:
                 reference = fresh[series.path] = len(self._references) + len(fresh)
                 payload = _encode(series)
-                parts += [frame(Kind.SERIES, payload, ordinal=reference), payload]
+                parts += [frame(Kind.SERIES, payload, reference), payload]
                 at += FRAME_NBYTES + len(payload)
-            commit = encode_commit(number, [row])
-            marks = {"ordinal": reference, "session": session, "sequence": sequence}
-            head = frame(Kind.RECORD, data, raw_nbytes=len(data), **marks)
-            parts += [head, data, frame(Kind.COMMIT, commit, **marks), commit]
-            places.append(SmallRecord(self._number, at))
-            at += 2 * FRAME_NBYTES + len(data) + len(commit)
+            session, sequence, data, nbytes = small.session, small.sequence, small.data, len(small.data)
+            commit = encode_commit(number, [small.row])
+            head = frame(Kind.RECORD, data, reference, session, sequence, nbytes)
+            parts += [head, data, frame(Kind.COMMIT, commit, reference, session, sequence), commit]
+            places.append(log_place(self._number, at))
+            at += 2 * FRAME_NBYTES + nbytes + len(commit)
         fd = self._files.get(path)
         try:
             failpoint("log.before_write")

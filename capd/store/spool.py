@@ -24,7 +24,7 @@ from capd.store.frames import (
     walk,
 )
 from capd.store.scan import LoggedRecord, Run, ScannedShard, read_log, scan_shard
-from capd.store.small import LOG_GLOB, SmallRecord, log_number
+from capd.store.small import LOG_GLOB, LogPlace, log_number, log_place
 
 __all__ = ["Spool", "SpooledSeries"]
 
@@ -40,8 +40,8 @@ class SpooledSeries:
 
     header: SeriesHeader
     shards: dict[int, tuple[Path, ScannedShard]] = field(default_factory=dict)
-    logged: dict[int, tuple[SmallRecord, RecordRow]] = field(default_factory=dict)
-    places: dict[tuple[bytes, int], SmallRecord] = field(default_factory=dict)
+    logged: dict[int, tuple[LogPlace, RecordRow]] = field(default_factory=dict)
+    places: dict[tuple[bytes, int], LogPlace] = field(default_factory=dict)
 
     def keep(self, visible: Callable[[RecordRow], bool]) -> None:
         """Forget records that are not `visible`."""
@@ -199,7 +199,7 @@ def _continued_log(fd: int, number: int, before: _Log, size: int) -> tuple[list[
         if isinstance(payload, SeriesHeader):
             headers[frame.ordinal] = payload
         elif isinstance(payload, Commit) and record is not None and headers.get(frame.ordinal) is not None:
-            place = SmallRecord(number, record.offset - FRAME_NBYTES)
+            place = log_place(number, record.offset - FRAME_NBYTES)
             header, row = headers[frame.ordinal], payload.rows[0]
             records.append(LoggedRecord(header, payload.first, row, place, frame.ordinal))
             end = frame.offset + frame.nbytes

@@ -12,7 +12,7 @@ from capd.store.catalog_read import CATALOG_NAME, SeriesRow, connect_read_only, 
 from capd.store.damage import Damage, Kind
 from capd.store.frames import RecordRow, SeriesHeader
 from capd.store.scan import ScannedLog, read_log, scan_shard
-from capd.store.small import LOG_GLOB
+from capd.store.small import LOG_GLOB, offset_of
 from capd.store.verify_metadata import total_problems
 
 __all__ = ["NodePromise", "look_at_node"]
@@ -135,14 +135,14 @@ def _read_log(run: Path, run_ids: frozenset[str], node: NodePromise, path: Path)
     for logged in log.records:
         if logged.header is None:
             where = f"the series of sequence {logged.row.sequence} is lost"
-            _find(run, node, "spool", "", (), path, logged.place.offset, where)
+            _find(run, node, "spool", "", (), path, offset_of(logged.place), where)
             continue
         series = logged.header.path
         node.headers.setdefault(series, logged.header)
         node.logged.setdefault(series, {})[logged.record] = logged.row
         if not logged.is_sound:
             what = "a small record fails its checksum"
-            _find(run, node, "spool", series, (logged.record,), path, logged.place.offset, what)
+            _find(run, node, "spool", series, (logged.record,), path, offset_of(logged.place), what)
     _check_gaps(run, node, path, log)
 
 
