@@ -178,8 +178,7 @@ class NodeView:
         found = self._ask(path, ask, lambda s: {n: row for n, row in s.rows.items() if first <= n < last})
         if (spooled := self.spooled.get(path)) is not None:
             for number in range(first, min(last, self.series[path].records)):
-                known = found.get(number)
-                if (known is None or known.stats is None) and (row := spooled.row(number)) is not None:
+                if number not in found and (row := spooled.row(number)) is not None:
                     found[number] = row
         return found
 

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Sorted:
-    """A log's records. kept: those that wait; elsewhere: those that need not. renumbered: some have new numbers."""
+    """A log's records. kept: those that wait; elsewhere: those that need not. renumbered: some have wrong numbers."""
 
     kept: list[tuple[Series, KeptSmall]] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
@@ -100,6 +100,7 @@ def _sort(state: Recovery, log: ScannedLog) -> _Sorted:
         capture = (logged.row.client, logged.row.sequence)
         if logged.record < series.row.sealed or capture in held or capture in state.in_logs:
             found.elsewhere += 1
+            found.renumbered |= logged.record >= series.in_shards  # the number belongs to another record now
         elif not logged.is_sound:
             found.lost.append(f"{header.path}#{logged.record}")
         else:

@@ -43,6 +43,12 @@ class SpooledSeries:
     logged: dict[int, tuple[LogPlace, RecordRow]] = field(default_factory=dict)
     places: dict[tuple[bytes, int], LogPlace] = field(default_factory=dict)
 
+    def drop_moved(self) -> None:
+        """Forget logged records that stand in a shard, too: recovery from damage may have renumbered them there."""
+        if self.logged and self.shards:
+            held = {row.capture for _, scanned in self.shards.values() for row in scanned.rows.values()}
+            self.logged = {n: found for n, found in self.logged.items() if found[1].capture not in held}
+
     def keep(self, visible: Callable[[RecordRow], bool]) -> None:
         """Forget records that are not `visible`."""
         for shard, (path, scanned) in self.shards.items():
@@ -129,6 +135,8 @@ class Spool:
             scanned = partial.scanned
             series = found.setdefault(scanned.header.path, SpooledSeries(scanned.header))
             series.shards[scanned.shard] = (self.directory / name, scanned)
+        for series in found.values():
+            series.drop_moved()
         return found
 
 

@@ -18,8 +18,10 @@ from capd.store.catalog import Catalog
 from capd.store.catalog_read import CATALOG_NAME
 from capd.store.frames import FRAME_NBYTES, Frame, Kind
 from capd.store.partials import partial_path
-from capd.store.scan import scan_shard
+from capd.store.run import RunStore
+from capd.store.scan import read_log, scan_shard
 from capd.store.verify import verify_run
+from capd_client.key import Key
 from tests.unit.store.damaging import (
     edit_catalog,
     flip,
@@ -302,6 +304,63 @@ def test_small_records_that_closed_ranks_are_not_taken_twice_after_the_next_kill
 
     first = writer.held[(key("small"), "float32")][0][0]
     reopened(killed, without(writer.held, lambda name, m: name == "small" and m == first))
+
+
+@pytest.mark.parametrize("statistics", [True, False])
+@pytest.mark.parametrize("catalog", ["kept", "lost"])
+@pytest.mark.parametrize("older_log", ["kept", "lost"])
+def test_a_record_whose_commit_is_lost_comes_back_from_the_log_and_no_log_misnames_another(
+    tmp_path: Path, older_log: str, catalog: str, statistics: bool
+) -> None:
+    writer = Writer(tmp_path / "a", statistics=statistics)
+    small = key("small")
+    for iteration in range(2):  # in each of two logs a record that has moved to the shard and one that waits
+        for name in ("small", f"waiting-{iteration}"):
+            writer.put(key(name), "float32", RNG.standard_normal((30, 8)).astype("f4"), iteration=iteration)
+        writer.flush()
+        writer.pipeline.post("run", _settle(small)).result(timeout=30)
+    run = image(writer, tmp_path / "b")
+    writer.close()
+    partial = spool(run, "*.partial")
+    flip(partial, inside(frames(partial, Kind.COMMIT)[0]))
+    if older_log == "lost":  # then record 1 becomes record 0, and the newer log still calls it 1
+        (run / ".capd" / "node=n0" / "spool" / "small-00000000.log").unlink()
+
+    again = Writer(run.parent, statistics=statistics)
+    again.sequence = writer.sequence
+    again.held[small, "float32"] = writer.held[small, "float32"][older_log == "lost" :]
+    mended = image(again, tmp_path / "c")
+    if older_log == "lost":
+        log = read_log(spool(mended, "small-*.log"))
+        assert log is not None
+        assert [logged.header.key for logged in log.records if logged.header] == [key("waiting-1")]
+    if catalog == "lost":
+        (mended / ".capd" / "node=n0" / CATALOG_NAME).unlink()
+    _assert_in_order(mended, small, again)
+    again.put(small, "float32", RNG.standard_normal((30, 8)).astype("f4"), iteration=2)
+    again.flush()
+    _assert_in_order(image(again, tmp_path / "d"), small, again)
+    again.close()
+    _assert_in_order(run, small, again)
+
+
+def _assert_in_order(run: Path, which: Key, writer: Writer) -> None:
+    [series] = capd.open(run).find(tensor_name=which.tensor_name)
+    found = [
+        (record.iteration, series.numpy(number).tobytes()) for number, record in enumerate(series.records)
+    ]
+    held = writer.held[which, "float32"]
+    assert found == [(moment.iteration, bits.tobytes()) for moment, bits in held]
+
+
+def _settle(which: Key) -> Callable[[RunStore], None]:
+    def settle(store: RunStore) -> None:
+        [series] = [series for series in store._series.values() if series.header.key == which]
+        store._small.settle(series)
+        store._small.rotate()
+        store.flush_catalog()
+
+    return settle
 
 
 def _empty(path: Path) -> None:
