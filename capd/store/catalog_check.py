@@ -11,7 +11,7 @@ from capd.store.catalog_read import connect_read_only, head_of, read_acked, read
 from capd.store.frames import RecordRow
 from capd.store.ranges import RangeSet
 
-__all__ = ["Slice", "Sums", "read_slice", "read_sums", "series_of_record"]
+__all__ = ["Slice", "Sums", "has_series", "read_slice", "read_sums", "series_of_record"]
 
 
 class Slice(msgspec.Struct):
@@ -29,6 +29,15 @@ class Sums(msgspec.Struct):
     raw_nbytes: int = 0
     stored_nbytes: int = 0
     shapes: set[tuple[int, ...]] = set()
+
+
+def has_series(catalog: Path, path: str) -> bool:
+    """Whether the catalog knows a series now. Raises StoreError or sqlite3.DatabaseError."""
+    database = connect_read_only(catalog)
+    try:
+        return database.execute("SELECT 1 FROM series WHERE path=?", (path,)).fetchone() is not None
+    finally:
+        database.close()
 
 
 def read_slice(catalog: Path, series: int, first: int, last: int) -> Slice:

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from capd.errors import DamagedRecord, NotAStore, StoreError
+from capd.store.catalog_check import has_series
 from capd.store.damage import Damage, Report
 from capd.store.documents import read_group, run_attributes
 from capd.store.frames import FORMAT_VERSION, SeriesHeader
@@ -183,7 +184,7 @@ def _promise_of(
     catalog = None
     if node.catalog is not None and path in node.rows:
         catalog = (node.catalog, node.rows[path].id)
-    elif node.catalog is not None and files and shape0:
+    elif node.catalog is not None and files and shape0 and not _is_new(node.catalog, path):
         found.damaged.append(
             Damage("catalog", path, (), f"{path}/data", None, "the series is not in the catalog", node.name)
         )
@@ -193,6 +194,14 @@ def _promise_of(
         run, ids, node.name, header, catalog, known, count, published, shape0, logged, files
     )
     return promise, found
+
+
+def _is_new(catalog: Path, path: str) -> bool:
+    """Whether the catalog has got to know a series since it was read: a large run takes minutes to check."""
+    try:
+        return has_series(catalog, path)
+    except (StoreError, sqlite3.DatabaseError):
+        return False
 
 
 def _array(series: Path, damage: Callable[[str, str], None]) -> tuple[dict[str, Any] | None, int]:

@@ -154,9 +154,10 @@ def _check_gaps(run: Path, node: NodePromise, path: Path, log: ScannedLog) -> No
 
 
 def _read_partial(run: Path, run_ids: frozenset[str], node: NodePromise, path: Path) -> None:
+    size = path.stat().st_size  # first: a file that is made just now gets its header behind this
     scanned = scan_shard(path)
     if scanned is None:
-        if path.stat().st_size:
+        if size:
             _find(run, node, "spool", "", (), path, 0, "it does not begin with a sound header")
         return
     file = scanned.file

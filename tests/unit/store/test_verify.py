@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ from capd.errors import NotAStore
 from capd.store.catalog_read import CATALOG_NAME
 from capd.store.damage import Damage, fold
 from capd.store.frames import Frame, Kind
+from capd.store.scan import ScannedShard, scan_shard
 from capd.store.verify import verify_run
+from capd.store.verify_node import NodePromise, look_at_node
 from tests.unit.store.damaging import edit_catalog, flip, frames, head, image, inside, spool
 from tests.unit.store.writing import Writer, key
 
@@ -126,6 +129,49 @@ def test_a_daemon_at_work_gives_no_false_alarm(tmp_path: Path) -> None:
     writer.close()
     assert looks >= 2
     assert (lines(writer.run), verify_run(writer.run).records) == ([], 32 * 40)
+
+
+def test_a_series_that_begins_while_the_run_is_checked_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Writer(tmp_path)
+    put_all(writer, 0, 1)
+    writer.flush()
+
+    def look(*args: Any) -> NodePromise:
+        node = look_at_node(*args)
+        writer.put(key("new"), "float32", np.ones((300, 400), "f4"))
+        writer.pipeline.seal("run").result(timeout=60)
+        return node
+
+    monkeypatch.setattr("capd.store.verify.look_at_node", look)
+    assert lines(writer.run) == []
+    writer.close()
+
+
+def test_a_shard_that_gets_its_header_while_it_is_looked_at_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Writer(tmp_path)
+    put_all(writer, 0, 1)
+    writer.flush()
+    begun = writer.run / ".capd" / "node=n0" / "spool" / "0123456789abcdef0123-00000000.partial"
+
+    def scan(path: Path) -> ScannedShard | None:
+        found = scan_shard(path)
+        if path == begun:
+            begun.write_bytes(b"CPDF" + bytes(300))
+        return found
+
+    def look(*args: Any) -> NodePromise:
+        begun.write_bytes(b"")
+        return look_at_node(*args)
+
+    monkeypatch.setattr("capd.store.verify_node.scan_shard", scan)
+    monkeypatch.setattr("capd.store.verify.look_at_node", look)
+    assert lines(writer.run) == []
+    begun.unlink()
+    writer.close()
 
 
 @pytest.mark.parametrize("where", [head, inside])
