@@ -102,7 +102,9 @@ def shard_files(series: Path) -> dict[int, Path]:
         place = entry
         while place.is_dir():
             place = place / "0"
-        if place.exists():
+        if (
+            place.exists() and not place.is_dir()
+        ):  # made since the last look: a shard that is begun gets its room
             found[int(entry.name)] = place
     return dict(sorted(found.items()))
 

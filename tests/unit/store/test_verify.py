@@ -149,6 +149,22 @@ def test_a_series_that_begins_while_the_run_is_checked_is_no_damage(
     writer.close()
 
 
+def test_a_shard_that_gets_its_directories_while_the_run_is_checked_is_no_damage(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = run / LARGE / "data" / "c" / "17"
+    begun.mkdir()
+    exists = Path.exists
+
+    def made(path: Path) -> bool:
+        if path == begun / "0":  # nobody has asked for it before
+            path.mkdir(exist_ok=True)
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", made)
+    assert lines(run) == []
+
+
 def test_a_shard_that_gets_its_header_while_it_is_looked_at_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
