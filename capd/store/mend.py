@@ -12,24 +12,19 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
-from numpy.typing import NDArray
 
 from capd.errors import DamagedRecord
-from capd.store.codecs import chain_for
-from capd.store.encode import as_array
 from capd.store.failpoints import failpoint
 from capd.store.files import copy_range, make_directory, new_file, pwrite_all, rename, sync_paths, unlink
 from capd.store.frames import FileHeader, Kind, RecordRow, SeriesHeader, encode_commit, frame
 from capd.store.layout import shard_path
 from capd.store.open_files import OpenFiles
 from capd.store.salvage import Salvaged, ShardSource, write_records
-from capd.store.scan import read_log
-from capd.store.shard_file import is_same_series
 from capd.store.shards import ShardWriter
-from capd.store.small import LOG_GLOB, LogPlace, log_number, log_place, offset_of, read_small
+from capd.store.small import LogPlace, log_number, log_place, offset_of, read_small
 
 __all__ = ["KeptSmall", "copy_aside", "is_the_files_fault", "mend_log", "mend_partial", "set_aside"]
 
@@ -113,9 +108,9 @@ def mend_partial(
 ) -> list[int]:
     """Write a `.partial` anew without the records whose COMMIT is lost; returns their numbers (up to its newest).
 
-    Small records that a log still holds are not lost. file_header: of this shard, series included. sealed: records
-    below this number are published and keep their numbers; published: the catalog's rows of them. Raises OSError, or
-    DamagedRecord if one of those is damaged both here and in the sealed shard.
+    file_header: of this shard, series included. sealed: records below this number are published and keep their
+    numbers; published: the catalog's rows of them. Raises OSError, or DamagedRecord if one of those is damaged both
+    here and in the sealed shard.
     """
     header, number = file_header.series, file_header.shard
     assert header is not None  # noqa: S101 - a shard's header
@@ -131,13 +126,9 @@ def mend_partial(
         rows = dict(published)
         for source in reversed(sources):
             rows |= source.scanned.rows
-        logged = _Logged(path.parent, file_header)
-        held = {row.capture for row in rows.values()}
-        rows |= {n: row for n, row in logged.rows.items() if n not in rows and row.capture not in held}
         numbers = range(first, sources[0].scanned.newest + 1)
         writer = ShardWriter.create(temporary, files, file_header)
-        sound = _sound(numbers, rows, [*sources, logged], sealed, lost)
-        write_records(header, first, sound, lambda _: writer)
+        write_records(header, first, _sound(numbers, rows, sources, sealed, lost), lambda _: writer)
     files.forget(temporary)
     _take_place(temporary, path)
     return lost
@@ -146,7 +137,7 @@ def mend_partial(
 def _sound(
     numbers: Iterable[int],
     rows: Mapping[int, RecordRow],
-    sources: Sequence[ShardSource | _Logged],
+    sources: Sequence[ShardSource],
     sealed: int,
     lost: list[int],
 ) -> Iterator[tuple[RecordRow, Salvaged]]:
@@ -161,48 +152,6 @@ def _sound(
             raise DamagedRecord(f"record {number} is published and damaged; `capd verify --repair` drops it")
         else:
             lost.append(number)
-
-
-class _Logged:
-    """The small records of one series that a node's logs hold, moved to a shard or not. rows: by number."""
-
-    def __init__(self, spool: Path, shard: FileHeader) -> None:
-        """Raises OSError where a log cannot be read just now."""
-        assert shard.series is not None  # noqa: S101 - a shard's header
-        self._stored = chain_for(shard.series.codec, shard.series.dtype).stored
-        self._places: dict[int, tuple[Path, int]] = {}
-        self.rows: dict[int, RecordRow] = {}
-        for path in sorted(spool.glob(LOG_GLOB)) if shard.series.geometry.is_small else ():
-            try:
-                log = read_log(path, check=True)
-            except OSError as error:
-                if not is_the_files_fault(error, path):
-                    raise
-                continue  # its own turn comes
-            if (
-                log is None
-                or log.file is None
-                or (log.file.run_id, log.file.node) != (shard.run_id, shard.node)
-            ):
-                continue
-            for logged in log.records:
-                if logged.is_sound and logged.header and is_same_series(logged.header, shard.series):
-                    self.rows[logged.record] = logged.row
-                    self._places[logged.record] = (path, offset_of(logged.place))
-
-    def take(self, number: int, row: RecordRow) -> NDArray[Any] | None:
-        """The elements of record `number`, if `row` is what a log holds under that number. Raises OSError."""
-        if number not in self.rows or self.rows[number].capture != row.capture:
-            return None
-        path, offset = self._places[number]
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            raw, _, _ = read_small(fd, offset)
-        except DamagedRecord:
-            return None
-        finally:
-            os.close(fd)
-        return as_array(raw, self._stored, row.shape)
 
 
 def mend_log(

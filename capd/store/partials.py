@@ -114,8 +114,8 @@ def _mend(state: Recovery, path: Path, scanned: ScannedShard, series: Series, be
         path, state.layout.run, shard, published, series.row.sealed, state.files, state.quarantine
     )
     logger.warning(
-        "%s: %d records of %s are damaged and dropped, the file is kept in %s: numbers %s",
-        series.header.path, len(lost), path.name, state.quarantine, lost,
+        "%s: %s is damaged and written anew, the file is kept in %s; it lost the records %s",
+        series.header.path, path.name, state.quarantine, lost,
     )  # fmt: skip
 
 
@@ -124,13 +124,15 @@ def _take_up(state: Recovery, path: Path, scanned: ScannedShard, series: Series,
     sealed = shard_path(state.layout.run, series.header, scanned.shard)
     index = scanned.index
     if sealed.is_file():
-        index = _sealed_index(sealed, geometry.shard_slots) | index  # a COMMIT of those may be lost
+        index = _with_published(
+            scanned, _sealed_index(sealed, geometry.shard_slots), begin, series.row.sealed
+        )
     stored = state.agree(series, {n: row for n, row in scanned.rows.items() if n >= series.row.sealed})
     for run in scanned.runs:
         _add_run(state, series, run, stored)
     if geometry.is_small:
-        held = {(row.client, row.sequence) for row in scanned.rows.values()}
-        state.in_shards.setdefault(series.header.path, set()).update(held)
+        held = {(row.client, row.sequence): number for number, row in scanned.rows.items()}
+        state.in_shards.setdefault(series.header.path, {}).update(held)
     series.in_shards = scanned.newest + 1
     series.shard = ShardWriter(
         path,
@@ -148,15 +150,34 @@ def _take_up(state: Recovery, path: Path, scanned: ScannedShard, series: Series,
 
 def _add_run(state: Recovery, series: Series, run: Run, stored: Mapping[int, int]) -> None:
     """stored: bytes by record number as the catalog has them; 0: it waited in the small log."""
-    counted = False
+    new = 0
     for number, row in enumerate(run.commit.rows, run.commit.first):
-        if number < series.row.sealed or stored.get(number):
-            counted = True
-        else:
+        if number >= series.row.sealed and not stored.get(number):
             state.add(series, number, row, run.share)
+            new += 1
         state.acknowledge(row)
-    if not counted:
-        series.row.stored_bytes += run.end - run.start
+    series.row.stored_bytes += run.end - run.start if new == len(run.commit.rows) else new * run.share
+
+
+def _with_published(
+    scanned: ScannedShard, published: Mapping[int, tuple[int, int]], begin: int, sealed: int
+) -> dict[int, tuple[int, int]]:
+    """The index by a `.partial`'s COMMITs, and by the sealed shard's where a COMMIT of those records is lost.
+
+    Of small records an older COMMIT may name an older copy of their chunk, which lacks the later ones.
+    """
+    geometry = scanned.header.geometry
+    index = {**published, **scanned.index}
+    covered = {
+        slot: run.commit.first + len(run.commit.rows)
+        for run in scanned.runs
+        for slot, _, _ in run.commit.chunks
+    }
+    for first in range(begin, sealed, geometry.batch) if geometry.is_small else ():
+        slot = geometry.slot(first, 0)
+        if slot in published and covered.get(slot, 0) < min(first + geometry.batch, sealed):
+            index[slot] = published[slot]
+    return index
 
 
 def _sealed_index(path: Path, slots: int) -> dict[int, tuple[int, int]]:

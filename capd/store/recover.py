@@ -156,7 +156,7 @@ def _close_ranks(state: Recovery, found: SurveyedSeries) -> None:
         again = survey_series(state.layout.run, found.header.path, state.layout.node, found.header)
         assert again is not None  # noqa: S101 - it was written just now
         _add_sealed(state, again)
-        held = {(sealed.row.client, sealed.row.sequence) for sealed in again.records.values()}
+        held = {(found.row.client, found.row.sequence): number for number, found in again.records.items()}
         state.in_shards[found.header.path] = held
 
 

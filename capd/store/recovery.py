@@ -34,9 +34,9 @@ class Recovered:
 class Recovery:
     """The state of one node while it is put together.
 
-    known: records that the catalog had, by series. in_shards: (client, sequence) of records by series, where record
-    numbers alone do not tell whether a small record stands in a shard. may_be_torn: the power may have failed, so that
-    COMMITs can be on disk without their chunks. in_logs: of the records that wait in logs.
+    known: records that the catalog had, by series. in_shards: numbers of records by series and (client, sequence),
+    where the number that a log gives does not tell whether a small record stands in a shard. may_be_torn: the power may
+    have failed, so that COMMITs can be on disk without their chunks. in_logs: of the records that wait in logs.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Recovery:
         self.mounted = power.mount_of(layout.run)
         self.may_be_torn = not self.mounted or catalog.mounted != self.mounted
         self.lost = False  # rows of the catalog were forgotten: it says no more what was committed
-        self.in_shards: dict[str, set[tuple[bytes, int]]] = {}
+        self.in_shards: dict[str, dict[tuple[bytes, int], int]] = {}
         self.in_logs: set[tuple[bytes, int]] = set()
         self.out = Recovered(catalog, [], {})
 

@@ -29,9 +29,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Sorted:
-    """A log's records. kept: those that wait; elsewhere: those that need not. renumbered: some have wrong numbers."""
+    """A log's records. kept: those that wait; elsewhere: how many need not. spare: of these, what `.partial` files
+    hold, under the numbers there. renumbered: some have wrong numbers in the log."""
 
     kept: list[tuple[Series, KeptSmall]] = field(default_factory=list)
+    spare: list[KeptSmall] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     elsewhere: int = 0
     renumbered: bool = False
@@ -72,14 +74,14 @@ def _replay(state: Recovery, path: Path, log: ScannedLog, *, compact: bool) -> N
         return
     places = [kept.place for _, kept in found.kept]
     if damaged or found.renumbered or (compact and found.elsewhere):
-        kept = [kept for _, kept in found.kept]
+        kept = [kept for _, kept in found.kept] + ([] if compact else found.spare)
         places = mend_log(path, state.file_header, kept, state.quarantine if damaged else None)
     waiting_rows: dict[str, dict[int, RecordRow]] = {}
     for series, waiting in found.kept:
         waiting_rows.setdefault(series.header.path, {})[waiting.number] = waiting.row
     for series_path, rows in waiting_rows.items():
         state.agree(state.series[series_path], rows)
-    for (series, waiting), place in zip(found.kept, places, strict=True):
+    for (series, waiting), place in zip(found.kept, places, strict=False):  # those of the spare ones follow
         if waiting.number >= state.known.get(series.header.path, 0):
             state.add(series, waiting.number, waiting.row, 0)
         state.acknowledge(waiting.row)
@@ -96,11 +98,13 @@ def _sort(state: Recovery, log: ScannedLog) -> _Sorted:
             found.lost.append(f"sequence {logged.row.sequence} of an unknown series")
             continue
         series = state.series_of(header)
-        held = state.in_shards.get(header.path, ())
+        held = state.in_shards.get(header.path, {})
         capture = (logged.row.client, logged.row.sequence)
         if logged.record < series.row.sealed or capture in held or capture in state.in_logs:
             found.elsewhere += 1
-            found.renumbered |= logged.record >= series.in_shards  # the number belongs to another record now
+            if capture in held and logged.is_sound:
+                found.spare.append(KeptSmall(header, held[capture], logged.row, logged.place))
+                found.renumbered |= held[capture] != logged.record
         elif not logged.is_sound:
             found.lost.append(f"{header.path}#{logged.record}")
         else:

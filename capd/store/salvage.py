@@ -35,8 +35,7 @@ Salvaged = list[tuple[int, Encoded]] | NDArray[Any]
 class ShardSource:
     """A shard or `.partial`, open for reading whatever of it is sound; a context manager.
 
-    scanned: its journal (without runs if it has none). index: slot → (offset, bytes), the sharding index where that
-    is sound, else what the COMMITs say.
+    scanned: its journal (without runs if it has none).
     """
 
     def __init__(self, path: Path, header: SeriesHeader, number: int) -> None:
@@ -48,9 +47,11 @@ class ShardSource:
             found = read_shard(self._fd, (header, number))
             foreign = found is None or (found.header.path, found.shard) != (header.path, number)
             self.scanned = ScannedShard(header, number, 0) if found is None or foreign else found
-            self.index = dict(self.scanned.index)
+            self._index: dict[
+                int, tuple[int, int]
+            ] = {}  # slot → (offset, bytes): the sharding index, if it is sound
             with contextlib.suppress(DamagedRecord):
-                self.index |= {} if foreign else read_index(self._fd, header.geometry.shard_slots)
+                self._index = {} if foreign else read_index(self._fd, header.geometry.shard_slots)
         except BaseException:
             os.close(self._fd)
             raise
@@ -73,7 +74,8 @@ class ShardSource:
             return self._take_small(number, row)
         chunks: list[tuple[int, Encoded]] = []
         for ordinal, _ in geometry.chunks(row.shape):
-            place = self.index.get(geometry.slot(number, ordinal))
+            slot = geometry.slot(number, ordinal)
+            place = self._index.get(slot) or self.scanned.index.get(slot)
             payload = None if place is None else self._sound(place)
             if payload is None:
                 return None
@@ -96,9 +98,10 @@ class ShardSource:
         return None
 
     def _copies(self, number: int) -> Iterable[tuple[int, int]]:
+        """Places of the chunk that holds a small record, newest first; a copy of before it joined holds zeros."""
         slot = self._header.geometry.slot(number, 0)
-        if slot in self.index:
-            yield self.index[slot]
+        if slot in self._index:
+            yield self._index[slot]
         for run in reversed(self.scanned.runs):
             holds = run.commit.first + len(run.commit.rows) > number
             for other, offset, nbytes in run.commit.chunks:

@@ -122,9 +122,10 @@ class StoreModel:
 
     def start_after(self, crash: Crash) -> None:
         """Start behind an end of any kind, and compare what is there with what was promised."""
-        lossy = False
+        lossy = power = False
         while True:
-            lossy = lossy or (crash.mode == "power" and not self.durable)
+            power = power or crash.mode == "power"
+            lossy = power and not self.durable
             self._check_leftover(self.sealed if lossy else self.acked)
             started = self.driver.survive(self._start)
             if started:
@@ -134,6 +135,8 @@ class StoreModel:
         seen = read_with_capd(self.driver.run)
         if lossy:
             self.damaged |= seen.damaged() - self.sealed
+        if power:
+            self._accept_order(seen)
         self.compare(seen, promised)
         self._check_committed(seen)
         present = set(seen.identities())
@@ -175,6 +178,12 @@ class StoreModel:
         for path, records in seen.series.items():
             order = [self.order[record.identity] for record in records]
             assert order == sorted(order), f"{path} is out of order: {[r.identity for r in records]}"
+
+    def _accept_order(self, seen: Seen) -> None:
+        """A record whose COMMIT was lost with the power comes back from the log, behind those that came after it."""
+        for records in seen.series.values():
+            turns = sorted(self.order[record.identity] for record in records)
+            self.order |= {record.identity: turn for record, turn in zip(records, turns, strict=True)}
 
     def _given_up(self) -> set[int]:
         """Refused records that a store which lost writes may show, unreadable, until the next start forgets them."""

@@ -24,9 +24,9 @@ def test_a_close_between_two_steps_of_the_thread_still_ends_it_and_sends_the_las
             super().clear()
 
     sender = Sender(peer, "sender", list)
-    sender._wake.set()  # a round on the event it was born with
-    sender._wake = wake = Wake()
-    wake.set()
+    wake, first = Wake(), sender._wake
+    sender._wake = wake
+    first.set()  # the thread waits on the event it was born with, and clears the other one
     assert reached.wait(10)
 
     sender._posted.append(Reject("malformed", "the last word"))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,14 @@ import numpy as np
 import pytest
 
 import capd
-from capd.errors import StoreError
+from capd.errors import DamagedRecord, StoreError
 from capd.store.catalog import Catalog
 from capd.store.catalog_read import CATALOG_NAME
 from capd.store.frames import FRAME_NBYTES, Frame, Kind
 from capd.store.partials import partial_path
 from capd.store.run import RunStore
-from capd.store.scan import read_log, scan_shard
+from capd.store.scan import ScannedLog, read_log, scan_shard
 from capd.store.verify import verify_run
-from capd_client.key import Key
 from tests.unit.store.damaging import (
     edit_catalog,
     flip,
@@ -306,61 +306,122 @@ def test_small_records_that_closed_ranks_are_not_taken_twice_after_the_next_kill
     reopened(killed, without(writer.held, lambda name, m: name == "small" and m == first))
 
 
+# Ten of these share a chunk, which is written anew with every COMMIT.
+SHARED = key("shared")
+
+
+def put_shared(writer: Writer, *iterations: int) -> None:
+    """Put records and move them to their shard with one COMMIT; beside them one that waits, so that the log stays."""
+    for iteration in iterations:
+        bits = RNG.standard_normal((200, 128)).astype("f4")
+        writer.put(SHARED, "float32", bits, iteration=iteration)
+    writer.put(key(f"waiting-{iterations[0]}"), "float32", np.ones(3, "f4"))
+    writer.flush()
+    writer.pipeline.post("run", _settle).result(timeout=30)
+
+
+def _settle(store: RunStore) -> None:
+    [series] = [series for series in store._series.values() if series.header.key == SHARED]
+    store._small.settle(series)
+    store._small.rotate()
+    store.flush_catalog()
+
+
+def lose_commit(run: Path, number: int) -> None:
+    """Damage a COMMIT of the one `.partial`."""
+    partial = spool(run, "*.partial")
+    flip(partial, inside(frames(partial, Kind.COMMIT)[number]))
+
+
+def assert_named_rightly(run: Path, writer: Writer, iterations: Sequence[int]) -> None:
+    """These records are there, each with its own elements; others may be unreadable, never wrong."""
+    [series] = capd.open(run).find(tensor_name="shared")
+    held = {moment.iteration: bits.tobytes() for moment, bits in writer.held[SHARED, "float32"]}
+    found = {}
+    for number, record in enumerate(series.records):
+        with contextlib.suppress(DamagedRecord):
+            found[record.iteration] = series.numpy(number).tobytes()
+    assert found == {iteration: held[iteration] for iteration in iterations}
+
+
 @pytest.mark.parametrize("statistics", [True, False])
-@pytest.mark.parametrize("catalog", ["kept", "lost"])
-@pytest.mark.parametrize("older_log", ["kept", "lost"])
-def test_a_record_whose_commit_is_lost_comes_back_from_the_log_and_no_log_misnames_another(
-    tmp_path: Path, older_log: str, catalog: str, statistics: bool
+def test_a_record_whose_commit_is_lost_is_not_read_from_an_older_copy_of_its_chunk(
+    tmp_path: Path, statistics: bool
 ) -> None:
     writer = Writer(tmp_path / "a", statistics=statistics)
-    small = key("small")
-    for iteration in range(2):  # in each of two logs a record that has moved to the shard and one that waits
-        for name in ("small", f"waiting-{iteration}"):
-            writer.put(key(name), "float32", RNG.standard_normal((30, 8)).astype("f4"), iteration=iteration)
-        writer.flush()
-        writer.pipeline.post("run", _settle(small)).result(timeout=30)
+    put_shared(writer, 0)
+    put_shared(writer, *range(1, 10))
+    put_shared(writer, 10)
     run = image(writer, tmp_path / "b")
     writer.close()
-    partial = spool(run, "*.partial")
-    flip(partial, inside(frames(partial, Kind.COMMIT)[0]))
-    if older_log == "lost":  # then record 1 becomes record 0, and the newer log still calls it 1
-        (run / ".capd" / "node=n0" / "spool" / "small-00000000.log").unlink()
+    lose_commit(run, 1)
 
-    again = Writer(run.parent, statistics=statistics)
-    again.sequence = writer.sequence
-    again.held[small, "float32"] = writer.held[small, "float32"][older_log == "lost" :]
+    Writer(run.parent).close()
+
+    assert_named_rightly(run, writer, range(11))
+    assert verify_run(run).damaged == []
+
+
+@pytest.mark.parametrize("chunks_too", [False, True])
+def test_a_published_record_whose_commit_is_lost_is_not_read_from_an_older_copy_of_its_chunk(
+    tmp_path: Path, chunks_too: bool
+) -> None:
+    """chunks_too: so that the `.partial` cannot be mended, and goes on as it is."""
+    writer = Writer(tmp_path / "a")
+    put_shared(writer, 0)
+    put_shared(writer, *range(1, 10))
+    put_shared(writer, *range(10, 20))
+    writer.pipeline.seal("run").result(timeout=30)
+    put_shared(writer, 20)
+    run = image(writer, tmp_path / "b")
+    writer.close()
+    if chunks_too:
+        for path in (
+            spool(run, "*.partial"),
+            *run.glob("*/rank0/layer0/pre/tensor.forward.shared/data/c/0/0/0"),
+        ):
+            flip(path, inside(frames(path, Kind.CHUNK)[2]))
+    lose_commit(run, 1)
+
+    Writer(run.parent).close()
+
+    assert_named_rightly(run, writer, [*range(10), 20] if chunks_too else range(21))
+
+
+@pytest.mark.parametrize("catalog", ["kept", "lost"])
+def test_a_log_gives_its_records_the_numbers_they_got_behind_damage(tmp_path: Path, catalog: str) -> None:
+    writer = Writer(tmp_path / "a", statistics=False)
+    put_shared(writer, 0)
+    put_shared(writer, *range(1, 5))
+    put_shared(writer, 5)
+    run = image(writer, tmp_path / "b")
+    writer.close()
+    lose_commit(run, 0)  # and no log holds record 0 any more: the others close ranks
+    (run / ".capd" / "node=n0" / "spool" / "small-00000000.log").unlink()
+
+    again = Writer(run.parent, statistics=False)
+    again.sequence, again.held = writer.sequence, writer.held
     mended = image(again, tmp_path / "c")
-    if older_log == "lost":
-        log = read_log(spool(mended, "small-*.log"))
-        assert log is not None
-        assert [logged.header.key for logged in log.records if logged.header] == [key("waiting-1")]
+    logged = {
+        (one.record, one.row.moment.iteration)
+        for path in (mended / ".capd" / "node=n0" / "spool").glob("small-*.log")
+        for one in (read_log(path) or ScannedLog(None)).records
+        if one.header and one.header.key == SHARED
+    }
+    assert logged == {(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)}
     if catalog == "lost":
         (mended / ".capd" / "node=n0" / CATALOG_NAME).unlink()
-    _assert_in_order(mended, small, again)
-    again.put(small, "float32", RNG.standard_normal((30, 8)).astype("f4"), iteration=2)
-    again.flush()
-    _assert_in_order(image(again, tmp_path / "d"), small, again)
+    assert_named_rightly(mended, writer, range(1, 6))
+    put_shared(again, 6)
+    twice = image(again, tmp_path / "d")
     again.close()
-    _assert_in_order(run, small, again)
+    lose_commit(twice, 0)
 
+    Writer(twice.parent, statistics=False).close()
 
-def _assert_in_order(run: Path, which: Key, writer: Writer) -> None:
-    [series] = capd.open(run).find(tensor_name=which.tensor_name)
-    found = [
-        (record.iteration, series.numpy(number).tobytes()) for number, record in enumerate(series.records)
-    ]
-    held = writer.held[which, "float32"]
-    assert found == [(moment.iteration, bits.tobytes()) for moment, bits in held]
-
-
-def _settle(which: Key) -> Callable[[RunStore], None]:
-    def settle(store: RunStore) -> None:
-        [series] = [series for series in store._series.values() if series.header.key == which]
-        store._small.settle(series)
-        store._small.rotate()
-        store.flush_catalog()
-
-    return settle
+    for place in (run, twice):
+        assert_named_rightly(place, writer, range(1, 7))
+        assert verify_run(place).damaged == []
 
 
 def _empty(path: Path) -> None:
