@@ -6,7 +6,8 @@
 block per shard, tensorstore one transaction per shard; capd gets records, as the daemon does, and closes its store
 inside the measured time. "append": one record into a shard that is half full. There the others rewrite the shard;
 capd is measured once until the record is committed (readable through capd, safe from a kill), once with every record
-sealed (readable by plain Zarr readers). Same data, grid, codec and number of threads for all.
+sealed (readable by plain Zarr readers). Same data, grid, codec and number of threads for all. The bare codec is the
+chain that each of them runs, compressor and crc32c, over the same chunks, and writes nothing.
 
 must: at least 0.80 of the bare codec's MB per CPU second, 1.1 times tensorstore's, twice zarr-python's; with
 statistics 0.45 of the bare codec's; an append at least ten times faster than anyone's.
