@@ -61,7 +61,7 @@ imports: setup
 	$(BIN)/lint-imports --no-cache
 
 test-fault: setup ## Run the slow tier: kills, stops and faults
-	$(PYTEST) -m fault
+	$(PYTEST) -m fault -o faulthandler_timeout=0
 
 test-gpu: setup ## Run the tests that need a CUDA device
 	$(PYTEST) -m gpu

@@ -74,7 +74,7 @@ def test_writing_measures_all_engines_on_the_same_codec(corpus: Path, tmp_path: 
         assert row["raw"] == stream["capd"]["raw"]
         assert row["stored"] == pytest.approx(stream["bare codec"]["stored"], rel=SAME_CODEC), engine
         assert row["cpu_s"] > 0
-        assert engine == "bare codec" or row["written_nbytes"] >= row["stored"]
+        assert engine.startswith("bare codec") or row["written_nbytes"] >= row["stored"]
     append = {row["engine"]: row for row in found["append"]}
     assert append.keys() >= {"capd", "capd, each sealed", "zarr-python", "tensorstore"}
     assert append["zarr-python"]["written_nbytes"] > append["capd"]["written_nbytes"] > 0
