@@ -144,8 +144,9 @@ def _sound(
     for number in numbers:
         row = rows.get(number)
         taken = None
-        if row is not None:
-            taken = next((t for source in sources if (t := source.take(number, row)) is not None), None)
+        if row is not None:  # the sealed shard's chunk may be shared with later records, which it lacks
+            holders = sources if number < sealed else sources[:1]
+            taken = next((t for source in holders if (t := source.take(number, row)) is not None), None)
         if row is not None and taken is not None:
             yield row, taken
         elif number < sealed:

@@ -79,10 +79,11 @@ def _replay(state: Recovery, path: Path, log: ScannedLog, *, compact: bool) -> N
     waiting_rows: dict[str, dict[int, RecordRow]] = {}
     for series, waiting in found.kept:
         waiting_rows.setdefault(series.header.path, {})[waiting.number] = waiting.row
-    for series_path, rows in waiting_rows.items():
-        state.agree(state.series[series_path], rows)
+    stored = {path: state.agree(state.series[path], rows) for path, rows in waiting_rows.items()}
     for (series, waiting), place in zip(found.kept, places, strict=False):  # those of the spare ones follow
-        if waiting.number >= state.known.get(series.header.path, 0):
+        counted = stored[series.header.path].get(waiting.number, 0)  # in a shard that lost it
+        if waiting.number >= state.known.get(series.header.path, 0) or counted:
+            series.row.stored_bytes -= counted
             state.add(series, waiting.number, waiting.row, 0)
         state.acknowledge(waiting.row)
         series.waiting.append(place)

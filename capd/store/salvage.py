@@ -65,7 +65,8 @@ class ShardSource:
         os.close(self._fd)
 
     def take(self, number: int, row: RecordRow) -> Salvaged | None:
-        """Record `number`: (chunk within the record, encoded chunk) pairs of a large one, the elements of a small one.
+        """Record `number`, which must be in this file if it has a sharding index: (chunk within the record, encoded
+        chunk) pairs of a large one, the elements of a small one.
 
         None where a chunk of it is missing or damaged. Raises OSError.
         """

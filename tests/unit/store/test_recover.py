@@ -388,6 +388,25 @@ def test_a_published_record_whose_commit_is_lost_is_not_read_from_an_older_copy_
     assert_named_rightly(run, writer, [*range(10), 20] if chunks_too else range(21))
 
 
+def test_a_record_that_is_damaged_is_not_read_from_the_sealed_shard_that_its_chunk_began_in(
+    tmp_path: Path,
+) -> None:
+    writer = Writer(tmp_path / "a")
+    put_shared(writer, *range(5))
+    writer.pipeline.seal("run").result(timeout=30)
+    put_shared(writer, *range(5, 10))
+    run = image(writer, tmp_path / "b")
+    writer.close()
+    partial = spool(run, "*.partial")
+    flip(partial, inside(frames(partial, Kind.CHUNK)[-1]))
+    lose_commit(run, 0)  # so that the file is mended
+
+    Writer(run.parent).close()
+
+    assert_named_rightly(run, writer, range(10))  # the log still has the damaged ones
+    assert verify_run(run).damaged == []
+
+
 @pytest.mark.parametrize("catalog", ["kept", "lost"])
 def test_a_log_gives_its_records_the_numbers_they_got_behind_damage(tmp_path: Path, catalog: str) -> None:
     writer = Writer(tmp_path / "a", statistics=False)
