@@ -74,8 +74,7 @@ def _read_partial(
         unlink(path)
         return ""
     begin = scanned.shard * header.geometry.shard_records
-    if series.row.sealing and series.row.sealed < begin:  # the mark behind that seal was lost with the power
-        series.row.sealed = records_on_disk(state.layout.run, series, scanned.shard - 1)
+    series.row.sealed = sealed
     if series.row.sealed < begin:
         return f"its records begin at {begin}, but only {series.row.sealed} are sealed before it"
     holes = any(number not in scanned.rows for number in range(series.row.sealed, scanned.newest + 1))
@@ -91,7 +90,7 @@ def _read_partial(
         # the catalog knew of more: its end is damaged, not just unfinished
         copy_aside(path, state.quarantine)
     truncate(path, scanned.end)
-    _take_up(state, path, scanned, series, begin)
+    _take_up(state, path, scanned, series)
     return ""
 
 
@@ -119,14 +118,12 @@ def _mend(state: Recovery, path: Path, scanned: ScannedShard, series: Series, be
     )  # fmt: skip
 
 
-def _take_up(state: Recovery, path: Path, scanned: ScannedShard, series: Series, begin: int) -> None:
+def _take_up(state: Recovery, path: Path, scanned: ScannedShard, series: Series) -> None:
     geometry = series.geometry
     sealed = shard_path(state.layout.run, series.header, scanned.shard)
     index = scanned.index
     if sealed.is_file():
-        index = _with_published(
-            scanned, _sealed_index(sealed, geometry.shard_slots), begin, series.row.sealed
-        )
+        index = _sealed_index(sealed, geometry.shard_slots) | scanned.covering(series.row.sealed)
     stored = state.agree(series, {n: row for n, row in scanned.rows.items() if n >= series.row.sealed})
     for run in scanned.runs:
         _add_run(state, series, run, stored)
@@ -157,27 +154,6 @@ def _add_run(state: Recovery, series: Series, run: Run, stored: Mapping[int, int
             new += 1
         state.acknowledge(row)
     series.row.stored_bytes += run.end - run.start if new == len(run.commit.rows) else new * run.share
-
-
-def _with_published(
-    scanned: ScannedShard, published: Mapping[int, tuple[int, int]], begin: int, sealed: int
-) -> dict[int, tuple[int, int]]:
-    """The index by a `.partial`'s COMMITs, and by the sealed shard's where a COMMIT of those records is lost.
-
-    Of small records an older COMMIT may name an older copy of their chunk, which lacks the later ones.
-    """
-    geometry = scanned.header.geometry
-    index = {**published, **scanned.index}
-    covered = {
-        slot: run.commit.first + len(run.commit.rows)
-        for run in scanned.runs
-        for slot, _, _ in run.commit.chunks
-    }
-    for first in range(begin, sealed, geometry.batch) if geometry.is_small else ():
-        slot = geometry.slot(first, 0)
-        if slot in published and covered.get(slot, 0) < min(first + geometry.batch, sealed):
-            index[slot] = published[slot]
-    return index
 
 
 def _sealed_index(path: Path, slots: int) -> dict[int, tuple[int, int]]:

@@ -156,7 +156,9 @@ class RunStore:
             series.shard = ShardWriter.create(path, self._files, file_header)
         else:
             sealed = shard_path(self.path, header, number)
-            series.shard = ShardWriter.reopen(path, self._files, number, sealed, header.geometry.shard_slots)
+            series.shard = ShardWriter.reopen(
+                path, self._files, number, sealed, header.geometry.shard_slots, record
+            )
         return series.shard
 
     def maintain(self) -> None:

@@ -49,7 +49,7 @@ class ShardSource:
             self.scanned = ScannedShard(header, number, 0) if found is None or foreign else found
             self._index: dict[
                 int, tuple[int, int]
-            ] = {}  # slot → (offset, bytes): the sharding index, if it is sound
+            ] = {}  # the sharding index, where it is sound: slot → place
             with contextlib.suppress(DamagedRecord):
                 self._index = {} if foreign else read_index(self._fd, header.geometry.shard_slots)
         except BaseException:

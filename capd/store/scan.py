@@ -73,6 +73,25 @@ class ScannedShard:
     runs: list[Run] = field(default_factory=list)
     gaps: list[tuple[int, int]] = field(default_factory=list)
 
+    def covering(self, count: int) -> dict[int, tuple[int, int]]:
+        """The index without chunks that lack some of the small records below number `count` which share them.
+
+        Where the newest COMMIT of such a chunk is lost, the one before names an older copy.
+        """
+        geometry = self.header.geometry
+        index = dict(self.index)
+        reached = {
+            slot: run.commit.first + len(run.commit.rows)
+            for run in self.runs
+            for slot, _, _ in run.commit.chunks
+        }
+        begin = self.shard * geometry.shard_records
+        for first in range(begin, min(count, begin + geometry.shard_records), geometry.batch):
+            slot = geometry.slot(first, 0)
+            if geometry.is_small and reached.get(slot, 0) < min(first + geometry.batch, count):
+                index.pop(slot, None)
+        return index
+
     @property
     def newest(self) -> int:
         """The highest record number, -1 for none."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from capd.errors import StoreError
+from capd.errors import DamagedRecord, StoreError
 from capd.store.decode import decode
 from capd.store.encode import as_array, encode_batch
 from capd.store.failpoints import failpoint
@@ -125,6 +125,8 @@ class SmallRecords:
         held = None
         if at:
             shard = self._shard_for(series, first)
+            if slot not in shard.index:
+                raise DamagedRecord(f"the chunk that they join is lost in {shard.path.name}")
             offset, nbytes = shard.index[slot]
             held = decode(chain, shard.read(offset, nbytes), (geometry.batch, *geometry.chunk))
         encoded = encode_batch(records, at, held, geometry, chain)

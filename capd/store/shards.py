@@ -101,11 +101,16 @@ class ShardWriter:
         return cls(path, files, header.shard, end, {}, has_records=False)
 
     @classmethod
-    def reopen(cls, path: Path, files: OpenFiles, number: int, sealed: Path, slots: int) -> ShardWriter:
-        """Continue a sealed, partly filled shard: everything but its index is copied to `path`."""
+    def reopen(
+        cls, path: Path, files: OpenFiles, number: int, sealed: Path, slots: int, record: int
+    ) -> ShardWriter:
+        """Continue a sealed, partly filled shard with record `record`: all but its index is copied to `path`.
+
+        Raises DamagedRecord where nothing sound says which copies of its chunks are the newest.
+        """
         source = os.open(sealed, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            index, end = _index_and_end(source, slots)
+            index, end = _index_and_end(source, slots, record)
             temporary = path.with_suffix(".tmp")
             target = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
@@ -204,14 +209,17 @@ class ShardWriter:
         unlink(self.path, missing_ok=True)
 
 
-def _index_and_end(fd: int, slots: int) -> tuple[dict[int, tuple[int, int]], int]:
-    """Of a sealed shard: its index and where that begins, by the frames if the index is damaged."""
+def _index_and_end(fd: int, slots: int, records: int) -> tuple[dict[int, tuple[int, int]], int]:
+    """Of a sealed shard with the records below number `records`: its index and where that begins, by the frames if the
+    index is damaged."""
     try:
         return read_index(fd, slots), os.fstat(fd).st_size - (16 * slots + 4)
     except DamagedRecord:
         scanned = read_shard(fd)
         if scanned is None:
             raise
+        if scanned.covering(records) != scanned.index:
+            raise DamagedRecord("the shard lost its index and a COMMIT; see `capd verify --repair`") from None
         return scanned.index, scanned.end
 
 

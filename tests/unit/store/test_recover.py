@@ -407,6 +407,54 @@ def test_a_record_that_is_damaged_is_not_read_from_the_sealed_shard_that_its_chu
     assert verify_run(run).damaged == []
 
 
+def test_a_sealed_shard_without_index_and_last_commit_is_not_continued_from_an_older_copy(
+    tmp_path: Path,
+) -> None:
+    writer = Writer(tmp_path)
+    put_shared(writer, *range(5))
+    put_shared(writer, 5, 6)
+    writer.close()
+    [path] = writer.run.glob("*/rank0/layer0/pre/tensor.forward.shared/data/c/0/0/0")
+    lost = frames(path, Kind.COMMIT)[-1].offset
+    with path.open("r+b") as file:
+        nbytes = path.stat().st_size - lost
+        file.seek(lost)
+        file.write(bytes(nbytes))
+
+    again = Writer(tmp_path)
+    again.sequence, again.held = writer.sequence, writer.held
+    again.put(SHARED, "float32", RNG.standard_normal((200, 128)).astype("f4"), iteration=7)
+    again.flush()
+    assert not again.pipeline.close(60)  # the new one cannot join the chunk, and stays in the log
+
+    assert_named_rightly(writer.run, writer, [*range(5), 7])
+
+
+@pytest.mark.parametrize("logs", ["kept", "lost"])
+@pytest.mark.parametrize("last", [12, 24])
+def test_published_records_outlast_a_torn_continuation_where_the_seals_mark_was_lost_with_the_power(
+    tmp_path: Path, last: int, logs: str
+) -> None:
+    writer = Writer(tmp_path / "a")
+    put_shared(writer, *range(10))
+    writer.pipeline.seal("run").result(timeout=30)
+    put_shared(writer, *range(10, last + 1))
+    run = image(writer, tmp_path / "b")
+    writer.close()
+    partial = spool(run, f"{partial_path(Path(), 'bf16/rank0/layer0/pre/tensor.forward.shared', 0)}")
+    flip(partial, inside(frames(partial, Kind.CHUNK)[0]))
+    for log in (run / ".capd" / "node=n0" / "spool").glob("small-*.log") if logs == "lost" else ():
+        log.unlink()
+    catalog = run / ".capd" / "node=n0" / CATALOG_NAME
+    edit_catalog(catalog, "UPDATE series SET sealing=1, sealed=0 WHERE path LIKE '%shared%'")
+    edit_catalog(catalog, "UPDATE meta SET value='another' WHERE name='mounted'")
+
+    Writer(run.parent).close()
+
+    assert_named_rightly(run, writer, range(last + 1))
+    assert verify_run(run).damaged == []
+
+
 @pytest.mark.parametrize("catalog", ["kept", "lost"])
 def test_a_log_gives_its_records_the_numbers_they_got_behind_damage(tmp_path: Path, catalog: str) -> None:
     writer = Writer(tmp_path / "a", statistics=False)
