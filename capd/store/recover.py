@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 from capd.errors import StoreError
@@ -34,10 +34,11 @@ from capd.store.open_files import OpenFiles
 from capd.store.partials import partial_path, records_on_disk, take_up_partials
 from capd.store.rebuild import finish_swaps, rebuild_series
 from capd.store.recovery import Recovered, Recovery
-from capd.store.replay import replay_logs
+from capd.store.replay import logged_captures, replay_logs
+from capd.store.scan import scan_shard
 from capd.store.seal import publish
 from capd.store.series import Series
-from capd.store.survey import SurveyedSeries, survey, survey_series
+from capd.store.survey import UNKNOWN_CLIENT, Sealed, SurveyedSeries, survey, survey_series
 from capd.store.sweep import beyond_catalog, mend_documents
 
 __all__ = ["Recovered", "open_node", "partial_path"]
@@ -127,17 +128,40 @@ def _open(
 
 
 def _read_sealed(state: Recovery) -> None:
+    logged = logged_captures(state.layout.spool)
     for found in survey(state.layout.run, state.layout.node, state.headers):
+        _name_by_partials(state, found)
         if found.lost:
-            _close_ranks(state, found)
+            _close_ranks(state, found, logged)
         else:
-            _add_sealed(state, found)
+            _add_sealed(state, found, logged)
 
 
-def _add_sealed(state: Recovery, found: SurveyedSeries) -> None:
+def _name_by_partials(state: Recovery, found: SurveyedSeries) -> None:
+    """Take the rows of records whose COMMIT is lost from the `.partial` that goes on with their shard."""
+    nameless = [n for n, sealed in found.records.items() if sealed.row.client == UNKNOWN_CLIENT]
+    missing = {*nameless, *found.lost}
+    for shard in {number // found.header.geometry.shard_records for number in missing}:
+        path = partial_path(state.layout.spool, found.header.path, shard)
+        scanned = scan_shard(path, (found.header, shard)) if path.is_file() else None
+        if scanned is not None and (scanned.header.path, scanned.shard) == (found.header.path, shard):
+            for number in missing & scanned.rows.keys():
+                found.records[number] = Sealed(scanned.rows[number], 0)
+    found.lost = [number for number in found.lost if number not in found.records]
+
+
+def _add_sealed(state: Recovery, found: SurveyedSeries, logged: Set[tuple[bytes, int]]) -> None:
     series = state.series_of(found.header)
     for number, sealed in sorted(found.records.items()):
         state.add(series, number, sealed.row, sealed.stored_nbytes)
+    if found.header.geometry.is_small:
+        captures = {(sealed.row.client, sealed.row.sequence): n for n, sealed in found.records.items()}
+        state.in_shards[found.header.path] = {c: captures[c] for c in logged & captures.keys()}
+        state.nameless[found.header.path] = {
+            (sealed.row.moment, sealed.row.shape)
+            for sealed in found.records.values()
+            if sealed.row.client == UNKNOWN_CLIENT
+        }
     series.row.stored_bytes += found.stored_nbytes
     series.row.sealed = series.in_shards = len(found.records)
     series.row.sealing = True  # its shape may not be published yet
@@ -146,7 +170,11 @@ def _add_sealed(state: Recovery, found: SurveyedSeries) -> None:
     state.out.rows.clear()
 
 
-def _close_ranks(state: Recovery, found: SurveyedSeries) -> None:
+def _close_ranks(state: Recovery, found: SurveyedSeries, logged: Set[tuple[bytes, int]]) -> None:
+    """Build a series anew without the records that are lost. What is open of it bears numbers of before."""
+    digest, _, _ = partial_path(state.layout.spool, found.header.path, 0).name.partition("-")
+    for path in sorted(state.layout.spool.glob(f"{digest}-*.partial")):
+        set_aside(path, state.quarantine, "its series lost records and is built anew")
     rows = {number: sealed.row for number, sealed in found.records.items()}
     done = rebuild_series(
         state.layout, state.file_header, found.header, max(rows, default=-1) + 1, lambda _first, _last: rows
@@ -155,9 +183,7 @@ def _close_ranks(state: Recovery, found: SurveyedSeries) -> None:
     if done.kept:
         again = survey_series(state.layout.run, found.header.path, state.layout.node, found.header)
         assert again is not None  # noqa: S101 - it was written just now
-        _add_sealed(state, again)
-        held = {(found.row.client, found.row.sequence): number for number, found in again.records.items()}
-        state.in_shards[found.header.path] = held
+        _add_sealed(state, again, logged)
 
 
 def _reconcile(state: Recovery) -> None:
@@ -174,6 +200,7 @@ def _reconcile(state: Recovery) -> None:
 def _finish_seals(state: Recovery) -> None:
     """Renamed shards whose shape was not published: publish them now."""
     group = [series for series in state.series.values() if series.row.sealing]
+    behind = [(series, series.in_shards) for series in group if series.shard is not None]
     for series in group:
         per_shard = series.geometry.shard_records
         newest = (series.row.records - 1) // per_shard
@@ -188,6 +215,8 @@ def _finish_seals(state: Recovery) -> None:
     except (ValueError, LookupError, TypeError):  # metadata on disk that cannot be continued
         for series in group:
             _publish_anew(state, series)
+    for series, in_shards in behind:  # an open shard goes on behind what was published
+        series.in_shards = in_shards
 
 
 def _publish_anew(state: Recovery, series: Series) -> None:

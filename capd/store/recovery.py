@@ -15,6 +15,7 @@ from capd.store.open_files import OpenFiles
 from capd.store.ranges import RangeSet
 from capd.store.series import Series
 from capd.store.survey import UNKNOWN_CLIENT
+from capd_client.key import Moment
 
 __all__ = ["Recovered", "Recovery"]
 
@@ -35,8 +36,10 @@ class Recovery:
     """The state of one node while it is put together.
 
     known: records that the catalog had, by series. in_shards: numbers of records by series and (client, sequence),
-    where the number that a log gives does not tell whether a small record stands in a shard. may_be_torn: the power may
-    have failed, so that COMMITs can be on disk without their chunks. in_logs: of the records that wait in logs.
+    where the number that a log gives does not tell whether a small record stands in a shard. may_be_torn: the power
+    may have failed, so that COMMITs can be on disk without their chunks. nameless: moments and shapes of small
+    records whose capture is lost, by series, where the sealed shards were read back: numbers in logs may be of before
+    some of them were lost, and tell nothing. in_logs: of the records that wait in logs.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Recovery:
         self.may_be_torn = not self.mounted or catalog.mounted != self.mounted
         self.lost = False  # rows of the catalog were forgotten: it says no more what was committed
         self.in_shards: dict[str, dict[tuple[bytes, int], int]] = {}
+        self.nameless: dict[str, set[tuple[Moment, tuple[int, ...]]]] = {}
         self.in_logs: set[tuple[bytes, int]] = set()
         self.out = Recovered(catalog, [], {})
 

@@ -7,6 +7,7 @@ written anew, so that its numbers are true again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +23,20 @@ from capd.store.scan import ScannedLog, read_log
 from capd.store.series import Series
 from capd.store.small import LOG_GLOB
 
-__all__ = ["replay_logs"]
+__all__ = ["logged_captures", "replay_logs"]
 
 logger = logging.getLogger(__name__)
+
+
+def logged_captures(spool: Path) -> set[tuple[bytes, int]]:
+    """Client and sequence of every record in the logs."""
+    found: set[tuple[bytes, int]] = set()
+    for path in spool.glob(LOG_GLOB):
+        with contextlib.suppress(OSError):  # `replay_logs` says so
+            log = read_log(path)
+            records = () if log is None else log.records
+            found.update((logged.row.client, logged.row.sequence) for logged in records)
+    return found
 
 
 @dataclass(slots=True)
@@ -101,9 +113,14 @@ def _sort(state: Recovery, log: ScannedLog) -> _Sorted:
         series = state.series_of(header)
         held = state.in_shards.get(header.path, {})
         capture = (logged.row.client, logged.row.sequence)
-        if logged.record < series.row.sealed or capture in held or capture in state.in_logs:
+        nameless = state.nameless.get(header.path)
+        if nameless is None:
+            is_sealed = logged.record < series.row.sealed
+        else:
+            is_sealed = (logged.row.moment, logged.row.shape) in nameless
+        if is_sealed or capture in held or capture in state.in_logs:
             found.elsewhere += 1
-            if capture in held and logged.is_sound:
+            if held.get(capture, -1) >= series.row.sealed and logged.is_sound:
                 found.spare.append(KeptSmall(header, held[capture], logged.row, logged.place))
                 found.renumbered |= held[capture] != logged.record
         elif not logged.is_sound:

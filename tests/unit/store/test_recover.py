@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import sys
@@ -428,6 +429,76 @@ def test_a_sealed_shard_without_index_and_last_commit_is_not_continued_from_an_o
     assert not again.pipeline.close(60)  # the new one cannot join the chunk, and stays in the log
 
     assert_named_rightly(writer.run, writer, [*range(5), 7])
+
+
+def lose_what_names_records(run: Path) -> None:
+    """The catalog, and the published columns of the series."""
+    for path in (run / ".capd" / "node=n0").glob(f"{CATALOG_NAME}*"):
+        path.unlink()
+    [document] = run.glob("*/rank0/layer0/pre/tensor.forward.shared/zarr.json")
+    document.write_bytes(b"")
+
+
+def sealed_shard(run: Path) -> Path:
+    [path] = run.glob("*/rank0/layer0/pre/tensor.forward.shared/data/c/0/0/0")
+    return path
+
+
+@pytest.mark.parametrize("copy", ["sound", "damaged"])
+def test_a_series_that_closes_ranks_does_not_go_on_with_an_open_shard_in_the_old_numbers(
+    tmp_path: Path, copy: str
+) -> None:
+    writer = Writer(tmp_path / "a")
+    put_shared(writer, *range(3))
+    put_shared(writer, 3)
+    put_shared(writer, 4, 5, 6)
+    writer.pipeline.seal("run").result(timeout=30)
+    put_shared(writer, 7, 8)
+    run = image(writer, tmp_path / "b")
+    writer.close()
+    flip(sealed_shard(run), inside(frames(sealed_shard(run), Kind.COMMIT)[1]))
+    if copy == "damaged":  # else the open shard's copy of the COMMIT names the record
+        lose_commit(run, 1)
+    lose_what_names_records(run)
+
+    Writer(run.parent).close()
+
+    assert_named_rightly(run, writer, [*range(3), *range(4, 9)] if copy == "damaged" else range(9))
+    [series] = capd.open(run).find(tensor_name="shared")
+    assert len(series.records) == (8 if copy == "damaged" else 9)
+    assert verify_run(run).damaged == []
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_logs_are_known_by_their_captures_where_a_series_closed_ranks(
+    tmp_path: Path, interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Writer(tmp_path / "a", shard_nbytes=1 << 20)  # ten records
+    put_shared(writer, *range(4))
+    put_shared(writer, *range(4, 10))
+    writer.put(SHARED, "float32", RNG.standard_normal((200, 128)).astype("f4"), iteration=10)
+    writer.flush()
+    writer.pipeline.post("run", RunStore.maintain).result(timeout=30)
+    run = image(writer, tmp_path / "b")
+    writer.close()
+    flip(sealed_shard(run), inside(frames(sealed_shard(run), Kind.COMMIT)[0]))
+    lose_what_names_records(run)
+    if interrupted:
+        with monkeypatch.context() as patch:
+            patch.setattr("capd.store.recover.take_up_partials", _stop)
+            with pytest.raises(StoreError, match="stopped"):
+                Writer(run.parent, shard_nbytes=1 << 20)
+
+    Writer(run.parent, shard_nbytes=1 << 20).close()
+
+    assert_named_rightly(run, writer, range(11))
+    [series] = capd.open(run).find(tensor_name="shared")
+    assert len(series.records) == 11
+    assert verify_run(run).damaged == []
+
+
+def _stop(state: object) -> None:
+    raise OSError(errno.EIO, "stopped")
 
 
 @pytest.mark.parametrize("logs", ["kept", "lost"])
