@@ -35,10 +35,16 @@ from capd.store.partials import partial_path, records_on_disk, take_up_partials
 from capd.store.rebuild import finish_swaps, rebuild_series
 from capd.store.recovery import Recovered, Recovery
 from capd.store.replay import logged_captures, replay_logs
-from capd.store.scan import scan_shard
 from capd.store.seal import publish
 from capd.store.series import Series
-from capd.store.survey import UNKNOWN_CLIENT, Sealed, SurveyedSeries, survey, survey_series
+from capd.store.survey import (
+    UNKNOWN_CLIENT,
+    Sealed,
+    SurveyedSeries,
+    scan_if_readable,
+    survey,
+    survey_series,
+)
 from capd.store.sweep import beyond_catalog, mend_documents
 
 __all__ = ["Recovered", "open_node", "partial_path"]
@@ -143,8 +149,10 @@ def _name_by_partials(state: Recovery, found: SurveyedSeries) -> None:
     missing = {*nameless, *found.lost}
     for shard in {number // found.header.geometry.shard_records for number in missing}:
         path = partial_path(state.layout.spool, found.header.path, shard)
-        scanned = scan_shard(path, (found.header, shard)) if path.is_file() else None
-        if scanned is not None and (scanned.header.path, scanned.shard) == (found.header.path, shard):
+        scanned = scan_if_readable(path, (found.header, shard)) if path.is_file() else None
+        if scanned is None or (scanned.header.path, scanned.shard) != (found.header.path, shard):
+            continue
+        if scanned.file is None or state.owns(scanned.file):
             for number in missing & scanned.rows.keys():
                 found.records[number] = Sealed(scanned.rows[number], 0)
     found.lost = [number for number in found.lost if number not in found.records]

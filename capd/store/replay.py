@@ -1,8 +1,8 @@
 """Takes up the small logs that a daemon left: records that stand in no shard wait again, in capture order.
 
 A record stands in a shard if its number is below the sealed ones, or if a `.partial` holds its client and
-sequence. A log that lost records, or whose later ones close ranks over records that were lost elsewhere, is
-written anew, so that its numbers are true again.
+sequence. Where the sealed shards were read back for a new catalog only client and sequence tell, or the moment where
+those are lost. A log that lost records, or some of whose numbers are no longer true, is written anew.
 """
 
 from __future__ import annotations

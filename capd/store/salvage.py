@@ -47,9 +47,8 @@ class ShardSource:
             found = read_shard(self._fd, (header, number))
             foreign = found is None or (found.header.path, found.shard) != (header.path, number)
             self.scanned = ScannedShard(header, number, 0) if found is None or foreign else found
-            self._index: dict[
-                int, tuple[int, int]
-            ] = {}  # the sharding index, where it is sound: slot → place
+            # The sharding index where it is sound: slot → (offset, bytes).
+            self._index: dict[int, tuple[int, int]] = {}
             with contextlib.suppress(DamagedRecord):
                 self._index = {} if foreign else read_index(self._fd, header.geometry.shard_slots)
         except BaseException:

@@ -24,6 +24,7 @@ __all__ = [
     "Sealed",
     "SurveyedSeries",
     "row_from_columns",
+    "scan_if_readable",
     "shard_files",
     "survey",
     "survey_series",
@@ -64,7 +65,7 @@ def survey(run: Path, node: str, known: Mapping[str, SeriesHeader]) -> Iterator[
 def survey_series(run: Path, path: str, node: str, header: SeriesHeader | None) -> SurveyedSeries | None:
     """One series, or None if it belongs to another node or nothing says what it is."""
     files = shard_files(run / path)
-    scans = {number: _scan(file, None) for number, file in files.items()}
+    scans = {number: scan_if_readable(file, None) for number, file in files.items()}
     own = {
         number: scanned
         for number, scanned in scans.items()
@@ -81,7 +82,7 @@ def survey_series(run: Path, path: str, node: str, header: SeriesHeader | None) 
         logger.warning("%s: no shard says what the series is; `capd verify` lists the damage", path)
         return None
     for number, before in scans.items():
-        if before is None and (again := _scan(files[number], (header, number))) is not None:
+        if before is None and (again := scan_if_readable(files[number], (header, number))) is not None:
             own[number] = again
     found = SurveyedSeries(header)
     for _, scanned in sorted(own.items()):
@@ -109,7 +110,8 @@ def shard_files(series: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def _scan(file: Path, known: tuple[SeriesHeader, int] | None) -> ScannedShard | None:
+def scan_if_readable(file: Path, known: tuple[SeriesHeader, int] | None) -> ScannedShard | None:
+    """Its journal, or None with a warning where the file cannot be read."""
     try:
         return scan_shard(file, known)
     except OSError as error:
