@@ -37,6 +37,7 @@ from capd.store.files import (
     write_file,
 )
 from capd.store.frames import FileHeader, RecordRow, SeriesHeader
+from capd.store.held_logs import HeldRecords
 from capd.store.layout import Layout, node_directory, shard_path
 from capd.store.mend import set_aside
 from capd.store.open_files import OpenFiles
@@ -65,12 +66,18 @@ class Rebuilt:
 
 
 def rebuild_series(
-    layout: Layout, file_header: FileHeader, header: SeriesHeader, count: int, rows: Rows
+    layout: Layout,
+    file_header: FileHeader,
+    header: SeriesHeader,
+    count: int,
+    rows: Rows,
+    held: HeldRecords | None = None,
 ) -> Rebuilt:
     """Build the series of `header` anew and swap it in. Raises OSError or StoreError; then nothing has changed.
 
     file_header: of this run and node. count: record numbers in use. rows: what is known of records first ≤ n < last
-    beside the COMMITs of the series' own shards, for those whose COMMIT is lost.
+    beside the COMMITs of the series' own shards, for those whose COMMIT is lost. held: where else a small record may
+    stand whose elements its shard lost.
     """
     quarantine = node_directory(layout.run, layout.node) / "quarantine"
     done = Rebuilt(header.path, quarantine=_free(quarantine, header.path))
@@ -78,7 +85,7 @@ def rebuild_series(
     remove_tree(building)
     layout.dirty.update(make_directory(building / "data"))
     new = _NewSeries(building, file_header, header)
-    done.kept = new.write(_sound(layout.run, header, count, rows, done))
+    done.kept = new.write(_sound(layout.run, header, count, rows, held, done))
     if done.kept:
         disguised = msgspec.structs.replace(header, path=str(building.relative_to(layout.run)))
         layout.publish([(disguised, new.columns, (done.kept, *new.extents))])
@@ -139,7 +146,7 @@ class _NewSeries:
 
 
 def _sound(
-    run: Path, header: SeriesHeader, count: int, rows: Rows, done: Rebuilt
+    run: Path, header: SeriesHeader, count: int, rows: Rows, held: HeldRecords | None, done: Rebuilt
 ) -> Iterator[tuple[RecordRow, Salvaged]]:
     files, per_shard = shard_files(run / header.path), header.geometry.shard_records
     for number in range(-(-count // per_shard)):
@@ -154,10 +161,12 @@ def _sound(
             for record in range(first, last):
                 row = own.get(record) or known.get(record)
                 taken = None if source is None or row is None else source.take(record, row)
-                if row is None or taken is None:
-                    done.lost[record] = row
-                else:
+                if row is not None and taken is not None:
                     yield row, taken
+                elif row is not None and held is not None and (spare := held.take(header, row)) is not None:
+                    yield spare
+                else:
+                    done.lost[record] = row
 
 
 def _free(quarantine: Path, series_path: str) -> Path:

@@ -61,26 +61,26 @@ def open_node(
     *,
     catalog_name: str = CATALOG_NAME,
     headers: Mapping[str, SeriesHeader] | None = None,
-    compact_logs: bool = False,
+    check_spool: bool = False,
 ) -> Recovered:
     """Bring one node's part of the run to a consistent state; raises StoreError if the disk does not allow it.
 
     catalog_name: of the file to open or make in the node's directory. headers: of series by path, for those of which
-    no file says what they are. compact_logs: leave no record in the small logs that stands in a shard.
+    no file says what they are. check_spool: read every chunk in it, as behind a loss of power.
     """
     place = CatalogPlace(node_directory(layout.run, layout.node), catalog_name)
     catalog = place.published
     try:
         place.fetch()
         try:
-            return _open(layout, files, place, headers or {}, compact_logs=compact_logs)
+            return _open(layout, files, place, headers or {}, check_spool=check_spool)
         except _DAMAGED as error:  # what merely passes is a StoreError already
             logger.warning("%s is damaged (%s): rebuilding it from the shard files", catalog, error)
             set_aside(catalog, catalog.parent / "quarantine", str(error))
             for suffix in ("-wal", "-shm"):
                 unlink(catalog.with_name(catalog.name + suffix), missing_ok=True)
             place.fetch()
-            return _open(layout, files, place, headers or {}, compact_logs=compact_logs)
+            return _open(layout, files, place, headers or {}, check_spool=check_spool)
     except (OSError, *_DAMAGED) as error:
         raise StoreError(
             f"cannot recover {layout.run}: {error}; check the disk, then start `capd serve` again"
@@ -93,7 +93,7 @@ def _open(
     place: CatalogPlace,
     headers: Mapping[str, SeriesHeader],
     *,
-    compact_logs: bool,
+    check_spool: bool,
 ) -> Recovered:
     path = place.published
     if path.is_dir():
@@ -102,11 +102,11 @@ def _open(
     try:
         _clear_leftovers(layout.spool)
         finish_swaps(layout.run, node_directory(layout.run, layout.node) / "quarantine")
-        state = Recovery(layout, files, catalog, headers)
+        state = Recovery(layout, files, catalog, headers, check_spool=check_spool)
         if not (state.fresh or catalog.was_closed) and (series := beyond_catalog(state)):
             logger.warning("%s lacks sealed records of %s: rebuilding it from the shard files", path, series)
             catalog.mark_incomplete()
-            state = Recovery(layout, files, catalog, headers)
+            state = Recovery(layout, files, catalog, headers, check_spool=check_spool)
         if state.fresh:
             _read_sealed(state)
         take_up_partials(state)
@@ -116,7 +116,7 @@ def _open(
             mend_documents(state)
         _finish_seals(state)
         failpoint("recover.after_seals")
-        replay_logs(state, compact=compact_logs)
+        replay_logs(state)
         failpoint("recover.after_logs")
         _reconcile(state)
         if state.lost:

@@ -1,6 +1,6 @@
 """Repairs one node's part of a run. The caller holds the node's lock of the store root.
 
-    spool     recovery replays, mends and sets aside; then everything is sealed
+    spool     recovery replays, mends and sets aside; then everything is sealed. What small logs hold stays in reach
     shards    a series with a damaged shard is built anew from its sound records (`capd.store.rebuild`)
     metadata  published again from the catalog
     catalog   made anew from the frames beside the old one, which it then replaces
@@ -30,10 +30,11 @@ from capd.store.catalog_read import (
     read_series,
     read_sessions,
 )
-from capd.store.damage import Report
+from capd.store.damage import Damage, Report
 from capd.store.failpoints import failpoint
 from capd.store.files import make_directory, rename, replace_files, sync_paths, unlink
 from capd.store.frames import FORMAT_VERSION, FileHeader, RecordRow, SeriesHeader
+from capd.store.held_logs import HeldLogs, HeldRecords
 from capd.store.layout import Layout, node_directory
 from capd.store.mend import copy_aside, set_aside
 from capd.store.open_files import OpenFiles
@@ -89,18 +90,24 @@ def repair_node(run: Path, node: str) -> Repair:
     """Do everything that helps; the damage that is left shows in the next `verify_run`. Raises StoreError, OSError."""
     done = Repair(run, node)
     _mend_groups(done)
-    _seal(done)
-    found = verify_run(run)
-    own = [damage for damage in found.damaged if damage.node == node]
-    if not own:
-        return done
+    logs = HeldLogs(node_directory(run, node) / "spool", node_directory(run, node) / "held")
+    _seal(done, check_spool=True)
+    own = [damage for damage in verify_run(run).damaged if damage.node == node]
+    if own:
+        _mend_series(done, own, logs)
+    logs.release()
+    return done
+
+
+def _mend_series(done: Repair, own: list[Damage], logs: HeldLogs) -> None:
+    """Build series with damaged shards anew, and all that is derived from the shards."""
+    run, node = done.run, done.node
     shards = sorted({damage.series for damage in own if damage.kind == "shard" and damage.series})
     if shards:
-        _open_alone(run, node, compact_logs=True)
-        rows = _catalog_rows(run, node)
+        rows, held = _catalog_rows(run, node), logs.records(frozenset(shards))
         _forget_completeness(run, node)
         for path in shards:
-            _rebuild(done, path, rows.get(path))
+            _rebuild(done, path, rows.get(path), held)
     for path in sorted({damage.series for damage in own if damage.kind == "metadata" and damage.series}):
         moments = run / path / "moments"
         if moments.exists():
@@ -108,7 +115,6 @@ def repair_node(run: Path, node: str) -> Repair:
     rebuild_catalog(run, node)
     done.messages.append("catalog and metadata made anew from the frames")
     _seal(done)
-    return done
 
 
 def rebuild_catalog(run: Path, node: str) -> None:
@@ -142,15 +148,13 @@ def _open_alone(
     catalog_name: str = CATALOG_NAME,
     headers: Mapping[str, SeriesHeader] | None = None,
     sessions: list[SessionRow] | None = None,
-    compact_logs: bool = False,
+    check_spool: bool = False,
 ) -> None:
     """Recover a node's part, save `sessions`, and close it again."""
     layout = Layout(run, run_identity(run), node)
     files = OpenFiles(64, durable=False)
     try:
-        found = open_node(
-            layout, files, catalog_name=catalog_name, headers=headers, compact_logs=compact_logs
-        )
+        found = open_node(layout, files, catalog_name=catalog_name, headers=headers, check_spool=check_spool)
         for session in sessions or ():
             found.catalog.save_session(session)
         found.catalog.close()
@@ -191,8 +195,10 @@ def _forget_completeness(run: Path, node: str) -> None:
             database.close()
 
 
-def _seal(done: Repair) -> None:
+def _seal(done: Repair, *, check_spool: bool = False) -> None:
     try:
+        if check_spool:
+            _open_alone(done.run, done.node, check_spool=True)
         take_over(done.run, done.node)
     except StoreError as error:
         if error.exit_code != 1:
@@ -233,8 +239,11 @@ def _catalog_rows(run: Path, node: str) -> dict[str, SeriesRow]:
     return {row.header.path: row for row in _readable_rows(node_directory(run, node) / CATALOG_NAME)[0]}
 
 
-def _rebuild(done: Repair, path: str, row: SeriesRow | None) -> None:
-    """Build a series anew from what is sound; rows whose COMMIT is lost come from the catalog or the metadata."""
+def _rebuild(done: Repair, path: str, row: SeriesRow | None, held: HeldRecords) -> None:
+    """Build a series anew from what is sound in its shards or in held logs.
+
+    Rows whose COMMIT is lost come from the catalog or the metadata.
+    """
     run, node = done.run, done.node
     surveyed = survey_series(run, path, node, None if row is None else row.header)
     header = surveyed.header if surveyed is not None else None if row is None else row.header
@@ -249,7 +258,7 @@ def _rebuild(done: Repair, path: str, row: SeriesRow | None) -> None:
     layout = Layout(run, run_identity(run), node)
     file_header = FileHeader(FORMAT_VERSION, run_identity(run), node)
     rows = _rows_of(run, node, header, row)
-    done.rebuilt.append(rebuild_series(layout, file_header, header, max(counts, default=0), rows))
+    done.rebuilt.append(rebuild_series(layout, file_header, header, max(counts, default=0), rows, held))
 
 
 def _rows_of(run: Path, node: str, header: SeriesHeader, row: SeriesRow | None) -> Rows:

@@ -41,18 +41,17 @@ def logged_captures(spool: Path) -> set[tuple[bytes, int]]:
 
 @dataclass(slots=True)
 class _Sorted:
-    """A log's records. kept: those that wait; elsewhere: how many need not. spare: of these, what `.partial` files
-    hold, under the numbers there. renumbered: some have wrong numbers in the log."""
+    """A log's records. kept: those that wait. spare: what `.partial` files hold as well, under the numbers there.
+    renumbered: some have wrong numbers in the log."""
 
     kept: list[tuple[Series, KeptSmall]] = field(default_factory=list)
     spare: list[KeptSmall] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
-    elsewhere: int = 0
     renumbered: bool = False
 
 
-def replay_logs(state: Recovery, *, compact: bool) -> None:
-    """Let the records of all logs wait in their series. compact: keep no record in a log that stands in a shard."""
+def replay_logs(state: Recovery) -> None:
+    """Let the records of all logs wait in their series."""
     for path in sorted(state.layout.spool.glob(LOG_GLOB)):
         try:
             log = read_log(path, check=True)
@@ -68,10 +67,10 @@ def replay_logs(state: Recovery, *, compact: bool) -> None:
                 path, state.quarantine, f"it belongs to run {log.file.run_id!r} of node {log.file.node!r}"
             )
         else:
-            _replay(state, path, log, compact=compact)
+            _replay(state, path, log)
 
 
-def _replay(state: Recovery, path: Path, log: ScannedLog, *, compact: bool) -> None:
+def _replay(state: Recovery, path: Path, log: ScannedLog) -> None:
     found = _sort(state, log)
     damaged = bool(found.lost) or any(start < log.end for start, _ in log.gaps)
     if damaged:
@@ -85,8 +84,8 @@ def _replay(state: Recovery, path: Path, log: ScannedLog, *, compact: bool) -> N
         unlink(path)
         return
     places = [kept.place for _, kept in found.kept]
-    if damaged or found.renumbered or (compact and found.elsewhere):
-        kept = [kept for _, kept in found.kept] + ([] if compact else found.spare)
+    if damaged or found.renumbered:
+        kept = [kept for _, kept in found.kept] + found.spare
         places = mend_log(path, state.file_header, kept, state.quarantine if damaged else None)
     waiting_rows: dict[str, dict[int, RecordRow]] = {}
     for series, waiting in found.kept:
@@ -119,7 +118,6 @@ def _sort(state: Recovery, log: ScannedLog) -> _Sorted:
         else:
             is_sealed = (logged.row.moment, logged.row.shape) in nameless
         if is_sealed or capture in held or capture in state.in_logs:
-            found.elsewhere += 1
             if held.get(capture, -1) >= series.row.sealed and logged.is_sound:
                 found.spare.append(KeptSmall(header, held[capture], logged.row, logged.place))
                 found.renumbered |= held[capture] != logged.record

@@ -154,10 +154,14 @@ def test_a_sealed_shard_without_index_and_last_commit_is_not_continued_from_an_o
     assert_named_rightly(writer.run, writer, [*range(5), 7])
 
 
-def lose_what_names_records(run: Path) -> None:
-    """The catalog, and the published columns of the series."""
+def lose_catalog(run: Path) -> None:
     for path in (run / ".capd" / "node=n0").glob(f"{CATALOG_NAME}*"):
         path.unlink()
+
+
+def lose_what_names_records(run: Path) -> None:
+    """The catalog, and the published columns of the series."""
+    lose_catalog(run)
     [document] = run.glob("*/rank0/layer0/pre/tensor.forward.shared/zarr.json")
     document.write_bytes(b"")
 
