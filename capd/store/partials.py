@@ -69,6 +69,13 @@ def _read_partial(
     if series.row.sealing:
         # The mark behind that seal may be lost with the power, but not the shard under its name.
         sealed = records_on_disk(state.layout.run, series, scanned.shard)
+    if (
+        not header.geometry.is_small
+        and not mended
+        and state.known.get(header.path, 0) > max(scanned.newest + 1, sealed)
+    ):
+        # the catalog knew of more: its end is damaged, not just unfinished
+        copy_aside(path, state.quarantine)
     if scanned.newest < sealed:
         # A fresh file without records, or a copy of a sealed shard that got no new ones, or is torn.
         unlink(path)
@@ -86,9 +93,6 @@ def _read_partial(
         except DamagedRecord:
             if holes:
                 raise  # otherwise all COMMITs that matter are there, and it goes on as it is
-    if not header.geometry.is_small and state.known.get(header.path, 0) > scanned.newest + 1:
-        # the catalog knew of more: its end is damaged, not just unfinished
-        copy_aside(path, state.quarantine)
     truncate(path, scanned.end)
     _take_up(state, path, scanned, series)
     return ""

@@ -409,6 +409,28 @@ def test_a_partial_that_continues_a_sealed_shard_falls_back_on_it(tmp_path: Path
     reopened(run, without(writer.held, lambda name, m: m.iteration == 4))
 
 
+@pytest.mark.parametrize("sealed", [0, 3])
+def test_a_partial_that_lost_its_only_new_commit_is_kept_in_the_quarantine(
+    tmp_path: Path, sealed: int
+) -> None:
+    writer = Writer(tmp_path / "a")
+    for iteration in range(sealed + 1):
+        if iteration == sealed:
+            writer.pipeline.seal("run").result(timeout=30)
+        writer.put(key("large"), "float32", RNG.standard_normal((300, 400)).astype("f4"), iteration=iteration)
+        writer.flush()
+    writer.pipeline.post("run", lambda store: store.flush_catalog()).result(timeout=30)
+    run = image(writer, tmp_path / "b")
+    writer.close()
+    partial = spool(run, "*.partial")
+    flip(partial, inside(frames(partial, Kind.COMMIT)[-1]))
+    damaged = partial.read_bytes()
+
+    reopened(run, without(writer.held, lambda name, m: m.iteration == sealed))
+
+    assert (run / ".capd" / "node=n0" / "quarantine" / partial.name).read_bytes() == damaged
+
+
 @pytest.mark.parametrize(
     "step", ["capd.store.mend.copy_aside", "capd.store.mend.rename", "capd.store.mend.sync_paths"]
 )
