@@ -85,7 +85,8 @@ def _report(run: Path) -> Report:
 
 
 def _change(runs: list[Path], *, repair: bool, adopt: str | None) -> Iterator[Repair]:
-    from capd.store.repair import Repair, nodes_of, rebuild_catalog, repair_node, take_over
+    from capd.store.new_catalog import rebuild_catalog
+    from capd.store.repair import Repair, nodes_of, repair_node, take_over
 
     everywhere = sorted({node for run in runs for node in nodes_of(run)})
     if adopt is not None and adopt not in everywhere:
@@ -195,7 +196,8 @@ def _repair_lines(repair: Repair) -> Iterator[str]:
         yield f"{place}: {message}"
     for rebuilt in repair.rebuilt:
         lost = f"records {fold(sorted(rebuilt.lost))} are lost" if rebuilt.lost else "nothing is lost"
-        yield f"{place}: {rebuilt.path}: {lost}, {rebuilt.kept} kept; the old version is in {rebuilt.quarantine}"
+        kept = f"{rebuilt.kept} kept" + (f" ({rebuilt.added} from the spool, last)" if rebuilt.added else "")
+        yield f"{place}: {rebuilt.path}: {lost}, {kept}; the old version is in {rebuilt.quarantine}"
         for number, row in sorted(rebuilt.lost.items()):
             moment = "moment unknown" if row is None else _moment(row.moment)
             yield f"  record {number}: {moment}"
@@ -226,6 +228,7 @@ def _plain(reports: list[Report], done: list[Repair]) -> dict[str, Any]:
                     "series": rebuilt.path,
                     "lost": sorted(rebuilt.lost),
                     "kept": rebuilt.kept,
+                    "added": rebuilt.added,
                     "quarantine": str(rebuilt.quarantine),
                 }
                 for rebuilt in repair.rebuilt

@@ -27,8 +27,8 @@ from capd.store.catalog_read import (
     SeriesRow,
     SessionRow,
     check_version,
-    head_of,
     read_acked,
+    read_captures,
     read_columns,
     read_heads,
     read_records,
@@ -262,9 +262,7 @@ class Catalog:
 
     def sequences(self) -> Iterator[tuple[bytes, int]]:
         """Client and sequence of every record."""
-        for (body,) in self._db.execute("SELECT body FROM records"):
-            head = head_of(body)
-            yield head.client, head.sequence
+        return read_captures(self._db)
 
     def forget_from(self, row: SeriesRow, first: int) -> None:
         """Delete the rows of records `first` and later, and bring the series' totals in `row` in line.

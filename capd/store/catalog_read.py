@@ -29,12 +29,13 @@ __all__ = [
     "head_of",
     "read_acked",
     "read_attempts",
+    "read_captures",
     "read_columns",
     "read_heads",
     "read_records",
     "read_series",
     "read_sessions",
-]  # fmt: skip
+]
 
 CATALOG_NAME = "catalog.sqlite"
 CATALOG_VERSION = 1
@@ -140,6 +141,13 @@ def _series_row(row: tuple[Any, ...]) -> SeriesRow:
 def read_series(db: sqlite3.Connection) -> list[SeriesRow]:
     """All series of a catalog opened with connect_read_only."""
     return [_series_row(row) for row in db.execute(_SELECT_SERIES)]
+
+
+def read_captures(database: sqlite3.Connection) -> Iterator[tuple[bytes, int]]:
+    """Client and sequence of every record."""
+    for (body,) in database.execute("SELECT body FROM records"):
+        head = head_of(body)
+        yield head.client, head.sequence
 
 
 def read_acked(db: sqlite3.Connection) -> dict[bytes, list[tuple[int, int]]]:

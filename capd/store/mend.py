@@ -25,6 +25,7 @@ from capd.store.open_files import OpenFiles
 from capd.store.salvage import Salvaged, ShardSource, write_records
 from capd.store.shards import ShardWriter
 from capd.store.small import LogPlace, log_number, log_place, offset_of, read_small
+from capd.store.survey import UNKNOWN_CLIENT
 
 __all__ = ["KeptSmall", "copy_aside", "is_the_files_fault", "mend_log", "mend_partial", "set_aside"]
 
@@ -146,13 +147,21 @@ def _sound(
         taken = None
         if row is not None:  # the sealed shard's chunk may be shared with later records, which it lacks
             holders = sources if number < sealed else sources[:1]
-            taken = next((t for source in holders if (t := source.take(number, row)) is not None), None)
+            taken = next((t for source in holders if (t := _take(source, number, row)) is not None), None)
         if row is not None and taken is not None:
             yield row, taken
         elif number < sealed:
             raise DamagedRecord(f"record {number} is published and damaged; `capd verify --repair` drops it")
         else:
             lost.append(number)
+
+
+def _take(source: ShardSource, number: int, row: RecordRow) -> Salvaged | None:
+    """The record, unless the source calls another capture by its number: one of the two was built anew."""
+    own = source.scanned.rows.get(number, row)
+    named = UNKNOWN_CLIENT not in (own.client, row.client)
+    other = named and (own.client, own.sequence) != (row.client, row.sequence)
+    return None if other else source.take(number, row)
 
 
 def mend_log(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -19,8 +19,9 @@ from capd.store.recovery import Recovery
 from capd.store.scan import Run, ScannedShard, scan_shard
 from capd.store.series import Series
 from capd.store.shards import ShardWriter, read_index
+from capd.store.survey import UNKNOWN_CLIENT
 
-__all__ = ["partial_path", "records_on_disk", "take_up_partials"]
+__all__ = ["by_digest", "named", "partial_path", "partials_of", "records_on_disk", "take_up_partials"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,18 +31,32 @@ def partial_path(spool: Path, series_path: str, shard: int) -> Path:
     return spool / f"{_digest(series_path)}-{shard:08d}.partial"
 
 
+def partials_of(spool: Path, series_path: str) -> list[Path]:
+    """The unsealed shards of a series."""
+    return sorted(spool.glob(f"{_digest(series_path)}-*.partial"))
+
+
+def by_digest(headers: Iterable[SeriesHeader]) -> dict[str, SeriesHeader]:
+    """Series by what the names of their unsealed shards begin with."""
+    return {_digest(header.path): header for header in headers}
+
+
+def named(path: Path, digests: Mapping[str, SeriesHeader]) -> tuple[SeriesHeader, int] | None:
+    """Series and number of an unsealed shard by its name, None if the series is not among `digests`."""
+    digest, _, number = path.stem.partition("-")
+    return (digests[digest], int(number)) if digest in digests and number.isdecimal() else None
+
+
 def _digest(series_path: str) -> str:
     return hashlib.blake2b(series_path.encode(), digest_size=10).hexdigest()
 
 
 def take_up_partials(state: Recovery) -> None:
     """Take up every `.partial`: replayed, cut, mended, or set aside."""
-    digests = {_digest(path): series.header for path, series in state.series.items()}
+    digests = by_digest(series.header for series in state.series.values())
     for path in sorted(state.layout.spool.glob("*.partial")):
-        digest, _, number = path.stem.partition("-")
-        known = (digests[digest], int(number)) if digest in digests and number.isdecimal() else None
         try:
-            problem = _read_partial(state, path, known)
+            problem = _read_partial(state, path, named(path, digests))
         except DamagedRecord as error:
             problem = str(error)
         except OSError as error:
@@ -78,6 +93,8 @@ def _read_partial(
         copy_aside(path, state.quarantine)
     if scanned.newest < sealed:
         # A fresh file without records, or a copy of a sealed shard that got no new ones, or is torn.
+        if _has_others(state, series, scanned):
+            return "its records are others than the sealed ones of their numbers"
         unlink(path)
         return ""
     begin = scanned.shard * header.geometry.shard_records
@@ -96,6 +113,18 @@ def _read_partial(
     truncate(path, scanned.end)
     _take_up(state, path, scanned, series)
     return ""
+
+
+def _has_others(state: Recovery, series: Series, scanned: ScannedShard) -> bool:
+    """Whether it holds other captures than the sealed shards under the same numbers."""
+    first, behind = min(scanned.rows, default=0), max(scanned.rows, default=-1) + 1
+    sealed = state.catalog.stored(series.row.id, first, behind)
+    return any(
+        number in sealed
+        and sealed[number][0] != UNKNOWN_CLIENT
+        and sealed[number][:2] != (row.client, row.sequence)
+        for number, row in scanned.rows.items()
+    )
 
 
 def _is_torn(path: Path, scanned: ScannedShard) -> bool:

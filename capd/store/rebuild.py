@@ -37,14 +37,16 @@ from capd.store.files import (
     write_file,
 )
 from capd.store.frames import FileHeader, RecordRow, SeriesHeader
-from capd.store.held_logs import HeldRecords
 from capd.store.layout import Layout, node_directory, shard_path
 from capd.store.mend import set_aside
 from capd.store.open_files import OpenFiles
+from capd.store.partials import partials_of
 from capd.store.salvage import Salvaged, ShardSource, write_records
 from capd.store.scan import SERIES_PATH
 from capd.store.shards import ShardWriter
-from capd.store.survey import shard_files
+from capd.store.spool_copies import Capture, SpoolCopies
+from capd.store.survey import UNKNOWN_CLIENT, shard_files
+from capd_client.key import Moment
 
 __all__ = ["Rebuilt", "finish_swaps", "rebuild_series"]
 
@@ -52,16 +54,18 @@ logger = logging.getLogger(__name__)
 
 _NO_EXCHANGE = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
 Rows = Callable[[int, int], Mapping[int, RecordRow]]
+Occasion = tuple[Moment, tuple[int, ...]]  # moment and shape
 
 
 @dataclass(slots=True)
 class Rebuilt:
-    """lost: old record numbers, with their moments where known. kept: records of the new series. quarantine: where
-    the damaged version is."""
+    """lost: old record numbers, with their moments where known. kept: records of the new series. added: of these, how
+    many stood in the spool alone and come last. quarantine: where the damaged version is."""
 
     path: str
     lost: dict[int, RecordRow | None] = field(default_factory=dict)
     kept: int = 0
+    added: int = 0
     quarantine: Path = Path()
 
 
@@ -71,13 +75,14 @@ def rebuild_series(
     header: SeriesHeader,
     count: int,
     rows: Rows,
-    held: HeldRecords | None = None,
+    copies: SpoolCopies,
 ) -> Rebuilt:
     """Build the series of `header` anew and swap it in. Raises OSError or StoreError; then nothing has changed.
 
     file_header: of this run and node. count: record numbers in use. rows: what is known of records first ≤ n < last
-    beside the COMMITs of the series' own shards, for those whose COMMIT is lost. held: where else a small record may
-    stand whose elements its shard lost.
+    beside the COMMITs of the series' own shards, for those whose COMMIT is lost. copies: what the
+    spool has of the series; records that are in no sealed shard come last. Its `.partial` files have old numbers, and
+    move to the quarantine.
     """
     quarantine = node_directory(layout.run, layout.node) / "quarantine"
     done = Rebuilt(header.path, quarantine=_free(quarantine, header.path))
@@ -85,13 +90,18 @@ def rebuild_series(
     remove_tree(building)
     layout.dirty.update(make_directory(building / "data"))
     new = _NewSeries(building, file_header, header)
-    done.kept = new.write(_sound(layout.run, header, count, rows, held, done))
+    done.kept = new.write(_sound(layout.run, header, count, rows, copies, done))
     if done.kept:
         disguised = msgspec.structs.replace(header, path=str(building.relative_to(layout.run)))
         layout.publish([(disguised, new.columns, (done.kept, *new.extents))])
         sync_paths([*building.rglob("*"), building, quarantine], layout.run)
     write_file(done.quarantine.with_name(f"{done.quarantine.name}.json"), _report(done))
     sync_paths([done.quarantine.with_name(f"{done.quarantine.name}.json"), quarantine], layout.run)
+    for path in partials_of(layout.spool, header.path):
+        set_aside(path, quarantine, "its series is built anew")
+    if not (layout.run / header.path).exists():
+        layout.ensure_groups((layout.run / header.path).parent)
+        layout.sync()
     _swap(layout.run / header.path, building, done)
     sync_paths([quarantine, (layout.run / header.path).parent], layout.run)
     return done
@@ -146,9 +156,12 @@ class _NewSeries:
 
 
 def _sound(
-    run: Path, header: SeriesHeader, count: int, rows: Rows, held: HeldRecords | None, done: Rebuilt
+    run: Path, header: SeriesHeader, count: int, rows: Rows, copies: SpoolCopies, done: Rebuilt
 ) -> Iterator[tuple[RecordRow, Salvaged]]:
     files, per_shard = shard_files(run / header.path), header.geometry.shard_records
+    seen: set[Capture] = set()
+    nameless: set[Occasion] = set()  # of the kept records whose capture is lost
+    added: set[Occasion] = set()
     for number in range(-(-count // per_shard)):
         first, last = number * per_shard, min(count, (number + 1) * per_shard)
         known = rows(first, last)
@@ -161,12 +174,23 @@ def _sound(
             for record in range(first, last):
                 row = own.get(record) or known.get(record)
                 taken = None if source is None or row is None else source.take(record, row)
-                if row is not None and taken is not None:
-                    yield row, taken
-                elif row is not None and held is not None and (spare := held.take(header, row)) is not None:
-                    yield spare
-                else:
+                found = None if row is None or taken is None else (row, taken)
+                found = found or (None if row is None else copies.take(header, row))
+                if found is None:
                     done.lost[record] = row
+                    continue
+                if found[0].client == UNKNOWN_CLIENT:
+                    nameless.add((found[0].moment, found[0].shape))
+                seen.add((found[0].client, found[0].sequence))
+                yield found
+    for row, taken in copies.others(header, seen):
+        if (row.moment, row.shape) not in nameless:
+            done.added += 1
+            added.add((row.moment, row.shape))
+            yield row, taken
+    done.lost = {
+        n: row for n, row in done.lost.items() if row is None or (row.moment, row.shape) not in added
+    }
 
 
 def _free(quarantine: Path, series_path: str) -> Path:
@@ -195,6 +219,9 @@ def _swap(series: Path, building: Path, done: Rebuilt) -> None:
         return
     rebuilt = building.with_suffix(".rebuilt")
     rename(building, rebuilt)
+    if not series.exists():
+        rename(rebuilt, series)
+        return
     failpoint("rebuild.before_exchange")
     try:
         exchange(rebuilt, series)

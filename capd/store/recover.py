@@ -37,6 +37,7 @@ from capd.store.recovery import Recovered, Recovery
 from capd.store.replay import logged_captures, replay_logs
 from capd.store.seal import publish
 from capd.store.series import Series
+from capd.store.spool_copies import Capture, SpoolCopies
 from capd.store.survey import (
     UNKNOWN_CLIENT,
     Sealed,
@@ -135,12 +136,13 @@ def _open(
 
 def _read_sealed(state: Recovery) -> None:
     logged = logged_captures(state.layout.spool)
-    for found in survey(state.layout.run, state.layout.node, state.headers):
-        _name_by_partials(state, found)
-        if found.lost:
-            _close_ranks(state, found, logged)
-        else:
-            _add_sealed(state, found, logged)
+    with SpoolCopies([state.layout.spool], state.headers, state.owns) as copies:
+        for found in survey(state.layout.run, state.layout.node, {**copies.headers, **state.headers}):
+            _name_by_partials(state, found)
+            if found.lost:
+                _close_ranks(state, found, logged, copies)
+            else:
+                _add_sealed(state, found, logged)
 
 
 def _name_by_partials(state: Recovery, found: SurveyedSeries) -> None:
@@ -158,7 +160,7 @@ def _name_by_partials(state: Recovery, found: SurveyedSeries) -> None:
     found.lost = [number for number in found.lost if number not in found.records]
 
 
-def _add_sealed(state: Recovery, found: SurveyedSeries, logged: Set[tuple[bytes, int]]) -> None:
+def _add_sealed(state: Recovery, found: SurveyedSeries, logged: Set[Capture]) -> None:
     series = state.series_of(found.header)
     for number, sealed in sorted(found.records.items()):
         state.add(series, number, sealed.row, sealed.stored_nbytes)
@@ -178,14 +180,16 @@ def _add_sealed(state: Recovery, found: SurveyedSeries, logged: Set[tuple[bytes,
     state.out.rows.clear()
 
 
-def _close_ranks(state: Recovery, found: SurveyedSeries, logged: Set[tuple[bytes, int]]) -> None:
-    """Build a series anew without the records that are lost. What is open of it bears numbers of before."""
-    digest, _, _ = partial_path(state.layout.spool, found.header.path, 0).name.partition("-")
-    for path in sorted(state.layout.spool.glob(f"{digest}-*.partial")):
-        set_aside(path, state.quarantine, "its series lost records and is built anew")
+def _close_ranks(state: Recovery, found: SurveyedSeries, logged: Set[Capture], copies: SpoolCopies) -> None:
+    """Build a series anew without the records that are lost."""
     rows = {number: sealed.row for number, sealed in found.records.items()}
     done = rebuild_series(
-        state.layout, state.file_header, found.header, max(rows, default=-1) + 1, lambda _first, _last: rows
+        state.layout,
+        state.file_header,
+        found.header,
+        max(rows, default=-1) + 1,
+        lambda _first, _last: rows,
+        copies,
     )
     logger.warning("%s: %d records are lost: %s", found.header.path, len(done.lost), done.quarantine)
     if done.kept:

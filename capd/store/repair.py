@@ -1,7 +1,7 @@
 """Repairs one node's part of a run. The caller holds the node's lock of the store root.
 
-    spool     recovery replays, mends and sets aside; then everything is sealed. What small logs hold stays in reach
-    shards    a series with a damaged shard is built anew from its sound records (`capd.store.rebuild`)
+    spool     recovery replays, mends and sets aside; then everything is sealed. Its files stay in reach
+    shards    a series with a damaged shard is built anew from its sound records, wherever they stand
     metadata  published again from the catalog
     catalog   made anew from the frames beside the old one, which it then replaces
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import sqlite3
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,34 +24,27 @@ from capd.store.catalog_check import read_slice
 from capd.store.catalog_read import (
     CATALOG_NAME,
     SeriesRow,
-    SessionRow,
     connect_read_only,
-    read_series,
-    read_sessions,
+    read_captures,
 )
 from capd.store.damage import Damage, Report
-from capd.store.failpoints import failpoint
-from capd.store.files import make_directory, rename, replace_files, sync_paths, unlink
+from capd.store.files import make_directory, replace_files, sync_paths
 from capd.store.frames import FORMAT_VERSION, FileHeader, RecordRow, SeriesHeader
-from capd.store.held_logs import HeldLogs, HeldRecords
 from capd.store.layout import Layout, node_directory
 from capd.store.mend import copy_aside, set_aside
-from capd.store.open_files import OpenFiles
+from capd.store.new_catalog import UNREADABLE, forget_completeness, open_alone, readable_rows, rebuild_catalog
 from capd.store.options import StoreOptions
 from capd.store.published import read_published
 from capd.store.rebuild import Rebuilt, rebuild_series
-from capd.store.recover import open_node
 from capd.store.run import RunStore
+from capd.store.spool_copies import HeldSpool, SpoolCopies
 from capd.store.survey import row_from_columns, shard_files, survey_series
 from capd.store.verify import run_identity, verify_run
 from capd.store.verify_tree import group_documents
 
-__all__ = ["Repair", "nodes_of", "rebuild_catalog", "repair_node", "take_over"]
+__all__ = ["Repair", "nodes_of", "repair_node", "take_over"]
 
 logger = logging.getLogger(__name__)
-
-_NEW_CATALOG = f"{CATALOG_NAME}.new"
-_UNREADABLE = (StoreError, sqlite3.DatabaseError, ValueError, TypeError, LookupError)
 
 
 @dataclass(slots=True)
@@ -87,27 +79,55 @@ def take_over(run: Path, node: str) -> None:
 
 
 def repair_node(run: Path, node: str) -> Repair:
-    """Do everything that helps; the damage that is left shows in the next `verify_run`. Raises StoreError, OSError."""
+    """Do everything that helps; the damage that is left shows in the next `verify_run`.
+
+    Raises StoreError or OSError where the disk does not allow it; then nothing is lost, and it can be done again.
+    """
     done = Repair(run, node)
+    directory = node_directory(run, node)
     _mend_groups(done)
-    logs = HeldLogs(node_directory(run, node) / "spool", node_directory(run, node) / "held")
-    _seal(done, check_spool=True)
-    own = [damage for damage in verify_run(run).damaged if damage.node == node]
-    if own:
-        _mend_series(done, own, logs)
-    logs.release()
+    held = HeldSpool(directory / "spool", directory / "held")
+    open_alone(run, node, check_spool=True)
+    _seal(done)
+    rows = _rows_by_path(run, node)
+    headers = {path: row.header for path, row in rows.items()}
+    run_ids = {run_identity(run), run.stem}  # they differ once somebody renamed the run
+    with SpoolCopies(
+        [directory / "spool", *held.directories],
+        headers,
+        lambda file: file.run_id in run_ids and file.node == node,
+    ) as copies:
+        own = [damage for damage in verify_run(run).damaged if damage.node == node]
+        missing = _missing(run, node, copies)
+        if own or missing:
+            _mend_series(done, own, missing, rows, copies)
+    held.release()
     return done
 
 
-def _mend_series(done: Repair, own: list[Damage], logs: HeldLogs) -> None:
-    """Build series with damaged shards anew, and all that is derived from the shards."""
+def _missing(run: Path, node: str, copies: SpoolCopies) -> set[str]:
+    """Series with sound records in the spool as it was that are not in the catalog."""
+    try:
+        database = connect_read_only(node_directory(run, node) / CATALOG_NAME)
+        try:
+            return copies.missing(read_captures(database))
+        finally:
+            database.close()
+    except UNREADABLE as error:
+        logger.warning("the catalog of %s cannot be read: %s", run, error)
+        return copies.missing(())
+
+
+def _mend_series(
+    done: Repair, own: list[Damage], missing: set[str], rows: dict[str, SeriesRow], copies: SpoolCopies
+) -> None:
+    """Build series with damaged shards or missing records anew, and all that is derived from the shards."""
     run, node = done.run, done.node
-    shards = sorted({damage.series for damage in own if damage.kind == "shard" and damage.series})
+    shards = sorted({damage.series for damage in own if damage.kind == "shard" and damage.series} | missing)
     if shards:
-        rows, held = _catalog_rows(run, node), logs.records(frozenset(shards))
-        _forget_completeness(run, node)
+        forget_completeness(run, node)
         for path in shards:
-            _rebuild(done, path, rows.get(path), held)
+            _rebuild(done, path, rows.get(path), copies)
     for path in sorted({damage.series for damage in own if damage.kind == "metadata" and damage.series}):
         moments = run / path / "moments"
         if moments.exists():
@@ -117,88 +137,13 @@ def _mend_series(done: Repair, own: list[Damage], logs: HeldLogs) -> None:
     _seal(done)
 
 
-def rebuild_catalog(run: Path, node: str) -> None:
-    """Make a node's catalog anew from the frames, and let it replace the old one. Raises StoreError, OSError.
-
-    The counters of sessions, which stand in no frame, are carried over if they can be read.
-    """
-    directory = node_directory(run, node)
-    old, new = directory / CATALOG_NAME, directory / _NEW_CATALOG
-    series, sessions = _readable_rows(old)
-    _forget_completeness(run, node)
-    for suffix in ("", "-wal", "-shm", "-journal"):
-        unlink(directory / f"{_NEW_CATALOG}{suffix}", missing_ok=True)
-    headers = {row.header.path: row.header for row in series}
-    _open_alone(run, node, catalog_name=_NEW_CATALOG, headers=headers, sessions=sessions)
-    for suffix in ("-wal", "-shm"):
-        unlink(directory / f"{CATALOG_NAME}{suffix}", missing_ok=True)
-    failpoint("catalog.before_swap")
-    rename(new, old)
-    sync_paths([old, directory], run)
-
-
 def _quarantine(run: Path, node: str) -> Path:
     return node_directory(run, node) / "quarantine"
 
 
-def _open_alone(
-    run: Path,
-    node: str,
-    *,
-    catalog_name: str = CATALOG_NAME,
-    headers: Mapping[str, SeriesHeader] | None = None,
-    sessions: list[SessionRow] | None = None,
-    check_spool: bool = False,
-) -> None:
-    """Recover a node's part, save `sessions`, and close it again."""
-    layout = Layout(run, run_identity(run), node)
-    files = OpenFiles(64, durable=False)
+def _seal(done: Repair) -> None:
+    """Seal what can be sealed: a shard that is damaged may not let itself be continued before it is built anew."""
     try:
-        found = open_node(layout, files, catalog_name=catalog_name, headers=headers, check_spool=check_spool)
-        for session in sessions or ():
-            found.catalog.save_session(session)
-        found.catalog.close()
-    finally:
-        files.close()
-
-
-def _readable_rows(catalog: Path) -> tuple[list[SeriesRow], list[SessionRow]]:
-    """Series and sessions of a catalog as far as they can be read; a damaged one is kept in the quarantine."""
-    if not catalog.is_file():
-        return [], []
-    try:
-        database = connect_read_only(catalog)
-        try:
-            if database.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
-                copy_aside(catalog, catalog.parent / "quarantine")
-            return read_series(database), read_sessions(database)
-        finally:
-            database.close()
-    except _UNREADABLE as error:
-        logger.warning("%s: sessions and series cannot be carried over: %s", catalog, error)
-        copy_aside(catalog, catalog.parent / "quarantine")
-        return [], []
-
-
-def _forget_completeness(run: Path, node: str) -> None:
-    """Take the mark away that spares a start reading the frames; a catalog too damaged for that has none."""
-    catalog = node_directory(run, node) / CATALOG_NAME
-    if not catalog.is_file():
-        return
-    with contextlib.suppress(sqlite3.DatabaseError):
-        database = sqlite3.connect(catalog, isolation_level=None)
-        try:
-            database.execute("PRAGMA synchronous=FULL")
-            database.execute("DELETE FROM meta WHERE name='complete'")
-            database.execute("PRAGMA journal_mode=DELETE")
-        finally:
-            database.close()
-
-
-def _seal(done: Repair, *, check_spool: bool = False) -> None:
-    try:
-        if check_spool:
-            _open_alone(done.run, done.node, check_spool=True)
         take_over(done.run, done.node)
     except StoreError as error:
         if error.exit_code != 1:
@@ -235,18 +180,19 @@ def _write_group(group: Path, spool: Path, quarantine: Path, attributes: dict[st
 Rows = Callable[[int, int], Mapping[int, RecordRow]]
 
 
-def _catalog_rows(run: Path, node: str) -> dict[str, SeriesRow]:
-    return {row.header.path: row for row in _readable_rows(node_directory(run, node) / CATALOG_NAME)[0]}
+def _rows_by_path(run: Path, node: str) -> dict[str, SeriesRow]:
+    return {row.header.path: row for row in readable_rows(node_directory(run, node) / CATALOG_NAME)[0]}
 
 
-def _rebuild(done: Repair, path: str, row: SeriesRow | None, held: HeldRecords) -> None:
-    """Build a series anew from what is sound in its shards or in held logs.
+def _rebuild(done: Repair, path: str, row: SeriesRow | None, copies: SpoolCopies) -> None:
+    """Build a series anew from what is sound in its shards and in the spool.
 
     Rows whose COMMIT is lost come from the catalog or the metadata.
     """
     run, node = done.run, done.node
-    surveyed = survey_series(run, path, node, None if row is None else row.header)
-    header = surveyed.header if surveyed is not None else None if row is None else row.header
+    header = copies.headers.get(path) if row is None else row.header
+    surveyed = survey_series(run, path, node, header)
+    header = surveyed.header if surveyed is not None else header
     if header is None:
         done.messages.append(f"{path}: nothing says what the series is; it stays as it is")
         return
@@ -258,7 +204,7 @@ def _rebuild(done: Repair, path: str, row: SeriesRow | None, held: HeldRecords) 
     layout = Layout(run, run_identity(run), node)
     file_header = FileHeader(FORMAT_VERSION, run_identity(run), node)
     rows = _rows_of(run, node, header, row)
-    done.rebuilt.append(rebuild_series(layout, file_header, header, max(counts, default=0), rows, held))
+    done.rebuilt.append(rebuild_series(layout, file_header, header, max(counts, default=0), rows, copies))
 
 
 def _rows_of(run: Path, node: str, header: SeriesHeader, row: SeriesRow | None) -> Rows:
@@ -266,7 +212,7 @@ def _rows_of(run: Path, node: str, header: SeriesHeader, row: SeriesRow | None) 
 
     def rows(first: int, last: int) -> Mapping[int, RecordRow]:
         if row is not None:
-            with contextlib.suppress(*_UNREADABLE):
+            with contextlib.suppress(*UNREADABLE):
                 return read_slice(catalog, row.id, first, last).rows
         try:
             columns = read_published(run / header.path).rows(first, last)

@@ -16,10 +16,12 @@ import zarr
 
 import capd
 from capd.errors import DamagedRecord, NothingMatched
-from capd.store import rebuild, repair
+from capd.store import new_catalog, rebuild, repair, spool_copies
 from capd.store.catalog_read import CATALOG_NAME, SessionRow, connect_read_only
 from capd.store.frames import FRAME_NBYTES, Kind
-from capd.store.repair import rebuild_catalog, repair_node, take_over
+from capd.store.new_catalog import rebuild_catalog
+from capd.store.partials import partial_path
+from capd.store.repair import repair_node, take_over
 from capd.store.verify import verify_run
 from tests.unit.store.damaging import edit_catalog, flip, frames, image, inside, quarantined, spool, without
 from tests.unit.store.reading import Held, assert_capd_reads, assert_zarr_readers_read
@@ -252,7 +254,7 @@ def test_a_catalog_that_contradicts_the_frames_is_made_anew(run: Path, made: Mad
 
 # -- interrupted ------------------------------------------------------------------------------------------------------
 
-STEPS = ("rename", "exchange", "write_file", "sync_paths", "make_directory", "remove_tree")
+STEPS = ("rename", "exchange", "write_file", "sync_paths", "make_directory", "remove_tree", "link")
 
 
 @pytest.mark.parametrize("exchangeable", [True, False])
@@ -262,13 +264,16 @@ def test_a_kill_at_any_step_only_means_repairing_again(
     """Stops before each mutation in turn; then a daemon starts, and then another repair."""
     monkeypatch.setattr("capd.store.verify._SECOND_LOOK_S", 0.01)
     writer = Writer(tmp_path)
-    for iteration in range(3):
+    for iteration in range(4):
+        if iteration == 3:  # the last stand in the spool
+            writer.pipeline.seal("run").result(timeout=30)
         writer.put(key("large"), "float32", RNG.standard_normal((300, 400)).astype("f4"), iteration=iteration)
         writer.put(key("small"), "float32", RNG.standard_normal((30, 40)).astype("f4"), iteration=iteration)
+    run = image(writer, tmp_path / "image")
     writer.close()
-    run = writer.run
-    path = shard(run, LARGE, 0)
-    flip(path, inside(frames(path, Kind.CHUNK)[0]))
+    large = partial_path(run / ".capd" / "node=n0" / "spool", LARGE, 0)
+    for path in (shard(run, LARGE, 0), large):
+        flip(path, inside(frames(path, Kind.CHUNK)[0]))
     held = without(writer.held, lambda name, m: name == "large" and m.iteration == 0)
     stopped = 0
     for number in range(200):
@@ -276,7 +281,7 @@ def test_a_kill_at_any_step_only_means_repairing_again(
         shutil.copytree(run, copy)
         left = [number]
         with monkeypatch.context() as patch:
-            for module in (rebuild, repair):
+            for module in (rebuild, repair, new_catalog, spool_copies):
                 for name in STEPS:
                     if hasattr(module, name):
                         patch.setattr(module, name, _stopping(getattr(module, name), left))
@@ -373,12 +378,12 @@ def test_the_catalog_rebuilt_from_frames_equals_the_one_it_replaces(tmp_path: Pa
     assert [path.name for path in node.glob("catalog*")] == [CATALOG_NAME]
 
 
-@pytest.mark.parametrize("step", ["_forget_completeness", "_open_alone", "unlink", "rename", "sync_paths"])
+@pytest.mark.parametrize("step", ["forget_completeness", "open_alone", "unlink", "rename", "sync_paths"])
 def test_an_interrupted_rebuild_leaves_a_catalog_that_the_next_start_completes(
     run: Path, made: Made, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(repair, step, _stopping(getattr(repair, step), [0]))
+        patch.setattr(new_catalog, step, _stopping(getattr(new_catalog, step), [0]))
         with pytest.raises(_Stopped):
             rebuild_catalog(run, "n0")
 

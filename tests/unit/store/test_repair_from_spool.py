@@ -1,0 +1,365 @@
+"""What the spool still holds outlasts damage to sealed shards: repair puts it back, in its place if that is known."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import capd
+from capd.errors import StoreError
+from capd.store import repair, spool_copies
+from capd.store.frames import Kind
+from capd.store.repair import repair_node
+from capd.store.run import RunStore
+from capd.store.verify import verify_run
+from tests.unit.store.damaging import flip, frames, image, inside, quarantined, spool, without
+from tests.unit.store.reading import assert_capd_reads, assert_zarr_readers_read
+from tests.unit.store.test_recover_shared_chunks import (
+    SHARED,
+    lose_catalog,
+    lose_what_names_records,
+    put_shared,
+    sealed_shard,
+)
+from tests.unit.store.writing import Writer, key
+
+RNG = np.random.default_rng(17)
+OPTIONS = {"shard_nbytes": 1 << 20}  # ten records in a shard
+LAST = 14
+
+
+def put(writer: Writer, *iterations: int) -> None:
+    """Put records; the full chunks of ten move to their shard at once."""
+    for iteration in iterations:
+        bits = RNG.standard_normal((200, 128)).astype("f4")
+        writer.put(SHARED, "float32", bits, iteration=iteration)
+    writer.flush()
+
+
+def maintain(writer: Writer) -> None:
+    """A full shard is sealed behind this."""
+    writer.pipeline.post("run", RunStore.maintain).result(timeout=30)
+
+
+def make(root: Path) -> tuple[Path, Writer]:
+    """A shard of ten records that is sealed, and a log with them and five more that wait."""
+    writer = Writer(root / "a", **OPTIONS)
+    put(writer, *range(LAST + 1))
+    maintain(writer)
+    run = image(writer, root / "b")
+    writer.close()
+    assert sealed_shard(run).is_file()
+    return run, writer
+
+
+def is_whole(run: Path, writer: Writer, order: Sequence[int] = range(LAST + 1)) -> None:
+    """The records of these iterations are there, in this order, and what repair needed is gone."""
+    held = without(writer.held, lambda name, m: name == SHARED.tensor_name and m.iteration not in order)
+    assert [str(damage) for damage in verify_run(run).damaged] == []
+    assert_capd_reads(run, held)
+    assert_zarr_readers_read(run, held)
+    [series] = capd.open(run).find(tensor_name=SHARED.tensor_name)
+    assert [record.iteration for record in series.records] == list(order)
+    node = run / ".capd" / "node=n0"
+    assert not (node / "held").exists()
+    assert not list((node / "spool").iterdir())
+
+
+def damage(path: Path, kind: Kind = Kind.CHUNK, number: int = -1) -> None:
+    flip(path, inside(frames(path, kind)[number]))
+
+
+@pytest.mark.parametrize("links", ["hard", "none"])
+def test_a_damaged_chunk_of_a_sealed_shard_costs_nothing_that_a_log_holds(
+    tmp_path: Path, links: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, writer = make(tmp_path)
+    damage(sealed_shard(run))
+    if links == "none":
+        monkeypatch.setattr(spool_copies, "link", _refuse)
+
+    done = repair_node(run, "n0")
+
+    [rebuilt] = done.rebuilt
+    assert (rebuilt.lost, rebuilt.kept) == ({}, LAST + 1)
+    is_whole(run, writer)
+
+
+@pytest.mark.parametrize("columns", ["kept", "lost"])
+def test_records_that_lost_their_names_come_back_from_a_log_behind_the_others(
+    tmp_path: Path, columns: str
+) -> None:
+    run, writer = make(tmp_path)
+    for kind in (Kind.CHUNK, Kind.COMMIT):
+        damage(sealed_shard(run), kind)
+    lose_what_names_records(run) if columns == "lost" else lose_catalog(run)
+
+    done = repair_node(run, "n0")
+
+    assert not any(rebuilt.lost for rebuilt in done.rebuilt)
+    is_whole(run, writer, range(LAST + 1) if columns == "lost" else [*range(10, 15), *range(10)])
+
+
+def test_a_damaged_chunk_of_an_open_shard_costs_nothing_that_a_log_holds(tmp_path: Path) -> None:
+    """Records that wait cannot join their chunk, as long as it is damaged."""
+    writer = Writer(tmp_path / "a")
+    put_shared(writer, *range(5))
+    put_shared(writer, 5, 6)
+    writer.put(SHARED, "float32", RNG.standard_normal((200, 128)).astype("f4"), iteration=7)
+    writer.flush()
+    run = image(writer, tmp_path / "b")
+    writer.close()
+    damage(spool(run, "*.partial"))
+
+    repair_node(run, "n0")
+
+    is_whole(run, writer, range(8))
+
+
+def test_what_no_log_holds_soundly_is_lost_alone(tmp_path: Path) -> None:
+    run, writer = make(tmp_path)
+    damage(sealed_shard(run))
+    damage(spool(run, "small-*.log"), Kind.RECORD, 3)
+
+    done = repair_node(run, "n0")
+
+    [rebuilt] = done.rebuilt
+    assert list(rebuilt.lost) == [3]
+    is_whole(run, writer, [n for n in range(LAST + 1) if n != 3])
+
+
+def test_what_is_no_log_and_what_cannot_be_read_does_not_keep_a_run_from_repair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, writer = make(tmp_path)
+    damage(sealed_shard(run))
+    place = run / ".capd" / "node=n0" / "spool"
+    (place / "small-00000007.log").symlink_to("nowhere")
+    (place / "small-00000008.log").mkdir()
+    real = spool_copies.read_log
+
+    def unreadable(path: Path, *, check: bool) -> object:
+        if path.name == "small-00000001.log":
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path, check=check)
+
+    monkeypatch.setattr(spool_copies, "read_log", unreadable)
+    monkeypatch.setattr(spool_copies, "is_the_files_fault", lambda error, path: True)
+    shutil.copy(place / "small-00000000.log", place / "small-00000001.log")
+
+    repair_node(run, "n0")
+
+    is_whole(run, writer)
+
+
+def test_a_log_of_another_run_gives_nothing(tmp_path: Path) -> None:
+    run, _ = make(tmp_path)
+    other = Writer(tmp_path / "c", run_id="other", **OPTIONS)
+    put(other, *range(LAST + 1))  # the same captures by client and sequence
+    foreign = spool(image(other, tmp_path / "d"), "small-*.log")
+    other.close()
+    spool(run, "small-*.log").unlink()
+    shutil.copy(foreign, run / ".capd" / "node=n0" / "spool" / "small-00000007.log")
+    damage(sealed_shard(run))
+
+    done = repair_node(run, "n0")
+
+    assert [list(rebuilt.lost) for rebuilt in done.rebuilt] == [list(range(10))]
+    assert "small-00000007.log" in quarantined(run)
+    assert capd.open(run).series == []
+    assert verify_run(run).ok
+
+
+def test_a_log_without_its_series_frame_still_has_the_records(tmp_path: Path) -> None:
+    run, writer = make(tmp_path)
+    damage(sealed_shard(run))
+    damage(spool(run, "small-*.log"), Kind.SERIES, 0)
+
+    repair_node(run, "n0")
+
+    is_whole(run, writer)
+
+
+@pytest.mark.parametrize("daemon", [True, False])
+@pytest.mark.parametrize("step", ["_seal", "verify_run", "_rebuild", "rebuild_catalog"])
+def test_an_interrupted_repair_still_has_the_logs(
+    tmp_path: Path, step: str, daemon: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """daemon: one works in between, and gives its own logs the numbers of those that went."""
+    run, writer = make(tmp_path)
+    damage(sealed_shard(run))
+    with monkeypatch.context() as patch:
+        patch.setattr(repair, step, _stop)
+        with pytest.raises(KeyboardInterrupt):
+            repair_node(run, "n0")
+    last = LAST
+    if daemon:
+        again = Writer(run.parent, **OPTIONS)
+        again.sequence, again.held, last = writer.sequence, writer.held, LAST + 1
+        put(again, last)
+        again.close()
+
+    repair_node(run, "n0")
+
+    is_whole(run, writer, range(last + 1))
+
+
+LARGE = key("large")
+
+
+def put_large(writer: Writer, *iterations: int) -> None:
+    for iteration in iterations:
+        bits = RNG.standard_normal((300, 400)).astype("f4")
+        writer.put(LARGE, "float32", bits, iteration=iteration)
+    writer.flush()
+
+
+def large_shard(run: Path) -> Path:
+    [path] = run.glob("*/rank0/layer0/pre/tensor.forward.large/data/c/0/0/0")
+    return path
+
+
+def large_are(run: Path, writer: Writer, *order: int) -> None:
+    held = without(writer.held, lambda _, m: m.iteration not in order)
+    assert [str(one) for one in verify_run(run).damaged] == []
+    assert_capd_reads(run, held)
+    assert_zarr_readers_read(run, held)
+    [series] = capd.open(run).find(tensor_name="large")
+    assert [record.iteration for record in series.records] == list(order)
+    assert repair_node(run, "n0").rebuilt == []
+
+
+def test_a_sound_copy_in_an_open_shard_stands_in_for_the_sealed_one(tmp_path: Path) -> None:
+    """The open shard goes, because its only new record is damaged."""
+    writer = Writer(tmp_path / "a")
+    put_large(writer, 0, 1, 2)
+    writer.pipeline.seal("run").result(timeout=30)
+    put_large(writer, 3)
+    run = image(writer, tmp_path / "b")
+    writer.close()
+    damage(large_shard(run), number=1)
+    damage(spool(run, "*.partial"))
+
+    repair_node(run, "n0")
+
+    large_are(run, writer, 0, 1, 2)
+
+
+def test_a_published_record_that_rotted_does_not_cost_those_of_the_open_shard(tmp_path: Path) -> None:
+    """The open shard has the rotten copy too, and lost a COMMIT: it cannot be mended."""
+    writer = Writer(tmp_path / "a")
+    put_large(writer, 0, 1, 2)
+    writer.pipeline.seal("run").result(timeout=30)
+    put_large(writer, 3, 4, 5, 6)
+    run = image(writer, tmp_path / "b")
+    writer.close()
+    damage(large_shard(run), number=1)
+    damage(spool(run, "*.partial"), number=1)
+    damage(spool(run, "*.partial"), Kind.COMMIT, 4)
+
+    repair_node(run, "n0")
+
+    large_are(run, writer, 0, 2, 3, 5, 6)
+
+
+@pytest.mark.parametrize("what", ["header", "commit and names"])
+def test_an_open_shard_goes_on_where_the_sealed_one_before_it_cannot_be_read(
+    tmp_path: Path, what: str
+) -> None:
+    writer = Writer(tmp_path / "a", shard_nbytes=2 << 20)
+    put_large(writer, *range(6))
+    maintain(writer)
+    run = image(writer, tmp_path / "b")
+    writer.close()
+    damage(large_shard(run), Kind.HEADER if what == "header" else Kind.COMMIT, 0 if what == "header" else 1)
+    lose_catalog(run)
+    if what != "header":
+        [document] = run.glob("*/rank0/layer0/pre/tensor.forward.large/zarr.json")
+        document.write_bytes(b"")
+
+    repair_node(run, "n0")
+
+    large_are(run, writer, *[n for n in range(6) if n != 1 or what == "header"])
+
+
+@pytest.mark.parametrize("daemon", [True, False])
+def test_records_in_a_log_go_on_behind_a_sealed_shard_without_a_header(tmp_path: Path, daemon: bool) -> None:
+    writer = Writer(tmp_path / "a", **OPTIONS)
+    put(writer, *range(7))
+    writer.pipeline.seal("run").result(timeout=30)
+    put(writer, 7, 8)
+    run = image(writer, tmp_path / "b")
+    writer.close()
+    damage(sealed_shard(run), Kind.HEADER)
+    lose_catalog(run)
+    if daemon:
+        Writer(run.parent, **OPTIONS).close()
+
+    repair_node(run, "n0")
+
+    is_whole(run, writer, range(9))
+
+
+def test_an_open_shard_whose_records_are_others_than_the_sealed_ones_is_kept(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "a")
+    put_large(writer, 0, 1)
+    young = spool(image(writer, tmp_path / "b"), "*.partial")
+    writer.close()
+    again = Writer(tmp_path / "c")
+    again.sequence, again.held = 100, {}
+    put_large(again, 10, 11, 12)
+    again.close()
+    place = again.run / ".capd" / "node=n0" / "spool"
+    shutil.copy(young, place / young.name)
+
+    Writer(again.run.parent).close()
+
+    assert young.name in quarantined(again.run)
+    shutil.copy(young, place / young.name)
+    repair_node(again.run, "n0")
+    again.held[LARGE, "float32"] += writer.held[LARGE, "float32"]
+    large_are(again.run, again, 10, 11, 12, 0, 1)
+
+
+@pytest.mark.parametrize("node", ["opens", "does not open"])
+def test_a_repair_that_the_disk_does_not_allow_changes_no_numbers(
+    tmp_path: Path, node: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A published record is damaged in both of its copies; nothing may be renumbered beside the open shard."""
+    writer = Writer(tmp_path / "a")
+    put_large(writer, 0, 1, 2)
+    writer.pipeline.seal("run").result(timeout=30)
+    put_large(writer, 3, 4)
+    run = image(writer, tmp_path / "b")
+    writer.close()
+    damage(large_shard(run), number=1)
+    damage(spool(run, "*.partial"), number=1)
+    with monkeypatch.context() as patch:
+        if node == "opens":
+            patch.setattr(RunStore, "seal", _refuse_to_seal)
+            repair_node(run, "n0")  # builds the series anew, the open shard's records included
+        else:
+            patch.setattr("capd.store.recover.take_up_partials", _refuse)
+            with pytest.raises(StoreError, match="not permitted"):
+                repair_node(run, "n0")
+
+    repair_node(run, "n0")
+
+    large_are(run, writer, 0, 2, 3, 4)
+
+
+def _refuse_to_seal(*_: object) -> None:
+    raise StoreError("it cannot be sealed")
+
+
+def _refuse(*_: object) -> None:
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+
+def _stop(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
