@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from capd.store.catalog_read import SeriesRow
+from capd.store.described import described
 from capd.store.frames import RecordRow, SeriesHeader
 from capd.store.scan import ScannedShard, scan_shard
 
@@ -31,7 +32,12 @@ def all_from_shards(run: Path, node: str) -> dict[str, ShardedSeries]:
     for chunks in sorted(run.glob("*/rank*/layer*/*/*/data/c")):
         shards = _scanned(chunks, None)
         owners = {shard.file.node for shard in shards if shard.file is not None}
-        if owners and (not node or node in owners):
+        if (
+            not shards
+            and (documents := described(run, str(chunks.parent.parent.relative_to(run)))) is not None
+        ):
+            shards, owners = _scanned(chunks, documents[0]), {documents[1]}
+        if shards and owners and (not node or node in owners):
             series = _gather(shards, shards[0].header)
             found[series.series.header.path] = series
     return found

@@ -36,7 +36,7 @@ from capd.store.journal import pieces
 from capd.store.small import LogPlace, log_number, log_place
 
 __all__ = [
-    "SERIES_PATH", "LoggedRecord", "Run", "ScannedLog", "ScannedShard", "read_log", "read_shard",
+    "SERIES_PATH", "LoggedRecord", "Run", "ScannedLog", "ScannedShard", "is_usable", "read_log", "read_shard",
     "scan_shard",
 ]  # fmt: skip
 
@@ -145,7 +145,7 @@ def read_shard(
     """`scan_shard` of an open file."""
     size = _regular_nbytes(fd) or 0
     begin, file = _read_header(fd, size)
-    if file is not None and file.series is not None and _is_usable(file.series):
+    if file is not None and file.series is not None and is_usable(file.series):
         found = ScannedShard(file.series, file.shard, begin, file)
     elif known is not None and size:
         found = ScannedShard(*known, end=0, gaps=[(0, begin)] if begin else [])
@@ -211,7 +211,7 @@ def _in_a_gap(gaps: list[tuple[int, int]], start: int, end: int) -> bool:
     return any(first <= start and end <= last for first, last in gaps)
 
 
-def _is_usable(header: SeriesHeader) -> bool:
+def is_usable(header: SeriesHeader) -> bool:
     """Whether what a header says about its series can be worked with; it comes from a disk."""
     g = header.geometry
     sizes = (*g.extents, *g.chunk, g.batch, g.shard_records, g.itemsize)
@@ -258,7 +258,7 @@ def _read_records(fd: int, begin: int, size: int, number: int, found: ScannedLog
             record = piece
             continue
         payload = decode_payload(fd, piece) if piece.kind is not Kind.CHUNK else None
-        if isinstance(payload, SeriesHeader) and _is_usable(payload):
+        if isinstance(payload, SeriesHeader) and is_usable(payload):
             headers[piece.ordinal] = payload
         elif (
             isinstance(payload, Commit)

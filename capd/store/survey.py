@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 
 from capd.errors import DamagedRecord
+from capd.store.described import described
 from capd.store.frames import RecordRow, SeriesHeader
 from capd.store.published import Published, read_published
 from capd.store.scan import ScannedShard, scan_shard
@@ -78,8 +79,10 @@ def survey_series(run: Path, path: str, node: str, header: SeriesHeader | None) 
     published = _published(run / path)
     if not files and (published is None or published.count == 0):
         return None  # the directories of a shard that was begun
+    if header is None and (documents := described(run, path)) is not None and documents[1] == node:
+        header = documents[0]
     if header is None or (not own and (published is None or published.node != node)):
-        logger.warning("%s: no shard says what the series is; `capd verify` lists the damage", path)
+        logger.warning("%s: nothing says what the series is; `capd verify` lists the damage", path)
         return None
     for number, before in scans.items():
         if before is None and (again := scan_if_readable(files[number], (header, number))) is not None:

@@ -21,6 +21,7 @@ import msgspec
 from capd.errors import DamagedRecord, NotAStore, StoreError
 from capd.store.catalog_check import has_series
 from capd.store.damage import Damage, Report
+from capd.store.described import described
 from capd.store.documents import read_group, run_attributes
 from capd.store.frames import FORMAT_VERSION, SeriesHeader
 from capd.store.published import Published, read_array, read_published
@@ -168,7 +169,7 @@ def _promise_of(
     files = shard_files(run / path)
     if node is None:
         node = next((n for n in nodes if path in n.headers or (published and n.name == published.node)), None)
-    header = _header(node, path, files)
+    header = _header(run, node, path, files)
     if node is None or header is None:
         if files or shape0:
             damage("zarr.json", "nothing says what the series is, or which node wrote it")
@@ -221,7 +222,7 @@ def _published(series: Path, damage: Callable[[str, str], None]) -> Published | 
         return None
 
 
-def _header(node: NodePromise | None, path: str, files: dict[int, Path]) -> SeriesHeader | None:
+def _header(run: Path, node: NodePromise | None, path: str, files: dict[int, Path]) -> SeriesHeader | None:
     if node is not None and path in node.rows:
         return node.rows[path].header
     for file in files.values():
@@ -231,4 +232,7 @@ def _header(node: NodePromise | None, path: str, files: dict[int, Path]) -> Seri
             continue
         if scanned is not None and scanned.header.path == path:
             return scanned.header
-    return None if node is None else node.headers.get(path)
+    if node is None or path in node.headers:
+        return None if node is None else node.headers[path]
+    documents = described(run, path)
+    return None if documents is None else documents[0]

@@ -269,6 +269,7 @@ def test_a_kill_at_any_step_only_means_repairing_again(
             writer.pipeline.seal("run").result(timeout=30)
         writer.put(key("large"), "float32", RNG.standard_normal((300, 400)).astype("f4"), iteration=iteration)
         writer.put(key("small"), "float32", RNG.standard_normal((30, 40)).astype("f4"), iteration=iteration)
+    writer.flush()
     run = image(writer, tmp_path / "image")
     writer.close()
     large = partial_path(run / ".capd" / "node=n0" / "spool", LARGE, 0)

@@ -13,6 +13,8 @@ import pytest
 import capd
 from capd.errors import StoreError
 from capd.store import repair, spool_copies
+from capd.store.catalog_read import CATALOG_NAME, connect_read_only, read_series
+from capd.store.described import described
 from capd.store.frames import Kind
 from capd.store.repair import repair_node
 from capd.store.run import RunStore
@@ -303,6 +305,43 @@ def test_records_in_a_log_go_on_behind_a_sealed_shard_without_a_header(tmp_path:
     repair_node(run, "n0")
 
     is_whole(run, writer, range(9))
+
+
+@pytest.mark.parametrize("codec", ["default", "fast", "zstd:3", "none", "blosc:lz4:5:noshuffle"])
+def test_documents_say_what_a_series_is_where_nothing_else_does(tmp_path: Path, codec: str) -> None:
+    writer = Writer(tmp_path / "a", codec=codec)
+    put_large(writer, 0, 1, 2)
+    writer.close()
+    run = writer.run
+    [kept] = [row.header for row in read_series(connect_read_only(run / ".capd" / "node=n0" / CATALOG_NAME))]
+    damage(large_shard(run), Kind.HEADER)
+    lose_catalog(run)
+
+    assert described(run, kept.path) == (kept, "n0")
+    assert [len(series.records) for series in capd.open(run).series] == [3]
+    assert [one.kind for one in verify_run(run).damaged] == ["catalog", "shard"]
+    repair_node(run, "n0")
+
+    large_are(run, writer, 0, 1, 2)
+
+
+def test_documents_that_capd_would_not_write_say_nothing(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "a")
+    put_large(writer, 0)
+    writer.close()
+    path = "bf16/rank0/layer0/pre/tensor.forward.large"
+    document = writer.run / path / "data" / "zarr.json"
+    sound = document.read_text()
+    for old, new in (
+        ('"clevel": 1', '"clevel": 99'),
+        ('"float32"', '"float64"'),
+        ('"blosc"', '"gzip"'),
+        ("[", "{"),
+    ):
+        document.write_text(sound.replace(old, new))
+        assert described(writer.run, path) is None
+    document.write_text(sound)
+    assert described(writer.run, path) is not None
 
 
 def test_an_open_shard_whose_records_are_others_than_the_sealed_ones_is_kept(tmp_path: Path) -> None:

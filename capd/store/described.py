@@ -1,0 +1,63 @@
+"""Tells from its published metadata what a series is, where neither catalog, spool nor any HEADER says it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from capd.errors import CapdError
+from capd.store.dtypes import stored_type
+from capd.store.frames import SeriesHeader
+from capd.store.geometry import Geometry
+from capd.store.published import read_array, read_published
+from capd.store.scan import is_usable
+from capd.store.verify_metadata import array_problems, group_problems
+from capd_client.key import Key
+
+__all__ = ["described"]
+
+
+def described(run: Path, path: str) -> tuple[SeriesHeader, str] | None:
+    """Header and node of the series at `path` by its documents; None unless they are exactly what capd writes."""
+    try:
+        published, array = read_published(run / path), read_array(run / path)
+        capd = published.document["attributes"]["capd"]
+        header = SeriesHeader(
+            path,
+            msgspec.convert(capd["key"], Key),
+            str(capd["dtype"]),
+            _codec(array),
+            _geometry(array, str(capd["dtype"])),
+            dict(capd["attributes"]),
+        )
+        if not is_usable(header) or any(array_problems(array, header)):
+            return None
+        return (
+            None
+            if any(group_problems(published.document, header, published.node))
+            else (header, published.node)
+        )
+    except (CapdError, LookupError, TypeError, ValueError):  # msgspec's errors are ValueErrors
+        return None
+
+
+def _geometry(array: dict[str, Any], dtype: str) -> Geometry:
+    shard_records, *extents = array["chunk_grid"]["configuration"]["chunk_shape"]
+    batch, *chunk = array["codecs"][0]["configuration"]["chunk_shape"]
+    geometry = (tuple(extents), tuple(chunk), batch, shard_records, stored_type(dtype).stored.itemsize)
+    return msgspec.convert(geometry, Geometry)
+
+
+def _codec(array: dict[str, Any]) -> str:
+    """The explicit name of the codec between the array's bytes and their checksum."""
+    _, *compressors, _ = array["codecs"][0]["configuration"]["codecs"]
+    if not compressors:
+        return "none"
+    [compressor] = compressors
+    given = compressor["configuration"]
+    if compressor["name"] == "zstd":
+        return f"zstd:{given['level']}"
+    block = f":{given['blocksize']}" if given["blocksize"] else ""
+    return f"blosc:{given['cname']}:{given['clevel']}:{given['shuffle']}{block}"
