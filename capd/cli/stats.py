@@ -12,7 +12,7 @@ import typer
 
 from capd.cli.output import human_count, human_nbytes, note, print_json, print_lines, table_lines
 from capd.cli.stores import RunOption, StoreArgument
-from capd.errors import EndpointError
+from capd.errors import ConfigError, EndpointError
 
 if TYPE_CHECKING:
     from capd.cli.counters import Counters, Source
@@ -27,6 +27,9 @@ def stats(
     interval: Annotated[
         float, typer.Option(min=0.1, metavar="SECONDS", help="Pause between refreshes.")
     ] = 1.0,
+    drops: Annotated[
+        bool, typer.Option("--drops", help="What was dropped instead: by key and reason, with iterations.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON; with --watch one object per line.")
     ] = False,
@@ -38,6 +41,11 @@ def stats(
     from capd.cli.counters import Source
 
     source = Source(store, run)
+    if drops:
+        if watch:
+            raise ConfigError("give one of --watch and --drops")
+        _drops(source, as_json)
+        return
     if watch:
         _watch(source, interval, as_json)
         return
@@ -48,6 +56,18 @@ def stats(
         print_json(counters.model_dump())
     else:
         print_lines(render(counters))
+
+
+def _drops(source: Source, as_json: bool) -> None:
+    """The ledger as the store has it, at most a second old beside a live daemon."""
+    import capd
+    from capd.cli.drops import drop_lines, drops_of
+
+    found = drops_of(capd.open(source.read().path).sessions)
+    if as_json:
+        print_json([drop.model_dump() for drop in found])
+    else:
+        print_lines(drop_lines(found))
 
 
 def _watch(source: Source, interval_s: float, as_json: bool) -> None:

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from capd.cli.counters import Counters
-from tests.cli.conftest import Result, StoreWriter, session_row
+from capd.store.catalog_read import LedgerRow
+from capd_client.key import Key
+from tests.cli.conftest import Result, StoreWriter, linear_key, session_row
 
 Capd = Callable[..., Result]
 WaitUntil = Callable[..., None]
@@ -134,3 +136,73 @@ def test_on_a_terminal_the_watch_refreshes_in_place(second: Path) -> None:
         assert process.wait(20) == 130
     os.close(terminal)
     assert b"\x1b[" in seen  # cursor movement: redrawn, not appended
+
+
+def drop(key: Key, reason: str, count: int, first: int, last: int) -> LedgerRow:
+    return LedgerRow(key, "bfloat16", reason, count, 1024 * count, first, last)
+
+
+def test_drops_are_listed_by_key_and_reason_and_add_up_to_the_counters(capd: Capd, tmp_path: Path) -> None:
+    writer = StoreWriter(tmp_path)
+    writer.open("run")
+    one, other = linear_key(), linear_key(rank=1, layer=None, module="lm_head")
+    first = [drop(one, "arena_full", 3, 5, 9), drop(other, "disk_full", 1, 7, 7)]
+    second = [drop(one, "arena_full", 2, 2, 6)]
+    counted = {"arena_full": 3, "disk_full": 1, "rank_died": 4}
+    writer.save_session("run", session_row(offered=8, committed=0, dropped=counted, drops=first))
+    again = session_row(
+        client=b"f" * 16, attempt=1, offered=2, committed=0, dropped={"arena_full": 2}, drops=second
+    )
+    writer.save_session("run", again)
+    writer.close()
+
+    found = capd("stats", tmp_path / "run.zarr", "--drops", "--json").json
+    lines = capd("stats", tmp_path / "run.zarr", "--drops").out.splitlines()
+
+    told = (
+        "reason",
+        "count",
+        "bytes",
+        "first_iteration",
+        "last_iteration",
+        "rank",
+        "layer",
+        "module",
+        "dtype",
+    )
+    assert [tuple(row[name] for name in told) for row in found] == [
+        ("arena_full", 5, 5120, 2, 9, 0, 0, "blocks.0.mlp.fc1", "bfloat16"),
+        ("rank_died", 4, 0, None, None, None, None, "", ""),
+        ("disk_full", 1, 1024, 7, 7, 1, None, "lm_head", "bfloat16"),
+    ]
+    assert sum(row["count"] for row in found) == sum(
+        capd("stats", tmp_path / "run.zarr", "--json").json["dropped"].values()
+    )
+    assert [line.split()[:2] for line in lines[1:]] == [
+        ["arena_full", "5"],
+        ["rank_died", "4"],
+        ["disk_full", "1"],
+    ]
+    assert "2-9" in lines[1]
+    assert "blocks.0.mlp.fc1.input" in lines[1]
+
+
+def test_without_drops_the_list_says_so_and_watching_it_is_refused(capd: Capd, tmp_path: Path) -> None:
+    writer = StoreWriter(tmp_path)
+    writer.open("run")
+    writer.close()
+
+    assert capd("stats", tmp_path / "run.zarr", "--drops").out == "nothing was dropped\n"
+    assert capd("stats", tmp_path / "run.zarr", "--drops", "--json").json == []
+    refused = capd("stats", tmp_path / "run.zarr", "--drops", "--watch")
+    assert (refused.code, "give one of --watch and --drops" in refused.err) == (2, True)
+
+
+def test_drops_of_a_live_job_are_known_within_seconds(capd: Capd, live: Live, wait_until: WaitUntil) -> None:
+    def told() -> bool:
+        found = capd("stats", "--drops", "--json").json
+        return [(row["reason"], row["tensor_name"], row["count"]) for row in found] == [
+            ("unsupported", "c", 1)
+        ]
+
+    wait_until(told, what="the drop in the ledger")

@@ -1,0 +1,112 @@
+"""`capd stats --drops`: what was dropped, by key and reason, as the ranks' ledgers tell."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict
+
+from capd.cli.output import human_count, human_nbytes, table_lines
+
+if TYPE_CHECKING:
+    from capd.store.catalog_read import LedgerRow, SessionRow
+
+__all__ = ["Drop", "drop_lines", "drops_of"]
+
+
+class Drop(BaseModel):
+    """Drops of one key and dtype under one reason, over all sessions of the run.
+
+    bytes: of the dropped captures as far as their size was known. first_iteration, last_iteration: of the drops. Where
+    rank is None they have no key: dropped before they had one, or lost with a rank that was killed.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    reason: str
+    count: int
+    bytes: int = 0
+    first_iteration: int | None = None
+    last_iteration: int | None = None
+    quant_type: str = ""
+    rank: int | None = None
+    layer: int | None = None
+    phase: str = ""
+    layer_type: str = ""
+    operation: str = ""
+    component: str = ""
+    tensor_name: str = ""
+    module: str = ""
+    stack: str = ""
+    dtype: str = ""
+
+
+def drops_of(sessions: Iterable[SessionRow]) -> list[Drop]:
+    """All drops, the most frequent first; their counts add up to the sessions' counters."""
+    found: dict[object, Drop] = {}
+    keyless: Counter[str] = Counter()
+    for session in sessions:
+        keyless.update(session.dropped)
+        for row in session.drops:
+            keyless[row.reason] -= row.count
+            drop = found.setdefault((row.key, row.dtype, row.reason), _empty(row))
+            drop.count += row.count
+            drop.bytes += row.nbytes
+            drop.first_iteration = min(drop.first_iteration or 0, row.first_iteration)
+            drop.last_iteration = max(drop.last_iteration or 0, row.last_iteration)
+    rest = [Drop(reason=reason, count=count) for reason, count in keyless.items() if count > 0]
+    return sorted([*found.values(), *rest], key=lambda drop: (-drop.count, drop.reason, str(drop)))
+
+
+def _empty(row: LedgerRow) -> Drop:
+    return Drop(
+        reason=row.reason,
+        count=0,
+        dtype=row.dtype,
+        first_iteration=row.first_iteration,
+        last_iteration=row.last_iteration,
+        **{name: getattr(row.key, name) for name in row.key.__struct_fields__},
+    )
+
+
+def drop_lines(drops: list[Drop]) -> Iterator[str]:
+    """A table for people."""
+    if not drops:
+        yield "nothing was dropped"
+        return
+    header = (
+        "reason",
+        "count",
+        "bytes",
+        "iterations",
+        "rank",
+        "layer",
+        "phase",
+        "operation",
+        "tensor",
+        "dtype",
+    )
+    yield from table_lines(
+        header, [_cells(drop) for drop in drops], right=("count", "bytes", "rank", "layer")
+    )
+
+
+def _cells(drop: Drop) -> tuple[str, ...]:
+    if drop.rank is None:
+        return (drop.reason, human_count(drop.count), "", "", "", "", "", "", "(without a key)", "")
+    first, last = drop.first_iteration, drop.last_iteration
+    place = drop.module or ".".join(part for part in (drop.layer_type, drop.component) if part)
+    return (
+        drop.reason,
+        human_count(drop.count),
+        human_nbytes(drop.bytes),
+        str(first) if first == last else f"{first}-{last}",
+        str(drop.rank),
+        "-" if drop.layer is None else str(drop.layer),
+        drop.phase,
+        drop.operation,
+        f"{place}.{drop.tensor_name}" if place else drop.tensor_name,
+        drop.dtype,
+    )
