@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from capd.errors import DamagedRecord
+from capd.store.described import described
 from capd.store.files import truncate, unlink
 from capd.store.frames import Kind, SeriesHeader, payload_is_sound, walk
 from capd.store.layout import shard_path
@@ -56,7 +57,8 @@ def take_up_partials(state: Recovery) -> None:
     digests = by_digest(series.header for series in state.series.values())
     for path in sorted(state.layout.spool.glob("*.partial")):
         try:
-            problem = _read_partial(state, path, named(path, digests))
+            known = named(path, digests) or _named_by_documents(state, path)
+            problem = _read_partial(state, path, known)
         except DamagedRecord as error:
             problem = str(error)
         except OSError as error:
@@ -65,6 +67,19 @@ def take_up_partials(state: Recovery) -> None:
             problem = str(error)
         if problem:
             set_aside(path, state.quarantine, problem)
+
+
+def _named_by_documents(state: Recovery, path: Path) -> tuple[SeriesHeader, int] | None:
+    """As `named`, for a file that lost its HEADER, and whose series only its own documents know."""
+    if scan_shard(path) is not None:
+        return None
+    for data in state.layout.run.glob("*/rank*/layer*/*/*/data"):
+        series = str(data.parent.relative_to(state.layout.run))
+        if path in partials_of(state.layout.spool, series):
+            found = described(state.layout.run, series)
+            if found is not None and found[1] == state.layout.node:
+                return named(path, by_digest([found[0]]))
+    return None
 
 
 def _read_partial(
@@ -91,10 +106,10 @@ def _read_partial(
     ):
         # the catalog knew of more: its end is damaged, not just unfinished
         copy_aside(path, state.quarantine)
+    if _has_others(state, series, scanned, sealed):
+        return "its records are others than the sealed ones of their numbers"
     if scanned.newest < sealed:
         # A fresh file without records, or a copy of a sealed shard that got no new ones, or is torn.
-        if _has_others(state, series, scanned):
-            return "its records are others than the sealed ones of their numbers"
         unlink(path)
         return ""
     begin = scanned.shard * header.geometry.shard_records
@@ -115,14 +130,13 @@ def _read_partial(
     return ""
 
 
-def _has_others(state: Recovery, series: Series, scanned: ScannedShard) -> bool:
-    """Whether it holds other captures than the sealed shards under the same numbers."""
-    first, behind = min(scanned.rows, default=0), max(scanned.rows, default=-1) + 1
-    sealed = state.catalog.stored(series.row.id, first, behind)
+def _has_others(state: Recovery, series: Series, scanned: ScannedShard, sealed: int) -> bool:
+    """Whether it holds other captures than the sealed shards under the same numbers: these were built anew."""
+    known = state.catalog.stored(series.row.id, min(scanned.rows, default=0), sealed)
     return any(
-        number in sealed
-        and sealed[number][0] != UNKNOWN_CLIENT
-        and sealed[number][:2] != (row.client, row.sequence)
+        number in known
+        and UNKNOWN_CLIENT not in (row.client, known[number][0])
+        and known[number][:2] != (row.client, row.sequence)
         for number, row in scanned.rows.items()
     )
 

@@ -97,12 +97,14 @@ def rebuild_series(
         sync_paths([*building.rglob("*"), building, quarantine], layout.run)
     write_file(done.quarantine.with_name(f"{done.quarantine.name}.json"), _report(done))
     sync_paths([done.quarantine.with_name(f"{done.quarantine.name}.json"), quarantine], layout.run)
-    for path in partials_of(layout.spool, header.path):
-        set_aside(path, quarantine, "its series is built anew")
     if not (layout.run / header.path).exists():
         layout.ensure_groups((layout.run / header.path).parent)
         layout.sync()
     _swap(layout.run / header.path, building, done)
+    for path in partials_of(
+        layout.spool, header.path
+    ):  # a kill before this: recovery finds them to be of before
+        set_aside(path, quarantine, "its series is built anew")
     sync_paths([quarantine, (layout.run / header.path).parent], layout.run)
     return done
 

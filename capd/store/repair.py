@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,7 +72,9 @@ def take_over(run: Path, node: str) -> None:
         raise NothingMatched(f"{run} has no node {node!r}; known: {', '.join(nodes_of(run)) or 'none'}")
     if run.suffix != ".zarr":
         raise StoreError(f"{run} does not end in .zarr; rename it, then repair it")
-    store = RunStore(run.parent, run.stem, node, StoreOptions())
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    options = StoreOptions(open_files=max(8, min(StoreOptions().open_files, soft // 2)))
+    store = RunStore(run.parent, run.stem, node, options)
     try:
         store.seal()
     finally:
@@ -191,6 +194,10 @@ def _rebuild(done: Repair, path: str, row: SeriesRow | None, copies: SpoolCopies
     """
     run, node = done.run, done.node
     header = copies.headers.get(path) if row is None else row.header
+    with contextlib.suppress(DamagedRecord):
+        if (owner := read_published(run / path).node) not in ("", node):
+            done.messages.append(f"{path}: it belongs to node {owner}; copies of it in the spool stay out")
+            return
     surveyed = survey_series(run, path, node, header)
     header = surveyed.header if surveyed is not None else header
     if header is None:

@@ -24,7 +24,7 @@ from capd.store.partials import by_digest, named
 from capd.store.salvage import Salvaged, ShardSource
 from capd.store.scan import ScannedLog, read_log
 from capd.store.small import LOG_GLOB, offset_of, read_small
-from capd.store.survey import scan_if_readable
+from capd.store.survey import UNKNOWN_CLIENT, scan_if_readable
 
 __all__ = ["Capture", "HeldSpool", "SpoolCopies"]
 
@@ -36,18 +36,22 @@ Capture = tuple[bytes, int]  # client and sequence
 
 
 class _Copy(NamedTuple):
-    """A record in a shard (at: its number there) or a log (shard -1; at: offset of its RECORD frame)."""
+    """A record in a shard (at: its number there) or a log (shard -1; at: offset of its RECORD frame).
+
+    series: path of its series, "" where a log lost the frame that says so.
+    """
 
     path: Path
+    series: str
     shard: int
     at: int
     row: RecordRow
 
 
 class SpoolCopies:
-    """Records that stand soundly in the spool files of some directories. A context manager.
+    """Records that stand soundly in the spool files of some directories, but for those whose capture is lost.
 
-    headers: of all series found, by path.
+    A context manager. headers: of all series found, by path.
     """
 
     def __init__(
@@ -110,7 +114,7 @@ class SpoolCopies:
         if scanned is None or (scanned.file is not None and not owns(scanned.file)):
             return
         for at, row in scanned.rows.items():
-            self._add(scanned.header, _Copy(path, scanned.shard, at, row))
+            self._add(scanned.header, _Copy(path, scanned.header.path, scanned.shard, at, row))
 
     def _add_log(self, path: Path, owns: Callable[[FileHeader], bool]) -> None:
         log = _log_if_readable(path)
@@ -118,10 +122,13 @@ class SpoolCopies:
             return
         for logged in log.records:
             if logged.is_sound:  # without its SERIES frame the capture alone says whose it is
-                self._add(logged.header, _Copy(path, -1, offset_of(logged.place), logged.row))
+                series = "" if logged.header is None else logged.header.path
+                self._add(logged.header, _Copy(path, series, -1, offset_of(logged.place), logged.row))
 
     def _add(self, header: SeriesHeader | None, copy: _Copy) -> None:
         capture = (copy.row.client, copy.row.sequence)
+        if copy.row.client == UNKNOWN_CLIENT:
+            return
         self._copies.setdefault(capture, []).append(copy)
         if header is not None:
             self.headers.setdefault(header.path, header)
@@ -129,16 +136,23 @@ class SpoolCopies:
 
     def _take(self, header: SeriesHeader, capture: Capture) -> tuple[RecordRow, Salvaged] | None:
         for copy in self._copies.get(capture, ()):
-            if not header.geometry.fits(copy.row.shape):
+            if copy.series not in ("", header.path) or not header.geometry.fits(copy.row.shape):
                 continue
-            taken = (
-                _from_log(copy, header)
-                if copy.shard < 0
-                else self._shard(copy, header).take(copy.at, copy.row)
-            )
+            try:
+                taken = self._read(copy, header)
+            except OSError as error:
+                if not is_the_files_fault(error, copy.path):
+                    raise
+                logger.warning("%s cannot be read: %s", copy.path, error)
+                continue
             if taken is not None:
                 return copy.row, taken
         return None
+
+    def _read(self, copy: _Copy, header: SeriesHeader) -> Salvaged | None:
+        if copy.shard < 0:
+            return _from_log(copy, header)
+        return self._shard(copy, header).take(copy.at, copy.row)
 
     def _shard(self, copy: _Copy, header: SeriesHeader) -> ShardSource:
         if self._source is None or self._source.path != copy.path:
@@ -165,7 +179,8 @@ class HeldSpool:
         files = [*_files(spool, PARTIAL_GLOB), *_files(spool, LOG_GLOB)]
         if not files:
             return
-        here = directory / str(len(self.directories))
+        number = max((int(path.name) for path in self.directories if path.name.isdecimal()), default=-1) + 1
+        here = directory / str(number)
         make_directory(here)
         for path in files:
             _link_or_copy(path, here / path.name)

@@ -1,0 +1,209 @@
+"""Copies in the spool are taken for what they are: no other series', no other node's, and none that cannot be read."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import capd
+from capd.store import mend, rebuild, repair, spool_copies
+from capd.store.catalog_read import CATALOG_NAME
+from capd.store.frames import Kind
+from capd.store.repair import repair_node
+from capd.store.run import RunStore
+from capd.store.verify import verify_run
+from tests.unit.store.damaging import flip, frames, image, inside, spool
+from tests.unit.store.writing import Writer, key
+
+RNG = np.random.default_rng(23)
+OPTIONS = {"shard_nbytes": 2 << 20}  # four records in a shard
+
+
+def put(writer: Writer, name: str, *iterations: int) -> None:
+    for iteration in iterations:
+        bits = RNG.standard_normal((300, 400)).astype("f4")
+        writer.put(key(name), "float32", bits, iteration=iteration)
+    writer.flush()
+
+
+def shard(run: Path, name: str, number: int) -> Path:
+    [path] = run.glob(f"*/rank0/layer0/pre/tensor.forward.{name}/data/c/{number}/0/0")
+    return path
+
+
+def damage(path: Path, kind: Kind, number: int) -> None:
+    flip(path, inside(frames(path, kind)[number]))
+
+
+def lose_names(run: Path, *names: str) -> None:
+    """The catalog, and the published columns of these series."""
+    for path in (run / ".capd" / "node=n0").glob(f"{CATALOG_NAME}*"):
+        path.unlink()
+    for name in names:
+        [document] = run.glob(f"*/rank0/layer0/pre/tensor.forward.{name}/zarr.json")
+        document.write_bytes(b"")
+
+
+def iterations(run: Path, writer: Writer, name: str) -> list[int]:
+    """Of the records of a series, each of which has the elements captured then."""
+    held = {m.iteration: bits for m, bits in writer.held[key(name), "float32"]}
+    [series] = capd.open(run).find(tensor_name=name)
+    for number, record in enumerate(series.records):
+        assert np.array_equal(series.numpy(number), held[record.iteration])
+    return [record.iteration for record in series.records]
+
+
+def test_records_without_a_name_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    """Two series have a record each that lost its COMMIT once, and is in the copy that an open shard goes on from."""
+    writer = Writer(tmp_path / "a", **OPTIONS)
+    for name in ("one", "other"):
+        put(writer, name, *range(6))
+    writer.pipeline.seal("run").result(timeout=30)
+    run = image(writer, tmp_path / "b")
+    writer.close()
+    for name in ("one", "other"):
+        damage(shard(run, name, 1), Kind.COMMIT, 0)
+    lose_names(run)
+    repair_node(run, "n0")
+    again = Writer(run.parent, **OPTIONS)
+    again.sequence, again.held = writer.sequence, writer.held
+    for name in ("one", "other"):
+        put(again, name, 10)
+    run = image(again, tmp_path / "c")
+    again.close()
+    for name in ("one", "other"):
+        damage(shard(run, name, 0), Kind.COMMIT, 1)
+    damage(shard(run, "other", 1), Kind.CHUNK, 0)
+    lose_names(run, "one", "other")
+
+    Writer(run.parent, **OPTIONS).close()
+
+    assert iterations(run, again, "one") == [0, 2, 3, 4, 5, 10]
+    assert iterations(run, again, "other") == [0, 2, 3, 5, 10]
+    assert verify_run(run).ok
+
+
+class _Killed(BaseException):
+    """The process ends here."""
+
+
+def _kill(*_: object) -> None:
+    raise _Killed
+
+
+@pytest.mark.parametrize("step", ["failpoint", "exchange", "set_aside"])
+def test_a_start_that_is_killed_while_a_series_closes_ranks_loses_nothing_of_its_open_shard(
+    tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Writer(tmp_path / "a", **OPTIONS)
+    put(writer, "one", *range(6))
+    writer.pipeline.post("run", RunStore.maintain).result(timeout=30)
+    run = image(writer, tmp_path / "b")
+    writer.close()
+    damage(shard(run, "one", 0), Kind.COMMIT, 1)
+    lose_names(run, "one")
+    with monkeypatch.context() as patch:
+        patch.setattr(rebuild, step, _kill)
+        with pytest.raises(_Killed):
+            Writer(run.parent, **OPTIONS)
+
+    Writer(run.parent, **OPTIONS).close()
+
+    assert iterations(run, writer, "one") == [0, 2, 3, 4, 5]
+    assert verify_run(run).ok
+
+
+@pytest.mark.parametrize("who", ["daemon", "repair"])
+def test_an_open_shard_with_a_sector_that_cannot_be_read_costs_what_stands_there(
+    tmp_path: Path, who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Writer(tmp_path / "a", **OPTIONS)
+    put(writer, "one", *range(6))
+    writer.pipeline.post("run", RunStore.maintain).result(timeout=30)
+    run = image(writer, tmp_path / "b")
+    writer.close()
+    bad = spool(run, "*.partial")
+    inode, at = bad.stat().st_ino, inside(frames(bad, Kind.CHUNK)[-1])
+    if who == "daemon":
+        damage(shard(run, "one", 0), Kind.COMMIT, 1)
+        lose_names(run, "one")
+    real = os.pread
+
+    def pread(fd: int, nbytes: int, offset: int) -> bytes:
+        if offset <= at < offset + nbytes and os.fstat(fd).st_ino == inode:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, nbytes, offset)
+
+    for module in (spool_copies, mend):
+        monkeypatch.setattr(module, "is_the_files_fault", lambda *_: True)
+    monkeypatch.setattr("capd.store.partials.is_the_files_fault", lambda *_: True)
+    monkeypatch.setattr(os, "pread", pread)
+
+    if who == "repair":
+        repair_node(run, "n0")
+    else:
+        Writer(run.parent, **OPTIONS).close()
+
+    assert iterations(run, writer, "one") == [n for n in range(5) if n != 1 or who == "repair"]
+    assert verify_run(run).ok
+
+
+def test_interrupted_repairs_hold_the_spool_beside_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Writer(tmp_path / "a", **OPTIONS)
+    put(writer, "one", 0)
+    run = image(writer, tmp_path / "b")
+    writer.close()
+    held = run / ".capd" / "node=n0" / "held"
+    (held / "7").mkdir(parents=True)  # what a kill in the middle of `release` left
+    with monkeypatch.context() as patch:
+        patch.setattr(repair, "_seal", _kill)
+        for _ in range(2):
+            with pytest.raises(_Killed):
+                repair_node(run, "n0")
+    assert sorted(path.name for path in held.iterdir()) == ["7", "8", "9"]
+
+    repair_node(run, "n0")
+
+    assert iterations(run, writer, "one") == [0]
+    assert not held.exists()
+
+
+def test_a_series_of_another_node_takes_no_copies_from_this_one(tmp_path: Path) -> None:
+    """What this node held of a series is left from before somebody removed it, and another node made it anew."""
+    writer = Writer(tmp_path / "a", **OPTIONS)
+    put(writer, "one", 0, 1)
+    run = image(writer, tmp_path / "b")
+    writer.close()
+    other = Writer(tmp_path / "c", node="n1", **OPTIONS)
+    put(other, "one", 10, 11)
+    other.close()
+    held = other.run / ".capd" / "node=n0" / "held" / "0"
+    held.mkdir(parents=True)
+    (run / ".capd" / "node=n0" / "spool").rename(other.run / ".capd" / "node=n0" / "spool")
+    for path in (other.run / ".capd" / "node=n0" / "spool").iterdir():
+        path.rename(held / path.name)
+
+    done = repair_node(other.run, "n0")
+
+    assert done.rebuilt == []
+    assert any("belongs to node n1" in message for message in done.messages)
+    assert iterations(other.run, other, "one") == [10, 11]
+
+
+def test_an_open_shard_without_header_is_known_by_the_documents_of_its_series(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "a", **OPTIONS)
+    put(writer, "one", 0, 1)
+    run = image(writer, tmp_path / "b")
+    writer.close()
+    damage(spool(run, "*.partial"), Kind.HEADER, 0)
+    lose_names(run)
+
+    Writer(run.parent, **OPTIONS).close()
+
+    assert iterations(run, writer, "one") == [0, 1]
