@@ -80,9 +80,9 @@ def rebuild_series(
     """Build the series of `header` anew and swap it in. Raises OSError or StoreError; then nothing has changed.
 
     file_header: of this run and node. count: record numbers in use. rows: what is known of records first ≤ n < last
-    beside the COMMITs of the series' own shards, for those whose COMMIT is lost. copies: what the
-    spool has of the series; records that are in no sealed shard come last. Its `.partial` files have old numbers, and
-    move to the quarantine.
+    beside the COMMITs of the series' own shards, for those whose COMMIT is lost. copies: what the spool has
+    of the series; records that are in no sealed shard come last. Its `.partial` files, which have old numbers, move to
+    the quarantine.
     """
     quarantine = node_directory(layout.run, layout.node) / "quarantine"
     done = Rebuilt(header.path, quarantine=_free(quarantine, header.path))
@@ -101,9 +101,8 @@ def rebuild_series(
         layout.ensure_groups((layout.run / header.path).parent)
         layout.sync()
     _swap(layout.run / header.path, building, done)
-    for path in partials_of(
-        layout.spool, header.path
-    ):  # a kill before this: recovery finds them to be of before
+    # Behind the swap: what a kill leaves of them here, recovery knows to be of before by their captures.
+    for path in partials_of(layout.spool, header.path):
         set_aside(path, quarantine, "its series is built anew")
     sync_paths([quarantine, (layout.run / header.path).parent], layout.run)
     return done

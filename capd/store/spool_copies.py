@@ -89,8 +89,7 @@ class SpoolCopies:
         return {
             path
             for path, captures in self._captures.items()
-            for capture in unknown.intersection(captures)
-            if self._take(self.headers[path], capture) is not None
+            if any(c in unknown and self._take(self.headers[path], c) is not None for c in captures)
         }
 
     def take(self, header: SeriesHeader, row: RecordRow) -> tuple[RecordRow, Salvaged] | None:
