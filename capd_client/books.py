@@ -31,6 +31,7 @@ from capd_client.protocol import (
     DropReason,
     NackRow,
 )
+from capd_client.step_budget import StepBudget
 
 __all__ = ["ABORTED", "COPYING", "READY", "Books", "Capture"]
 
@@ -52,14 +53,23 @@ class Books:
 
     max_block_s: how long `admit` may wait for room (0: policy drop). A wait that ran out is not repeated until
     the daemon has freed something: a daemon that is gone costs one wait and not one per capture.
+    step_nbytes: what the captures of one iteration may take together (None: no limit).
     """
 
-    def __init__(self, slots: SlotAllocator, counters: Counters, *, max_block_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        slots: SlotAllocator,
+        counters: Counters,
+        *,
+        max_block_s: float = 0.0,
+        step_nbytes: Optional[int] = None,
+    ) -> None:
         self.lock = threading.RLock()
         self.counters = counters
         self.ledger = Ledger()
         self.definitions = Definitions()
         self.slots = slots
+        self.step_budget = StepBudget(step_nbytes)
         self._room = threading.Condition(self.lock)
         self._waiting = 0
         self._max_block_s = max_block_s
@@ -78,23 +88,27 @@ class Books:
 
         Fills in the descriptor's sequence and offset. Waits for room only under policy block.
         """
-        nbytes = descriptor.nbytes
+        nbytes, iteration = descriptor.nbytes, descriptor.moment.iteration
         with self.lock:
             words = self.counters.words
             words[COUNTER_OFFERED] += 1
             if self._refusing is not None:
-                self._count(definition, self._refusing, nbytes, descriptor.moment.iteration)
+                self._count(definition, self._refusing, nbytes, iteration)
+                return None
+            if not self.step_budget.has_room(iteration, nbytes):
+                self._count(definition, DropReason.STEP_BUDGET, nbytes, iteration)
                 return None
             slot = self.slots.take(nbytes)
             if slot is None:
                 if nbytes > self.slots.capacity:
-                    self._count(definition, DropReason.TOO_LARGE, nbytes, descriptor.moment.iteration)
+                    self._count(definition, DropReason.TOO_LARGE, nbytes, iteration)
                     return None
                 slot = self._wait_for(nbytes)
                 if slot is None:
                     reason = self._refusing or DropReason.ARENA_FULL
-                    self._count(definition, reason, nbytes, descriptor.moment.iteration)
+                    self._count(definition, reason, nbytes, iteration)
                     return None
+            self.step_budget.take(iteration, nbytes)
             self._last_sequence += 1
             descriptor.sequence = self._last_sequence
             descriptor.offset = slot[0]

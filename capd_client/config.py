@@ -36,6 +36,7 @@ class ClientConfig:
     run_id: run to join, None lets the daemon assign one. quant_type: label of every capture that gives
     none itself, None means the tensor's real dtype. arena_bytes: size of the rank's arena, None sizes it by
     the memory that is free. max_block_ms: longest wait of one capture under policy `block`.
+    max_mb_per_step: 10⁶ bytes that the captures of one iteration may take together, None for no limit.
     steps, micro_batches, ranks: what `watch` captures, in the notation of `capd_client.select.Ranges`.
     iteration, sample_idx: where the counting starts. ping_s: seconds between two PINGs.
     """
@@ -51,6 +52,7 @@ class ClientConfig:
     exit_timeout_s: float = 30.0
     log: Optional[str] = None
     arena_bytes: Optional[int] = None
+    max_mb_per_step: Optional[float] = None
     max_block_ms: float = DEFAULT_MAX_BLOCK_MS
     strict: bool = False
     ping_s: float = 5.0
@@ -98,6 +100,7 @@ _SETTINGS: dict[str, _Setting] = {
     "exit_timeout_s": _Setting(("CAPD_EXIT_TIMEOUT_S",), "exit_timeout_s", values.number(0, 86_400)),
     "log": _Setting(("CAPD_LOG",), None, values.log_level),
     "arena_bytes": _Setting(("CAPD_ARENA_BYTES",), "arena_bytes", values.integer(1 << 16, 1 << 44)),
+    "max_mb_per_step": _Setting(("CAPD_MAX_MB_PER_STEP",), "max_mb_per_step", values.number(0.001, 1e9)),
     "max_block_ms": _Setting(("CAPD_MAX_BLOCK_MS",), "max_block_ms", values.number(0, 86_400_000)),
     "ping_s": _Setting(("CAPD_PING_S",), None, values.number(0.01, 3600)),
     "iteration": _Setting(("TENSOR_SAVER_ITERATION",), None, values.integer(0, MAX_INDEX)),

@@ -72,6 +72,7 @@ class DropReason(enum.Enum):
     STORE_ERROR = "store_error"  # the store could not write the record
     RANK_DIED = "rank_died"  # counted by the daemon: the rank died before handing it over
     STREAM_CAPTURE = "stream_capture"  # a CUDA graph was being captured
+    STEP_BUDGET = "step_budget"  # beyond max_mb_per_step of its iteration
 
 
 DROP_REASONS: tuple[DropReason, ...] = tuple(DropReason)

@@ -59,7 +59,13 @@ class Session:
         self.counters = Counters()
         self.counters.attach(self.arena.words)
         slots = SlotAllocator(PAGE_NBYTES, self.arena.nbytes - PAGE_NBYTES)
-        self.books = Books(slots, self.counters, max_block_s=self._max_block_s)
+        megabytes = config.max_mb_per_step
+        self.books = Books(
+            slots,
+            self.counters,
+            max_block_s=self._max_block_s,
+            step_nbytes=None if megabytes is None else int(megabytes * 1e6),
+        )
         self._stager = Stager(self.books, self.arena, self.notices, self._device_stager)
         self._device_stagers: dict[torch.device, Union[DeviceStager, DropReason]] = {}
         self._device_lock = threading.Lock()

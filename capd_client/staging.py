@@ -258,7 +258,14 @@ class Stager:
         capacity = self._books.slots.capacity
         if reason is not None:
             return  # said when the session ended
-        if descriptor.nbytes > capacity:
+        if not self._books.step_budget.has_room(descriptor.moment.iteration, descriptor.nbytes):
+            self._notices.warn(
+                "step_budget",
+                "the captures of iteration %d take max_mb_per_step already; what does not fit is dropped. Raise "
+                "CAPD_MAX_MB_PER_STEP, or capture fewer tensors per step",
+                descriptor.moment.iteration,
+            )
+        elif descriptor.nbytes > capacity:
             self._notices.warn(
                 "too_large",
                 "a tensor of %d bytes does not fit into the arena of %d; set CAPD_ARENA_BYTES above the tensor's size",

@@ -15,12 +15,16 @@ from capd_client.counting import REASON_INDEX, Counters
 from capd_client.definitions import Definition
 from capd_client.key import Key, Moment
 from capd_client.protocol import Descriptor, DropReason, NackRow
+from capd_client.step_budget import StepBudget
 
 PAGE = 4096
 
 
-def make(pages: int = 4, max_block_s: float = 0.0) -> tuple[Books, Definition]:
-    books = Books(SlotAllocator(PAGE, pages * PAGE), Counters(), max_block_s=max_block_s)
+def make(
+    pages: int = 4, max_block_s: float = 0.0, step_nbytes: int | None = None
+) -> tuple[Books, Definition]:
+    slots = SlotAllocator(PAGE, pages * PAGE)
+    books = Books(slots, Counters(), max_block_s=max_block_s, step_nbytes=step_nbytes)
     key = Key(quant_type="bf16", rank=0, tensor_name="x")
     return books, books.definitions.make(key, torch.float32, None)
 
@@ -228,3 +232,47 @@ def test_ledger_rows_are_told_once_per_change_and_all_again_after_a_reconnect(li
     assert books.ledger.take(limit) == []
     books.reconnected()
     assert len(books.ledger.take(1000)) == 2
+
+
+def test_one_iteration_takes_no_more_than_its_budget_and_the_next_begins_anew() -> None:
+    books, definition = make(pages=16, step_nbytes=3 * PAGE)
+
+    taken = [
+        admit(books, definition, nbytes, iteration) is not None
+        for iteration, nbytes in [
+            (0, 2 * PAGE),
+            (0, 2 * PAGE),
+            (0, PAGE),
+            (1, 3 * PAGE),
+            (0, 4),
+            (1, 4),
+            (0, 0),
+        ]
+    ]
+
+    assert taken == [True, False, True, True, False, False, True]
+    assert books.snapshot().dropped == {"step_budget": 3}
+    rows = [(row.count, row.nbytes, row.first_iteration, row.last_iteration) for row in books.ledger.take(9)]
+    assert rows == [(3, 2 * PAGE + 8, 0, 1)]
+    assert exact(books)
+
+
+def test_what_found_no_room_in_the_arena_leaves_the_budget_to_others() -> None:
+    books, definition = make(pages=2, step_nbytes=3 * PAGE)
+
+    assert admit(books, definition, 2 * PAGE) is not None
+    assert admit(books, definition, PAGE) is None  # the arena is full
+    books.close(DropReason.NOT_CONNECTED)
+
+    assert books.snapshot().dropped == {"arena_full": 1, "not_connected": 1}
+    assert books.step_budget.has_room(0, PAGE)
+    assert not books.step_budget.has_room(0, PAGE + 1)
+
+
+def test_a_budget_is_kept_for_several_iterations_at_once_and_forgets_old_ones() -> None:
+    budget = StepBudget(10)
+    for iteration in range(20):
+        budget.take(iteration, 10)
+
+    assert [iteration for iteration in range(20) if not budget.has_room(iteration, 1)] == list(range(12, 20))
+    assert budget.has_room(19, 0)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from capd_client.dtypes import ITEM_NBYTES
 from capd_client.errors import ConfigError
-from capd_client.key import MAX_NAME_CHARS, Key
+from capd_client.key import MAX_NAME_CHARS, Key, Moment
 from capd_client.protocol import MAX_METADATA_NBYTES, DropReason
 from capd_client.session import Session
 
@@ -217,6 +217,18 @@ def test_too_large_names_the_setting(session: Session, caplog: pytest.LogCapture
     offer(session, torch.zeros(17 << 20, dtype=torch.uint8))
     assert session.snapshot().dropped == {DropReason.TOO_LARGE.value: 1}
     assert "CAPD_ARENA_BYTES" in caplog.text
+
+
+def test_beyond_the_budget_of_a_step_captures_are_dropped_with_the_setting_to_raise(
+    peer: Peer, make_session: Callable[..., Session], caplog: pytest.LogCaptureFixture
+) -> None:
+    session = make_session(strict=True, arena_bytes=16 << 20, max_mb_per_step=0.001)
+    for iteration in (0, 0, 0, 1):
+        session.offer(torch.zeros(100), KEY, Moment(iteration))
+
+    assert session.snapshot().offered == 4
+    assert session.snapshot().dropped == {DropReason.STEP_BUDGET.value: 1}
+    assert "CAPD_MAX_MB_PER_STEP" in caplog.text
 
 
 @pytest.mark.parametrize(
