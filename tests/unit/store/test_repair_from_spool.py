@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import shutil
 from collections.abc import Sequence
@@ -313,7 +314,8 @@ def test_documents_say_what_a_series_is_where_nothing_else_does(tmp_path: Path, 
     put_large(writer, 0, 1, 2)
     writer.close()
     run = writer.run
-    [kept] = [row.header for row in read_series(connect_read_only(run / ".capd" / "node=n0" / CATALOG_NAME))]
+    with contextlib.closing(connect_read_only(run / ".capd" / "node=n0" / CATALOG_NAME)) as catalog:
+        [kept] = [row.header for row in read_series(catalog)]
     damage(large_shard(run), Kind.HEADER)
     lose_catalog(run)
 
