@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +15,15 @@ import tensorstore
 import zarr
 
 import capd
+from capd.errors import StoreError
+from capd.store.encode import ChunkResult
+from capd.store.frames import RecordRow
+from capd.store.options import StoreOptions
+from capd.store.run import RunStore
+from capd.store.series import Plan
+from capd_client.key import Moment
 from tests.unit.store.reading import assert_capd_reads, assert_zarr_readers_read, published_rows
-from tests.unit.store.writing import Writer, key
+from tests.unit.store.writing import CLIENT, Writer, key
 
 RNG = np.random.default_rng(23)
 PATIENCE_S = 400
@@ -112,6 +121,46 @@ def test_a_record_larger_than_a_shard_gets_one_of_its_own(tmp_path: Path) -> Non
     assert first.zarr().shards == (1, first.zarr().shards[1], 1024)
     assert len(list((writer.run / first.path / "data" / "c").iterdir())) == 3
     assert len(grown) == 1
+
+
+def test_a_record_larger_than_all_memory_that_it_may_take_comes_chunk_by_chunk(tmp_path: Path) -> None:
+    """No arena needs to hold it: the store never asks for more of it than one chunk, and half of it leaves nothing."""
+    rows, width = 48, 1 << 20
+    identity = key("wide")
+    store = RunStore(tmp_path, "run", "n0", StoreOptions(shard_nbytes=64 << 20))
+
+    def row_of(iteration: int, number: int) -> np.ndarray:
+        return np.random.default_rng((iteration, number)).standard_normal(width, dtype="f4")
+
+    def chunks(plan: Plan, iteration: int, count: int) -> Iterator[ChunkResult]:
+        for ordinal, (part, _) in list(plan.geometry.chunks((rows, width)))[:count]:
+            block = np.concatenate([row_of(iteration, n)[None] for n in range(part.start, part.stop)])
+            yield ChunkResult(ordinal, plan.chain.encode(block), block.nbytes, None)
+        if count < rows:
+            raise StoreError("whoever sent it is gone")
+
+    sample = row_of(0, 0).tobytes()
+    tracemalloc.start()
+    for sequence, count in enumerate((rows, rows // 2, rows)):
+        plan = store.plan(identity, "float32", {}, (rows, width), sample)
+        row = RecordRow(CLIENT, sequence, (rows, width), rows * width * 4, Moment(sequence))
+        with contextlib.nullcontext() if count == rows else pytest.raises(StoreError, match="is gone"):
+            store.commit(plan, row, chunks(plan, sequence, count))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    store.seal()
+    store.close()
+
+    assert plan.geometry.chunk == (1, width)
+    assert peak < 32 << 20 < rows * width * 4
+    [series] = capd.open(tmp_path / "run.zarr").series
+    assert [record.iteration for record in series.records] == [0, 2]
+    for number, iteration in enumerate((0, 2)):
+        for at in (0, 17, rows - 1):
+            assert np.array_equal(series.numpy(number, (slice(at, at + 1), ...))[0], row_of(iteration, at))
+    plain = zarr.open_array(tmp_path / "run.zarr" / series.path / "data", mode="r")
+    assert plain.shape == (2, rows, width)
+    assert np.array_equal(plain[1, 30], row_of(2, 30))
 
 
 def test_ragged_axes_empty_tensors_and_scalars_in_many_variants(tmp_path: Path) -> None:
