@@ -75,7 +75,7 @@ def _named_by_documents(state: Recovery, path: Path) -> tuple[SeriesHeader, int]
         return None
     for data in state.layout.run.glob("*/rank*/layer*/*/*/data"):
         series = str(data.parent.relative_to(state.layout.run))
-        if path in partials_of(state.layout.spool, series):
+        if _digest(series) == path.stem.partition("-")[0]:
             found = described(state.layout.run, series)
             if found is not None and found[1] == state.layout.node:
                 return named(path, by_digest([found[0]]))
