@@ -87,6 +87,16 @@ def test_records_without_a_name_are_not_taken_for_each_other(tmp_path: Path) -> 
     assert verify_run(run).ok
 
 
+def one_sealed_one_open(root: Path) -> tuple[Path, Writer]:
+    """A series with a full, sealed shard of four records and an open one of two."""
+    writer = Writer(root / "a", **OPTIONS)
+    put(writer, "one", *range(6))
+    writer.pipeline.post("run", RunStore.maintain).result(timeout=30)
+    run = image(writer, root / "b")
+    writer.close()
+    return run, writer
+
+
 class _Killed(BaseException):
     """The process ends here."""
 
@@ -99,11 +109,7 @@ def _kill(*_: object) -> None:
 def test_a_start_that_is_killed_while_a_series_closes_ranks_loses_nothing_of_its_open_shard(
     tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = Writer(tmp_path / "a", **OPTIONS)
-    put(writer, "one", *range(6))
-    writer.pipeline.post("run", RunStore.maintain).result(timeout=30)
-    run = image(writer, tmp_path / "b")
-    writer.close()
+    run, writer = one_sealed_one_open(tmp_path)
     damage(shard(run, "one", 0), Kind.COMMIT, 1)
     lose_names(run, "one")
     with monkeypatch.context() as patch:
@@ -121,11 +127,7 @@ def test_a_start_that_is_killed_while_a_series_closes_ranks_loses_nothing_of_its
 def test_an_open_shard_with_a_sector_that_cannot_be_read_costs_what_stands_there(
     tmp_path: Path, who: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = Writer(tmp_path / "a", **OPTIONS)
-    put(writer, "one", *range(6))
-    writer.pipeline.post("run", RunStore.maintain).result(timeout=30)
-    run = image(writer, tmp_path / "b")
-    writer.close()
+    run, writer = one_sealed_one_open(tmp_path)
     bad = spool(run, "*.partial")
     inode, at = bad.stat().st_ino, inside(frames(bad, Kind.CHUNK)[-1])
     if who == "daemon":
