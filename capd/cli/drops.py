@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
@@ -45,25 +46,34 @@ class Drop(BaseModel):
 
 def drops_of(sessions: Iterable[SessionRow]) -> list[Drop]:
     """All drops, the most frequent first; their counts add up to the sessions' counters."""
-    found: dict[object, Drop] = {}
+    found: dict[object, LedgerRow] = {}
     keyless: Counter[str] = Counter()
     for session in sessions:
         keyless.update(session.dropped)
         for row in session.drops:
             keyless[row.reason] -= row.count
-            drop = found.setdefault((row.key, row.dtype, row.reason), _empty(row))
-            drop.count += row.count
-            drop.bytes += row.nbytes
-            drop.first_iteration = min(drop.first_iteration or 0, row.first_iteration)
-            drop.last_iteration = max(drop.last_iteration or 0, row.last_iteration)
-    rest = [Drop(reason=reason, count=count) for reason, count in keyless.items() if count > 0]
-    return sorted([*found.values(), *rest], key=lambda drop: (-drop.count, drop.reason, str(drop)))
+            identity = (row.key, row.dtype, row.reason)
+            found[identity] = _together(found[identity], row) if identity in found else row
+    drops = [_drop(row) for row in found.values()]
+    drops += [Drop(reason=reason, count=count) for reason, count in keyless.items() if count > 0]
+    return sorted(drops, key=lambda drop: (-drop.count, drop.reason, str(drop)))
 
 
-def _empty(row: LedgerRow) -> Drop:
+def _together(a: LedgerRow, b: LedgerRow) -> LedgerRow:
+    return replace(
+        a,
+        count=a.count + b.count,
+        nbytes=a.nbytes + b.nbytes,
+        first_iteration=min(a.first_iteration, b.first_iteration),
+        last_iteration=max(a.last_iteration, b.last_iteration),
+    )
+
+
+def _drop(row: LedgerRow) -> Drop:
     return Drop(
         reason=row.reason,
-        count=0,
+        count=row.count,
+        bytes=row.nbytes,
         dtype=row.dtype,
         first_iteration=row.first_iteration,
         last_iteration=row.last_iteration,

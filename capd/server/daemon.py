@@ -33,7 +33,7 @@ from capd.server.pipeline import Pipeline
 from capd.server.registry import Registry
 from capd.server.stopping import StopRequests
 from capd.server.tools import ToolContext
-from capd.store.options import StoreOptions
+from capd.store.options import StoreOptions, open_files_within
 
 __all__ = ["Daemon", "node_name"]
 
@@ -158,7 +158,7 @@ class Daemon:
         return StoreOptions(
             codec=settings.codec,
             statistics=settings.statistics,
-            open_files=max(8, min(StoreOptions().open_files, open_files // 2)),
+            open_files=open_files_within(open_files),
             durability=settings.durability,
         )
 

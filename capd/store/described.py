@@ -32,15 +32,14 @@ def described(run: Path, path: str) -> tuple[SeriesHeader, str] | None:
             _geometry(array, str(capd["dtype"])),
             dict(capd["attributes"]),
         )
-        if not is_usable(header) or any(array_problems(array, header)):
-            return None
-        return (
-            None
-            if any(group_problems(published.document, header, published.node))
-            else (header, published.node)
+        sound = (
+            is_usable(header)
+            and not any(array_problems(array, header))
+            and not any(group_problems(published.document, header, published.node))
         )
     except (CapdError, LookupError, TypeError, ValueError):  # msgspec's errors are ValueErrors
         return None
+    return (header, published.node) if sound else None
 
 
 def _geometry(array: dict[str, Any], dtype: str) -> Geometry:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["StoreOptions"]
+__all__ = ["StoreOptions", "open_files_within"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +26,9 @@ class StoreOptions:
     log_nbytes: int = 64 << 20
     open_files: int = 512
     durability: Literal["buffered", "durable"] = "buffered"
+
+
+def open_files_within(limit: int) -> int:
+    """How many shard files to keep open under a limit of open files: half of it is left to everything else."""
+    most = StoreOptions().open_files
+    return most if limit == resource.RLIM_INFINITY else max(8, min(most, limit // 2))

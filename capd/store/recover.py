@@ -34,7 +34,7 @@ from capd.store.open_files import OpenFiles
 from capd.store.partials import partial_path, records_on_disk, take_up_partials
 from capd.store.rebuild import finish_swaps, rebuild_series
 from capd.store.recovery import Recovered, Recovery
-from capd.store.replay import logged_captures, replay_logs
+from capd.store.replay import replay_logs
 from capd.store.seal import publish
 from capd.store.series import Series
 from capd.store.spool_copies import Capture, SpoolCopies
@@ -135,14 +135,13 @@ def _open(
 
 
 def _read_sealed(state: Recovery) -> None:
-    logged = logged_captures(state.layout.spool)
     with SpoolCopies([state.layout.spool], state.headers, state.owns) as copies:
         for found in survey(state.layout.run, state.layout.node, {**copies.headers, **state.headers}):
             _name_by_partials(state, found)
             if found.lost:
-                _close_ranks(state, found, logged, copies)
+                _close_ranks(state, found, copies)
             else:
-                _add_sealed(state, found, logged)
+                _add_sealed(state, found, copies.logged)
 
 
 def _name_by_partials(state: Recovery, found: SurveyedSeries) -> None:
@@ -180,7 +179,7 @@ def _add_sealed(state: Recovery, found: SurveyedSeries, logged: Set[Capture]) ->
     state.out.rows.clear()
 
 
-def _close_ranks(state: Recovery, found: SurveyedSeries, logged: Set[Capture], copies: SpoolCopies) -> None:
+def _close_ranks(state: Recovery, found: SurveyedSeries, copies: SpoolCopies) -> None:
     """Build a series anew without the records that are lost."""
     rows = {number: sealed.row for number, sealed in found.records.items()}
     done = rebuild_series(
@@ -195,7 +194,7 @@ def _close_ranks(state: Recovery, found: SurveyedSeries, logged: Set[Capture], c
     if done.kept:
         again = survey_series(state.layout.run, found.header.path, state.layout.node, found.header)
         assert again is not None  # noqa: S101 - it was written just now
-        _add_sealed(state, again, logged)
+        _add_sealed(state, again, copies.logged)
 
 
 def _reconcile(state: Recovery) -> None:

@@ -29,7 +29,7 @@ from capd.store.frames import FORMAT_VERSION, FileHeader, RecordRow, SeriesHeade
 from capd.store.layout import Layout, node_directory
 from capd.store.mend import copy_aside, set_aside
 from capd.store.new_catalog import UNREADABLE, forget_completeness, open_alone, readable_rows, rebuild_catalog
-from capd.store.options import StoreOptions
+from capd.store.options import StoreOptions, open_files_within
 from capd.store.published import read_published
 from capd.store.rebuild import Rebuilt, rebuild_series
 from capd.store.run import RunStore
@@ -68,8 +68,7 @@ def take_over(run: Path, node: str) -> None:
     if run.suffix != ".zarr":
         raise StoreError(f"{run} does not end in .zarr; rename it, then repair it")
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    options = StoreOptions(open_files=max(8, min(StoreOptions().open_files, soft // 2)))
-    store = RunStore(run.parent, run.stem, node, options)
+    store = RunStore(run.parent, run.stem, node, StoreOptions(open_files=open_files_within(soft)))
     try:
         store.seal()
     finally:
@@ -189,10 +188,14 @@ def _rebuild(done: Repair, path: str, row: SeriesRow | None, copies: SpoolCopies
     """
     run, node = done.run, done.node
     header = copies.headers.get(path) if row is None else row.header
+    published = None
     with contextlib.suppress(DamagedRecord):
-        if (owner := read_published(run / path).node) not in ("", node):
-            done.messages.append(f"{path}: it belongs to node {owner}; copies of it in the spool stay out")
-            return
+        published = read_published(run / path)
+    if published is not None and published.node not in ("", node):
+        done.messages.append(
+            f"{path}: it belongs to node {published.node}; copies of it in the spool stay out"
+        )
+        return
     surveyed = survey_series(run, path, node, header)
     header = surveyed.header if surveyed is not None else header
     if header is None:
@@ -201,8 +204,7 @@ def _rebuild(done: Repair, path: str, row: SeriesRow | None, copies: SpoolCopies
     counts = [shard * header.geometry.shard_records for shard in shard_files(run / path)]
     counts += [max(surveyed.records, default=-1) + 1] if surveyed is not None else []
     counts += [row.sealed] if row is not None else []
-    with contextlib.suppress(DamagedRecord):
-        counts.append(read_published(run / path).count)
+    counts += [published.count] if published is not None else []
     layout = Layout(run, run_identity(run), node)
     file_header = FileHeader(FORMAT_VERSION, run_identity(run), node)
     rows = _rows_of(run, node, header, row)

@@ -7,7 +7,6 @@ those are lost. A log that lost records, or some of whose numbers are no longer 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,20 +22,9 @@ from capd.store.scan import ScannedLog, read_log
 from capd.store.series import Series
 from capd.store.small import LOG_GLOB
 
-__all__ = ["logged_captures", "replay_logs"]
+__all__ = ["replay_logs"]
 
 logger = logging.getLogger(__name__)
-
-
-def logged_captures(spool: Path) -> set[tuple[bytes, int]]:
-    """Client and sequence of every record in the logs."""
-    found: set[tuple[bytes, int]] = set()
-    for path in spool.glob(LOG_GLOB):
-        with contextlib.suppress(OSError):  # `replay_logs` says so
-            log = read_log(path)
-            records = () if log is None else log.records
-            found.update((logged.row.client, logged.row.sequence) for logged in records)
-    return found
 
 
 @dataclass(slots=True)

@@ -17,9 +17,9 @@ from typing import NamedTuple
 from capd.errors import DamagedRecord
 from capd.store.codecs import chain_for
 from capd.store.encode import as_array
-from capd.store.files import copy_range, link, make_directory, new_file, remove_tree, sync_paths
+from capd.store.files import link, make_directory, remove_tree, sync_paths
 from capd.store.frames import FileHeader, RecordRow, SeriesHeader
-from capd.store.mend import is_the_files_fault
+from capd.store.mend import copy_aside, is_the_files_fault
 from capd.store.partials import by_digest, named
 from capd.store.salvage import Salvaged, ShardSource
 from capd.store.scan import ScannedLog, read_log
@@ -51,7 +51,7 @@ class _Copy(NamedTuple):
 class SpoolCopies:
     """Records that stand soundly in the spool files of some directories, but for those whose capture is lost.
 
-    A context manager. headers: of all series found, by path.
+    A context manager. headers: of all series found, by path. logged: captures in the logs, sound or not.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class SpoolCopies:
         Raises OSError.
         """
         self.headers: dict[str, SeriesHeader] = {}
+        self.logged: set[Capture] = set()
         self._copies: dict[Capture, list[_Copy]] = {}
         self._captures: dict[str, dict[Capture, None]] = {}  # of each series, in order
         self._source: ShardSource | None = None
@@ -120,6 +121,7 @@ class SpoolCopies:
         if log is None or (log.file is not None and not owns(log.file)):
             return
         for logged in log.records:
+            self.logged.add((logged.row.client, logged.row.sequence))
             if logged.is_sound:  # without its SERIES frame the capture alone says whose it is
                 series = "" if logged.header is None else logged.header.path
                 self._add(logged.header, _Copy(path, series, -1, offset_of(logged.place), logged.row))
@@ -226,12 +228,5 @@ def _link_or_copy(source: Path, target: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        if not source.match(LOG_GLOB):
-            return
-        new_file(target, [])
-        read, write = os.open(source, os.O_RDONLY | os.O_CLOEXEC), os.open(target, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            copy_range(read, write, os.fstat(read).st_size)
-        finally:
-            os.close(read)
-            os.close(write)
+        if source.match(LOG_GLOB):
+            copy_aside(source, target.parent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import capd
 from capd.store import mend, rebuild, repair, spool_copies
 from capd.store.catalog_read import CATALOG_NAME
 from capd.store.frames import Kind
+from capd.store.options import open_files_within
 from capd.store.repair import repair_node
 from capd.store.run import RunStore
 from capd.store.verify import verify_run
@@ -152,6 +154,13 @@ def test_an_open_shard_with_a_sector_that_cannot_be_read_costs_what_stands_there
 
     assert iterations(run, writer, "one") == [n for n in range(5) if n != 1 or who == "repair"]
     assert verify_run(run).ok
+
+
+@pytest.mark.parametrize(
+    ("limit", "kept_open"), [(resource.RLIM_INFINITY, 512), (1 << 20, 512), (256, 128), (4, 8)]
+)
+def test_shards_are_kept_open_within_half_of_the_limit(limit: int, kept_open: int) -> None:
+    assert open_files_within(limit) == kept_open
 
 
 def test_interrupted_repairs_hold_the_spool_beside_each_other(
