@@ -31,7 +31,7 @@ def test_importing_capd_loads_nothing_heavy() -> None:
 
 
 def test_the_shared_half_of_the_client_needs_no_torch() -> None:
-    shared = ("protocol", "key", "select", "dtypes", "errors", "config")
+    shared = ("protocol", "key", "select", "dtypes", "errors", "config", "statistics_row")
     code = f"import {', '.join(f'capd_client.{name}' for name in shared)}"
 
     assert loaded_by(code, (*HEAVY, "numpy", "pydantic", "capd")) == []
