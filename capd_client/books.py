@@ -238,6 +238,11 @@ class Books:
         return bool(self._queue or self._resend)
 
     @property
+    def roomy(self) -> bool:
+        """Whether more than half of the arena is free and nobody waits for room. A look without the lock."""
+        return not self._waiting and 2 * self.slots.free_nbytes > self.slots.capacity
+
+    @property
     def busy(self) -> bool:
         """Whether anything is in flight."""
         return bool(self._live)

@@ -2,8 +2,9 @@
 
 States: DISCONNECTED (tries again after 50 ms … 2 s, for ever) → HANDSHAKE (HELLO sent) → RUNNING → DISCONNECTED …,
 and ENDED after BYE or a refusal without retry. The thread never waits for a state: it looks around once per
-tick, 1 ms while captures keep coming and up to 25 ms when they do not, so copies from devices go on whatever
-the daemon does. Training threads never wake it: that would cost them the GIL.
+tick, so copies from devices go on whatever the daemon does. A tick is 5 ms while captures keep coming, 1 ms once
+somebody waits or the arena is half full, and up to 25 ms when nothing comes. Training threads never wake it: that would
+cost them the GIL.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from capd_client.protocol import HANDSHAKE_TIMEOUT_S, ByeOk, DropReason, NackRow
 __all__ = ["State", "Transport"]
 
 _TICK_S = 0.001
+_EASY_TICK_S = 0.005  # while nothing presses: every round costs the training process some 100 µs
 _IDLE_TICK_S = 0.025
 _DEVICE_IDLE_TICK_S = 0.002
 _BACKOFF_S = (0.05, 2.0)
@@ -181,10 +183,19 @@ class Transport:
         talk = self._talk
         if talk is None:
             self._stop.wait(self._tick_s)
-        elif talk.link.wait(self._tick_s):
-            verdict = talk.hear()
-            if verdict is not None:
-                self._judge(verdict, talk)
+            return
+        if self._at_ease():
+            time.sleep(max(self._tick_s, _EASY_TICK_S))  # what comes meanwhile is taken together
+        elif not talk.link.wait(self._tick_s):
+            return
+        verdict = talk.hear()
+        if verdict is not None:
+            self._judge(verdict, talk)
+
+    def _at_ease(self) -> bool:
+        """Whether nobody waits for an answer: no flush, no thread that wants room, and most of the arena is free."""
+        waited_for = self._flushes or self._leaving or self._devices or self.state is not State.RUNNING
+        return not waited_for and self._books.roomy
 
     def _judge(self, verdict: Verdict, talk: Conversation) -> None:
         if isinstance(verdict, Welcome):
