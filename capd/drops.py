@@ -1,4 +1,4 @@
-"""What a drop means to the user: which setting to raise for each reason, in one place for every summary."""
+"""What a drop means to the user, for every summary: lost, with the setting to raise, or left out by choice."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from capd_client.protocol import DropReason
 
-__all__ = ["REMEDIES", "describe_drops"]
+__all__ = ["CHOSEN", "REMEDIES", "describe_drops", "left_out", "lost"]
 
 REMEDIES: dict[str, str] = {
     DropReason.ARENA_FULL.value: "raise CAPD_ARENA_BYTES, or wait for room with CAPD_POLICY=block",
@@ -25,10 +25,23 @@ REMEDIES: dict[str, str] = {
     DropReason.STEP_BUDGET.value: "raise CAPD_MAX_MB_PER_STEP, or capture fewer tensors per step",
 }
 
+CHOSEN = frozenset({DropReason.SAMPLED.value})
+"""Reasons that the user asked for: summaries tell them as left out, and not as losses."""
+
+
+def lost(dropped: Mapping[str, int]) -> dict[str, int]:
+    """The drops that nobody asked for, by reason."""
+    return {reason: count for reason, count in dropped.items() if count and reason not in CHOSEN}
+
+
+def left_out(dropped: Mapping[str, int]) -> dict[str, int]:
+    """The drops that the user's settings ask for, by reason."""
+    return {reason: count for reason, count in dropped.items() if count and reason in CHOSEN}
+
 
 def describe_drops(dropped: Mapping[str, int]) -> str | None:
-    """One line that says how many captures were dropped, why, and what to change; None without drops."""
-    reasons = [(count, reason) for reason, count in dropped.items() if count]
+    """One line that says how many captures were lost, why, and what to change; None where none was."""
+    reasons = [(count, reason) for reason, count in lost(dropped).items()]
     if not reasons:
         return None
     total = sum(count for count, _ in reasons)

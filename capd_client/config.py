@@ -37,6 +37,7 @@ class ClientConfig:
     none itself, None means the tensor's real dtype. arena_bytes: size of the rank's arena, None sizes it by
     the memory that is free. max_block_ms: longest wait of one capture under policy `block`.
     max_mb_per_step: 10⁶ bytes that the captures of one iteration may take together, None for no limit.
+    mode: what is kept of a capture: "tensor", or "sample:1/N" for every Nth call.
     steps, micro_batches, ranks: what `watch` captures, in the notation of `capd_client.select.Ranges`.
     iteration, sample_idx: where the counting starts. ping_s: seconds between two PINGs.
     """
@@ -65,6 +66,11 @@ class ClientConfig:
         """Whether captures go anywhere."""
         return self.endpoint is not None
 
+    @property
+    def sample_every(self) -> int:
+        """Of how many calls one is kept: N of mode `sample:1/N`, else 1."""
+        return values.sample_every(self.mode)
+
 
 def parse_endpoint(text: str) -> str:
     """The socket path in `unix:PATH`; raises ConfigError for anything that cannot be connected to."""
@@ -92,7 +98,7 @@ class _Setting:
 _SETTINGS: dict[str, _Setting] = {
     "run_id": _Setting(("CAPD_RUN_ID",), None, values.run_id),
     "policy": _Setting(("CAPD_POLICY",), "policy", values.one_of(POLICIES, ("thin", "stats"))),
-    "mode": _Setting(("CAPD_MODE",), "mode", values.one_of(MODES, ("stats", "sample"))),
+    "mode": _Setting(("CAPD_MODE",), "mode", values.mode(MODES, ("stats",))),
     "steps": _Setting(("CAPD_STEPS",), "when.steps", values.ranges),
     "micro_batches": _Setting((), "when.micro_batches", values.ranges),
     "ranks": _Setting((), "when.ranks", values.ranges),

@@ -6,13 +6,19 @@ All raise ConfigError saying what is accepted.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
 from capd_client.errors import ConfigError
 from capd_client.select import Ranges
 
-__all__ = ["integer", "label", "log_level", "number", "one_of", "ranges", "run_id"]
+__all__ = [
+    "integer", "label", "log_level", "mode", "number", "one_of", "ranges", "run_id", "sample_every",
+]  # fmt: skip
+
+_MAX_SAMPLE_EVERY = 10**9
+_SAMPLE = re.compile(r"sample:1/([1-9][0-9]{0,9})")
 
 
 def number(low: float, high: float) -> Callable[[Any], float]:
@@ -52,6 +58,28 @@ def one_of(supported: tuple[str, ...], later: tuple[str, ...]) -> Callable[[Any]
             return word
         known = " (not available in this version)" if word.partition(":")[0] in later else ""
         raise ConfigError(f"{value!r} is not supported{known}; supported: {', '.join(supported)}")
+
+    return convert
+
+
+def sample_every(mode: str) -> int:
+    """N of mode `sample:1/N`; 1 for a mode that keeps every call. Raises ConfigError for an N that cannot be."""
+    match = _SAMPLE.fullmatch(mode)
+    if match is None:
+        return 1
+    every = int(match[1])
+    if every > _MAX_SAMPLE_EVERY:
+        raise ConfigError(f"{mode!r}: N is not between 1 and {_MAX_SAMPLE_EVERY}")
+    return every
+
+
+def mode(words: tuple[str, ...], later: tuple[str, ...]) -> Callable[[Any], str]:
+    """One of `words`, or `sample:1/N`."""
+    word_of = one_of((*words, "sample:1/N"), later)
+
+    def convert(value: Any) -> str:
+        text = str(value).strip().lower()
+        return text if _SAMPLE.fullmatch(text) and sample_every(text) else word_of(value)
 
     return convert
 

@@ -73,6 +73,7 @@ class DropReason(enum.Enum):
     RANK_DIED = "rank_died"  # counted by the daemon: the rank died before handing it over
     STREAM_CAPTURE = "stream_capture"  # a CUDA graph was being captured
     STEP_BUDGET = "step_budget"  # beyond max_mb_per_step of its iteration
+    SAMPLED = "sampled"  # mode sample:1/N does not keep its call
 
 
 DROP_REASONS: tuple[DropReason, ...] = tuple(DropReason)

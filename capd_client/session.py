@@ -15,6 +15,7 @@ from typing import Any, Optional, Union
 
 import torch
 
+from capd_client.admission import Admission
 from capd_client.allocator import SlotAllocator
 from capd_client.arena import Arena
 from capd_client.books import Books
@@ -66,7 +67,11 @@ class Session:
             max_block_s=self._max_block_s,
             step_nbytes=None if megabytes is None else int(megabytes * 1e6),
         )
-        self._stager = Stager(self.books, self.arena, self.notices, self._device_stager)
+        self._stage = Stager(self.books, self.arena, self.notices, self._device_stager).stage
+        self._admission: Optional[Admission] = None
+        if config.sample_every > 1:
+            self._admission = Admission(self.books, self._stage, config.sample_every)
+            self._stage = self._admission.stage
         self._device_stagers: dict[torch.device, Union[DeviceStager, DropReason]] = {}
         self._device_lock = threading.Lock()
         self._pinned = False
@@ -100,13 +105,17 @@ class Session:
         if not self.enabled:
             return
         try:
-            self._stager.stage(tensor, key, moment, cast_to, attributes, metadata)
+            self._stage(tensor, key, moment, cast_to, attributes, metadata)
         except Counted as error:
             self._tell("a capture", error.__cause__ or error)
             if self.config.strict or not isinstance(error.__cause__, Exception):
                 raise error.__cause__ or error from None
         except Exception as error:
             self.drop_internal("a capture", error)
+
+    def keeps(self, moment: Moment) -> bool:
+        """Whether the mode keeps the captures of this call; those of others are counted drops."""
+        return self._admission is None or self._admission.refusal(moment) is None
 
     def drop_internal(self, where: str, error: BaseException) -> None:
         """Count a capture that an error inside capd prevented, and log it; raises it under CAPD_STRICT=1."""

@@ -74,6 +74,7 @@ class Sink(Protocol):
         attributes: Optional[dict[str, Any]] = None,
         metadata: str = "",
     ) -> None: ...
+    def keeps(self, moment: Moment) -> bool: ...
     def quant_type(self, dtype: torch.dtype) -> str: ...
     def drop_internal(self, where: str, error: Exception) -> None: ...
 
@@ -224,7 +225,8 @@ class LinearTap:
         if not isinstance(weight, Tensor):
             return
         if "weight" in self._tensors and self._weight_at != moment.iteration:
-            self._weight_at = moment.iteration
+            if self._sink.keeps(moment):  # else it comes with the first call that is kept
+                self._weight_at = moment.iteration
             self._offer(weight, "weight", moment, product_dtype(weight))
         if "grad_weight" in self._tensors and weight.requires_grad and self._weight() is not weight:
             self._unhook_weight()  # sharding wrappers give a module new weight tensors

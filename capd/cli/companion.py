@@ -19,7 +19,7 @@ import typer
 from capd.cli.output import human_count, human_nbytes, note
 from capd.cli.tool import connect
 from capd.config import load_daemon_settings
-from capd.drops import describe_drops
+from capd.drops import describe_drops, left_out, lost
 from capd.errors import EndpointError
 from capd.metrics import DaemonStats, RunStats
 from capd.server.endpoint import MAX_PATH_NBYTES, parse
@@ -195,14 +195,15 @@ def _summarise(stats: DaemonStats, run_id: str | None) -> None:
 
 def summary(run: RunStats) -> list[str]:
     """The lines that close a run; the first one speaks of drops where there are any."""
-    lost = describe_drops(run.dropped)
+    losses = describe_drops(run.dropped)
     ratio = f", ratio {run.raw_bytes / run.stored_bytes:.2f}" if run.stored_bytes else ""
-    dropped = sum(run.dropped.values())
+    dropped, chosen = sum(lost(run.dropped).values()), sum(left_out(run.dropped).values())
     lines = [
-        *([lost] if lost else []),
+        *([losses] if losses else []),
         f"{human_count(run.records)} records in {run.path}",
         f"{human_nbytes(run.raw_bytes)} raw, {human_nbytes(run.stored_bytes)} stored{ratio}",
-        f"offered {human_count(run.offered)}, committed {human_count(run.committed)}, dropped {human_count(dropped)}",
+        f"offered {human_count(run.offered)}, committed {human_count(run.committed)}, dropped {human_count(dropped)}"
+        + (f", left out {human_count(chosen)}" if chosen else ""),
     ]
     if run.in_flight:
         lines.append(f"{human_count(run.in_flight)} captures are still in flight: a rank is alive")

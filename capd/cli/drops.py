@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict
 
 from capd.cli.output import human_count, human_nbytes, table_lines
+from capd.drops import CHOSEN
 
 if TYPE_CHECKING:
     from capd.store.catalog_read import LedgerRow, SessionRow
@@ -45,7 +46,7 @@ class Drop(BaseModel):
 
 
 def drops_of(sessions: Iterable[SessionRow]) -> list[Drop]:
-    """All drops, the most frequent first; their counts add up to the sessions' counters."""
+    """All drops, the most frequent first, chosen ones last; their counts add up to the sessions' counters."""
     found: dict[object, LedgerRow] = {}
     keyless: Counter[str] = Counter()
     for session in sessions:
@@ -56,7 +57,7 @@ def drops_of(sessions: Iterable[SessionRow]) -> list[Drop]:
             found[identity] = _together(found[identity], row) if identity in found else row
     drops = [_drop(row) for row in found.values()]
     drops += [Drop(reason=reason, count=count) for reason, count in keyless.items() if count > 0]
-    return sorted(drops, key=lambda drop: (-drop.count, drop.reason, str(drop)))
+    return sorted(drops, key=lambda drop: (drop.reason in CHOSEN, -drop.count, drop.reason, str(drop)))
 
 
 def _together(a: LedgerRow, b: LedgerRow) -> LedgerRow:

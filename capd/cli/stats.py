@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from capd.cli.output import human_count, human_nbytes, note, print_json, print_lines, table_lines
 from capd.cli.stores import RunOption, StoreArgument
+from capd.drops import describe_drops, left_out, lost
 from capd.errors import ConfigError, EndpointError
 
 if TYPE_CHECKING:
@@ -109,17 +110,16 @@ def _refreshes(source: Source, interval_s: float) -> Iterator[tuple[Counters, bo
 
 def render(counters: Counters) -> list[str]:
     """The counters for people; the first line speaks of drops where there are any."""
-    from capd.drops import describe_drops
-
-    lost = describe_drops(counters.dropped)
+    losses, chosen = describe_drops(counters.dropped), left_out(counters.dropped)
     where = "the daemon" if counters.source == "daemon" else "the store"
     lines = [
-        *([lost] if lost else []),
+        *([losses] if losses else []),
         f"run         {counters.run_id} (from {where}; {counters.path})",
         f"offered     {human_count(counters.offered)}",
         f"committed   {human_count(counters.committed)}",
         f"in flight   {human_count(counters.in_flight)}",
-        f"dropped     {_dropped(counters)}",
+        f"dropped     {_by_reason(lost(counters.dropped))}",
+        *([f"left out    {_by_reason(chosen)}"] if chosen else []),
         f"stored      {_stored(counters)}",
     ]
     if counters.rate_mib_s is not None:
@@ -133,9 +133,9 @@ def render(counters: Counters) -> list[str]:
     return lines + _session_table(counters)
 
 
-def _dropped(counters: Counters) -> str:
-    reasons = [f"{count:,} {reason}" for reason, count in sorted(counters.dropped.items()) if count]
-    total = human_count(sum(counters.dropped.values()))
+def _by_reason(counts: Mapping[str, int]) -> str:
+    reasons = [f"{count:,} {reason}" for reason, count in sorted(counts.items())]
+    total = human_count(sum(counts.values()))
     return f"{total} ({', '.join(reasons)})" if reasons else total
 
 
@@ -146,7 +146,7 @@ def _stored(counters: Counters) -> str:
 
 
 def _session_table(counters: Counters) -> list[str]:
-    header = ("rank", "attempt", "host", "pid", "state", "offered", "committed", "in flight", "dropped")
+    numbers = ("offered", "committed", "in flight", "dropped", "left out")
     rows = [
         (
             str(session.rank),
@@ -157,19 +157,22 @@ def _session_table(counters: Counters) -> list[str]:
             human_count(session.offered),
             human_count(session.committed),
             human_count(session.in_flight),
-            human_count(sum(session.dropped.values())),
+            human_count(sum(lost(session.dropped).values())),
+            human_count(sum(left_out(session.dropped).values())),
         )
         for session in sorted(counters.sessions, key=lambda s: (s.attempt, s.rank))
     ]
-    right = ("rank", "attempt", "pid", "offered", "committed", "in flight", "dropped")
-    return ["", *table_lines(header, rows, right)] if rows else []
+    header = ("rank", "attempt", "host", "pid", "state", *numbers)
+    return ["", *table_lines(header, rows, ("rank", "attempt", "pid", *numbers))] if rows else []
 
 
 def _one_line(counters: Counters, gone: bool) -> str:
+    chosen = sum(left_out(counters.dropped).values())
     rate = "" if counters.rate_mib_s is None else f" rate={counters.rate_mib_s:.1f}MiB/s"
     return (
         f"{time.strftime('%H:%M:%S')} {'daemon gone ' if gone else ''}offered={counters.offered}"
-        f" committed={counters.committed} in_flight={counters.in_flight} dropped={sum(counters.dropped.values())}"
+        f" committed={counters.committed} in_flight={counters.in_flight} dropped={sum(lost(counters.dropped).values())}"
+        f"{f' left_out={chosen}' if chosen else ''}"
         f" raw={human_nbytes(counters.raw_bytes).replace(' ', '')}"
         f" stored={human_nbytes(counters.stored_bytes).replace(' ', '')}{rate}"
         f" disk_left={human_nbytes(counters.disk_free).replace(' ', '')}"

@@ -53,6 +53,27 @@ def test_with_drops_the_first_line_says_so_and_names_the_setting_to_raise(capd: 
     assert any(line.startswith("offered     7") for line in rest)
 
 
+def test_what_was_left_out_by_choice_is_told_apart_from_what_was_lost(capd: Capd, tmp_path: Path) -> None:
+    writer = StoreWriter(tmp_path)
+    writer.open("run")
+    counted = {"sampled": 900, "arena_full": 1}
+    drops = [drop(linear_key(), "sampled", 900, 0, 9), drop(linear_key(), "arena_full", 1, 5, 5)]
+    writer.save_session("run", session_row(offered=901, committed=0, dropped=counted, drops=drops))
+    writer.close()
+    run = tmp_path / "run.zarr"
+
+    first, *rest = capd("stats", run).out.splitlines()
+    listed = capd("stats", run, "--drops").out.splitlines()
+
+    assert first.startswith("1 capture was dropped: 1 arena_full (raise CAPD_ARENA_BYTES")
+    assert "sampled" not in first
+    assert "dropped     1 (1 arena_full)" in rest
+    assert "left out    900 (900 sampled)" in rest
+    assert rest[-1].split()[-2:] == ["1", "900"]  # of the rank
+    assert [line.split()[:2] for line in listed[1:]] == [["arena_full", "1"], ["sampled", "900"]]
+    assert capd("stats", run, "--json").json["dropped"] == counted
+
+
 def test_counters_cut_off_by_a_kill_are_marked_unclean(capd: Capd, tmp_path: Path) -> None:
     writer = StoreWriter(tmp_path)
     writer.open("killed")

@@ -12,7 +12,7 @@ from capd.cli.app import VERBS
 from capd.cli.counters import Counters
 from capd.cli.ls import FIELDS
 from capd.config import DaemonSettings
-from capd.drops import REMEDIES, describe_drops
+from capd.drops import CHOSEN, REMEDIES, describe_drops
 from capd_client.dtypes import ITEM_NBYTES
 from capd_client.protocol import DropReason
 
@@ -32,10 +32,11 @@ def test_every_link_leads_somewhere(path: Path) -> None:
     assert [target for target in targets if not (path.parent / target).exists()] == []
 
 
-def test_every_drop_reason_is_explained_and_has_a_remedy() -> None:
+def test_every_drop_reason_is_explained_and_has_a_remedy_or_was_chosen() -> None:
     reasons = {reason.value for reason in DropReason}
 
-    assert set(REMEDIES) == reasons
+    assert set(REMEDIES) | CHOSEN == reasons
+    assert set(REMEDIES).isdisjoint(CHOSEN)
     assert {reason for reason in reasons if f"| `{reason}` |" not in page("concepts")} == set()
 
 
@@ -46,6 +47,10 @@ def test_the_line_about_drops_names_every_reason_with_its_remedy() -> None:
     assert line is not None
     assert line.startswith("1,203 captures were dropped: 1,200 arena_full (")
     assert "--max-disk" in line
+    assert describe_drops({"sampled": 3}) is None
+    line = describe_drops({"sampled": 3, "disk_full": 1})
+    assert line is not None
+    assert line.startswith("1 capture was dropped: 1 disk_full (")
 
 
 def test_every_setting_of_the_daemon_is_documented() -> None:

@@ -60,6 +60,15 @@ def test_environment_wins_over_file_and_file_over_default(empty_folder: Path) ->
     assert config.origins["micro_batches"] == "default"
 
 
+@pytest.mark.parametrize(
+    ("text", "every"), [("tensor", 1), ("sample:1/1", 1), (" Sample:1/8 ", 8), ("sample:1/1000000000", 10**9)]
+)
+def test_a_mode_says_of_how_many_calls_one_is_kept(text: str, every: int) -> None:
+    config = load_config({"CAPD_MODE": text, "CAPD_STRICT": "1"})
+
+    assert (config.mode, config.sample_every) == (text.strip().lower(), every)
+
+
 def test_own_names_win_over_the_predecessors() -> None:
     config = load_config({"CAPD_QUANT_TYPE": "mxfp4", "CUSTOM_QUANT_TYPE": "hifp8"})
     assert config.quant_type == "mxfp4"
@@ -81,7 +90,16 @@ def test_a_job_under_slurm_shares_one_run_id_unless_it_names_one() -> None:
     [
         ("CAPD_POLICY", "thin", "policy", "drop"),
         ("CAPD_POLICY", "nonsense", "policy", "drop"),
-        ("CAPD_MODE", "sample:1/8", "mode", "tensor"),
+        ("CAPD_MODE", "stats", "mode", "tensor"),
+        ("CAPD_MODE", "sample", "mode", "tensor"),
+        ("CAPD_MODE", "sample:1/0", "mode", "tensor"),
+        ("CAPD_MODE", "sample:1/03", "mode", "tensor"),
+        ("CAPD_MODE", "sample:2/3", "mode", "tensor"),
+        ("CAPD_MODE", "sample:1/-3", "mode", "tensor"),
+        ("CAPD_MODE", "sample:1/n", "mode", "tensor"),
+        ("CAPD_MODE", "sample:1/\u0663", "mode", "tensor"),
+        ("CAPD_MODE", "sample:1/1000000001", "mode", "tensor"),
+        ("CAPD_MODE", "sample:1/99999999999", "mode", "tensor"),
         ("CAPD_STEPS", "3-1", "steps", "0"),
         ("CAPD_MAX_BLOCK_MS", "-1", "max_block_ms", 30_000.0),
         ("CAPD_MAX_BLOCK_MS", "nan", "max_block_ms", 30_000.0),

@@ -51,6 +51,9 @@ class MemorySink:
             value = tensor.detach().to(dtype=cast_to or tensor.dtype, copy=True)
         self.captured.append(Captured(key, moment, value, tensor.requires_grad, attributes or {}))
 
+    def keeps(self, moment: Moment) -> bool:
+        return True
+
     def quant_type(self, dtype: torch.dtype) -> str:
         return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64"}[dtype]
 

@@ -55,6 +55,23 @@ def test_default_capture_is_the_operands_of_each_product_weight_once_per_step(si
             assert_algebra(sink, "fc2", model.fc2, (step, micro_batch, 0))
 
 
+def test_a_weight_is_offered_until_a_call_of_its_step_is_kept(
+    sink: MemorySink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sink, "keeps", lambda moment: moment.micro_batch == 1)
+    model = MLP()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watch(model)
+
+    for _ in range(2):
+        for _ in range(3):
+            model(torch.randn(2, 6)).sum().backward()
+        optimizer.step()
+
+    offered = [captured.at for captured in sink.of("fc1", "weight")]
+    assert offered == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
+
+
 def test_gradients_of_input_and_weight_come_on_request(sink: MemorySink) -> None:
     model = MLP()
     watch(model, tensors=ALL)

@@ -1,0 +1,67 @@
+"""In front of the stager: leaves out the captures of calls that mode `sample:1/N` does not keep.
+
+A call is one moment: (iteration, micro-batch, call). The decision depends on nothing else, so what belongs together (X,
+W, Y, dY) stays together, on every rank. What is left out is counted and costs nothing besides: no copy, no slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Optional
+
+import torch
+
+from capd_client.books import Books
+from capd_client.definitions import Definition
+from capd_client.errors import ConfigError
+from capd_client.key import Key, Moment
+from capd_client.protocol import DropReason
+
+__all__ = ["Admission"]
+
+
+class Admission:
+    """Stages every Nth call and counts the others as `sampled`.
+
+    stage: `Stager.stage`. sample_every: N; kept is where (iteration + micro_batch + call) mod N == 0.
+    """
+
+    def __init__(self, books: Books, stage: Callable[..., None], sample_every: int) -> None:
+        self._books = books
+        self._stage = stage
+        self._sample_every = sample_every
+
+    def refusal(self, moment: Moment) -> Optional[DropReason]:
+        """Why the captures of this call are left out, None where they are kept."""
+        if (moment.iteration + moment.micro_batch + moment.call) % self._sample_every:
+            return DropReason.SAMPLED
+        return None
+
+    def stage(
+        self,
+        tensor: torch.Tensor,
+        key: Key,
+        moment: Moment,
+        cast_to: Optional[torch.dtype],
+        attributes: Optional[dict[str, Any]],
+        metadata: str,
+    ) -> None:
+        """As `Stager.stage`, for the calls that are kept."""
+        reason = self.refusal(moment)
+        definition = None
+        if reason is not None:
+            definition = self._definition(key, tensor.dtype if cast_to is None else cast_to, attributes)
+        if reason is None or definition is None:  # a key that cannot be kept is refused at every moment
+            self._stage(tensor, key, moment, cast_to, attributes, metadata)
+            return
+        self._books.refuse(definition, reason, tensor.numel() * definition.item_nbytes, moment.iteration)
+
+    def _definition(
+        self, key: Key, dtype: torch.dtype, attributes: Optional[dict[str, Any]]
+    ) -> Optional[Definition]:
+        definitions = self._books.definitions
+        try:
+            with self._books.lock:
+                return definitions.find(key, dtype, attributes) or definitions.make(key, dtype, attributes)
+        except ConfigError:
+            return None

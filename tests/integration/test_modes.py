@@ -1,0 +1,89 @@
+"""Modes that cut the bytes at the source, on a real training loop with a real daemon."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import capd as capd_package
+from tests.integration.processes import Daemon, capd
+
+JOB = Path(__file__).with_name("modes_job.py")
+ITERATIONS, MICRO_BATCHES = 5, 2
+Moment = tuple[str, str, int, int]  # module, tensor_name, iteration, micro_batch
+
+
+def train(out: Path, **environment: str) -> dict[str, Any]:
+    """Run the job; what it held and counted."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("CAPD_")}
+    path = os.pathsep.join([str(JOB.parents[2]), os.environ.get("PYTHONPATH", "")])
+    subprocess.run(
+        [sys.executable, str(JOB), str(out), str(ITERATIONS), str(MICRO_BATCHES)],
+        env={**inherited, "PYTHONPATH": path, "CAPD_STRICT": "1", **environment},
+        check=True,
+        timeout=100,
+    )
+    held: dict[str, Any] = torch.load(out, weights_only=True)
+    return held
+
+
+def job(daemon: Daemon, out: Path, **environment: str) -> dict[str, Any]:
+    """Run the job with capture."""
+    return train(
+        out,
+        CAPD_ENDPOINT=daemon.endpoint,
+        CAPD_RUN_ID="run",
+        CAPD_POLICY="block",
+        CAPD_ARENA_BYTES=str(8 << 20),
+        **environment,
+    )
+
+
+def stored(daemon: Daemon) -> dict[Moment, tuple[torch.Tensor, Any]]:
+    """Every record of the run, and what the store says about it."""
+    found: dict[Moment, tuple[torch.Tensor, Any]] = {}
+    for series in capd_package.open(daemon.store / "run.zarr").series:
+        for i, record in enumerate(series.records):
+            at = (series.key.module, series.key.tensor_name, record.iteration, record.micro_batch)
+            assert at not in found
+            found[at] = (series.torch(i), record)
+    return found
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.view(torch.int32), b.contiguous().view(torch.int32))
+
+
+def test_sample_keeps_whole_calls_by_the_rule_alone(daemon: Daemon, tmp_path: Path) -> None:
+    held = job(daemon, tmp_path / "on.pt", CAPD_MODE="sample:1/3")
+    plain = train(tmp_path / "off.pt")
+
+    calls = [(i, m) for i in range(ITERATIONS) for m in range(MICRO_BATCHES) if (i + m) % 3 == 0]
+    assert calls == [(0, 0), (2, 1), (3, 0)]
+    expected = {
+        (module, name, *call)
+        for module in ("0", "3")
+        for name in ("input", "weight", "output", "grad_output")
+        for call in calls
+    }
+    found = stored(daemon)
+    assert set(found) == expected
+    assert [at for at, (tensor, _) in found.items() if not same_bits(tensor, held["operands"][at])] == []
+
+    # A weight is offered with each call until one is kept: 2 + 1 + 0 + 0 … without a kept call twice.
+    weights_left_out = 2 * (0 + 2 + 1 + 0 + 2)
+    sampled = 2 * 3 * (ITERATIONS * MICRO_BATCHES - len(calls)) + weights_left_out
+    assert held["counters"]["dropped"] == {"sampled": sampled}
+    assert held["counters"]["offered"] == held["counters"]["committed"] + sampled
+
+    daemon.stop()
+    text = capd("stats", str(daemon.store / "run.zarr")).stdout
+    assert text.startswith("run ")  # nothing about losses in front
+    assert f"left out    {sampled} ({sampled} sampled)" in text
+    assert (held["losses"], plain["counters"]["offered"]) == (plain["losses"], 0)
+    assert torch.equal(held["random"], plain["random"])
