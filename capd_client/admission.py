@@ -6,6 +6,7 @@ W, Y, dY) stays together, on every rank. What is left out is counted and costs n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Optional
 
@@ -16,6 +17,8 @@ from capd_client.definitions import Definition
 from capd_client.errors import ConfigError
 from capd_client.key import Key, Moment
 from capd_client.protocol import DropReason
+from capd_client.slicing import Slice
+from capd_client.tensors import PLAIN_TYPES
 
 __all__ = ["Admission"]
 
@@ -45,6 +48,7 @@ class Admission:
         cast_to: Optional[torch.dtype],
         attributes: Optional[dict[str, Any]],
         metadata: str,
+        take: Optional[Slice] = None,
     ) -> None:
         """As `Stager.stage`, for the calls that are kept."""
         reason = self.refusal(moment)
@@ -52,9 +56,13 @@ class Admission:
         if reason is not None:
             definition = self._definition(key, tensor.dtype if cast_to is None else cast_to, attributes)
         if reason is None or definition is None:  # a key that cannot be kept is refused at every moment
-            self._stage(tensor, key, moment, cast_to, attributes, metadata)
+            self._stage(tensor, key, moment, cast_to, attributes, metadata, take)
             return
-        self._books.refuse(definition, reason, tensor.numel() * definition.item_nbytes, moment.iteration)
+        nbytes = 0
+        if type(tensor) in PLAIN_TYPES:  # what others hold on this rank is known once they are unwrapped
+            shape = tensor.shape if take is None else take.shape_of(tensor.shape)
+            nbytes = math.prod(shape) * definition.item_nbytes
+        self._books.refuse(definition, reason, nbytes, moment.iteration)
 
     def _definition(
         self, key: Key, dtype: torch.dtype, attributes: Optional[dict[str, Any]]

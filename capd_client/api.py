@@ -21,6 +21,7 @@ from capd_client.key import Key, Moment
 from capd_client.notices import Notices, logger
 from capd_client.protocol import DropReason
 from capd_client.session import Session
+from capd_client.slicing import parse_slice
 from capd_client.untraced import untraced
 
 __all__ = ["Session", "capture", "close", "counters", "flush", "session", "set_moment"]
@@ -113,6 +114,7 @@ def capture(
     stack: str = "",
     quant_type: Optional[str] = None,
     metadata: Optional[Mapping[str, Any]] = None,
+    slice: Optional[str] = None,  # noqa: A002 - the word that users look for
     iteration: Optional[int] = None,
     micro_batch: Optional[int] = None,
     sample_idx: Optional[int] = None,
@@ -122,9 +124,10 @@ def capture(
     """Capture one tensor as it is now; always taken, whatever steps `watch` selects.
 
     The names say what the tensor is and make its series (capd_client.key.Key). `quant_type` is a label, default
-    CAPD_QUANT_TYPE, else the tensor's dtype. metadata: a small JSON object (4096 bytes). The last five override the
-    current moment for this capture. When there is no room the capture is dropped and counted, or waits up to
-    CAPD_MAX_BLOCK_MS under CAPD_POLICY=block; nothing is ever raised.
+    CAPD_QUANT_TYPE, else the tensor's dtype. metadata: a small JSON object (4096 bytes). slice: the rows to record,
+    as in "first:64" (capd_client.slicing). The last five override the current moment for this capture. When there is
+    no room the capture is dropped and counted, or waits up to CAPD_MAX_BLOCK_MS under CAPD_POLICY=block; nothing is
+    ever raised.
     """
     current = _session
     if current is None and (_resolved or (current := _start()) is None):
@@ -146,6 +149,7 @@ def capture(
         else:
             moment = _moment(context, key, overrides)
         text = "" if metadata is None else _metadata(metadata)
+        take = None if slice is None else parse_slice(slice)
     except (ConfigError, TypeError) as error:  # TypeError: a name that cannot be hashed
         current.drop_invalid(str(error))
         if current.config.strict:
@@ -153,7 +157,7 @@ def capture(
     except Exception as error:
         current.drop_internal("capture()", error)
     else:
-        current.offer(tensor, key, moment, metadata=text)
+        current.offer(tensor, key, moment, metadata=text, take=take)
 
 
 def _key(current: Session, names: tuple[Any, ...], dtype: torch.dtype) -> Key:

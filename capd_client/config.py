@@ -38,7 +38,8 @@ class ClientConfig:
     the memory that is free. max_block_ms: longest wait of one capture under policy `block`.
     max_mb_per_step: 10⁶ bytes that the captures of one iteration may take together, None for no limit.
     mode: what is kept of a capture: "tensor", or "sample:1/N" for every Nth call.
-    steps, micro_batches, ranks: what `watch` captures, in the notation of `capd_client.select.Ranges`.
+    steps, micro_batches, ranks: what `watch` captures, in the notation of `capd_client.select.Ranges`. slice: the rows
+    that it keeps of activations and their gradients (`capd_client.slicing`), None for all.
     iteration, sample_idx: where the counting starts. ping_s: seconds between two PINGs.
     """
 
@@ -49,6 +50,7 @@ class ClientConfig:
     steps: str = "0"
     micro_batches: str = "all"
     ranks: str = "all"
+    slice: Optional[str] = None
     quant_type: Optional[str] = None
     exit_timeout_s: float = 30.0
     log: Optional[str] = None
@@ -102,6 +104,7 @@ _SETTINGS: dict[str, _Setting] = {
     "steps": _Setting(("CAPD_STEPS",), "when.steps", values.ranges),
     "micro_batches": _Setting((), "when.micro_batches", values.ranges),
     "ranks": _Setting((), "when.ranks", values.ranges),
+    "slice": _Setting(("CAPD_SLICE",), "slice", values.slice_text),
     "quant_type": _Setting(("CAPD_QUANT_TYPE", "CUSTOM_QUANT_TYPE"), "quant_type", values.label),
     "exit_timeout_s": _Setting(("CAPD_EXIT_TIMEOUT_S",), "exit_timeout_s", values.number(0, 86_400)),
     "log": _Setting(("CAPD_LOG",), None, values.log_level),

@@ -12,9 +12,10 @@ from typing import Any
 
 from capd_client.errors import ConfigError
 from capd_client.select import Ranges
+from capd_client.slicing import Slice
 
 __all__ = [
-    "integer", "label", "log_level", "mode", "number", "one_of", "ranges", "run_id", "sample_every",
+    "integer", "label", "log_level", "mode", "number", "one_of", "ranges", "run_id", "sample_every", "slice_text",
 ]  # fmt: skip
 
 _MAX_SAMPLE_EVERY = 10**9
@@ -60,6 +61,10 @@ def one_of(supported: tuple[str, ...], later: tuple[str, ...]) -> Callable[[Any]
         raise ConfigError(f"{value!r} is not supported{known}; supported: {', '.join(supported)}")
 
     return convert
+
+
+def slice_text(value: Any) -> str:
+    return Slice(str(value)).text
 
 
 def sample_every(mode: str) -> int:

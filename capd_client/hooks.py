@@ -7,7 +7,7 @@ used instead (CAPD_STRICT=1 raises). With capture off, `watch` returns at once a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Optional, Union
 
 from torch import nn
@@ -22,6 +22,7 @@ from capd_client.hook_objects import ForwardHook, PreHook, RootHook
 from capd_client.naming import place_modules
 from capd_client.notices import Notices
 from capd_client.select import Ranges, matches_any
+from capd_client.slicing import Slice, parse_slices
 from capd_client.stepping import Clock, Gate, clock_of
 from capd_client.taps import DEFAULT_TENSORS, TENSORS, LinearTap, Settings, Sink
 
@@ -77,6 +78,7 @@ def watch(
     steps: Optional[str] = None,
     tensors: Optional[Iterable[str]] = None,
     select: Union[str, Sequence[str], None] = None,
+    slices: Union[str, Mapping[str, str], None] = None,
 ) -> WatchHandle:
     """Capture the operands of every nn.Linear of `model`: X, W (once per step), Y and dY.
 
@@ -91,20 +93,23 @@ def watch(
         tensors: any of "input", "weight", "output", "grad_output" (the default), "grad_input",
             "grad_weight".
         select: glob, or globs, over qualified module names without wrappers ("*.mlp.*").
+        slices: the rows to record, as in "first:64", "stride:8" or "tokens:0-127" (capd_client.slicing): one for
+            all but the weight and its gradient, or by tensor name, as in {"input": "first:64", "weight":
+            "stride:8"}. Default: CAPD_SLICE, else slice in capd.toml, else whole tensors.
 
     Returns:
         A handle with `remove()`. Inert when capture is off, and where nothing could be attached.
 
     Raises:
-        ConfigError: only with CAPD_STRICT=1, for an unknown tensor name, an unreadable range, or a selection
-            that matches nothing. Otherwise these are one warning each.
+        ConfigError: only with CAPD_STRICT=1, for an unknown tensor name, an unreadable range or slice, or a
+            selection that matches nothing. Otherwise these are one warning each.
     """
     sink = session()
     if sink is None:
         return WatchHandle()
     handle = WatchHandle()
     try:
-        plan = _Plan(sink.config, steps=steps, tensors=tensors, select=select)
+        plan = _Plan(sink.config, steps=steps, tensors=tensors, select=select, slices=slices)
         _attach(sink, model, handle, plan, name=name or "")
     except ConfigError:
         handle.remove()
@@ -125,12 +130,14 @@ class _Plan:
         steps: Optional[str] = None,
         tensors: Optional[Iterable[str]] = None,
         select: Union[str, Sequence[str], None] = None,
+        slices: Union[str, Mapping[str, str], None] = None,
     ) -> None:
         self.strict = config.strict
         self.steps = Ranges(config.steps) if steps is None else self._ranges(str(steps), config.steps)
         self.micro_batches = _restricting(config.micro_batches)
         self.ranks = _restricting(config.ranks)
-        self.tensors = self._known_tensors(DEFAULT_TENSORS if tensors is None else tensors)
+        self.tensors = self._known_tensors("tensors", DEFAULT_TENSORS if tensors is None else tensors)
+        self.slices = self._parsed_slices(slices, config.slice or {})
         self.select = (select,) if isinstance(select, str) else tuple(select or ())
 
     def _ranges(self, text: str, default: str) -> Ranges:
@@ -140,15 +147,36 @@ class _Plan:
             self.report("steps", f'watch(steps=...): {error}; capturing steps "{default}"')
             return Ranges(default)
 
-    def _known_tensors(self, names: Iterable[str]) -> frozenset[str]:
+    def _parsed_slices(
+        self, slices: Union[str, Mapping[str, str], None], default: Union[str, Mapping[str, str]]
+    ) -> dict[str, Slice]:
+        try:
+            found = parse_slices(default if slices is None else slices)
+        except (ConfigError, TypeError) as error:  # TypeError: not a text
+            self.report(
+                "slices", f"watch(slices=...): {error}; using the default, {default or 'whole tensors'}"
+            )
+            found = parse_slices(default)
+        known = self._known_tensors("slices", found)
+        return {name: take for name, take in found.items() if name in known}
+
+    def _known_tensors(self, argument: str, names: Iterable[str]) -> frozenset[str]:
         wanted = frozenset([names] if isinstance(names, str) else names)
         unknown = wanted.difference(TENSORS)
         if unknown:
             listed = ", ".join(sorted(map(str, unknown)))
             self.report(
-                "tensors", f"watch(tensors=...): no tensor is called {listed}; known: {', '.join(TENSORS)}"
+                argument,
+                f"watch({argument}=...): no tensor is called {listed}; known: {', '.join(TENSORS)}",
             )
         return wanted.intersection(TENSORS)
+
+    def told(self) -> list[str]:
+        """The captured tensors as the log names them."""
+        return [
+            f"{name} ({self.slices[name].text})" if name in self.slices else name
+            for name in sorted(self.tensors)
+        ]
 
     def report(self, reason: str, message: str) -> None:
         """Warn once, or raise ConfigError under CAPD_STRICT=1."""
@@ -181,13 +209,14 @@ def _attach(sink: Sink, model: nn.Module, handle: WatchHandle, plan: _Plan, *, n
     handle.attach_root(model, gate, clock_of(sink.context), sink)
     for qualified in fresh:
         handle.attach_linear(
-            linears[qualified], LinearTap(linears[qualified], places[qualified], plan.tensors, sink, gate)
+            linears[qualified],
+            LinearTap(linears[qualified], places[qualified], plan.tensors, plan.slices, sink, gate),
         )
     handle.modules = tuple(places[qualified].module for qualified in fresh)
     _notices.info(
         'watching %d of %d Linear modules of %s: %s in steps "%s"; widen it with steps="all", CAPD_STEPS or '
         "[when] steps in capd.toml",
-        len(fresh), len(linears), type(model).__name__, ", ".join(sorted(plan.tensors)), plan.steps.text,
+        len(fresh), len(linears), type(model).__name__, ", ".join(plan.told()), plan.steps.text,
     )  # fmt: skip
 
 

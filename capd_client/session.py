@@ -29,6 +29,7 @@ from capd_client.link import Link
 from capd_client.memory import default_arena_nbytes
 from capd_client.notices import Notices
 from capd_client.protocol import HANDSHAKE_TIMEOUT_S, PAGE_NBYTES, PROTOCOL_VERSION, DropReason, Hello
+from capd_client.slicing import Slice
 from capd_client.staging import Counted, Stager
 from capd_client.transport import State, Transport
 from capd_client.untraced import untraced
@@ -96,16 +97,18 @@ class Session:
         cast_to: Optional[torch.dtype] = None,
         attributes: Optional[dict[str, Any]] = None,
         metadata: str = "",
+        take: Optional[Slice] = None,
     ) -> None:
         """Take one tensor as it is now. Counted exactly once, whatever happens.
 
         cast_to: record the tensor in this dtype (the snapshot copy casts). attributes: what is constant for the key,
-        the same small dict every time. metadata: a JSON object, or empty.
+        the same small dict every time. metadata: a JSON object, or empty. take: the rows to
+        record, None for all.
         """
         if not self.enabled:
             return
         try:
-            self._stage(tensor, key, moment, cast_to, attributes, metadata)
+            self._stage(tensor, key, moment, cast_to, attributes, metadata, take)
         except Counted as error:
             self._tell("a capture", error.__cause__ or error)
             if self.config.strict or not isinstance(error.__cause__, Exception):

@@ -1,7 +1,7 @@
 """Reads capd.toml for the client: the layout, unknown keys refused, the daemon's table ignored.
 
-Top level: quant_type, policy, mode, max_block_ms, arena_bytes, max_mb_per_step, exit_timeout_s. Table [when]:
-steps, micro_batches, ranks. Table [daemon] belongs to `capd serve` and is not looked into here.
+Top level: quant_type, policy, mode, slice, max_block_ms, arena_bytes, max_mb_per_step, exit_timeout_s. Table
+[when]: steps, micro_batches, ranks. Table [daemon] belongs to `capd serve` and is not looked into here.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class FileSettings(msgspec.Struct, forbid_unknown_fields=True):
     quant_type: Optional[str] = None
     policy: Optional[str] = None
     mode: Optional[str] = None
+    slice: Optional[str] = None
     max_block_ms: Union[int, float, None] = None
     arena_bytes: Optional[int] = None
     max_mb_per_step: Union[int, float, None] = None

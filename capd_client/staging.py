@@ -22,6 +22,7 @@ from capd_client.errors import ConfigError
 from capd_client.key import MAX_NDIM, Key, Moment
 from capd_client.notices import Notices
 from capd_client.protocol import MAX_METADATA_NBYTES, Descriptor, DropReason
+from capd_client.slicing import Slice
 from capd_client.tensors import PLAIN_TYPES, modes_active, problem_of, unwrap, without_modes
 
 __all__ = ["Counted", "Stager"]
@@ -66,17 +67,22 @@ class Stager:
         cast_to: Optional[torch.dtype],
         attributes: Optional[dict[str, Any]],
         metadata: str,
+        take: Optional[Slice] = None,
     ) -> None:
-        """Capture `tensor`. A normal return has counted the offer once, and so has Counted; other errors have not."""
-        if cast_to is None and attributes is None and type(tensor) in PLAIN_TYPES and tensor.is_cpu:
+        """Capture the tensor, or what `take` takes of it.
+
+        A normal return has counted the offer once, and so has Counted; other errors have not.
+        """
+        as_it_is = cast_to is None and attributes is None and take is None and not metadata
+        if as_it_is and type(tensor) in PLAIN_TYPES and tensor.is_cpu:
             definition = self._books.definitions.found.get((id(key), tensor.dtype))
-            if definition is not None and not metadata and self._stage_small(tensor, definition, moment):
+            if definition is not None and self._stage_small(tensor, definition, moment):
                 return
         if modes_active():
             with without_modes():
-                self._stage(tensor, key, moment, cast_to, attributes, metadata)
+                self._stage(tensor, key, moment, cast_to, attributes, metadata, take)
         else:
-            self._stage(tensor, key, moment, cast_to, attributes, metadata)
+            self._stage(tensor, key, moment, cast_to, attributes, metadata, take)
 
     def _stage_small(self, tensor: torch.Tensor, definition: Definition, moment: Moment) -> bool:
         """The common case with as few calls as there can be; False, and nothing done, where it is not that case.
@@ -124,6 +130,7 @@ class Stager:
         cast_to: Optional[torch.dtype],
         attributes: Optional[dict[str, Any]],
         metadata: str,
+        take: Optional[Slice],
     ) -> None:
         source, problem = (tensor, "") if type(tensor) in PLAIN_TYPES else unwrap(tensor)
         if source is None:
@@ -138,6 +145,12 @@ class Stager:
             problem = problem or f"dtype {dtype} is not kept"
             self._refuse(definition, DropReason.UNSUPPORTED, moment, problem)
             return
+        if take is not None:
+            try:
+                source, metadata = take.apply(source, metadata)
+            except ConfigError as error:
+                self._refuse(definition, DropReason.INVALID_KEY, moment, str(error))
+                return
         if metadata and not _fits(metadata):
             self._refuse(
                 definition, DropReason.INVALID_KEY, moment, f"metadata above {MAX_METADATA_NBYTES} bytes"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Optional, Protocol
 
 import msgspec
@@ -27,6 +27,7 @@ from capd_client import recompute
 from capd_client.hook_objects import GradHook, PreHookResult, WeightHook
 from capd_client.key import Key, Moment
 from capd_client.naming import Place
+from capd_client.slicing import Slice
 from capd_client.stepping import Context, Gate
 
 __all__ = ["DEFAULT_TENSORS", "TENSORS", "LinearTap", "Settings", "Sink", "product_dtype"]
@@ -54,6 +55,8 @@ class Settings(Protocol):
     @property
     def ranks(self) -> str: ...
     @property
+    def slice(self) -> Optional[str]: ...
+    @property
     def strict(self) -> bool: ...
 
 
@@ -73,6 +76,7 @@ class Sink(Protocol):
         cast_to: Optional[torch.dtype] = None,
         attributes: Optional[dict[str, Any]] = None,
         metadata: str = "",
+        take: Optional[Slice] = None,
     ) -> None: ...
     def keeps(self, moment: Moment) -> bool: ...
     def quant_type(self, dtype: torch.dtype) -> str: ...
@@ -108,17 +112,24 @@ class LinearTap:
     """Captures one nn.Linear. Its methods may raise; the hook objects hand errors on to `failed`."""
 
     __slots__ = (
-        "__weakref__", "_at", "_backward", "_calls", "_keys", "_place", "_recomputing", "_sink",
+        "__weakref__", "_at", "_backward", "_calls", "_keys", "_place", "_recomputing", "_sink", "_slices",
         "_tensors", "_weight", "_weight_at", "_weight_handle", "bound", "gate", "module",
     )  # fmt: skip
 
     def __init__(
-        self, module: nn.Linear, place: Place, tensors: frozenset[str], sink: Sink, gate: Gate
+        self,
+        module: nn.Linear,
+        place: Place,
+        tensors: frozenset[str],
+        slices: Mapping[str, Slice],
+        sink: Sink,
+        gate: Gate,
     ) -> None:
         self.module = weakref.ref(module)
         self.gate = gate
         self._place = place
         self._tensors = tensors
+        self._slices = slices
         self._sink = sink
         self._keys: dict[tuple[str, torch.dtype], Key] = {}
         self._at = (-1, -1)  # the iteration and micro-batch that _calls counts in
@@ -237,11 +248,12 @@ class LinearTap:
         self, tensor: Tensor, tensor_name: str, moment: Moment, cast_to: Optional[torch.dtype] = None
     ) -> None:
         key = self._key(tensor_name, cast_to or tensor.dtype)
+        take = self._slices.get(tensor_name)
         if cast_to is None:
-            self._sink.offer(tensor, key, moment)
+            self._sink.offer(tensor, key, moment, take=take)
         else:
-            cast_from = str(tensor.dtype).removeprefix("torch.")
-            self._sink.offer(tensor, key, moment, cast_to=cast_to, attributes={"cast_from": cast_from})
+            attributes = {"cast_from": str(tensor.dtype).removeprefix("torch.")}
+            self._sink.offer(tensor, key, moment, cast_to=cast_to, attributes=attributes, take=take)
 
     def _key(self, tensor_name: str, dtype: torch.dtype) -> Key:
         rank = self.gate.context.bind()

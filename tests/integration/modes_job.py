@@ -3,10 +3,13 @@
     python modes_job.py OUT ITERATIONS MICRO_BATCHES
 
 OUT gets the losses, the state of the random generator, and every operand by (module, tensor, iteration, micro-batch).
+JOB_SLICES: what `watch` gets as its slices, in JSON.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from typing import Any
 
@@ -43,7 +46,8 @@ def main() -> None:
     at = [0, 0]
     for name in ("0", "3"):
         keep_operands(name, model.get_submodule(name), operands, at)
-    capd_client.watch(model, steps="all")
+    slices = os.environ.get("JOB_SLICES")
+    capd_client.watch(model, steps="all", slices=None if slices is None else json.loads(slices))
     losses = []
     for iteration in range(iterations):
         for micro_batch in range(micro_batches):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -87,3 +88,46 @@ def test_sample_keeps_whole_calls_by_the_rule_alone(daemon: Daemon, tmp_path: Pa
     assert f"left out    {sampled} ({sampled} sampled)" in text
     assert (held["losses"], plain["counters"]["offered"]) == (plain["losses"], 0)
     assert torch.equal(held["random"], plain["random"])
+
+
+def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """What SLICES leave of a tensor, written out."""
+    return {
+        "input": lambda t: t[:2],
+        "weight": lambda t: t[::3],
+        "output": lambda t: t[:, 4:6],
+        "grad_output": lambda t: t[:, :, ::2],
+    }[name](tensor)
+
+
+SLICES = {"input": "first:2", "weight": "stride:3", "output": "tokens:4-9", "grad_output": "stride:2@2"}
+
+
+def test_slices_are_the_rows_of_what_the_job_held_and_say_of_what(daemon: Daemon, tmp_path: Path) -> None:
+    held = job(daemon, tmp_path / "on.pt", JOB_SLICES=json.dumps(SLICES))
+    plain = train(tmp_path / "off.pt")
+
+    found = stored(daemon)
+    operands = held["operands"]
+    kept = {at for at in operands if at[1] != "weight" or at[3] == 0}  # a weight once per step
+    assert set(found) == kept
+    for at, (tensor, record) in found.items():
+        whole, expected = operands[at], cut(at[1], operands[at]).contiguous()
+        assert same_bits(tensor, expected), at
+        assert tuple(record.shape) == tuple(expected.shape)
+        assert record.metadata == {"slice": {"take": SLICES[at[1]], "of": list(whole.shape)}}
+        assert record.stats.count == expected.numel()
+        assert record.stats.absmax == expected.abs().max().item()
+
+    raw = json.loads(capd("stats", str(daemon.store / "run.zarr"), "--json").stdout)["raw_bytes"]
+    assert raw == sum(cut(at[1], operands[at]).nbytes for at in kept)
+    assert held["counters"]["dropped"] == {}
+    assert held["losses"] == plain["losses"]
+    assert torch.equal(held["random"], plain["random"])
+
+
+def test_a_slice_from_the_environment_leaves_weights_whole(daemon: Daemon, tmp_path: Path) -> None:
+    held = job(daemon, tmp_path / "on.pt", CAPD_SLICE="first:1", CAPD_MODE="sample:1/4")
+
+    for at, (tensor, _) in stored(daemon).items():
+        assert same_bits(tensor, held["operands"][at][: None if at[1] == "weight" else 1]), at

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -119,6 +120,17 @@ def test_the_label_is_the_dtype_unless_one_is_given(on: Peer, dtype: torch.dtype
     assert [record.key.quant_type for record in on.records] == [label, "mine"]
 
 
+def test_a_slice_is_recorded_with_what_it_is_of_and_the_users_metadata(on: Peer) -> None:
+    logits = torch.arange(40.0).view(8, 5)
+    capd_client.capture(logits, tensor_name="logits", slice="first:3", metadata={"source": "head"})
+    assert capd_client.flush(10)
+
+    [record] = on.records
+    assert record.data == logits[:3].numpy().tobytes()
+    said = {"source": "head", "slice": {"take": "first:3", "of": [8, 5]}}
+    assert json.loads(record.descriptor.metadata) == said
+
+
 def test_a_configured_label_wins_over_the_dtype(on: Peer, fresh: pytest.MonkeyPatch) -> None:
     fresh.setenv("CUSTOM_QUANT_TYPE", "hifp8")
     capd_client.capture(torch.ones(1), tensor_name="x")
@@ -149,6 +161,10 @@ WRONG: list[dict[str, Any]] = [
     {"metadata": {"x": "y" * 5000}},
     {"metadata": ["no", "object"]},
     {"quant_type": 7},
+    {"slice": "last:3"},
+    {"slice": 3},
+    {"slice": ["first:3"]},
+    {"slice": "first:1", "metadata": {"slice": "mine"}},
 ]
 
 

@@ -15,6 +15,7 @@ from capd_client.device import PIECE_NBYTES, DeviceStager, ring_nbytes
 from capd_client.key import Key
 from capd_client.protocol import DropReason
 from capd_client.session import Session
+from capd_client.slicing import Slice
 from capd_client.staging import Stager
 
 KEY = Key(quant_type="fp32", rank=0, tensor_name="x")
@@ -288,3 +289,17 @@ def test_the_ring_is_a_twentieth_of_the_free_memory_up_to_a_limit() -> None:
     assert ring_nbytes(100 << 30) == 256 << 20
     assert ring_nbytes(1 << 30) == int((1 << 30) * 0.05) // 256 * 256
     assert ring_nbytes(0) == 0
+
+
+def test_a_slice_is_all_that_crosses_the_ring(peer: Peer, rig: Callable[..., Rig]) -> None:
+    r = rig(FakeDevice(nbytes=2048))
+    tensor = torch.arange(4000.0).view(40, 100)
+    expected = [tensor[:2].clone(), tensor[:, ::50].contiguous()]
+    for text in ("first:2", "stride:50@1"):
+        r.way.stage(tensor, KEY, r.session.context.moment(), None, None, "", Slice(text))
+    tensor.fill_(-1)
+    r.started(2)
+    r.device.run(0)
+    r.device.run(1)
+    assert r.session.flush(10)
+    assert peer.data_of("x") == [kept.numpy().tobytes() for kept in expected]

@@ -11,6 +11,7 @@ import torch
 from capd_client.config import ClientConfig
 from capd_client.context import Context
 from capd_client.key import Key, Moment
+from capd_client.slicing import Slice
 
 
 @dataclass
@@ -46,9 +47,11 @@ class MemorySink:
         cast_to: Optional[torch.dtype] = None,
         attributes: Optional[dict[str, Any]] = None,
         metadata: str = "",
+        take: Optional[Slice] = None,
     ) -> None:
         with torch.no_grad():
-            value = tensor.detach().to(dtype=cast_to or tensor.dtype, copy=True)
+            value = tensor.detach() if take is None else take.apply(tensor, metadata)[0]
+            value = value.to(dtype=cast_to or tensor.dtype, copy=True)
         self.captured.append(Captured(key, moment, value, tensor.requires_grad, attributes or {}))
 
     def keeps(self, moment: Moment) -> bool:

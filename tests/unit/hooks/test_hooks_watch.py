@@ -208,6 +208,13 @@ def test_select_takes_globs_over_clean_names(sink: MemorySink) -> None:
     [
         ({"tensors": ["input", "gard_output"]}, "no tensor is called gard_output; known: input, weight"),
         ({"steps": "0..3"}, "cannot read '0..3' as a range"),
+        ({"slices": "last:3"}, "cannot read 'last:3' as a slice"),
+        ({"slices": {"input": "first:0"}}, "'first:0': the number is not between"),
+        ({"slices": {"input": ["first:1"]}}, "watch(slices=...): unhashable type"),
+        (
+            {"slices": {"inputs": "first:1"}},
+            "watch(slices=...): no tensor is called inputs; known: input, weight",
+        ),
         ({"select": "encoder.*"}, "leaves none of 2 Linear modules (fc1, fc2"),
     ],
 )
@@ -235,6 +242,51 @@ def test_unusable_arguments_leave_the_usable_rest(sink: MemorySink) -> None:
     model(torch.randn(2, 6))
 
     assert dict(sink.names()) == {"output": 2}
+
+
+def shapes(sink: MemorySink) -> dict[str, tuple[int, ...]]:
+    """Of each tensor of the first Linear that was captured."""
+    return {c.key.tensor_name: tuple(c.value.shape) for c in sink.captured if c.key.module == "fc1"}
+
+
+WHOLE = {
+    "input": (5, 6), "weight": (8, 6), "output": (5, 8),
+    "grad_output": (5, 8), "grad_input": (5, 6), "grad_weight": (8, 6),
+}  # fmt: skip
+CUT = WHOLE | {"input": (2, 6), "output": (2, 8), "grad_output": (2, 8), "grad_input": (2, 6)}
+
+
+@pytest.mark.parametrize(
+    ("default", "slices", "expected"),
+    [
+        (None, None, WHOLE),
+        (None, "first:2", CUT),
+        ("first:2", None, CUT),
+        ("first:2", {}, WHOLE),
+        ("first:2", "nonsense", CUT),
+        ("first:2", "first:3", CUT | {"input": (3, 6), "output": (3, 8), "grad_output": (3, 8), "grad_input": (3, 6)}),
+        (None, {"weight": "stride:3", "grad_output": "first:1@1"}, WHOLE | {"weight": (3, 6), "grad_output": (5, 1)}),
+        (None, {"grad_weight": "first:1", "nonsense": "first:1"}, WHOLE | {"grad_weight": (1, 6)}),
+    ],
+)  # fmt: skip
+def test_slices_cut_activations_and_weights_only_by_name(
+    sink: MemorySink, default: str | None, slices: Any, expected: dict[str, tuple[int, ...]]
+) -> None:
+    sink.config = ClientConfig(steps="all", slice=default)
+    model = MLP()
+    watch(model, tensors=TENSORS, slices=slices)
+    x = torch.randn(5, 6, requires_grad=True)
+
+    model(x).square().sum().backward()
+
+    assert shapes(sink) == expected
+
+
+def test_watch_says_which_tensors_it_slices(sink: MemorySink, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="capd_client"):
+        watch(MLP(), slices={"input": "first:64"})
+
+    assert "grad_output, input (first:64), output, weight in steps" in caplog.text
 
 
 def test_watch_says_what_it_captures_and_how_to_widen_it(
