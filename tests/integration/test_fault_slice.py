@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 from tests.fault import check, journals
+from tests.fault.chaos import Chaos
+from tests.fault.chaos_judge import judge
 from tests.fault.damage import CLASSES, expected, flip, frame_head, merge_wal, read_all, recover, small_store
 from tests.fault.rounds import failpoint_spec, kill_rounds, prepare_for
 from tests.fault.site import Site, exercise
@@ -22,6 +24,7 @@ from tests.unit.store.writing import Writer, key
 
 RECORDS = 48
 FLIPS = 12
+CHAOS_S = 15.0
 
 
 @pytest.fixture
@@ -143,6 +146,17 @@ def test_a_kill_at_a_step_of_the_protocol_loses_nothing(name: str, site: Site) -
     assert site.ended() == -signal.SIGKILL, f"{name} was not reached\n{site.says()}"
     site.report()
     site.finish()
+
+
+@pytest.mark.timeout(300)
+def test_ranks_and_daemon_under_random_faults_keep_every_promise(site: Site, tmp_path: Path) -> None:
+    chaos = Chaos(site, tmp_path, "slice")
+    try:
+        chaos.run(CHAOS_S)
+        chaos.end()
+    finally:
+        chaos.close()
+    judge(chaos, tmp_path / "all.jsonl")
 
 
 @pytest.mark.parametrize("kind", CLASSES)
