@@ -24,8 +24,9 @@ from capd.store.catalog_read import SessionRow
 from capd_client.errors import ProtocolError
 from capd_client.protocol import DaemonMessage, DropReason, Hello, Put, Reject
 
-__all__ = ["MAX_IN_WORK", "RankSession"]
+__all__ = ["MAX_IN_WORK", "RETURN_S", "RankSession"]
 
+RETURN_S = 60.0  # a rank that lost its connection knocks again every 2 s
 MAX_IN_WORK = 8192  # captures of one rank in the pipeline; beyond it the rank's socket is not read
 _ROOM_AGAIN = MAX_IN_WORK // 2
 
@@ -172,7 +173,9 @@ class RankSession:
 
         One that still has a connection is disconnected first: its reader takes what had arrived, and does not
         wait for the rest of a frame that will never come, because a forked child keeps the socket open.
-        Without a process handle a rank counts as dead `grace_s` seconds after its connection was lost.
+        A process that lives RETURN_S without a connection is no rank any more: after exec it is another program.
+        Without a process handle a rank counts as dead `grace_s` seconds after its connection was lost. None: only
+        the end of the process counts. A rank that comes back nevertheless is taken in again.
         """
         with self._lock:
             if self.session.phase is Phase.LIVE:
@@ -181,11 +184,9 @@ class RankSession:
                 return
             if self.session.phase is not Phase.ORPHANED:
                 return
-            if self._process is not None:
-                dead = self._process_ended()
-            else:
-                dead = grace_s is not None and time.monotonic() - self.lost_at > grace_s
-            if dead:
+            patience_s = grace_s if grace_s is None or self._process is None else RETURN_S
+            gone = patience_s is not None and time.monotonic() - self.lost_at > patience_s
+            if gone or self._process_ended():
                 self.session.die()
                 self.ended_ns = time.time_ns()
 

@@ -79,6 +79,7 @@ class Peer:
     drops: dict[tuple[Key, str, int], DropRow] = field(default_factory=dict)
     byes: int = 0
     pings: int = 0
+    taken: set[tuple[bytes, int]] = field(default_factory=set)  # (client, sequence) of the records
     words: list[int] = field(default_factory=list)  # the counter page when BYE came
     last_words: list[int] = field(default_factory=list)  # the counter page when the newest connection ended
     seals: list[int] = field(default_factory=list)
@@ -184,7 +185,7 @@ class Peer:
                     continue
                 message = decode_client(connection.recv_bytes(MAX_FRAME_NBYTES))
                 if isinstance(message, Hello):
-                    number = message.connection
+                    number, client = message.connection, message.client
                     self.hellos.append(message)
                     assert message.arena_nbytes == len(arena)
                     if self.reject is not None:
@@ -194,7 +195,7 @@ class Peer:
                 elif isinstance(message, Define):
                     defines[message.id] = message
                 elif isinstance(message, Put):
-                    self._put(connection, arena, defines, message, number)
+                    self._put(connection, arena, defines, message, number, client)
                 elif isinstance(message, Drops):
                     for row in message.rows:
                         define = defines[row.key_id]
@@ -214,13 +215,19 @@ class Peer:
             connection.close()
 
     def _put(
-        self, connection: Connection, arena: mmap.mmap, defines: dict[int, Define], put: Put, number: int
+        self,
+        connection: Connection,
+        arena: mmap.mmap,
+        defines: dict[int, Define],
+        put: Put,
+        number: int,
+        client: bytes,
     ) -> None:
-        known = {sequence for _, sequence in self.puts}
         for item in put.items:
             define = defines[item.key_id]
             self.puts.append((number, item.sequence))
-            if item.sequence not in known:
+            if (client, item.sequence) not in self.taken:
+                self.taken.add((client, item.sequence))
                 data = bytes(arena[item.offset : item.offset + item.nbytes])
                 self.records.append(Record(define.key, define.dtype, define.attributes, item, data))
         if self.nack is not None:

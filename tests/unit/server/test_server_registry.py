@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,11 +17,11 @@ from capd.server.budget import DiskBudget
 from capd.server.instance import RootLock
 from capd.server.naming import RunNames
 from capd.server.pipeline import Pipeline
-from capd.server.rank import RankSession
+from capd.server.rank import RETURN_S, RankSession
 from capd.server.registry import Refusal, Registry
 from capd.store.options import StoreOptions
 from capd_client.key import Key, Moment
-from capd_client.protocol import Define, Descriptor, Hello, Put
+from capd_client.protocol import Ack, Define, Descriptor, Hello, Put
 
 DEFINE = Define(id=0, key=Key(quant_type="bf16", rank=0, tensor_name="x"), dtype="bfloat16")
 
@@ -149,3 +150,36 @@ def test_a_rank_that_comes_while_its_forgotten_run_is_being_closed_gets_it_anew(
     assert [run.totals.records for run in registry.runs() if not registry.tick()] == [1]
     wait_until(lambda: registry.tick() or not registry.runs())
     wait_until(lambda: pipeline.open_runs() == [])
+
+
+def test_a_process_that_lives_on_without_a_connection_is_no_rank_any_more_until_it_comes_back(
+    registry: Registry, wait_until: Callable[..., None]
+) -> None:
+    """After exec the process of a rank is another program: it holds up neither its memory nor the end of its run."""
+    client, fd = os.urandom(16), memfd()
+    hello = Hello(protocol=1, client=client, connection=1, run_id="one", rank=0, arena_nbytes=NBYTES)
+    os.pwrite(fd, struct.pack("3Q", 3, 0, 1), 8)  # offered 3, one in flight
+    rank = registry.admit(hello, fd, os.pidfd_open(os.getpid()))
+    rank.tell(1, lambda session: session.define(DEFINE, 10))
+    rank.put(1, Put([Descriptor(1, 4096, 2, 0, (1,), Moment())]))
+    assert rank.wait_idle(20)
+    rank.disconnect(1)
+    registry.tick()
+    [run] = registry.runs()
+    assert client in run.ranks  # it may knock again
+
+    rank.lost_at -= RETURN_S + 1
+    wait_until(lambda: registry.tick() or registry.is_quiet())
+    assert run.ranks == {}
+    ended = run.finished[client]
+    assert (ended.state, ended.offered, ended.committed, ended.dropped) == ("died", 3, 1, {"rank_died": 2})
+
+    hello.connection = 2
+    again = registry.admit(hello, fd, None)
+    os.close(fd)
+    assert again.put(2, Put([Descriptor(1, 4096, 2, 0, (1,), Moment())]))
+    [answer] = again.take_replies(2)
+    assert answer == Ack([(1, 1)])  # known, and not written twice
+    assert again.row().state == "live"
+    assert client not in run.finished
+    assert again.end(2)

@@ -1,0 +1,187 @@
+"""A rank that turns on its own arena, or passes something else for one: the daemon and the other ranks go on."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+from daemon_kit import ARENA_NBYTES, DaemonProcess, Rank, make_memfd, open_socket, receive
+
+import capd
+from capd_client.key import Key, Moment
+from capd_client.protocol import ARENA_BYTE, PAGE_NBYTES, Define, Descriptor, Put, Reject
+from tests.integration.processes import capd as command
+
+FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
+NBYTES = 512 << 10  # beyond the small records: encoded straight from the arena
+ROUNDS = 12
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[DaemonProcess]:
+    """One for all attacks: each must leave it whole."""
+    with tempfile.TemporaryDirectory(prefix="capd-a-", dir="/tmp") as directory:
+        started = DaemonProcess(Path(directory) / "store", Path(directory) / "s.sock")
+        yield started
+        assert started.stop() == 0, started.text()
+        assert "Traceback" not in started.text()
+
+
+@pytest.fixture
+def rank(daemon: DaemonProcess, request: pytest.FixtureRequest) -> Iterator[Rank]:
+    """A rank of a run of its own."""
+    made = Rank(daemon.path, run_id=f"run-{abs(hash(request.node.name))}")
+    yield made
+    made.close()
+
+
+def punch(fd: int, offset: int, nbytes: int) -> None:
+    """Take the pages away: whoever reads there gets zeros."""
+    mode = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+    assert libc.fallocate(fd, mode, offset, nbytes) == 0, os.strerror(ctypes.get_errno())
+
+
+def test_no_rank_changes_the_size_of_memory_that_the_daemon_reads(daemon: DaemonProcess, rank: Rank) -> None:
+    rank.connect()
+    for nbytes in (0, PAGE_NBYTES, ARENA_NBYTES - 1, ARENA_NBYTES + 1, ARENA_NBYTES * 2):
+        with pytest.raises(PermissionError):
+            os.ftruncate(rank.fd, nbytes)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(rank.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+
+    rank.put(1)
+    rank.expect_acks(1)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16"])
+def test_holes_and_writes_under_the_daemons_reading_cost_the_attackers_own_values_alone(
+    dtype: str, daemon: DaemonProcess, rank: Rank
+) -> None:
+    """Pages vanish and change while they are encoded: no SIGBUS, and what is kept is what was read, checksums right."""
+    rank.connect()
+    rank.send(Define(id=1, key=Key(quant_type="q", rank=0, tensor_name="x"), dtype=dtype))
+    over = threading.Event()
+
+    def attack() -> None:
+        at = 0
+        while not over.is_set():
+            at = (at + 7 * PAGE_NBYTES) % NBYTES
+            punch(rank.fd, PAGE_NBYTES + at, PAGE_NBYTES)
+            os.pwrite(rank.fd, os.urandom(PAGE_NBYTES), PAGE_NBYTES + at)
+
+    attacker = threading.Thread(target=attack)
+    attacker.start()
+    shape = (NBYTES // (1 if dtype == "uint8" else 2),)
+    try:
+        for sequence in range(1, ROUNDS + 1):
+            rank.send(Put([Descriptor(sequence, PAGE_NBYTES, NBYTES, 1, shape, Moment(iteration=sequence))]))
+            rank.expect_acks(sequence)
+    finally:
+        over.set()
+        attacker.join()
+    punch(rank.fd, PAGE_NBYTES, NBYTES)  # all of it
+    rank.send(Put([Descriptor(ROUNDS + 1, PAGE_NBYTES, NBYTES, 1, shape, Moment())]))
+    rank.expect_acks(ROUNDS + 1)
+    rank.count(offered=ROUNDS + 1)
+    rank.bye()
+    assert daemon.control("seal", rank.run_id).ok
+
+    run = daemon.store / f"{rank.run_id}.zarr"
+    verified = json.loads(command("verify", str(run), "--json").stdout)
+    assert verified["ok"], verified
+    [series] = capd.open(run).series
+    assert [record.iteration for record in series.records] == [*range(1, ROUNDS + 1), 0]
+    assert not series.numpy(ROUNDS).any()
+    for number in range(ROUNDS):
+        assert series.numpy(number).nbytes == NBYTES  # decodes, and every checksum holds
+
+
+def test_a_counter_page_that_is_taken_away_counts_as_nothing(daemon: DaemonProcess, rank: Rank) -> None:
+    rank.connect()
+    rank.put(1)
+    rank.expect_acks(1)
+    punch(rank.fd, 0, PAGE_NBYTES)
+    rank.bye()
+    rank.disconnect()
+
+    [session] = daemon.run_stats(str(rank.run_id))["sessions"]
+    assert (session["committed"], session["in_flight"]) == (1, 0)
+
+
+@contextlib.contextmanager
+def _other(kind: str, directory: Path) -> Iterator[int]:
+    """A descriptor of something that is no sealed memfd."""
+    with contextlib.ExitStack() as stack:
+        if kind == "pipe":
+            fds = os.pipe()
+        elif kind == "socket":
+            one, other = socket.socketpair()
+            fds = (one.detach(), other.detach())
+        elif kind == "tmpfs file":
+            path = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="capd-test-")) / "arena"
+            stack.callback(path.parent.rmdir)
+            stack.callback(path.unlink)
+            path.write_bytes(bytes(ARENA_NBYTES))
+            fds = (os.open(path, os.O_RDWR),)
+        elif kind == "memory of the rank":
+            fds = (os.open("/proc/self/mem", os.O_RDWR),)
+        elif kind == "path only":
+            memfd = make_memfd()
+            stack.callback(os.close, memfd)
+            fds = (os.open(f"/proc/self/fd/{memfd}", os.O_PATH),)
+        elif kind == "directory":
+            fds = (os.open(directory, os.O_RDONLY),)
+        elif kind == "event":
+            fds = (os.eventfd(0),)
+        elif kind == "write only":
+            memfd = make_memfd()
+            stack.callback(os.close, memfd)
+            fds = (os.open(f"/proc/self/fd/{memfd}", os.O_WRONLY),)
+        else:  # cannot be sealed
+            fds = (os.memfd_create("arena"),)
+            os.ftruncate(fds[0], ARENA_NBYTES)
+        for fd in fds:
+            stack.callback(os.close, fd)
+        yield fds[0]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "pipe", "socket", "tmpfs file", "memory of the rank", "path only", "directory", "event", "write only",
+        "memfd without seals",
+    ],
+)  # fmt: skip
+def test_another_descriptor_is_no_arena(kind: str, daemon: DaemonProcess, rank: Rank, tmp_path: Path) -> None:
+    with _other(kind, tmp_path) as fd:
+        answer = rank.open(fds=[fd])
+    assert isinstance(answer, Reject)
+    assert answer.code == "arena"
+
+    rank.connect()  # the same rank with its own memory
+    rank.put(1)
+    rank.expect_acks(1)
+
+
+def test_the_own_end_of_the_connection_is_no_arena(daemon: DaemonProcess, rank: Rank) -> None:
+    """A socket that is passed over itself refers to itself."""
+    sock = open_socket(daemon.path)
+    socket.send_fds(sock, [ARENA_BYTE], [sock.fileno()])
+    rank.connection = Connection(sock.detach())
+    rank.send(rank.hello())
+    answer = receive(rank.connection)
+    assert isinstance(answer, Reject)
+    assert answer.code == "arena"
