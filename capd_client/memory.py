@@ -6,11 +6,20 @@ import os
 from collections.abc import Iterator
 from typing import Optional
 
-__all__ = ["MAX_ARENA_NBYTES", "MIN_ARENA_NBYTES", "available_nbytes", "default_arena_nbytes"]
+__all__ = [
+    "MAX_ARENA_NBYTES",
+    "MIN_ARENA_NBYTES",
+    "available_nbytes",
+    "default_arena_nbytes",
+    "most_arena_nbytes",
+]
 
 MAX_ARENA_NBYTES = 2 << 30
 MIN_ARENA_NBYTES = 1 << 20
 SHARE = 0.2  # of the available memory, for all ranks of this node together
+MOST_SHARE = (
+    0.5  # the same where a size is asked for: the arena's pages are made ahead, and may not end the job
+)
 
 
 def default_arena_nbytes(local_world_size: int, available: Optional[int] = None) -> int:
@@ -19,6 +28,13 @@ def default_arena_nbytes(local_world_size: int, available: Optional[int] = None)
         available = available_nbytes()
     share = int(available * SHARE) // max(1, local_world_size)
     return max(MIN_ARENA_NBYTES, min(MAX_ARENA_NBYTES, share))
+
+
+def most_arena_nbytes(local_world_size: int, available: Optional[int] = None) -> int:
+    """The largest arena that one rank gets when it asks: half of the available memory over the node's ranks."""
+    if available is None:
+        available = available_nbytes()
+    return max(MIN_ARENA_NBYTES, int(available * MOST_SHARE) // max(1, local_world_size))
 
 
 def available_nbytes(root: str = "/") -> int:

@@ -26,7 +26,7 @@ from capd_client.definitions import short_name
 from capd_client.device import DeviceStager
 from capd_client.key import Key, Moment
 from capd_client.link import Link
-from capd_client.memory import default_arena_nbytes
+from capd_client.memory import default_arena_nbytes, most_arena_nbytes
 from capd_client.notices import Notices
 from capd_client.protocol import HANDSHAKE_TIMEOUT_S, PAGE_NBYTES, PROTOCOL_VERSION, DropReason, Hello
 from capd_client.slicing import Slice
@@ -57,7 +57,7 @@ class Session:
         self._endpoint = config.endpoint
         self._max_block_s = config.max_block_ms / 1e3 if config.policy == "block" else 0.0
         info = self.context.rank_info
-        self.arena = Arena(config.arena_bytes or default_arena_nbytes(info.local_world_size))
+        self.arena = Arena(self._arena_nbytes(info.local_world_size))
         self.counters = Counters()
         self.counters.attach(self.arena.words)
         slots = SlotAllocator(PAGE_NBYTES, self.arena.nbytes - PAGE_NBYTES)
@@ -227,6 +227,23 @@ class Session:
         self.arena.close_in_child()
 
     # -- parts ------------------------------------------------------------------------------------------
+
+    def _arena_nbytes(self, local_world_size: int) -> int:
+        """What the settings ask for, as far as there is memory for it; else a size by what there is."""
+        asked = self.config.arena_bytes
+        if asked is None:
+            return default_arena_nbytes(local_world_size)
+        most = most_arena_nbytes(local_world_size)
+        if asked > most:
+            self.notices.warn(
+                "arena_bytes",
+                "an arena of %d bytes does not fit: %d ranks share half of the available memory, the arena has %d "
+                "bytes. Give the job more memory, or lower CAPD_ARENA_BYTES",
+                asked,
+                local_world_size,
+                most,
+            )
+        return min(asked, most)
 
     def _connect(self, connection: int) -> Link:
         return Link(self._endpoint, self.arena.fd, self._hello(connection))

@@ -12,7 +12,13 @@ import pytest
 
 from capd_client.arena import Arena
 from capd_client.errors import ArenaError
-from capd_client.memory import MAX_ARENA_NBYTES, MIN_ARENA_NBYTES, available_nbytes, default_arena_nbytes
+from capd_client.memory import (
+    MAX_ARENA_NBYTES,
+    MIN_ARENA_NBYTES,
+    available_nbytes,
+    default_arena_nbytes,
+    most_arena_nbytes,
+)
 
 GET_SEALS = 1034
 SEAL, SHRINK, GROW = 0x1, 0x2, 0x4
@@ -103,6 +109,12 @@ def test_the_arena_takes_a_fifth_of_the_memory_over_the_ranks() -> None:
     assert default_arena_nbytes(1, available=1 << 50) == MAX_ARENA_NBYTES
     assert default_arena_nbytes(8, available=0) == MIN_ARENA_NBYTES
     assert default_arena_nbytes(1) >= MIN_ARENA_NBYTES
+
+
+def test_an_arena_that_is_asked_for_takes_half_of_the_memory_over_the_ranks_at_most() -> None:
+    assert most_arena_nbytes(1, available=6 << 30) == 3 << 30
+    assert most_arena_nbytes(4, available=64 << 30) == 8 << 30  # beyond the default's limit
+    assert most_arena_nbytes(8, available=0) == MIN_ARENA_NBYTES
 
 
 def tree(root: Path, files: dict[str, str]) -> str:
