@@ -96,7 +96,7 @@ class DaemonSettings(_Settings):
     """Codec of new series: auto (the best of a few, tried on a series' first record), default, fast, none, or an
     explicit one such as zstd:3 or blosc:zstd:1:shuffle:1048576."""
     statistics: bool = True
-    """Compute statistics of every record."""
+    """Compute statistics of every tensor; those of captures that keep nothing else are computed in any case."""
     idle_seal_s: Seconds = 10.0
     """A run is sealed when its last session has been gone this long."""
     shutdown_timeout_s: Seconds = 30.0

@@ -132,7 +132,12 @@ class Define(msgspec.Struct, tag="def", kw_only=True):
 
 
 class Descriptor(msgspec.Struct, array_like=True):
-    """One capture in the arena: `nbytes` at `offset`, contiguous, C order, of Define(key_id)'s dtype."""
+    """One capture in the arena: `nbytes` at `offset`, contiguous, C order, of Define(key_id)'s dtype.
+
+    row_offset: where in the arena the rank put a statistics row that it computed (`capd_client.statistics_row`),
+    8-byte aligned; None lets the daemon compute. payload: False keeps only the statistics; the bytes are there for
+    the daemon to compute them from, and with a row_offset there are none. shape is the tensor's in any case.
+    """
 
     sequence: U64
     offset: U64
@@ -144,6 +149,8 @@ class Descriptor(msgspec.Struct, array_like=True):
     requires_grad: bool = False
     is_leaf: bool = False
     metadata: Annotated[str, Meta(max_length=MAX_METADATA_NBYTES)] = ""  # a JSON object, or empty
+    row_offset: Optional[U64] = None
+    payload: bool = True
 
 
 class Put(msgspec.Struct, tag="put"):

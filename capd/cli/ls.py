@@ -21,9 +21,9 @@ __all__ = ["FIELDS", "ls"]
 
 FIELDS = (
     "path", "quant_type", "rank", "layer", "phase", "layer_type", "operation", "component", "tensor_name",
-    "module", "stack", "dtype", "shape", "records", "raw_bytes", "stored_bytes",
+    "module", "stack", "dtype", "shape", "records", "raw_bytes", "stored_bytes", "kept",
 )  # fmt: skip
-COUNTABLE = FIELDS[1:12]
+COUNTABLE = (*FIELDS[1:12], "kept")
 
 Words = list[str] | None
 
@@ -129,12 +129,13 @@ def _count_by(rows: Iterable[SeriesListing], field: str) -> list[dict[str, Any]]
 
 
 def _print_series(items: Sequence[dict[str, Any]]) -> None:
-    header = ("path", "dtype", "shape", "records", "raw", "stored")
+    header = ("path", "dtype", "shape", "kept", "records", "raw", "stored")
     rows = [
         (
             item["path"],
             item["dtype"],
             "×".join(map(str, item["shape"][1:])) or "scalar",
+            item["kept"],
             human_count(item["records"]),
             human_nbytes(item["raw_bytes"]),
             human_nbytes(item["stored_bytes"]),

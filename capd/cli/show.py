@@ -106,6 +106,7 @@ def _head(series: Series) -> dict[str, Any]:
         "path": series.path,
         **msgspec.structs.asdict(series.key),
         "dtype": series.dtype,
+        "kept": series.kept,
         "shape": list(series.shape),
         "raw_bytes": series.raw_bytes,
         "stored_bytes": series.stored_bytes,
@@ -137,14 +138,13 @@ def _record(record: Record) -> dict[str, Any]:
 
 
 def _record_document(series: Series, number: int, first: int) -> dict[str, Any]:
-    flat = series.values(number).reshape(-1)
-    edges, counts = value_counts(flat)
-    return {
-        **_head(series),
-        **_record(series.records[number]),
-        "values": [json_number(value) for value in flat[:first].tolist()],
-        "value_histogram": {"edges": edges, "counts": counts},
-    }
+    document = {**_head(series), **_record(series.records[number]), "values": None, "value_histogram": None}
+    if series.kept == "tensor":
+        flat = series.values(number).reshape(-1)
+        edges, counts = value_counts(flat)
+        document["values"] = [json_number(value) for value in flat[:first].tolist()]
+        document["value_histogram"] = {"edges": edges, "counts": counts}
+    return document
 
 
 def _print_series(series: Series, limit: int) -> None:
@@ -164,8 +164,7 @@ def _print_series(series: Series, limit: int) -> None:
 def _print_record(series: Series, number: int, first: int) -> None:
     record = series.records[number]
     stats = record.stats
-    flat = series.values(number).reshape(-1)
-    shown = ", ".join(human_number(value) for value in flat[:first].tolist())
+    first_values, bars = _elements(series, number, first)
     marks = [name for name in ("requires_grad", "is_leaf", "recompute", "sealed") if getattr(record, name)]
     seconds, fraction = divmod(record.time_ns, 10**9)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
@@ -178,15 +177,22 @@ def _print_record(series: Series, number: int, first: int) -> None:
             f"marks       {', '.join(marks) or '-'}",
             *([f"metadata    {record.metadata}"] if record.metadata else []),
             *(f"{name:<11} {human_number(getattr(stats, name))}" for name in _STATISTICS),
-            f"values      {shown}{', …' if flat.size > first else ''}",
+            f"values      {first_values}",
             "",
             "exponents",
             *exponent_bars(stats.exponent_histogram),
-            "",
-            "values",
-            *value_bars(flat),
+            *bars,
         ]
     )
+
+
+def _elements(series: Series, number: int, first: int) -> tuple[str, list[str]]:
+    """The first values of a record, and the lines of their histogram."""
+    if series.kept == "statistics":
+        return "not kept, only the statistics (mode stats)", []
+    flat = series.values(number).reshape(-1)
+    shown = ", ".join(human_number(value) for value in flat[:first].tolist())
+    return f"{shown}{', …' if flat.size > first else ''}", ["", "values", *value_bars(flat)]
 
 
 def _head_lines(series: Series) -> list[str]:
@@ -207,7 +213,7 @@ def _head_lines(series: Series) -> list[str]:
     return [
         f"series      {series.path}",
         "key         " + ", ".join(f"{name} {value}" for name, value in known if value not in ("", None)),
-        f"dtype       {series.dtype}",
+        f"dtype       {series.dtype}{', statistics only' if series.kept == 'statistics' else ''}",
         f"records     {human_count(len(series))}, largest shape {_shape(series.shape[1:])}",
         f"stored      {human_nbytes(series.stored_bytes)} of {human_nbytes(series.raw_bytes)} raw{ratio}",
         *([f"attributes  {series.attributes}"] if series.attributes else []),

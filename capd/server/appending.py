@@ -12,16 +12,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
+from functools import reduce
 from typing import Any
 
 from capd.errors import StoreError, StoreFull
 from capd.server.jobs import Booked, Chunks, Refusal, Task, Tickets
 from capd.store.encode import ChunkResult, summarise_small
 from capd.store.frames import RecordRow, StatsRow
+from capd.store.packed_statistics import pack
 from capd.store.run import RunStore
 from capd.store.series import Plan
 from capd.store.statistics import merge
 from capd_client.protocol import DropReason
+from capd_client.statistics_row import ROW_NBYTES
 
 __all__ = ["AppendThread"]
 
@@ -151,17 +154,39 @@ class AppendThread(threading.Thread):
         return None
 
     def _write_small(self, tasks: list[Task]) -> None:
-        records = [(*_planned(task), bytes(task.job.data)) for task in tasks]
-        if self._statistics:
-            found = summarise_small([(plan.header.dtype, data) for plan, _, data in records])
-            for (_, row, _), stats in zip(records, found, strict=True):
-                row.stats = stats
+        data = [bytes(task.job.data) for task in tasks]
+        records: list[tuple[Plan, RecordRow, bytes]] = []
+        for task, raw, stats in zip(tasks, data, self._summarised(tasks, data), strict=True):
+            plan, row = _planned(task)
+            row.stats = stats
+            kept = raw if stats is None or task.job.descriptor.payload else pack(stats)
+            records.append((plan, row, kept))
         self._runs[tasks[0].job.run_id].commit_small(records)
+
+    def _summarised(self, tasks: list[Task], data: list[bytes]) -> list[StatsRow | None]:
+        """Statistics of small records: the rank's, where it computed them; None where nobody wants any."""
+        found = [task.job.stats for task in tasks]
+        wanted = [
+            at
+            for at, task in enumerate(tasks)
+            if found[at] is None and (self._statistics or not task.job.descriptor.payload)
+        ]
+        computed = summarise_small([(tasks[at].job.define.dtype, data[at]) for at in wanted])
+        for at, stats in zip(wanted, computed, strict=True):
+            found[at] = stats
+        return found
 
     def _write_large(self, task: Task) -> None:
         plan, row = _planned(task)
-        row.stats = StatsRow() if self._statistics else None
-        self._runs[task.job.run_id].commit(plan, row, self._merged(task, row))
+        store, job = self._runs[task.job.run_id], task.job
+        if not job.descriptor.payload:
+            row.stats = reduce(merge, self._results(task), StatsRow())
+            store.commit_small([(plan, row, pack(row.stats))])
+            return
+        row.stats = job.stats
+        if row.stats is None and self._statistics:
+            row.stats = StatsRow()
+        store.commit(plan, row, self._merged(task, row))
 
     # -- outcomes
 
@@ -191,15 +216,19 @@ class AppendThread(threading.Thread):
 
     def _merged(self, task: Task, row: RecordRow) -> Iterator[ChunkResult]:
         """The task's chunks; their statistics gather in `row`, complete when its COMMIT is written."""
+        for chunk in self._results(task):
+            if chunk.stats is not None and row.stats is not None:
+                row.stats = merge(row.stats, chunk.stats)
+            yield chunk
+
+    def _results(self, task: Task) -> Iterator[Any]:
+        """What the pool made of the task, in order."""
         chunks = task.chunks
-        assert chunks is not None  # noqa: S101 - the dispatch thread gives every large record its queue
+        assert chunks is not None  # noqa: S101 - the dispatch thread gives every task for the pool its queue
         while (entry := chunks.get()) is not None:
             future, nbytes = entry
             try:
-                chunk = future.result()
-                if chunk.stats is not None and row.stats is not None:
-                    row.stats = merge(row.stats, chunk.stats)
-                yield chunk
+                yield future.result()
             finally:
                 self._booked.give(nbytes)
         chunks.put(None)  # `_drain` finds the end
@@ -232,7 +261,7 @@ def _planned(task: Task) -> tuple[Plan, RecordRow]:
         job.client,
         job.sequence,
         descriptor.shape,
-        descriptor.nbytes,
+        descriptor.nbytes if descriptor.payload else ROW_NBYTES,
         descriptor.moment,
         descriptor.device,
         descriptor.requires_grad,

@@ -1,4 +1,4 @@
-"""Decides whether what a rank wrote in a descriptor can be believed. Pure: no I/O, no state.
+"""Decides whether what a rank wrote, in a descriptor or a statistics row, can be believed. Pure: no I/O, no state.
 
 A descriptor comes from another process and decides which bytes of its arena are read and how they are
 interpreted, so each of its numbers is checked with Python ints before anything is touched.
@@ -11,14 +11,21 @@ import math
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from capd.server.arena import MAX_ARENA_NBYTES
+from capd.store.frames import StatsRow
+from capd.store.packed_statistics import unpack
+from capd.store.statistics import is_whole
 from capd_client.dtypes import ITEM_NBYTES
 from capd_client.protocol import PAGE_NBYTES, Define, Descriptor
+from capd_client.statistics_row import NO_ROW_DTYPES, ROW_FIELDS, ROW_NBYTES
 
-__all__ = ["MAX_METADATA_DEPTH", "define_problem", "descriptor_problem"]
+__all__ = ["MAX_METADATA_DEPTH", "believed_row", "define_problem", "descriptor_problem"]
 
 MAX_METADATA_DEPTH = 64  # deeper JSON could exhaust a reader's recursion limit
+_ROW_ALIGNMENT = 8
+_COUNTS = 4  # the first fields of a row
 
 _json_object = msgspec.json.Decoder(dict[str, Any])
 
@@ -50,17 +57,57 @@ def descriptor_problem(item: Descriptor, define: Define | None, arena_nbytes: in
     # An empty tensor has no bytes, but its other extents still become chunks and indices.
     if math.prod(max(1, extent) for extent in item.shape) * item_nbytes > MAX_ARENA_NBYTES:
         return f"shape {item.shape} of {define.dtype} is larger than any arena ({MAX_ARENA_NBYTES} bytes)"
-    expected = math.prod(item.shape) * item_nbytes
+    expected = math.prod(item.shape) * item_nbytes if item.payload or item.row_offset is None else 0
     if item.nbytes != expected:
         return f"shape {item.shape} of {define.dtype} has {expected} bytes, not {item.nbytes}"
-    if item.nbytes:
-        if item.offset < PAGE_NBYTES:
-            return f"offset {item.offset} lies in the counter page (the first {PAGE_NBYTES} bytes)"
-        if item.offset + item.nbytes > arena_nbytes:
-            return f"{item.nbytes} bytes at offset {item.offset} pass the arena's end at {arena_nbytes}"
-    if item.metadata:
-        return _metadata_problem(item.metadata)
+    problem = _place_problem(item.offset, item.nbytes, arena_nbytes) if item.nbytes else None
+    if problem is None and item.row_offset is not None:
+        problem = _place_problem(item.row_offset, ROW_NBYTES, arena_nbytes)
+        if item.row_offset % _ROW_ALIGNMENT:
+            problem = f"row_offset {item.row_offset} is no multiple of {_ROW_ALIGNMENT}"
+    if problem is None and item.metadata:
+        problem = _metadata_problem(item.metadata)
+    return problem
+
+
+def _place_problem(offset: int, nbytes: int, arena_nbytes: int) -> str | None:
+    if offset < PAGE_NBYTES:
+        return f"offset {offset} lies in the counter page (the first {PAGE_NBYTES} bytes)"
+    if offset + nbytes > arena_nbytes:
+        return f"{nbytes} bytes at offset {offset} pass the arena's end at {arena_nbytes}"
     return None
+
+
+@np.errstate(invalid="ignore")  # any bit pattern may come
+def believed_row(row: bytes, dtype: str, shape: tuple[int, ...]) -> StatsRow | None:
+    """The statistics in a row that a rank computed of a tensor; None where they contradict the tensor or each other.
+
+    Args:
+        row: ROW_NBYTES bytes, a copy: the rank can still change what lies in its arena.
+        dtype: the tensor's, one that this daemon stores.
+        shape: the tensor's.
+    """
+    values = np.frombuffer(row, dtype="<f8")
+    elements = math.prod(shape) * (2 if dtype == "float4_e2m1fn_x2" else 1)
+    count, nan, infinite, zero, low, high, largest, _, squares = values[: len(ROW_FIELDS)].tolist()
+    bins = values[len(ROW_FIELDS) :]
+    counts = np.concatenate([values[:_COUNTS], bins])
+    if dtype in NO_ROW_DTYPES or not np.all((counts >= 0) & (counts == np.floor(counts))):
+        return None
+    if (
+        count != elements
+        or nan + infinite + zero > count
+        or bins.sum() != count
+        or bins[255] != nan + infinite
+    ):
+        return None
+    if count == nan + infinite:
+        consistent = all(math.isnan(end) for end in (low, high, largest))
+    else:
+        consistent = math.isfinite(largest) and low <= high and largest == max(abs(low), abs(high))
+        if is_whole(dtype):
+            consistent = consistent and low.is_integer() and high.is_integer()
+    return unpack(values, dtype) if consistent and squares >= 0 else None
 
 
 def _metadata_problem(metadata: str) -> str | None:

@@ -8,16 +8,17 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-from capd.store.encode import ChunkResult
+from capd.store.frames import StatsRow
+from capd.store.geometry import SMALL_NBYTES
 from capd.store.series import Plan
 from capd_client.protocol import Define, Descriptor, DropReason
 
 __all__ = ["Booked", "Chunks", "DiskLimit", "Job", "Lanes", "Refusal", "RunTotals", "Sink", "Task", "Tickets"]
 
 Refusal = tuple[DropReason, str]
-Chunks: TypeAlias = "queue.SimpleQueue[tuple[Future[ChunkResult], int] | None]"
+Chunks: TypeAlias = "queue.SimpleQueue[tuple[Future[Any], int] | None]"
 
 
 class Sink(Protocol):
@@ -39,7 +40,10 @@ class DiskLimit(Protocol):
 
 @dataclass(slots=True)
 class Job:
-    """One descriptor to commit. `data`: exactly its bytes, in the arena; let go of when the job is done."""
+    """One descriptor to commit. `data`: exactly its bytes, in the arena; let go of when the job is done.
+
+    stats: its statistics, if the rank computed them.
+    """
 
     run_id: str
     client: bytes
@@ -48,6 +52,7 @@ class Job:
     descriptor: Descriptor
     data: memoryview
     sink: Sink
+    stats: StatsRow | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,8 @@ class RunTotals:
 
 @dataclass(slots=True)
 class Task:
-    """A job on its way. A large record's chunks arrive in `chunks` as (future, booked bytes), closed by None."""
+    """A job on its way. What the pool makes of a large tensor arrives in `chunks` as (future, booked bytes), closed
+    by None: ChunkResults, or the StatsRows of its parts where only statistics are kept."""
 
     job: Job
     ticket: int
@@ -71,8 +77,8 @@ class Task:
 
     @property
     def is_small(self) -> bool:
-        """Whether the record goes through the small log."""
-        return self.plan is not None and self.plan.is_small
+        """Whether the append thread does all that is to do: a small record, of which only little must be read."""
+        return self.plan is not None and self.plan.is_small and self.job.descriptor.nbytes < SMALL_NBYTES
 
 
 class Booked:

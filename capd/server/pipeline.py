@@ -26,11 +26,14 @@ from capd.errors import StoreError
 from capd.server.appending import AppendThread
 from capd.server.jobs import Booked, DiskLimit, Job, Lanes, RunTotals, Task, Tickets
 from capd.store.catalog_read import SessionRow
-from capd.store.encode import ChunkResult, as_array, encode_chunk
+from capd.store.dtypes import statistics_of
+from capd.store.encode import ChunkResult, as_array, blocks, encode_chunk
 from capd.store.options import StoreOptions
 from capd.store.run import RunStore
 from capd.store.settle import Room
+from capd.store.statistics import summarise
 from capd_client.protocol import DropReason
+from capd_client.statistics_row import ROW_NBYTES
 
 __all__ = ["Pipeline"]
 
@@ -188,9 +191,14 @@ class Pipeline:
         job, define = task.job, task.job.define
         try:
             store = self._runs[job.run_id]
-            plan = store.plan(define.key, define.dtype, define.attributes, job.descriptor.shape, job.data)
+            data: memoryview | bytes
+            if job.descriptor.payload:
+                dtype, data, nbytes = define.dtype, job.data, job.descriptor.nbytes
+            else:
+                dtype, data, nbytes = statistics_of(define.dtype), b"", ROW_NBYTES
+            plan = store.plan(define.key, dtype, define.attributes, job.descriptor.shape, data)
             copies = 2 if plan.is_small else 1  # in the log first, then in a shard
-            nbytes, new_series = job.descriptor.nbytes * copies, plan.series is None
+            nbytes, new_series = nbytes * copies, plan.series is None
             refusal = self._budget.refusal(nbytes, new_series=new_series)
             if refusal is not None:
                 task.refusal = (DropReason.DISK_FULL, refusal)
@@ -214,13 +222,18 @@ class Pipeline:
         finally:
             task.chunks.put(None)
 
-    def _submitted(self, task: Task) -> Iterator[tuple[Future[ChunkResult], int]]:
+    def _submitted(self, task: Task) -> Iterator[tuple[Future[Any], int]]:
         """The task's chunks as they enter the encode pool, with the bytes booked for them."""
-        plan, shape = task.plan, task.job.descriptor.shape
+        plan, job = task.plan, task.job
         assert plan is not None  # noqa: S101 - a task without a plan was refused
-        geometry, chain = plan.geometry, plan.chain
-        record = as_array(task.job.data, chain.stored, shape)
-        statistics = plan.header.dtype if self._options.statistics else None
+        if not job.descriptor.payload:
+            for block in blocks(job.data, job.define.dtype):
+                self._booked.take(block.nbytes)
+                yield self._pool.submit(summarise, block, job.define.dtype), block.nbytes
+            return
+        geometry, chain, shape = plan.geometry, plan.chain, job.descriptor.shape
+        record = as_array(job.data, chain.stored, shape)
+        statistics = job.define.dtype if self._options.statistics and job.stats is None else None
         nbytes = prod(geometry.chunk) * geometry.itemsize
         for ordinal, slices in geometry.chunks(shape):
             self._booked.take(nbytes)

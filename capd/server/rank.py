@@ -16,13 +16,15 @@ from collections.abc import Callable
 
 from capd.server.accounting import PageCounters, reconcile
 from capd.server.arena import Arena
-from capd.server.checks import descriptor_problem
+from capd.server.checks import believed_row, descriptor_problem
 from capd.server.jobs import Job
 from capd.server.sender import Sender
 from capd.server.session import Checked, Phase, Session
 from capd.store.catalog_read import SessionRow
+from capd.store.frames import StatsRow
 from capd_client.errors import ProtocolError
-from capd_client.protocol import DaemonMessage, DropReason, Hello, Put, Reject
+from capd_client.protocol import DaemonMessage, Define, Descriptor, DropReason, Hello, Put, Reject
+from capd_client.statistics_row import ROW_NBYTES
 
 __all__ = ["MAX_IN_WORK", "RETURN_S", "RankSession"]
 
@@ -91,6 +93,7 @@ class RankSession:
         if arena is None:
             return False  # released
         items: list[Checked] = []
+        stats: dict[int, StatsRow] = {}
         previous = -1
         for item in message.items:
             if item.sequence <= previous:
@@ -98,6 +101,10 @@ class RankSession:
             previous = item.sequence
             define = keys.get(item.key_id)
             problem = bad_keys.get(item.key_id) or descriptor_problem(item, define, arena.nbytes)
+            if problem is None and define is not None and item.row_offset is not None:
+                found, problem = _read_row(arena, item, define)
+                if found is not None:
+                    stats[item.sequence] = found
             items.append((item, define, problem))
         with self._intake:
             with self._lock:
@@ -107,7 +114,8 @@ class RankSession:
                 self._wake_sender()
             for item, define in new:
                 data = arena.slice(item.offset, item.nbytes)
-                self._submit(Job(self.run_id, self.client, item.sequence, define, item, data, self))
+                known = stats.get(item.sequence)
+                self._submit(Job(self.run_id, self.client, item.sequence, define, item, data, self, known))
         return True
 
     def tell(self, connection: int, act: Callable[[Session], None]) -> bool:
@@ -281,3 +289,13 @@ class RankSession:
         if before is not None:
             with contextlib.suppress(OSError):
                 os.close(before)
+
+
+def _read_row(arena: Arena, item: Descriptor, define: Define) -> tuple[StatsRow | None, str | None]:
+    """The statistics that the rank computed, if they can be believed; a problem where nothing else tells them."""
+    assert item.row_offset is not None  # noqa: S101 - the caller looked
+    row = bytes(arena.slice(item.row_offset, ROW_NBYTES))
+    stats = believed_row(row, define.dtype, item.shape)
+    if stats is not None or item.payload:
+        return stats, None
+    return None, f"the statistics row at {item.row_offset} contradicts the tensor, or itself"

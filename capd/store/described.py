@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from capd.errors import CapdError
-from capd.store.dtypes import stored_type
+from capd.store.dtypes import statistics_of, stored_type
 from capd.store.frames import SeriesHeader
 from capd.store.geometry import Geometry
 from capd.store.published import read_array, read_published
@@ -24,12 +24,15 @@ def described(run: Path, path: str) -> tuple[SeriesHeader, str] | None:
     try:
         published, array = read_published(run / path), read_array(run / path)
         capd = published.document["attributes"]["capd"]
+        dtype = str(capd["dtype"])
+        if capd["encoding"] == "statistics":
+            dtype = statistics_of(dtype)
         header = SeriesHeader(
             path,
             msgspec.convert(capd["key"], Key),
-            str(capd["dtype"]),
+            dtype,
             _codec(array),
-            _geometry(array, str(capd["dtype"])),
+            _geometry(array, dtype),
             dict(capd["attributes"]),
         )
         sound = (

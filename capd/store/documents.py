@@ -62,10 +62,11 @@ def read_group(path: Path) -> dict[str, Any] | None:
 
 def series_document(header: SeriesHeader, node: str, columns: Columns) -> bytes:
     """zarr.json of a series' group."""
+    stored = stored_type(header.dtype)
     capd = {
         "key": msgspec.to_builtins(header.key),
-        "dtype": header.dtype,
-        "encoding": stored_type(header.dtype).encoding,
+        "dtype": stored.torch,
+        "encoding": stored.encoding,
         "node": node,
         "attributes": header.attributes,
         "records": columns.published(),

@@ -1,7 +1,9 @@
 """How each torch dtype lies in Zarr, and what its bit patterns are worth.
 
 Formats that some Zarr reader does not know are stored as bits: bfloat16 as uint16, every 8-bit float and
-packed fp4 as uint8 (`encoding` "bits"); the rest is stored natively. No torch here: values come from the
+packed fp4 as uint8 (`encoding` "bits"); the rest is stored natively. A series that keeps only the statistics of
+its tensors (`encoding` "statistics") has a name of its own, `statistics_of(dtype)`, and holds one statistics row per
+record (`capd_client.statistics_row`), whatever the tensor's shape. No torch here: values come from the
 formats' definitions (fp8: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; fnuz: Noune et al. 2022,
 "8-bit Numerical Formats"; e8m0, e2m1: OCP Microscaling Formats v1.0, sections 5.3-5.4).
 """
@@ -17,8 +19,17 @@ from numpy.typing import NDArray
 
 from capd.errors import StoreError
 from capd_client.dtypes import ITEM_NBYTES
+from capd_client.statistics_row import ROW_VALUES
 
-__all__ = ["StoredType", "stored_type", "to_values", "value_table"]
+__all__ = [
+    "StoredType",
+    "is_statistics",
+    "statistics_of",
+    "stored_shape",
+    "stored_type",
+    "to_values",
+    "value_table",
+]
 
 _BITS = {
     "bfloat16": "uint16",
@@ -33,20 +44,45 @@ _BITS = {
 
 @dataclass(frozen=True, slots=True)
 class StoredType:
-    """torch: name of the captured dtype. stored: numpy dtype of the Zarr array. encoding: "bits" or "native"."""
+    """torch: name of the captured dtype. stored: numpy dtype of the Zarr array. encoding: "bits", "native" or
+    "statistics"."""
 
     torch: str
     stored: np.dtype[np.generic]
     encoding: str
 
 
+_STATISTICS = "statistics:"
+
+
+def statistics_of(dtype: str) -> str:
+    """The dtype name of a series that keeps only the statistics of tensors of torch dtype `dtype`."""
+    return f"{_STATISTICS}{dtype}"
+
+
+def is_statistics(name: str) -> bool:
+    """Whether a series of this dtype name keeps only statistics."""
+    return name.startswith(_STATISTICS)
+
+
+def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """What a tensor of `shape` takes of the array of a series of this dtype name."""
+    return (ROW_VALUES,) if is_statistics(name) else shape
+
+
 @cache
 def stored_type(name: str) -> StoredType:
-    """The stored form of the torch dtype `name`; raises StoreError for a name outside the table."""
-    if name not in ITEM_NBYTES:
-        raise StoreError(f"dtype {name!r} cannot be stored; known: {', '.join(sorted(ITEM_NBYTES))}")
+    """The stored form of a series' dtype name: that of a torch dtype, or of the statistics of one.
+
+    Raises StoreError for a name outside the table.
+    """
+    dtype = name.removeprefix(_STATISTICS)
+    if dtype not in ITEM_NBYTES:
+        raise StoreError(f"dtype {dtype!r} cannot be stored; known: {', '.join(sorted(ITEM_NBYTES))}")
     if sys.byteorder != "little":  # the arena holds native bytes and the store is little-endian
         raise StoreError("capd stores little-endian bytes and runs on little-endian machines only")
+    if is_statistics(name):
+        return StoredType(dtype, np.dtype("float64"), "statistics")
     bits = _BITS.get(name)
     return StoredType(name, np.dtype(bits or name), "bits" if bits else "native")
 

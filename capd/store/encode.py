@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,10 +11,18 @@ from numpy.typing import NDArray
 from capd.store.codecs import Chain, Encoded
 from capd.store.dtypes import stored_type
 from capd.store.frames import StatsRow
-from capd.store.geometry import Geometry
+from capd.store.geometry import CHUNK_NBYTES, Geometry
 from capd.store.statistics import summarise, summarise_rows
 
-__all__ = ["ChunkResult", "as_array", "encode_batch", "encode_chunk", "summarise_small", "whole_chunk"]
+__all__ = [
+    "ChunkResult",
+    "as_array",
+    "blocks",
+    "encode_batch",
+    "encode_chunk",
+    "summarise_small",
+    "whole_chunk",
+]
 
 
 class ChunkResult(NamedTuple):
@@ -31,6 +39,13 @@ def as_array(
 ) -> NDArray[np.generic]:
     """A record's bytes (C order) as an array of its stored dtype; no copy."""
     return np.frombuffer(data, dtype=stored).reshape(shape)
+
+
+def blocks(data: memoryview | bytes, dtype: str) -> Iterator[NDArray[np.generic]]:
+    """The elements of a record of torch dtype `dtype`, in pieces of CHUNK_NBYTES; no copy."""
+    bits = np.frombuffer(data, dtype=stored_type(dtype).stored)
+    count = CHUNK_NBYTES // bits.itemsize
+    return (bits[at : at + count] for at in range(0, bits.size, count))
 
 
 def encode_chunk(

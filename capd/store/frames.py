@@ -154,7 +154,7 @@ class SeriesHeader(msgspec.Struct, array_like=True):
 
     path: str
     key: Key
-    dtype: str
+    dtype: str  # a torch dtype's name, or `statistics_of` one
     codec: str
     geometry: Geometry
     attributes: dict[str, Any] = {}

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 from capd.store import names
 from capd.store.codec_choice import codec_name
+from capd.store.dtypes import is_statistics, stored_shape, stored_type
 from capd.store.frames import SeriesHeader
 from capd.store.geometry import grown, plan_geometry
 from capd.store.options import StoreOptions
 from capd.store.series import Plan, Series
-from capd_client.dtypes import ITEM_NBYTES
 from capd_client.key import Key
 
 __all__ = ["Planner"]
@@ -23,10 +23,11 @@ class Planner:
     def __init__(self, options: StoreOptions, known: Iterable[Series]) -> None:
         self._options = options
         self._lock = threading.Lock()
-        self._plans: dict[tuple[Key, str], list[Plan]] = {}
+        self._plans: dict[tuple[Key, str, int], list[Plan]] = {}
         for series in known:
             header = series.header
-            self._plans.setdefault((header.key, header.dtype), []).append(Plan(header, series))
+            axes = series.row.max_shape if is_statistics(header.dtype) else header.geometry.extents
+            self._plans.setdefault((header.key, header.dtype, len(axes)), []).append(Plan(header, series))
 
     def plan(
         self,
@@ -40,16 +41,16 @@ class Planner:
 
         A record that fits no series of its key opens one more. data: its raw bytes, for choosing a codec then.
         """
+        stored = stored_shape(dtype, shape)
         with self._lock:
-            plans = self._plans.setdefault((key, dtype), [])
+            plans = self._plans.setdefault((key, dtype, len(shape)), [])
             for plan in plans:
-                if plan.geometry.fits(shape):
+                if plan.geometry.fits(stored):
                     return plan
-            extents = shape
+            extents = stored
             for plan in plans:
-                if len(plan.geometry.extents) == len(shape):
-                    extents = tuple(map(max, extents, grown(plan.geometry.extents, shape)))
-            itemsize, shard_nbytes = ITEM_NBYTES[dtype], self._options.shard_nbytes
+                extents = tuple(map(max, extents, grown(plan.geometry.extents, stored)))
+            itemsize, shard_nbytes = stored_type(dtype).stored.itemsize, self._options.shard_nbytes
             geometry = plan_geometry(extents, itemsize, shard_nbytes)
             codec = codec_name(self._options.codec, dtype, data, is_small=geometry.is_small)
             if codec == "none":

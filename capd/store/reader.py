@@ -43,7 +43,8 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class SeriesListing:
-    """One line of `capd ls`: the key, and totals. shape: [records, *largest record shape]."""
+    """One line of `capd ls`: the key, and totals. shape: [records, *largest record shape]. kept: "tensor", or
+    "statistics" alone."""
 
     path: str
     quant_type: str
@@ -61,6 +62,7 @@ class SeriesListing:
     records: int
     raw_bytes: int
     stored_bytes: int
+    kept: str
 
 
 class Store:
@@ -102,7 +104,8 @@ class Store:
         return [Series(node, row, self._tools, attempt) for _, node, row in found]
 
     def find(self, *, attempt: int | str = "latest", **key: Any) -> list[Series]:
-        """Series whose key fields equal the given values (or one of a list of values).
+        """Series whose key fields equal the given values (or one of a list of values), whether they keep tensors or
+        statistics alone: `Series.kept` tells.
 
         attempt: "latest" keeps, of records at the same moment, those of the job's latest restart; a number keeps
         that restart's; "all" keeps everything. Raises CapdError for a name that is not a key field.
@@ -146,7 +149,7 @@ class Store:
         )
 
     def to_pandas(self) -> Any:
-        """One row per record: path, key, moment, shape and statistics. Needs the extra `table`."""
+        """One row per record: path, key, what is kept, moment, shape and statistics. Needs the extra `table`."""
         pd = import_extra("pandas", "table")
         with contextlib.ExitStack() as stack:
             for node in self._nodes:
@@ -162,6 +165,7 @@ def _flat(series: Series) -> Iterator[dict[str, Any]]:
             "path": series.path,
             **key,
             "dtype": series.dtype,
+            "kept": series.kept,
             "record": record.index,
             **{name: getattr(record, name) for name in Moment.__struct_fields__},
             "shape": record.shape,
@@ -199,6 +203,7 @@ def list_series(path: str | Path) -> list[SeriesListing]:
             records=len(series),
             raw_bytes=series.raw_bytes,
             stored_bytes=series.stored_bytes,
+            kept=series.kept,
         )
         for series in store.series
     ]

@@ -27,6 +27,7 @@ from pathlib import Path
 import msgspec
 
 from capd.store.columns import ColumnRow, Columns
+from capd.store.dtypes import stored_shape
 from capd.store.failpoints import failpoint
 from capd.store.files import (
     exchange,
@@ -135,7 +136,8 @@ class _NewSeries:
     def _noted(self, records: Iterator[tuple[RecordRow, Salvaged]]) -> Iterator[tuple[RecordRow, Salvaged]]:
         for row, salvaged in records:
             self._columns.append((*msgspec.structs.astuple(row.moment), row.shape))
-            self.extents = tuple(map(max, self.extents or row.shape, row.shape))
+            shape = stored_shape(self._header.dtype, row.shape)
+            self.extents = tuple(map(max, self.extents or shape, shape))
             yield row, salvaged
 
     def _shard_for(self, record: int) -> ShardWriter:

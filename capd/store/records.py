@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from capd.errors import CapdError, DamagedRecord
 from capd.store.codecs import Chain, chain_for
 from capd.store.decode import decode_into
+from capd.store.dtypes import stored_shape
 from capd.store.encode import as_array
 from capd.store.frames import RecordHead, SeriesHeader
 from capd.store.locate import Locator
@@ -48,6 +49,7 @@ class ReadTools:
 class _Plan(NamedTuple):
     """How a region of records of one shape is read. ordinals: of all chunks of the record, touched or not."""
 
+    shape: tuple[int, ...]
     selection: Selection
     pieces: tuple[Piece, ...]
     ordinals: tuple[int, ...]
@@ -77,7 +79,7 @@ class RecordReader:
 
     def stack(self, records: Sequence[tuple[int, RecordHead]], region: Region) -> NDArray[np.generic]:
         """The same region of several records of one shape, as [records, *region]."""
-        shapes = {record.shape for _, record in records}
+        shapes = {stored_shape(self._header.dtype, record.shape) for _, record in records}
         if len(shapes) != 1:
             known = " and ".join(str(list(shape)) for shape in sorted(shapes)[:2]) or "no record at all"
             raise CapdError(f"{self._header.path}: only records of one shape can be stacked, not {known}")
@@ -96,7 +98,7 @@ class RecordReader:
         return out.reshape((len(records), *plan.selection.shape))
 
     def _plan(self, number: int, record: RecordHead, region: Region) -> _Plan:
-        geometry, shape = self._header.geometry, record.shape
+        geometry, shape = self._header.geometry, stored_shape(self._header.dtype, record.shape)
         if not geometry.fits(shape) or record.nbytes != prod(shape) * geometry.itemsize:
             what = f"a shape of {list(shape)} with {record.nbytes} bytes does not fit the series"
             raise self._locator.damage(number, what, self._node.directory)
@@ -104,7 +106,7 @@ class RecordReader:
         if plan is None:
             selection = select(region, shape)
             ordinals = tuple(ordinal for ordinal, _ in geometry.chunks(shape))
-            plan = _Plan(selection, tuple(selection.pieces(geometry)), ordinals)
+            plan = _Plan(shape, selection, tuple(selection.pieces(geometry)), ordinals)
             if region is Ellipsis:
                 self._whole.put(shape, plan)
         return plan
@@ -113,7 +115,7 @@ class RecordReader:
         """Find the record; what is left to do is one decoding per chunk that the region touches."""
         file, places, raw = self._locator.find(number, record, plan.ordinals)
         if raw is not None:
-            out[...] = as_array(raw, self._chain.stored, record.shape)[plan.selection.slices]
+            out[...] = as_array(raw, self._chain.stored, plan.shape)[plan.selection.slices]
             return
         for piece in plan.pieces:
             yield partial(self._fill, number, file, places[piece.ordinal], piece, out)

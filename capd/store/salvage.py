@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from capd.errors import DamagedRecord
 from capd.store.codecs import Encoded, chain_for, crc32c
 from capd.store.decode import decode
+from capd.store.dtypes import stored_shape
 from capd.store.encode import encode_batch
 from capd.store.frames import RecordRow, SeriesHeader, session_of
 from capd.store.scan import ScannedShard, read_shard
@@ -93,7 +94,8 @@ class ShardSource:
             except DamagedRecord:
                 continue
             # With the Ellipsis a record without axes stays an array.
-            crop: Any = (number % geometry.batch, *(slice(0, n) for n in row.shape), ...)
+            shape = stored_shape(self._header.dtype, row.shape)
+            crop: Any = (number % geometry.batch, *(slice(0, n) for n in shape), ...)
             return np.array(chunk[crop])
         return None
 

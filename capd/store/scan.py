@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from capd.errors import CapdError
 from capd.store.codecs import chain_for
+from capd.store.dtypes import is_statistics, stored_shape
 from capd.store.frames import (
     FRAME_NBYTES,
     Commit,
@@ -183,7 +184,7 @@ def _read_commits(
 
 def _fits(commit: Commit, at: int, found: ScannedShard, chunks: dict[int, int]) -> bool:
     """Whether a COMMIT at offset `at` can be the next one of this shard."""
-    geometry, rows = found.header.geometry, commit.rows
+    geometry, dtype, rows = found.header.geometry, found.header.dtype, commit.rows
     last = commit.first + len(rows) - 1
     if not rows or commit.first <= found.newest or commit.first < 0:
         return False
@@ -191,7 +192,9 @@ def _fits(commit: Commit, at: int, found: ScannedShard, chunks: dict[int, int]) 
         return False
     if commit.first // geometry.batch != last // geometry.batch:
         return False
-    if not all(geometry.fits(row.shape) and min(row.shape, default=0) >= 0 for row in rows):
+    if not all(
+        geometry.fits(stored_shape(dtype, row.shape)) and min(row.shape, default=0) >= 0 for row in rows
+    ):
         return False
     return _slots(geometry, commit) == {slot for slot, _, _ in commit.chunks} and all(
         offset >= 0
@@ -220,6 +223,8 @@ def is_usable(header: SeriesHeader) -> bool:
     if any(extent % chunk for extent, chunk in zip(g.extents, g.chunk, strict=True)):
         return False
     if g.shard_slots > _MAX_SLOTS or not SERIES_PATH.match(header.path):
+        return False
+    if is_statistics(header.dtype) and not g.extents == g.chunk == stored_shape(header.dtype, ()):
         return False
     try:
         chain = chain_for(header.codec, header.dtype)

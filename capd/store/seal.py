@@ -12,6 +12,7 @@ from pathlib import Path
 
 from capd.store.catalog import Catalog
 from capd.store.columns import Columns, first_needed
+from capd.store.dtypes import stored_shape
 from capd.store.failpoints import failpoint
 from capd.store.files import make_directory, sync_paths
 from capd.store.layout import Layout, shard_path
@@ -66,7 +67,8 @@ def publish(layout: Layout, catalog: Catalog, group: Sequence[Series]) -> None:
 
 def _array_shape(series: Series) -> tuple[int, ...]:
     """Without any record, as behind the loss of all of them, that of the claim."""
-    return (series.in_shards, *(series.row.max_shape or series.geometry.extents))
+    shape = series.row.max_shape or series.geometry.extents
+    return (series.in_shards, *stored_shape(series.header.dtype, shape))
 
 
 def _columns(layout: Layout, catalog: Catalog, series: Series) -> Columns:

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from capd.errors import CapdError
 from capd.store.catalog_read import SeriesRow
-from capd.store.dtypes import to_values
+from capd.store.dtypes import is_statistics, stored_type, to_values
 from capd.store.node import NodeView
+from capd.store.packed_statistics import unpack
 from capd.store.records import ReadTools, RecordReader
 from capd.store.region import Region
 from capd.store.rows import SeriesRows
@@ -56,10 +57,11 @@ class Record:
 
     @property
     def stats(self) -> Stats:
-        """Statistics as committed; for a record too new to have them, computed from its elements."""
+        """Statistics as committed; for a record without them, computed from its elements."""
         if self._stats is None:
-            bits = self._series.read(self.index)
-            self._stats = public(summarise(bits, self._series.dtype))
+            bits, dtype = self._series.read(self.index), self._series.dtype
+            known = unpack if self._series.kept == "statistics" else summarise
+            self._stats = public(known(bits, dtype))
         return self._stats
 
 
@@ -94,6 +96,9 @@ class Series:
     Indexes `i` count the records of this view (`Store.find` may have picked those of one attempt); `region`
     is what numpy calls basic indexing, with positive steps, in the stored record: only the chunks it touches
     are read.
+
+    Of a series whose `kept` is "statistics" there are no elements: what would return some raises CapdError, and
+    `zarr` holds one statistics row per record.
     """
 
     def __init__(self, node: NodeView, row: SeriesRow, tools: ReadTools, attempt: int | str = "all") -> None:
@@ -115,7 +120,12 @@ class Series:
     @property
     def dtype(self) -> str:
         """The captured torch dtype's name, e.g. "bfloat16"."""
-        return self._row.header.dtype
+        return stored_type(self._row.header.dtype).torch
+
+    @property
+    def kept(self) -> str:
+        """What is in the store of each capture: "tensor", or "statistics" alone."""
+        return "statistics" if is_statistics(self._row.header.dtype) else "tensor"
 
     @property
     def path(self) -> str:
@@ -129,12 +139,12 @@ class Series:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[records, *largest record shape]."""
+        """[records, *largest record shape], of the tensors."""
         return (len(self), *self._row.max_shape)
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of the elements, uncompressed."""
+        """Bytes of what is kept, uncompressed."""
         return self._row.raw_bytes
 
     @property
@@ -173,10 +183,18 @@ class Series:
         return self._row.records if self._attempt == "all" else len(self.numbers)
 
     def __repr__(self) -> str:
-        return f"<Series {self.path} {self.dtype} {list(self.shape)}>"
+        only = " statistics" if self.kept == "statistics" else ""
+        return f"<Series {self.path} {self.dtype} {list(self.shape)}{only}>"
+
+    def _must_have_elements(self) -> None:
+        if self.kept == "statistics":
+            raise CapdError(
+                f"{self.path}: only statistics were kept (mode stats), no elements; they are in "
+                "`records[i].stats`, and as rows in `zarr()`"
+            )
 
     def read(self, number: int, region: Region = ...) -> NDArray[np.generic]:
-        """Stored bits of the record with this number in the array."""
+        """Stored bits of the record with this number in the array, its statistics row where only that is kept."""
         return self._reader.read(number, self._rows.id(number), region)
 
     def numpy(self, i: SupportsIndex, region: Region = ...) -> NDArray[np.generic]:
@@ -185,6 +203,7 @@ class Series:
 
         Raises DamagedRecord rather than return a wrong element, CapdError for a region that is none.
         """
+        self._must_have_elements()
         return self.read(self.numbers[operator.index(i)], region)
 
     def values(self, i: SupportsIndex, region: Region = ...) -> NDArray[np.generic]:
@@ -208,17 +227,19 @@ class Series:
 
         Raises CapdError if their shapes differ, DamagedRecord rather than return a wrong element.
         """
+        self._must_have_elements()
         chosen = [(number, self._rows.id(number)) for number in self.numbers[records]]
         return self._reader.stack(chosen, region)
 
     def zarr(self) -> Any:
-        """The sealed records as a read-only zarr.Array [record, *shape] of stored bits."""
+        """The sealed records as a read-only zarr.Array [record, *shape] of stored bits, or of statistics rows."""
         import zarr
 
         return zarr.open_array(self._node.run / self.path / "data", mode="r")
 
     def dask(self) -> Any:
         """The sealed records as a dask array of stored bits, one block per shard. Needs the extra `distributed`."""
+        self._must_have_elements()
         array = self.zarr()
         da = import_extra("dask.array", "distributed")
         return da.from_array(array, chunks=array.shards or array.chunks)
@@ -228,6 +249,7 @@ class Series:
 
         Needs the extra `distributed`.
         """
+        self._must_have_elements()
         xr = import_extra("xarray", "distributed")
         data = xr.open_zarr(self._node.run / self.path, consolidated=False, chunks=None)["data"]
         rows = SeriesRows(self._node, self._row)

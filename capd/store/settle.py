@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from capd.errors import DamagedRecord, StoreError
 from capd.store.decode import decode
+from capd.store.dtypes import stored_shape
 from capd.store.encode import as_array, encode_batch
 from capd.store.failpoints import failpoint
 from capd.store.open_files import OpenFiles
@@ -114,12 +115,15 @@ class SmallRecords:
     def _settle_batch(self, series: Series, first: int, places: Sequence[LogPlace]) -> None:
         geometry, chain = series.geometry, series.chain
         found = [self._fresh.take(place) or self._read(place) for place in places]
+        shapes = [stored_shape(series.header.dtype, small.shape) for small in found]
         records: list[NDArray[np.generic]] | NDArray[np.generic]
-        if all(small.shape == geometry.chunk for small in found):
+        if all(shape == geometry.chunk for shape in shapes):
             records = np.frombuffer(b"".join([small.data for small in found]), dtype=chain.stored)
             records = records.reshape(len(found), *geometry.chunk)
         else:
-            records = [as_array(small.data, chain.stored, small.shape) for small in found]
+            records = [
+                as_array(small.data, chain.stored, shape) for small, shape in zip(found, shapes, strict=True)
+            ]
         slot = geometry.slot(first, 0)
         at = first % geometry.batch
         held = None

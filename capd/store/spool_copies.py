@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from capd.errors import DamagedRecord
 from capd.store.codecs import chain_for
+from capd.store.dtypes import stored_shape
 from capd.store.encode import as_array
 from capd.store.files import link, make_directory, remove_tree, sync_paths
 from capd.store.frames import FileHeader, RecordRow, SeriesHeader
@@ -137,7 +138,9 @@ class SpoolCopies:
 
     def _take(self, header: SeriesHeader, capture: Capture) -> tuple[RecordRow, Salvaged] | None:
         for copy in self._copies.get(capture, ()):
-            if copy.series not in ("", header.path) or not header.geometry.fits(copy.row.shape):
+            if copy.series not in ("", header.path) or not header.geometry.fits(
+                stored_shape(header.dtype, copy.row.shape)
+            ):
                 continue
             try:
                 taken = self._read(copy, header)
@@ -215,7 +218,8 @@ def _from_log(copy: _Copy, header: SeriesHeader) -> Salvaged | None:
     fd = os.open(copy.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         raw, _, _ = read_small(fd, copy.at)
-        return as_array(raw, chain_for(header.codec, header.dtype).stored, copy.row.shape)
+        shape = stored_shape(header.dtype, copy.row.shape)
+        return as_array(raw, chain_for(header.codec, header.dtype).stored, shape)
     except (DamagedRecord, ValueError):
         return None
     finally:

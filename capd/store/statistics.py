@@ -23,7 +23,7 @@ from capd.store.dtypes import value_table
 from capd.store.frames import Number, StatsRow
 from capd_client.dtypes import ITEM_NBYTES
 
-__all__ = ["Stats", "exponent_bins", "merge", "public", "summarise", "summarise_rows"]
+__all__ = ["Stats", "exponent_bins", "is_whole", "merge", "public", "summarise", "summarise_rows"]
 
 # Any bit pattern may come: signalling NaNs make casts "invalid", squares of large float64 values overflow to Inf.
 _quiet = np.errstate(over="ignore", under="ignore", invalid="ignore")
@@ -163,10 +163,11 @@ def _from_histogram(histogram: NDArray[np.int64], dtype: str) -> StatsRow:
 
 
 def _exact(number: Optional[Number], dtype: str) -> Optional[Number]:
-    return int(number) if number is not None and _is_whole(dtype) else number
+    return int(number) if number is not None and is_whole(dtype) else number
 
 
-def _is_whole(dtype: str) -> bool:
+def is_whole(dtype: str) -> bool:
+    """Whether the extremes of this torch dtype are whole numbers, kept as such."""
     return "int" in dtype or dtype == "bool"
 
 
@@ -227,7 +228,7 @@ def _rows(bits: NDArray[np.generic], dtype: str) -> list[StatsRow]:
         wide[~finite] = 0.0
     sums = wide.sum(axis=1).tolist()
     squares = np.multiply(wide, wide, out=wide).sum(axis=1).tolist()
-    if _is_whole(dtype):
+    if is_whole(dtype):
         lows, highs = [_exact(low, dtype) for low in lows], [_exact(high, dtype) for high in highs]
     largest = [
         None if low is None or high is None else max(abs(low), abs(high))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from capd.errors import DamagedRecord
 from capd.store.described import described
+from capd.store.dtypes import stored_shape
 from capd.store.frames import RecordRow, SeriesHeader
 from capd.store.published import Published, read_published
 from capd.store.scan import ScannedShard, scan_shard
@@ -141,7 +142,9 @@ def _fill(found: SurveyedSeries, published: Published | None) -> None:
             logger.warning("%s: %s", found.header.path, error)
             columns = {}
         for number in missing:
-            if number in columns and found.header.geometry.fits(columns[number][1]):
+            if number in columns and found.header.geometry.fits(
+                stored_shape(found.header.dtype, columns[number][1])
+            ):
                 row = row_from_columns(found.header, columns[number])
                 found.records[number] = Sealed(row, 0)
     found.lost = [number for number in missing if number not in found.records]
@@ -158,4 +161,5 @@ def _fill(found: SurveyedSeries, published: Published | None) -> None:
 def row_from_columns(header: SeriesHeader, columns: tuple[Moment, tuple[int, ...]]) -> RecordRow:
     """What the published columns tell about a record; its client is unknown."""
     moment, shape = columns
-    return RecordRow(UNKNOWN_CLIENT, 0, shape, prod(shape) * header.geometry.itemsize, moment)
+    nbytes = prod(stored_shape(header.dtype, shape)) * header.geometry.itemsize
+    return RecordRow(UNKNOWN_CLIENT, 0, shape, nbytes, moment)

@@ -12,7 +12,7 @@ import msgspec
 from capd.store.catalog_check import Sums
 from capd.store.catalog_read import SeriesRow
 from capd.store.codecs import chain_for
-from capd.store.dtypes import stored_type
+from capd.store.dtypes import is_statistics, stored_type
 from capd.store.frames import RecordRow, SeriesHeader, StatsRow
 
 __all__ = ["array_problems", "group_problems", "row_differences", "total_problems"]
@@ -24,10 +24,11 @@ _OTHER_MEMBERS = frozenset({"shape", "codecs", "attributes", "storage_transforme
 def group_problems(document: dict[str, Any], header: SeriesHeader, node: str) -> Iterator[str]:
     """How a series group's metadata contradicts its header."""
     capd = document["attributes"]["capd"]
+    stored = stored_type(header.dtype)
     expected = {
         "key": msgspec.to_builtins(header.key),
-        "dtype": header.dtype,
-        "encoding": stored_type(header.dtype).encoding,
+        "dtype": stored.torch,
+        "encoding": stored.encoding,
         "node": node,
         "attributes": msgspec.to_builtins(header.attributes),
     }
@@ -121,9 +122,8 @@ def total_problems(row: SeriesRow, sums: Sums | None) -> Iterator[str]:
         yield f"stored_bytes is {row.stored_bytes}, the records have {sums.stored_nbytes}"
     try:
         largest = tuple(max(axis) for axis in zip(*sums.shapes, strict=True))
-        fits = all(
-            a <= b <= c for a, b, c in zip(largest, row.max_shape, row.header.geometry.extents, strict=True)
-        )
+        limits = row.max_shape if is_statistics(row.header.dtype) else row.header.geometry.extents
+        fits = all(a <= b <= c for a, b, c in zip(largest, row.max_shape, limits, strict=True))
     except (ValueError, TypeError):
         fits = False
     if sums.records and not fits:

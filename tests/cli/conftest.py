@@ -176,6 +176,16 @@ def store_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def both_kinds(tmp_path: Path) -> Path:
+    """A run with a tensor, and with the statistics alone of a tensor of the same key."""
+    writer = StoreWriter(tmp_path)
+    for payload in (True, False):
+        bits = bf16_bits(BF16_VALUES)
+        writer.put("both", linear_key(), bits, "bfloat16", Moment(iteration=3), payload=payload)
+    return writer.close() / "both.zarr"
+
+
+@pytest.fixture
 def second(store_root: Path) -> Path:
     """The run directory of `second`."""
     return store_root / "second.zarr"

@@ -12,7 +12,7 @@ from tests.cli.conftest import Result
 Capd = Callable[..., Result]
 FIELDS = {
     "path", "quant_type", "rank", "layer", "phase", "layer_type", "operation", "component", "tensor_name",
-    "module", "stack", "dtype", "shape", "records", "raw_bytes", "stored_bytes",
+    "module", "stack", "dtype", "shape", "records", "raw_bytes", "stored_bytes", "kept",
 }  # fmt: skip
 
 
@@ -28,7 +28,23 @@ def test_json_lists_every_series_with_exactly_the_documented_fields(capd: Capd, 
         "phase": "pre", "layer_type": "linear", "operation": "forward", "component": "linear",
         "tensor_name": "input", "module": "blocks.0.mlp.fc1", "stack": "blocks", "dtype": "bfloat16",
         "shape": [2, 2, 4], "records": 2, "raw_bytes": 32, "stored_bytes": item["stored_bytes"],
+        "kept": "tensor",
     }  # fmt: skip
+
+
+def test_series_of_statistics_are_listed_with_dtype_and_shape_of_the_tensors(
+    capd: Capd, both_kinds: Path
+) -> None:
+    found = {item["kept"]: item for item in capd("ls", both_kinds, "--json").json}
+
+    assert found.keys() == {"tensor", "statistics"}
+    assert {(item["dtype"], tuple(item["shape"])) for item in found.values()} == {("bfloat16", (1, 2, 4))}
+    assert (found["tensor"]["raw_bytes"], found["statistics"]["raw_bytes"]) == (16, 2120)
+    assert [group["kept"] for group in capd("ls", both_kinds, "--by", "kept", "--json").json] == [
+        "statistics",
+        "tensor",
+    ]
+    assert "statistics" in capd("ls", both_kinds).out
 
 
 @pytest.mark.parametrize(

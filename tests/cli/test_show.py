@@ -33,6 +33,21 @@ def test_a_record_shows_moment_statistics_values_and_histograms(capd: Capd, seco
     assert sum(found["value_histogram"]["counts"]) == 6
 
 
+def test_a_record_of_statistics_shows_them_and_says_that_there_are_no_values(
+    capd: Capd, both_kinds: Path
+) -> None:
+    tensor, statistics = (capd("show", both_kinds, f"{INPUT}{end}#0", "--json").json for end in ("", "~v1"))
+
+    assert (tensor["kept"], statistics["kept"]) == ("tensor", "statistics")
+    assert statistics["stats"] == tensor["stats"]
+    assert (statistics["dtype"], statistics["shape"]) == ("bfloat16", [2, 4])
+    assert (statistics["values"], statistics["value_histogram"]) == (None, None)
+    text = capd("show", both_kinds, f"{INPUT}~v1#0").out
+    for piece in ("bfloat16, statistics only", "shape 2×4", "absmax      4", "NaN, Inf", "not kept"):
+        assert piece in text
+    assert capd("show", both_kinds, f"{INPUT}~v1", "--json").json["records"][0]["stats"] == tensor["stats"]
+
+
 def test_a_series_lists_its_records(capd: Capd, second: Path) -> None:
     found = capd("show", second, INPUT, "--json").json
 

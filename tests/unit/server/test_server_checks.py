@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from capd.server.checks import MAX_METADATA_DEPTH, define_problem, descriptor_problem
+from capd.server.checks import MAX_METADATA_DEPTH, believed_row, define_problem, descriptor_problem
+from capd.store.dtypes import stored_type
+from capd.store.frames import StatsRow
+from capd.store.packed_statistics import pack
+from capd.store.statistics import summarise
 from capd_client.dtypes import ITEM_NBYTES
 from capd_client.key import Key, Moment
 from capd_client.protocol import Define, Descriptor
+from capd_client.statistics_row import NO_ROW_DTYPES, ROW_NBYTES, ROW_VALUES
 
 ARENA = 1 << 20
 KEY = Key(quant_type="bf16", rank=0, tensor_name="x")
@@ -99,3 +105,89 @@ def test_undefined_keys_and_unknown_dtypes_are_named() -> None:
     assert "complex64" in str(
         descriptor_problem(descriptor(), Define(id=0, key=KEY, dtype="complex64"), ARENA)
     )
+
+
+@pytest.mark.parametrize(
+    ("item", "says"),
+    [
+        ({"row_offset": 8192}, None),
+        ({"row_offset": ARENA - ROW_NBYTES}, None),
+        ({"row_offset": 8192, "payload": False, "nbytes": 0}, None),
+        ({"row_offset": 8192, "payload": False, "nbytes": 0, "offset": 0}, None),
+        ({"payload": False}, None),
+        ({"row_offset": 8193}, "no multiple of 8"),
+        ({"row_offset": 4088}, "counter page"),
+        ({"row_offset": 0}, "counter page"),
+        ({"row_offset": ARENA - ROW_NBYTES + 8}, "end"),
+        ({"row_offset": 2**63 - 8}, "end"),
+        ({"row_offset": 8192, "payload": False}, "0 bytes, not 12"),
+        ({"payload": False, "nbytes": 0}, "12 bytes, not 0"),
+        ({"payload": False, "offset": 0}, "counter page"),
+        (
+            {"row_offset": 8192, "payload": False, "nbytes": 0, "shape": (2**62, 2**62)},
+            "larger than any arena",
+        ),
+    ],
+)
+def test_places_of_rows_and_bytes_must_fit_together(item: dict[str, object], says: str | None) -> None:
+    fields: dict[str, object] = {"offset": 4096, "nbytes": 12, "shape": (2, 3), **item}
+    problem = descriptor_problem(Descriptor(sequence=1, key_id=0, moment=Moment(), **fields), BF16, ARENA)  # type: ignore[arg-type]
+
+    assert problem is None if says is None else says in str(problem)
+
+
+@pytest.mark.parametrize("dtype", sorted(set(ITEM_NBYTES) - NO_ROW_DTYPES))
+@pytest.mark.parametrize("shape", [(), (0, 4), (7, 9)], ids=str)
+def test_rows_of_real_tensors_are_believed(dtype: str, shape: tuple[int, ...]) -> None:
+    stored = stored_type(dtype).stored
+    random = np.random.default_rng(1).integers(0, 2 if dtype == "bool" else 256, 63 * stored.itemsize, "u1")
+    bits = random.view(stored)[: int(np.prod(shape))].reshape(shape)
+    stats = summarise(bits, dtype)
+
+    assert believed_row(pack(stats), dtype, shape) == stats
+
+
+def test_a_row_without_finite_elements_is_believed() -> None:
+    bits = np.array([0x7F80, 0xFF80, 0x7FC0], "u2")  # infinities and a NaN as bfloat16
+    stats = summarise(bits, "bfloat16")
+
+    assert stats.min is None
+    assert believed_row(pack(stats), "bfloat16", (3,)) == stats
+
+
+GOOD = StatsRow(6, 1, 1, 1, -2.0, 3.0, 3.0, 1.5, 13.25, [0, 1, 126, 1, 128, 2, 255, 2])
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        (0, 5.0), (0, np.inf), (0, np.nan), (1, -1.0), (1, 0.5), (1, 2.0), (2, 0.0), (3, 5.0), (3, np.nan),
+        (4, 4.0), (4, np.nan), (4, -np.inf), (5, np.inf), (5, -3.0), (6, 2.0), (6, np.nan), (8, -1.0),
+        (8, np.nan), (9, 0.0), (9, -1.0), (9, 1e300), (9 + 126, 0.5), (9 + 255, 3.0), (9 + 254, 1.0),
+    ],
+)  # fmt: skip
+def test_rows_that_contradict_the_tensor_or_themselves_are_not(at: int, value: float) -> None:
+    row = np.frombuffer(pack(GOOD)).copy()
+    assert believed_row(row.tobytes(), "float32", (2, 3)) == GOOD
+    row[at] = value
+
+    assert believed_row(row.tobytes(), "float32", (2, 3)) is None
+
+
+def test_rows_of_another_tensor_or_dtype_are_not_believed() -> None:
+    row = pack(GOOD)
+    whole = pack(StatsRow(6, 0, 0, 1, -2.5, 3.0, 3.0, 1.5, 13.25, [0, 1, 128, 5]))
+
+    assert believed_row(row, "float32", (7,)) is None
+    assert believed_row(row, "float4_e2m1fn_x2", (6,)) is None  # two values in each of its bytes
+    assert believed_row(row, "float4_e2m1fn_x2", (3,)) == GOOD
+    assert believed_row(whole, "int32", (6,)) is None
+    assert all(believed_row(pack(StatsRow()), dtype, (0,)) is None for dtype in NO_ROW_DTYPES)
+
+
+def test_no_bit_pattern_of_a_row_does_harm() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        assert believed_row(random.bytes(ROW_NBYTES), "float32", (2, 3)) is None
+    signalling = np.full(ROW_VALUES, 0x7FF0_0000_0000_0001, "u8")
+    assert believed_row(signalling.tobytes(), "float32", (2, 3)) is None

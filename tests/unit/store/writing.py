@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from capd.server.jobs import Job
 from capd.server.pipeline import Pipeline
+from capd.store.frames import StatsRow
 from capd.store.options import StoreOptions
 from capd_client.key import Key, Moment
 from capd_client.protocol import Define, Descriptor, DropReason
@@ -68,11 +69,34 @@ class Writer:
         self.held.setdefault((key, dtype), []).append((Moment(**moment), bits))
         return self.sequence
 
-    def resubmit(self, sequence: int, key: Key, dtype: str, bits: NDArray[np.generic], **moment: int) -> None:
+    def resubmit(
+        self,
+        sequence: int,
+        key: Key,
+        dtype: str,
+        bits: NDArray[np.generic],
+        stats: StatsRow | None = None,
+        **moment: int,
+    ) -> None:
         data = memoryview(np.ascontiguousarray(bits).tobytes())
         descriptor = Descriptor(sequence, 0, bits.nbytes, 0, bits.shape, Moment(**moment))
         define = Define(id=0, key=key, dtype=dtype)
-        self.pipeline.submit(Job(self.run_id, CLIENT, sequence, define, descriptor, data, self.outcomes))
+        self.pipeline.submit(
+            Job(self.run_id, CLIENT, sequence, define, descriptor, data, self.outcomes, stats)
+        )
+
+    def put_statistics(
+        self, key: Key, dtype: str, bits: NDArray[np.generic], stats: StatsRow | None = None, **moment: int
+    ) -> int:
+        """Submit one record of which only statistics are kept. stats: as the rank handed them over, without bits."""
+        self.sequence += 1
+        data = memoryview(b"" if stats is not None else np.ascontiguousarray(bits).tobytes())
+        descriptor = Descriptor(self.sequence, 0, data.nbytes, 0, bits.shape, Moment(**moment), payload=False)
+        define = Define(id=0, key=key, dtype=dtype)
+        self.pipeline.submit(
+            Job(self.run_id, CLIENT, self.sequence, define, descriptor, data, self.outcomes, stats)
+        )
+        return self.sequence
 
     def flush(self) -> None:
         self.pipeline.flush().result(timeout=60)
