@@ -5,7 +5,7 @@ elements; sums accumulate in float64. mean and std derive from them: population 
 The exponent histogram has 256 bins: the biased exponent field of the value as float32 (bin 0: zeros and
 float32 subnormals; 1-254: 2^(bin-127) ≤ |x| < 2^(bin-126); 255: NaN and Inf; finite float64 beyond float32
 falls into 0 or 254). For 8- and 16-bit dtypes all of it follows from one histogram of the bit patterns.
-Packed fp4 counts both of its values.
+Packed fp4 counts both of its values. docs/statistics.md says it in full, with how exact each number is.
 """
 
 from __future__ import annotations

@@ -1,0 +1,38 @@
+"""Statistics computed in the rank, where the tensor lies: one pass, no payload on the link, nothing waits.
+
+`fill_row` writes the row of `capd_client.statistics_row` on the tensor's own device, by operations of the current
+stream alone: no host synchronisation, temporary memory bounded by one block. What the fields mean, and how exact
+each way is: docs/statistics.md. The ways:
+
+- the CPU, 8-bit dtypes and large 16-bit tensors: one histogram of the bit patterns, the rest by table (`codes`);
+- everything else: torch's own operations, block by block (`formulas`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from capd_client.devstats.codes import fill_from_codes, has_codes
+from capd_client.devstats.formulas import fill_from_values
+from capd_client.statistics_row import NO_ROW_DTYPES
+from capd_client.tensors import DTYPES
+
+__all__ = ["ROW_DTYPES", "fill_row"]
+
+ROW_DTYPES: frozenset[torch.dtype] = frozenset(
+    dtype for dtype in DTYPES if str(dtype).removeprefix("torch.") not in NO_ROW_DTYPES
+)
+"""The dtypes of this torch that a rank can compute a row of."""
+
+
+def fill_row(tensor: torch.Tensor, row: torch.Tensor) -> None:
+    """Write the statistics of `tensor` into `row`, on the current stream.
+
+    tensor: contiguous, of one of ROW_DTYPES, on the CPU or a CUDA device. row: float64 [ROW_VALUES] on the same
+    device, contiguous; what it held before is overwritten.
+    """
+    flat = tensor.detach().reshape(-1)
+    if has_codes(flat):
+        fill_from_codes(flat, row)
+    else:
+        fill_from_values(flat, row, blind=not flat.is_cpu)

@@ -1,0 +1,255 @@
+"""Rows that a rank computes: against numpy in float64 and against the daemon's own, for every way of computing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from capd.store.dtypes import stored_type, to_values
+from capd.store.frames import StatsRow
+from capd.store.statistics import merge, summarise
+from capd_client.devstats import ROW_DTYPES, fill_row
+from capd_client.devstats.codes import fill_from_codes
+from capd_client.devstats.formulas import fill_from_values
+from capd_client.dtypes import ITEM_NBYTES
+from capd_client.statistics_row import NO_ROW_DTYPES, ROW_FIELDS, ROW_VALUES
+
+Bits = NDArray[np.generic]
+Fill = Callable[[torch.Tensor, torch.Tensor], None]
+NAMES = sorted(str(dtype).removeprefix("torch.") for dtype in ROW_DTYPES)
+RNG = np.random.default_rng(5)
+SUMS = slice(ROW_FIELDS.index("sum"), len(ROW_FIELDS))
+
+
+def looking(tensor: torch.Tensor, row: torch.Tensor) -> None:
+    fill_from_values(tensor.reshape(-1), row, blind=False)
+
+
+def blind(tensor: torch.Tensor, row: torch.Tensor) -> None:
+    fill_from_values(tensor.reshape(-1), row, blind=True)
+
+
+def codes(tensor: torch.Tensor, row: torch.Tensor) -> None:
+    fill_from_codes(tensor.reshape(-1), row)
+
+
+WAYS: list[Fill] = [fill_row, looking, blind]
+EACH = [(name, way) for name in NAMES for way in (*WAYS, *[codes] * (ITEM_NBYTES[name] <= 2))]
+
+
+def ordinary(dtype: str, count: int = 3001) -> Bits:
+    """Numbers as they come in training, with zeros of both signs among them, as stored bits."""
+    if ITEM_NBYTES[dtype] == 1:
+        return any_bits(dtype, count)
+    wide = RNG.standard_normal(count) * 100
+    wide[::7], wide[1::50] = 0, -0.0
+    numbers = torch.from_numpy(wide if dtype.startswith(("f", "b")) else np.abs(wide))
+    words = numbers.to(getattr(torch, dtype)).view(torch.uint8).numpy()
+    return words.view(stored_type(dtype).stored)
+
+
+def any_bits(dtype: str, count: int = 3001) -> Bits:
+    """Any bit pattern: NaN of all kinds, Inf, subnormals, the largest numbers. float64 within ±1e±150."""
+    stored = stored_type(dtype).stored
+    if dtype == "bool":
+        return RNG.integers(0, 2, count).astype(bool)
+    if dtype == "float64":
+        wide = RNG.standard_normal(count) * 10.0 ** RNG.integers(-150, 150, count)
+        wide[:6] = [np.nan, np.inf, -np.inf, 5e-324, -0.0, 3.5e38]
+        return wide
+    return np.frombuffer(RNG.bytes(count * stored.itemsize), stored)
+
+
+def tensor_of(bits: Bits, dtype: str) -> torch.Tensor:
+    if not bits.size:
+        return torch.empty(bits.shape, dtype=getattr(torch, dtype))
+    words = torch.frombuffer(bytearray(bits.tobytes()), dtype=torch.uint8)
+    return words.view(getattr(torch, dtype)).view(bits.shape)
+
+
+def row_of(fill: Fill, tensor: torch.Tensor) -> NDArray[np.float64]:
+    row = torch.full((ROW_VALUES,), 7.5, dtype=torch.float64)  # what was there before must not matter
+    fill(tensor, row)
+    return row.numpy()
+
+
+def reference(bits: Bits, dtype: str) -> NDArray[np.float64]:
+    """The row by numpy in float64, its sums exactly rounded."""
+    wide = wide_values(bits, dtype)
+    finite = wide[np.isfinite(wide)]
+    ends = [finite.min(), finite.max(), np.abs(finite).max()] if finite.size else [np.nan] * 3
+    head = [wide.size, np.isnan(wide).sum(), np.isinf(wide).sum(), (wide == 0).sum(), *ends]
+    with np.errstate(over="ignore", under="ignore"):
+        single = finite.astype(np.float32).astype(np.float64)
+    exponents = np.where(single == 0, 0, np.clip(np.frexp(single)[1] + 126, 0, 254))
+    exponents[np.isinf(single)] = 254
+    bins = np.bincount(exponents, minlength=256)
+    bins[255] = wide.size - finite.size
+    return np.array([*head, math.fsum(finite), math.fsum(finite * finite), *bins])
+
+
+def wide_values(bits: Bits, dtype: str) -> NDArray[np.float64]:
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        return np.ravel(to_values(bits.reshape(-1), dtype)).astype(np.float64)
+
+
+def assert_row(row: NDArray[np.float64], expected: NDArray[np.float64], bits: Bits, dtype: str) -> None:
+    """Everything but the sums exactly; those to 1e-12 of the sum of magnitudes."""
+    wide = wide_values(bits, dtype)
+    magnitudes = np.abs(wide[np.isfinite(wide)])
+    allowed = 1e-12 * np.array([magnitudes.sum(), np.square(magnitudes).sum()])
+    assert (np.abs(row[SUMS] - expected[SUMS]) <= allowed).all(), (row[SUMS], expected[SUMS])
+    exact = np.delete(np.arange(ROW_VALUES), SUMS)
+    np.testing.assert_array_equal(row[exact], expected[exact])
+
+
+def daemon_row(stats: StatsRow) -> NDArray[np.float64]:
+    row = np.zeros(ROW_VALUES)
+    row[: len(ROW_FIELDS)] = [
+        np.nan if value is None else value for value in (getattr(stats, name) for name in ROW_FIELDS)
+    ]
+    row[len(ROW_FIELDS) + np.array(stats.exponents[::2], dtype=np.intp)] = stats.exponents[1::2]
+    return row
+
+
+def test_every_kept_dtype_but_64_bit_integers_has_a_row() -> None:
+    kept = {name for name in ITEM_NBYTES if hasattr(torch, name)}
+
+    assert set(NAMES) == kept - NO_ROW_DTYPES
+
+
+@pytest.mark.parametrize(("dtype", "way"), EACH)
+@pytest.mark.parametrize("make", [ordinary, any_bits])
+def test_a_row_equals_numpy_in_float64_and_the_daemons(
+    make: Callable[..., Bits], dtype: str, way: Fill
+) -> None:
+    bits = make(dtype)
+
+    row = row_of(way, tensor_of(bits, dtype))
+
+    assert_row(row, reference(bits, dtype), bits, dtype)
+    assert_row(row, daemon_row(summarise(bits, dtype)), bits, dtype)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2", "int16"])
+def test_several_blocks_and_a_rest_make_one_row(dtype: str, way: Fill) -> None:
+    bits = ordinary(dtype, 2 * (1 << 20) + 4321)
+
+    assert_row(row_of(way, tensor_of(bits, dtype)), reference(bits, dtype), bits, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "way"), EACH)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (2, 3, 5)])
+def test_shapes_do_not_matter(shape: tuple[int, ...], dtype: str, way: Fill) -> None:
+    bits = ordinary(dtype, max(1, math.prod(shape)))[: math.prod(shape)].reshape(shape)
+
+    assert_row(row_of(way, tensor_of(bits, dtype)), reference(bits, dtype), bits, dtype)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "float8_e5m2"])
+def test_without_a_finite_element_there_are_no_extremes(dtype: str, way: Fill) -> None:
+    tensor = torch.tensor([torch.nan, torch.inf, -torch.inf, torch.nan]).to(getattr(torch, dtype))
+
+    row = row_of(way, tensor)
+
+    assert row[:4].tolist() == [4, 2, 2, 0]
+    assert np.isnan(row[4:7]).all()
+    assert row[SUMS].tolist() == [0, 0]
+    assert row[-1] == row[len(ROW_FIELDS) :].sum() == 4
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_squares_beyond_fp16_are_summed(way: Fill) -> None:
+    row = row_of(way, torch.full((200_000,), -60_000.0, dtype=torch.float16))
+
+    assert row[SUMS].tolist() == [-60_000.0 * 200_000, 60_000.0**2 * 200_000]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_squares_beyond_float64_are_infinite_as_in_the_daemon(way: Fill) -> None:
+    tensor = torch.tensor([1e200, -1e200, 1e-320], dtype=torch.float64)
+
+    row = row_of(way, tensor)
+
+    np.testing.assert_array_equal(row, daemon_row(summarise(tensor.numpy(), "float64")))
+    assert row[SUMS].tolist() == [1e-320, math.inf]
+
+
+def test_rows_of_parts_with_different_means_merge_to_that_of_the_whole() -> None:
+    parts = [torch.full((1000,), 2.5), torch.full((3000,), -10.25), torch.tensor([torch.nan, 0.0, 1e-42])]
+
+    rows = [row_of(fill_row, part) for part in parts]
+
+    merged = merge(merge(stats_of(rows[0]), stats_of(rows[1])), stats_of(rows[2]))
+    whole = torch.cat(parts).numpy()
+    assert_row(daemon_row(merged), reference(whole, "float32"), whole, "float32")
+
+
+def stats_of(row: NDArray[np.float64]) -> StatsRow:
+    present = np.flatnonzero(row[len(ROW_FIELDS) :])
+    pairs = np.stack([present, row[len(ROW_FIELDS) + present]], axis=-1)
+    return StatsRow(*row[: len(ROW_FIELDS)].tolist(), pairs.ravel().astype(int).tolist())
+
+
+def test_the_callers_tensor_and_random_state_stay_as_they_were() -> None:
+    for name in NAMES:
+        bits = any_bits(name)
+        tensor, state = tensor_of(bits, name), torch.get_rng_state()
+        for way in (fill_row, looking, blind):
+            row_of(way, tensor)
+        assert tensor.view(torch.uint8).numpy().tobytes() == bits.tobytes()
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_tensor_in_a_graph_of_gradients_and_inference_mode() -> None:
+    weights = torch.ones(5, requires_grad=True)
+    with torch.inference_mode():
+        row = row_of(fill_row, weights)
+
+    assert row[0] == row_of(fill_row, weights * 2)[0] == 5
+
+
+class NothingWaits(TorchDispatchMode):
+    """Refuses what makes the host wait for a device, and remembers the largest tensor made."""
+
+    WAITING = ("_local_scalar_dense", "nonzero", "bincount", "masked_select", "unique", "is_nonzero", "histc")
+
+    largest_nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        assert name not in self.WAITING, name
+        assert not (name.startswith("index") and any(_is_mask(arg) for arg in args)), name
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.largest_nbytes = max(self.largest_nbytes, result.untyped_storage().nbytes())
+        return result
+
+
+def _is_mask(arg: object) -> bool:
+    return isinstance(arg, (list, tuple)) and any(
+        isinstance(item, torch.Tensor) and item.dtype is torch.bool for item in arg
+    )
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+def test_on_a_device_nothing_waits_and_memory_is_bounded(dtype: str) -> None:
+    tensor = tensor_of(any_bits(dtype, (1 << 21) + 5), dtype)
+    given = tensor.untyped_storage().nbytes()
+    row = torch.empty(ROW_VALUES, dtype=torch.float64)
+
+    with NothingWaits() as watched:
+        fill_from_values(tensor, row, blind=True)
+
+    assert watched.largest_nbytes <= max(given, 16 << 20)
+    with pytest.raises(AssertionError), NothingWaits():
+        bool(row[0])  # the watcher does see a wait
