@@ -5,6 +5,7 @@ stream alone: no host synchronisation, temporary memory bounded by one block. Wh
 each way is: docs/statistics.md. The ways:
 
 - the CPU, 8-bit dtypes and large 16-bit tensors: one histogram of the bit patterns, the rest by table (`codes`);
+- a GPU for which `prepare` has run: a Triton kernel (`kernel`, imported by `prepare` alone);
 - everything else: torch's own operations, block by block (`formulas`).
 """
 
@@ -14,10 +15,11 @@ import torch
 
 from capd_client.devstats.codes import fill_from_codes, has_codes
 from capd_client.devstats.formulas import fill_from_values
+from capd_client.devstats.prepared import fill_on_device, prepare
 from capd_client.statistics_row import NO_ROW_DTYPES
 from capd_client.tensors import DTYPES
 
-__all__ = ["ROW_DTYPES", "fill_row"]
+__all__ = ["ROW_DTYPES", "fill_row", "prepare"]
 
 ROW_DTYPES: frozenset[torch.dtype] = frozenset(
     dtype for dtype in DTYPES if str(dtype).removeprefix("torch.") not in NO_ROW_DTYPES
@@ -34,5 +36,7 @@ def fill_row(tensor: torch.Tensor, row: torch.Tensor) -> None:
     flat = tensor.detach().reshape(-1)
     if has_codes(flat):
         fill_from_codes(flat, row)
+    elif flat.is_cpu:
+        fill_from_values(flat, row, blind=False)
     else:
-        fill_from_values(flat, row, blind=not flat.is_cpu)
+        fill_on_device(flat, row)

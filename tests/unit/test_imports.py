@@ -43,6 +43,12 @@ def test_the_client_needs_none_of_the_daemons_packages() -> None:
     assert loaded_by(code, ("zarr", "numcodecs", "pydantic", "typer", "capd")) == []
 
 
+def test_statistics_in_the_rank_load_no_compiler_until_they_are_prepared() -> None:
+    code = "import capd_client.session, capd_client.devstats; capd_client.devstats.fill_row"
+
+    assert loaded_by(code, ("triton", "torch._dynamo", "torch._inductor", "numpy.testing")) == []
+
+
 def test_the_daemon_needs_no_torch() -> None:
     assert loaded_by("import capd.server.daemon", ("torch",)) == []
 
