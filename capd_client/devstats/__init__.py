@@ -11,10 +11,13 @@ each way is: docs/statistics.md. The ways:
 
 from __future__ import annotations
 
+from typing import Optional
+
 import torch
 
 from capd_client.devstats.codes import fill_from_codes, has_codes
 from capd_client.devstats.formulas import fill_from_values
+from capd_client.devstats.layouts import merge_row, pieces
 from capd_client.devstats.prepared import fill_on_device, prepare
 from capd_client.statistics_row import NO_ROW_DTYPES
 from capd_client.tensors import DTYPES
@@ -27,13 +30,22 @@ ROW_DTYPES: frozenset[torch.dtype] = frozenset(
 """The dtypes of this torch that a rank can compute a row of."""
 
 
-def fill_row(tensor: torch.Tensor, row: torch.Tensor) -> None:
+def fill_row(tensor: torch.Tensor, row: torch.Tensor, dtype: Optional[torch.dtype] = None) -> None:
     """Write the statistics of `tensor` into `row`, on the current stream.
 
-    tensor: contiguous, of one of ROW_DTYPES, on the CPU or a CUDA device. row: float64 [ROW_VALUES] on the same
-    device, contiguous; what it held before is overwritten.
+    tensor: plain and strided, on the CPU or a CUDA device. row: float64 [ROW_VALUES] on the same device, contiguous;
+    what it held before is overwritten. dtype: one of ROW_DTYPES, to which the tensor is cast; None is its own.
     """
-    flat = tensor.detach().reshape(-1)
+    target = row
+    for piece in pieces(tensor.detach(), tensor.dtype if dtype is None else dtype):
+        _fill(piece, target)
+        if target is row:
+            target = torch.empty_like(row)
+        else:
+            merge_row(row, target)
+
+
+def _fill(flat: torch.Tensor, row: torch.Tensor) -> None:
     if has_codes(flat):
         fill_from_codes(flat, row)
     elif flat.is_cpu:

@@ -13,7 +13,17 @@ from capd.store.frames import StatsRow
 from capd_client.dtypes import ITEM_NBYTES
 from capd_client.statistics_row import ROW_FIELDS, ROW_VALUES
 
-__all__ = ["SUMS", "Bits", "any_bits", "assert_row", "daemon_row", "ordinary", "reference", "tensor_of"]
+__all__ = [
+    "RNG",
+    "SUMS",
+    "Bits",
+    "any_bits",
+    "assert_row",
+    "daemon_row",
+    "ordinary",
+    "reference",
+    "tensor_of",
+]
 
 Bits = NDArray[np.generic]
 SUMS = slice(ROW_FIELDS.index("sum"), len(ROW_FIELDS))

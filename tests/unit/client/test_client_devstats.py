@@ -10,9 +10,20 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from statistics_rows import SUMS, Bits, any_bits, assert_row, daemon_row, ordinary, reference, tensor_of
+from statistics_rows import (
+    RNG,
+    SUMS,
+    Bits,
+    any_bits,
+    assert_row,
+    daemon_row,
+    ordinary,
+    reference,
+    tensor_of,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from capd.store.dtypes import stored_type
 from capd.store.frames import StatsRow
 from capd.store.statistics import merge, summarise
 from capd_client.devstats import ROW_DTYPES, fill_row
@@ -181,3 +192,39 @@ def test_on_a_device_nothing_waits_and_memory_is_bounded(dtype: str) -> None:
     assert watched.largest_nbytes <= max(given, 16 << 20)
     with pytest.raises(AssertionError), NothingWaits():
         bool(row[0])  # the watcher does see a wait
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda x: x.transpose(0, 2),
+    "strided": lambda x: x[:, ::2, 1:],
+    "one long row": lambda x: x.reshape(1, -1)[:, 1::2],
+    "expanded": lambda x: x[:1, :3].expand(40, 3, x.shape[2]),
+    "no rows": lambda x: x[:0, ::2],
+    "one element": lambda x: x[0, 0, 0],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "bool"])
+def test_layouts_do_not_matter(dtype: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("capd_client.devstats.layouts._PIECE", 500)
+    source = LAYOUTS[layout](tensor_of(any_bits(dtype, 9 * 20 * 30), dtype).view(9, 20, 30))
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[source.element_size()]
+    bits = source.view(words).numpy().copy().view(stored_type(dtype).stored)
+
+    assert_row(row_of(fill_row, source), reference(bits, dtype), bits, dtype)
+
+
+@pytest.mark.parametrize("make", [lambda x: x, lambda x: x.t(), lambda x: x[:, ::3], torch._neg_view])
+def test_a_cast_tensor_counts_as_what_it_is_cast_to(
+    make: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("capd_client.devstats.layouts._PIECE", 500)
+    source = make(torch.from_numpy(RNG.standard_normal((60, 90)) * 1e5))
+    row = torch.empty(ROW_VALUES, dtype=torch.float64)
+
+    fill_row(source, row, torch.float16)
+
+    cast = source.to(torch.float16).resolve_neg().contiguous().numpy()
+    assert np.isinf(cast).any()
+    assert_row(row.numpy(), reference(cast, "float16"), cast, "float16")

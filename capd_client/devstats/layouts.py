@@ -1,0 +1,49 @@
+"""Cuts a tensor of any layout into contiguous pieces, cast where that is asked for, and merges their rows.
+
+Statistics do not depend on the order of elements, so a transposed tensor is read as it lies; only what has gaps, or
+is cast, is copied, piece by piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+__all__ = ["merge_row", "pieces"]
+
+_PIECE = 1 << 20  # elements copied at once
+
+
+def pieces(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """All elements of `tensor` as `dtype`, in flat pieces; in one, and not copied, where it is dense and not cast."""
+    by_stride = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    tensor = tensor.permute(by_stride)
+    if not tensor.is_contiguous():
+        yield from _copied(tensor, dtype)
+    elif tensor.dtype is dtype and not tensor.is_neg():
+        yield tensor.view(-1)
+    else:
+        for piece in torch.split(tensor.view(-1), _PIECE):
+            yield piece.to(dtype).resolve_neg()
+
+
+def _copied(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Pieces of a tensor [n, …] with gaps, cut along its first dimension."""
+    length = tensor.shape[0]
+    rows = max(1, _PIECE * length // tensor.numel())
+    for piece in torch.split(tensor, rows):
+        if piece.numel() > _PIECE and piece.ndim > 1:  # then it is one row
+            yield from _copied(piece[0], dtype)
+        elif dtype is tensor.dtype and dtype.itemsize == 1:  # not every one-byte dtype has a copy kernel
+            yield piece.view(torch.uint8).flatten().view(dtype)
+        else:
+            yield piece.to(dtype).resolve_neg().flatten()
+
+
+def merge_row(row: torch.Tensor, other: torch.Tensor) -> None:
+    """Add the statistics in `other` to those in `row`; NaN where a part had no finite element."""
+    low, high = torch.fmin(row[4:5], other[4:5]), torch.fmax(row[5:7], other[5:7])
+    row.add_(other)
+    row[4:5].copy_(low)
+    row[5:7].copy_(high)
