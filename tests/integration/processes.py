@@ -26,20 +26,22 @@ def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
 
 
 class Daemon:
-    """`python -m capd serve` on a store; killed with the test if it is still there."""
+    """`python -m capd serve` on a store, below the command `prefix`; killed with the test if it is still there."""
 
-    def __init__(self, store: Path, runtime: Path, *options: str) -> None:
+    def __init__(self, store: Path, runtime: Path, *options: str, prefix: tuple[str, ...] = ()) -> None:
         self.store = store
         self.socket = runtime / "capd.sock"
         self.endpoint = f"unix:{self.socket}"
         self.log = runtime / "daemon.log"
         self._options = options
+        self._prefix = prefix
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Daemon:
         """Start it and wait until it listens."""
         seen = len(self.output())
         command = [
+            *self._prefix,
             sys.executable,
             "-m",
             "capd",
@@ -95,9 +97,17 @@ class Daemon:
 
 
 class Rank:
-    """A rank as its own process (rank_job.py), told what to do line by line."""
+    """A rank as its own process (rank_job.py, or `command`), told what to do line by line."""
 
-    def __init__(self, endpoint: str, rank: int = 0, *, run_id: str = "run", **environment: str) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        rank: int = 0,
+        *,
+        run_id: str = "run",
+        command: tuple[str, ...] = (sys.executable, str(RANK_JOB)),
+        **environment: str,
+    ) -> None:
         env = {
             **os.environ,
             "CAPD_ENDPOINT": endpoint,
@@ -112,7 +122,7 @@ class Rank:
         }
         self.rank = rank
         self.process = subprocess.Popen(
-            [sys.executable, str(RANK_JOB)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True
         )
 
     def tell(self, command: str) -> None:
