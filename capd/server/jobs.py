@@ -15,7 +15,12 @@ from capd.store.geometry import SMALL_NBYTES
 from capd.store.series import Plan
 from capd_client.protocol import Define, Descriptor, DropReason
 
-__all__ = ["Booked", "Chunks", "DiskLimit", "Job", "Lanes", "Refusal", "RunTotals", "Sink", "Task", "Tickets"]
+__all__ = [
+    "TURN_NBYTES", "Booked", "Chunks", "DiskLimit", "Job", "Lanes", "Refusal", "RunTotals", "Sink", "Task", "Tickets",
+]  # fmt: skip
+
+TURN_NBYTES = 1 << 20
+_TASK_NBYTES = 16 << 10  # what a record costs beside its bytes, in the time that bytes take
 
 Refusal = tuple[DropReason, str]
 Chunks: TypeAlias = "queue.SimpleQueue[tuple[Future[Any], int] | None]"
@@ -101,14 +106,21 @@ class Booked:
             self._changed.notify()
 
 
+@dataclass(slots=True)
+class _Lane:
+    tasks: deque[Task]
+    credit: int = TURN_NBYTES  # below 1: the others' turn
+
+
 class Lanes:
-    """One queue per client, emptied in turn: a busy rank does not starve the others. Unbounded; the slots
-    that queued jobs occupy in the ranks' arenas bound it."""
+    """One queue per client, emptied in turn, TURN_NBYTES at a time: neither many records nor large ones of one rank
+    starve the others (deficit round robin). Unbounded; the slots that queued jobs occupy in the ranks' arenas bound
+    it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._lanes: dict[bytes, deque[Task]] = {}
-        self._turns: deque[bytes] = deque()
+        self._lanes: dict[bytes, _Lane] = {}
+        self._turns: deque[_Lane] = deque()
         self._closed = False
 
     def put(self, task: Task) -> None:
@@ -116,10 +128,10 @@ class Lanes:
         with self._changed:
             lane = self._lanes.get(task.job.client)
             if lane is not None:
-                lane.append(task)
+                lane.tasks.append(task)
                 return
-            self._lanes[task.job.client] = deque([task])
-            self._turns.append(task.job.client)
+            lane = self._lanes[task.job.client] = _Lane(deque([task]))
+            self._turns.append(lane)
             self._changed.notify()
 
     def get(self, limit: int) -> list[Task]:
@@ -129,13 +141,15 @@ class Lanes:
             return [self._next() for _ in range(limit) if self._turns]
 
     def _next(self) -> Task:
-        client = self._turns.popleft()
-        lane = self._lanes[client]
-        task = lane.popleft()
-        if lane:
-            self._turns.append(client)
-        else:
-            del self._lanes[client]
+        turns = self._turns
+        while (lane := turns[0]).credit <= 0:
+            lane.credit += TURN_NBYTES
+            turns.rotate(-1)
+        task = lane.tasks.popleft()
+        lane.credit -= task.job.descriptor.nbytes + _TASK_NBYTES
+        if not lane.tasks:
+            turns.popleft()
+            del self._lanes[task.job.client]
         return task
 
     def close(self) -> None:

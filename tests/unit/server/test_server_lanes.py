@@ -1,0 +1,62 @@
+"""Lanes give every client its share of bytes, whatever the size of its records."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from capd.server.jobs import TURN_NBYTES, Job, Lanes, Task
+from capd_client.key import Key, Moment
+from capd_client.protocol import Define, Descriptor
+
+DEFINE = Define(id=0, key=Key(quant_type="q", rank=0, tensor_name="x"), dtype="uint8")
+LARGE, SMALL = 16 << 20, 4 << 10
+
+
+def put(lanes: Lanes, client: bytes, nbytes: int, count: int = 1) -> None:
+    for _ in range(count):
+        descriptor = Descriptor(1, 4096, nbytes, 0, (nbytes,), Moment())
+        lanes.put(Task(Job("run", client, 1, DEFINE, descriptor, memoryview(b""), None), 0))  # type: ignore[arg-type]
+
+
+def take(lanes: Lanes, count: int) -> list[bytes]:
+    """The clients of the next tasks, taken as the dispatch thread does it."""
+    taken: list[bytes] = []
+    while len(taken) < count:
+        taken += [task.job.client for task in lanes.get(min(64, count - len(taken)))]
+    return taken
+
+
+def test_clients_with_records_alike_take_turns() -> None:
+    lanes = Lanes()
+    for client in (b"a", b"b", b"c"):
+        put(lanes, client, SMALL, 1000)
+    counts = Counter(take(lanes, 1500))
+    assert max(counts.values()) - min(counts.values()) <= TURN_NBYTES // SMALL
+
+
+@pytest.mark.parametrize("first", [b"large", b"small"])
+def test_small_records_do_not_wait_for_as_many_large_ones(first: bytes) -> None:
+    lanes = Lanes()
+    for client in (first, b"large", b"small"):
+        if client == b"large":
+            put(lanes, b"large", LARGE, 4)
+        else:
+            put(lanes, b"small", SMALL, 500)
+    taken = take(lanes, 502)
+    assert taken.count(b"large") <= 2
+    assert set(take(lanes, 2)) <= {b"large", b"small"}  # they are not forgotten either
+
+
+def test_one_clients_order_is_kept_and_nothing_is_lost() -> None:
+    lanes = Lanes()
+    sizes = [LARGE, 0, SMALL, LARGE * 100, SMALL, 0]
+    for nbytes in sizes:
+        put(lanes, b"a", nbytes)
+        put(lanes, b"b", nbytes)
+    tasks = [task for _ in range(3) for task in lanes.get(4)]
+    for client in (b"a", b"b"):
+        assert [task.job.descriptor.nbytes for task in tasks if task.job.client == client] == sizes
+    lanes.close()
+    assert lanes.get(1) == []
