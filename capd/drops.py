@@ -22,6 +22,7 @@ REMEDIES: dict[str, str] = {
     DropReason.STORE_ERROR.value: "the daemon's log names the error",
     DropReason.RANK_DIED.value: "the rank was killed before handing these over",
     DropReason.STREAM_CAPTURE.value: "tensors inside a CUDA graph capture are not captured",
+    DropReason.MUTATED.value: "capture them without immutable=True, or leave them alone until flush()",
     DropReason.STEP_BUDGET.value: "raise CAPD_MAX_MB_PER_STEP, or capture fewer tensors per step",
 }
 

@@ -49,6 +49,7 @@ class Admission:
         attributes: Optional[dict[str, Any]],
         metadata: str,
         take: Optional[Slice] = None,
+        immutable: bool = False,
     ) -> None:
         """As `Stager.stage`, for the calls that are kept."""
         reason = self.refusal(moment)
@@ -56,7 +57,7 @@ class Admission:
         if reason is not None:
             definition = self._definition(key, tensor.dtype if cast_to is None else cast_to, attributes)
         if reason is None or definition is None:  # a key that cannot be kept is refused at every moment
-            self._stage(tensor, key, moment, cast_to, attributes, metadata, take)
+            self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable)
             return
         nbytes = 0
         if type(tensor) in PLAIN_TYPES:  # what others hold on this rank is known once they are unwrapped

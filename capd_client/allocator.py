@@ -10,7 +10,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Optional
 
-__all__ = ["ALIGNMENT", "GRANULE_NBYTES", "SLAB_NBYTES", "SMALL_NBYTES", "Extents", "Slot", "SlotAllocator"]
+__all__ = [
+    "ALIGNMENT",
+    "EMPTY",
+    "GRANULE_NBYTES",
+    "SLAB_NBYTES",
+    "SMALL_NBYTES",
+    "Extents",
+    "Slot",
+    "SlotAllocator",
+]
 
 GRANULE_NBYTES = 4096
 SLAB_NBYTES = 1 << 20
@@ -87,7 +96,7 @@ class _Slab:
 # A bare tuple: making anything with fields costs more than the rest of the allocation.
 Slot = tuple[int, int, Optional[_Slab]]
 
-_EMPTY: Slot = (0, 0, None)  # a capture without bytes needs no memory
+EMPTY: Slot = (0, 0, None)  # a capture without bytes needs no memory
 
 
 class SlotAllocator:
@@ -111,7 +120,7 @@ class SlotAllocator:
     def take(self, nbytes: int) -> Optional[Slot]:
         """A slot of at least `nbytes`, None when there is no room now. Nothing is needed for 0 bytes."""
         if nbytes == 0:
-            return _EMPTY
+            return EMPTY
         if nbytes < self._small_nbytes:
             slot = self._take_small(nbytes)
             if slot is not None:

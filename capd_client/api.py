@@ -120,14 +120,16 @@ def capture(
     sample_idx: Optional[int] = None,
     batch_idx: Optional[int] = None,
     sequence_idx: Optional[int] = None,
+    immutable: bool = False,
 ) -> None:
     """Capture one tensor as it is now; always taken, whatever steps `watch` selects.
 
     The names say what the tensor is and make its series (capd_client.key.Key). `quant_type` is a label, default
     CAPD_QUANT_TYPE, else the tensor's dtype. metadata: a small JSON object (4096 bytes). slice: the rows to record,
-    as in "first:64" (capd_client.slicing). The last five override the current moment for this capture. When there is
-    no room the capture is dropped and counted, or waits up to CAPD_MAX_BLOCK_MS under CAPD_POLICY=block; nothing is
-    ever raised.
+    as in "first:64" (capd_client.slicing). `iteration` to `sequence_idx` override the current moment for this capture.
+    immutable: nothing writes to the tensor's memory, nor frees it, before `flush()`; on a GPU it is then held and
+    copied from where it is, without a snapshot on the device. When there is no room the capture is dropped and
+    counted, or waits up to CAPD_MAX_BLOCK_MS under CAPD_POLICY=block; nothing is ever raised.
     """
     current = _session
     if current is None and (_resolved or (current := _start()) is None):
@@ -157,7 +159,7 @@ def capture(
     except Exception as error:
         current.drop_internal("capture()", error)
     else:
-        current.offer(tensor, key, moment, metadata=text, take=take)
+        current.offer(tensor, key, moment, metadata=text, take=take, immutable=immutable)
 
 
 def _key(current: Session, names: tuple[Any, ...], dtype: torch.dtype) -> Key:

@@ -19,7 +19,7 @@ from typing import Optional
 
 import msgspec
 
-from capd_client.allocator import Slot, SlotAllocator
+from capd_client.allocator import EMPTY, Slot, SlotAllocator
 from capd_client.counting import Counters, Ledger, Snapshot
 from capd_client.definitions import Definition, Definitions
 from capd_client.protocol import (
@@ -157,6 +157,13 @@ class Books:
         """Give up an admitted capture that cannot be completed."""
         with self.lock:
             if capture.state == COPYING:
+                self._drop(capture, reason)
+
+    def abandon(self, capture: Capture, reason: DropReason) -> None:
+        """Give up an admitted capture whose slot may still be written: nobody gets that slot again."""
+        with self.lock:
+            if capture.state == COPYING:
+                capture.slot = EMPTY
                 self._drop(capture, reason)
 
     # -- the client thread's side ---------------------------------------------------------------------

@@ -37,6 +37,7 @@ class ClientConfig:
     none itself, None means the tensor's real dtype. arena_bytes: size of the rank's arena, None sizes it by
     the memory that is free. max_block_ms: longest wait of one capture under policy `block`.
     max_mb_per_step: 10⁶ bytes that the captures of one iteration may take together, None for no limit.
+    max_d2h_gbps: 10⁹ bytes per second that captures may take of the link from the GPUs, None for no limit.
     mode: what is kept of a capture: "tensor", or "sample:1/N" for every Nth call.
     steps, micro_batches, ranks: what `watch` captures, in the notation of `capd_client.select.Ranges`. slice: the rows
     that it keeps of activations and their gradients (`capd_client.slicing`), None for all.
@@ -56,6 +57,7 @@ class ClientConfig:
     log: Optional[str] = None
     arena_bytes: Optional[int] = None
     max_mb_per_step: Optional[float] = None
+    max_d2h_gbps: Optional[float] = None
     max_block_ms: float = DEFAULT_MAX_BLOCK_MS
     strict: bool = False
     ping_s: float = 5.0
@@ -110,6 +112,7 @@ _SETTINGS: dict[str, _Setting] = {
     "log": _Setting(("CAPD_LOG",), None, values.log_level),
     "arena_bytes": _Setting(("CAPD_ARENA_BYTES",), "arena_bytes", values.integer(1 << 16, 1 << 44)),
     "max_mb_per_step": _Setting(("CAPD_MAX_MB_PER_STEP",), "max_mb_per_step", values.number(0.001, 1e9)),
+    "max_d2h_gbps": _Setting(("CAPD_MAX_D2H_GBPS",), "max_d2h_gbps", values.number(0.001, 1e6)),
     "max_block_ms": _Setting(("CAPD_MAX_BLOCK_MS",), "max_block_ms", values.number(0, 86_400_000)),
     "ping_s": _Setting(("CAPD_PING_S",), None, values.number(0.01, 3600)),
     "iteration": _Setting(("TENSOR_SAVER_ITERATION",), None, values.integer(0, MAX_INDEX)),

@@ -2,42 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import threading
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from capd_client.device import Event, ring_nbytes
+from capd_client.device import Event
+from capd_client.ring import ring_nbytes
 
-__all__ = ["CudaDevice", "cuda_runtimes", "pin", "unpin"]
+__all__ = ["CudaDevice", "cuda_runtimes", "is_capturing", "keep_out_of_captures", "pin", "unpin"]
 
 _CAPTURE_MODE_THREAD_LOCAL = 1
 _REGISTER_PORTABLE = 1
+_MAX_REGISTER_NBYTES = 512 << 30  # from here on drivers of release 580 fail, and leave the error latched
 
 
 class CudaDevice:
-    """One GPU. `pinned` says whether the arena is registered; until then copies wait in the client thread."""
+    """One GPU. is_pinned: whether the arena is page-locked; until then copies wait in the client thread."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, is_pinned: Callable[[], bool]) -> None:
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._stream = torch.cuda.Stream(self._index)  # type: ignore[no-untyped-call]  # torch's own lack
         self._events: deque[torch.cuda.Event] = deque()
-        self.pinned = threading.Event()
+        self._is_pinned = is_pinned
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the arena is page-locked, which it is for all devices or for none."""
+        return self._is_pinned()
 
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is being captured on the current stream."""
-        return torch.cuda.is_current_stream_capturing()
+        return is_capturing()
 
     def allocate_ring(self) -> torch.Tensor:
-        """The snapshot ring; empty when the device has no memory left for it."""
+        """The ring; empty when the device has no memory left for it.
+
+        From the side stream's own pool: a block that the job has freed could still be written by what it has queued.
+        """
         free, _total = torch.cuda.mem_get_info(self._index)
-        nbytes = ring_nbytes(free)
-        try:
-            return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", self._index))
-        except torch.cuda.OutOfMemoryError:
-            return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", self._index))
+        device = torch.device("cuda", self._index)
+        with torch.cuda.stream(self._stream):
+            try:
+                return torch.empty(ring_nbytes(free), dtype=torch.uint8, device=device)
+            except torch.cuda.OutOfMemoryError:
+                return torch.empty(0, dtype=torch.uint8, device=device)
 
     def record(self) -> Event:
         """An event on this thread's current stream: in a backward that is the autograd engine's choice."""
@@ -47,16 +59,14 @@ class CudaDevice:
 
     def enter_thread(self) -> None:
         """Keep this thread's event queries out of CUDA graph captures that other threads run."""
-        mode = ctypes.c_int(_CAPTURE_MODE_THREAD_LOCAL)
-        for runtime in cuda_runtimes():
-            runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-            mode.value = _CAPTURE_MODE_THREAD_LOCAL  # the call swaps; every mapped runtime gets the same
+        keep_out_of_captures()
 
-    def fetch(self, source: torch.Tensor, host: torch.Tensor, after: Event) -> None:
+    def fetch(self, source: torch.Tensor, host: torch.Tensor, after: Sequence[Event]) -> None:
         """Asynchronous into pinned memory; into pageable memory the driver would make this thread wait."""
-        with torch.cuda.device(self._index), torch.cuda.stream(self._stream):
-            self._stream.wait_event(after)
-            host.copy_(source, non_blocking=self.pinned.is_set())
+        with torch.cuda.stream(self._stream):  # its device becomes the current one as well
+            for event in after:
+                self._stream.wait_event(event)
+            host.copy_(source, non_blocking=self._is_pinned())
 
     def fetched(self) -> Event:
         """An event on the side stream."""
@@ -79,6 +89,11 @@ class CudaDevice:
             return torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own lack
 
 
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured on the current stream of this thread."""
+    return torch.cuda.is_current_stream_capturing()
+
+
 def cuda_runtimes() -> list[Any]:
     """Every CUDA runtime library mapped into this process; wheels give theirs a hashed name."""
     paths: set[str] = set()
@@ -87,15 +102,33 @@ def cuda_runtimes() -> list[Any]:
             path = line.rstrip("\n").partition("/")[2]
             if path.rpartition("/")[2].startswith("libcudart"):
                 paths.add("/" + path)
-    return [ctypes.CDLL(path) for path in sorted(paths)]
+    runtimes = []
+    for path in sorted(paths):
+        with contextlib.suppress(OSError):  # its file is gone, or another one by now
+            runtimes.append(ctypes.CDLL(path))
+    return runtimes
+
+
+def keep_out_of_captures() -> None:
+    """From now on nothing that this thread calls breaks a CUDA graph capture of another thread.
+
+    In torch's default mode a capture forbids many calls to every thread of the process, and fails if one is made.
+    """
+    for runtime in cuda_runtimes():
+        mode = ctypes.c_int(_CAPTURE_MODE_THREAD_LOCAL)
+        runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def pin(address: int, nbytes: int, device: torch.device) -> str | None:
     """Page-lock [address, address + nbytes) for `device` and all others; returns why not, or None.
 
-    Takes seconds per GiB: call it in a thread of its own, behind prefaulting. A failure leaves no latched CUDA
-    error behind, which would otherwise surface at somebody else's next kernel launch.
+    One call for all of it, since a copy may not cross from one registration into another. Takes about a second per
+    GiB: call it in a thread of its own, behind prefaulting. RLIMIT_MEMLOCK does not count: the driver locks them, not
+    mlock(2). A failure leaves no latched CUDA error behind, which would surface at another's next kernel launch.
     """
+    if nbytes >= _MAX_REGISTER_NBYTES:
+        return f"{nbytes} bytes cannot be registered at once, the limit is {_MAX_REGISTER_NBYTES}"
+    keep_out_of_captures()
     with torch.cuda.device(device):  # so that no context is made on GPU 0
         code = int(_runtime().cudaHostRegister(address, nbytes, _REGISTER_PORTABLE))
     if code == 0:

@@ -4,9 +4,9 @@ The seam is `Device`: streams, events and copies of one accelerator. `CudaDevice
 one; tests use one that delays and reorders. Everything above the seam is here and is the same for both.
 
 The training thread issues one device-to-device copy on its current stream and one event, nothing else: the
-snapshot removes races with in-place writes, freed storages and the caching allocator. The client thread
-waits for the event on the side stream, copies ring → arena in pieces (others' small copies get their turn
-between them) and asks about the oldest copy only, so captures become ready in the order they were taken.
+snapshot removes races with in-place writes, freed storages and the caching allocator. A tensor declared immutable
+is held instead, and needs no copy. The client thread waits for the event on the side stream, copies to the arena
+piece by piece (capd_client.pieces) and asks about the oldest piece only, so captures become ready in order.
 """
 
 from __future__ import annotations
@@ -14,31 +14,34 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Optional, Protocol
 
 import torch
 
-from capd_client.allocator import Extents
+from capd_client.allocator import SMALL_NBYTES
 from capd_client.books import Books, Capture
+from capd_client.pacing import Pace
+from capd_client.pieces import Piece, Snapshot, cut
 from capd_client.protocol import DropReason
+from capd_client.ring import Ring
 
-__all__ = ["PIECE_NBYTES", "Device", "DeviceStager", "Event", "ring_nbytes"]
+__all__ = ["AHEAD_NBYTES", "Device", "DeviceStager", "Event"]
 
-PIECE_NBYTES = 32 << 20
-_ALIGNMENT = 256
-_MAX_RING_NBYTES = 256 << 20
-_RING_SHARE = 0.05  # of the free device memory
+# Pieces are issued while less than this is under way, so at most one piece more. A copy engine serves what is queued
+# first: whoever else copies waits behind it (96 MiB: 1.8 ms at 55 GB/s), and no longer. Two pieces would last
+# 1.2 ms, which a tick of the client thread takes as well; the link would stand still between them.
+AHEAD_NBYTES = 64 << 20
 
 Event = Any  # the device's own kind
 
 
-def ring_nbytes(free_nbytes: int) -> int:
-    """Size of the snapshot ring: 5 % of the free device memory, at most 256 MiB, whole alignment units."""
-    return max(0, min(_MAX_RING_NBYTES, int(free_nbytes * _RING_SHARE))) // _ALIGNMENT * _ALIGNMENT
-
-
 class Device(Protocol):
     """Streams, events and copies of one accelerator. No method waits for the device, `fetch` apart."""
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the arena is page-locked. Until it is, `fetch` waits for its copy."""
 
     def is_capturing(self) -> bool:
         """Whether a graph is being captured on the current stream."""
@@ -52,7 +55,7 @@ class Device(Protocol):
     def enter_thread(self) -> None:
         """Called once by the client thread before its first use of the device."""
 
-    def fetch(self, source: torch.Tensor, host: torch.Tensor, after: Event) -> None:
+    def fetch(self, source: torch.Tensor, host: torch.Tensor, after: Sequence[Event]) -> None:
         """Copy device bytes to host bytes on the side stream, behind `after`. Waits only if host is unpinned."""
 
     def fetched(self) -> Event:
@@ -65,126 +68,173 @@ class Device(Protocol):
         """Give an event that has happened back for reuse."""
 
 
-class _Snapshot:
-    """A capture's bytes in the ring."""
-
-    __slots__ = ("capture", "done", "nbytes", "ready", "start")
-
-    def __init__(self, capture: Capture, start: int, nbytes: int, ready: Event) -> None:
-        self.capture = capture
-        self.start = start
-        self.nbytes = nbytes
-        self.ready = ready
-        self.done: Event = None
-
-
 class DeviceStager:
-    """Takes snapshots on training threads (`snapshot`) and brings them home on the client thread (`advance`).
+    """Takes captures on training threads (`snapshot`, `hold`) and brings them home on the client thread (`advance`).
 
-    buffer: the arena's bytes. max_block_s: how long `snapshot` may wait for room in the ring (0: never).
+    buffer: the arena's bytes. pace: limits the bytes per second, shared by the stagers of a rank. max_block_s: how
+    long a capture may wait for room (0: never).
     """
 
-    def __init__(self, device: Device, books: Books, buffer: Any, *, max_block_s: float = 0.0) -> None:
+    def __init__(
+        self, device: Device, books: Books, buffer: Any, *, pace: Pace, max_block_s: float = 0.0
+    ) -> None:
         self._device = device
         self._books = books
         with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode
             self._host = torch.frombuffer(buffer, dtype=torch.uint8)
-            self._ring = device.allocate_ring()
-        self._space = Extents(0, self._ring.numel())
-        self._room = threading.Condition()
+            self._ring = Ring(device.allocate_ring())
+        self._pace = pace
         self._max_block_s = max_block_s
-        self._waiting: deque[_Snapshot] = deque()
-        self._fetching: deque[_Snapshot] = deque()
+        self._handing = threading.RLock()  # a signal handler may capture, too
+        self._handed: deque[Snapshot] = deque()  # by training threads
+        self._due: deque[Snapshot] = deque()  # taken over by the client thread, which owns what follows
+        self._issued = 0  # bytes of the first due one that are under way
+        self._under_way: deque[Piece] = deque()
+        self._ahead = 0  # bytes under way
         self._entered = False
         self.failed = False
 
     @property
     def capacity(self) -> int:
         """Largest tensor that the ring holds, in bytes."""
-        return self._space.capacity
+        return self._ring.capacity
 
     @property
     def pending(self) -> bool:
         """Whether copies are under way or due."""
-        return bool(self._waiting or self._fetching)
+        return bool(self._handed or self._due or self._under_way)
+
+    @property
+    def pressed(self) -> bool:
+        """Whether more copies are due than may be under way, or the ring is filling up: `advance` again soon."""
+        return not self.failed and (bool(self._due) or not self._ring.roomy)
+
+    def deadline(self) -> float:
+        """Until when (time.monotonic) a capture that begins now may wait for room."""
+        return time.monotonic() + self._max_block_s
 
     def is_capturing(self) -> bool:
         """Whether a graph is being captured on the current stream: then nothing may be issued."""
         return self._device.is_capturing()
 
-    def snapshot(self, tensor: torch.Tensor, capture: Capture, dtype: torch.dtype) -> Optional[DropReason]:
+    # -- training threads -------------------------------------------------------------------------------
+
+    def snapshot(
+        self, tensor: torch.Tensor, capture: Capture, dtype: torch.dtype, deadline: float
+    ) -> Optional[DropReason]:
         """Copy `tensor`, cast to `dtype`, into the ring on the current stream; a reason if that cannot be.
 
-        The capture becomes ready later, by `advance`.
+        Waits for room until `deadline`. The capture becomes ready later, by `advance`.
         """
         nbytes = capture.descriptor.nbytes
-        start = self._take(nbytes)
-        if start is None:
-            return DropReason.RING_FULL
+        slot = self._ring.take(nbytes, deadline)
+        if slot is None:
+            full = DropReason.INTERNAL if self.failed else DropReason.RING_FULL
+            return self._books.refusing or full
         try:
-            source = tensor.detach()
-            if dtype is source.dtype and dtype.itemsize == 1:
-                source, dtype = (
-                    source.view(torch.uint8),
-                    torch.uint8,
-                )  # not every one-byte dtype has a copy kernel
-            self._ring[start : start + nbytes].view(dtype).view(source.shape).copy_(source)
-            snapshot = _Snapshot(capture, start, nbytes, self._device.record())
+            self._ring.write(slot, tensor, dtype)
         except BaseException:
-            self._give(start, nbytes)
+            self._ring.give([slot])
             raise
-        self._waiting.append(snapshot)
-        return None
+        # Where recording fails the slot stays taken: the copy into it may still be under way.
+        return self._hand_over(Snapshot(capture, self._ring.memory, nbytes, self._device.record(), slot))
+
+    def hold(self, tensor: torch.Tensor, capture: Capture) -> Optional[DropReason]:
+        """Keep `tensor`, for which `can_hold` is true, until its bytes are copied; no room in the ring is needed."""
+        with torch.inference_mode(False):  # there the view would have no version counter
+            memory = tensor.detach().reshape(-1).view(torch.uint8)
+        return self._hand_over(Snapshot(capture, memory, capture.descriptor.nbytes, self._device.record()))
+
+    @staticmethod
+    def can_hold(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+        """Whether the tensor's memory is what is to be kept, and a change of it could be noticed.
+
+        Small ones are not worth a copy of their own: in the ring they share one.
+        """
+        return (
+            tensor.dtype is dtype
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+            and not tensor.is_inference()  # these have no version counter
+            and tensor.nbytes >= SMALL_NBYTES
+        )
+
+    def _hand_over(self, snapshot: Snapshot) -> Optional[DropReason]:
+        with self._handing:
+            if self.failed:  # what is handed over now nobody would take
+                return DropReason.INTERNAL
+            self._handed.append(snapshot)
+            return None
+
+    # -- the client thread ------------------------------------------------------------------------------
 
     def advance(self) -> int:
-        """Start the copies that are due, finish those that are done; returns how many captures became ready."""
+        """Finish the copies that are done, issue those that are due; returns how many captures became ready."""
         if not self._entered:
             self._device.enter_thread()
             self._entered = True
-        while self._waiting:
-            snapshot = self._waiting[0]
-            self._fetch(snapshot)
-            self._waiting.popleft()
-            self._fetching.append(snapshot)
         finished = 0
-        while self._fetching and self._device.query(self._fetching[0].done):
-            self._finish(self._fetching.popleft())
-            finished += 1
+        while self._under_way and self._device.query(self._under_way[0].done):
+            finished += self._finish(self._under_way.popleft())
+        while self._handed:
+            self._due.append(self._handed.popleft())
+        while self._due and self._ahead < AHEAD_NBYTES and self._pace.due():
+            if not self._issue(cut(self._due, self._issued)):
+                break
         return finished
 
     def fail(self) -> None:
-        """After a device error: drop everything under way and every later snapshot as internal errors."""
-        self.failed = True
-        for snapshots in (self._waiting, self._fetching):
-            while snapshots:
-                self._books.abort(snapshots.popleft().capture, DropReason.INTERNAL)
+        """After a device error: drop everything under way and every later capture as internal errors, once each.
 
-    def _fetch(self, snapshot: _Snapshot) -> None:
-        offset = snapshot.capture.descriptor.offset
-        for first in range(0, snapshot.nbytes, PIECE_NBYTES):
-            last = min(first + PIECE_NBYTES, snapshot.nbytes)
-            source = self._ring[snapshot.start + first : snapshot.start + last]
-            self._device.fetch(source, self._host[offset + first : offset + last], snapshot.ready)
-        snapshot.done = self._device.fetched()
+        Where copies may still be under way the slots are given to nobody else. The ring's memory goes back.
+        """
+        with self._handing:
+            self.failed = True
+            self._due.extend(self._handed)
+            self._handed.clear()
+        for piece in self._under_way:
+            for snapshot in piece.ends:
+                self._books.abandon(snapshot.capture, DropReason.INTERNAL)
+        if self._issued:
+            self._books.abandon(self._due.popleft().capture, DropReason.INTERNAL)
+        for snapshot in self._due:
+            self._books.abort(snapshot.capture, DropReason.INTERNAL)
+        self._under_way.clear()
+        self._due.clear()
+        self._ring.close()
 
-    def _finish(self, snapshot: _Snapshot) -> None:
-        self._books.ready(snapshot.capture)
-        self._give(snapshot.start, snapshot.nbytes)
-        self._device.recycle(snapshot.ready)
-        self._device.recycle(snapshot.done)
+    def stop(self) -> None:
+        """At the end of the session: whoever waits for room need not wait any longer."""
+        self._ring.close()
 
-    def _take(self, nbytes: int) -> Optional[int]:
-        extent = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        with self._room:
-            start = self._space.take(extent)
-            if start is None and self._max_block_s > 0 and not self.failed:
-                deadline = time.monotonic() + self._max_block_s
-                while start is None and not self.failed and (left := deadline - time.monotonic()) > 0:
-                    self._room.wait(left)
-                    start = self._space.take(extent)
-            return start
+    def _issue(self, piece: Piece) -> bool:
+        """Start one copy. False if it was not started, or was waited for: then it is others' turn.
 
-    def _give(self, start: int, nbytes: int) -> None:
-        with self._room:
-            self._space.give(start, -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
-            self._room.notify_all()
+        An unpinned copy is not begun before its tensor is there: otherwise this thread, and with it the
+        acknowledgements of every device, would wait for all that the training thread has queued in front of it.
+        """
+        pinned = self._device.pinned
+        if not pinned and not all(self._device.query(event) for event in piece.after):
+            return False
+        nbytes = piece.nbytes
+        self._under_way.append(piece)  # first, so that an error below leaves its slots to nobody else
+        self._issued = 0 if piece.ends else self._issued + nbytes
+        for _ in piece.ends:
+            self._due.popleft()
+        self._device.fetch(piece.source, self._host[piece.offset : piece.offset + nbytes], piece.after)
+        piece.done = self._device.fetched()
+        self._pace.spend(nbytes)
+        self._ahead += nbytes
+        return pinned
+
+    def _finish(self, piece: Piece) -> int:
+        self._ahead -= piece.nbytes
+        self._device.recycle(piece.done)
+        for snapshot in piece.ends:
+            if snapshot.intact:
+                self._books.ready(snapshot.capture)
+            else:
+                self._books.abort(snapshot.capture, DropReason.MUTATED)
+            self._device.recycle(snapshot.ready)
+        self._ring.give([snapshot.slot for snapshot in piece.ends if snapshot.slot is not None])
+        return len(piece.ends)

@@ -212,6 +212,8 @@ def _attach(sink: Sink, model: nn.Module, handle: WatchHandle, plan: _Plan, *, n
             linears[qualified],
             LinearTap(linears[qualified], places[qualified], plan.tensors, plan.slices, sink, gate),
         )
+    if plan.ranks is None or sink.context.rank in plan.ranks:
+        sink.prepare({parameter.device for parameter in model.parameters()})
     handle.modules = tuple(places[qualified].module for qualified in fresh)
     _notices.info(
         'watching %d of %d Linear modules of %s: %s in steps "%s"; widen it with steps="all", CAPD_STEPS or '

@@ -74,6 +74,7 @@ class DropReason(enum.Enum):
     STREAM_CAPTURE = "stream_capture"  # a CUDA graph was being captured
     STEP_BUDGET = "step_budget"  # beyond max_mb_per_step of its iteration
     SAMPLED = "sampled"  # mode sample:1/N does not keep its call
+    MUTATED = "mutated"  # declared immutable, and changed before its bytes were copied
 
 
 DROP_REASONS: tuple[DropReason, ...] = tuple(DropReason)

@@ -11,7 +11,8 @@ import socket
 import threading
 import time
 import uuid
-from typing import Any, Optional, Union
+from collections.abc import Iterable
+from typing import Any, Optional
 
 import torch
 
@@ -23,7 +24,7 @@ from capd_client.config import ClientConfig
 from capd_client.context import Context
 from capd_client.counting import Counters, Snapshot
 from capd_client.definitions import short_name
-from capd_client.device import DeviceStager
+from capd_client.devices import Devices
 from capd_client.key import Key, Moment
 from capd_client.link import Link
 from capd_client.memory import default_arena_nbytes, most_arena_nbytes
@@ -55,7 +56,7 @@ class Session:
         self.client = uuid.UUID(bytes=os.urandom(16))  # not uuid4: some versions of it seed from `random`
         self.enabled = True
         self._endpoint = config.endpoint
-        self._max_block_s = config.max_block_ms / 1e3 if config.policy == "block" else 0.0
+        max_block_s = config.max_block_ms / 1e3 if config.policy == "block" else 0.0
         info = self.context.rank_info
         self.arena = Arena(self._arena_nbytes(info.local_world_size))
         self.counters = Counters()
@@ -65,22 +66,26 @@ class Session:
         self.books = Books(
             slots,
             self.counters,
-            max_block_s=self._max_block_s,
+            max_block_s=max_block_s,
             step_nbytes=None if megabytes is None else int(megabytes * 1e6),
         )
-        self._stage = Stager(self.books, self.arena, self.notices, self._device_stager).stage
-        self._admission: Optional[Admission] = None
-        if config.sample_every > 1:
-            self._admission = Admission(self.books, self._stage, config.sample_every)
-            self._stage = self._admission.stage
-        self._device_stagers: dict[torch.device, Union[DeviceStager, DropReason]] = {}
-        self._device_lock = threading.Lock()
-        self._pinned = False
-        self._pinning: list[threading.Thread] = []
         self._closed = threading.Event()
         self.transport = Transport(
             self._connect, self.books, self.notices, ping_s=config.ping_s, name=f"capd-client-{info.rank}"
         )
+        self._devices = Devices(
+            self.books,
+            self.arena,
+            self.notices,
+            self.transport.add_device,
+            max_block_s=max_block_s,
+            max_d2h_gbps=config.max_d2h_gbps,
+        )
+        self._stage = Stager(self.books, self.arena, self.notices, self._devices.stager).stage
+        self._admission: Optional[Admission] = None
+        if config.sample_every > 1:
+            self._admission = Admission(self.books, self._stage, config.sample_every)
+            self._stage = self._admission.stage
         self.context.on_rank_change = self.transport.reconnect  # HELLO names the rank
         self.arena.prefault()
         self.transport.start()
@@ -98,17 +103,19 @@ class Session:
         attributes: Optional[dict[str, Any]] = None,
         metadata: str = "",
         take: Optional[Slice] = None,
+        immutable: bool = False,
     ) -> None:
         """Take one tensor as it is now. Counted exactly once, whatever happens.
 
         cast_to: record the tensor in this dtype (the snapshot copy casts). attributes: what is constant for the key,
-        the same small dict every time. metadata: a JSON object, or empty. take: the rows to
-        record, None for all.
+        the same small dict every time. metadata: a JSON object, or empty. take: the rows to record, None for all.
+        immutable: nothing writes to the tensor's memory before the capture is done, so that on a device no snapshot
+        of it is needed.
         """
         if not self.enabled:
             return
         try:
-            self._stage(tensor, key, moment, cast_to, attributes, metadata, take)
+            self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable)
         except Counted as error:
             self._tell("a capture", error.__cause__ or error)
             if self.config.strict or not isinstance(error.__cause__, Exception):
@@ -119,6 +126,12 @@ class Session:
     def keeps(self, moment: Moment) -> bool:
         """Whether the mode keeps the captures of this call; those of others are counted drops."""
         return self._admission is None or self._admission.refusal(moment) is None
+
+    @untraced
+    def prepare(self, devices: Iterable[torch.device]) -> None:
+        """Set up the CUDA devices among these for captures, so that no training step has to."""
+        if self.enabled:
+            self._devices.prepare(device for device in devices if device.type == "cuda")
 
     def drop_internal(self, where: str, error: BaseException) -> None:
         """Count a capture that an error inside capd prevented, and log it; raises it under CAPD_STRICT=1."""
@@ -172,6 +185,7 @@ class Session:
             self.config.exit_timeout_s if timeout_s is None else max(0.0, timeout_s)
         )
         transport = self.transport
+        self._devices.hurry()
         if self._ever_connected(deadline):
             self._drain(deadline)
             transport.leave()
@@ -209,14 +223,11 @@ class Session:
         with self.books.lock:
             self.counters.detach()
         self.arena.words.release()
-        for pinning in self._pinning:
-            pinning.join()
-        idle = thread_ended and not self.transport.device_busy and not self.books.copying
-        if self._pinned and idle:
-            from capd_client.cuda import unpin
-
-            unpin(self.arena.address)
-        self.arena.close(unmap=idle)
+        self._devices.stop()
+        if thread_ended and not self.transport.device_busy and not self.books.copying:
+            self._devices.close(self.arena.close)
+        else:
+            self.arena.close(unmap=False)
 
     def forked(self) -> None:
         """In a forked child: hold nothing, capture nothing. Takes no lock, its owner may not exist here."""
@@ -264,43 +275,3 @@ class Session:
             arena_nbytes=self.arena.nbytes,
             attempt=info.attempt,
         )
-
-    def _device_stager(self, device: torch.device) -> Union[DeviceStager, DropReason]:
-        """The stager of a device, made at its first capture, or why there is none."""
-        found = self._device_stagers.get(device)
-        if found is not None:
-            return found
-        with self._device_lock:
-            if device not in self._device_stagers:
-                if torch.cuda.is_current_stream_capturing():
-                    return DropReason.STREAM_CAPTURE  # making one now would break the capture
-                self._device_stagers[device] = self._make_device_stager(device)
-            return self._device_stagers[device]
-
-    def _make_device_stager(self, device: torch.device) -> Union[DeviceStager, DropReason]:
-        from capd_client.cuda import CudaDevice
-
-        try:
-            cuda = CudaDevice(device)
-            stager = DeviceStager(cuda, self.books, self.arena.buffer, max_block_s=self._max_block_s)
-        except Exception as error:
-            self.notices.warn("device_setup", "%s cannot be captured: %s", device, error)
-            return DropReason.INTERNAL
-        pinning = threading.Thread(target=self._pin, args=(device, cuda.pinned), name="capd-pin", daemon=True)
-        self._pinning.append(pinning)
-        pinning.start()
-        self.transport.add_device(stager)
-        return stager
-
-    def _pin(self, device: torch.device, pinned: threading.Event) -> None:
-        """Page-lock the arena, once; until then, or if it fails, copies go the slower way."""
-        from capd_client.cuda import pin
-
-        self.arena.prefaulted()
-        with self._device_lock:
-            problem = None if self._pinned else pin(self.arena.address, self.arena.nbytes, device)
-            self._pinned = self._pinned or problem is None
-        if problem is None:
-            pinned.set()
-        else:
-            self.notices.warn("unpinned", "the arena is not pinned, device copies are slower: %s", problem)

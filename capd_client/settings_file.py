@@ -1,7 +1,8 @@
 """Reads capd.toml for the client: the layout, unknown keys refused, the daemon's table ignored.
 
-Top level: quant_type, policy, mode, slice, max_block_ms, arena_bytes, max_mb_per_step, exit_timeout_s. Table
-[when]: steps, micro_batches, ranks. Table [daemon] belongs to `capd serve` and is not looked into here.
+Top level: quant_type, policy, mode, slice, max_block_ms, arena_bytes, max_mb_per_step, max_d2h_gbps,
+exit_timeout_s. Table [when]: steps, micro_batches, ranks. Table [daemon] belongs to `capd serve` and is not looked
+into here.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class FileSettings(msgspec.Struct, forbid_unknown_fields=True):
     max_block_ms: Union[int, float, None] = None
     arena_bytes: Optional[int] = None
     max_mb_per_step: Union[int, float, None] = None
+    max_d2h_gbps: Union[int, float, None] = None
     exit_timeout_s: Union[int, float, None] = None
     when: WhenSettings = msgspec.field(default_factory=WhenSettings)
     daemon: dict[str, Any] = {}

@@ -68,6 +68,7 @@ class Stager:
         attributes: Optional[dict[str, Any]],
         metadata: str,
         take: Optional[Slice] = None,
+        immutable: bool = False,
     ) -> None:
         """Capture the tensor, or what `take` takes of it.
 
@@ -80,9 +81,9 @@ class Stager:
                 return
         if modes_active():
             with without_modes():
-                self._stage(tensor, key, moment, cast_to, attributes, metadata, take)
+                self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable)
         else:
-            self._stage(tensor, key, moment, cast_to, attributes, metadata, take)
+            self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable)
 
     def _stage_small(self, tensor: torch.Tensor, definition: Definition, moment: Moment) -> bool:
         """The common case with as few calls as there can be; False, and nothing done, where it is not that case.
@@ -131,6 +132,7 @@ class Stager:
         attributes: Optional[dict[str, Any]],
         metadata: str,
         take: Optional[Slice],
+        immutable: bool,
     ) -> None:
         source, problem = (tensor, "") if type(tensor) in PLAIN_TYPES else unwrap(tensor)
         if source is None:
@@ -171,7 +173,7 @@ class Stager:
         if source.is_cpu:
             self._from_host(source, dtype, definition, descriptor)
         else:
-            self._from_device(source, dtype, definition, descriptor)
+            self._from_device(source, dtype, definition, descriptor, immutable)
 
     def _define(
         self, key: Key, dtype: torch.dtype, attributes: Optional[dict[str, Any]], moment: Moment
@@ -216,7 +218,12 @@ class Stager:
         target.view(source.shape).copy_(source)
 
     def _from_device(
-        self, source: torch.Tensor, dtype: torch.dtype, definition: Definition, descriptor: Descriptor
+        self,
+        source: torch.Tensor,
+        dtype: torch.dtype,
+        definition: Definition,
+        descriptor: Descriptor,
+        immutable: bool,
     ) -> None:
         stager = self._devices(source.device)
         if stager is DropReason.STREAM_CAPTURE or (
@@ -228,10 +235,12 @@ class Stager:
         if not isinstance(stager, DeviceStager) or stager.failed:
             self._refuse(definition, DropReason.INTERNAL, descriptor.moment, "its device could not be set up")
             return
-        if descriptor.nbytes > stager.capacity:
+        hold = immutable and stager.can_hold(source, dtype)
+        if not hold and descriptor.nbytes > stager.capacity:
             problem = f"its {descriptor.nbytes} bytes exceed the device ring of {stager.capacity} bytes"
             self._refuse(definition, DropReason.TOO_LARGE, descriptor.moment, problem, descriptor.nbytes)
             return
+        deadline = stager.deadline()  # waiting for the arena and for the ring counts together
         capture = self._books.admit(definition, descriptor)
         if capture is None:
             self._say_dropped(descriptor)
@@ -240,12 +249,15 @@ class Stager:
             if not descriptor.nbytes:
                 self._books.ready(capture)
                 return
-            reason = stager.snapshot(source, capture, dtype)
+            reason = (
+                stager.hold(source, capture) if hold else stager.snapshot(source, capture, dtype, deadline)
+            )
         except BaseException as error:
             self._books.abort(capture, DropReason.INTERNAL)
             raise Counted from error
         if reason is not None:
             self._books.abort(capture, reason)
+        if reason is DropReason.RING_FULL:
             self._notices.warn(
                 reason.value, "the device ring of %d bytes is full; captures are dropped", stager.capacity
             )

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Optional, Protocol
 
 import msgspec
@@ -80,6 +80,7 @@ class Sink(Protocol):
     ) -> None: ...
     def keeps(self, moment: Moment) -> bool: ...
     def quant_type(self, dtype: torch.dtype) -> str: ...
+    def prepare(self, devices: Iterable[torch.device]) -> None: ...
     def drop_internal(self, where: str, error: Exception) -> None: ...
 
 

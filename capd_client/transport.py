@@ -28,7 +28,6 @@ __all__ = ["State", "Transport"]
 _TICK_S = 0.001
 _EASY_TICK_S = 0.005  # while nothing presses: every round costs the training process some 100 µs
 _IDLE_TICK_S = 0.025
-_DEVICE_IDLE_TICK_S = 0.002
 _BACKOFF_S = (0.05, 2.0)
 
 
@@ -65,6 +64,7 @@ class Transport:
         self._talk: Optional[Conversation] = None
         self._random = random.Random()  # noqa: S311 - jitter; private, the job's generators stay untouched
         self._devices: list[DeviceStager] = []
+        self._turn = 0
         self._flushes: list[FlushRequest] = []
         self._flush_id = 0
         self._connections = 0
@@ -178,7 +178,7 @@ class Transport:
 
     def _rest(self, worked: bool) -> None:
         """Wait for an answer or the next tick, whichever is first, and take the answers."""
-        idle_s = _DEVICE_IDLE_TICK_S if self._devices else _IDLE_TICK_S
+        idle_s = _EASY_TICK_S if self._devices else _IDLE_TICK_S  # a ring fills up faster than an arena
         self._tick_s = _TICK_S if worked else min(self._tick_s * 2, idle_s)
         talk = self._talk
         if talk is None:
@@ -193,9 +193,9 @@ class Transport:
             self._judge(verdict, talk)
 
     def _at_ease(self) -> bool:
-        """Whether nobody waits for an answer: no flush, no thread that wants room, and most of the arena is free."""
-        waited_for = self._flushes or self._leaving or self._devices or self.state is not State.RUNNING
-        return not waited_for and self._books.roomy
+        """Whether nobody waits for an answer: no flush, no thread or device that wants room, and an arena half free."""
+        waited_for = self._flushes or self._leaving or self.state is not State.RUNNING
+        return not waited_for and self._books.roomy and not any(stager.pressed for stager in self._devices)
 
     def _judge(self, verdict: Verdict, talk: Conversation) -> None:
         if isinstance(verdict, Welcome):
@@ -233,7 +233,11 @@ class Transport:
 
     def _advance_devices(self) -> bool:
         worked = False
-        for stager in self._devices:
+        stagers = self._devices
+        if len(stagers) > 1:  # in turn, or the first one could use up all that max_d2h_gbps allows
+            self._turn = (self._turn + 1) % len(stagers)
+            stagers = stagers[self._turn :] + stagers[: self._turn]
+        for stager in stagers:
             if not stager.failed:
                 worked = self._advance(stager) or worked
         return worked

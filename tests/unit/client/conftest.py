@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 from client_peer import Peer
+from fake_device import AlwaysDevice, FakeDevice, Rig
 
 from capd_client.config import ClientConfig
 from capd_client.context import Context
+from capd_client.device import DeviceStager
+from capd_client.pacing import Pace
 from capd_client.session import Session
 
 SMALL_ARENA = 1 << 20
@@ -48,6 +51,38 @@ def make_session(socket_path: str) -> Iterator[Callable[..., Session]]:
     yield make
     for session in sessions:
         session.close(0.0)
+
+
+@pytest.fixture
+def rig(make_session: Callable[..., Session]) -> Callable[..., Rig]:
+    """Makes fake devices, each with a session of its own if none is given.
+
+    by_hand: the test calls `stager.advance()`, not the client thread.
+    """
+
+    def make(
+        device: FakeDevice | None = None,
+        *,
+        by_hand: bool = False,
+        pace: Pace | None = None,
+        session: Session | None = None,
+        **settings: Any,
+    ) -> Rig:
+        device = device or FakeDevice()
+        session = session or make_session(strict=True, **settings)
+        stager = DeviceStager(
+            device,
+            session.books,
+            session.arena.buffer,
+            pace=pace or Pace(None),
+            max_block_s=settings.get("max_block_ms", 0.0) / 1e3,
+        )
+        if not by_hand:
+            session.transport.add_device(stager)
+        way = AlwaysDevice(session.books, session.arena, session.notices, lambda _: stager)
+        return Rig(session, device, stager, way)
+
+    return make
 
 
 @pytest.fixture

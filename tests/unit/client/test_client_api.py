@@ -215,3 +215,11 @@ def test_a_thousand_failures_are_one_line_of_log(on: Peer, caplog: pytest.LogCap
         capd_client.capture(torch.ones(1, dtype=torch.complex64), tensor_name="x")
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
     assert capd_client.counters()["dropped"] == {"unsupported": 1000}
+
+
+def test_a_host_tensor_declared_immutable_is_copied_as_any_other(on: Peer) -> None:
+    tensor = torch.ones(4)
+    capd_client.capture(tensor, tensor_name="x", immutable=True)
+    tensor.zero_()
+    assert capd_client.flush(10)
+    assert on.data_of("x") == [torch.ones(4).numpy().tobytes()]

@@ -48,14 +48,15 @@ def test_the_embedded_daemon_is_asked_for_with_a_remedy(caplog: pytest.LogCaptur
 def test_environment_wins_over_file_and_file_over_default(empty_folder: Path) -> None:
     (empty_folder / "capd.toml").write_text(
         'policy = "block"\nquant_type = "mxfp8"\nmax_block_ms = 5\nmax_mb_per_step = 2.5\n'
-        'slice = "first:64"\n[when]\nsteps = "0-3"\nranks = 0\n[daemon]\nstore = "x"\n'
+        'max_d2h_gbps = 12\nslice = "first:64"\n'
+        '[when]\nsteps = "0-3"\nranks = 0\n[daemon]\nstore = "x"\n'
     )
 
     config = load_config({"CAPD_POLICY": "drop", "CAPD_STEPS": "7", "CUSTOM_QUANT_TYPE": "hifp8"})
 
     assert (config.policy, config.steps, config.quant_type) == ("drop", "7", "hifp8")
     assert (config.max_block_ms, config.max_mb_per_step, config.ranks) == (5.0, 2.5, "0")
-    assert config.slice == "first:64"
+    assert (config.slice, config.max_d2h_gbps) == ("first:64", 12.0)
     assert config.origins["policy"] == "env CAPD_POLICY"
     assert config.origins["max_block_ms"] == f"file {empty_folder / 'capd.toml'}"
     assert config.origins["micro_batches"] == "default"
@@ -108,6 +109,7 @@ def test_a_job_under_slurm_shares_one_run_id_unless_it_names_one() -> None:
         ("CAPD_MAX_BLOCK_MS", "nan", "max_block_ms", 30_000.0),
         ("CAPD_ARENA_BYTES", "lots", "arena_bytes", None),
         ("CAPD_MAX_MB_PER_STEP", "0", "max_mb_per_step", None),
+        ("CAPD_MAX_D2H_GBPS", "0", "max_d2h_gbps", None),
         ("CAPD_ARENA_BYTES", "3", "arena_bytes", None),
         ("CAPD_EXIT_TIMEOUT_S", "inf", "exit_timeout_s", 30.0),
         ("CAPD_LOG", "LOUD", "log", None),

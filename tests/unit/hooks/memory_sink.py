@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -37,6 +38,7 @@ class MemorySink:
     context: Context = field(default_factory=lambda: Context(environ={}))
     captured: list[Captured] = field(default_factory=list)
     errors: list[tuple[str, Exception]] = field(default_factory=list)
+    prepared: list[set[torch.device]] = field(default_factory=list)
 
     def offer(
         self,
@@ -59,6 +61,9 @@ class MemorySink:
 
     def quant_type(self, dtype: torch.dtype) -> str:
         return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64"}[dtype]
+
+    def prepare(self, devices: Iterable[torch.device]) -> None:
+        self.prepared.append(set(devices))
 
     def drop_internal(self, where: str, error: Exception) -> None:
         self.errors.append((where, error))

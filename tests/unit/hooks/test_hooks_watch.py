@@ -352,3 +352,13 @@ def test_a_compiled_model_is_warned_about_and_left_alone(
     assert "watched already" in caplog.text
     watch(torch.compile(MLP(), backend="eager"))
     assert "the watched model is compiled" in caplog.text
+
+
+def test_the_devices_of_the_model_are_set_up_at_watch_on_ranks_that_capture(sink: MemorySink) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
+    watch(model)
+    assert sink.prepared == [{torch.device("cpu"), torch.device("meta")}]
+
+    sink.config = ClientConfig(ranks="1-3")
+    watch(MLP())
+    assert len(sink.prepared) == 1

@@ -1,0 +1,95 @@
+"""The devices of a session: one stager each, the arena's page lock, and the limit on their copies together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Optional, Union
+
+import torch
+
+from capd_client.arena import Arena
+from capd_client.books import Books
+from capd_client.cuda import CudaDevice, is_capturing
+from capd_client.device import DeviceStager
+from capd_client.notices import Notices
+from capd_client.pacing import Pace
+from capd_client.pinning import Pinning
+from capd_client.protocol import DropReason
+
+__all__ = ["Devices"]
+
+
+class Devices:
+    """Sets devices up when they are first needed. add: hands a new stager to the client thread.
+
+    max_block_s: how long a capture may wait for room on a device. max_d2h_gbps: 10⁹ bytes per second from all of
+    them together, None for no limit.
+    """
+
+    def __init__(
+        self,
+        books: Books,
+        arena: Arena,
+        notices: Notices,
+        add: Callable[[DeviceStager], None],
+        *,
+        max_block_s: float,
+        max_d2h_gbps: Optional[float],
+    ) -> None:
+        self._books = books
+        self._arena = arena
+        self._notices = notices
+        self._add = add
+        self._max_block_s = max_block_s
+        self._pace = Pace(max_d2h_gbps)
+        self._pinning = Pinning(arena, notices)
+        self._lock = threading.Lock()
+        self._stagers: dict[torch.device, Union[DeviceStager, DropReason]] = {}
+
+    def stager(self, device: torch.device) -> Union[DeviceStager, DropReason]:
+        """The stager of a device, or why there is none."""
+        found = self._stagers.get(device)
+        if found is not None:
+            return found
+        with self._lock:
+            if device not in self._stagers:
+                if is_capturing():
+                    return DropReason.STREAM_CAPTURE  # making one now would break the capture
+                self._stagers[device] = self._make(device)
+            return self._stagers[device]
+
+    def prepare(self, devices: Iterable[torch.device]) -> None:
+        """Set up these devices, CUDA ones, now: rings are not allocated inside of a training step then."""
+        for device in devices:
+            self.stager(device)
+
+    def hurry(self) -> None:
+        """The session is closing: copies are not held back any more."""
+        self._pace.lift()
+
+    def close(self, release: Callable[[], None]) -> None:
+        """When nothing writes to the arena any more: undo its page lock, then call `release`, maybe in a thread."""
+        self._pinning.close(release)
+
+    def stop(self) -> None:
+        """Wake whoever still waits for room."""
+        for stager in list(self._stagers.values()):
+            if isinstance(stager, DeviceStager):
+                stager.stop()
+
+    def _make(self, device: torch.device) -> Union[DeviceStager, DropReason]:
+        try:
+            stager = DeviceStager(
+                CudaDevice(device, self._pinning.pinned),
+                self._books,
+                self._arena.buffer,
+                pace=self._pace,
+                max_block_s=self._max_block_s,
+            )
+        except Exception as error:
+            self._notices.warn("device_setup", "%s cannot be captured: %s", device, error)
+            return DropReason.INTERNAL
+        self._pinning.start(device)
+        self._add(stager)
+        return stager

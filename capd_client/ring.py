@@ -1,0 +1,100 @@
+"""The device ring: memory of capd's own on a device, which tensors are copied into when they are captured.
+
+Its layout mirrors the arena's (capd_client.allocator): small tensors that are captured one behind the other lie one
+behind the other in a slab here as there, so that one copy can bring several of them home.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from typing import Optional
+
+import torch
+
+from capd_client.allocator import Slot, SlotAllocator
+
+__all__ = ["Ring", "ring_nbytes"]
+
+_MAX_NBYTES = 256 << 20
+_SHARE = 0.05  # of the free device memory
+_GRANULE_NBYTES = 4096
+
+
+def ring_nbytes(free_nbytes: int) -> int:
+    """Size of the ring: 5 % of the free device memory, at most 256 MiB, whole 4 KiB."""
+    return max(0, min(_MAX_NBYTES, int(free_nbytes * _SHARE))) // _GRANULE_NBYTES * _GRANULE_NBYTES
+
+
+class Ring:
+    """Slots of `memory`, a flat uint8 tensor on the device of whole 4 KiB. Any thread may take and give."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self._views: dict[torch.dtype, torch.Tensor] = {}
+        self._slots = SlotAllocator(0, memory.numel())
+        self._room = threading.Condition()
+        self._waiting = 0
+        self._stalled = False
+        self._closed = False
+
+    @property
+    def capacity(self) -> int:
+        """Largest tensor that it holds, in bytes."""
+        return self._slots.capacity
+
+    @property
+    def roomy(self) -> bool:
+        """Whether at least half of it is free and nobody waits for room. A look without the lock."""
+        return not self._waiting and 2 * self._slots.free_nbytes >= self._slots.capacity
+
+    def take(self, nbytes: int, deadline: float) -> Optional[Slot]:
+        """A slot, or None where there is none until `deadline` (time.monotonic).
+
+        A wait that ran out is not repeated until something was given back: a device that hangs costs one wait.
+        """
+        with self._room:
+            slot = None if self._closed else self._slots.take(nbytes)
+            while slot is None and not self._closed and not self._stalled:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self._waiting += 1
+                try:
+                    self._stalled = not self._room.wait(left)
+                finally:
+                    self._waiting -= 1
+                slot = None if self._closed else self._slots.take(nbytes)
+            return slot
+
+    def write(self, slot: Slot, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        """Copy `tensor`, cast to `dtype`, into the slot: one copy on the current stream, contiguous whatever it was."""
+        source = tensor.detach()
+        if dtype is source.dtype and dtype.itemsize == 1:
+            source, dtype = (
+                source.view(torch.uint8),
+                torch.uint8,
+            )  # not every one-byte dtype has a copy kernel
+        view = self._views.get(dtype)
+        if view is None:
+            with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode
+                view = self._views[dtype] = self.memory.view(dtype)
+        first = slot[0] // dtype.itemsize
+        view[first : first + source.numel()].view(source.shape).copy_(source)
+
+    def give(self, slots: Iterable[Slot]) -> None:
+        """Return slots, each exactly once, when nothing reads them any more."""
+        with self._room:
+            for slot in slots:
+                self._slots.give(slot)
+            self._stalled = False
+            self._room.notify_all()
+
+    def close(self) -> None:
+        """Let go of the memory, and of whoever waits for room in it; nothing is handed out any more."""
+        with self._room:
+            self._closed = True
+            self._views.clear()
+            self.memory = torch.empty(0, dtype=torch.uint8)
+            self._room.notify_all()

@@ -1,0 +1,137 @@
+"""A device for tests, which delays and reorders what it is asked to do, and a session that captures from it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from client_peer import wait_until
+
+from capd_client.device import DeviceStager
+from capd_client.key import Key
+from capd_client.session import Session
+from capd_client.staging import Stager
+
+KEY = Key(quant_type="fp32", rank=0, tensor_name="x")
+
+
+@dataclass(eq=False)
+class FakeEvent:
+    happened: bool = False
+
+
+@dataclass
+class FakeDevice:
+    """Takes snapshots at once and copies to the host only when `run` is called, in the order it is told.
+
+    ready: whether what the training thread issued is done at once. `issued` are the events that it recorded.
+    """
+
+    nbytes: int = 1 << 15  # too small for slabs: a copy for each capture
+    capturing: bool = False
+    pinned: bool = True
+    ready: bool = True
+    fetches: list[tuple[torch.Tensor, torch.Tensor, Sequence[FakeEvent]]] = field(default_factory=list)
+    marks: list[tuple[int, FakeEvent]] = field(default_factory=list)
+    issued: list[FakeEvent] = field(default_factory=list)
+    recycled: list[FakeEvent] = field(default_factory=list)
+    entered: list[str] = field(default_factory=list)
+    fault: Exception | None = None
+
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+    def allocate_ring(self) -> torch.Tensor:
+        return torch.empty(self.nbytes, dtype=torch.uint8)
+
+    def record(self) -> FakeEvent:
+        event = FakeEvent(self.ready)
+        self.issued.append(event)
+        return event
+
+    def enter_thread(self) -> None:
+        self.entered.append(threading.current_thread().name)
+
+    def fetch(self, source: torch.Tensor, host: torch.Tensor, after: Sequence[FakeEvent]) -> None:
+        assert source.numel() == host.numel()
+        if self.fault is not None:
+            raise self.fault
+        if not self.pinned:  # this one would wait for them
+            assert all(event.happened for event in after)
+            host.copy_(source)
+        self.fetches.append((source, host, after))
+
+    def fetched(self) -> FakeEvent:
+        event = FakeEvent(happened=not self.pinned)
+        self.marks.append((len(self.fetches), event))
+        return event
+
+    def query(self, event: FakeEvent) -> bool:
+        return event.happened
+
+    def recycle(self, event: FakeEvent) -> None:
+        assert event.happened
+        self.recycled.append(event)
+
+    def run(self, index: int) -> None:
+        """Perform the copies behind the index-th event."""
+        first = self.marks[index - 1][0] if index else 0
+        last, event = self.marks[index]
+        for source, host, after in self.fetches[first:last]:
+            assert all(event.happened for event in after)
+            host.copy_(source)
+        event.happened = True
+
+    def run_all(self) -> None:
+        """Perform every copy not performed yet, in order."""
+        for index, (_, event) in enumerate(self.marks):
+            if not event.happened:
+                self.run(index)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each copy so far."""
+        return [source.numel() for source, _, _ in self.fetches]
+
+
+class AlwaysDevice(Stager):
+    """Sends CPU tensors the way of device tensors."""
+
+    def _stage_small(self, *_: object) -> bool:
+        return False
+
+    def stage(self, *args: Any, immutable: bool = False) -> None:
+        self._immutable = immutable
+        super().stage(*args, immutable=immutable)
+
+    def _from_host(self, *args: Any) -> None:
+        self._from_device(*args, self._immutable)
+
+
+@dataclass
+class Rig:
+    """A session with a fake device. Without `by_hand` the client thread advances the stager."""
+
+    session: Session
+    device: FakeDevice
+    stager: DeviceStager
+    way: Stager
+
+    def offer(
+        self, tensor: torch.Tensor, cast_to: torch.dtype | None = None, *, immutable: bool = False
+    ) -> None:
+        """Offer a CPU tensor as if it were on the fake device."""
+        self.way.stage(tensor, KEY, self.session.context.moment(), cast_to, None, "", immutable=immutable)
+
+    def started(self, count: int) -> None:
+        """Wait until so many copies were issued by the client thread."""
+        wait_until(lambda: len(self.device.marks) >= count)
+
+    def finish(self) -> None:
+        """By hand: issue and perform everything."""
+        while self.stager.pending:
+            self.stager.advance()
+            self.device.run_all()

@@ -1,0 +1,272 @@
+"""Devices that fail, several of them, and threads that wait for room: every capture counted once, no slot shared."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from client_peer import Peer, wait_until
+from fake_device import KEY, FakeDevice, FakeEvent, Rig
+
+from capd_client import device, pieces
+from capd_client.pacing import Pace
+from capd_client.transport import Transport
+
+MIB = 1 << 20
+MakeRig = Callable[..., Rig]
+BROKEN = RuntimeError("CUDA error: unspecified launch failure")
+
+
+def in_thread(call: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=call)
+    thread.start()
+    return thread
+
+
+# -- failure ------------------------------------------------------------------------------------------------
+
+
+def test_a_device_error_drops_what_was_under_way_and_the_session_lives_on(peer: Peer, rig: MakeRig) -> None:
+    r = rig()
+    r.device.fault = BROKEN
+    r.offer(torch.zeros(4))
+    wait_until(lambda: r.stager.failed)
+    r.offer(torch.zeros(4))
+    r.session.offer(torch.ones(4), KEY, r.session.context.moment())
+    assert r.session.flush(10)
+    now = r.session.snapshot()
+    assert (now.offered, now.committed, now.dropped) == (3, 1, {"internal": 2})
+
+
+def test_slots_that_a_failed_device_may_still_write_are_given_to_nobody_else(
+    peer: Peer, rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "PIECE_NBYTES", 1 << 16)
+    monkeypatch.setattr(device, "AHEAD_NBYTES", 1 << 17)
+    r = rig(FakeDevice(nbytes=MIB), by_hand=True)
+    free = r.session.books.slots.free_nbytes
+    for _ in range(4):
+        r.offer(torch.full((1 << 16,), 1, dtype=torch.uint8))
+    r.offer(torch.full((3 << 16,), 1, dtype=torch.uint8))
+    r.stager.advance()
+    r.device.run(0)
+    r.stager.advance()
+    assert len(r.device.fetches) == 3  # the first one is home, two are under way, two were not begun
+    r.stager.fail()
+
+    assert r.session.flush(10)
+    now = r.session.snapshot()
+    assert (now.offered, now.committed, now.in_flight, now.dropped) == (5, 1, 0, {"internal": 4})
+    assert r.session.books.slots.free_nbytes == free - 2 * (1 << 16)
+    others = [torch.full((1 << 16,), 2, dtype=torch.uint8)] * 8
+    for tensor in others:
+        r.session.offer(tensor, KEY, r.session.context.moment())
+    r.device.run_all()  # the copies that were under way come late
+    assert r.session.flush(10)
+    assert peer.data_of("x")[1:] == [tensor.numpy().tobytes() for tensor in others]
+
+
+def test_a_capture_whose_first_pieces_are_under_way_keeps_its_slot_too(
+    peer: Peer, rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "PIECE_NBYTES", 1 << 12)
+    monkeypatch.setattr(device, "AHEAD_NBYTES", 1 << 13)
+    r = rig(FakeDevice(nbytes=MIB), by_hand=True)
+    free = r.session.books.slots.free_nbytes
+    r.offer(torch.zeros(1 << 16, dtype=torch.uint8))
+    r.stager.advance()
+    r.stager.fail()
+
+    assert r.session.snapshot().dropped == {"internal": 1}
+    assert r.session.books.slots.free_nbytes == free - (1 << 16)
+
+
+@pytest.mark.parametrize("call", ["fetch", "fetched", "query", "enter_thread"])
+def test_whatever_call_fails_every_capture_is_counted_once(peer: Peer, rig: MakeRig, call: str) -> None:
+    r = rig()
+
+    def fail(*_: object) -> None:
+        raise BROKEN
+
+    setattr(r.device, call, fail)
+    for _ in range(3):
+        r.offer(torch.zeros(64))
+    wait_until(lambda: r.stager.failed)
+    r.offer(torch.zeros(64))
+    wait_until(lambda: r.session.snapshot().in_flight == 0)
+    now = r.session.snapshot()
+    assert (now.offered, now.committed, now.dropped) == (4, 0, {"internal": 4})
+    assert not r.stager.pending
+
+
+def test_a_capture_handed_over_while_the_device_fails_is_not_left_behind(peer: Peer, rig: MakeRig) -> None:
+    r = rig(by_hand=True)
+    record = r.device.record
+
+    def record_and_fail() -> FakeEvent:
+        r.stager.fail()
+        return record()
+
+    r.device.record = record_and_fail  # type: ignore[method-assign]
+    r.offer(torch.zeros(64))
+    now = r.session.snapshot()
+    assert (now.offered, now.in_flight, now.dropped) == (1, 0, {"internal": 1})
+
+
+def test_a_failed_device_gives_its_memory_back(peer: Peer, rig: MakeRig) -> None:
+    r = rig(by_hand=True)
+    r.offer(torch.zeros(64))
+    assert r.stager._ring.memory.numel()
+    r.stager.fail()
+    assert r.stager._ring.memory.numel() == 0
+    assert r.stager._ring._views == {}
+
+
+# -- waiting ------------------------------------------------------------------------------------------------
+
+
+def blocked(r: Rig) -> threading.Thread:
+    """A thread that waits for room in the ring."""
+    r.offer(torch.zeros(1024))
+    thread = in_thread(lambda: r.offer(torch.ones(1024)))
+    wait_until(lambda: r.session.books.last_sequence == 2)
+    assert thread.is_alive()
+    return thread
+
+
+def test_who_waits_for_room_is_released_when_the_device_fails(peer: Peer, rig: MakeRig) -> None:
+    r = rig(FakeDevice(nbytes=4096), by_hand=True, policy="block", max_block_ms=60_000.0)
+    thread = blocked(r)
+    r.stager.fail()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert r.session.snapshot().dropped == {"internal": 2}
+
+
+def test_who_waits_for_room_is_released_when_the_session_closes(peer: Peer, rig: MakeRig) -> None:
+    r = rig(FakeDevice(nbytes=4096), by_hand=True, policy="block", max_block_ms=60_000.0)
+    r.session._devices._stagers[torch.device("cuda")] = r.stager
+    thread = blocked(r)
+    r.session.close(0.0)
+    thread.join(10)
+    assert not thread.is_alive()
+    now = r.session.snapshot()
+    assert (now.offered, now.in_flight, now.dropped) == (2, 0, {"not_connected": 2})
+
+
+def test_a_ring_that_stays_full_costs_one_wait_and_not_one_per_capture(peer: Peer, rig: MakeRig) -> None:
+    r = rig(FakeDevice(nbytes=4096), by_hand=True, policy="block", max_block_ms=50.0)
+    waits: list[float] = []
+    wait = r.stager._ring._room.wait
+
+    def counted(timeout: float) -> bool:
+        waits.append(timeout)
+        return wait(timeout)
+
+    r.stager._ring._room.wait = counted  # type: ignore[method-assign]
+    for _ in range(5):
+        r.offer(torch.zeros(1024))
+    assert r.session.snapshot().dropped == {"ring_full": 4}
+    assert len(waits) == 1
+
+    r.finish()
+    for _ in range(3):
+        r.offer(torch.zeros(1024))
+    assert len(waits) == 2
+
+
+def test_waiting_for_arena_and_ring_together_takes_no_longer_than_allowed(peer: Peer, rig: MakeRig) -> None:
+    r = rig(FakeDevice(nbytes=4096), by_hand=True, policy="block", max_block_ms=60_000.0)
+    r.offer(torch.zeros(1024))
+    deadline = r.stager.deadline() - 60.0  # as if the arena had taken all of it
+    r.stager.deadline = lambda: deadline  # type: ignore[method-assign]
+    r.offer(torch.zeros(1024))
+    assert r.session.snapshot().dropped == {"ring_full": 1}
+
+
+# -- several devices ----------------------------------------------------------------------------------------
+
+
+def test_two_devices_in_two_threads_are_exact(peer: Peer, rig: MakeRig) -> None:
+    first = rig(arena_bytes=8 * MIB)
+    second = rig(session=first.session)
+    count = 60
+
+    def capture(r: Rig, sign: int) -> None:
+        for n in range(1, count + 1):
+            while r.stager._ring._slots.free_nbytes < 4096:  # so that none is dropped
+                r.device.run_all()
+            r.offer(torch.full((16,), float(sign * n)))
+
+    threads = [in_thread(lambda: capture(first, 1)), in_thread(lambda: capture(second, -1))]
+    while any(thread.is_alive() for thread in threads) or first.stager.pending or second.stager.pending:
+        first.device.run_all()
+        second.device.run_all()
+    for thread in threads:
+        thread.join()
+
+    assert first.session.flush(20)
+    now = first.session.snapshot()
+    assert (now.offered, now.committed, now.dropped) == (2 * count, 2 * count, {})
+    values = [torch.frombuffer(bytearray(data), dtype=torch.float32)[0].item() for data in peer.data_of("x")]
+    assert [value for value in values if value > 0] == [float(n) for n in range(1, count + 1)]
+    assert [value for value in values if value < 0] == [-float(n) for n in range(1, count + 1)]
+
+
+def test_a_failed_device_leaves_the_other_alone(peer: Peer, rig: MakeRig) -> None:
+    first = rig()
+    second = rig(session=first.session)
+    first.device.fault = BROKEN
+    for r in (first, second):
+        r.offer(torch.zeros(16))
+    wait_until(lambda: first.stager.failed)
+    second.started(1)
+    second.device.run_all()
+    assert first.session.flush(10)
+    second.offer(torch.ones(16))
+    second.started(2)
+    second.device.run_all()
+    assert first.session.flush(10)
+
+    now = first.session.snapshot()
+    assert (now.offered, now.committed, now.dropped) == (3, 2, {"internal": 1})
+
+
+def test_none_of_several_devices_takes_all_that_the_pace_allows(peer: Peer, rig: MakeRig) -> None:
+    """One copy per look is allowed; both devices have many waiting, and get every other one."""
+    first = rig(by_hand=True, arena_bytes=8 * MIB)
+    order: list[str] = []
+
+    class OneEach(Pace):
+        spent = False
+
+        def due(self) -> bool:
+            return not self.spent
+
+        def spend(self, nbytes: int) -> None:
+            self.spent = True
+
+    class Named(FakeDevice):
+        def fetch(self, *args: object) -> None:
+            order.append(self.name)  # type: ignore[attr-defined]
+            super().fetch(*args)  # type: ignore[arg-type]
+
+    pace = OneEach(None)
+    rigs = []
+    for name in "ab":
+        fake = Named()
+        fake.name = name  # type: ignore[attr-defined]
+        rigs.append(rig(fake, by_hand=True, pace=pace, session=first.session))
+    for r in rigs:
+        for _ in range(4):
+            r.offer(torch.zeros(16))
+    transport = Transport(first.session._connect, first.session.books, first.session.notices)
+    for r in rigs:
+        transport.add_device(r.stager)
+    for _ in range(6):
+        pace.spent = False
+        transport._advance_devices()
+
+    assert sorted(order) == list("aaabbb")
