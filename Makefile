@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest
 SOURCES := capd capd_client tests benchmarks examples
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-store check check-static format lint type imports test-fault test-gpu test-all bench bench-store clean
+.PHONY: help setup demo test test-store check check-static format lint type imports test-fault test-gpu test-all bench bench-gpu bench-store clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -73,6 +73,9 @@ bench: setup ## Run the benchmarks (a quarter of an hour, on a quiet machine)
 	$(BIN)/python benchmarks/capture_call.py
 	$(BIN)/python benchmarks/training_overhead.py
 	$(MAKE) bench-store
+
+bench-gpu: setup ## Run the benchmarks that need a CUDA device (eight minutes at most)
+	$(BIN)/python benchmarks/gpu_capture.py
 
 bench-store: setup ## Run the store's benchmarks in few rounds; each takes --rounds N for more
 	$(BIN)/python benchmarks/store_codecs.py --rounds 2

@@ -47,6 +47,11 @@ class Devices:
         self._lock = threading.Lock()
         self._stagers: dict[torch.device, Union[DeviceStager, DropReason]] = {}
 
+    @property
+    def pinned(self) -> bool:
+        """Whether the arena is page-locked."""
+        return self._pinning.pinned()
+
     def stager(self, device: torch.device) -> Union[DeviceStager, DropReason]:
         """The stager of a device, or why there is none."""
         found = self._stagers.get(device)

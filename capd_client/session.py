@@ -73,7 +73,7 @@ class Session:
         self.transport = Transport(
             self._connect, self.books, self.notices, ping_s=config.ping_s, name=f"capd-client-{info.rank}"
         )
-        self._devices = Devices(
+        self.devices = Devices(
             self.books,
             self.arena,
             self.notices,
@@ -81,7 +81,7 @@ class Session:
             max_block_s=max_block_s,
             max_d2h_gbps=config.max_d2h_gbps,
         )
-        self._stage = Stager(self.books, self.arena, self.notices, self._devices.stager).stage
+        self._stage = Stager(self.books, self.arena, self.notices, self.devices.stager).stage
         self._admission: Optional[Admission] = None
         if config.sample_every > 1:
             self._admission = Admission(self.books, self._stage, config.sample_every)
@@ -131,7 +131,7 @@ class Session:
     def prepare(self, devices: Iterable[torch.device]) -> None:
         """Set up the CUDA devices among these for captures, so that no training step has to."""
         if self.enabled:
-            self._devices.prepare(device for device in devices if device.type == "cuda")
+            self.devices.prepare(device for device in devices if device.type == "cuda")
 
     def drop_internal(self, where: str, error: BaseException) -> None:
         """Count a capture that an error inside capd prevented, and log it; raises it under CAPD_STRICT=1."""
@@ -185,7 +185,7 @@ class Session:
             self.config.exit_timeout_s if timeout_s is None else max(0.0, timeout_s)
         )
         transport = self.transport
-        self._devices.hurry()
+        self.devices.hurry()
         if self._ever_connected(deadline):
             self._drain(deadline)
             transport.leave()
@@ -223,9 +223,9 @@ class Session:
         with self.books.lock:
             self.counters.detach()
         self.arena.words.release()
-        self._devices.stop()
+        self.devices.stop()
         if thread_ended and not self.transport.device_busy and not self.books.copying:
-            self._devices.close(self.arena.close)
+            self.devices.close(self.arena.close)
         else:
             self.arena.close(unmap=False)
 

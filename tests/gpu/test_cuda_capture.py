@@ -2,71 +2,190 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
 
-import capd
-from tests.integration.processes import Daemon
+from tests.gpu.conftest import Job
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+Same = Callable[[torch.Tensor, torch.Tensor], bool]
 
-JOB = """
-import torch, capd_client
-
+HAZARDS = """
 generator = torch.Generator("cuda").manual_seed(1)
 sizes = [(3,), (64, 64), (512, 1024), (1025, 1023), ()]
-first = torch.zeros(8, device="cuda")
-capd_client.capture(first, tensor_name="warm-up")
-capd_client.flush()
-held = []
+session().prepare([torch.device("cuda", 0)])
+held = {}
 torch.cuda.set_sync_debug_mode("error")
-before = torch.cuda.memory_allocated()
 for n in range(100):
-    for shape in sizes:
+    for index, shape in enumerate(sizes):
         tensor = torch.randn(shape, device="cuda", generator=generator, dtype=torch.float32).to(torch.bfloat16)
-        kept = tensor.clone()
-        capd_client.capture(tensor, tensor_name=f"t{len(shape)}", iteration=n)
-        tensor.zero_()  # an in-place write right behind the capture
-        tensor.untyped_storage().resize_(0)  # and its memory is gone
         if n % 20 == 0:
-            held.append((n, len(shape), kept))
+            held[f"t{index}", n] = tensor.clone()
+        capture(tensor, f"t{index}", n)
+        tensor.zero_()  # an in-place write right behind the capture
+        tensor.untyped_storage().resize_(0)  # and its memory is gone, for the next one to take
 torch.cuda.set_sync_debug_mode("default")
-del tensor, kept
-assert capd_client.flush(60), capd_client.counters()
-assert not capd_client.counters()["dropped"], capd_client.counters()
-torch.save([(n, d, t.cpu()) for n, d, t in held], "held.pt")
+assert not drained()["dropped"]
+torch.save({key: tensor.cpu() for key, tensor in held.items()}, "held.pt")
 """
 
 
-def test_cuda_tensors_arrive_as_they_were_at_capture(tmp_path: Path, runtime_dir: Path) -> None:
-    daemon = Daemon(tmp_path / "store", runtime_dir).start()
-    try:
-        environment = {
-            **os.environ,
-            "CAPD_ENDPOINT": daemon.endpoint,
-            "CAPD_RUN_ID": "run",
-            "CAPD_POLICY": "block",
-            "PYTHONPATH": str(Path(__file__).parents[2]),
-        }
-        subprocess.run([sys.executable, "-c", JOB], env=environment, cwd=tmp_path, check=True, timeout=110)
-        daemon.stop()
-    finally:
-        daemon.discard()
+def test_tensors_arrive_as_they_were_whatever_happens_to_them_and_no_call_waits(job: Job, same: Same) -> None:
+    captured = job.run(HAZARDS)
 
-    found = {
-        (record.iteration, len(record.shape), tuple(record.shape)): series.torch(i)
-        for series in capd.open(tmp_path / "store" / "run.zarr").series
-        for i, record in enumerate(series.records)
-        if record.device.startswith("cuda") and series.key.tensor_name != "warm-up"
-    }
-    assert len(found) == 500
-    for n, ndim, held in torch.load(tmp_path / "held.pt", weights_only=True):
-        assert torch.equal(found[n, ndim, tuple(held.shape)].view(torch.int16), held.view(torch.int16))
+    assert len(captured.tensors) == 500
+    held = torch.load(job.directory / "held.pt", weights_only=True)
+    assert len(held) == 25
+    for key, tensor in held.items():
+        assert same(captured.tensors[key], tensor), key
+
+
+BACKWARD = """
+model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4))).cuda().to(torch.bfloat16)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+x = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16)
+capd_client.watch(model[3], steps="all", tensors=("input", "output", "grad_output"))
+held = {}
+def keep(name, step, tensor):
+    held[name, step] = tensor.detach().clone()
+torch.cuda.set_sync_debug_mode("error")
+for step in range(5):
+    hidden = model[2](model[1](model[0](x)))
+    keep("input", step, hidden)
+    output = model[3](hidden)
+    keep("output", step, output)
+    output.register_hook(lambda gradient: keep("grad_output", step, gradient))  # in autograd's thread, as capd's
+    output.float().square().mean().backward()
+    hidden.detach().zero_()
+    output.detach().zero_()
+    optimizer.step()
+    optimizer.zero_grad()
+torch.cuda.set_sync_debug_mode("default")
+assert not drained()["dropped"]
+torch.save({key: tensor.cpu() for key, tensor in held.items()}, "held.pt")
+"""
+
+
+def test_a_watched_layer_in_training_forward_and_backward(job: Job, same: Same) -> None:
+    captured = job.run(BACKWARD)
+    held = torch.load(job.directory / "held.pt", weights_only=True)
+    assert captured.tensors.keys() == held.keys()
+    assert len(held) == 15
+    for key, tensor in held.items():
+        assert same(captured.tensors[key], tensor), key
+
+
+MEMORY = """
+session().prepare([torch.device("cuda", 0)])
+capture(torch.zeros(8, device="cuda"), "warm-up")
+drained()
+before = torch.cuda.memory_allocated()
+for n in range(1000):
+    tensor = torch.full((1, 300, 1 << 18)[n % 3:][:1], float(n), device="cuda")
+    capture(tensor, "t", n)
+del tensor
+assert not drained()["dropped"]
+assert torch.cuda.memory_allocated() == before, (torch.cuda.memory_allocated(), before)
+"""
+
+
+def test_device_memory_is_flat_over_a_thousand_captures(job: Job) -> None:
+    captured = job.run(MEMORY)
+    assert len(captured.tensors) == 1001
+    for n in (0, 1, 2, 997, 998, 999):
+        assert bool((captured.tensors["t", n] == float(n)).all())
+
+
+WATCH = """
+model = torch.nn.Linear(64, 64).cuda()
+x = torch.randn(8, 64, device="cuda")
+model(x).sum().backward()  # the library's workspace comes with the first product
+before = torch.cuda.memory_allocated()
+free = torch.cuda.mem_get_info()[0]
+capd_client.watch(model)
+ring = torch.cuda.memory_allocated() - before
+assert 0 < ring <= min(256 << 20, free // 20 + 4096), ring
+model(x).sum().backward()
+assert not drained()["dropped"]
+assert torch.cuda.memory_allocated() - before - ring < 1 << 20  # the job's own tensors, and no more
+"""
+
+
+def test_the_ring_is_allocated_at_watch(job: Job) -> None:
+    captured = job.run(WATCH, steps="0")
+    assert {name for name, _ in captured.tensors} == {"input", "weight", "output", "grad_output"}
+
+
+SMALL = """
+from capd_client.cuda import CudaDevice
+session().prepare([torch.device("cuda", 0)])
+fetch, copies = CudaDevice.fetch, []
+CudaDevice.fetch = lambda self, source, host, after: (copies.append(len(after)), fetch(self, source, host, after))
+stager = session().devices.stager(torch.device("cuda", 0))
+tensors = [torch.full((1 + n % 500,), float(n), device="cuda") for n in range(2000)]
+torch.cuda.synchronize()
+with stager._handing:  # nothing is taken over meanwhile: they all wait together
+    for n, tensor in enumerate(tensors):
+        capture(tensor, "t", n)
+assert not drained()["dropped"]
+assert len(copies) < 100, len(copies)
+"""
+
+
+def test_small_captures_share_copies(job: Job, same: Same) -> None:
+    captured = job.run(SMALL)
+    for n in range(2000):
+        assert same(captured.tensors["t", n], torch.full((1 + n % 500,), float(n)))
+
+
+IMMUTABLE = """
+session().prepare([torch.device("cuda", 0)])
+before = torch.cuda.memory_allocated()
+large = torch.arange(80 << 20, device="cuda", dtype=torch.int32)  # 320 MiB, more than any ring
+torch.cuda.set_sync_debug_mode("error")
+capture(large, "large", immutable=True)
+capture(large[:65536].view(256, 256).t(), "strided", immutable=True)
+torch.cuda.set_sync_debug_mode("default")
+counters = drained()
+assert not counters["dropped"], counters
+changed = torch.ones(64 << 20, device="cuda")
+capture(changed, "changed", immutable=True)
+changed.zero_()
+counters = drained()
+assert counters["dropped"] == {"mutated": 1}, counters
+del large, changed
+time.sleep(0.1)
+assert torch.cuda.memory_allocated() == before, torch.cuda.memory_allocated() - before
+"""
+
+
+def test_immutable_tensors_are_copied_from_where_they_are(job: Job, same: Same) -> None:
+    captured = job.run(IMMUTABLE, arena_bytes=str(1 << 30))
+    whole = torch.arange(80 << 20, dtype=torch.int32)
+    assert same(captured.tensors["large", 0], whole)
+    assert same(captured.tensors["strided", 0], whole[:65536].view(256, 256).t())
+    assert ("changed", 0) not in captured.tensors
+
+
+TWO = """
+devices = [torch.device("cuda", index) for index in range(2)]
+def work(device, sign):
+    for n in range(1, 200):
+        capture(torch.full((n,), float(sign * n), device=device), f"on{device.index}", n)
+threads = [threading.Thread(target=work, args=(device, 1 - 2 * device.index)) for device in devices]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert not drained()["dropped"]
+assert torch.cuda.current_device() == 0
+"""
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_two_devices_in_two_threads(job: Job, same: Same) -> None:
+    captured = job.run(TWO)
+    for n in range(1, 200):
+        assert same(captured.tensors["on0", n], torch.full((n,), float(n)))
+        assert same(captured.tensors["on1", n], torch.full((n,), -float(n)))

@@ -283,7 +283,7 @@ def pin(*_):
     threading.Event().wait()
 pinning.pin = pin
 capd_client.capture(torch.ones(4), tensor_name="x")
-capd_client.api.session()._devices._pinning.start(torch.device("cuda"))
+capd_client.api.session().devices._pinning.start(torch.device("cuda"))
 assert begun.wait(30)
 """
     subprocess.run([sys.executable, "-c", code], env=job_env, check=True, timeout=60)
@@ -301,7 +301,7 @@ def test_a_session_unmaps_its_arena_behind_the_undone_lock(
         pinning, "unpin", lambda address: mapped.append("capd-arena" in Path("/proc/self/maps").read_text())
     )
     driver.go.clear()
-    session._devices._pinning.start(DEVICE)
+    session.devices._pinning.start(DEVICE)
     wait_until(lambda: driver.events)
     session.close()
     assert "capd-arena" in Path("/proc/self/maps").read_text()

@@ -52,7 +52,7 @@ def test_each_device_is_set_up_once_and_the_arena_is_pinned_once(
     session.prepare(CUDA)
     assert list(machine.made) == CUDA
     wait_until(lambda: machine.pinned_for)
-    stagers = [session._devices.stager(device) for device in CUDA]
+    stagers = [session.devices.stager(device) for device in CUDA]
     assert all(isinstance(stager, DeviceStager) for stager in stagers)
     assert stagers[0] is not stagers[1]
     session.close()
@@ -68,7 +68,7 @@ def test_threads_that_capture_first_at_the_same_time_share_one_stager(
 
     def first() -> None:
         barrier.wait()
-        found.append(session._devices.stager(CUDA[0]))
+        found.append(session.devices.stager(CUDA[0]))
 
     threads = [threading.Thread(target=first) for _ in range(8)]
     for thread in threads:
@@ -84,10 +84,10 @@ def test_while_a_graph_is_captured_nothing_is_set_up_and_later_it_is(
     session = make_session()
     machine.capturing = True
     session.prepare(CUDA)
-    assert session._devices.stager(CUDA[0]) is DropReason.STREAM_CAPTURE
+    assert session.devices.stager(CUDA[0]) is DropReason.STREAM_CAPTURE
     assert machine.made == {}
     machine.capturing = False
-    assert isinstance(session._devices.stager(CUDA[0]), DeviceStager)
+    assert isinstance(session.devices.stager(CUDA[0]), DeviceStager)
 
 
 def test_a_device_that_cannot_be_set_up_is_one_warning_and_the_other_works(
@@ -98,8 +98,8 @@ def test_a_device_that_cannot_be_set_up_is_one_warning_and_the_other_works(
     session.prepare(CUDA[:1])
     machine.fault = None
     session.prepare(CUDA)
-    assert session._devices.stager(CUDA[0]) is DropReason.INTERNAL
-    assert isinstance(session._devices.stager(CUDA[1]), DeviceStager)
+    assert session.devices.stager(CUDA[0]) is DropReason.INTERNAL
+    assert isinstance(session.devices.stager(CUDA[1]), DeviceStager)
     assert caplog.text.count("cuda:0 cannot be captured: CUDA error: initialization error") == 1
 
 

@@ -236,7 +236,7 @@ def test_time_without_copies_is_not_saved_up() -> None:
 
 def test_a_closing_session_is_not_held_back(peer: Peer, make_session: Callable[..., Session]) -> None:
     session = make_session(max_d2h_gbps=0.001)
-    pace = session._devices._pace
+    pace = session.devices._pace
     pace.spend(1 << 40)
     assert not pace.due()
     session.close()

@@ -1,0 +1,258 @@
+"""What must not go wrong around captures on a GPU: races, graph captures, failed page locks, kills, others' copies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.conftest import Job
+
+Same = Callable[[torch.Tensor, torch.Tensor], bool]
+
+# The sanitizer sees what one thread does through torch's dispatcher, so the stager is driven by hand. It knows events
+# and streams but no queries of events: no memory is used twice here.
+SANITIZED = """
+import sys, torch
+from capd_client.allocator import SlotAllocator
+from capd_client.arena import Arena
+from capd_client.books import Books
+from capd_client.counting import Counters
+from capd_client.cuda import CudaDevice
+from capd_client.device import DeviceStager
+from capd_client.key import Key, Moment
+from capd_client.pacing import Pace
+from capd_client.protocol import PAGE_NBYTES, Descriptor
+
+class Careless(CudaDevice):
+    def fetch(self, source, host, after):
+        super().fetch(source, host, ())  # does not wait for the snapshot
+
+arena = Arena(64 << 20)
+books = Books(SlotAllocator(PAGE_NBYTES, arena.nbytes - PAGE_NBYTES), Counters())
+kind = Careless if sys.argv[1] == "careless" else CudaDevice
+stager = DeviceStager(kind(torch.device("cuda", 0), lambda: True), books, arena.buffer, pace=Pace(None))
+definition = books.definitions.make(Key(quant_type="fp32", rank=0, tensor_name="x"), torch.float32, None)
+other = torch.cuda.Stream()
+for n in range(20):
+    tensor = torch.full((70_000,), float(n), device="cuda")
+    for immutable in (False, True):
+        if n % 2:
+            other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other if n % 2 else torch.cuda.current_stream()):
+            descriptor = Descriptor(0, 0, tensor.nbytes, definition.id, tuple(tensor.shape), Moment())
+            capture = books.admit(definition, descriptor)
+            if immutable:
+                assert stager.hold(tensor, capture) is None
+            else:
+                assert stager.snapshot(tensor, capture, tensor.dtype, 0.0) is None
+    stager.advance()
+torch.cuda.synchronize()
+while stager.pending:
+    stager.advance()
+print("clean")
+"""
+
+
+@pytest.mark.parametrize("kind", ["as it is", "careless"])
+def test_the_sanitizer_finds_no_missing_wait_between_streams(kind: str) -> None:
+    """And it would: without the wait for the snapshot it reports a race."""
+    done = subprocess.run(
+        [sys.executable, "-c", SANITIZED, kind],
+        env={**os.environ, "TORCH_CUDA_SANITIZER": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    if kind == "careless":
+        assert done.returncode != 0
+        assert "data race" in done.stdout + done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.endswith("clean\n")
+
+
+GRAPH = """
+session().prepare([torch.device("cuda", 0)])
+busy, graphed = torch.cuda.Stream(), torch.cuda.Stream()
+static = torch.zeros(1024, device="cuda")
+result = torch.zeros(1024, device="cuda")
+torch.cuda.synchronize()
+for attempt in range(3):
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(2_000_000_000)  # about a second: the captures behind it stay pending
+        for n in range(50):
+            capture(torch.full((70_000,), float(n), device="cuda"), "pending", attempt * 50 + n)
+    graph = torch.cuda.CUDAGraph()
+    assert capd_client.counters()["in_flight"] >= 50
+    with torch.cuda.stream(graphed):
+        graph.capture_begin(capture_error_mode="global")
+        for _ in range(10):
+            result.copy_(static + 1)
+            capture(static, "inside", attempt)
+            time.sleep(0.02)  # the client thread looks for its events meanwhile
+        graph.capture_end()
+    assert capd_client.counters()["in_flight"] >= 50  # they were pending all the time
+    static.fill_(attempt)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert bool((result == attempt + 1).all())
+    counters = drained()
+    assert counters["dropped"] == {"stream_capture": 10 * (attempt + 1)}, counters
+"""
+
+
+def test_graph_captures_of_other_threads_survive_pending_captures(job: Job, same: Same) -> None:
+    captured = job.run(GRAPH)
+    assert len(captured.tensors) == 150
+    for n in range(150):
+        assert same(captured.tensors["pending", n], torch.full((70_000,), float(n % 50)))
+
+
+UNPINNED = """
+arena = session().arena
+assert int(torch.cuda.cudart().cudaHostRegister(arena.address, arena.nbytes, 0)) == 0  # so that capd's own fails
+import logging
+logging.basicConfig()
+from capd_client.cuda import cuda_runtimes, pin
+assert "712" in pin(arena.address, arena.nbytes, torch.device("cuda", 0))
+assert cuda_runtimes()
+assert [runtime.cudaPeekAtLastError() for runtime in cuda_runtimes()] == [0] * len(cuda_runtimes())
+session().prepare([torch.device("cuda", 0)])
+for thread in threading.enumerate():
+    if thread.name == "capd-pin":
+        thread.join()
+assert not session().devices.pinned
+for n in range(50):
+    tensor = torch.full((70_000 + n,), float(n), device="cuda")
+    capture(tensor, "t", n)
+    tensor.zero_()
+assert not drained()["dropped"]
+torch.cuda.synchronize()
+assert int(torch.cuda.cudart().cudaHostUnregister(arena.address)) == 0
+"""
+
+
+def test_a_failed_page_lock_costs_speed_and_nothing_else(job: Job, same: Same) -> None:
+    captured = job.run(UNPINNED)
+    assert "the arena is not pinned" in captured.output
+    for n in range(50):
+        assert same(captured.tensors["t", n], torch.full((70_000 + n,), float(n)))
+
+
+ENDLESS = """
+n = 0
+while True:
+    for size in (1000, 3 << 20, 20 << 20):
+        capture(torch.full((size,), float(n), device="cuda"), f"t{size}", n)
+    n += 1
+    if n == 3:
+        print("going", flush=True)
+"""
+
+
+def test_of_a_rank_killed_amid_its_copies_only_whole_tensors_are_read(job: Job) -> None:
+    process = job.start(ENDLESS)
+    try:
+        assert process.stdout is not None
+        assert "going\n" in process.stdout
+        time.sleep(1.0)
+        process.send_signal(signal.SIGKILL)
+        process.wait(60)
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+    tensors = job.stored()
+    assert len(tensors) >= 3
+    for (name, n), tensor in tensors.items():
+        assert tensor.numel() == int(name[1:])
+        assert bool((tensor == float(n)).all()), (name, n)
+
+
+UPLOADS = """
+import statistics
+from capd_client import device, pieces
+session().prepare([torch.device("cuda", 0)])
+tensor = torch.zeros(16 << 20, device="cuda")
+host = torch.zeros(64 << 20, dtype=torch.uint8, pin_memory=True)
+target = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+bounds = pieces.PIECE_NBYTES, device.AHEAD_NBYTES
+for kind in ("nothing", "captures", "unbounded captures"):
+    pieces.PIECE_NBYTES, device.AHEAD_NBYTES = (1 << 62,) * 2 if "unbounded" in kind else bounds
+    rates = []
+    for n in range(20):
+        if kind != "nothing":
+            capture(tensor, kind.replace(" ", "-"), n)
+        torch.cuda.current_stream().synchronize()
+        started = time.perf_counter()
+        target.copy_(host, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        rates.append(host.nbytes / (time.perf_counter() - started) / 1e9)
+    assert not drained()["dropped"]
+    print(f"host to device beside {kind}: {statistics.median(rates):.1f} GB/s, at least {min(rates):.1f}")
+"""
+
+
+def test_uploads_beside_captures_are_measured(
+    job: Job, record_property: Callable[[str, object], None]
+) -> None:
+    """Measured and shown (`pytest -rP`), not judged; every capture arrives."""
+    captured = job.run(UPLOADS, arena_bytes=str(4 << 30))
+    print(captured.output)
+    record_property("uploads", captured.output)
+    assert len(captured.tensors) == 40
+
+
+COLLECTIVES = """
+import os, statistics
+import torch.distributed as dist
+rank = int(os.environ["RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl", rank=rank, world_size=2, init_method="file://" + os.path.abspath("rendezvous"))
+session().prepare([torch.device("cuda", rank)])
+shard = torch.zeros(16 << 20, device="cuda")
+whole = torch.empty(32 << 20, device="cuda")
+for kind in ("nothing", "captures"):
+    times = []
+    for n in range(20):
+        if kind == "captures":
+            capture(shard, f"rank{rank}", n)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        dist.all_gather_into_tensor(whole, shard)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    if rank == 0:
+        print(f"all-gather beside {kind}: {shard.nbytes / statistics.median(times) / 1e9:.1f} GB/s")
+assert not drained()["dropped"]
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_collectives_beside_captures_are_measured(job: Job) -> None:
+    """Measured and shown (`pytest -rP`), not judged; every capture arrives."""
+    settings = {"arena_bytes": str(2 << 30)}
+    os.environ["RANK"] = "1"
+    try:
+        other = job.start(COLLECTIVES, **settings)
+        os.environ["RANK"] = "0"
+        captured = job.run(COLLECTIVES, **settings)
+    finally:
+        del os.environ["RANK"]
+    output, _ = other.communicate(timeout=60)
+    assert other.returncode == 0, output
+    print(captured.output)
+    assert len(captured.tensors) == 40
