@@ -176,12 +176,12 @@ class RankSession:
 
     # From the daemon's clock
 
-    def check_process(self, grace_s: float | None) -> None:
+    def check_process(self, grace_s: float | None, return_s: float = RETURN_S) -> None:
         """Note the death of a rank.
 
         One that still has a connection is disconnected first: its reader takes what had arrived, and does not
         wait for the rest of a frame that will never come, because a forked child keeps the socket open.
-        A process that lives RETURN_S without a connection is no rank any more: after exec it is another program.
+        A process that lives `return_s` without a connection is no rank any more: after exec it is another program.
         Without a process handle a rank counts as dead `grace_s` seconds after its connection was lost. None: only
         the end of the process counts. A rank that comes back nevertheless is taken in again.
         """
@@ -192,7 +192,7 @@ class RankSession:
                 return
             if self.session.phase is not Phase.ORPHANED:
                 return
-            patience_s = grace_s if grace_s is None or self._process is None else RETURN_S
+            patience_s = grace_s if grace_s is None or self._process is None else return_s
             gone = patience_s is not None and time.monotonic() - self.lost_at > patience_s
             if gone or self._process_ended():
                 self.session.die()
@@ -240,6 +240,11 @@ class RankSession:
     def connected(self) -> bool:
         """A connection speaks for the session now."""
         return self.session.phase is Phase.LIVE
+
+    @property
+    def lost(self) -> bool:
+        """Its connection is gone, and it may come back."""
+        return self.session.phase is Phase.ORPHANED
 
     @property
     def busy(self) -> bool:

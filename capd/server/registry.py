@@ -34,10 +34,11 @@ from capd.store.catalog_read import (
 )
 from capd_client.protocol import PROTOCOL_VERSION, Hello, Reject
 
-__all__ = ["Refusal", "Registry"]
+__all__ = ["MAX_LOST", "Refusal", "Registry"]
 
 logger = logging.getLogger(__name__)
 
+MAX_LOST = 256  # ranks of one run that may come back; each holds its arena and a handle of its process
 MAX_RUNS = 1024  # runs of one daemon; a rank that brings one more is refused
 MAX_QUIET_RUNS = 64  # sealed runs without ranks that STATS still shows
 
@@ -276,6 +277,9 @@ class Registry:
         run.count(self._pipeline.run_stats(run.run_id), now)
 
     def _tend_ranks(self, run: Run, now: float) -> None:
+        lost = sorted((rank for rank in run.ranks.values() if rank.lost), key=lambda rank: rank.lost_at)
+        for rank in lost[:-MAX_LOST]:
+            rank.check_process(grace_s=0.0, return_s=0.0)
         for client, rank in list(run.ranks.items()):
             rank.check_process(grace_s=self._idle_seal_s)
             if not self._keeper.update(rank, now):

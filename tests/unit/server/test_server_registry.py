@@ -41,13 +41,13 @@ def registry(tmp_path: Path, pipeline: Pipeline) -> Iterator[Registry]:
     lock.release()
 
 
-def join(registry: Registry, run_id: str | None) -> RankSession:
+def join(registry: Registry, run_id: str | None, process: int | None = None) -> RankSession:
     fd = memfd()
     try:
         hello = Hello(
             protocol=1, client=os.urandom(16), connection=1, run_id=run_id, rank=0, arena_nbytes=NBYTES
         )
-        return registry.admit(hello, fd, None)
+        return registry.admit(hello, fd, process)
     finally:
         os.close(fd)
 
@@ -183,3 +183,21 @@ def test_a_process_that_lives_on_without_a_connection_is_no_rank_any_more_until_
     assert again.row().state == "live"
     assert client not in run.finished
     assert again.end(2)
+
+
+def test_of_many_ranks_that_lost_their_connection_the_first_are_given_up(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None]
+) -> None:
+    monkeypatch.setattr(module, "MAX_LOST", 3)
+    process = os.pidfd_open(os.getpid())
+    ranks = [join(registry, "one", os.dup(process)) for _ in range(5)]
+    os.close(process)
+    for rank in ranks:
+        rank.disconnect(1)
+    [run] = registry.runs()
+    wait_until(lambda: registry.tick() or len(run.ranks) == 3)
+    assert list(run.ranks) == [rank.client for rank in ranks[2:]]
+    assert [row.state for row in run.finished.values()] == ["died"] * 2
+    for rank in ranks[2:]:
+        rank.lost_at -= RETURN_S + 1
+    wait_until(lambda: registry.tick() or registry.is_quiet())
