@@ -22,7 +22,7 @@ __all__ = ["MODES", "POLICIES", "ClientConfig", "load_config", "parse_endpoint"]
 logger = logging.getLogger("capd_client")
 
 POLICIES = ("drop", "block")
-MODES = ("tensor",)
+MODES = ("tensor", "stats")
 DEFAULT_MAX_BLOCK_MS = 30_000.0
 MAX_SOCKET_PATH = 107  # sun_path holds 108 bytes, the last one is NUL
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
@@ -38,7 +38,7 @@ class ClientConfig:
     the memory that is free. max_block_ms: longest wait of one capture under policy `block`.
     max_mb_per_step: 10⁶ bytes that the captures of one iteration may take together, None for no limit.
     max_d2h_gbps: 10⁹ bytes per second that captures may take of the link from the GPUs, None for no limit.
-    mode: what is kept of a capture: "tensor", or "sample:1/N" for every Nth call.
+    mode: what is kept: "tensor", "stats" for statistics alone, or "sample:1/N" for tensors of every Nth call.
     steps, micro_batches, ranks: what `watch` captures, in the notation of `capd_client.select.Ranges`. slice: the rows
     that it keeps of activations and their gradients (`capd_client.slicing`), None for all.
     iteration, sample_idx: where the counting starts. ping_s: seconds between two PINGs.
@@ -102,7 +102,7 @@ class _Setting:
 _SETTINGS: dict[str, _Setting] = {
     "run_id": _Setting(("CAPD_RUN_ID",), None, values.run_id),
     "policy": _Setting(("CAPD_POLICY",), "policy", values.one_of(POLICIES, ("thin", "stats"))),
-    "mode": _Setting(("CAPD_MODE",), "mode", values.mode(MODES, ("stats",))),
+    "mode": _Setting(("CAPD_MODE",), "mode", values.mode(MODES)),
     "steps": _Setting(("CAPD_STEPS",), "when.steps", values.ranges),
     "micro_batches": _Setting((), "when.micro_batches", values.ranges),
     "ranks": _Setting((), "when.ranks", values.ranges),

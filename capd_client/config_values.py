@@ -78,9 +78,9 @@ def sample_every(mode: str) -> int:
     return every
 
 
-def mode(words: tuple[str, ...], later: tuple[str, ...]) -> Callable[[Any], str]:
+def mode(words: tuple[str, ...]) -> Callable[[Any], str]:
     """One of `words`, or `sample:1/N`."""
-    word_of = one_of((*words, "sample:1/N"), later)
+    word_of = one_of((*words, "sample:1/N"), ())
 
     def convert(value: Any) -> str:
         text = str(value).strip().lower()

@@ -81,7 +81,8 @@ class Session:
             max_block_s=max_block_s,
             max_d2h_gbps=config.max_d2h_gbps,
         )
-        self._stage = Stager(self.books, self.arena, self.notices, self.devices.stager).stage
+        payload = config.mode != "stats"
+        self._stage = Stager(self.books, self.arena, self.notices, self.devices.stager, payload=payload).stage
         self._admission: Optional[Admission] = None
         if config.sample_every > 1:
             self._admission = Admission(self.books, self._stage, config.sample_every)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Optional, Union
 
 import torch
@@ -43,7 +44,8 @@ class Counted(Exception):
 class Stager:
     """The way of one tensor from the job into the arena.
 
-    devices: makes the DeviceStager of a device at its first capture, or says why not.
+    devices: makes the DeviceStager of a device at its first capture, or says why not. payload: whether tensors are
+    kept; if not, the bytes go to the daemon all the same, which keeps their statistics.
     """
 
     def __init__(
@@ -52,12 +54,15 @@ class Stager:
         arena: Arena,
         notices: Notices,
         devices: Callable[[torch.device], Union[DeviceStager, DropReason]],
+        *,
+        payload: bool = True,
     ) -> None:
         self._books = books
         self._buffer = arena.buffer
         self._address = arena.address
         self._notices = notices
         self._devices = devices
+        self._describe = Descriptor if payload else partial(Descriptor, payload=False)
 
     def stage(
         self,
@@ -107,7 +112,7 @@ class Stager:
         shape = tensor.shape
         if len(shape) > MAX_NDIM:
             return False
-        descriptor = Descriptor(
+        descriptor = self._describe(
             0, 0, nbytes, definition.id, shape, moment, "cpu", tensor.requires_grad, tensor.is_leaf
         )
         capture = self._books.admit(definition, descriptor)
@@ -158,7 +163,7 @@ class Stager:
                 definition, DropReason.INVALID_KEY, moment, f"metadata above {MAX_METADATA_NBYTES} bytes"
             )
             return
-        descriptor = Descriptor(
+        descriptor = self._describe(
             sequence=0,
             offset=0,
             nbytes=source.numel() * definition.item_nbytes,

@@ -23,7 +23,7 @@ from capd.server.session import Checked, Phase, Session
 from capd.store.catalog_read import SessionRow
 from capd.store.frames import StatsRow
 from capd_client.errors import ProtocolError
-from capd_client.protocol import DaemonMessage, Define, Descriptor, DropReason, Hello, Put, Reject
+from capd_client.protocol import DaemonMessage, DropReason, Hello, Put, Reject
 from capd_client.statistics_row import ROW_NBYTES
 
 __all__ = ["MAX_IN_WORK", "RETURN_S", "RankSession"]
@@ -102,9 +102,11 @@ class RankSession:
             define = keys.get(item.key_id)
             problem = bad_keys.get(item.key_id) or descriptor_problem(item, define, arena.nbytes)
             if problem is None and define is not None and item.row_offset is not None:
-                found, problem = _read_row(arena, item, define)
-                if found is not None:
+                row = bytes(arena.slice(item.row_offset, ROW_NBYTES))
+                if (found := believed_row(row, define.dtype, item.shape)) is not None:
                     stats[item.sequence] = found
+                elif not item.payload:
+                    problem = f"the statistics row at {item.row_offset} contradicts the tensor, or itself"
             items.append((item, define, problem))
         with self._intake:
             with self._lock:
@@ -294,13 +296,3 @@ class RankSession:
         if before is not None:
             with contextlib.suppress(OSError):
                 os.close(before)
-
-
-def _read_row(arena: Arena, item: Descriptor, define: Define) -> tuple[StatsRow | None, str | None]:
-    """The statistics that the rank computed, if they can be believed; a problem where nothing else tells them."""
-    assert item.row_offset is not None  # noqa: S101 - the caller looked
-    row = bytes(arena.slice(item.row_offset, ROW_NBYTES))
-    stats = believed_row(row, define.dtype, item.shape)
-    if stats is not None or item.payload:
-        return stats, None
-    return None, f"the statistics row at {item.row_offset} contradicts the tensor, or itself"

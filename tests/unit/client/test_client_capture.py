@@ -368,3 +368,20 @@ def test_a_moment_is_checked_before_it_is_sent() -> None:
 
     with pytest.raises(ConfigError):
         Context(environ={}).set_moment(iteration=2**63)
+
+
+@pytest.mark.parametrize(("mode", "payload"), [("tensor", True), ("stats", False)])
+def test_mode_stats_sends_the_bytes_and_asks_for_statistics_alone(
+    mode: str, payload: bool, peer: Peer, make_session: Callable[..., Session]
+) -> None:
+    session = make_session(strict=True, arena_bytes=16 << 20, mode=mode)
+    offered = [torch.arange(6.0).view(2, 3), torch.ones(4, 2).t(), torch.zeros(0, 3), torch.ones(600_000)]
+    for tensor in (*offered, offered[0]):  # the last one takes the short way
+        offer(session, tensor)
+    offer(session, offered[0], metadata='{"a": 1}')
+
+    assert session.flush(10)
+    assert [record.descriptor.payload for record in peer.records] == [payload] * 6
+    assert [record.descriptor.row_offset for record in peer.records] == [None] * 6
+    assert [record.data for record in peer.records[:4]] == [bits(tensor) for tensor in offered]
+    assert [record.descriptor.shape for record in peer.records[:4]] == [tuple(t.shape) for t in offered]

@@ -92,7 +92,7 @@ def test_a_job_under_slurm_shares_one_run_id_unless_it_names_one() -> None:
     [
         ("CAPD_POLICY", "thin", "policy", "drop"),
         ("CAPD_POLICY", "nonsense", "policy", "drop"),
-        ("CAPD_MODE", "stats", "mode", "tensor"),
+        ("CAPD_MODE", "statistics", "mode", "tensor"),
         ("CAPD_MODE", "sample", "mode", "tensor"),
         ("CAPD_MODE", "sample:1/0", "mode", "tensor"),
         ("CAPD_MODE", "sample:1/03", "mode", "tensor"),
