@@ -97,6 +97,15 @@ def show_small(found: Row) -> None:
     markdown(["captures", "calls per s", "in the arena per s", "copies"], [[found[name] for name in names]])
 
 
+def show_rows(found: list[Row]) -> None:
+    """Statistics on the device."""
+    print("**Statistics of one bf16 tensor on the device**, µs:\n")
+    markdown(
+        ["size", "by", "host, for the call", "until it is done"],
+        [[size_text(row["size"]), row["way"], row["call us"], row["done us"]] for row in found],
+    )
+
+
 def show_interference(found: list[Row]) -> None:
     """Others' copies."""
     print("**Another's copy of 4 bytes to the host**, µs, while captures keep the link busy:\n")
@@ -129,13 +138,15 @@ def main() -> None:
     checks += show_memory(memory)
     small = child("gpu_sections:small", **common)
     show_small(small)
+    rows: list[Row] = child("gpu_sections:rows", **common)
+    show_rows(rows)
     others: list[Row] = child("gpu_sections:interference", **common)
     show_interference(others)
     verdicts = [verdict(what, value, bound, at_most=at_most) for what, value, bound, at_most in checks]
     report(
         {
             "calls": calls, "transfer": {str(size): rows for size, rows in transfer.items()}, "step": step,
-            "memory": memory, "small": small, "interference": others, "checks": verdicts,
+            "memory": memory, "small": small, "rows": rows, "interference": others, "checks": verdicts,
         },
         args.json,
     )  # fmt: skip

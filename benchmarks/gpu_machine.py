@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -34,6 +35,7 @@ class Accelerator:
         deadline = time.monotonic() + PIN_TIMEOUT_S
         while self.is_cuda and not rank.devices.pinned and time.monotonic() < deadline:
             time.sleep(0.05)
+        self.wait_until_compiled()
 
     def facts(self) -> dict[str, Any]:
         """What a result must be read with."""
@@ -73,6 +75,12 @@ class Accelerator:
             yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+    def wait_until_compiled(self) -> None:
+        """Until the kernel of the statistics is there, or cannot be had."""
+        for thread in threading.enumerate():
+            if thread.name == "capd-compile":
+                thread.join(PIN_TIMEOUT_S)
 
     def wait_until_home(self) -> None:
         """Until every capture's bytes are in the arena."""

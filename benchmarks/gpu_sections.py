@@ -14,8 +14,11 @@ from torch import nn
 
 import capd_client
 from capd_client import cuda, device, pieces
+from capd_client.devstats import fill_row, has_kernel
+from capd_client.devstats.formulas import fill_from_values
+from capd_client.statistics_row import ROW_VALUES
 
-__all__ = ["calls", "interference", "memory", "small", "step", "transfer"]
+__all__ = ["calls", "interference", "memory", "rows", "small", "step", "transfer"]
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 Row = dict[str, Any]
@@ -203,6 +206,41 @@ def small(place: str, quick: bool) -> Row:
         "captures": count, "calls per s": count / called_s, "home per s": count / home_s, "copies": copies,
         "dropped": dropped, **machine.facts(),
     }  # fmt: skip
+
+
+def rows(place: str, quick: bool) -> list[Row]:
+    """Microseconds of one statistics row: what the host waits for the call, and what the device needs for it."""
+    count = 3 if quick else 50
+    found = []
+    with daemon(Path(place), arena_nbytes=64 * MIB, policy="block"):
+        machine = Accelerator()
+        kernel = "Triton kernel" if has_kernel(machine.device, torch.bfloat16) else "fill_row, without Triton"
+        for nbytes in (64 * KIB,) if quick else (64 * KIB, MIB, 64 * MIB):
+            tensor = machine.tensor(nbytes)
+            row = torch.empty(ROW_VALUES, dtype=torch.float64, device=machine.device)
+            for name, fill in ((kernel, fill_row), ("torch's operations", _by_operations)):
+                fill(tensor, row)
+                machine.synchronize()
+                started = time.perf_counter()
+                for _ in range(count):
+                    fill(tensor, row)
+                called_s = time.perf_counter() - started
+                machine.synchronize()
+                done_s = time.perf_counter() - started
+                found.append(
+                    {
+                        "size": nbytes,
+                        "way": name,
+                        "call us": called_s / count * 1e6,
+                        "done us": done_s / count * 1e6,
+                    }
+                )
+        capd_client.close()
+    return found
+
+
+def _by_operations(tensor: torch.Tensor, row: torch.Tensor) -> None:
+    fill_from_values(tensor, row, blind=not tensor.is_cpu)
 
 
 def interference(place: str, quick: bool) -> list[Row]:

@@ -83,12 +83,15 @@ class Books:
 
     # -- the training thread's side -------------------------------------------------------------------
 
-    def admit(self, definition: Definition, descriptor: Descriptor) -> Optional[Capture]:
+    def admit(
+        self, definition: Definition, descriptor: Descriptor, behind_nbytes: int = 0
+    ) -> Optional[Capture]:
         """Count an offer and give it a slot, a sequence and a place in the queue, or count the drop.
 
-        Fills in the descriptor's sequence and offset. Waits for room only under policy block.
+        behind_nbytes: room in the slot behind the tensor's bytes, for its statistics row. Fills in the descriptor's
+        sequence and offset. Waits for room only under policy block.
         """
-        nbytes, iteration = descriptor.nbytes, descriptor.moment.iteration
+        nbytes, iteration = descriptor.nbytes + behind_nbytes, descriptor.moment.iteration
         with self.lock:
             words = self.counters.words
             words[COUNTER_OFFERED] += 1

@@ -14,17 +14,19 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Optional, Protocol
 
 import torch
 
 from capd_client.allocator import SMALL_NBYTES
 from capd_client.books import Books, Capture
+from capd_client.devstats import ROW_DTYPES, fill_row
 from capd_client.pacing import Pace
 from capd_client.pieces import Piece, Snapshot, cut
-from capd_client.protocol import DropReason
+from capd_client.protocol import Descriptor, DropReason
 from capd_client.ring import Ring
+from capd_client.statistics_row import ROW_NBYTES
 
 __all__ = ["AHEAD_NBYTES", "Device", "DeviceStager", "Event"]
 
@@ -32,6 +34,7 @@ __all__ = ["AHEAD_NBYTES", "Device", "DeviceStager", "Event"]
 # first: whoever else copies waits behind it (96 MiB: 1.8 ms at 55 GB/s), and no longer. Two pieces would last
 # 1.2 ms, which a tick of the client thread takes as well; the link would stand still between them.
 AHEAD_NBYTES = 64 << 20
+_ROW_ALIGNMENT = 8
 
 Event = Any  # the device's own kind
 
@@ -72,11 +75,18 @@ class DeviceStager:
     """Takes captures on training threads (`snapshot`, `hold`) and brings them home on the client thread (`advance`).
 
     buffer: the arena's bytes. pace: limits the bytes per second, shared by the stagers of a rank. max_block_s: how
-    long a capture may wait for room (0: never).
+    long a capture may wait for room (0: never). has_kernel: whether there is a fast kernel for a dtype's statistics.
     """
 
     def __init__(
-        self, device: Device, books: Books, buffer: Any, *, pace: Pace, max_block_s: float = 0.0
+        self,
+        device: Device,
+        books: Books,
+        buffer: Any,
+        *,
+        pace: Pace,
+        max_block_s: float = 0.0,
+        has_kernel: Callable[[torch.dtype], bool] = lambda dtype: False,
     ) -> None:
         self._device = device
         self._books = books
@@ -85,6 +95,7 @@ class DeviceStager:
             self._ring = Ring(device.allocate_ring())
         self._pace = pace
         self._max_block_s = max_block_s
+        self._has_kernel = has_kernel
         self._handing = threading.RLock()  # a signal handler may capture, too
         self._handed: deque[Snapshot] = deque()  # by training threads
         self._due: deque[Snapshot] = deque()  # taken over by the client thread, which owns what follows
@@ -117,27 +128,61 @@ class DeviceStager:
         """Whether a graph is being captured on the current stream: then nothing may be issued."""
         return self._device.is_capturing()
 
+    def row_place(self, dtype: torch.dtype, nbytes: int, payload: bool) -> Optional[int]:
+        """Where in its slot a capture of `nbytes` gets its statistics row; None where the daemon computes it.
+
+        Without payload that is at the slot's begin. Behind a payload only where it costs the device next to nothing;
+        for small tensors the launch would cost the training thread more than the daemon saves.
+        """
+        if dtype not in ROW_DTYPES or not nbytes:
+            return None
+        if not payload:
+            return 0
+        worth_it = nbytes >= SMALL_NBYTES and self._has_kernel(dtype)
+        return -(-nbytes // _ROW_ALIGNMENT) * _ROW_ALIGNMENT if worth_it else None
+
     # -- training threads -------------------------------------------------------------------------------
 
     def snapshot(
-        self, tensor: torch.Tensor, capture: Capture, dtype: torch.dtype, deadline: float
+        self,
+        tensor: torch.Tensor,
+        capture: Capture,
+        dtype: torch.dtype,
+        deadline: float,
+        row_at: Optional[int] = None,
     ) -> Optional[DropReason]:
         """Copy `tensor`, cast to `dtype`, into the ring on the current stream; a reason if that cannot be.
 
-        Waits for room until `deadline`. The capture becomes ready later, by `advance`.
+        row_at: as `row_place` has it; the row travels with the bytes, or alone where there are none. Waits for room
+        until `deadline`. The capture becomes ready later, by `advance`.
         """
-        nbytes = capture.descriptor.nbytes
+        nbytes = capture.descriptor.nbytes if row_at is None else row_at + ROW_NBYTES
         slot = self._ring.take(nbytes, deadline)
         if slot is None:
             full = DropReason.INTERNAL if self.failed else DropReason.RING_FULL
             return self._books.refusing or full
         try:
-            self._ring.write(slot, tensor, dtype)
+            if capture.descriptor.nbytes:
+                tensor = self._ring.write(slot, tensor, dtype)
         except BaseException:
             self._ring.give([slot])
             raise
-        # Where recording fails the slot stays taken: the copy into it may still be under way.
+        # Where what follows fails the slot stays taken: what was issued may still write to it.
+        if row_at is not None:
+            self._add_row(tensor, capture.descriptor, dtype, self._ring.row(slot[0] + row_at), row_at)
         return self._hand_over(Snapshot(capture, self._ring.memory, nbytes, self._device.record(), slot))
+
+    def _add_row(
+        self, tensor: torch.Tensor, descriptor: Descriptor, dtype: torch.dtype, row: torch.Tensor, row_at: int
+    ) -> None:
+        """Compute the statistics on the current stream. An error costs the row alone where the payload travels."""
+        try:
+            fill_row(tensor, row, dtype)
+        except Exception:
+            if not descriptor.payload:
+                raise
+        else:
+            descriptor.row_offset = descriptor.offset + row_at
 
     def hold(self, tensor: torch.Tensor, capture: Capture) -> Optional[DropReason]:
         """Keep `tensor`, for which `can_hold` is true, until its bytes are copied; no room in the ring is needed."""

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Optional, Union
 
 import torch
 
 from capd_client.arena import Arena
 from capd_client.books import Books
-from capd_client.cuda import CudaDevice, is_capturing
+from capd_client.cuda import CudaDevice, is_capturing, keep_out_of_captures
 from capd_client.device import DeviceStager
+from capd_client.devstats import has_kernel, prepare
 from capd_client.notices import Notices
 from capd_client.pacing import Pace
 from capd_client.pinning import Pinning
 from capd_client.protocol import DropReason
 
 __all__ = ["Devices"]
+
+_JOIN_S = 2.0  # compiling is left off between two dtypes, half a second each
 
 
 class Devices:
@@ -46,6 +50,8 @@ class Devices:
         self._pinning = Pinning(arena, notices)
         self._lock = threading.Lock()
         self._stagers: dict[torch.device, Union[DeviceStager, DropReason]] = {}
+        self._closing = threading.Event()
+        self._compiling: list[threading.Thread] = []
 
     @property
     def pinned(self) -> bool:
@@ -78,10 +84,13 @@ class Devices:
         self._pinning.close(release)
 
     def stop(self) -> None:
-        """Wake whoever still waits for room."""
+        """Wake whoever still waits for room, and have no more kernels compiled."""
+        self._closing.set()
         for stager in list(self._stagers.values()):
             if isinstance(stager, DeviceStager):
                 stager.stop()
+        for thread in self._compiling:
+            thread.join(_JOIN_S)
 
     def _make(self, device: torch.device) -> Union[DeviceStager, DropReason]:
         try:
@@ -91,10 +100,19 @@ class Devices:
                 self._arena.buffer,
                 pace=self._pace,
                 max_block_s=self._max_block_s,
+                has_kernel=partial(has_kernel, device),
             )
         except Exception as error:
             self._notices.warn("device_setup", "%s cannot be captured: %s", device, error)
             return DropReason.INTERNAL
         self._pinning.start(device)
+        thread = threading.Thread(target=self._compile, args=(device,), name="capd-compile", daemon=True)
+        self._compiling.append(thread)
+        thread.start()
         self._add(stager)
         return stager
+
+    def _compile(self, device: torch.device) -> None:
+        """Have the kernel of the statistics compiled; until it is there, and where none can be, the daemon computes."""
+        keep_out_of_captures()
+        prepare(device, self._closing.is_set)

@@ -14,6 +14,7 @@ from typing import Optional
 import torch
 
 from capd_client.allocator import Slot, SlotAllocator
+from capd_client.statistics_row import ROW_VALUES
 
 __all__ = ["Ring", "ring_nbytes"]
 
@@ -68,20 +69,28 @@ class Ring:
                 slot = None if self._closed else self._slots.take(nbytes)
             return slot
 
-    def write(self, slot: Slot, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        """Copy `tensor`, cast to `dtype`, into the slot: one copy on the current stream, contiguous whatever it was."""
+    def write(self, slot: Slot, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Copy `tensor`, cast to `dtype`, into the slot: one copy on the current stream, contiguous whatever it was.
+
+        Returns the copy.
+        """
         source = tensor.detach()
-        if dtype is source.dtype and dtype.itemsize == 1:
-            source, dtype = (
-                source.view(torch.uint8),
-                torch.uint8,
-            )  # not every one-byte dtype has a copy kernel
+        if dtype is source.dtype and dtype.itemsize == 1:  # not every one-byte dtype has a copy kernel
+            target = self._view(slot[0], source.numel(), torch.uint8).view(source.shape)
+            return target.copy_(source.view(torch.uint8)).view(dtype)
+        return self._view(slot[0], source.numel(), dtype).view(source.shape).copy_(source)
+
+    def row(self, start: int) -> torch.Tensor:
+        """Room for a statistics row from byte `start` on, a multiple of 8."""
+        return self._view(start, ROW_VALUES, torch.float64)
+
+    def _view(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         view = self._views.get(dtype)
         if view is None:
             with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode
                 view = self._views[dtype] = self.memory.view(dtype)
-        first = slot[0] // dtype.itemsize
-        view[first : first + source.numel()].view(source.shape).copy_(source)
+        first = start // dtype.itemsize
+        return view[first : first + numel]
 
     def give(self, slots: Iterable[Slot]) -> None:
         """Return slots, each exactly once, when nothing reads them any more."""

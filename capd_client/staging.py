@@ -24,6 +24,7 @@ from capd_client.key import MAX_NDIM, Key, Moment
 from capd_client.notices import Notices
 from capd_client.protocol import MAX_METADATA_NBYTES, Descriptor, DropReason
 from capd_client.slicing import Slice
+from capd_client.statistics_row import ROW_NBYTES
 from capd_client.tensors import PLAIN_TYPES, modes_active, problem_of, unwrap, without_modes
 
 __all__ = ["Counted", "Stager"]
@@ -240,22 +241,28 @@ class Stager:
         if not isinstance(stager, DeviceStager) or stager.failed:
             self._refuse(definition, DropReason.INTERNAL, descriptor.moment, "its device could not be set up")
             return
-        hold = immutable and stager.can_hold(source, dtype)
-        if not hold and descriptor.nbytes > stager.capacity:
-            problem = f"its {descriptor.nbytes} bytes exceed the device ring of {stager.capacity} bytes"
+        hold = immutable and descriptor.payload and stager.can_hold(source, dtype)
+        row_at = None if hold else stager.row_place(dtype, descriptor.nbytes, descriptor.payload)
+        room = descriptor.nbytes if row_at is None else row_at + ROW_NBYTES
+        if row_at is not None and not descriptor.payload:
+            descriptor.nbytes = 0  # the row is all that travels
+        if not hold and room > stager.capacity:
+            problem = f"its {room} bytes exceed the device ring of {stager.capacity} bytes"
             self._refuse(definition, DropReason.TOO_LARGE, descriptor.moment, problem, descriptor.nbytes)
             return
         deadline = stager.deadline()  # waiting for the arena and for the ring counts together
-        capture = self._books.admit(definition, descriptor)
+        capture = self._books.admit(definition, descriptor, room - descriptor.nbytes)
         if capture is None:
             self._say_dropped(descriptor)
             return
         try:
-            if not descriptor.nbytes:
+            if not room:
                 self._books.ready(capture)
                 return
             reason = (
-                stager.hold(source, capture) if hold else stager.snapshot(source, capture, dtype, deadline)
+                stager.hold(source, capture)
+                if hold
+                else stager.snapshot(source, capture, dtype, deadline, row_at)
             )
         except BaseException as error:
             self._books.abort(capture, DropReason.INTERNAL)

@@ -18,11 +18,11 @@ import torch
 from capd_client.devstats.codes import fill_from_codes, has_codes
 from capd_client.devstats.formulas import fill_from_values
 from capd_client.devstats.layouts import merge_row, pieces
-from capd_client.devstats.prepared import fill_on_device, prepare
+from capd_client.devstats.prepared import fill_on_device, has_kernel, prepare
 from capd_client.statistics_row import NO_ROW_DTYPES
 from capd_client.tensors import DTYPES
 
-__all__ = ["ROW_DTYPES", "fill_row", "prepare"]
+__all__ = ["ROW_DTYPES", "fill_row", "has_kernel", "prepare"]
 
 ROW_DTYPES: frozenset[torch.dtype] = frozenset(
     dtype for dtype in DTYPES if str(dtype).removeprefix("torch.") not in NO_ROW_DTYPES

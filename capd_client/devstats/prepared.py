@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -18,7 +19,7 @@ from capd_client.notices import logger
 from capd_client.statistics_row import ROW_VALUES
 from capd_client.tensors import DTYPES
 
-__all__ = ["fill_on_device", "prepare"]
+__all__ = ["fill_on_device", "has_kernel", "prepare"]
 
 # What training is made of, most frequent first: each word size and format takes about half a second to compile.
 _NATIVE = (torch.bfloat16, torch.float32, torch.float16)
@@ -31,10 +32,16 @@ _tables: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}  # an entry: 
 _kernel: ModuleType
 
 
-def prepare(device: torch.device) -> None:
+def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel has proved itself for tensors of `dtype` on `device`."""
+    return (device, dtype) in _tables
+
+
+def prepare(device: torch.device, cancelled: Callable[[], bool] = lambda: False) -> None:
     """Compile the kernel for `device` (with its index) and try it, dtype by dtype. Takes seconds, never raises.
 
     For a background thread that keeps out of CUDA graph captures. Does nothing where Triton is not installed.
+    cancelled: asked between dtypes whether the rest is still wanted.
     """
     global _kernel
     try:
@@ -48,6 +55,8 @@ def prepare(device: torch.device) -> None:
     try:
         with _stream_of_its_own(device):
             for dtype in (*_NATIVE, *_CODES):
+                if cancelled():
+                    return
                 table = _table(dtype, device)
                 _try(dtype, table)
                 _tables[device, dtype] = table

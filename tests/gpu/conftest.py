@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import capd
+from capd.store.reader import Store
 from tests.integration.processes import Daemon
 
 PREAMBLE = """
@@ -23,6 +24,12 @@ from capd_client.api import session
 
 def capture(tensor, name, iteration=0, **more):
     capd_client.capture(tensor, tensor_name=name, iteration=iteration, **more)
+
+def compiled():
+    # until the kernel of the statistics is there, or cannot be had
+    for thread in threading.enumerate():
+        if thread.name == "capd-compile":
+            thread.join(60)
 
 def drained(timeout_s=60):
     assert capd_client.flush(timeout_s), capd_client.counters()
@@ -96,13 +103,18 @@ class Job:
         return Captured(output, self.stored())
 
     def stored(self) -> dict[tuple[str, int], torch.Tensor]:
-        """Stop the daemon and read everything."""
+        """Stop the daemon and read every tensor."""
         self.daemon.stop()
         return {
             (series.key.tensor_name, record.iteration): series.torch(index)
-            for series in capd.open(self.directory / "store" / "run.zarr").series
+            for series in self.store().series
             for index, record in enumerate(series.records)
+            if series.kept == "tensor"
         }
+
+    def store(self) -> Store:
+        """What was stored; after `run` or `stored`."""
+        return capd.open(self.directory / "store" / "run.zarr")
 
 
 @pytest.fixture

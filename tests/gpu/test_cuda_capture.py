@@ -78,6 +78,7 @@ def test_a_watched_layer_in_training_forward_and_backward(job: Job, same: Same) 
 
 MEMORY = """
 session().prepare([torch.device("cuda", 0)])
+compiled()
 capture(torch.zeros(8, device="cuda"), "warm-up")
 drained()
 before = torch.cuda.memory_allocated()
@@ -104,8 +105,9 @@ model(x).sum().backward()  # the library's workspace comes with the first produc
 before = torch.cuda.memory_allocated()
 free = torch.cuda.mem_get_info()[0]
 capd_client.watch(model)
+compiled()
 ring = torch.cuda.memory_allocated() - before
-assert 0 < ring <= min(256 << 20, free // 20 + 4096), ring
+assert 0 < ring <= min(256 << 20, free // 20) + (1 << 20), ring  # the tables of the statistics' kernel beside it
 model(x).sum().backward()
 assert not drained()["dropped"]
 assert torch.cuda.memory_allocated() - before - ring < 1 << 20  # the job's own tensors, and no more
@@ -141,6 +143,7 @@ def test_small_captures_share_copies(job: Job, same: Same) -> None:
 
 IMMUTABLE = """
 session().prepare([torch.device("cuda", 0)])
+compiled()
 before = torch.cuda.memory_allocated()
 large = torch.arange(80 << 20, device="cuda", dtype=torch.int32)  # 320 MiB, more than any ring
 torch.cuda.set_sync_debug_mode("error")

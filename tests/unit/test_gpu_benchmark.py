@@ -50,5 +50,6 @@ def test_every_section_runs_and_reports(tmp_path: Path, runtime_dir: Path) -> No
         assert found[section]["dropped"] == {}
     assert found["step"]["captured"] == found["step"]["expected"]
     assert [row["beside"] for row in found["interference"]] == ["nothing", "captures", "unbounded captures"]
+    assert {row["way"] for row in found["rows"]} == {"fill_row, without Triton", "torch's operations"}
     tables = [line for line in done.stdout.splitlines() if line.startswith("|---")]
-    assert len(tables) == 5
+    assert len(tables) == 6

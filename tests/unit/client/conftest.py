@@ -57,7 +57,8 @@ def make_session(socket_path: str) -> Iterator[Callable[..., Session]]:
 def rig(make_session: Callable[..., Session]) -> Callable[..., Rig]:
     """Makes fake devices, each with a session of its own if none is given.
 
-    by_hand: the test calls `stager.advance()`, not the client thread.
+    by_hand: the test calls `stager.advance()`, not the client thread. has_kernel: statistics are cheap on the device.
+    payload: whether tensors are kept, or statistics alone.
     """
 
     def make(
@@ -66,6 +67,8 @@ def rig(make_session: Callable[..., Session]) -> Callable[..., Rig]:
         by_hand: bool = False,
         pace: Pace | None = None,
         session: Session | None = None,
+        has_kernel: bool = False,
+        payload: bool = True,
         **settings: Any,
     ) -> Rig:
         device = device or FakeDevice()
@@ -76,10 +79,11 @@ def rig(make_session: Callable[..., Session]) -> Callable[..., Rig]:
             session.arena.buffer,
             pace=pace or Pace(None),
             max_block_s=settings.get("max_block_ms", 0.0) / 1e3,
+            has_kernel=lambda dtype: has_kernel,
         )
         if not by_hand:
             session.transport.add_device(stager)
-        way = AlwaysDevice(session.books, session.arena, session.notices, lambda _: stager)
+        way = AlwaysDevice(session.books, session.arena, session.notices, lambda _: stager, payload=payload)
         return Rig(session, device, stager, way)
 
     return make

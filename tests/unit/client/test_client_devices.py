@@ -28,8 +28,14 @@ class Machine:
         self.fault: Exception | None = None
         monkeypatch.setattr(devices, "CudaDevice", self._make)
         monkeypatch.setattr(devices, "is_capturing", lambda: self.capturing)
+        self.compiled: list[tuple[torch.device, str]] = []
+        monkeypatch.setattr(devices, "prepare", self._compile)
         monkeypatch.setattr(pinning, "pin", lambda address, nbytes, device: self.pinned_for.append(device))
         monkeypatch.setattr(pinning, "unpin", lambda address: None)
+
+    def _compile(self, device: torch.device, cancelled: Callable[[], bool]) -> None:
+        self.compiled.append((device, threading.current_thread().name))
+        wait_until(cancelled)
 
     def _make(self, device: torch.device, is_pinned: Callable[[], bool]) -> FakeDevice:
         if self.fault is not None:
@@ -55,8 +61,10 @@ def test_each_device_is_set_up_once_and_the_arena_is_pinned_once(
     stagers = [session.devices.stager(device) for device in CUDA]
     assert all(isinstance(stager, DeviceStager) for stager in stagers)
     assert stagers[0] is not stagers[1]
-    session.close()
+    wait_until(lambda: len(machine.compiled) == 2)
+    session.close()  # compiling is left off
     assert machine.pinned_for == CUDA[:1]
+    assert sorted(machine.compiled, key=str) == [(device, "capd-compile") for device in CUDA]
 
 
 def test_threads_that_capture_first_at_the_same_time_share_one_stager(
