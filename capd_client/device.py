@@ -117,8 +117,11 @@ class DeviceStager:
 
     @property
     def pressed(self) -> bool:
-        """Whether more copies are due than may be under way, or the ring is filling up: `advance` again soon."""
-        return not self.failed and (bool(self._due) or not self._ring.roomy)
+        """Whether more copies are due than may be under way, or the ring is filling up: `advance` again soon.
+
+        Not while the pace holds them back: it lets what a later look is late by be made up.
+        """
+        return not self.failed and self._pace.due() and (bool(self._due) or not self._ring.roomy)
 
     def deadline(self) -> float:
         """Until when (time.monotonic) a capture that begins now may wait for room."""
@@ -131,15 +134,16 @@ class DeviceStager:
     def row_place(self, dtype: torch.dtype, nbytes: int, payload: bool) -> Optional[int]:
         """Where in its slot a capture of `nbytes` gets its statistics row; None where the daemon computes it.
 
-        Without payload that is at the slot's begin. Behind a payload only where it costs the device next to nothing;
-        for small tensors the launch would cost the training thread more than the daemon saves.
+        Without payload that is at the slot's begin. Behind a payload only where both fit into a slot and it costs the
+        device next to nothing; for small tensors the launch would cost the training thread more than the daemon saves.
         """
         if dtype not in ROW_DTYPES or not nbytes:
             return None
         if not payload:
             return 0
-        worth_it = nbytes >= SMALL_NBYTES and self._has_kernel(dtype)
-        return -(-nbytes // _ROW_ALIGNMENT) * _ROW_ALIGNMENT if worth_it else None
+        place = -(-nbytes // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+        fits = place + ROW_NBYTES <= min(self.capacity, self._books.slots.capacity)
+        return place if fits and nbytes >= SMALL_NBYTES and self._has_kernel(dtype) else None
 
     # -- training threads -------------------------------------------------------------------------------
 

@@ -121,6 +121,15 @@ def test_the_daemon_computes_where_it_is_cheaper_or_the_rank_cannot(peer: Peer, 
     assert peer.records[4].descriptor.nbytes == 0
 
 
+def test_a_tensor_that_fits_only_without_its_row_goes_without(peer: Peer, rig: MakeRig) -> None:
+    r = rig(FakeDevice(nbytes=MIB), by_hand=True, has_kernel=True, arena_bytes=8 * MIB)
+    r.offer(torch.zeros(MIB, dtype=torch.uint8))
+    r.finish()
+    assert r.session.flush(10)
+    assert peer.records[0].descriptor.row_offset is None
+    assert len(peer.records[0].data) == MIB
+
+
 @pytest.mark.parametrize("payload", [True, False])
 def test_an_error_costs_the_row_alone_where_the_payload_travels(
     peer: Peer, rig: MakeRig, payload: bool, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ from fake_device import KEY, FakeDevice, Rig
 
 from capd_client import devices, pinning
 from capd_client.device import DeviceStager
+from capd_client.pacing import Pace
 from capd_client.protocol import DropReason
 from capd_client.session import Session
 
@@ -133,5 +134,12 @@ def test_the_thread_looks_often_only_while_copies_wait_for_their_turn(
     assert r.stager.pressed
     r.finish()
     assert not r.stager.pressed
+    r.stager._pace = Pace(1e-3)
+    r.stager._pace.spend(1 << 30)
+    r.offer(torch.zeros(600 << 10, dtype=torch.uint8))
+    r.stager.advance()
+    assert not r.stager.pressed  # looking does not help: they may not go yet
+    r.stager._pace.lift()
+    r.finish()
     r.session.offer(torch.zeros(4), KEY, r.session.context.moment())
     assert r.session.flush(10)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from statistics_rows import Bits, any_bits, assert_row, ordinary, reference, tensor_of
 
-from capd_client.devstats import ROW_DTYPES, prepare, prepared
+from capd_client.devstats import ROW_DTYPES, has_kernel, prepare, prepared
 from capd_client.devstats.formulas import fill_from_values
 from capd_client.devstats.prepared import fill_on_device
 from capd_client.dtypes import ITEM_NBYTES
@@ -92,6 +92,13 @@ def test_a_kernel_that_proved_itself_is_used(install: Callable[..., Kernel]) -> 
 
     assert kernel.calls == tried + 5
     assert before[0] == 3001
+
+
+def test_what_is_not_wanted_any_more_is_not_compiled(install: Callable[..., Kernel]) -> None:
+    install(right)
+    prepare(HERE, lambda: bool(prepared._tables))
+    assert has_kernel(HERE, torch.bfloat16)  # the first one
+    assert len(prepared._tables) == 1
 
 
 def test_what_the_kernel_is_not_for_goes_another_way(install: Callable[..., Kernel]) -> None:
