@@ -99,27 +99,34 @@ class Books:
                 self._count(definition, self._refusing, nbytes, iteration)
                 return None
             if not self.step_budget.has_room(iteration, nbytes):
-                self._count(definition, DropReason.STEP_BUDGET, nbytes, iteration)
-                return None
+                return self._no_room(definition, descriptor, DropReason.STEP_BUDGET)
             slot = self.slots.take(nbytes)
             if slot is None:
                 if nbytes > self.slots.capacity:
-                    self._count(definition, DropReason.TOO_LARGE, nbytes, iteration)
-                    return None
+                    return self._no_room(definition, descriptor, DropReason.TOO_LARGE)
                 slot = self._wait_for(nbytes)
                 if slot is None:
-                    reason = self._refusing or DropReason.ARENA_FULL
-                    self._count(definition, reason, nbytes, iteration)
-                    return None
+                    return self._no_room(definition, descriptor, self._refusing or DropReason.ARENA_FULL)
             self.step_budget.take(iteration, nbytes)
-            self._last_sequence += 1
-            descriptor.sequence = self._last_sequence
-            descriptor.offset = slot[0]
-            capture = Capture(descriptor, definition, slot)
-            self._live[descriptor.sequence] = capture
-            self.counters.words[COUNTER_IN_FLIGHT] = len(self._live)
-            self._queue.append(capture)
-            return capture
+            return self._enter(definition, descriptor, slot)
+
+    def _enter(self, definition: Definition, descriptor: Descriptor, slot: Slot) -> Capture:
+        """Give an offer its sequence and its place in the queue."""
+        self._last_sequence += 1
+        descriptor.sequence = self._last_sequence
+        descriptor.offset = slot[0]
+        capture = Capture(descriptor, definition, slot)
+        self._live[descriptor.sequence] = capture
+        self.counters.words[COUNTER_IN_FLIGHT] = len(self._live)
+        self._queue.append(capture)
+        return capture
+
+    def _no_room(
+        self, definition: Definition, descriptor: Descriptor, reason: DropReason
+    ) -> Optional[Capture]:
+        """What becomes of an offer that there is no room for: a drop."""
+        self._count(definition, reason, descriptor.nbytes, descriptor.moment.iteration)
+        return None
 
     def _wait_for(self, nbytes: int) -> Optional[Slot]:
         """Policy block: wait, with the lock released, until a slot is free or the time is up."""

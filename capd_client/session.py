@@ -30,6 +30,7 @@ from capd_client.link import Link
 from capd_client.memory import default_arena_nbytes, most_arena_nbytes
 from capd_client.notices import Notices
 from capd_client.protocol import HANDSHAKE_TIMEOUT_S, PAGE_NBYTES, PROTOCOL_VERSION, DropReason, Hello
+from capd_client.reducing import ReducingBooks
 from capd_client.slicing import Slice
 from capd_client.staging import Counted, Stager
 from capd_client.transport import State, Transport
@@ -63,7 +64,8 @@ class Session:
         self.counters.attach(self.arena.words)
         slots = SlotAllocator(PAGE_NBYTES, self.arena.nbytes - PAGE_NBYTES)
         megabytes = config.max_mb_per_step
-        self.books = Books(
+        books = ReducingBooks if config.policy == "stats" else Books
+        self.books = books(
             slots,
             self.counters,
             max_block_s=max_block_s,

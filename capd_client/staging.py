@@ -23,6 +23,7 @@ from capd_client.errors import ConfigError
 from capd_client.key import MAX_NDIM, Key, Moment
 from capd_client.notices import Notices
 from capd_client.protocol import MAX_METADATA_NBYTES, Descriptor, DropReason
+from capd_client.reducing import write_row
 from capd_client.slicing import Slice
 from capd_client.statistics_row import ROW_NBYTES
 from capd_client.tensors import PLAIN_TYPES, modes_active, problem_of, unwrap, without_modes
@@ -121,8 +122,13 @@ class Stager:
             self._say_dropped(descriptor)
             return True
         try:
-            move = _move_holding_gil if nbytes <= _GIL_HELD_NBYTES else _move
-            move(self._address + descriptor.offset, address, nbytes)
+            row_offset = descriptor.row_offset
+            if row_offset is None:
+                move = _move_holding_gil if nbytes <= _GIL_HELD_NBYTES else _move
+                move(self._address + descriptor.offset, address, nbytes)
+            else:
+                with without_modes():
+                    self._keep_statistics(tensor, tensor.dtype, row_offset)
             capture.state = READY
         except BaseException as error:
             self._books.abort(capture, DropReason.INTERNAL)
@@ -204,7 +210,9 @@ class Stager:
         try:
             nbytes = descriptor.nbytes
             plain = source.dtype is dtype and source.is_contiguous() and not source.is_neg()
-            if plain and nbytes and (nbytes <= _MEMMOVE_NBYTES or torch.get_num_threads() == 1):
+            if descriptor.row_offset is not None:
+                self._keep_statistics(source, dtype, descriptor.row_offset)
+            elif plain and nbytes and (nbytes <= _MEMMOVE_NBYTES or torch.get_num_threads() == 1):
                 _move(self._address + descriptor.offset, source.data_ptr(), nbytes)
             elif nbytes:
                 self._copy(source, dtype, descriptor)
@@ -222,6 +230,11 @@ class Stager:
             )  # not every one-byte dtype has a copy kernel
         target = torch.frombuffer(self._buffer, dtype=dtype, count=source.numel(), offset=descriptor.offset)
         target.view(source.shape).copy_(source)
+
+    def _keep_statistics(self, source: torch.Tensor, dtype: torch.dtype, row_offset: int) -> None:
+        """Write the statistics of a CPU tensor that found no room to the place that `admit` found for them."""
+        write_row(self._buffer, source, dtype, row_offset)
+        self._say_reduced(source)
 
     def _from_device(
         self,
@@ -288,6 +301,14 @@ class Stager:
         if definition is not None:
             name = definition.key.tensor_name
         self._notices.warn(reason.value, "%s is not captured: %s", name, problem)
+
+    def _say_reduced(self, source: torch.Tensor) -> None:
+        self._notices.warn(
+            "reduced",
+            "there was no room for a tensor of %d bytes; policy stats kept its statistics, which this thread computed. "
+            "Raise CAPD_ARENA_BYTES or CAPD_MAX_MB_PER_STEP, or capture less, to keep tensors",
+            source.nbytes,
+        )
 
     def _say_dropped(self, descriptor: Descriptor) -> None:
         """`admit` has counted a drop; say why, at most every 20 s."""

@@ -33,7 +33,8 @@ def run(
         Path | None, typer.Option("--config", help="Settings file [default: ./capd.toml, if there is one].")
     ] = None,
     policy: Annotated[
-        str | None, typer.Option("--policy", help="When buffers are full: drop or block [default: block].")
+        str | None,
+        typer.Option("--policy", help="When buffers are full: drop, block or stats [default: block]."),
     ] = None,
     steps: Annotated[
         str | None,
@@ -86,10 +87,11 @@ class _JobOptions:
 
 def _check_job_options(policy: str | None, steps: str | None) -> None:
     from capd.errors import ConfigError
+    from capd_client.config import POLICIES
     from capd_client.select import Ranges
 
-    if policy not in (None, "drop", "block"):
-        raise ConfigError(f"--policy {policy!r} is not known; use drop or block")
+    if policy is not None and policy not in POLICIES:
+        raise ConfigError(f"--policy {policy!r} is not known; use one of {', '.join(POLICIES)}")
     if steps is not None:
         Ranges(steps)
 

@@ -16,7 +16,7 @@ from capd_client.statistics_row import EXPONENT_BINS, ROW_FIELDS
 __all__ = ["fill_from_codes", "has_codes"]
 
 _BLOCK = 1 << 19  # elements counted at once
-_MIN_WORDS = 1 << 17  # below, 65,536 codes cost more than so few elements
+_MIN_WORDS = 1 << 19  # below, the codes of a 16-bit dtype cost more than so few elements
 
 
 def has_codes(flat: torch.Tensor) -> bool:

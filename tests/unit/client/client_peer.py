@@ -38,6 +38,7 @@ from capd_client.protocol import (
     decode_client,
     encode,
 )
+from capd_client.statistics_row import ROW_NBYTES
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
@@ -57,6 +58,7 @@ class Record:
     attributes: dict[str, Any]
     descriptor: Descriptor
     data: bytes
+    row: bytes  # the statistics row that the rank computed, or nothing
 
 
 @dataclass
@@ -229,7 +231,9 @@ class Peer:
             if (client, item.sequence) not in self.taken:
                 self.taken.add((client, item.sequence))
                 data = bytes(arena[item.offset : item.offset + item.nbytes])
-                self.records.append(Record(define.key, define.dtype, define.attributes, item, data))
+                at = item.row_offset
+                row = b"" if at is None else bytes(arena[at : at + ROW_NBYTES])
+                self.records.append(Record(define.key, define.dtype, define.attributes, item, data, row))
         if self.nack is not None:
             rows = [NackRow(item.sequence, self.nack, "refused by the test") for item in put.items]
             connection.send_bytes(encode(Nack(rows)))

@@ -21,10 +21,13 @@ PAGE = 4096
 
 
 def make(
-    pages: int = 4, max_block_s: float = 0.0, step_nbytes: int | None = None
+    pages: int = 4,
+    max_block_s: float = 0.0,
+    step_nbytes: int | None = None,
+    kind: type[Books] = Books,
 ) -> tuple[Books, Definition]:
     slots = SlotAllocator(PAGE, pages * PAGE)
-    books = Books(slots, Counters(), max_block_s=max_block_s, step_nbytes=step_nbytes)
+    books = kind(slots, Counters(), max_block_s=max_block_s, step_nbytes=step_nbytes)
     key = Key(quant_type="bf16", rank=0, tensor_name="x")
     return books, books.definitions.make(key, torch.float32, None)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -228,3 +231,17 @@ def test_a_cast_tensor_counts_as_what_it_is_cast_to(
     cast = source.to(torch.float16).resolve_neg().contiguous().numpy()
     assert np.isinf(cast).any()
     assert_row(row.numpy(), reference(cast, "float16"), cast, "float16")
+
+
+def test_the_benchmark_of_rank_statistics_runs() -> None:
+    script = Path(__file__).parents[3] / "benchmarks" / "rank_statistics.py"
+    done = subprocess.run(
+        [sys.executable, script, "--rounds", "1", "--sizes", "64"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "float8_e4m3fn" in done.stdout

@@ -1,0 +1,165 @@
+"""Policy `stats`: what finds no room leaves its statistics, and every capture is still counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from client_peer import Peer
+from statistics_rows import any_bits, assert_row, daemon_row, ordinary, tensor_of
+from test_client_books import PAGE, admit, exact, make, send_all
+from test_client_capture import KEY, Counting, offer
+
+from capd.store.statistics import summarise
+from capd_client.devstats import ROW_DTYPES
+from capd_client.key import Moment
+from capd_client.protocol import DropReason
+from capd_client.reducing import ReducingBooks
+from capd_client.session import Session
+
+NAMES = sorted(str(dtype).removeprefix("torch.") for dtype in ROW_DTYPES)
+
+
+@pytest.fixture
+def session(peer: Peer, make_session: Callable[..., Session]) -> Session:
+    """No tensor has room."""
+    return make_session(strict=True, policy="stats", arena_bytes=16 << 20, max_mb_per_step=0.0)
+
+
+def rows_of(session: Session, peer: Peer) -> list[np.ndarray]:
+    """The rows that arrived, in order; nothing else did, and everything is accounted for."""
+    assert session.flush(20)
+    now = session.snapshot()
+    assert (now.offered, now.in_flight, now.dropped) == (now.committed, 0, {})
+    for record in peer.records:
+        assert (record.data, record.descriptor.payload) == (b"", False)
+    return [np.frombuffer(record.row, dtype="<f8") for record in peer.records]
+
+
+@pytest.mark.parametrize("count", [3, 300_000])
+def test_without_room_every_dtype_leaves_the_row_that_the_daemon_would_compute(
+    count: int, session: Session, peer: Peer
+) -> None:
+    samples = [(name, make_bits(name, count)) for name in NAMES for make_bits in (ordinary, any_bits)]
+    for name, bits in samples:
+        offer(session, tensor_of(bits, name))
+
+    rows = rows_of(session, peer)
+
+    assert len(rows) == len(samples)
+    for (name, bits), row, record in zip(samples, rows, peer.records, strict=True):
+        assert (record.dtype, record.descriptor.shape) == (name, (count,))
+        assert_row(row, daemon_row(summarise(bits, name)), bits, name)
+
+
+def test_views_and_casts_leave_the_row_of_what_would_have_been_kept(session: Session, peer: Peer) -> None:
+    source = torch.randn(40, 60, generator=torch.Generator().manual_seed(3))
+
+    offer(session, source.t())
+    offer(session, source[:, ::3], cast_to=torch.float16)
+    offer(session, torch._neg_view(source))
+
+    kept = [source.numpy(), source[:, ::3].half().numpy(), -source.numpy()]
+    for bits, row in zip(kept, rows_of(session, peer), strict=True):
+        assert_row(row, daemon_row(summarise(bits, str(bits.dtype))), bits, str(bits.dtype))
+
+
+def test_what_has_room_is_kept_whole(peer: Peer, make_session: Callable[..., Session]) -> None:
+    session = make_session(strict=True, policy="stats", arena_bytes=16 << 20, max_mb_per_step=0.001)
+    for iteration in (0, 0, 0, 1):
+        session.offer(torch.ones(100), KEY, Moment(iteration))
+
+    assert session.flush(20)
+    assert [record.descriptor.payload for record in peer.records] == [True, True, False, True]
+    assert [len(record.data) for record in peer.records] == [400, 400, 0, 400]
+
+
+def test_larger_than_the_arena_leaves_its_row(peer: Peer, make_session: Callable[..., Session]) -> None:
+    session = make_session(strict=True, policy="stats", arena_bytes=1 << 20)
+
+    offer(session, torch.full((3 << 20,), 2.0, dtype=torch.bfloat16))
+
+    [row] = rows_of(session, peer)
+    assert row[[0, 4, 5, 7]].tolist() == [3 << 20, 2.0, 2.0, 6 << 20]
+
+
+def test_64_bit_integers_are_dropped_as_ever(session: Session) -> None:
+    offer(session, torch.arange(9))
+
+    assert session.snapshot().dropped == {DropReason.STEP_BUDGET.value: 1}
+
+
+def test_it_is_told_once_with_the_settings_to_raise(
+    session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(5):
+        offer(session, torch.ones(100))
+
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "CAPD_ARENA_BYTES" in line
+    assert "policy stats" in line
+
+
+def test_the_job_does_not_see_how_statistics_are_computed(session: Session, peer: Peer) -> None:
+    state = torch.get_rng_state()
+    weights = torch.ones(300, 20, requires_grad=True)
+    with Counting() as mode, torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
+        offer(session, weights)
+        offer(session, weights.detach().t())
+    with torch.inference_mode():
+        offer(session, torch.ones(6000))
+
+    assert mode.seen == ["aten.detach.default", "aten.t.default"]  # the job's own
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [row[7] for row in rows_of(session, peer)] == [6000.0] * 3
+    assert weights.grad is None
+
+
+def broken(*_: Any) -> None:
+    raise RuntimeError("no statistics today")
+
+
+def test_an_error_while_computing_is_a_counted_drop(
+    peer: Peer, make_session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = make_session(policy="stats", arena_bytes=16 << 20, max_mb_per_step=0.0)
+    monkeypatch.setattr("capd_client.reducing.fill_row", broken)
+
+    offer(session, torch.ones(100))  # the way of small tensors
+    offer(session, torch.ones(10, 10).t())
+
+    assert session.snapshot().dropped == {DropReason.INTERNAL.value: 2}
+    assert session.flush(20)
+    assert peer.records == []
+
+
+def test_every_end_of_a_reduced_capture_keeps_the_sum() -> None:
+    books, definition = make(pages=4, kind=ReducingBooks)
+    whole, *reduced = [admit(books, definition, 3 * PAGE) for _ in range(2)]
+    dropped = admit(books, definition, 3 * PAGE)  # not even a row has room
+
+    assert whole is not None
+    assert dropped is None
+    [row] = reduced
+    assert row is not None
+    descriptor = row.descriptor
+    assert (descriptor.nbytes, descriptor.payload, descriptor.row_offset) == (0, False, row.slot[0])
+    assert books.snapshot().dropped == {"arena_full": 1}
+    assert exact(books)
+
+    for capture in (whole, row):
+        books.ready(capture)
+    assert send_all(books) == [1, 2]
+    books.acknowledged([(2, 2)])
+    assert exact(books)
+    again = admit(books, definition, 3 * PAGE)
+    assert again is not None
+    assert again.descriptor.row_offset == descriptor.row_offset  # the row's slot was free again
+    assert books.close(DropReason.NOT_CONNECTED) == 2
+    assert admit(books, definition, 3 * PAGE) is None
+    now = books.snapshot()
+    assert (now.offered, now.committed, now.in_flight) == (5, 1, 0)
+    assert now.dropped == {"arena_full": 1, "not_connected": 3}
