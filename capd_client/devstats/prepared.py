@@ -77,7 +77,9 @@ def fill_on_device(flat: torch.Tensor, row: torch.Tensor) -> None:
 
 
 def _launch(flat: torch.Tensor, table: torch.Tensor, row: torch.Tensor) -> None:
-    _kernel.fill_from_kernel(flat.view(torch.uint8) if table.numel() else flat, table, row)
+    # Triton launches on the current device, wherever its arguments are.
+    with torch.cuda.device_of(flat):  # type: ignore[no-untyped-call]
+        _kernel.fill_from_kernel(flat.view(torch.uint8) if table.numel() else flat, table, row)
 
 
 def _give_up(device: torch.device, error: Exception) -> None:

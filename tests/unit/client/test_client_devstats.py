@@ -185,7 +185,7 @@ def _is_mask(arg: object) -> bool:
 
 @pytest.mark.parametrize("dtype", NAMES)
 def test_on_a_device_nothing_waits_and_memory_is_bounded(dtype: str) -> None:
-    tensor = tensor_of(any_bits(dtype, (1 << 21) + 5), dtype)
+    tensor = tensor_of(any_bits(dtype, (1 << 20) + 5), dtype)
     given = tensor.untyped_storage().nbytes()
     row = torch.empty(ROW_VALUES, dtype=torch.float64)
 
