@@ -156,6 +156,18 @@ class Books:
             self.counters.words[COUNTER_OFFERED] += 1
             self._count(definition, self._refusing or reason, nbytes, iteration)
 
+    def turn_away(
+        self, definition: Definition, descriptor: Descriptor, reason: DropReason
+    ) -> Optional[Capture]:
+        """Count an offer that has no room somewhere else: a drop, or a capture of what is kept instead."""
+        with self.lock:
+            self.counters.words[COUNTER_OFFERED] += 1
+            return self._no_room(definition, descriptor, self._refusing or reason)
+
+    def reduce(self, capture: Capture) -> bool:
+        """Whether an admitted capture that found no room behind the arena now stands for its statistics alone."""
+        return False
+
     def ready(self, capture: Capture) -> None:
         """The slot holds the bytes: the capture may be sent. No effect on one that was given up meanwhile."""
         if capture.state == COPYING:

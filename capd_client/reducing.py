@@ -21,19 +21,30 @@ class ReducingBooks(Books):
     """Books that turn an offer without room into one of a statistics row: `row_offset` says that it is one.
 
     A row is small enough to find a place nearly always; where it does not, and for 64-bit integers, whose statistics no
-    row holds, or tensors on a GPU, the offer is dropped as ever. Rows do not count against `max_mb_per_step`.
+    row holds, the offer is dropped as ever. Rows do not count against `max_mb_per_step`.
     """
 
     def _no_room(
         self, definition: Definition, descriptor: Descriptor, reason: DropReason
     ) -> Optional[Capture]:
-        on_host = descriptor.device == "cpu"
-        reducible = on_host and reason in _REDUCIBLE and definition.define.dtype not in NO_ROW_DTYPES
+        reducible = reason in _REDUCIBLE and _has_row(definition)
         slot = self.slots.take(ROW_NBYTES) if reducible else None
         if slot is None:
             return super()._no_room(definition, descriptor, reason)
         descriptor.nbytes, descriptor.payload, descriptor.row_offset = 0, False, slot[0]
         return self._enter(definition, descriptor, slot)
+
+    def reduce(self, capture: Capture) -> bool:
+        """The row takes the place of the payload, where that is not smaller."""
+        if capture.slot[1] < ROW_NBYTES or not _has_row(capture.definition):
+            return False
+        descriptor = capture.descriptor
+        descriptor.nbytes, descriptor.payload, descriptor.row_offset = 0, False, descriptor.offset
+        return True
+
+
+def _has_row(definition: Definition) -> bool:
+    return definition.define.dtype not in NO_ROW_DTYPES
 
 
 def write_row(buffer: Any, source: torch.Tensor, dtype: torch.dtype, offset: int) -> None:

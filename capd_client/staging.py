@@ -16,7 +16,7 @@ from typing import Any, Optional, Union
 import torch
 
 from capd_client.arena import Arena
-from capd_client.books import READY, Books
+from capd_client.books import READY, Books, Capture
 from capd_client.definitions import Definition
 from capd_client.device import DeviceStager
 from capd_client.errors import ConfigError
@@ -259,24 +259,28 @@ class Stager:
         room = descriptor.nbytes if row_at is None else row_at + ROW_NBYTES
         if row_at is not None and not descriptor.payload:
             descriptor.nbytes = 0  # the row is all that travels
-        if not hold and room > stager.capacity:
-            problem = f"its {room} bytes exceed the device ring of {stager.capacity} bytes"
-            self._refuse(definition, DropReason.TOO_LARGE, descriptor.moment, problem, descriptor.nbytes)
-            return
+        fits = hold or room <= stager.capacity
         deadline = stager.deadline()  # waiting for the arena and for the ring counts together
-        capture = self._books.admit(definition, descriptor, room - descriptor.nbytes)
+        if fits:
+            capture = self._books.admit(definition, descriptor, room - descriptor.nbytes)
+        else:
+            capture = self._books.turn_away(definition, descriptor, DropReason.TOO_LARGE)
         if capture is None:
-            self._say_dropped(descriptor)
+            if fits:
+                self._say_dropped(descriptor)
+            else:
+                self._say_too_large_for_ring(definition, room, stager.capacity)
             return
         try:
-            if not room:
+            if descriptor.row_offset is not None:  # there was no room
+                hold, row_at = False, 0
+            if hold:
+                reason = stager.hold(source, capture)
+            elif room:
+                reason = self._snapshot(stager, source, dtype, capture, deadline, row_at)
+            else:
                 self._books.ready(capture)
                 return
-            reason = (
-                stager.hold(source, capture)
-                if hold
-                else stager.snapshot(source, capture, dtype, deadline, row_at)
-            )
         except BaseException as error:
             self._books.abort(capture, DropReason.INTERNAL)
             raise Counted from error
@@ -286,6 +290,25 @@ class Stager:
             self._notices.warn(
                 reason.value, "the device ring of %d bytes is full; captures are dropped", stager.capacity
             )
+
+    def _snapshot(
+        self,
+        stager: DeviceStager,
+        source: torch.Tensor,
+        dtype: torch.dtype,
+        capture: Capture,
+        deadline: float,
+        row_at: Optional[int],
+    ) -> Optional[DropReason]:
+        """As `DeviceStager.snapshot`; under policy stats a full ring may still have room for the statistics."""
+        reduced = capture.descriptor.row_offset is not None
+        reason = stager.snapshot(source, capture, dtype, deadline, row_at)
+        if reason is DropReason.RING_FULL and not reduced and self._books.reduce(capture):
+            reduced = True
+            reason = stager.snapshot(source, capture, dtype, deadline, 0)
+        if reduced and reason is None:
+            self._say_reduced(source)
+        return reason
 
     def _refuse(
         self,
@@ -301,6 +324,15 @@ class Stager:
         if definition is not None:
             name = definition.key.tensor_name
         self._notices.warn(reason.value, "%s is not captured: %s", name, problem)
+
+    def _say_too_large_for_ring(self, definition: Definition, nbytes: int, capacity: int) -> None:
+        self._notices.warn(
+            DropReason.TOO_LARGE.value,
+            "%s is not captured: its %d bytes exceed the device ring of %d bytes",
+            definition.key.tensor_name,
+            nbytes,
+            capacity,
+        )
 
     def _say_reduced(self, source: torch.Tensor) -> None:
         self._notices.warn(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from client_peer import Peer
+from fake_device import FakeDevice, Rig
 from statistics_rows import any_bits, assert_row, daemon_row, ordinary, tensor_of
 from test_client_books import PAGE, admit, exact, make, send_all
 from test_client_capture import KEY, Counting, offer
@@ -20,6 +21,7 @@ from capd_client.protocol import DropReason
 from capd_client.reducing import ReducingBooks
 from capd_client.session import Session
 
+MakeRig = Callable[..., Rig]
 NAMES = sorted(str(dtype).removeprefix("torch.") for dtype in ROW_DTYPES)
 
 
@@ -163,3 +165,65 @@ def test_every_end_of_a_reduced_capture_keeps_the_sum() -> None:
     now = books.snapshot()
     assert (now.offered, now.committed, now.in_flight) == (5, 1, 0)
     assert now.dropped == {"arena_full": 1, "not_connected": 3}
+
+
+def device_rows(r: Rig, peer: Peer) -> list[np.ndarray]:
+    """The rows that came home from the fake device; empty ones beside whole tensors."""
+    r.finish()
+    assert r.session.flush(20)
+    now = r.session.snapshot()
+    assert (now.offered, now.in_flight, now.dropped) == (now.committed, 0, {})
+    return [np.frombuffer(record.row, dtype="<f8") for record in peer.records]
+
+
+def test_on_a_device_what_has_no_room_in_the_arena_leaves_its_row(peer: Peer, rig: MakeRig) -> None:
+    r = rig(FakeDevice(nbytes=1 << 20), by_hand=True, policy="stats", max_mb_per_step=0.0)
+    source = torch.randn(50, 60, generator=torch.Generator().manual_seed(4))
+
+    r.offer(source.t())
+    r.offer(source, torch.bfloat16)
+    r.offer(source, immutable=True)
+
+    plain, cast, held = device_rows(r, peer)
+    bits = source.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    assert_row(plain, daemon_row(summarise(source.numpy(), "float32")), source.numpy(), "float32")
+    assert_row(cast, daemon_row(summarise(bits, "bfloat16")), bits, "bfloat16")
+    assert np.array_equal(held, plain)
+    assert [record.descriptor.payload for record in peer.records] == [False] * 3
+
+
+def test_what_is_larger_than_the_ring_leaves_its_row(peer: Peer, rig: MakeRig) -> None:
+    r = rig(FakeDevice(nbytes=8192), by_hand=True, policy="stats")
+
+    r.offer(torch.full((100, 100), 3.0))
+
+    [row] = device_rows(r, peer)
+    assert row[[0, 4, 7]].tolist() == [10_000, 3.0, 30_000]
+
+
+def test_a_full_ring_may_still_have_room_for_a_row(
+    peer: Peer, rig: MakeRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    r = rig(FakeDevice(nbytes=1 << 15), by_hand=True, policy="stats")
+    whole, reduced = torch.full((6000,), 1.0), torch.full((6000,), 2.0)
+
+    r.offer(whole)
+    r.offer(reduced)
+
+    _, row = device_rows(r, peer)
+    assert [record.descriptor.payload for record in peer.records] == [True, False]
+    assert peer.records[0].data == whole.numpy().tobytes()
+    assert row[[0, 4, 7]].tolist() == [6000, 2.0, 12_000]
+    assert "policy stats" in caplog.text
+
+
+def test_a_full_ring_without_room_for_a_row_is_a_counted_drop(peer: Peer, rig: MakeRig) -> None:
+    r = rig(FakeDevice(nbytes=1 << 15), by_hand=True, policy="stats")
+
+    r.offer(torch.ones(8192))  # all of the ring
+    r.offer(torch.ones(6000))
+    r.offer(torch.arange(6000))  # 64-bit integers
+
+    assert r.session.snapshot().dropped == {DropReason.RING_FULL.value: 1, DropReason.TOO_LARGE.value: 1}
+    r.finish()
+    assert r.session.flush(20)
