@@ -157,6 +157,7 @@ def freed(step: int = 1) -> torch.Tensor:
     ("make", "said"),
     [
         (lambda: torch.ones(3, dtype=torch.complex64), "complex64"),
+        (lambda: torch.ones(3, dtype=torch.complex64).conj(), "complex64"),
         (lambda: torch.eye(3).to_sparse(), "sparse"),
         (lambda: torch.empty(3, device="meta"), "meta"),
         (freed, "freed"),
