@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from capd_client import recompute
+from capd_client.graph_taps import claim, release, trace_call, trace_root
 from capd_client.key import Moment
+from capd_client.untraced import traced_as
 
 if TYPE_CHECKING:
     from capd_client.stepping import Clock
     from capd_client.taps import LinearTap, Sink
 
-__all__ = ["ForwardHook", "GradHook", "PreHook", "PreHookResult", "RootHook", "WeightHook"]
+__all__ = ["ForwardHook", "GradHook", "PreHook", "PreHookResult", "RootHook", "WeightHook", "with_input"]
 
 PreHookResult = Optional[tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -44,21 +46,35 @@ class _Hook:
         return _make_inert, ()
 
 
+def with_input(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PreHookResult:
+    """The arguments of a module with `x` in the place of its input."""
+    return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "input": x})
+
+
 class PreHook(_Hook):
     """Forward pre-hook (with kwargs) of a tapped module."""
 
-    __slots__ = ("_gate", "_tap")
+    __slots__ = ("_aliases", "_gate", "_number", "_tap")
 
     def __init__(self, tap: LinearTap) -> None:
         self._tap = tap
         self._gate = tap.gate
+        self._number = tap.number
+        self._aliases = "grad_input" in tap.tensors
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PreHookResult:
-        # Before the gate: a compiler that traced the gate would recompile the model at every step.
-        if is_compiling():
+    def in_graph(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PreHookResult:
+        """What is compiled in its place: only the alias of the input, if dX is wanted."""
+        x = args[0] if args else kwargs.get("input")
+        if self._number < 0 or not self._aliases or not module.training or not isinstance(x, Tensor):
             return None
+        if not x.requires_grad or not torch.is_grad_enabled():
+            return None
+        return with_input(x.view_as(x), args, kwargs)
+
+    @traced_as(in_graph)
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PreHookResult:
         gate = self._gate
-        if gate.closed_at == gate.context.iteration:
+        if gate.closed_at == gate.context.iteration or is_compiling():
             return None
         try:
             return self._tap.before_forward(module, args, kwargs)
@@ -68,16 +84,25 @@ class PreHook(_Hook):
 
 
 class ForwardHook(_Hook):
-    """Forward hook of a tapped module."""
+    """Forward hook (with kwargs) of a tapped module."""
 
-    __slots__ = ("_tap",)
+    __slots__ = ("_number", "_tap")
 
     def __init__(self, tap: LinearTap) -> None:
         self._tap = tap
+        self._number = tap.number
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def in_graph(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """What is compiled in its place: the whole of a call."""
+        x = args[0] if args else kwargs.get("input")
+        if self._number >= 0 and module.training and isinstance(x, Tensor) and isinstance(output, Tensor):
+            weight: Any = module.weight
+            trace_call(self._number, x, weight, output)
+
+    @traced_as(in_graph)
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         tap = self._tap
-        if tap.bound is None or is_compiling():
+        if tap.bound is None:
             return
         try:
             tap.after_forward(output)
@@ -126,18 +151,38 @@ class WeightHook(_Hook):
 class RootHook(_Hook):
     """Forward pre-hook of the watched model: every training forward begins a micro-batch."""
 
-    __slots__ = ("_clock", "_root", "_sink")
+    __slots__ = ("__weakref__", "_clock", "_number", "_root", "_sink", "forwards")
 
     def __init__(self, root: nn.Module, clock: Clock, sink: Sink) -> None:
         self._root = weakref.ref(root)
         self._clock = clock
         self._sink = sink
+        self.forwards = 0  # those that it has seen
+        self._number = claim(self)
 
+    def in_graph(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """What is compiled in its place."""
+        if self._number >= 0 and module.training:
+            trace_root(self._number)
+
+    @traced_as(in_graph)
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if is_compiling() or not module.training:
-            return
+        if module.training and not is_compiling() and self._root() is module:
+            self.begin()
+
+    def begin(self) -> None:
+        """A training forward of the root starts."""
         try:
-            if self._root() is module and not recompute.in_backward():
+            if not recompute.in_backward():
+                self.forwards += 1
                 self._clock.begin_forward(self)
         except Exception as error:
-            self._sink.drop_internal("root forward pre-hook", error)
+            self.failed("root forward pre-hook", error)
+
+    def failed(self, where: str, error: Exception) -> None:
+        """Count an error inside capd and go on."""
+        self._sink.drop_internal(where, error)
+
+    def remove(self) -> None:
+        """Stop for good, in compiled graphs too."""
+        release(self._number)

@@ -19,6 +19,7 @@ from capd_client import recompute
 from capd_client.api import session
 from capd_client.errors import ConfigError
 from capd_client.hook_objects import ForwardHook, PreHook, RootHook
+from capd_client.late_watch import LateWatch
 from capd_client.naming import place_modules
 from capd_client.notices import Notices
 from capd_client.select import Ranges, matches_any
@@ -41,20 +42,28 @@ class WatchHandle:
         self._taps: list[LinearTap] = []
         self._clock: Optional[Clock] = None
         self._gate: Optional[Gate] = None
+        self._root: Optional[RootHook] = None
+        self._late: Optional[LateWatch] = None
 
     def attach_root(self, model: nn.Module, gate: Gate, clock: Clock, sink: Sink) -> None:
         """Let the forwards of `model` begin micro-batches. First, so that it runs before the taps."""
         recompute.install()
         clock.add(gate)
         self._clock, self._gate = clock, gate
-        self._handles.append(model.register_forward_pre_hook(RootHook(model, clock, sink), prepend=True))
+        self._root = RootHook(model, clock, sink)
+        self._handles.append(model.register_forward_pre_hook(self._root, prepend=True))
 
     def attach_linear(self, module: nn.Linear, tap: LinearTap) -> None:
         """Tap one module."""
         _watched[module] = tap
         self._taps.append(tap)
         self._handles.append(module.register_forward_pre_hook(PreHook(tap), with_kwargs=True))
-        self._handles.append(module.register_forward_hook(ForwardHook(tap)))
+        self._handles.append(module.register_forward_hook(ForwardHook(tap), with_kwargs=True))
+
+    def look_for_late_watch(self, model: nn.Module) -> None:
+        """Have it said if graphs compiled before now keep the taps from seeing anything."""
+        if self._root is not None and self._gate is not None and self._clock is not None:
+            self._late = LateWatch(model, self._root, self._gate, self._clock, self._taps)
 
     def remove(self) -> None:
         """Take every hook off again, also those waiting in a graph for its backward. May be called twice."""
@@ -65,10 +74,14 @@ class WatchHandle:
             module = tap.module()
             if module is not None and _watched.get(module) is tap:
                 del _watched[module]
+        if self._root is not None:
+            self._root.remove()
+        if self._late is not None:
+            self._late.cancel()
         if self._clock is not None and self._gate is not None:
             self._clock.discard(self._gate)
             recompute.uninstall()
-        self._handles, self._taps, self._clock = [], [], None
+        self._handles, self._taps, self._clock, self._root = [], [], None, None
 
 
 def watch(
@@ -203,8 +216,6 @@ def _attach(sink: Sink, model: nn.Module, handle: WatchHandle, plan: _Plan, *, n
     if not fresh:
         plan.report("empty", _nothing_to_watch(model, plan, [place.module for place in places.values()]))
         return
-    if _is_compiled(model):
-        plan.report("compiled", _COMPILED)
     gate = Gate(sink.context, plan.steps, micro_batches=plan.micro_batches, ranks=plan.ranks)
     handle.attach_root(model, gate, clock_of(sink.context), sink)
     for qualified in fresh:
@@ -214,6 +225,7 @@ def _attach(sink: Sink, model: nn.Module, handle: WatchHandle, plan: _Plan, *, n
         )
     if plan.ranks is None or sink.context.rank in plan.ranks:
         sink.prepare({parameter.device for parameter in model.parameters()})
+    handle.look_for_late_watch(model)
     handle.modules = tuple(places[qualified].module for qualified in fresh)
     _notices.info(
         'watching %d of %d Linear modules of %s: %s in steps "%s"; widen it with steps="all", CAPD_STEPS or '
@@ -238,18 +250,6 @@ def _find_linears(model: nn.Module) -> dict[str, nn.Linear]:
         and not isinstance(module, NonDynamicallyQuantizableLinear)
         and not is_parametrized(module)
     }
-
-
-_COMPILED = (
-    "the watched model is compiled: inside compiled graphs nothing is captured; watch the model without "
-    "torch.compile to capture it"
-)
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    return any(
-        "_orig_mod" in module._modules or module._compiled_call_impl is not None for module in model.modules()
-    )
 
 
 def _nothing_to_watch(model: nn.Module, plan: _Plan, names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Reentrant activation checkpointing: carries the moments of a segment's first pass to its recompute.
+"""Activation checkpointing: carries the moments of a segment's first pass to its recompute.
 
 `torch.utils.checkpoint(use_reentrant=True)` runs a segment under no_grad, drops its graph, and runs it again
 inside the backward. Gradient hooks can only be hung in that second pass, but belong to the micro-batch of the
@@ -6,17 +6,20 @@ first. Every segment therefore keeps, per tap, a queue of the moments of its fir
 the segment and not to the module: whatever order a schedule runs its backwards in, and however often a
 module is called, the second pass finds its own moments and nobody else's.
 
-The non-reentrant kind needs none of this: its first pass keeps the graph, and the hooks with it.
+The non-reentrant kind keeps the graph of its first pass, and the hooks with it; only what a compiled graph saved for
+its backward, the moments among it, is that of the second pass. Its segments are there for those.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, Optional
 
 import torch
+from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
 from capd_client.key import Moment
@@ -34,7 +37,10 @@ _users = 0
 _installed = False
 _original: Callable[..., Any] = (
     CheckpointFunction.forward
-)  # what ours calls; never cleared, calls may be under way
+)  # what ours call; never cleared, calls may be under way
+_original_generator: Callable[..., Generator[None, None, None]] = (
+    checkpoint._checkpoint_without_reentrant_generator
+)
 
 
 def in_backward() -> bool:
@@ -45,56 +51,61 @@ def in_backward() -> bool:
 class Segment:
     """The function of one checkpointed segment, called once in the forward and once in the backward."""
 
-    __slots__ = ("_function", "_moments", "_recomputes", "_source")
+    __slots__ = ("_function", "_moments", "_outer", "_passes")
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._moments: dict[object, deque[Moment]] = {}
-        self._recomputes = False
-        self._source: Optional[Segment] = (
-            None  # None: its own queues (a reference to itself would be a cycle)
-        )
+        self._passes = 0
+        self._outer: Optional[Segment] = None  # the segment around the pass under way
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outer = _local.segment
-        _local.segment = self._enter(outer)
-        try:
+        with self._pass():
             return self._function(*args, **kwargs)
+
+    def first_pass(self, run: Generator[None, None, None]) -> Generator[None, None, None]:
+        """The first pass where torch itself calls the function: `run` is what it does before and after."""
+        with self._pass():
+            yield from run
+
+    @contextmanager
+    def _pass(self) -> Generator[None, None, None]:
+        self._outer = outer = _local.segment
+        self._passes += 1
+        _local.segment = self
+        try:
+            yield
         finally:
             _local.segment = outer
-
-    def _enter(self, outer: Optional[Segment]) -> Segment:
-        """The segment whose queues the pass about to start uses."""
-        if self._recomputes:
-            self._source = None
-            return self
-        self._recomputes = True
-        if outer is None:
-            return self
-        if not in_backward():
-            # Nested in the first pass of another segment: only the outer one will be recomputed.
-            return outer
-        self._source = outer  # first pass of a nested segment, inside the recompute of the outer one
-        return self
+            self._outer = None
 
     def keep(self, tap: object, moment: Moment) -> None:
-        """Queue the moment of a call in a pass without graph."""
+        """Queue the moment of a call in the first pass, also for segments around it, which run it again, too."""
+        if self._passes > 1:
+            return
         self._moments.setdefault(tap, deque()).append(moment)
+        if self._outer is not None and not in_backward():
+            self._outer.keep(tap, moment)
 
     def take(self, tap: object) -> Optional[Moment]:
-        """The moment of the same call in the first pass, or None if that one was not captured."""
-        queue = (self._source or self)._moments.get(tap)
+        """The moment of the same call in the first pass, or None if that one was not captured.
+
+        A segment whose first pass lies in the recompute of another one takes the moments of that.
+        """
+        if self._passes == 1:
+            return None if self._outer is None else self._outer.take(tap)
+        queue = self._moments.get(tap)
         return queue.popleft() if queue else None
 
 
 def keep(tap: object, moment: Moment) -> None:
-    """Remember a call that built no graph, if it lies in a checkpointed segment."""
+    """Remember a call whose second pass will ask for its moment, if it lies in a checkpointed segment."""
     if _local.segment is not None:
         _local.segment.keep(tap, moment)
 
 
 def take(tap: object) -> Optional[Moment]:
-    """In a recompute: the moment of the same call in the first pass; None outside reentrant segments."""
+    """In a recompute: the moment that the same call kept in the first pass; None where it kept none."""
     return None if _local.segment is None else _local.segment.take(tap)
 
 
@@ -102,25 +113,38 @@ def _forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
     return _original(ctx, Segment(run_function) if _users else run_function, *args)
 
 
+def _generator(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None, None, None]:
+    if not _users:
+        return _original_generator(fn, *args, **kwargs)
+    segment = Segment(fn)
+    return segment.first_pass(_original_generator(segment, *args, **kwargs))
+
+
 def install() -> None:
-    """Let torch's reentrant checkpointing run its functions as Segments. Calls nest; see `uninstall`."""
-    global _users, _installed, _original
+    """Let torch's checkpointing run its functions as Segments. Calls nest; see `uninstall`."""
+    global _users, _installed, _original, _original_generator
     with _lock:
         _users += 1
         if not _installed:
             _original = CheckpointFunction.forward
             CheckpointFunction.forward = staticmethod(_forward)  # type: ignore[method-assign]  # meant
+            _original_generator = checkpoint._checkpoint_without_reentrant_generator
+            checkpoint._checkpoint_without_reentrant_generator = _generator
             _installed = True
 
 
 def uninstall() -> None:
-    """Undo one `install`; the last one restores torch's own function.
+    """Undo one `install`; the last one restores torch's own functions.
 
-    Where someone patched the function after us, ours stays below theirs and passes everything through.
+    Where someone patched them after us, ours stay below theirs and pass everything through.
     """
     global _users, _installed
     with _lock:
         _users -= 1
-        if _users == 0 and CheckpointFunction.forward is _forward:
+        if _users:
+            return
+        ours = (CheckpointFunction.forward, checkpoint._checkpoint_without_reentrant_generator)
+        if ours == (_forward, _generator):
             CheckpointFunction.forward = staticmethod(_original)  # type: ignore[method-assign]  # meant
+            checkpoint._checkpoint_without_reentrant_generator = _original_generator
             _installed = False

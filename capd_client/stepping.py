@@ -9,6 +9,7 @@ scaler skips extends its iteration.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, Optional, Protocol
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -60,13 +61,20 @@ class Gate:
         self._micro_batches = micro_batches
         self._ranks = ranks
 
+    def selects(self, iteration: int) -> bool:
+        """Whether all micro-batches of `iteration` are captured on this rank."""
+        return self._micro_batches is None and self._chosen(iteration)
+
+    def _chosen(self, iteration: int) -> bool:
+        return iteration in self._steps and (self._ranks is None or self.context.rank in self._ranks)
+
     def admits(self) -> bool:
         """Decide for the current moment. Call it in training forwards only, outside a recompute."""
         context = self.context
         if self._open_at != context.iteration:
             context.begin_if_dirty()
             iteration = context.iteration
-            if iteration not in self._steps or (self._ranks is not None and context.rank not in self._ranks):
+            if not self._chosen(iteration):
                 self.closed_at = iteration
                 return False
             self._open_at = iteration
@@ -88,6 +96,7 @@ class Clock:
         self._iteration = -1
         self._forwards: dict[object, int] = {}  # forwards of each root in this iteration
         self._most_forwards = 0
+        self.after_step: list[Callable[[], None]] = []  # called after optimizer steps; must not raise
 
     def begin_forward(self, root: object) -> None:
         """A watched root starts a training forward.
@@ -125,6 +134,8 @@ class Clock:
         self.context.optimizer_stepped()
         for gate in self._gates:
             gate.forget()
+        for called in tuple(self.after_step):
+            called()
 
 
 _clock: Optional[Clock] = None

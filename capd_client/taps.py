@@ -24,13 +24,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from capd_client import recompute
-from capd_client.hook_objects import GradHook, PreHookResult, WeightHook
+from capd_client.graph_taps import claim, release
+from capd_client.hook_objects import GradHook, PreHookResult, WeightHook, with_input
 from capd_client.key import Key, Moment
 from capd_client.naming import Place
+from capd_client.products import autocast_dtype, hang, product_dtype, product_of
 from capd_client.slicing import Slice
 from capd_client.stepping import Context, Gate
 
-__all__ = ["DEFAULT_TENSORS", "TENSORS", "LinearTap", "Settings", "Sink", "product_dtype"]
+__all__ = ["DEFAULT_TENSORS", "TENSORS", "LinearTap", "Settings", "Sink"]
 
 DEFAULT_TENSORS = ("input", "weight", "output", "grad_output")
 TENSORS = (*DEFAULT_TENSORS, "grad_input", "grad_weight")
@@ -84,37 +86,12 @@ class Sink(Protocol):
     def drop_internal(self, where: str, error: Exception) -> None: ...
 
 
-def product_dtype(operand: Tensor) -> Optional[torch.dtype]:
-    """The dtype autocast gives `operand` in a matrix product, or None where it is used as it is."""
-    device_type = operand.device.type
-    if not torch.is_autocast_enabled(device_type):
-        return None
-    if not operand.is_floating_point() or operand.dtype is torch.float64:
-        return None
-    target = torch.get_autocast_dtype(device_type)
-    return None if target is operand.dtype else target
-
-
-def _product_of(output: Tensor) -> Tensor:
-    """The tensor that the product itself made, of which `output` is a view where the input had a batch.
-
-    A hook on that view would be lost: an in-place change of a view gives it a new place in the graph.
-    """
-    base: Optional[Tensor] = output._base
-    return output if base is None or base.grad_fn is None or base.numel() != output.numel() else base
-
-
-def _hang(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch's own lack
-    return handle
-
-
 class LinearTap:
     """Captures one nn.Linear. Its methods may raise; the hook objects hand errors on to `failed`."""
 
     __slots__ = (
         "__weakref__", "_at", "_backward", "_calls", "_keys", "_place", "_recomputing", "_sink", "_slices",
-        "_tensors", "_weight", "_weight_at", "_weight_handle", "bound", "gate", "module",
+        "_tensors", "_weight", "_weight_at", "_weight_handle", "bound", "gate", "module", "number",
     )  # fmt: skip
 
     def __init__(
@@ -141,6 +118,17 @@ class LinearTap:
         self._backward: tuple[int, Optional[Moment]] = (-1, None)  # graph task and moment of the last dY
         self._weight: Callable[[], Optional[Tensor]] = lambda: None  # the tensor that carries the weight hook
         self._weight_handle: Optional[RemovableHandle] = None
+        self.number = claim(self)  # what compiled graphs know it by
+
+    @property
+    def tensors(self) -> frozenset[str]:
+        """The names of the tensors that this tap captures."""
+        return self._tensors
+
+    @property
+    def captured_at(self) -> int:
+        """The last iteration in which a call was captured; -1 before the first."""
+        return self._at[0]
 
     @property
     def expects_weight_gradient(self) -> bool:
@@ -159,13 +147,14 @@ class LinearTap:
         if moment is None or not isinstance(x, Tensor):
             return None
         if not self._recomputing:
-            self._capture_operands(module, x, moment)
+            self._capture_operands(x, module.weight, moment, autocast_dtype(x.device.type))
+            self._watch_weight_gradient(module)
         self.bound = moment
         if "grad_input" not in self._tensors or not x.requires_grad or not torch.is_grad_enabled():
             return None
         alias = x.view_as(x)
-        _hang(alias, GradHook(self, "grad_input", moment))
-        return ((alias, *args[1:]), kwargs) if args else (args, {**kwargs, "input": alias})
+        hang(alias, GradHook(self, "grad_input", moment))
+        return with_input(alias, args, kwargs)
 
     def after_forward(self, output: Any) -> None:
         """Capture the output of the call and hang the gradient hooks on it."""
@@ -181,7 +170,23 @@ class LinearTap:
         if not torch.is_grad_enabled():
             recompute.keep(self, moment)
         elif output.requires_grad and not self._tensors.isdisjoint(("grad_output", "grad_weight")):
-            _hang(_product_of(output), GradHook(self, "grad_output", moment, output.shape))
+            hang(product_of(output), GradHook(self, "grad_output", moment, output.shape))
+
+    def graph_call(
+        self, x: Tensor, weight: Optional[Tensor], output: Tensor, autocast: Optional[torch.dtype]
+    ) -> Optional[Moment]:
+        """Capture one call that ran inside a compiled graph; returns its moment if it is a captured one."""
+        module = self.module()
+        moment = None if module is None else self._moment_of_call()
+        if module is None or moment is None:
+            return None
+        if not self._recomputing:
+            self._capture_operands(x, weight, moment, autocast)
+            if "output" in self._tensors:
+                self._offer(output, "output", moment)
+            self._watch_weight_gradient(module)
+        recompute.keep(self, moment)
+        return moment
 
     def gradient(
         self, tensor_name: str, gradient: Tensor, moment: Moment, shape: Optional[torch.Size] = None
@@ -210,6 +215,7 @@ class LinearTap:
     def remove(self) -> None:
         """Stop for good: take the hook off the weight; gradients still under way are not captured."""
         self._tensors = frozenset()
+        release(self.number)
         self._unhook_weight()
 
     def _unhook_weight(self) -> None:
@@ -230,20 +236,24 @@ class LinearTap:
         self._at = at
         return context.moment(call=self._calls, recompute=False)
 
-    def _capture_operands(self, module: nn.Module, x: Tensor, moment: Moment) -> None:
+    def _capture_operands(
+        self, x: Tensor, weight: Any, moment: Moment, autocast: Optional[torch.dtype]
+    ) -> None:
         if "input" in self._tensors:
-            self._offer(x, "input", moment, product_dtype(x))
-        weight = module.weight
-        if not isinstance(weight, Tensor):
-            return
-        if "weight" in self._tensors and self._weight_at != moment.iteration:
+            self._offer(x, "input", moment, product_dtype(x, autocast))
+        if "weight" in self._tensors and self._weight_at != moment.iteration and isinstance(weight, Tensor):
             if self._sink.keeps(moment):  # else it comes with the first call that is kept
                 self._weight_at = moment.iteration
-            self._offer(weight, "weight", moment, product_dtype(weight))
-        if "grad_weight" in self._tensors and weight.requires_grad and self._weight() is not weight:
+            self._offer(weight, "weight", moment, product_dtype(weight, autocast))
+
+    def _watch_weight_gradient(self, module: nn.Module) -> None:
+        if "grad_weight" not in self._tensors:
+            return
+        weight = module.weight
+        if isinstance(weight, Tensor) and weight.requires_grad and self._weight() is not weight:
             self._unhook_weight()  # sharding wrappers give a module new weight tensors
             self._weight = weakref.ref(weight)
-            self._weight_handle = _hang(weight, WeightHook(self))
+            self._weight_handle = hang(weight, WeightHook(self))
 
     def _offer(
         self, tensor: Tensor, tensor_name: str, moment: Moment, cast_to: Optional[torch.dtype] = None

@@ -14,7 +14,7 @@ import torch
 from capd_client.dtypes import ITEM_NBYTES
 from capd_client.key import MAX_NDIM
 
-__all__ = ["DTYPES", "PLAIN_TYPES", "modes_active", "problem_of", "unwrap", "without_modes"]
+__all__ = ["DTYPES", "PLAIN_TYPES", "local_part", "modes_active", "problem_of", "unwrap", "without_modes"]
 
 DTYPES: dict[torch.dtype, int] = {
     dtype: nbytes for name, nbytes in ITEM_NBYTES.items() if (dtype := getattr(torch, name, None)) is not None
@@ -69,6 +69,11 @@ def unwrap(value: Any) -> tuple[Optional[torch.Tensor], str]:
     with torch._C.DisableTorchFunctionSubclass():
         plain = tensor.as_subclass(torch.Tensor)
     return (plain, "") if type(plain) in PLAIN_TYPES else (None, f"{name} is not kept")
+
+
+def local_part(tensor: Any) -> Any:
+    """The shard that a DTensor holds on this rank, outside autograd; anything else as it is."""
+    return tensor._local_tensor if type(tensor).__name__ == "DTensor" else tensor
 
 
 def problem_of(tensor: torch.Tensor) -> str:

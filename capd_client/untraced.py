@@ -1,7 +1,6 @@
-"""Keeps torch.compile out of capd's own code: a compiled caller breaks its graph and calls it as it is.
+"""Keeps torch.compile out of capd's own code, without importing the compiler into jobs that do not use it.
 
-Without this, Dynamo would trace locks, clocks and counters into the job's graphs, or fail on them. It is what
-`torch.compiler.disable` does, without importing the compiler into jobs that do not use it.
+Otherwise Dynamo would trace locks, clocks and counters into the job's graphs, or fail on them.
 """
 
 from __future__ import annotations
@@ -9,21 +8,39 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["untraced"]
+__all__ = ["traced_as", "untraced"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def untraced(function: _Function) -> _Function:
-    """Mark a plain function: neither it nor anything it calls is traced."""
+    """Mark a plain function, as `torch.compiler.disable` does: a compiled caller breaks its graph and calls it."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return _never_compiled(function)
+
+
+def traced_as(stand_in: Callable[..., Any]) -> Callable[[_Function], _Function]:
+    """Mark a plain function: a compiled caller has `stand_in` traced in its place, everybody else runs the function.
+
+    It is how `torch.compile` itself marks what it wraps, and costs nothing outside of a trace.
+    """
+
+    def mark(function: _Function) -> _Function:
+        function._torchdynamo_inline = stand_in  # type: ignore[attr-defined]
+        return _never_compiled(function)
+
+    return mark
+
+
+def _never_compiled(function: _Function) -> _Function:
+    """Keep its frames, and those it calls, from being compiled by themselves, as they would be after a graph break."""
     try:
         from torch._C._dynamo.eval_frame import (  # type: ignore[attr-defined, unused-ignore]
             _FrameAction,
             _FrameExecStrategy,
             set_code_exec_strategy,
         )
-    except ImportError:  # an older torch: its callers break the graph, our frames are left to its own rules
+    except ImportError:  # an older torch: our frames are left to its own rules
         return function
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return function

@@ -328,32 +328,6 @@ def test_only_modules_with_the_product_of_linear_are_tapped(sink: MemorySink) ->
     assert watch(model).modules == ("plain", "renamed")
 
 
-def test_a_compiled_model_is_warned_about_and_left_alone(
-    sink: MemorySink, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = MLP()
-    x = torch.randn(2, 6)
-    expected = model(x)
-    watch(model)
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    for step in range(3):
-        sink.context.set_moment(iteration=step)
-        assert torch.equal(compiled(x), expected)
-
-    assert len(graphs) == 1  # a step number that the compiler sees would compile the model again and again
-    assert sink.captured == []
-    watch(compiled)
-    assert "watched already" in caplog.text
-    watch(torch.compile(MLP(), backend="eager"))
-    assert "the watched model is compiled" in caplog.text
-
-
 def test_the_devices_of_the_model_are_set_up_at_watch_on_ranks_that_capture(sink: MemorySink) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
     watch(model)

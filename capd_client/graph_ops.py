@@ -1,0 +1,123 @@
+"""Operators that compiled graphs keep: capd's own functions as torch operators with an ordered effect.
+
+torch.compile traces Python away and removes operators without a used result. An operator with a registered effect
+stays, is called once per run, and keeps its place among its like. It reaches the graph through a function that Dynamo
+does not look into (`allow_in_graph`), so that everything around it is plain Python at trace time and cannot fail the
+compilation: AOTAutograd runs that function, with autograd on, whenever it traces.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import threading
+from collections.abc import Callable
+from typing import Any, Optional
+
+import torch
+
+__all__ = ["Operator", "exporting", "in_graphs", "usable"]
+
+_Library: Any = torch.library.Library  # untyped, like allow_in_graph
+_lock = threading.Lock()
+_library: Any = None
+_usable: Optional[bool] = None
+
+
+def usable() -> bool:
+    """Whether this torch lets operators have effects, in public. Loads the compiler, as any optimizer does.
+
+    Older ones have parts of it, which fail in the backward or under activation checkpointing: they would fail the job.
+    """
+    global _usable
+    with _lock:
+        if _usable is None:
+            try:
+                import torch._dynamo
+
+                _usable = hasattr(torch.library, "_register_effectful_op")
+            except Exception:
+                _usable = False
+        return _usable
+
+
+class Operator:
+    """`capd::<name>`: defined with its effect at the first call, which lies in a trace.
+
+    Args:
+        signature: the schema without namespace. It has no tensors that alias or are written to.
+        body: runs with the real tensors whenever a compiled graph comes by. Must not raise.
+        fake: what tracing sees in place of `body`.
+    """
+
+    def __init__(self, signature: str, body: Callable[..., Any], fake: Callable[..., Any]) -> None:
+        self._signature = signature
+        self._body = body
+        self._fake = fake
+        self._overload: Any = None
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the operator; what this adds to a graph is never recomputed."""
+        overload = self._overload or self._define()
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+        mode: Any = get_proxy_mode()
+        if mode is None:
+            return overload(*args)
+        nodes = mode.tracer.graph.nodes
+        before = len(nodes)
+        result = overload(*args)
+        _keep(itertools.islice(reversed(nodes), len(nodes) - before))
+        return result
+
+    def _define(self) -> Any:
+        global _library
+        with _lock:
+            if self._overload is None:
+                if _library is None:
+                    _library = _Library(
+                        "capd", "FRAGMENT"
+                    )  # never taken down: graphs may come by at any time
+                name = self._signature.partition("(")[0]
+                _library.define(self._signature, tags=_tags())
+                _library.impl(name, self._body, "CompositeExplicitAutograd")
+                torch.library.register_fake(f"capd::{name}", self._fake, lib=_library)
+                overload = getattr(torch.ops.capd, name).default
+                from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+                _register_effectful_op(overload, _EffectType.ORDERED)
+                self._overload = overload
+            return self._overload
+
+
+def in_graphs(function: Callable[..., None]) -> None:
+    """Let Dynamo put calls of `function` into its graphs as they are, instead of tracing into it."""
+    allow: Any = torch.compiler.allow_in_graph
+    allow(function)
+
+
+def exporting() -> bool:
+    """Whether the trace is one of torch.export, whose product leaves this process."""
+    is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+    return is_exporting()
+
+
+def _tags() -> tuple[torch.Tag, ...]:
+    """Not to be recorded into CUDA graphs, whose replays would not call it; content with any strides."""
+    names = ("cudagraph_unsafe", "flexible_layout")
+    return tuple(tag for name in names if (tag := getattr(torch.Tag, name, None)) is not None)
+
+
+def _keep(nodes: Any) -> None:
+    """Take new nodes out of the checkpointed region that they were traced in.
+
+    Its tags would have the partitioner repeat the effect in the backward, which the effect's own bookkeeping does
+    not survive.
+    """
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    for node in nodes:
+        if node.meta.pop("recompute", None) is not None:
+            node.meta.pop("ac_graph_id", None)
+            if node.target is operator.getitem:
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

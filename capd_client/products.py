@@ -1,0 +1,39 @@
+"""What torch knows about one matrix product: the dtype it computes in, and the tensor whose gradient is its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Optional
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["autocast_dtype", "hang", "product_dtype", "product_of"]
+
+
+def autocast_dtype(device_type: str) -> Optional[torch.dtype]:
+    """The dtype that autocast computes matrix products in just now, or None where it is off."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def product_dtype(operand: Tensor, autocast: Optional[torch.dtype]) -> Optional[torch.dtype]:
+    """The dtype autocast gives `operand` in a matrix product, or None where it is used as it is."""
+    if not operand.is_floating_point() or operand.dtype is torch.float64:
+        return None
+    return None if autocast is operand.dtype else autocast
+
+
+def product_of(output: Tensor) -> Tensor:
+    """The tensor that the product itself made, of which `output` is a view where the input had a batch.
+
+    A hook on that view would be lost: an in-place change of a view gives it a new place in the graph.
+    """
+    base: Optional[Tensor] = output._base
+    return output if base is None or base.grad_fn is None or base.numel() != output.numel() else base
+
+
+def hang(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Have `hook` called with the gradient of `tensor`."""
+    handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch's own lack
+    return handle
