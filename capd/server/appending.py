@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import queue
@@ -15,15 +14,15 @@ from concurrent.futures import wait
 from functools import reduce
 from typing import Any
 
-from capd.errors import StoreError, StoreFull
+from capd.errors import StoreError
 from capd.server.jobs import Booked, Chunks, Refusal, Task, Tickets
+from capd.server.refusals import refusal_of
 from capd.store.encode import ChunkResult, summarise_small
 from capd.store.frames import RecordRow, StatsRow
 from capd.store.packed_statistics import pack
 from capd.store.run import RunStore
 from capd.store.series import Plan
 from capd.store.statistics import merge
-from capd_client.protocol import DropReason
 from capd_client.statistics_row import ROW_NBYTES
 
 __all__ = ["AppendThread"]
@@ -35,7 +34,6 @@ _GATHER = 256  # items taken from the inbox at once
 _TOGETHER_NBYTES = 4 << 20  # small records written at once
 _GROUP_S = 0.02  # the longest a record waits for others before a group sync
 _SAY_EVERY_S = 20.0  # a failing disk must not be filled with messages
-_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 Item = Task | Callable[[], None] | None
 
@@ -142,15 +140,8 @@ class AppendThread(threading.Thread):
     def _attempt(self, work: Any, write: Callable[[Any], None]) -> Refusal | None:
         try:
             write(work)
-        except OSError as error:
-            return (DropReason.DISK_FULL if error.errno in _NO_SPACE else DropReason.STORE_ERROR, str(error))
-        except StoreFull as error:
-            return (DropReason.DISK_FULL, str(error))
-        except (StoreError, sqlite3.Error) as error:
-            return (DropReason.STORE_ERROR, str(error))
         except Exception as error:  # the job is refused and the daemon goes on
-            logger.exception("a record could not be committed")
-            return (DropReason.STORE_ERROR, f"internal error: {error}")
+            return refusal_of(error)
         return None
 
     def _write_small(self, tasks: list[Task]) -> None:
