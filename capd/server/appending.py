@@ -23,7 +23,6 @@ from capd.store.packed_statistics import pack
 from capd.store.run import RunStore
 from capd.store.series import Plan
 from capd.store.statistics import merge
-from capd_client.statistics_row import ROW_NBYTES
 
 __all__ = ["AppendThread"]
 
@@ -252,7 +251,7 @@ def _planned(task: Task) -> tuple[Plan, RecordRow]:
         job.client,
         job.sequence,
         descriptor.shape,
-        descriptor.nbytes if descriptor.payload else ROW_NBYTES,
+        job.kept_nbytes,
         descriptor.moment,
         descriptor.device,
         descriptor.requires_grad,

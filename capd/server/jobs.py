@@ -14,6 +14,7 @@ from capd.store.frames import StatsRow
 from capd.store.geometry import SMALL_NBYTES
 from capd.store.series import Plan
 from capd_client.protocol import Define, Descriptor, DropReason
+from capd_client.statistics_row import ROW_NBYTES
 
 __all__ = [
     "TURN_NBYTES", "Booked", "Chunks", "DiskLimit", "Job", "Lanes", "Refusal", "RunTotals", "Sink", "Task", "Tickets",
@@ -58,6 +59,11 @@ class Job:
     data: memoryview
     sink: Sink
     stats: StatsRow | None = None
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Raw bytes of what the store keeps."""
+        return self.descriptor.nbytes if self.descriptor.payload else ROW_NBYTES
 
 
 @dataclass(frozen=True, slots=True)

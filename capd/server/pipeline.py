@@ -30,12 +30,12 @@ from capd.store.dtypes import statistics_of
 from capd.store.encode import ChunkResult, as_array, blocks, encode_chunk
 from capd.store.options import StoreOptions
 from capd.store.run import RunStore
+from capd.store.series import Plan
 from capd.store.settle import Room
 from capd.store.statistics import summarise
 from capd_client.protocol import DropReason
-from capd_client.statistics_row import ROW_NBYTES
 
-__all__ = ["Pipeline"]
+__all__ = ["Pipeline", "plan_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -188,17 +188,11 @@ class Pipeline:
             del tasks, task, ready  # while this thread waits, nothing may hold a dead rank's arena
 
     def _plan(self, task: Task) -> None:
-        job, define = task.job, task.job.define
+        job = task.job
         try:
-            store = self._runs[job.run_id]
-            data: memoryview | bytes
-            if job.descriptor.payload:
-                dtype, data, nbytes = define.dtype, job.data, job.descriptor.nbytes
-            else:
-                dtype, data, nbytes = statistics_of(define.dtype), b"", ROW_NBYTES
-            plan = store.plan(define.key, dtype, define.attributes, job.descriptor.shape, data)
+            plan = plan_of(self._runs[job.run_id], job)
             copies = 2 if plan.is_small else 1  # in the log first, then in a shard
-            nbytes, new_series = nbytes * copies, plan.series is None
+            nbytes, new_series = job.kept_nbytes * copies, plan.series is None
             refusal = self._budget.refusal(nbytes, new_series=new_series)
             if refusal is not None:
                 task.refusal = (DropReason.DISK_FULL, refusal)
@@ -241,6 +235,14 @@ class Pipeline:
                 self._pool.submit(encode_chunk, record, ordinal, slices, geometry, chain, statistics),
                 nbytes,
             )
+
+
+def plan_of(store: RunStore, job: Job) -> Plan:
+    """Which series the record goes to: one of tensors, or one of statistics, whose codec no sample decides."""
+    define, shape = job.define, job.descriptor.shape
+    if job.descriptor.payload:
+        return store.plan(define.key, define.dtype, define.attributes, shape, job.data)
+    return store.plan(define.key, statistics_of(define.dtype), define.attributes, shape, b"")
 
 
 def _then(first: Future[None], follow: Callable[[], Future[None]]) -> Future[None]:

@@ -20,7 +20,8 @@ __all__ = ["Found", "Seen", "read_with_capd", "read_with_zarr"]
 
 @dataclass(frozen=True)
 class Found:
-    """A record as a reader found it. bits: None where reading it raised DamagedRecord."""
+    """A record as a reader found it. bits: its elements, or its statistics row where only that is kept; None where
+    reading it raised DamagedRecord."""
 
     identity: int
     key: Key
@@ -65,7 +66,7 @@ def read_with_capd(run: Path) -> Seen:
                 continue
             bits: NDArray[np.generic] | None = None
             try:
-                bits = series.numpy(number)
+                bits = series.read(series.numbers[number])
             except DamagedRecord as error:
                 seen.errors.append(error)
             found = Found(identity, series.key, series.dtype, bits)
@@ -97,7 +98,8 @@ def read_with_zarr(run: Path) -> Seen:
         found = seen.series[str(group.relative_to(run))] = []
         for number, (moment, shape) in enumerate(rows):
             try:
-                bits = np.asarray(array[(number, *(slice(0, n) for n in shape))])
+                crop = () if attributes["encoding"] == "statistics" else tuple(slice(0, n) for n in shape)
+                bits = np.asarray(array[(number, *crop)])
             except (ValueError, RuntimeError):  # a chunk's checksum
                 bits = None
             found.append(Found(moment.iteration, key, dtype, bits))

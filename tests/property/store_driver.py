@@ -24,14 +24,18 @@ from numpy.typing import NDArray
 from capd.errors import StoreError
 from capd.server import appending
 from capd.server.jobs import Booked, Job, Task, Tickets
+from capd.server.pipeline import plan_of
 from capd.store import files as store_files
 from capd.store import geometry, open_files, power
 from capd.store.catalog_read import CATALOG_NAME
 from capd.store.encode import ChunkResult, as_array, encode_chunk
 from capd.store.options import StoreOptions
+from capd.store.packed_statistics import pack
 from capd.store.run import RunStore
+from capd.store.statistics import summarise
 from capd_client.key import Key, Moment
 from capd_client.protocol import Define, Descriptor, DropReason
+from capd_client.statistics_row import ROW_NBYTES
 from tests.property.faulty_files import FaultyFiles, Killed
 from tests.property.lossy_disk import LossyDisk
 
@@ -51,7 +55,8 @@ class Crash:
 
 @dataclass
 class Offer:
-    """One record as a client offers it; the moment's iteration is its identity."""
+    """One record as a client offers it; the moment's iteration is its identity. payload: whether the elements are
+    to be kept, and not the statistics alone."""
 
     identity: int
     client: bytes
@@ -59,6 +64,14 @@ class Offer:
     key: Key
     dtype: str
     bits: NDArray[np.generic]
+    payload: bool = True
+
+    @property
+    def kept(self) -> NDArray[np.generic]:
+        """What its series' array must hold of it."""
+        if self.payload:
+            return self.bits
+        return np.frombuffer(pack(summarise(self.bits, self.dtype)))
 
 
 @dataclass
@@ -188,14 +201,13 @@ class StoreDriver:
     def _task(self, offer: Offer) -> Task:
         bits = offer.bits
         data = memoryview(np.ascontiguousarray(bits).tobytes())
-        descriptor = Descriptor(
-            offer.sequence, 0, bits.nbytes, 0, bits.shape, Moment(iteration=offer.identity)
-        )
+        moment = Moment(iteration=offer.identity)
+        descriptor = Descriptor(offer.sequence, 0, bits.nbytes, 0, bits.shape, moment, payload=offer.payload)
         define = Define(id=0, key=offer.key, dtype=offer.dtype)
         sink = _Sink(offer.identity, self.outcomes)
         task = Task(Job(RUN_ID, offer.client, offer.sequence, define, descriptor, data, sink), 0)
         try:
-            task.plan = self.store.plan(offer.key, offer.dtype, {}, bits.shape, data)
+            task.plan = plan_of(self.store, task.job)
         except StoreError as error:
             task.refusal = (DropReason.STORE_ERROR, str(error))
         if task.refusal is None and not task.is_small:
@@ -219,7 +231,11 @@ class StoreDriver:
 
 def _shrink_units(patch: pytest.MonkeyPatch) -> None:
     """The same arithmetic with sizes that make every border come often."""
-    for name, nbytes in (("CHUNK_NBYTES", 2048), ("SMALL_NBYTES", 1024), ("BATCH_NBYTES", 96)):
+    for name, nbytes in (
+        ("CHUNK_NBYTES", ROW_NBYTES + 8),
+        ("SMALL_NBYTES", ROW_NBYTES + 8),
+        ("BATCH_NBYTES", 96),
+    ):
         patch.setattr(geometry, name, nbytes)
     patch.setattr(geometry, "MAX_SHARD_RECORDS", 16)
     for module in (store_files, open_files):

@@ -27,8 +27,9 @@ SHAPES: tuple[tuple[str, str, type[np.generic], tuple[int, ...]], ...] = (  # -1
     ("scalar", "int64", np.int64, ()),
     ("large", "float32", np.float32, (-1, 64)),
     ("chunks", "float8_e4m3fn", np.uint8, (-1, 1500)),
+    ("statistics", "uint8", np.uint8, (-1, 4)),
 )
-LENGTHS = {"ragged": (0, 1, 3, 5, 9), "large": (9, 5, 0, 12), "chunks": (3, 2, 4)}
+LENGTHS = {"ragged": (0, 1, 3, 5, 9), "large": (9, 5, 0, 12), "chunks": (3, 2, 4), "statistics": (0, 2, 900)}
 
 
 class StoreModel:
@@ -57,7 +58,7 @@ class StoreModel:
         nbytes = int(np.prod(shape)) * np.dtype(stored).itemsize
         bits = np.frombuffer(content.integers(1, 256, nbytes, np.uint8).tobytes(), stored).reshape(shape)
         key = Key(quant_type="bf16", rank=client, layer=0, tensor_name=name)
-        offer = Offer(identity, CLIENTS[client], identity, key, dtype, bits)
+        offer = Offer(identity, CLIENTS[client], identity, key, dtype, bits, payload=name != "statistics")
         self.offers[identity] = offer
         return offer
 
@@ -227,7 +228,7 @@ def _is(found: Found, offer: Offer) -> bool:
     return (found.key, found.dtype, bits.dtype, bits.shape, bits.tobytes()) == (
         offer.key,
         offer.dtype,
-        offer.bits.dtype,
-        offer.bits.shape,
-        offer.bits.tobytes(),
+        offer.kept.dtype,
+        offer.kept.shape,
+        offer.kept.tobytes(),
     )
