@@ -25,7 +25,7 @@ __all__ = ["MAX_METADATA_DEPTH", "believed_row", "define_problem", "descriptor_p
 
 MAX_METADATA_DEPTH = 64  # deeper JSON could exhaust a reader's recursion limit
 _ROW_ALIGNMENT = 8
-_COUNTS = 4  # the first fields of a row
+_MAX_WHOLE = 1 << 32  # integers of 32 bits and fewer have rows
 
 _json_object = msgspec.json.Decoder(dict[str, Any])
 
@@ -91,8 +91,10 @@ def believed_row(row: bytes, dtype: str, shape: tuple[int, ...]) -> StatsRow | N
     elements = math.prod(shape) * (2 if dtype == "float4_e2m1fn_x2" else 1)
     count, nan, infinite, zero, low, high, largest, _, squares = values[: len(ROW_FIELDS)].tolist()
     bins = values[len(ROW_FIELDS) :]
-    counts = np.concatenate([values[:_COUNTS], bins])
-    if dtype in NO_ROW_DTYPES or not np.all((counts >= 0) & (counts == np.floor(counts))):
+    whole = bins.astype(np.int64)
+    if dtype in NO_ROW_DTYPES or whole.min() < 0 or not np.array_equal(whole, bins):
+        return None
+    if not all(number >= 0 and number.is_integer() for number in (count, nan, infinite, zero)):
         return None
     if (
         count != elements
@@ -106,7 +108,7 @@ def believed_row(row: bytes, dtype: str, shape: tuple[int, ...]) -> StatsRow | N
     else:
         consistent = math.isfinite(largest) and low <= high and largest == max(abs(low), abs(high))
         if is_whole(dtype):
-            consistent = consistent and low.is_integer() and high.is_integer()
+            consistent = consistent and low.is_integer() and high.is_integer() and largest <= _MAX_WHOLE
     return unpack(values, dtype) if consistent and squares >= 0 else None
 
 

@@ -176,12 +176,15 @@ def test_rows_that_contradict_the_tensor_or_themselves_are_not(at: int, value: f
 
 def test_rows_of_another_tensor_or_dtype_are_not_believed() -> None:
     row = pack(GOOD)
-    whole = pack(StatsRow(6, 0, 0, 1, -2.5, 3.0, 3.0, 1.5, 13.25, [0, 1, 128, 5]))
+    fraction = pack(StatsRow(6, 0, 0, 1, -2.5, 3.0, 3.0, 1.5, 13.25, [0, 1, 128, 5]))
+    huge = pack(StatsRow(6, 0, 0, 1, -2.0, 1e300, 1e300, 1.5, 13.25, [0, 1, 128, 5]))
 
     assert believed_row(row, "float32", (7,)) is None
     assert believed_row(row, "float4_e2m1fn_x2", (6,)) is None  # two values in each of its bytes
     assert believed_row(row, "float4_e2m1fn_x2", (3,)) == GOOD
-    assert believed_row(whole, "int32", (6,)) is None
+    assert believed_row(fraction, "int32", (6,)) is None
+    assert believed_row(huge, "int32", (6,)) is None  # no integer of a COMMIT
+    assert believed_row(huge, "float64", (6,)) is not None
     assert all(believed_row(pack(StatsRow()), dtype, (0,)) is None for dtype in NO_ROW_DTYPES)
 
 
