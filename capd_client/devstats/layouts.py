@@ -12,7 +12,8 @@ import torch
 
 __all__ = ["merge_row", "pieces"]
 
-_PIECE = 1 << 20  # elements copied at once
+# Elements copied at once; on a device a piece is several launches, and takes 16 MB as bf16.
+_PIECE, _DEVICE_PIECE = 1 << 20, 1 << 23
 
 
 def pieces(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -24,21 +25,25 @@ def pieces(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     elif tensor.dtype is dtype and not tensor.is_neg():
         yield tensor.view(-1)
     else:
-        for piece in torch.split(tensor.view(-1), _PIECE):
+        for piece in torch.split(tensor.view(-1), _limit(tensor)):
             yield piece.to(dtype).resolve_neg()
 
 
 def _copied(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """Pieces of a tensor [n, …] with gaps, cut along its first dimension."""
-    length = tensor.shape[0]
-    rows = max(1, _PIECE * length // tensor.numel())
+    limit = _limit(tensor)
+    rows = max(1, limit * tensor.shape[0] // tensor.numel())
     for piece in torch.split(tensor, rows):
-        if piece.numel() > _PIECE and piece.ndim > 1:  # then it is one row
+        if piece.numel() > limit and piece.ndim > 1:  # then it is one row
             yield from _copied(piece[0], dtype)
         elif dtype is tensor.dtype and dtype.itemsize == 1:  # not every one-byte dtype has a copy kernel
             yield piece.view(torch.uint8).flatten().view(dtype)
         else:
             yield piece.to(dtype).resolve_neg().flatten()
+
+
+def _limit(tensor: torch.Tensor) -> int:
+    return _PIECE if tensor.is_cpu else _DEVICE_PIECE
 
 
 def merge_row(row: torch.Tensor, other: torch.Tensor) -> None:
