@@ -37,7 +37,17 @@ EXACT = ("count", "nan", "inf", "zero", "min", "max", "absmax", "exponent_histog
 
 @pytest.mark.parametrize("mode", ["tensor", "stats"])
 def test_device_and_daemon_agree(job: Job, mode: str) -> None:
-    captured = job.run(BOTH, mode=mode)
+    assert_agreement(job, BOTH, mode)
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("mode", ["tensor", "stats"])
+def test_on_a_device_that_is_not_the_current_one_as_well(job: Job, mode: str) -> None:
+    assert_agreement(job, BOTH.replace('"cuda"', '"cuda:1"').replace('"cuda:1", 0', '"cuda", 1'), mode)
+
+
+def assert_agreement(job: Job, code: str, mode: str) -> None:
+    captured = job.run(code, mode=mode)
     print(captured.output)
     stats = {
         (series.key.tensor_name, record.iteration): record.stats

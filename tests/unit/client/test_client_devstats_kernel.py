@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -92,6 +93,32 @@ def test_a_kernel_that_proved_itself_is_used(install: Callable[..., Kernel]) -> 
 
     assert kernel.calls == tried + 5
     assert before[0] == 3001
+
+
+def test_the_kernel_is_launched_on_the_device_of_the_tensor(
+    install: Callable[..., Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current: list[torch.Tensor] = []
+
+    @contextlib.contextmanager
+    def device_of(tensor: torch.Tensor) -> Iterator[None]:
+        current.append(tensor)
+        yield
+        current.pop()
+
+    def checked(flat: torch.Tensor, table: torch.Tensor, row: torch.Tensor) -> None:
+        assert len(current) == 1
+        assert current[0].data_ptr() == flat.data_ptr()
+        right(flat, table, row)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    kernel = install(checked)
+    prepare(HERE)
+    tried = kernel.calls
+    bits = any_bits("bfloat16")
+    assert_row(row_here(bits, "bfloat16"), reference(bits, "bfloat16"), bits, "bfloat16")
+    assert kernel.calls == tried + 1
+    assert has_kernel(HERE, torch.bfloat16)
 
 
 def test_what_is_not_wanted_any_more_is_not_compiled(install: Callable[..., Kernel]) -> None:
