@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Optional, Union
@@ -89,8 +90,9 @@ class Devices:
         for stager in list(self._stagers.values()):
             if isinstance(stager, DeviceStager):
                 stager.stop()
+        deadline = time.monotonic() + _JOIN_S
         for thread in self._compiling:
-            thread.join(_JOIN_S)
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _make(self, device: torch.device) -> Union[DeviceStager, DropReason]:
         try:

@@ -172,7 +172,7 @@ def test_acknowledgements_and_pings_go_on_between_unpinned_copies(peer: Peer, ri
                 return False  # not yet: nothing is fetched, but the thread must go on
             return super().query(event)  # type: ignore[arg-type]
 
-    r = rig(Slow(nbytes=MIB, pinned=False), ping_s=0.02)
+    r = rig(Slow(nbytes=MIB, pinned=False), ping_s=0.1)
     r.session.offer(torch.zeros(4), KEY, r.session.context.moment())
     r.offer(torch.zeros(4 << 16, dtype=torch.uint8))
     assert r.session.flush(20)
