@@ -189,7 +189,7 @@ def _print_record(series: Series, number: int, first: int) -> None:
 def _elements(series: Series, number: int, first: int) -> tuple[str, list[str]]:
     """The first values of a record, and the lines of their histogram."""
     if series.kept == "statistics":
-        return "not kept, only the statistics (mode stats)", []
+        return "not kept, only the statistics (mode or policy stats)", []
     flat = series.values(number).reshape(-1)
     shown = ", ".join(human_number(value) for value in flat[:first].tolist())
     return f"{shown}{', …' if flat.size > first else ''}", ["", "values", *value_bars(flat)]

@@ -189,8 +189,8 @@ class Series:
     def _must_have_elements(self) -> None:
         if self.kept == "statistics":
             raise CapdError(
-                f"{self.path}: only statistics were kept (mode stats), no elements; they are in "
-                "`records[i].stats`, and as rows in `zarr()`"
+                f"{self.path}: only statistics were kept (mode or policy stats), no elements; read "
+                "`records[i].stats`, or the rows in `zarr()`"
             )
 
     def read(self, number: int, region: Region = ...) -> NDArray[np.generic]:

@@ -63,7 +63,8 @@ def test_environment_wins_over_file_and_file_over_default(empty_folder: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("text", "every"), [("tensor", 1), ("sample:1/1", 1), (" Sample:1/8 ", 8), ("sample:1/1000000000", 10**9)]
+    ("text", "every"),
+    [("tensor", 1), ("stats", 1), ("sample:1/1", 1), (" Sample:1/8 ", 8), ("sample:1/1000000000", 10**9)],
 )
 def test_a_mode_says_of_how_many_calls_one_is_kept(text: str, every: int) -> None:
     config = load_config({"CAPD_MODE": text, "CAPD_STRICT": "1"})

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorstore
 import zarr
 from numpy.typing import NDArray
 
@@ -85,13 +86,15 @@ def assert_statistics(run: Path, expected: Expected) -> None:
 
 
 def assert_zarr_sees(run: Path, expected: Expected) -> None:
-    """By zarr-python and the documents alone: one row per record, no hole."""
+    """By zarr-python, tensorstore and the documents alone: one row per record, no hole."""
     found: Expected = {}
     for group in (path.parent for path in run.glob("*/rank*/layer*/*/*/zarr.json")):
         attributes = json.loads((group / "zarr.json").read_text())["attributes"]["capd"]
         if attributes["encoding"] != "statistics":
             continue
         array = zarr.open_array(group / "data", mode="r")
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(group / "data")}}
+        assert tensorstore.open(spec).result().read().result().tobytes() == array[...].tobytes()
         rows = published_rows(group)
         assert array.shape == (len(rows), ROW_VALUES)
         for (moment, shape), row in zip(rows, array[...], strict=True):
@@ -122,6 +125,22 @@ def test_every_dtype_and_shape_comes_back_beside_tensors_of_the_same_key(tmp_pat
     statistics.writer.close()
 
     assert not statistics.writer.outcomes.refusals
+    assert_statistics(statistics.writer.run, statistics.expected)
+    assert_zarr_sees(statistics.writer.run, statistics.expected)
+    assert verify_run(statistics.writer.run).damaged == []
+
+
+@pytest.mark.parametrize(
+    "options", [{"codec": "none"}, {"codec": "fast"}, {"codec": "zstd:3"}, {"durability": "durable"}], ids=str
+)
+def test_every_codec_and_durability_takes_them(tmp_path: Path, options: dict[str, object]) -> None:
+    statistics = Statistics(Writer(tmp_path, **options))
+    statistics.put_some(0, 3)
+    statistics.put(
+        key("large"), "bfloat16", some_bits("bfloat16", (3, 1 << 20)), 0
+    )  # through the encode pool
+    statistics.writer.close()
+
     assert_statistics(statistics.writer.run, statistics.expected)
     assert_zarr_sees(statistics.writer.run, statistics.expected)
     assert verify_run(statistics.writer.run).damaged == []
@@ -167,7 +186,7 @@ def test_elements_that_were_not_kept_are_refused_with_the_reason(tmp_path: Path)
     [series] = capd.open(writer.run).find(tensor_name="input")
     assert (series.kept, series.dtype, series.shape) == ("statistics", "bfloat16", (1, 2, 3))
     for read in (series.numpy, series.values, series.torch):
-        with pytest.raises(CapdError, match=r"only statistics were kept \(mode stats\)"):
+        with pytest.raises(CapdError, match=r"only statistics were kept \(mode or policy stats\)"):
             read(0)
     for read_all in (series.stack, series.dask, series.xarray):
         with pytest.raises(CapdError, match="only statistics"):
