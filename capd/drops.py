@@ -11,7 +11,7 @@ __all__ = ["CHOSEN", "REMEDIES", "describe_drops", "left_out", "lost"]
 REMEDIES: dict[str, str] = {
     DropReason.ARENA_FULL.value: "raise CAPD_ARENA_BYTES, or wait for room with CAPD_POLICY=block",
     DropReason.RING_FULL.value: "capture fewer tensors per step, or wait for room with CAPD_POLICY=block",
-    DropReason.TOO_LARGE.value: "raise CAPD_ARENA_BYTES above the largest tensor",
+    DropReason.TOO_LARGE.value: "raise CAPD_ARENA_BYTES above the largest tensor, or set CAPD_POLICY=block",
     DropReason.UNSUPPORTED.value: "complex, sparse, meta and quantised tensors are not captured",
     DropReason.INVALID_KEY.value: "shorten the names or metadata given to capture()",
     DropReason.INTERNAL.value: "an error inside capd; the job's log names it",
@@ -23,6 +23,7 @@ REMEDIES: dict[str, str] = {
     DropReason.RANK_DIED.value: "the rank was killed before handing these over",
     DropReason.STREAM_CAPTURE.value: "tensors inside a CUDA graph capture are not captured",
     DropReason.MUTATED.value: "capture them without immutable=True, or leave them alone until flush()",
+    DropReason.PARTS_LOST.value: "the daemon was restarted while a tensor larger than the arena was on its way",
     DropReason.STEP_BUDGET.value: "raise CAPD_MAX_MB_PER_STEP, or capture fewer tensors per step",
 }
 

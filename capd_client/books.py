@@ -104,7 +104,7 @@ class Books:
             if slot is None:
                 if nbytes > self.slots.capacity:
                     return self._no_room(definition, descriptor, DropReason.TOO_LARGE)
-                slot = self._wait_for(nbytes)
+                slot = self._wait_for(nbytes, self._max_block_s)
                 if slot is None:
                     return self._no_room(definition, descriptor, self._refusing or DropReason.ARENA_FULL)
             self.step_budget.take(iteration, nbytes)
@@ -128,17 +128,18 @@ class Books:
         self._count(definition, reason, descriptor.nbytes, descriptor.moment.iteration)
         return None
 
-    def _wait_for(self, nbytes: int) -> Optional[Slot]:
+    def _wait_for(self, nbytes: int, seconds: float) -> Optional[Slot]:
         """Policy block: wait, with the lock released, until a slot is free or the time is up."""
-        if self._max_block_s <= 0 or self._stalled:
+        if seconds <= 0 or self._stalled:
             return None
-        deadline = time.monotonic() + self._max_block_s
+        deadline = time.monotonic() + seconds
         self._waiting += 1
         try:
             while self._refusing is None:
                 left = deadline - time.monotonic()
                 if left <= 0 or self._stalled:
-                    self._stalled = True
+                    # Running out of what earlier waits left of the time does not show that the daemon is stuck.
+                    self._stalled = self._stalled or seconds == self._max_block_s
                     return None
                 self._room.wait(left)
                 slot = self.slots.take(nbytes) if self._refusing is None else None
@@ -308,7 +309,10 @@ class Books:
         capture.state = ABORTED
         del self._live[capture.descriptor.sequence]
         self.counters.words[COUNTER_IN_FLIGHT] = len(self._live)
-        self.slots.give(capture.slot)
+        self._give(capture.slot)
+
+    def _give(self, slot: Slot) -> None:
+        self.slots.give(slot)
         self._stalled = False
         if self._waiting:
             self._room.notify_all()

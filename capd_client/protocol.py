@@ -16,6 +16,10 @@ daemon's word that the records are committed and frees their slots. NACK means n
 counts the drop under the reason given. Everything a peer sends is validated before use; a violation ends
 that connection only, with REJECT and a text.
 
+Parts. A tensor larger than the arena is several descriptors with `part`, each in a slot and under a sequence of
+its own. ACK of a part frees its slot and says only that this daemon need not be sent it again; ACK of the last one is
+the record's. NACK of any of them is the record's.
+
 Arena. Page 0 (PAGE_NBYTES) is the counter page: native-endian u64 words, written by the client only:
 word 0 COUNTER_MAGIC, 1 offered, 2 acked, 3 in flight (live slots), 4 … 4+len(DropReason) drops by
 DropReason index. Slots lie behind it. The memfd is sealed SHRINK|GROW|SEAL (and FUTURE_WRITE where known).
@@ -36,7 +40,7 @@ __all__ = [
     "DROP_REASONS", "HANDSHAKE_TIMEOUT_S", "MAX_BATCH", "MAX_FRAME_NBYTES", "MAX_KEYS", "MAX_METADATA_NBYTES",
     "PAGE_NBYTES", "PING_INTERVAL_S", "PROTOCOL_VERSION", "TOOL_BYTE",
     "Ack", "Bye", "ByeOk", "ClientMessage", "Control", "ControlReply", "DaemonMessage", "Define",
-    "Descriptor", "DropReason", "DropRow", "Drops", "Flush", "Flushed", "Hello", "Nack", "NackRow", "Ping",
+    "Descriptor", "DropReason", "DropRow", "Drops", "Flush", "Flushed", "Hello", "Nack", "NackRow", "Part", "Ping",
     "Pong", "Put", "Reject", "Stats", "StatsReply", "Welcome",
     "decode_client", "decode_daemon", "encode",
 ]  # fmt: skip
@@ -75,6 +79,7 @@ class DropReason(enum.Enum):
     STEP_BUDGET = "step_budget"  # beyond max_mb_per_step of its iteration
     SAMPLED = "sampled"  # mode sample:1/N does not keep its call
     MUTATED = "mutated"  # declared immutable, and changed before its bytes were copied
+    PARTS_LOST = "parts_lost"  # the daemon was restarted amid the parts of a record
 
 
 DROP_REASONS: tuple[DropReason, ...] = tuple(DropReason)
@@ -132,12 +137,25 @@ class Define(msgspec.Struct, tag="def", kw_only=True):
     attributes: dict[ShortText, Any] = {}
 
 
+class Part(msgspec.Struct, array_like=True):
+    """Which bytes of a record larger than the arena a descriptor brings: its own, from byte `first` of `nbytes` on.
+
+    `record` is the record's sequence, smaller than those of its parts, which come in order. Shape, moment, key and all
+    else is the record's, and counts in the last part. A part without bytes gives the record up.
+    """
+
+    record: U64
+    first: U64
+    nbytes: U64
+
+
 class Descriptor(msgspec.Struct, array_like=True):
     """One capture in the arena: `nbytes` at `offset`, contiguous, C order, of Define(key_id)'s dtype.
 
     row_offset: where in the arena the rank put a statistics row that it computed (`capd_client.statistics_row`),
     8-byte aligned; None lets the daemon compute. payload: False keeps only the statistics; the bytes are there for
     the daemon to compute them from, and with a row_offset there are none. shape is the tensor's in any case.
+    part: the bytes are a part of the capture's; None where they are all of them. A part has no row_offset.
     """
 
     sequence: U64
@@ -152,6 +170,23 @@ class Descriptor(msgspec.Struct, array_like=True):
     metadata: Annotated[str, Meta(max_length=MAX_METADATA_NBYTES)] = ""  # a JSON object, or empty
     row_offset: Optional[U64] = None
     payload: bool = True
+    part: Optional[Part] = None
+
+    @property
+    def record(self) -> int:
+        """The sequence of the record that this is, or is a part of."""
+        return self.sequence if self.part is None else self.part.record
+
+    @property
+    def record_nbytes(self) -> int:
+        """Bytes of the whole record."""
+        return self.nbytes if self.part is None else self.part.nbytes
+
+    @property
+    def ends_record(self) -> bool:
+        """Whether the record is whole with this."""
+        part = self.part
+        return part is None or (self.nbytes > 0 and part.first + self.nbytes == part.nbytes)
 
 
 class Put(msgspec.Struct, tag="put"):

@@ -29,6 +29,7 @@ from capd_client.key import Key, Moment
 from capd_client.link import Link
 from capd_client.memory import default_arena_nbytes, most_arena_nbytes
 from capd_client.notices import Notices
+from capd_client.parts import PartedBooks
 from capd_client.protocol import HANDSHAKE_TIMEOUT_S, PAGE_NBYTES, PROTOCOL_VERSION, DropReason, Hello
 from capd_client.reducing import ReducingBooks
 from capd_client.slicing import Slice
@@ -64,7 +65,9 @@ class Session:
         self.counters.attach(self.arena.words)
         slots = SlotAllocator(PAGE_NBYTES, self.arena.nbytes - PAGE_NBYTES)
         megabytes = config.max_mb_per_step
-        books = ReducingBooks if config.policy == "stats" else Books
+        books = {"stats": ReducingBooks, "block": PartedBooks if max_block_s > 0 else Books}.get(
+            config.policy, Books
+        )
         self.books = books(
             slots,
             self.counters,

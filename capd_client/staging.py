@@ -1,42 +1,36 @@
 """Puts one copy of a tensor into the arena: checks it, gets a slot, copies, and marks the capture ready.
 
-Contiguous CPU tensors are moved with memmove(3): making a torch view of the slot would cost several times the
-copy of a small one. Up to 64 KiB the GIL is held meanwhile, because letting it go for a few microseconds would
-hand it to the client thread. Large and strided ones go through torch's copy. Device tensors take the way of
-`capd_client.device`. Errors are caught in `capd_client.session`, which counts and logs them; none reaches the job.
+CPU tensors are copied by `capd_client.host_copy`, device tensors go the way of `capd_client.device`, and what is too
+large for either goes in parts (`capd_client.large`). Errors are caught in `capd_client.session`, which counts and
+logs them; none reaches the job.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Optional, Union
 
 import torch
 
+from capd_client.allocator import GRANULE_NBYTES
 from capd_client.arena import Arena
 from capd_client.books import READY, Books, Capture
 from capd_client.definitions import Definition
 from capd_client.device import DeviceStager
 from capd_client.errors import ConfigError
+from capd_client.host_copy import GIL_HELD_NBYTES, MEMMOVE_NBYTES, HostCopy, move, move_holding_gil
 from capd_client.key import MAX_NDIM, Key, Moment
+from capd_client.large import Put, snapshot_part, stage_in_parts
 from capd_client.notices import Notices
-from capd_client.protocol import MAX_METADATA_NBYTES, Descriptor, DropReason
+from capd_client.parts import PartCapture, PartedBooks, Record
+from capd_client.protocol import MAX_METADATA_NBYTES, PAGE_NBYTES, Descriptor, DropReason
 from capd_client.reducing import write_row
 from capd_client.slicing import Slice
 from capd_client.statistics_row import ROW_NBYTES
 from capd_client.tensors import PLAIN_TYPES, modes_active, problem_of, unwrap, without_modes
 
 __all__ = ["Counted", "Stager"]
-
-_GIL_HELD_NBYTES = 64 << 10
-_MEMMOVE_NBYTES = 1 << 20  # above, torch's copy may use several threads
-
-_move = ctypes.memmove  # releases the GIL
-_move_holding_gil = ctypes.PyDLL(None).memmove
-_move_holding_gil.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-_move_holding_gil.restype = None
 
 
 class Counted(Exception):
@@ -61,6 +55,8 @@ class Stager:
     ) -> None:
         self._books = books
         self._buffer = arena.buffer
+        self._host = HostCopy(arena.buffer, arena.address)
+        self._small_nbytes = min(MEMMOVE_NBYTES, books.slots.capacity)
         self._address = arena.address
         self._notices = notices
         self._devices = devices
@@ -103,7 +99,7 @@ class Stager:
             nbytes = tensor.nbytes
             if (
                 not tensor.is_contiguous()
-                or not 0 < nbytes <= _MEMMOVE_NBYTES
+                or not 0 < nbytes <= self._small_nbytes
                 or address == tensor.storage_offset() * item_nbytes
                 or not item_nbytes
                 or tensor.is_neg()
@@ -124,8 +120,8 @@ class Stager:
         try:
             row_offset = descriptor.row_offset
             if row_offset is None:
-                move = _move_holding_gil if nbytes <= _GIL_HELD_NBYTES else _move
-                move(self._address + descriptor.offset, address, nbytes)
+                copy = move_holding_gil if nbytes <= GIL_HELD_NBYTES else move
+                copy(self._address + descriptor.offset, address, nbytes)
             else:
                 with without_modes():
                     self._keep_statistics(tensor, tensor.dtype, row_offset)
@@ -208,28 +204,28 @@ class Stager:
             self._say_dropped(descriptor)
             return
         try:
-            nbytes = descriptor.nbytes
-            plain = source.dtype is dtype and source.is_contiguous() and not source.is_neg()
+            if isinstance(capture, Record):
+                self._in_parts(source, capture, partial(self._fill_part, dtype))
+                return
             if descriptor.row_offset is not None:
                 self._keep_statistics(source, dtype, descriptor.row_offset)
-            elif plain and nbytes and (nbytes <= _MEMMOVE_NBYTES or torch.get_num_threads() == 1):
-                _move(self._address + descriptor.offset, source.data_ptr(), nbytes)
-            elif nbytes:
-                self._copy(source, dtype, descriptor)
+            else:
+                self._host.fill(source, dtype, descriptor.offset, descriptor.nbytes)
             capture.state = READY
         except BaseException as error:
             self._books.abort(capture, DropReason.INTERNAL)
             raise Counted from error
 
-    def _copy(self, source: torch.Tensor, dtype: torch.dtype, descriptor: Descriptor) -> None:
-        source = source.detach()
-        if dtype is source.dtype and dtype.itemsize == 1:
-            source, dtype = (
-                source.view(torch.uint8),
-                torch.uint8,
-            )  # not every one-byte dtype has a copy kernel
-        target = torch.frombuffer(self._buffer, dtype=dtype, count=source.numel(), offset=descriptor.offset)
-        target.view(source.shape).copy_(source)
+    def _in_parts(self, source: torch.Tensor, record: Record, put: Put, nbytes: Optional[int] = None) -> None:
+        """nbytes: the most of one part, if not what the arena gives."""
+        books = self._books
+        assert isinstance(books, PartedBooks)  # noqa: S101 - nobody else makes records
+        limit = books.part_nbytes if nbytes is None else min(books.part_nbytes, nbytes)
+        stage_in_parts(books, self._notices, record, source, limit, put)
+
+    def _fill_part(self, dtype: torch.dtype, view: torch.Tensor, piece: PartCapture) -> None:
+        self._host.fill(view, dtype, piece.descriptor.offset, piece.descriptor.nbytes)
+        self._books.ready(piece)
 
     def _keep_statistics(self, source: torch.Tensor, dtype: torch.dtype, row_offset: int) -> None:
         """Write the statistics of a CPU tensor that found no room to the place that `admit` found for them."""
@@ -272,6 +268,14 @@ class Stager:
                 self._say_too_large_for_ring(definition, room, stager.capacity)
             return
         try:
+            if isinstance(capture, Record):
+                if not hold and stager.capacity < GRANULE_NBYTES:
+                    self._books.abort(capture, DropReason.TOO_LARGE)
+                    self._say_too_large_for_ring(definition, room, stager.capacity)
+                    return
+                put = stager.hold if hold else partial(snapshot_part, stager, dtype)
+                self._in_parts(source, capture, put, None if hold else stager.capacity // 2)
+                return
             if descriptor.row_offset is not None:  # there was no room
                 hold, row_at = False, 0
             if hold:
@@ -328,7 +332,7 @@ class Stager:
     def _say_too_large_for_ring(self, definition: Definition, nbytes: int, capacity: int) -> None:
         self._notices.warn(
             DropReason.TOO_LARGE.value,
-            "%s is not captured: its %d bytes exceed the device ring of %d bytes",
+            "%s is not captured: its %d bytes exceed the device ring of %d bytes; CAPD_POLICY=block sends it in parts",
             definition.key.tensor_name,
             nbytes,
             capacity,
@@ -358,9 +362,11 @@ class Stager:
         elif descriptor.nbytes > capacity:
             self._notices.warn(
                 "too_large",
-                "a tensor of %d bytes does not fit into the arena of %d; set CAPD_ARENA_BYTES above the tensor's size",
+                "a tensor of %d bytes does not fit into the arena, which holds %d; set CAPD_ARENA_BYTES=%d or more, or "
+                "CAPD_POLICY=block, which sends it in parts",
                 descriptor.nbytes,
                 capacity,
+                -(-descriptor.nbytes // PAGE_NBYTES) * PAGE_NBYTES + PAGE_NBYTES,
             )
         else:
             self._notices.warn(

@@ -18,7 +18,9 @@ from capd_client.protocol import DropReason
 
 __all__ = ["DAEMON_REASONS", "PageCounters", "Totals", "reconcile"]
 
-DAEMON_REASONS = frozenset({DropReason.BAD_DESCRIPTOR, DropReason.DISK_FULL, DropReason.STORE_ERROR})
+DAEMON_REASONS = frozenset(
+    {DropReason.BAD_DESCRIPTOR, DropReason.DISK_FULL, DropReason.STORE_ERROR, DropReason.PARTS_LOST}
+)
 """Reasons that only the daemon gives (in a NACK); a rank counts them when the NACK arrives."""
 
 # A rank counts these for everything still unacknowledged when it gives up; part of it may be committed.

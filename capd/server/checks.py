@@ -18,7 +18,7 @@ from capd.store.frames import StatsRow
 from capd.store.packed_statistics import unpack
 from capd.store.statistics import is_whole
 from capd_client.dtypes import ITEM_NBYTES
-from capd_client.protocol import PAGE_NBYTES, Define, Descriptor
+from capd_client.protocol import PAGE_NBYTES, Define, Descriptor, Part
 from capd_client.statistics_row import NO_ROW_DTYPES, ROW_FIELDS, ROW_NBYTES
 
 __all__ = ["MAX_METADATA_DEPTH", "believed_row", "define_problem", "descriptor_problem"]
@@ -58,9 +58,11 @@ def descriptor_problem(item: Descriptor, define: Define | None, arena_nbytes: in
     if math.prod(max(1, extent) for extent in item.shape) * item_nbytes > MAX_ARENA_NBYTES:
         return f"shape {item.shape} of {define.dtype} is larger than any arena ({MAX_ARENA_NBYTES} bytes)"
     expected = math.prod(item.shape) * item_nbytes if item.payload or item.row_offset is None else 0
-    if item.nbytes != expected:
-        return f"shape {item.shape} of {define.dtype} has {expected} bytes, not {item.nbytes}"
-    problem = _place_problem(item.offset, item.nbytes, arena_nbytes) if item.nbytes else None
+    if item.record_nbytes != expected:
+        return f"shape {item.shape} of {define.dtype} has {expected} bytes, not {item.record_nbytes}"
+    problem = _part_problem(item, item.part) if item.part is not None else None
+    if problem is None and item.nbytes:
+        problem = _place_problem(item.offset, item.nbytes, arena_nbytes)
     if problem is None and item.row_offset is not None:
         problem = _place_problem(item.row_offset, ROW_NBYTES, arena_nbytes)
         if item.row_offset % _ROW_ALIGNMENT:
@@ -75,6 +77,16 @@ def _place_problem(offset: int, nbytes: int, arena_nbytes: int) -> str | None:
         return f"offset {offset} lies in the counter page (the first {PAGE_NBYTES} bytes)"
     if offset + nbytes > arena_nbytes:
         return f"{nbytes} bytes at offset {offset} pass the arena's end at {arena_nbytes}"
+    return None
+
+
+def _part_problem(item: Descriptor, part: Part) -> str | None:
+    if part.record >= item.sequence:
+        return f"record {part.record} does not come before its part {item.sequence}"
+    if part.first + item.nbytes > part.nbytes or not part.nbytes:
+        return f"{item.nbytes} bytes from {part.first} on are no part of a record of {part.nbytes}"
+    if item.row_offset is not None:
+        return "a part brings no statistics row"
     return None
 
 

@@ -25,6 +25,7 @@ from capd.metrics import DaemonStats
 from capd.server import endpoint
 from capd.server.budget import DiskBudget, default_max_disk, encode_threads, raise_open_files
 from capd.server.connection import ConnectionContext
+from capd.server.gathering import MAX_SCRATCH_FILES
 from capd.server.instance import RootLock
 from capd.server.listener import Listener
 from capd.server.memory import settle_heap
@@ -134,7 +135,7 @@ class Daemon:
             budget=self._budget,
         )
         self._registry = Registry(self._root, self._node, lock, names, self._pipeline, settings.idle_seal_s)
-        self._budget.stored = self._registry.stored_nbytes
+        self._budget.stored = lambda: self._registry.stored_nbytes() + self._pipeline.scratch_nbytes
         self._budget.waiting, self._budget.unsealed = self._pipeline.waiting, self._pipeline.unsealed_series
         self._listen(self._bound, open_files - options.open_files)
         self._recovery = threading.Thread(target=self._take_up_unsealed, name="capd-recover", daemon=True)
@@ -173,7 +174,7 @@ class Daemon:
             save=lambda rank: self._pipeline.save_session(rank.run_id, rank.row()),
         )
         tools = ToolContext(self._registry, self.stats, lambda: self._stop.request("a tool"), self._closing)
-        room = (free_files - _RESERVED_FILES) // _FILES_PER_CONNECTION
+        room = (free_files - _RESERVED_FILES - MAX_SCRATCH_FILES) // _FILES_PER_CONNECTION
         self._listener = Listener(
             bound.socket,
             ranks,

@@ -31,7 +31,7 @@ class Sink(Protocol):
     """Where the outcome of a job goes; called from pipeline threads, must neither block nor raise."""
 
     def committed(self, sequence: int) -> None:
-        """The record is committed."""
+        """The record is committed; or a part, which is not the last, need not be sent again."""
 
     def refused(self, sequence: int, reason: DropReason, message: str) -> None:
         """The record will never be committed."""
@@ -48,7 +48,7 @@ class DiskLimit(Protocol):
 class Job:
     """One descriptor to commit. `data`: exactly its bytes, in the arena; let go of when the job is done.
 
-    stats: its statistics, if the rank computed them.
+    stats: its statistics, if the rank computed them. budgeted: the disk budget let it pass already.
     """
 
     run_id: str
@@ -59,6 +59,7 @@ class Job:
     data: memoryview
     sink: Sink
     stats: StatsRow | None = None
+    budgeted: bool = False
 
     @property
     def kept_nbytes(self) -> int:

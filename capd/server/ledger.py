@@ -33,9 +33,9 @@ class Ledger:
         """Count one refusal of the daemon's own."""
         iteration = item.moment.iteration
         known = self._rows.get((define.key, define.dtype, reason.value))
-        count, nbytes, first, last = 1, item.nbytes, iteration, iteration
+        count, nbytes, first, last = 1, item.record_nbytes, iteration, iteration
         if known is not None:
-            count, nbytes = known.count + 1, known.nbytes + item.nbytes
+            count, nbytes = known.count + 1, known.nbytes + item.record_nbytes
             first, last = min(first, known.first_iteration), max(last, known.last_iteration)
         self._enter(LedgerRow(define.key, define.dtype, reason.value, count, nbytes, first, last))
 

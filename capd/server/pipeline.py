@@ -1,7 +1,8 @@
 """From accepted descriptors to committed records: fair dispatch, a pool that encodes, one thread that appends.
 
     submit → lanes (one per client) → dispatch thread → encode pool (chunks, no GIL) ─┐
-                                            └── inbox, in dispatch order ─────────────┴→ append thread → sink
+      │ parts        ▲                      └── inbox, in dispatch order ─────────────┴→ append thread → sink
+      └→ gather thread ┘ whole records
 
 The dispatch thread takes jobs from the lanes in turn, so that ranks share the pool evenly, and books every
 chunk's bytes before it is encoded: at most `staging_nbytes` of raw chunks are between the arena and the disk.
@@ -24,6 +25,7 @@ from typing import Any
 
 from capd.errors import StoreError
 from capd.server.appending import AppendThread
+from capd.server.gathering import GatherThread
 from capd.server.jobs import Booked, DiskLimit, Job, Lanes, RunTotals, Task, Tickets
 from capd.store.catalog_read import SessionRow
 from capd.store.dtypes import statistics_of
@@ -63,8 +65,11 @@ class Pipeline:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="capd-encode")
         self._appending = AppendThread(self._runs, self._booked, self._tickets, statistics=options.statistics)
         self._dispatching = threading.Thread(target=self._dispatch, name="capd-dispatch", daemon=True)
-        self._appending.start()
-        self._dispatching.start()
+        self._gathering = GatherThread(
+            lambda run_id: self._runs[run_id].spool, self._lanes.put, self._tickets, budget
+        )
+        for thread in (self._appending, self._dispatching, self._gathering):
+            thread.start()
 
     def open_run(self, run_id: str) -> None:
         """Open the run, creating or recovering it, unless it is open. Raises StoreError."""
@@ -90,7 +95,13 @@ class Pipeline:
 
     def waiting(self) -> tuple[int, int]:
         """(bytes, new series) of the records that the disk budget let pass and that are not written yet."""
-        return self._tickets.admitted()
+        nbytes, series = self._tickets.admitted()
+        return nbytes + self._gathering.held_nbytes, series
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Bytes on the disk that belong to no record yet: parts that gather."""
+        return self._gathering.held_nbytes
 
     def beside_nbytes(self, run_id: str) -> int:
         """Bytes that an open run holds beside its shards: small-record logs and catalog."""
@@ -102,7 +113,13 @@ class Pipeline:
 
     def submit(self, job: Job) -> None:
         """Queue a job for its client's lane. Never waits."""
-        self._lanes.put(Task(job, self._tickets.issue()))
+        task = Task(job, self._tickets.issue())
+        if not self._gathering.takes(task):
+            self._lanes.put(task)
+
+    def forget(self, client: bytes) -> None:
+        """The client is gone for good: let go of records that it sent only some parts of."""
+        self._gathering.forget(client)
 
     def flush(self) -> Future[None]:
         """Resolves when everything submitted so far is committed or refused."""
@@ -144,6 +161,7 @@ class Pipeline:
     def close(self, deadline_s: float) -> bool:
         """Drain, seal and close. False if the deadline came first: `.partial` files stay for the next start."""
         complete = self._drain_and_seal(time.monotonic() + deadline_s)
+        self._gathering.stop(timeout_s=5.0)
         self._lanes.close()
         self._appending.inbox.put(None)
         for thread in (self._dispatching, self._appending):
@@ -192,7 +210,8 @@ class Pipeline:
         try:
             plan = plan_of(self._runs[job.run_id], job)
             copies = 2 if plan.is_small else 1  # in the log first, then in a shard
-            nbytes, new_series = job.kept_nbytes * copies, plan.series is None
+            nbytes = 0 if job.budgeted else job.kept_nbytes * copies
+            new_series = plan.series is None
             refusal = self._budget.refusal(nbytes, new_series=new_series)
             if refusal is not None:
                 task.refusal = (DropReason.DISK_FULL, refusal)

@@ -205,7 +205,7 @@ class RankSession:
         with self._lock:
             session = self.session
             gone = session.phase in (Phase.ENDED, Phase.DIED)
-            in_work = len(session.in_work) if gone else None
+            in_work = session.records_in_work if gone else None
             totals = reconcile(self._counters(), len(session.done), session.refused_counts, in_work=in_work)
             return SessionRow(
                 client=session.client,

@@ -290,6 +290,7 @@ class Registry:
                     del run.ranks[client]
                     self._keeper.forget(rank)
                     rank.release()
+                    self._pipeline.forget(client)
                     logger.info(
                         "rank %d of run %s %s", rank.hello.rank, run.run_id, run.finished[client].state
                     )

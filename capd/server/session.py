@@ -7,9 +7,12 @@ under a lock, hands the submissions it returns to the pipeline, and sends the re
      │  ◄──── newer connection of the same uuid ────┘            (a newer connection revives DIED, too)
      └──── BYE ──► ENDED
 
-A sequence is new, in work, committed or refused. New ones are submitted once; a repeated one joins the
-work, or is answered again from what is known. The connection ordinal decides which connection speaks for
-the session: an older or equal one is refused, and what a superseded connection still sends is ignored.
+A sequence is new, in work, committed or refused. New ones are submitted once; a repeated one joins the work, or is
+answered again from what is known. Parts of a record are in work until their bytes are here, the last one until the
+record is committed; what is committed or refused is the record's own sequence.
+
+The connection ordinal decides which connection speaks for the session: an older or equal one is refused, and what a
+superseded connection still sends is ignored.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from dataclasses import dataclass
 from capd.server.accounting import DAEMON_REASONS
 from capd.server.checks import define_problem
 from capd.server.ledger import Ledger
+from capd.server.parts import PartRefused, Unfinished
 from capd.store.ranges import RangeSet
 from capd_client.errors import ProtocolError
 from capd_client.protocol import (
@@ -82,7 +86,8 @@ class Session:
         self.refused_counts: dict[DropReason, int] = {}
         self.in_work: dict[int, Submission] = {}
         self.ledger = Ledger()
-        self._refused: dict[int, DropReason] = {}
+        self._refused: dict[int, DropReason] = {}  # by record
+        self._unfinished = Unfinished()
         self._define_nbytes = 0
         self._acks = RangeSet()
         self._nacks: list[NackRow] = []
@@ -157,21 +162,31 @@ class Session:
         submit: list[Submission] = []
         for item, define, problem in items:
             sequence = item.sequence
+            record = sequence if item.part is None else item.part.record
             if sequence in self.in_work:
                 continue
-            if sequence in self.done:
+            if record in self.done:
                 self._ack(sequence)
-            elif (reason := self._refused.get(sequence)) is not None:
+            elif (reason := self._refused.get(record)) is not None:
                 self._nack(sequence, reason, "refused before")
             elif problem is not None or define is None:
-                self._refuse(sequence, DropReason.BAD_DESCRIPTOR, problem or "undefined key")
-                if define is not None:
-                    self.ledger.refuse(item, define, DropReason.BAD_DESCRIPTOR)
-            else:
+                self._refuse(item, define, DropReason.BAD_DESCRIPTOR, problem or "undefined key")
+            elif item.part is None or self._is_new_part(item):
                 submission = (item, define)
                 self.in_work[sequence] = submission
                 submit.append(submission)
         return submit
+
+    def _is_new_part(self, item: Descriptor) -> bool:
+        """Whether the part must be gathered; if not, it is answered."""
+        try:
+            new = self._unfinished.take(item)
+        except PartRefused as refused:
+            self._refuse(item, None, refused.reason, str(refused))
+            return False
+        if not new:
+            self._ack(item.sequence)
+        return new
 
     def drops(self, message: Drops) -> None:
         """Take cumulative rows of the rank's drop ledger. Raises ProtocolError on an undefined key."""
@@ -197,8 +212,12 @@ class Session:
     # What the pipeline reports
 
     def committed(self, sequence: int) -> None:
-        """A record is real."""
-        self.done.add(sequence)
+        """A record is real; or a part, not the last of its record, is here."""
+        item, _ = self.in_work[sequence]
+        if item.ends_record:
+            self.done.add(item.record)
+        if item.part is not None and (item.ends_record or not item.nbytes):
+            self._unfinished.forget(item.record)
         self._ack(sequence)
         self._settle(sequence)
 
@@ -208,11 +227,15 @@ class Session:
         if reason not in DAEMON_REASONS:
             message = f"{reason.value}: {message}"
             reason = DropReason.STORE_ERROR
-        self._refuse(sequence, reason, message)
-        submission = self.in_work.get(sequence)
-        if submission is not None:
-            self.ledger.refuse(*submission, reason)
+        item, define = self.in_work[sequence]
+        self._refuse(item, define, self._refused.get(item.record, reason), message)
+        self._unfinished.forget(item.record)
         self._settle(sequence)
+
+    @property
+    def records_in_work(self) -> int:
+        """Captures that something is in work of, each counted once."""
+        return len({item.record for item, _ in self.in_work.values()})
 
     # Replies
 
@@ -243,12 +266,17 @@ class Session:
         if self.phase is Phase.LIVE:
             self._nacks.append(NackRow(sequence, DROP_REASONS.index(reason), message[:NACK_TEXT_CHARS]))
 
-    def _refuse(self, sequence: int, reason: DropReason, message: str) -> None:
-        self._refused[sequence] = reason
+    def _refuse(self, item: Descriptor, define: Define | None, reason: DropReason, message: str) -> None:
+        """Never to be committed. Of a record whose last part is not in work the rank may know an end of its own, given
+        up or refused by an earlier daemon: that one the rank counts alone, or it counts as `rank_died`."""
+        self._refused[item.record] = reason
         if len(self._refused) > MAX_REFUSED:
             del self._refused[next(iter(self._refused))]
-        self.refused_counts[reason] = self.refused_counts.get(reason, 0) + 1
-        self._nack(sequence, reason, message)
+        if item.part is None or (item.ends_record and item.sequence in self.in_work):
+            self.refused_counts[reason] = self.refused_counts.get(reason, 0) + 1
+            if define is not None:
+                self.ledger.refuse(item, define, reason)
+        self._nack(item.sequence, reason, message)
 
     def _settle(self, sequence: int) -> None:
         self.in_work.pop(sequence, None)

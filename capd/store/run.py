@@ -79,6 +79,11 @@ class RunStore:
         self.flush_catalog()
         self._seal(found.unfinished)
 
+    @property
+    def spool(self) -> Path:
+        """Where files lie that are not in the store yet."""
+        return self._layout.spool
+
     # -- commits ------------------------------------------------------------------------------------------
 
     def commit(self, plan: Plan, row: RecordRow, chunks: Iterable[ChunkResult]) -> None:

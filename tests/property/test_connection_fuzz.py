@@ -35,6 +35,7 @@ from capd_client.protocol import (
     Drops,
     Flush,
     Hello,
+    Part,
     Ping,
     Put,
     Stats,
@@ -64,7 +65,15 @@ descriptors = st.builds(
     shapes | st.lists(index, max_size=16).map(tuple),
     moments,
     metadata=st.sampled_from(["", "{}", "nothing", '{"a": NaN}', "[" * 4096]),
+    part=st.none() | st.builds(Part, big, big, big),
 )
+# Of a record of 16 bytes that any of them may begin, go on with, end or give up.
+parts = st.builds(
+    lambda sequence, record, first, nbytes: Descriptor(
+        sequence, 4096, nbytes, 0, (8,), Moment(), part=Part(record, first, 16)
+    ),
+    st.integers(1, 50), st.integers(0, 9), st.sampled_from([0, 8, 16]), st.sampled_from([0, 8, 16]),
+)  # fmt: skip
 whole = st.builds(
     lambda sequence, n: Descriptor(sequence, 4096, 8, 0, (4,), Moment(iteration=n)), st.integers(1, 50), index
 )
@@ -78,7 +87,8 @@ messages = st.one_of(
         rank=index,
     ),
     st.builds(Define, id=st.integers(0, 3), key=keys, dtype=dtypes, attributes=st.dictionaries(names, big, max_size=2)),
-    st.builds(Put, st.lists(descriptors | whole, max_size=8) | st.lists(whole, min_size=MAX_BATCH, max_size=MAX_BATCH)),
+    st.builds(Put, st.lists(descriptors | whole | parts, max_size=8)),
+    st.builds(Put, st.lists(whole, min_size=MAX_BATCH, max_size=MAX_BATCH)),
     st.builds(Drops, st.lists(rows, max_size=3)),
     st.builds(Flush, big, big),
     st.just(Ping()),

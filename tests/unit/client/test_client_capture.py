@@ -321,10 +321,10 @@ def test_an_error_inside_capd_is_counted_and_not_raised(
     peer: Peer, make_session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = make_session()
-    monkeypatch.setattr("capd_client.staging._move_holding_gil", broken)
+    monkeypatch.setattr("capd_client.staging.move_holding_gil", broken)
     offer(session, torch.ones(3))
     offer(session, torch.ones(3))  # the short way
-    monkeypatch.setattr("capd_client.staging._move", broken)
+    monkeypatch.setattr("capd_client.host_copy.move", broken)
     offer(session, torch.ones(3), metadata="{}")
     monkeypatch.setattr("capd_client.staging.problem_of", broken)
     offer(session, torch.ones(3).t())
@@ -355,7 +355,7 @@ def test_an_interrupt_in_the_middle_of_a_copy_loses_no_slot(
 
     offer(session, torch.ones(3))
     with monkeypatch.context() as patch:
-        patch.setattr("capd_client.staging._move_holding_gil", interrupted)
+        patch.setattr("capd_client.staging.move_holding_gil", interrupted)
         with pytest.raises(KeyboardInterrupt):
             offer(session, torch.ones(3))
     assert session.flush(10)

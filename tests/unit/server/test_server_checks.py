@@ -12,7 +12,7 @@ from capd.store.packed_statistics import pack
 from capd.store.statistics import summarise
 from capd_client.dtypes import ITEM_NBYTES
 from capd_client.key import Key, Moment
-from capd_client.protocol import Define, Descriptor
+from capd_client.protocol import Define, Descriptor, Part
 from capd_client.statistics_row import NO_ROW_DTYPES, ROW_NBYTES, ROW_VALUES
 
 ARENA = 1 << 20
@@ -73,6 +73,33 @@ def test_contradicting_descriptors_are_named(bad: Descriptor, says: str) -> None
 
     assert problem is not None
     assert says in problem
+
+
+def part(nbytes: int = 6, first: int = 4, total: int = 12, record: int = 0) -> Descriptor:
+    return Descriptor(1, 4096, nbytes, 0, (2, 3), Moment(), part=Part(record, first, total))
+
+
+@pytest.mark.parametrize("good", [part(), part(12, 0), part(first=6), part(nbytes=0, first=12)])
+def test_sound_parts_pass(good: Descriptor) -> None:
+    assert descriptor_problem(good, BF16, ARENA) is None
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (part(total=14), "bytes"),
+        (part(first=7), "no part"),
+        (part(first=2**63 - 1), "no part"),
+        (part(record=1), "before its part"),
+        (Descriptor(1, 4096, 6, 0, (2, 3), Moment(), row_offset=4096, part=Part(0, 0, 12)), "statistics row"),
+        (Descriptor(1, 4096, 0, 0, (0, 3), Moment(), part=Part(0, 0, 0)), "no part"),
+        (Descriptor(1, ARENA - 4, 6, 0, (2, 3), Moment(), part=Part(0, 4, 12)), "end"),
+        (Descriptor(1, 0, 6, 0, (2, 3), Moment(), part=Part(0, 4, 12)), "counter page"),
+        (Descriptor(1, 4096, 6, 0, (2**45,), Moment(), part=Part(0, 0, 2**46)), "larger than any arena"),
+    ],
+)
+def test_contradicting_parts_are_named(bad: Descriptor, says: str) -> None:
+    assert says in str(descriptor_problem(bad, BF16, ARENA))
 
 
 def nested(levels: int) -> object:

@@ -1,0 +1,56 @@
+"""Which bytes of records in parts have come from one rank, over all its connections. Pure.
+
+Parts of a record come in order, also when a reconnect repeats some of them: what is known to have come is not taken
+twice, and a gap means that the parts before it went to another daemon.
+"""
+
+from __future__ import annotations
+
+from capd_client.protocol import Descriptor, DropReason
+
+__all__ = ["MAX_UNFINISHED", "PartRefused", "Unfinished"]
+
+MAX_UNFINISHED = 16  # records of one session that lack parts
+
+
+class PartRefused(Exception):
+    """The record that a part belongs to will never be."""
+
+    def __init__(self, reason: DropReason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Unfinished:
+    """The records of one session that are not committed yet."""
+
+    def __init__(self) -> None:
+        self._come: dict[int, int] = {}  # by record: bytes that have come, from the front
+
+    def take(self, item: Descriptor) -> bool:
+        """Whether the part is new; False for one that has come before. Raises PartRefused."""
+        part = item.part
+        assert part is not None  # noqa: S101 - the caller looked
+        come = self._come.get(part.record, 0)
+        if not item.nbytes:  # the rank gives the record up, whether or not anything of it came here
+            self._come[part.record] = (
+                part.nbytes
+            )  # until that is done, parts that are repeated are not begun anew
+            return True
+        if part.first + item.nbytes <= come:
+            return False
+        if part.first != come:
+            raise PartRefused(
+                DropReason.PARTS_LOST,
+                f"{come} of the {part.first} bytes before this part are here; the daemon that had them is gone",
+            )
+        if not come and len(self._come) >= MAX_UNFINISHED:
+            raise PartRefused(
+                DropReason.BAD_DESCRIPTOR, f"{MAX_UNFINISHED} records of this rank lack parts already"
+            )
+        self._come[part.record] = come + item.nbytes
+        return True
+
+    def forget(self, record: int) -> None:
+        """The record is committed, refused, or given up."""
+        self._come.pop(record, None)

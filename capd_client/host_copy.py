@@ -1,0 +1,48 @@
+"""Copies the bytes of CPU tensors into the arena.
+
+Contiguous ones are moved with memmove(3): making a torch view of the slot would cost several times the copy of a
+small one. Up to 64 KiB the GIL is held meanwhile, because letting it go for a few microseconds would hand it to the
+client thread. Large and strided ones go through torch's copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+__all__ = ["GIL_HELD_NBYTES", "MEMMOVE_NBYTES", "HostCopy", "move", "move_holding_gil"]
+
+GIL_HELD_NBYTES = 64 << 10
+MEMMOVE_NBYTES = 1 << 20  # above, torch's copy may use several threads
+
+move = ctypes.memmove  # releases the GIL
+move_holding_gil = ctypes.PyDLL(None).memmove
+move_holding_gil.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+move_holding_gil.restype = None
+
+
+class HostCopy:
+    """Copies into one arena, given as its writable buffer and that buffer's address."""
+
+    def __init__(self, buffer: Any, address: int) -> None:
+        self._buffer = buffer
+        self._address = address
+
+    def fill(self, source: torch.Tensor, dtype: torch.dtype, offset: int, nbytes: int) -> None:
+        """Put the elements of `source`, cast to `dtype`, at `offset`: `nbytes`, contiguous, C order."""
+        plain = source.dtype is dtype and source.is_contiguous() and not source.is_neg()
+        if plain and nbytes and (nbytes <= MEMMOVE_NBYTES or torch.get_num_threads() == 1):
+            move(self._address + offset, source.data_ptr(), nbytes)
+        elif nbytes:
+            self._copy(source.detach(), dtype, offset)
+
+    def _copy(self, source: torch.Tensor, dtype: torch.dtype, offset: int) -> None:
+        if dtype is source.dtype and dtype.itemsize == 1:
+            source, dtype = (
+                source.view(torch.uint8),
+                torch.uint8,
+            )  # not every one-byte dtype has a copy kernel
+        target = torch.frombuffer(self._buffer, dtype=dtype, count=source.numel(), offset=offset)
+        target.view(source.shape).copy_(source)
