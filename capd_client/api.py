@@ -17,12 +17,13 @@ import torch
 from capd_client.config import load_config
 from capd_client.context import MOMENT_FIELDS, Context, as_index
 from capd_client.errors import CapdError, ConfigError
+from capd_client.graph_capture import capture_in_graph
 from capd_client.key import Key, Moment
 from capd_client.notices import Notices, logger
 from capd_client.protocol import DropReason
 from capd_client.session import Session
 from capd_client.slicing import parse_slice
-from capd_client.untraced import untraced
+from capd_client.untraced import traced_as, untraced
 
 __all__ = ["Session", "capture", "close", "counters", "flush", "session", "set_moment"]
 
@@ -100,6 +101,7 @@ def _forked() -> None:
         forked.forked()
 
 
+@traced_as(capture_in_graph)
 @untraced
 def capture(
     tensor: torch.Tensor,

@@ -16,7 +16,7 @@ from typing import Any, Optional
 
 import torch
 
-__all__ = ["Operator", "exporting", "in_graphs", "usable"]
+__all__ = ["Operator", "exporting", "flags_of", "in_graphs", "restored", "usable"]
 
 _Library: Any = torch.library.Library  # untyped, like allow_in_graph
 _lock = threading.Lock()
@@ -100,6 +100,24 @@ def exporting() -> bool:
     """Whether the trace is one of torch.export, whose product leaves this process."""
     is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
     return is_exporting()
+
+
+def flags_of(*tensors: Optional[torch.Tensor]) -> int:
+    """requires_grad and is_leaf of each tensor, two bits each: inside the graph they are not known any more."""
+    flags = 0
+    for place, tensor in enumerate(tensors):
+        if tensor is not None:
+            flags |= (tensor.requires_grad | tensor.is_leaf << 1) << 2 * place
+    return flags
+
+
+def restored(tensor: Optional[torch.Tensor], flags: int) -> Any:
+    """`tensor` with what `flags_of` noted of it; the values are shared."""
+    if tensor is None or not flags & 1 or not tensor.is_floating_point():
+        return tensor
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = tensor.detach().requires_grad_()
+        return leaf if flags & 2 else leaf.view_as(leaf)
 
 
 def _tags() -> tuple[torch.Tag, ...]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 from torch import Tensor
 
-from capd_client.graph_ops import Operator, exporting, in_graphs, usable
+from capd_client.graph_ops import Operator, exporting, flags_of, in_graphs, restored, usable
 from capd_client.key import Moment
 from capd_client.products import autocast_dtype, hang, product_of
 from capd_client.tensors import local_part
@@ -83,7 +83,7 @@ def trace_call(number: int, x: Tensor, weight: Optional[Tensor], output: Tensor)
 
 def _trace_call(tap: LinearTap, number: int, x: Tensor, weight: Optional[Tensor], output: Tensor) -> None:
     operands = (x, weight, output)
-    moment = _TAP(*map(local_part, operands), number, _flags(operands), autocast_dtype(x.device.type))
+    moment = _TAP(*map(local_part, operands), number, flags_of(*operands), autocast_dtype(x.device.type))
     if not torch.is_grad_enabled():
         return
     if "grad_input" in tap.tensors and x.requires_grad:  # x is the alias that the pre-hook made
@@ -107,15 +107,6 @@ def _gradient_hook(
     return hook
 
 
-def _flags(tensors: tuple[Optional[Tensor], ...]) -> int:
-    """requires_grad and is_leaf of each tensor, two bits each: inside the graph they are not known any more."""
-    flags = 0
-    for place, tensor in enumerate(tensors):
-        if tensor is not None:
-            flags |= (tensor.requires_grad | tensor.is_leaf << 1) << 2 * place
-    return flags
-
-
 # -- at run time, as operators ----------------------------------------------------------------------------
 
 
@@ -137,7 +128,7 @@ def _tap(
     moment = None
     if tap is not None and tap.gate.closed_at != tap.gate.context.iteration:
         try:
-            x, weight, output = (_restored(t, flags >> 2 * i) for i, t in enumerate((x, weight, output)))
+            x, weight, output = (restored(t, flags >> 2 * i) for i, t in enumerate((x, weight, output)))
             moment = tap.graph_call(x, weight, output, autocast)
         except Exception as error:
             tap.failed("compiled forward", error)
@@ -145,15 +136,6 @@ def _tap(
         return torch.full((len(_FIELDS),), -1, dtype=torch.int64, device="cpu")
     numbers = [-1 if (value := getattr(moment, name)) is None else value for name in _FIELDS]
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
-
-
-def _restored(tensor: Optional[Tensor], flags: int) -> Any:
-    """`tensor` with what `_flags` noted of it; the values are shared."""
-    if tensor is None or not flags & 1 or not tensor.is_floating_point():
-        return tensor
-    with torch.inference_mode(False), torch.enable_grad():
-        leaf = tensor.detach().requires_grad_()
-        return leaf if flags & 2 else leaf.view_as(leaf)
 
 
 def _gradient(gradient: Tensor, moment: Tensor, number: int, which: int) -> None:

@@ -12,6 +12,8 @@ import pytest
 from client_peer import Peer
 from fake_device import AlwaysDevice, FakeDevice, Rig
 
+import capd_client
+from capd_client import api
 from capd_client.config import ClientConfig
 from capd_client.context import Context
 from capd_client.device import DeviceStager
@@ -98,3 +100,25 @@ def job_env(peer: Peer, tmp_path: Path) -> dict[str, str]:
         "CAPD_STRICT": "1",
         "CAPD_ARENA_BYTES": str(SMALL_ARENA),
     }
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A process that has not decided yet whether it captures."""
+
+    def forget() -> None:
+        api._resolved, api._session, api._closed = False, None, None
+        api._keys.clear()
+
+    forget()
+    monkeypatch.setenv("CAPD_ARENA_BYTES", str(1 << 20))
+    yield monkeypatch
+    capd_client.close(0.0)
+    forget()
+
+
+@pytest.fixture
+def on(fresh: pytest.MonkeyPatch, peer: Peer) -> Peer:
+    """The same with a daemon to talk to."""
+    fresh.setenv("CAPD_ENDPOINT", f"unix:{peer.path}")
+    return peer

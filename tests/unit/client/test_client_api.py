@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,28 +12,6 @@ from client_peer import Peer
 import capd_client
 from capd_client import api
 from capd_client.errors import ConfigError
-
-
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """A process that has not decided yet whether it captures."""
-
-    def forget() -> None:
-        api._resolved, api._session, api._closed = False, None, None
-        api._keys.clear()
-
-    forget()
-    monkeypatch.setenv("CAPD_ARENA_BYTES", str(1 << 20))
-    yield monkeypatch
-    capd_client.close(0.0)
-    forget()
-
-
-@pytest.fixture
-def on(fresh: pytest.MonkeyPatch, peer: Peer) -> Peer:
-    """The same with a daemon to talk to."""
-    fresh.setenv("CAPD_ENDPOINT", f"unix:{peer.path}")
-    return peer
 
 
 def test_every_public_name_exists_and_is_the_documented_set() -> None:

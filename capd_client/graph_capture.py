@@ -1,0 +1,140 @@
+"""`capture()` inside compiled graphs: an operator in the place of the call, which breaks no graph.
+
+Its names are constants of the graph; numbers may change from call to call. Metadata that the compiler does not know as
+constant breaks the graph, and the call runs behind the break as it does outside of graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Optional, TypeVar
+
+import msgspec
+import torch
+
+from capd_client.graph_ops import Operator, exporting, flags_of, in_graphs, restored, usable
+from capd_client.tensors import local_part
+from capd_client.untraced import untraced
+
+__all__ = ["capture_in_graph"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _at_trace_time(function: _Function) -> _Function:
+    """Have the compiler run `function` once, with constants, as `torch.compiler.assume_constant_result` does."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def capture_in_graph(
+    tensor: Any,
+    *,
+    tensor_name: str,
+    layer_type: str = "",
+    component: str = "",
+    operation: str = "forward",
+    phase: str = "pre",
+    layer: Optional[int] = None,
+    module: str = "",
+    stack: str = "",
+    quant_type: Optional[str] = None,
+    metadata: Optional[Mapping[str, Any]] = None,
+    slice: Optional[str] = None,  # noqa: A002 - as in `capture`
+    iteration: Optional[int] = None,
+    micro_batch: Optional[int] = None,
+    sample_idx: Optional[int] = None,
+    batch_idx: Optional[int] = None,
+    sequence_idx: Optional[int] = None,
+) -> None:
+    """What is compiled in the place of `capd_client.capture`; the same arguments."""
+    way = _way()
+    if way == "off":
+        return
+    if way == "outside":
+        _outside(
+            tensor, tensor_name=tensor_name, layer_type=layer_type, component=component, operation=operation,
+            phase=phase, layer=layer, module=module, stack=stack, quant_type=quant_type, metadata=metadata,
+            slice=slice, iteration=iteration, micro_batch=micro_batch, sample_idx=sample_idx,
+            batch_idx=batch_idx, sequence_idx=sequence_idx,
+        )  # fmt: skip
+        return
+    if not isinstance(tensor, torch.Tensor):
+        _refuse("what is captured in a compiled graph is not a torch tensor")
+        return
+    text = None if metadata is None else _as_json(metadata)
+    trace_capture(
+        tensor, tensor_name, layer_type, component, operation, phase, layer, module, stack, quant_type, text,
+        slice, iteration, micro_batch, sample_idx, batch_idx, sequence_idx,
+    )  # fmt: skip
+
+
+@_at_trace_time
+def _way() -> str:
+    """Whether calls are left out of the graph, become operators of it, or break it."""
+    from capd_client.api import session  # which imports this module
+
+    if session() is None:
+        return "off"
+    if not usable():
+        return "outside"
+    in_graphs(trace_capture)
+    return "operator"
+
+
+@_at_trace_time
+def _as_json(metadata: Any) -> str:
+    try:
+        return msgspec.json.encode(metadata).decode()
+    except Exception as error:
+        return msgspec.json.encode(str(error)).decode()  # no mapping: refused when it is captured
+
+
+@_at_trace_time
+def _refuse(problem: str) -> None:
+    from capd_client.api import session
+
+    current = session()
+    if current is not None:
+        current.drop_invalid(problem)
+
+
+@untraced
+def _outside(tensor: Any, **arguments: Any) -> None:
+    from capd_client.api import capture
+
+    capture(tensor, **arguments)
+
+
+def trace_capture(tensor: torch.Tensor, *arguments: Any) -> None:
+    """Put one capture into the graph."""
+    if exporting():
+        return
+    try:
+        _CAPTURE(local_part(tensor), flags_of(tensor), *arguments)
+    except Exception as error:
+        _refuse(f"in a compiled graph: {error}")
+
+
+def _capture(tensor: torch.Tensor, flags: int, *arguments: Any) -> None:
+    """The operator at run time."""
+    from capd_client.api import capture
+
+    named = dict(zip(_ARGUMENTS, arguments, strict=True))
+    if named["metadata"] is not None:
+        named["metadata"] = msgspec.json.decode(named["metadata"])
+    capture(restored(tensor, flags), **named)
+
+
+_ARGUMENTS = (
+    "tensor_name", "layer_type", "component", "operation", "phase", "layer", "module", "stack", "quant_type",
+    "metadata", "slice", "iteration", "micro_batch", "sample_idx", "batch_idx", "sequence_idx",
+)  # fmt: skip
+
+_CAPTURE = Operator(
+    "capture(Tensor tensor, int flags, str tensor_name, str layer_type, str component, str operation, str phase, "
+    "SymInt? layer, str module, str stack, str? quant_type, str? metadata, str? slice, SymInt? iteration, "
+    "SymInt? micro_batch, SymInt? sample_idx, SymInt? batch_idx, SymInt? sequence_idx) -> ()",
+    _capture,
+    lambda *_: None,
+)

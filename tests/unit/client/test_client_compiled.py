@@ -1,0 +1,177 @@
+"""`capture()` inside compiled functions: taken at every call without a graph break, named and numbered as given."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from client_peer import Peer
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+
+import capd_client
+from capd_client import graph_ops
+from capd_client.key import Key
+
+
+@pytest.fixture(autouse=True)
+def _forget_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # the compiler's progress bars leave a thread behind
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def values(peer: Peer, tensor_name: str) -> list[list[float]]:
+    return [np.frombuffer(data, np.float32).tolist() for data in peer.data_of(tensor_name)]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_every_call_is_captured_and_the_graph_stays_whole(on: Peer, backend: str) -> None:
+    counter = CompileCounterWithBackend(backend)
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def double(x: Tensor) -> Tensor:
+        y = x * 2
+        capd_client.capture(y, tensor_name="y", layer_type="attention", metadata={"is": "constant"})
+        return (y + 1).sum()
+
+    for value in (1.0, 2.0, 3.0):
+        double(torch.full((2,), value, requires_grad=True)).backward()
+
+    assert capd_client.flush(10)
+    assert values(on, "y") == [[2.0, 2.0], [4.0, 4.0], [6.0, 6.0]]
+    assert counter.frame_count == 1
+    record = on.records[0]
+    assert record.key == Key(quant_type="fp32", rank=0, tensor_name="y", layer_type="attention")
+    assert json.loads(record.descriptor.metadata) == {"is": "constant"}
+    assert (record.descriptor.requires_grad, record.descriptor.is_leaf) == (True, False)
+    assert [record.descriptor.moment.call for record in on.records] == [0, 1, 2]
+
+
+def test_numbers_may_change_from_call_to_call(on: Peer) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def block(x: Tensor, layer: int, step: int) -> Tensor:
+        capd_client.capture(x, tensor_name="x", layer=layer, iteration=step)
+        return x + 1
+
+    for number in range(6):
+        block(torch.ones(2), number, 10 + number)
+
+    assert capd_client.flush(10)
+    assert [record.key.layer for record in on.records] == list(range(6))
+    assert [record.descriptor.moment.iteration for record in on.records] == list(range(10, 16))
+    assert counter.frame_count == 2  # the compiler's own way with numbers: once for the first, once for all
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpointed_part_of_a_graph_is_captured_once(on: Peer, use_reentrant: bool) -> None:
+    def body(x: Tensor) -> Tensor:
+        y = x.sin()
+        capd_client.capture(y, tensor_name="y")
+        return y.cos()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def forward(x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(body, x, use_reentrant=use_reentrant)
+        return result.sum()
+
+    forward(torch.ones(2, requires_grad=True)).backward()
+
+    assert capd_client.flush(10)
+    assert len(on.records) == 1
+
+
+def metadata_of_a_tensor(x: Tensor) -> None:
+    capd_client.capture(x, tensor_name="x", metadata={"first": float(x[0].item())})
+
+
+def test_what_the_compiler_cannot_know_breaks_the_graph_and_is_captured(on: Peer) -> None:
+    @torch.compile(backend="eager")
+    def forward(x: Tensor) -> Tensor:
+        metadata_of_a_tensor(x)
+        return x + 1
+
+    forward(torch.ones(2))
+
+    assert capd_client.flush(10)
+    assert json.loads(on.records[0].descriptor.metadata) == {"first": 1.0}
+
+
+MISUSES: list[Callable[[Any], None]] = [
+    lambda x: capd_client.capture([x], tensor_name="x"),  # type: ignore[arg-type]
+    lambda x: capd_client.capture(x, tensor_name=3),  # type: ignore[arg-type]
+    lambda x: capd_client.capture(x, tensor_name="x", layer="three"),  # type: ignore[arg-type]
+    lambda x: capd_client.capture(x, tensor_name="x", layer=-3),
+    lambda x: capd_client.capture(x, tensor_name="x", metadata=[1]),  # type: ignore[arg-type]
+    lambda x: capd_client.capture(x, tensor_name="x", metadata={"a": 1j}),
+]
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_wrong_use_is_counted_and_never_raised(on: Peer, misuse: Callable[[Any], None]) -> None:
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def forward(x: Tensor) -> Tensor:
+        misuse(x)
+        return x + 1
+
+    assert torch.equal(forward(torch.ones(2)), torch.full((2,), 2.0))
+
+    counters = capd_client.counters()
+    assert counters["dropped"].get("invalid_key", 0) >= 1
+    assert counters["committed"] == 0
+
+
+def test_off_leaves_nothing_in_the_graph(fresh: pytest.MonkeyPatch) -> None:
+    fresh.setenv("CAPD_ENDPOINT", "off")
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def forward(x: Tensor) -> Tensor:
+        capd_client.capture(x, tensor_name="x")
+        return x + 1
+
+    forward(torch.ones(2))
+
+    assert [node.op for node in graphs[0].graph.nodes] == ["placeholder", "call_function", "output"]
+
+
+def test_where_operators_have_no_effects_the_graph_breaks_and_the_call_is_made(
+    on: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_ops, "_usable", False)
+
+    @torch.compile(backend="eager")
+    def forward(x: Tensor) -> Tensor:
+        capd_client.capture(x, tensor_name="x")
+        return x + 1
+
+    forward(torch.ones(2))
+
+    assert capd_client.flush(10)
+    assert len(on.records) == 1
+
+
+def test_after_close_compiled_functions_go_on(on: Peer) -> None:
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def forward(x: Tensor) -> Tensor:
+        capd_client.capture(x, tensor_name="x")
+        return x + 1
+
+    forward(torch.ones(2))
+    capd_client.close()
+
+    assert torch.equal(forward(torch.ones(2)), torch.full((2,), 2.0))
+    assert len(on.records) == 1
