@@ -117,6 +117,30 @@ def test_graph_captures_of_other_threads_survive_pending_captures(job: Job, same
         assert same(captured.tensors["pending", n], torch.full((70_000,), float(n % 50)))
 
 
+STATIC = """
+x = torch.zeros(4096, device="cuda")
+tap = capd_client.static_tap(x, tensor_name="y")
+capd_client.capture(x, tensor_name="warm")  # the device is set up outside of the graph
+torch.cuda.synchronize()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    y = x * 2
+    tap.copy(y)
+    y.zero_()
+for step in range(20):
+    x.fill_(step)
+    graph.replay()
+    tap.after_replay(iteration=step)
+assert not drained()["dropped"]
+"""
+
+
+def test_a_static_tap_gives_what_each_replay_computed(job: Job, same: Same) -> None:
+    captured = job.run(STATIC)
+    for step in range(20):
+        assert same(captured.tensors["y", step], torch.full((4096,), 2.0 * step))
+
+
 UNPINNED = """
 arena = session().arena
 assert int(torch.cuda.cudart().cudaHostRegister(arena.address, arena.nbytes, 0)) == 0  # so that capd's own fails

@@ -15,7 +15,8 @@ from capd_client.errors import ConfigError
 
 
 def test_every_public_name_exists_and_is_the_documented_set() -> None:
-    assert capd_client.__all__ == ["capture", "close", "counters", "flush", "set_moment", "watch"]
+    names = ["capture", "close", "counters", "flush", "set_moment", "static_tap", "watch"]
+    assert capd_client.__all__ == names
     for name in capd_client.__all__:
         assert callable(getattr(capd_client, name)), name
         assert name in dir(capd_client)

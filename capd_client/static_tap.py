@@ -1,0 +1,124 @@
+"""Captures out of CUDA graphs: a fixed buffer that the graph fills, and a capture of it after each replay.
+
+    tap = capd_client.static_tap(y, tensor_name="y")     # before the graph is captured
+    with torch.cuda.graph(graph):
+        y = model(x)
+        tap.copy(y)                                       # a copy on the device, part of the graph
+    for batch in batches:
+        x.copy_(batch)
+        graph.replay()
+        tap.after_replay()                                # on the stream of the replay
+
+Replays run no Python, so an ordinary capture inside the graph would be taken once, at the wrong time: it is skipped
+and counted (`stream_capture`). Without capture a tap holds nothing and does nothing. No call raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional, Union
+
+import torch
+
+from capd_client.api import Session, capture, session
+from capd_client.protocol import DropReason
+from capd_client.tensors import local_part, problem_of, without_modes
+from capd_client.untraced import untraced
+
+__all__ = ["StaticTap", "static_tap"]
+
+
+class StaticTap:
+    """One buffer and the names under which it is captured; made by `static_tap`."""
+
+    def __init__(self, buffer: Optional[torch.Tensor], names: dict[str, Any]) -> None:
+        self._buffer = buffer
+        self._names = names
+        self._filled = False
+
+    @untraced
+    def copy(self, tensor: torch.Tensor) -> None:
+        """Copy `tensor` into the buffer on the current stream: call it while the graph is captured.
+
+        Shape, dtype and device are those that the tap was made for; anything else is not copied, and counted.
+        """
+        buffer, current = self._buffer, session()
+        if buffer is None or current is None:
+            return
+        try:
+            self._copy(buffer, local_part(tensor), current)
+        except Exception as error:
+            current.drop_internal("StaticTap.copy", error)
+
+    def _copy(self, buffer: torch.Tensor, tensor: torch.Tensor, current: Session) -> None:
+        ours, theirs = (
+            (tuple(t.shape), t.dtype, t.device) if isinstance(t, torch.Tensor) else type(t).__name__
+            for t in (buffer, tensor)
+        )
+        problem = f"a static tap of {ours} was given {theirs}" if ours != theirs else problem_of(tensor)
+        if problem:
+            current.drop_invalid(problem, DropReason.UNSUPPORTED)
+            return
+        with without_modes(), torch.no_grad():
+            buffer.copy_(tensor)
+        self._filled = True
+
+    @untraced
+    def after_replay(self, **moment: Optional[int]) -> None:
+        """Capture what the last replay left in the buffer, on the current stream, at the current moment.
+
+        moment: iteration, micro_batch, sample_idx, batch_idx, sequence_idx override it, as in `capture`.
+        """
+        if self._buffer is None or not self._filled:
+            return
+        arguments: dict[str, Any] = {**self._names, **moment}
+        capture(self._buffer, **arguments)
+
+
+@untraced
+def static_tap(
+    like: Union[torch.Tensor, Sequence[int]],
+    *,
+    tensor_name: str,
+    dtype: Optional[torch.dtype] = None,
+    device: Union[torch.device, str, None] = None,
+    **names: Any,
+) -> StaticTap:
+    """A tap for a tensor inside a CUDA graph; make it before the graph is captured.
+
+    Args:
+        like: a tensor of the shape, dtype and device to capture, or a shape.
+        tensor_name, names: as in `capture`: layer, module, layer_type, component, operation, phase, stack,
+            quant_type, slice, metadata.
+        dtype, device: for a shape. Default: torch's.
+
+    The buffer takes as much device memory as the tensor. A tap that cannot be made is counted and does nothing.
+    """
+    current = session()
+    if current is None:
+        return StaticTap(None, {})
+    buffer = None
+    try:
+        buffer = _buffer(like, dtype, device, current)
+    except Exception as error:
+        current.drop_invalid(f"no static tap for {tensor_name}: {error}", DropReason.UNSUPPORTED)
+    return StaticTap(buffer, {"tensor_name": tensor_name, **names})
+
+
+def _buffer(
+    like: Union[torch.Tensor, Sequence[int]],
+    dtype: Optional[torch.dtype],
+    device: Union[torch.device, str, None],
+    current: Session,
+) -> Optional[torch.Tensor]:
+    from capd_client.cuda import is_capturing
+
+    if torch.cuda.is_initialized() and is_capturing():  # type: ignore[no-untyped-call]  # torch's own lack
+        problem = "a static tap made while a CUDA graph is captured would live in the graph's own memory"
+        current.drop_invalid(problem, DropReason.STREAM_CAPTURE)
+        return None
+    with without_modes(), torch.inference_mode(False):
+        if isinstance(like, torch.Tensor):
+            tensor: torch.Tensor = local_part(like)
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        return torch.zeros(tuple(like), dtype=dtype, device=device)
