@@ -27,7 +27,7 @@ REMEDIES: dict[str, str] = {
     DropReason.STEP_BUDGET.value: "raise CAPD_MAX_MB_PER_STEP, or capture fewer tensors per step",
 }
 
-CHOSEN = frozenset({DropReason.SAMPLED.value})
+CHOSEN = frozenset({DropReason.SAMPLED.value, DropReason.STOPPED.value})
 """Reasons that the user asked for: summaries tell them as left out, and not as losses."""
 
 

@@ -1,4 +1,4 @@
-"""The daemon's live counters: schema of the STATS reply and of `capd stats --json`."""
+"""The daemon's live state: schema of the STATS reply, of `capd stats --json` and of `capd ctl status --json`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-__all__ = ["DaemonStats", "RunStats", "SessionStats"]
+__all__ = ["DaemonStats", "RankControl", "RunStats", "SessionStats", "Steer"]
 
 
 class _Model(BaseModel):
@@ -68,3 +68,47 @@ class DaemonStats(_Model):
     connections: int
     refused_connections: dict[str, int]
     runs: list[RunStats]
+
+
+class Selected(_Model):
+    """What stands in for the job's own selection; null: as the job says."""
+
+    steps: str | None
+    micro_batches: str | None
+    ranks: str | None
+    modules: list[str] | None
+    tensors: list[str] | None
+
+
+class Steer(_Model):
+    """A capture that was ordered: from `from_iteration` on. `selection` null: what the job itself selects."""
+
+    from_iteration: int
+    capturing: bool
+    selection: Selected | None
+
+
+class RankControl(_Model):
+    """How one rank is steered.
+
+    iteration: the one it is in, null before the first. in_force: null while only the job's script was ever in force;
+    `since`: its iteration when that began. modules: Linear modules captured under it. pending: not in force yet;
+    `received`: the rank knows of it. problem: why the newest order could not be followed. run_id: its run.
+    """
+
+    run_id: str
+    rank: int
+    attempt: int
+    host: str
+    pid: int
+    connected: bool
+    iteration: int | None
+    capturing: bool
+    in_force: Steer | None
+    since: int | None
+    modules: int | None
+    pending: Steer | None
+    received: bool
+    problem: str
+    in_flight: int
+    dropped: dict[str, int]

@@ -194,7 +194,9 @@ def _moment(context: Context, key: Key, overrides: tuple[Any, ...]) -> Moment:
         for name, value in zip(MOMENT_FIELDS, overrides, strict=True)
         if value is not None
     }
-    if "iteration" not in given:
+    if "iteration" in given:
+        context.reach(given["iteration"])
+    else:
         context.begin_if_dirty()
     iteration = given.get("iteration", context.iteration)
     micro_batch = given.get("micro_batch", context.micro_batch)

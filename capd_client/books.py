@@ -237,6 +237,12 @@ class Books:
                 if capture is not None and capture.sent:
                     self._drop(capture, DROP_REASONS[row.reason])
 
+    def take_offers(self, taken: bool) -> None:
+        """Whether captures are taken from now on, or each dropped as `stopped`. What is in flight goes on."""
+        with self.lock:
+            if self._refusing in (None, DropReason.STOPPED):
+                self._refusing = None if taken else DropReason.STOPPED
+
     def close(self, reason: DropReason) -> int:
         """Drop everything in flight and every later offer under `reason`; returns how many were in flight."""
         with self.lock:

@@ -62,13 +62,16 @@ class Context:
         self.batch_idx: Optional[int] = None
         self.sequence_idx: Optional[int] = None
         self._manual: set[str] = set()
-        self._dirty = False  # an optimizer has stepped since the iteration began
+        self._dirty = True  # the iteration is to begin: it is the first, or an optimizer has stepped
+        self._first = True  # no iteration has begun yet
+        self._reached = -1  # the iteration that began last, or was named by a capture since
         self._fresh = True  # no root forward has run in this micro-batch yet
         self._environ = environ
         self._info = find_rank(environ)
         self._bound = False
         self._follows = self._info.source == "torch.distributed"
         self.on_rank_change: Callable[[], None] = lambda: None
+        self.on_iteration: Callable[[int], None] = lambda _: None  # it begins: nothing of it is captured yet
         self._ordinals: OrderedDict[tuple[int, int], dict[object, int]] = OrderedDict()
 
     @property
@@ -138,6 +141,7 @@ class Context:
             self._manual.discard("micro_batch")
             self._fresh = True
             self._dirty = False
+            self._begin()
 
     def begin_micro_batch(self) -> None:
         """A watched root starts a training forward."""
@@ -155,9 +159,24 @@ class Context:
     def optimizer_stepped(self) -> None:
         """An optimizer has stepped: what comes next belongs to the next iteration."""
         self._dirty = True
+        self._first = False
+
+    def reach(self, iteration: int) -> None:
+        """A capture names its own iteration; in a job that captures only so, that is how iterations begin."""
+        if iteration > self._reached:
+            self._reached = iteration
+            self.on_iteration(iteration)
+
+    def _begin(self) -> None:
+        self._first = False
+        self._reached = self.iteration
+        self.on_iteration(self.iteration)
 
     def _next_iteration(self) -> None:
         self._dirty = False
+        if self._first:
+            self._begin()
+            return
         self._fresh = True
         if "iteration" in self._manual:  # the job counts: further forwards stay its micro-batches
             if "micro_batch" not in self._manual:
@@ -166,6 +185,7 @@ class Context:
         self.iteration += 1
         if "micro_batch" not in self._manual:
             self.micro_batch = 0
+        self._begin()
 
     def moment(self, *, call: int = 0, recompute: bool = False) -> Moment:
         """The current moment, stamped with the wall clock."""

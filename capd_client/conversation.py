@@ -20,6 +20,8 @@ from capd_client.protocol import (
     Ack,
     Bye,
     ByeOk,
+    Drain,
+    Drained,
     Drops,
     Flush,
     Flushed,
@@ -29,8 +31,11 @@ from capd_client.protocol import (
     Pong,
     Put,
     Reject,
+    Steer,
+    Steered,
     Welcome,
 )
+from capd_client.steering import Steering
 
 __all__ = ["Conversation", "FlushRequest", "Verdict"]
 
@@ -61,6 +66,7 @@ class Conversation:
         self,
         link: Link,
         books: Books,
+        steering: Steering,
         *,
         ping_s: float,
         refused: Callable[[NackRow], None],
@@ -68,11 +74,14 @@ class Conversation:
     ) -> None:
         self.link = link
         self._books = books
+        self._steering = steering
         self._ping_s = ping_s
         self._refused = refused
         self._clock = clock
         self._defined = bytearray()  # by key id: 1 where this connection knows it
         self._flushed: set[int] = set()  # ids of the FLUSHes sent
+        self._drains: list[tuple[int, int]] = []  # DRAINs to be answered: id, and the last sequence before it
+        self._told: Optional[Steered] = None  # how this rank is steered, as this connection knows it
         self._bye_sent = False
         self._unanswered = 0
         self._last_drops = float("-inf")
@@ -116,6 +125,15 @@ class Conversation:
                 self._define(row.key_id)
             self.link.send(Drops(rows))
 
+    def send_answers(self) -> None:
+        """Answer what `capd ctl` asked: how this rank is steered, when that changed, and what is drained."""
+        answer = self._steering.answer
+        if answer is not None and answer is not self._told and self.link.writable():
+            self.link.send(answer)
+            self._told = answer
+        while self._drains and self._books.settled(self._drains[0][1]) and self.link.writable():
+            self.link.send(Drained(self._drains.pop(0)[0]))
+
     def say_bye(self) -> None:
         """Say BYE once, when nothing is in flight any more; the counter page is final by then."""
         if not self._bye_sent and not self._books.busy:
@@ -147,6 +165,10 @@ class Conversation:
                 self._books.acknowledged(message.ranges)
             elif isinstance(message, Nack):
                 self._nacked(message)
+            elif isinstance(message, Steer):
+                self._steering.receive(message)
+            elif isinstance(message, Drain):
+                self._drains.append((message.id, self._books.last_sequence))
             elif isinstance(message, (Welcome, Reject, ByeOk)):
                 return message
             elif not isinstance(message, (Flushed, Pong)):

@@ -16,6 +16,7 @@ from capd_client.protocol import (
     COUNTER_IN_FLIGHT,
     COUNTER_MAGIC,
     COUNTER_OFFERED,
+    COUNTER_STEPS,
     DROP_REASONS,
     DropReason,
     DropRow,
@@ -24,7 +25,7 @@ from capd_client.protocol import (
 __all__ = ["REASON_INDEX", "Counters", "Ledger", "Snapshot"]
 
 REASON_INDEX: dict[DropReason, int] = {reason: index for index, reason in enumerate(DROP_REASONS)}
-_WORDS = COUNTER_DROPS + len(DROP_REASONS)
+_WORDS = COUNTER_STEPS + 1
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ used instead (CAPD_STRICT=1 raises). With capture off, `watch` returns at once a
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Optional, Union
 
@@ -18,19 +17,20 @@ from torch.utils.hooks import RemovableHandle
 from capd_client import recompute
 from capd_client.api import session
 from capd_client.errors import ConfigError
-from capd_client.hook_objects import ForwardHook, PreHook, RootHook
+from capd_client.hook_objects import RootHook
 from capd_client.late_watch import LateWatch
 from capd_client.naming import place_modules
 from capd_client.notices import Notices
-from capd_client.select import Ranges, matches_any
+from capd_client.select import DEFAULT_TENSORS, TENSORS, Ranges, matches_any
 from capd_client.slicing import Slice, parse_slices
+from capd_client.steering import Steering
 from capd_client.stepping import Clock, Gate, clock_of
-from capd_client.taps import DEFAULT_TENSORS, TENSORS, LinearTap, Settings, Sink
+from capd_client.taps import Settings, Sink
+from capd_client.watched import Watched, is_tapped
 
 __all__ = ["WatchHandle", "watch"]
 
 _notices = Notices()
-_watched: weakref.WeakKeyDictionary[nn.Module, LinearTap] = weakref.WeakKeyDictionary()
 
 
 class WatchHandle:
@@ -38,50 +38,50 @@ class WatchHandle:
 
     def __init__(self) -> None:
         self.modules: tuple[str, ...] = ()
-        self._handles: list[RemovableHandle] = []
-        self._taps: list[LinearTap] = []
-        self._clock: Optional[Clock] = None
-        self._gate: Optional[Gate] = None
         self._root: Optional[RootHook] = None
+        self._root_handle: Optional[RemovableHandle] = None
+        self._clock: Optional[Clock] = None
+        self._watched: Optional[Watched] = None
+        self._steering: Optional[Steering] = None
         self._late: Optional[LateWatch] = None
 
-    def attach_root(self, model: nn.Module, gate: Gate, clock: Clock, sink: Sink) -> None:
+    def attach_root(self, model: nn.Module, watched: Watched, sink: Sink) -> None:
         """Let the forwards of `model` begin micro-batches. First, so that it runs before the taps."""
         recompute.install()
-        clock.add(gate)
-        self._clock, self._gate = clock, gate
-        self._root = RootHook(model, clock, sink)
-        self._handles.append(model.register_forward_pre_hook(self._root, prepend=True))
+        self._watched, self._clock = watched, clock_of(sink.context)
+        self._clock.add(watched.gate)
+        self._root = RootHook(model, self._clock, sink)
+        self._root_handle = model.register_forward_pre_hook(self._root, prepend=True)
 
-    def attach_linear(self, module: nn.Linear, tap: LinearTap) -> None:
-        """Tap one module."""
-        _watched[module] = tap
-        self._taps.append(tap)
-        self._handles.append(module.register_forward_pre_hook(PreHook(tap), with_kwargs=True))
-        self._handles.append(module.register_forward_hook(ForwardHook(tap), with_kwargs=True))
+    def follow(self, steering: Steering) -> None:
+        """Let `capd ctl` change what is captured, now that everything is tapped."""
+        if self._watched is not None:
+            self._steering = steering
+            steering.add(self._watched)
 
     def look_for_late_watch(self, model: nn.Module) -> None:
         """Have it said if graphs compiled before now keep the taps from seeing anything."""
-        if self._root is not None and self._gate is not None and self._clock is not None:
-            self._late = LateWatch(model, self._root, self._gate, self._clock, self._taps)
+        if self._root is not None and self._watched is not None and self._clock is not None:
+            watched = self._watched
+            self._late = LateWatch(model, self._root, watched.gate, self._clock, watched.taps)
 
     def remove(self) -> None:
         """Take every hook off again, also those waiting in a graph for its backward. May be called twice."""
-        for handle in self._handles:
-            handle.remove()
-        for tap in self._taps:
-            tap.remove()
-            module = tap.module()
-            if module is not None and _watched.get(module) is tap:
-                del _watched[module]
-        if self._root is not None:
-            self._root.remove()
         if self._late is not None:
             self._late.cancel()
-        if self._clock is not None and self._gate is not None:
-            self._clock.discard(self._gate)
-            recompute.uninstall()
-        self._handles, self._taps, self._clock, self._root = [], [], None, None
+        if self._watched is not None:
+            if self._steering is not None:
+                self._steering.discard(self._watched)
+            if self._clock is not None:
+                self._clock.discard(self._watched.gate)
+                recompute.uninstall()
+            self._watched.remove()
+        if self._root is not None:
+            self._root.remove()
+        if self._root_handle is not None:
+            self._root_handle.remove()
+        self._root, self._root_handle, self._clock = None, None, None
+        self._watched, self._steering, self._late = None, None, None
 
 
 def watch(
@@ -207,7 +207,7 @@ def _attach(sink: Sink, model: nn.Module, handle: WatchHandle, plan: _Plan, *, n
     linears = _find_linears(model)
     places = place_modules(model, list(linears), prefix=name)
     chosen = [n for n in linears if not plan.select or matches_any(places[n].module, plan.select)]
-    fresh = [n for n in chosen if linears[n] not in _watched]
+    fresh = [n for n in chosen if not is_tapped(linears[n])]
     if len(fresh) < len(chosen):
         plan.report(
             "twice",
@@ -217,15 +217,18 @@ def _attach(sink: Sink, model: nn.Module, handle: WatchHandle, plan: _Plan, *, n
         plan.report("empty", _nothing_to_watch(model, plan, [place.module for place in places.values()]))
         return
     gate = Gate(sink.context, plan.steps, micro_batches=plan.micro_batches, ranks=plan.ranks)
-    handle.attach_root(model, gate, clock_of(sink.context), sink)
+    watched = Watched(sink, gate, plan.tensors, plan.slices)
+    handle.attach_root(model, watched, sink)
     for qualified in fresh:
-        handle.attach_linear(
-            linears[qualified],
-            LinearTap(linears[qualified], places[qualified], plan.tensors, plan.slices, sink, gate),
-        )
+        watched.attach(linears[qualified], places[qualified])
+    known = frozenset(chosen)
+    for qualified, linear in linears.items():
+        if qualified not in known:
+            watched.leave_out(linear, places[qualified])
     if plan.ranks is None or sink.context.rank in plan.ranks:
         sink.prepare({parameter.device for parameter in model.parameters()})
     handle.look_for_late_watch(model)
+    handle.follow(sink.steering)
     handle.modules = tuple(places[qualified].module for qualified in fresh)
     _notices.info(
         'watching %d of %d Linear modules of %s: %s in steps "%s"; widen it with steps="all", CAPD_STEPS or '

@@ -5,8 +5,8 @@ descriptor attached (SCM_RIGHTS) when it is a rank, `T` without one when it is a
 directions carry `multiprocessing.connection` frames (length prefix) of at most MAX_FRAME_NBYTES, each one
 msgpack-encoded message of the unions below. Never pickle.
 
-rank → daemon   HELLO, DEF, PUT, DROPS, FLUSH, PING, BYE
-daemon → rank   WELCOME | REJECT, ACK, NACK, FLUSHED, PONG, BYE_OK
+rank → daemon   HELLO, DEF, PUT, DROPS, FLUSH, STEERED, DRAINED, PING, BYE
+daemon → rank   WELCOME | REJECT, ACK, NACK, FLUSHED, STEER, DRAIN, PONG, BYE_OK
 tool → daemon   STATS, CONTROL, PING         daemon → tool   STATS_REPLY, CONTROL_REPLY, PONG, REJECT
 
 Rules. HELLO comes first and within HANDSHAKE_TIMEOUT_S. A DEF precedes the first PUT or DROPS that names
@@ -14,7 +14,8 @@ its id; ids are per connection. Sequences are unique per client uuid and never r
 after a reconnect (the daemon joins it to the work in progress, or acknowledges again). ACK is the
 daemon's word that the records are committed and frees their slots. NACK means never committed: the client
 counts the drop under the reason given. Everything a peer sends is validated before use; a violation ends
-that connection only, with REJECT and a text.
+that connection only, with REJECT and a text. STEER is the whole wanted state and no change of one: a rank keeps
+the one with the highest id, and tells what it holds (STEERED) on every connection and whenever that changes.
 
 Parts. A tensor larger than the arena is several descriptors with `part`, each in a slot and under a sequence of
 its own. ACK of a part frees its slot and says only that this daemon need not be sent it again; ACK of the last one is
@@ -22,26 +23,28 @@ the record's. NACK of any of them is the record's.
 
 Arena. Page 0 (PAGE_NBYTES) is the counter page: native-endian u64 words, written by the client only:
 word 0 COUNTER_MAGIC, 1 offered, 2 acked, 3 in flight (live slots), 4 … 4+len(DropReason) drops by
-DropReason index. Slots lie behind it. The memfd is sealed SHRINK|GROW|SEAL (and FUTURE_WRITE where known).
+DropReason index, 256 the iterations begun (1 + the current one; 0 before the first). Slots lie behind it. The
+memfd is sealed SHRINK|GROW|SEAL (and FUTURE_WRITE where known).
 """
 
 from __future__ import annotations
 
 import enum
-from typing import Annotated, Any, Optional, Union
+from typing import Annotated, Any, Literal, Optional, Union
 
 import msgspec
 from msgspec import Meta
 
 from capd_client.key import MAX_NDIM, Index, Key, Moment, Rank
+from capd_client.select import Selection
 
 __all__ = [
     "ARENA_BYTE", "COUNTER_ACKED", "COUNTER_DROPS", "COUNTER_IN_FLIGHT", "COUNTER_MAGIC", "COUNTER_OFFERED",
-    "DROP_REASONS", "HANDSHAKE_TIMEOUT_S", "MAX_BATCH", "MAX_FRAME_NBYTES", "MAX_KEYS", "MAX_METADATA_NBYTES",
-    "PAGE_NBYTES", "PING_INTERVAL_S", "PROTOCOL_VERSION", "TOOL_BYTE",
+    "COUNTER_STEPS", "DROP_REASONS", "HANDSHAKE_TIMEOUT_S", "MAX_BATCH", "MAX_FRAME_NBYTES", "MAX_KEYS",
+    "MAX_METADATA_NBYTES", "MAX_WAIT_S", "PAGE_NBYTES", "PING_INTERVAL_S", "PROTOCOL_VERSION", "TOOL_BYTE",
     "Ack", "Bye", "ByeOk", "ClientMessage", "Control", "ControlReply", "DaemonMessage", "Define",
-    "Descriptor", "DropReason", "DropRow", "Drops", "Flush", "Flushed", "Hello", "Nack", "NackRow", "Part", "Ping",
-    "Pong", "Put", "Reject", "Stats", "StatsReply", "Welcome",
+    "Descriptor", "Drain", "Drained", "DropReason", "DropRow", "Drops", "Flush", "Flushed", "Hello", "Nack",
+    "NackRow", "Part", "Ping", "Pong", "Put", "Reject", "Stats", "StatsReply", "Steer", "Steered", "Verb", "Welcome",
     "decode_client", "decode_daemon", "encode",
 ]  # fmt: skip
 
@@ -51,6 +54,7 @@ MAX_BATCH = 64  # descriptors in one PUT
 MAX_KEYS = 1 << 20  # DEFs on one connection
 MAX_METADATA_NBYTES = 4096  # JSON text of one capture's free metadata
 HANDSHAKE_TIMEOUT_S = 5.0
+MAX_WAIT_S = 3600.0  # a CONTROL is answered within this time
 PING_INTERVAL_S = 5.0  # three unanswered PINGs end a connection
 ARENA_BYTE = b"A"
 TOOL_BYTE = b"T"
@@ -58,6 +62,7 @@ TOOL_BYTE = b"T"
 PAGE_NBYTES = 4096
 COUNTER_MAGIC = 0x3130_4447_5044_5043  # "CPDPGD01" read as a little-endian u64
 COUNTER_OFFERED, COUNTER_ACKED, COUNTER_IN_FLIGHT, COUNTER_DROPS = 1, 2, 3, 4
+COUNTER_STEPS = 256  # behind the room for further reasons
 
 
 class DropReason(enum.Enum):
@@ -80,6 +85,7 @@ class DropReason(enum.Enum):
     SAMPLED = "sampled"  # mode sample:1/N does not keep its call
     MUTATED = "mutated"  # declared immutable, and changed before its bytes were copied
     PARTS_LOST = "parts_lost"  # the daemon was restarted amid the parts of a record
+    STOPPED = "stopped"  # `capd ctl stop` was in force
 
 
 DROP_REASONS: tuple[DropReason, ...] = tuple(DropReason)
@@ -91,6 +97,7 @@ ShortText = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=8192)]
 Shape = Annotated[tuple[Index, ...], Meta(max_length=MAX_NDIM)]
 KeyId = Annotated[int, Meta(ge=0, lt=MAX_KEYS)]
+Verb = Literal["status", "start", "stop", "select", "flush", "seal", "shutdown"]
 ReasonIndex = Annotated[int, Meta(ge=0, lt=len(DROP_REASONS))]
 
 
@@ -274,21 +281,80 @@ class StatsReply(msgspec.Struct, tag="stats_reply"):
 
 
 class Control(msgspec.Struct, tag="control"):
-    """A tool asks for an action: verb "seal" (drain and seal a run) or "stop" (shut the daemon down)."""
+    """A tool asks for an action. `run_id` None: the only live run (seal: all of them).
 
-    verb: ShortText
+    status: how each rank of the run is steered. start, select: capture, as the job says or as `selection` does.
+    stop: capture nothing. These three hold from `from_iteration`, or the next one that every rank can still begin
+    together, and are answered once they are in force on every live rank, at the latest after `wait_s`. flush: as
+    soon as everything captured so far is committed. seal: publish a run's records. shutdown: end the daemon.
+    """
+
+    verb: Verb
     run_id: Optional[ShortText] = None
+    selection: Optional[Selection] = None
+    from_iteration: Optional[Index] = None
+    wait_s: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] = 0.0
 
 
 class ControlReply(msgspec.Struct, tag="control_reply"):
-    """Outcome of a CONTROL."""
+    """Outcome of a CONTROL. nothing: there is no such run, rank or module. `message` says it in words.
 
-    ok: bool
+    ranks: the live ranks of the run, each as `capd.metrics.RankControl`; empty where one frame cannot hold them.
+    """
+
+    code: Literal["ok", "failed", "usage", "nothing"]
     message: Text
+    ranks: list[dict[str, Any]] = []
+
+    @property
+    def ok(self) -> bool:
+        """Whether it was done."""
+        return self.code == "ok"
 
 
-ClientMessage = Union[Hello, Define, Put, Drops, Flush, Bye, Ping, Stats, Control]
-DaemonMessage = Union[Welcome, Reject, Ack, Nack, Flushed, ByeOk, Pong, StatsReply, ControlReply]
+class Steer(msgspec.Struct, tag="steer", frozen=True, kw_only=True):
+    """The capture that is wanted of a rank, from the first iteration it begins at or behind `from_iteration`.
+
+    id: grows with every change in a run. capturing False: nothing is captured. selection None: as the job says.
+    """
+
+    id: Count
+    from_iteration: Index
+    capturing: bool = True
+    selection: Optional[Selection] = None
+
+
+class Steered(msgspec.Struct, tag="steered", kw_only=True):
+    """How a rank is steered: `in_force` since its iteration `since`, `pending` until its next boundary.
+
+    id: of the newest STEER it met; `problem` says why that one could not be followed. modules: how many modules
+    are captured under `in_force`, on this rank.
+    """
+
+    id: Count
+    in_force: Optional[Steer] = None
+    since: Optional[Index] = None
+    pending: Optional[Steer] = None
+    modules: Count = 0
+    problem: Text = ""
+
+
+class Drain(msgspec.Struct, tag="drain"):
+    """Answer once everything captured before is committed or dropped. Ids grow within a session."""
+
+    id: Count
+
+
+class Drained(msgspec.Struct, tag="drained"):
+    """Answer to DRAIN."""
+
+    id: Count
+
+
+ClientMessage = Union[Hello, Define, Put, Drops, Flush, Steered, Drained, Bye, Ping, Stats, Control]
+DaemonMessage = Union[
+    Welcome, Reject, Ack, Nack, Flushed, Steer, Drain, ByeOk, Pong, StatsReply, ControlReply
+]
 
 _encoder = msgspec.msgpack.Encoder()
 _client_decoder = msgspec.msgpack.Decoder(ClientMessage)

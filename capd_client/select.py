@@ -1,14 +1,27 @@
-"""Which steps and which modules are captured: ranges like "0-2,100-:100" and name globs. No torch."""
+"""Which steps, modules and tensors are captured: ranges like "0-2,100-:100", name globs, tensor names. No torch."""
 
 from __future__ import annotations
 
 import re
 from fnmatch import fnmatchcase
-from typing import NamedTuple, Optional
+from typing import Annotated, NamedTuple, Optional
+
+import msgspec
+from msgspec import Meta
 
 from capd_client.errors import ConfigError
 
-__all__ = ["Ranges", "matches_any"]
+__all__ = [
+    "DEFAULT_TENSORS", "MAX_GLOBS", "MAX_GLOB_CHARS", "MAX_RANGE_CHARS", "TENSORS", "Ranges", "Selection",
+    "matches_any",
+]  # fmt: skip
+
+DEFAULT_TENSORS = ("input", "weight", "output", "grad_output")
+TENSORS = (*DEFAULT_TENSORS, "grad_input", "grad_weight")
+
+MAX_RANGE_CHARS = 256
+MAX_GLOBS = 64
+MAX_GLOB_CHARS = 256
 
 _PART = re.compile(r"(?P<first>\d+)(?P<dash>-)?(?P<last>\d+)?(?::(?P<stride>\d+))?\Z")
 
@@ -37,6 +50,13 @@ class Ranges:
                 return True
         return False
 
+    def reaches(self, number: int) -> bool:
+        """Whether a member is `number` or greater."""
+        return any(
+            last is None or first + (last - first) // stride * stride >= number
+            for first, last, stride in self._parts
+        )
+
     def __repr__(self) -> str:
         return f"Ranges({self.text!r})"
 
@@ -60,3 +80,60 @@ def _parse(part: str) -> _Part:
 def matches_any(name: str, globs: tuple[str, ...]) -> bool:
     """Whether `name` matches one of the globs (case-sensitive, `*` also matches dots)."""
     return any(fnmatchcase(name, glob) for glob in globs)
+
+
+_RangeText = Annotated[str, Meta(max_length=MAX_RANGE_CHARS)]
+_Glob = Annotated[str, Meta(max_length=MAX_GLOB_CHARS)]
+_TensorName = Annotated[str, Meta(max_length=max(map(len, TENSORS)))]
+
+
+class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What stands in for the own selection of every `watch` of a job; None leaves that part as the job says.
+
+    steps, micro_batches, ranks: Ranges. modules: globs over qualified names without wrappers. tensors: of TENSORS.
+    """
+
+    steps: Optional[_RangeText] = None
+    micro_batches: Optional[_RangeText] = None
+    ranks: Optional[_RangeText] = None
+    modules: Optional[Annotated[tuple[_Glob, ...], Meta(max_length=MAX_GLOBS)]] = None
+    tensors: Optional[Annotated[tuple[_TensorName, ...], Meta(max_length=len(TENSORS))]] = None
+
+    def check(self) -> None:
+        """Raise ConfigError, with what is accepted, for anything that cannot be read or selects nothing."""
+        for name in ("steps", "micro_batches", "ranks"):
+            text = getattr(self, name)
+            if text is not None:
+                _check_range(name, text)
+        if self.modules is not None:
+            _check_globs(self.modules)
+        if self.tensors is not None:
+            _check_tensors(self.tensors)
+
+
+def _check_range(name: str, text: str) -> None:
+    if len(text) > MAX_RANGE_CHARS:
+        raise ConfigError(f"{name}: a range has at most {MAX_RANGE_CHARS} characters, this one {len(text)}")
+    try:
+        empty = not Ranges(text).reaches(0)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    if empty:
+        raise ConfigError(f'{name}: an empty range selects nothing; write "all", "3", "0-2" or "100-:100"')
+
+
+def _check_globs(globs: tuple[str, ...]) -> None:
+    if not 0 < len(globs) <= MAX_GLOBS:
+        raise ConfigError(f'modules: 1 to {MAX_GLOBS} globs like "layers.*.mlp.*", not {len(globs)}')
+    for glob in globs:
+        if not 0 < len(glob) <= MAX_GLOB_CHARS or not glob.isprintable():
+            raise ConfigError(
+                f"modules: {glob[:MAX_GLOB_CHARS]!r} is no glob; it has 1 to {MAX_GLOB_CHARS} printable characters"
+            )
+
+
+def _check_tensors(names: tuple[str, ...]) -> None:
+    unknown = [name for name in names if name not in TENSORS]
+    if unknown or not names:
+        listed = ", ".join(map(repr, unknown[:3])) or "nothing"
+        raise ConfigError(f"tensors: {listed} given; known: {', '.join(TENSORS)}")

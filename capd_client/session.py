@@ -30,10 +30,18 @@ from capd_client.link import Link
 from capd_client.memory import default_arena_nbytes, most_arena_nbytes
 from capd_client.notices import Notices
 from capd_client.parts import PartedBooks
-from capd_client.protocol import HANDSHAKE_TIMEOUT_S, PAGE_NBYTES, PROTOCOL_VERSION, DropReason, Hello
+from capd_client.protocol import (
+    COUNTER_STEPS,
+    HANDSHAKE_TIMEOUT_S,
+    PAGE_NBYTES,
+    PROTOCOL_VERSION,
+    DropReason,
+    Hello,
+)
 from capd_client.reducing import ReducingBooks
 from capd_client.slicing import Slice
 from capd_client.staging import Counted, Stager
+from capd_client.steering import Steering
 from capd_client.transport import State, Transport
 from capd_client.untraced import untraced
 
@@ -75,8 +83,14 @@ class Session:
             step_nbytes=None if megabytes is None else int(megabytes * 1e6),
         )
         self._closed = threading.Event()
+        self.steering = Steering(self.books.take_offers, self.notices)
         self.transport = Transport(
-            self._connect, self.books, self.notices, ping_s=config.ping_s, name=f"capd-client-{info.rank}"
+            self._connect,
+            self.books,
+            self.notices,
+            self.steering,
+            ping_s=config.ping_s,
+            name=f"capd-client-{info.rank}",
         )
         self.devices = Devices(
             self.books,
@@ -93,6 +107,7 @@ class Session:
             self._admission = Admission(self.books, self._stage, config.sample_every)
             self._stage = self._admission.stage
         self.context.on_rank_change = self.transport.reconnect  # HELLO names the rank
+        self.context.on_iteration = self._begin_iteration
         self.arena.prefault()
         self.transport.start()
 
@@ -166,6 +181,14 @@ class Session:
         self.notices.warn(
             DropReason.INTERNAL.value, "%s failed inside capd: %s: %s", where, type(error).__name__, error
         )
+
+    def _begin_iteration(self, iteration: int) -> None:
+        """Once per iteration, on the thread that trains: tell where it is, and follow `capd ctl`."""
+        if not self.enabled:  # in a forked child the locks may be held by threads that are not there
+            return
+        with self.books.lock:
+            self.counters.words[COUNTER_STEPS] = iteration + 1
+        self.steering.begin(iteration)
 
     # -- leaving ----------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from capd_client.key import Moment
-from capd_client.select import Ranges
+from capd_client.select import Ranges, Selection
 
 __all__ = ["Clock", "Context", "Gate", "clock_of"]
 
@@ -44,7 +44,7 @@ class Gate:
     "not captured". Everything else is asked behind it.
     """
 
-    __slots__ = ("_micro_batches", "_open_at", "_ranks", "_steps", "closed_at", "context")
+    __slots__ = ("_micro_batches", "_open_at", "_own", "_ranks", "_steps", "closed_at", "context")
 
     def __init__(
         self,
@@ -60,6 +60,7 @@ class Gate:
         self._steps = steps
         self._micro_batches = micro_batches
         self._ranks = ranks
+        self._own = (steps, micro_batches, ranks)
 
     def selects(self, iteration: int) -> bool:
         """Whether all micro-batches of `iteration` are captured on this rank."""
@@ -80,9 +81,25 @@ class Gate:
             self._open_at = iteration
         return self._micro_batches is None or context.micro_batch in self._micro_batches
 
+    def steer(self, selection: Optional[Selection], *, capturing: bool) -> bool:
+        """Put `selection` in the place of the gate's own ranges; returns whether this rank may pass at all."""
+        steps, micro_batches, ranks = self._own
+        if selection is not None:
+            steps = steps if selection.steps is None else Ranges(selection.steps)
+            micro_batches = (
+                micro_batches if selection.micro_batches is None else Ranges(selection.micro_batches)
+            )
+            ranks = ranks if selection.ranks is None else Ranges(selection.ranks)
+        self._steps, self._micro_batches, self._ranks = steps if capturing else _NEVER, micro_batches, ranks
+        self.forget()
+        return capturing and (ranks is None or self.context.rank in ranks)
+
     def forget(self) -> None:
         """Ask again at the next forward: an optimizer has stepped."""
         self.closed_at = self._open_at = -1
+
+
+_NEVER = Ranges("")
 
 
 class Clock:

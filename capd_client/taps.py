@@ -30,12 +30,10 @@ from capd_client.key import Key, Moment
 from capd_client.naming import Place
 from capd_client.products import autocast_dtype, hang, product_dtype, product_of
 from capd_client.slicing import Slice
+from capd_client.steering import Steering
 from capd_client.stepping import Context, Gate
 
-__all__ = ["DEFAULT_TENSORS", "TENSORS", "LinearTap", "Settings", "Sink"]
-
-DEFAULT_TENSORS = ("input", "weight", "output", "grad_output")
-TENSORS = (*DEFAULT_TENSORS, "grad_input", "grad_weight")
+__all__ = ["LinearTap", "Settings", "Sink"]
 
 _PLACEMENT = {  # tensor name → operation, phase
     "input": ("forward", "pre"),
@@ -69,6 +67,8 @@ class Sink(Protocol):
     def config(self) -> Settings: ...
     @property
     def context(self) -> Context: ...
+    @property
+    def steering(self) -> Steering: ...
     def offer(
         self,
         tensor: Tensor,
@@ -212,16 +212,22 @@ class LinearTap:
         """Count an error inside capd and go on: nothing leaves a tap."""
         self._sink.drop_internal(f"{where} of {self._place.module}", error)
 
+    def select(self, tensors: frozenset[str]) -> None:
+        """Capture these tensors from now on; none of them: gradients still under way are not captured either."""
+        self._tensors = tensors
+        if "grad_weight" not in tensors:
+            self._unhook_weight()
+
     def remove(self) -> None:
-        """Stop for good: take the hook off the weight; gradients still under way are not captured."""
-        self._tensors = frozenset()
+        """Stop for good, in compiled graphs too."""
+        self.select(frozenset())
         release(self.number)
-        self._unhook_weight()
 
     def _unhook_weight(self) -> None:
         if self._weight_handle is not None:
             self._weight_handle.remove()
             self._weight_handle = None
+            self._weight = lambda: None
 
     def _moment_of_call(self) -> Optional[Moment]:
         """The moment that the call about to run belongs to, or None if it is not captured."""

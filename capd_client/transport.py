@@ -22,6 +22,7 @@ from capd_client.device import DeviceStager
 from capd_client.link import Link
 from capd_client.notices import Notices
 from capd_client.protocol import HANDSHAKE_TIMEOUT_S, ByeOk, DropReason, NackRow, Reject, Welcome
+from capd_client.steering import Steering
 
 __all__ = ["State", "Transport"]
 
@@ -51,6 +52,7 @@ class Transport:
         connect: Callable[[int], Link],
         books: Books,
         notices: Notices,
+        steering: Steering,
         *,
         ping_s: float = 5.0,
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
@@ -59,6 +61,7 @@ class Transport:
         self._connect = connect
         self._books = books
         self._notices = notices
+        self._steering = steering
         self._ping_s = ping_s
         self._handshake_timeout_s = handshake_timeout_s
         self._talk: Optional[Conversation] = None
@@ -154,7 +157,11 @@ class Transport:
         if self.state is State.DISCONNECTED and now >= self._next_attempt:
             self._connections += 1
             self._talk = Conversation(
-                self._connect(self._connections), self._books, ping_s=self._ping_s, refused=self._nacked
+                self._connect(self._connections),
+                self._books,
+                self._steering,
+                ping_s=self._ping_s,
+                refused=self._nacked,
             )
             self._deadline = now + self._handshake_timeout_s
             self.state = State.HANDSHAKE
@@ -168,6 +175,7 @@ class Transport:
             worked = talk.send_ready() or worked
             talk.send_flushes(self._flushes)
             talk.send_drops()
+            talk.send_answers()
             talk.keep_alive()
             if self._leaving:
                 talk.say_bye()

@@ -29,6 +29,7 @@ class _Verb(NamedTuple):
 VERBS: dict[str, _Verb] = {
     "serve": _Verb("capd.cli.serve", "serve", "Run the daemon of this node."),
     "run": _Verb("capd.cli.run", "run", "Run a training job with a daemon beside it, and print a summary."),
+    "ctl": _Verb("capd.cli.ctl", "app", "Stop, start and re-select capture in a running job."),
     "stats": _Verb("capd.cli.stats", "stats", "Counters: offered, committed, in flight, dropped, disk left."),
     "ls": _Verb("capd.cli.ls", "ls", "List the series of a run, or count them by a field."),
     "show": _Verb("capd.cli.show", "show", "Show one series or one record: moments, statistics, values."),

@@ -19,6 +19,7 @@ from capd_client.protocol import (
     COUNTER_IN_FLIGHT,
     COUNTER_MAGIC,
     COUNTER_OFFERED,
+    COUNTER_STEPS,
     DROP_REASONS,
     PAGE_NBYTES,
 )
@@ -59,6 +60,10 @@ class Arena:
         words = [min(word, _MAX_COUNT) for word in self._words[: COUNTER_DROPS + len(DROP_REASONS)]]
         dropped = {reason: words[COUNTER_DROPS + at] for at, reason in enumerate(DROP_REASONS)}
         return PageCounters(words[COUNTER_OFFERED], words[COUNTER_IN_FLIGHT], dropped)
+
+    def begun(self) -> int:
+        """Iterations that the rank has begun: 1 + the current one, 0 before the first."""
+        return min(self._words[COUNTER_STEPS], _MAX_COUNT)
 
     def is_same_memory(self, fd: int) -> bool:
         """Whether `fd` refers to the memory that is mapped here already."""

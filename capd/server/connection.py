@@ -29,6 +29,7 @@ from capd_client.protocol import (
     ByeOk,
     ClientMessage,
     Define,
+    Drained,
     Drops,
     Flush,
     Hello,
@@ -36,6 +37,7 @@ from capd_client.protocol import (
     Pong,
     Put,
     Reject,
+    Steered,
     Welcome,
 )
 
@@ -172,6 +174,8 @@ class _RankConnection:
             current = rank.tell(ordinal, lambda session: session.drops(message))
         elif isinstance(message, Flush):
             current = rank.tell(ordinal, lambda session: session.flush(message))
+        elif isinstance(message, (Steered, Drained)):
+            current = rank.tell(ordinal, lambda _: rank.orders.answered(message))
         elif isinstance(message, Ping):
             self._sender.post(Pong())
         elif isinstance(message, Bye):

@@ -25,6 +25,7 @@ from capd.metrics import DaemonStats
 from capd.server import endpoint
 from capd.server.budget import DiskBudget, default_max_disk, encode_threads, raise_open_files
 from capd.server.connection import ConnectionContext
+from capd.server.control import Controller
 from capd.server.gathering import MAX_SCRATCH_FILES
 from capd.server.instance import RootLock
 from capd.server.listener import Listener
@@ -73,7 +74,7 @@ class Daemon:
         self._drained_by = 0.0
 
     def run(self) -> int:
-        """Serve until SIGTERM, Ctrl-C or a tool's stop; returns 0, or 1 if the time to drain was not enough.
+        """Serve until SIGTERM, Ctrl-C or a tool's shutdown; returns 0, or 1 if the time to drain was not enough.
 
         Raises StoreBusy when another daemon owns the store or the socket, StoreError or EndpointError when
         either cannot be used, ConfigError on a bad run id. Call it from the main thread.
@@ -173,7 +174,8 @@ class Daemon:
             drained_by=lambda: self._drained_by,
             save=lambda rank: self._pipeline.save_session(rank.run_id, rank.row()),
         )
-        tools = ToolContext(self._registry, self.stats, lambda: self._stop.request("a tool"), self._closing)
+        controller = Controller(self._registry, lambda: self._stop.request("a tool"))
+        tools = ToolContext(self.stats, controller, self._closing)
         room = (free_files - _RESERVED_FILES - MAX_SCRATCH_FILES) // _FILES_PER_CONNECTION
         self._listener = Listener(
             bound.socket,

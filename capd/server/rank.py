@@ -18,8 +18,10 @@ from capd.server.accounting import PageCounters, reconcile
 from capd.server.arena import Arena
 from capd.server.checks import believed_row, descriptor_problem
 from capd.server.jobs import Job
+from capd.server.orders import Orders
 from capd.server.sender import Sender
 from capd.server.session import Checked, Phase, Session
+from capd.server.steering import RunSteering
 from capd.store.catalog_read import SessionRow
 from capd.store.frames import StatsRow
 from capd_client.errors import ProtocolError
@@ -37,10 +39,17 @@ class RankSession:
     """One client uuid: the pipeline's sink for its captures."""
 
     def __init__(
-        self, session: Session, hello: Hello, arena: Arena, submit: Callable[[Job], None], started_ns: int
+        self,
+        session: Session,
+        hello: Hello,
+        arena: Arena,
+        submit: Callable[[Job], None],
+        started_ns: int,
+        steering: RunSteering,
     ) -> None:
         self.session = session
         self.hello = hello
+        self.orders = Orders(steering)
         self.started_ns = started_ns
         self.ended_ns: int | None = None
         self.lost_at = time.monotonic()  # when its connection was last seen to go
@@ -77,6 +86,8 @@ class RankSession:
         with self._lock:
             if connection == self.session.connection:
                 self._sender = sender
+                self.orders.connected()
+                self._wake_sender()
 
     def arena_of(self, fd: int, nbytes: int) -> Arena:
         """The arena behind `fd`: the mapping there is, if it is the same memory. Raises ArenaError."""
@@ -144,7 +155,9 @@ class RankSession:
     def take_replies(self, connection: int) -> list[DaemonMessage]:
         """Replies that wait for `connection`; none once another one took over."""
         with self._lock:
-            return self.session.take_replies() if connection == self.session.connection else []
+            if connection != self.session.connection:
+                return []
+            return [*self.session.take_replies(), *self.orders.take()]
 
     def end(self, connection: int) -> bool:
         """BYE; False when another connection took over."""
@@ -161,6 +174,30 @@ class RankSession:
                 self.lost_at = time.monotonic()
                 self.session.disconnect(connection)
         self.check_process(grace_s=None)
+
+    # From tools
+
+    def order(self, act: Callable[[Orders], None]) -> None:
+        """Apply `act` to what the rank is to be told. Without a connection it hears of it on the next."""
+        with self._lock:
+            act(self.orders)
+            self._wake_sender()
+
+    @property
+    def begun(self) -> int:
+        """Iterations that it has begun: 1 + the current one, 0 before the first."""
+        arena = self._arena
+        return 0 if arena is None else arena.begun()
+
+    @property
+    def alive(self) -> bool:
+        """The rank is there, as far as is known, with a connection or between two."""
+        return self.session.phase in (Phase.LIVE, Phase.ORPHANED)
+
+    @property
+    def died(self) -> bool:
+        """Its process is gone without a goodbye."""
+        return self.session.phase is Phase.DIED
 
     # From the pipeline's threads
 
@@ -288,7 +325,7 @@ class RankSession:
             self._outcome.notify_all()
 
     def _wake_sender(self) -> None:
-        if self._sender is not None and self.session.has_replies:
+        if self._sender is not None and (self.session.has_replies or self.orders.waiting):
             self._sender.wake()
 
     def _set_process(self, process: int | None) -> None:

@@ -181,7 +181,7 @@ class Registry:
                     before = run.finished.get(client)
                     started_ns = before.started_ns if before else time.time_ns()
                     session = Session(client, run.run_id, committed)
-                    rank = RankSession(session, hello, arena, self._pipeline.submit, started_ns)
+                    rank = RankSession(session, hello, arena, self._pipeline.submit, started_ns, run.steering)
                 reject = rank.connect(hello, arena, process)
                 if reject is not None:
                     raise Refusal(reject.code, reject.message)
@@ -256,6 +256,7 @@ class Registry:
             if run.opened:
                 self._count(run, now)
                 self._tend_ranks(run, now)
+                run.steer()
                 self._tend_seal(run, now)
         self._forget_old_runs()
 

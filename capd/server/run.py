@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from capd.server.jobs import RunTotals
+from capd.server.orders import Orders
 from capd.server.rank import RankSession
+from capd.server.steering import RunSteering
 from capd.store.catalog_read import SessionRow
 
 __all__ = ["Forgotten", "Run"]
@@ -41,6 +43,7 @@ class Run:
     sealing: Future[None] | None = None
     sealing_records: int = 0
     rates: deque[tuple[float, int]] = field(default_factory=deque)  # (time, raw bytes)
+    steering: RunSteering = field(default_factory=RunSteering)
 
     def count(self, totals: RunTotals, now: float) -> None:
         """Take the run's totals as they are `now` (monotonic)."""
@@ -48,6 +51,18 @@ class Run:
         self.rates.append((now, totals.raw_bytes))
         while self.rates[0][0] < now - RATE_WINDOW_S:
             self.rates.popleft()
+
+    def alive(self) -> list[RankSession]:
+        """The ranks that are there, by rank."""
+        ranks = [rank for rank in list(self.ranks.values()) if rank.alive]
+        return sorted(ranks, key=lambda rank: rank.hello.rank)
+
+    def steer(self) -> None:
+        """Look where the ranks are, and tell those that do not know it what is wanted of them."""
+        ranks = self.alive()
+        self.steering.look(rank.begun for rank in ranks)
+        for rank in ranks:
+            rank.order(Orders.steer)
 
     @property
     def added_nbytes(self) -> int:

@@ -1,15 +1,19 @@
-"""Builds the STATS reply: what the daemon knows right now, as `capd.metrics` models."""
+"""Builds the replies to STATS and CONTROL: what the daemon knows right now, as `capd.metrics` models."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from capd.metrics import RunStats, SessionStats
+import msgspec
+
+from capd.metrics import RankControl, RunStats, Selected, SessionStats
+from capd.metrics import Steer as ShownSteer
 from capd.server.rank import RankSession
 from capd.server.run import Run
 from capd.store.catalog_read import SessionRow
+from capd_client.protocol import Steer
 
-__all__ = ["run_stats"]
+__all__ = ["rank_control", "run_stats"]
 
 
 def run_stats(run: Run, ranks: list[RankSession], finished: list[SessionRow]) -> RunStats:
@@ -53,4 +57,40 @@ def _session(row: SessionRow, *, connected: bool, clean: bool) -> SessionStats:
             "dropped": row.dropped,
             "clean": clean,
         }
+    )
+
+
+def rank_control(rank: RankSession, wanted: Steer | None) -> RankControl:
+    """How a live rank is steered, and what of `wanted` it does not follow yet."""
+    row, begun, steered = rank.row(), rank.begun, rank.orders.steered
+    in_force = None if steered is None else steered.in_force
+    behind = wanted is not None and (in_force is None or in_force.id < wanted.id)
+    return RankControl(
+        run_id=rank.run_id,
+        rank=row.rank,
+        attempt=row.attempt,
+        host=row.host,
+        pid=row.pid,
+        connected=rank.connected,
+        iteration=begun - 1 if begun else None,
+        capturing=in_force is None or in_force.capturing,
+        in_force=_steer(in_force),
+        since=None if steered is None else steered.since,
+        modules=None if in_force is None or steered is None else steered.modules,
+        pending=_steer(wanted) if behind else None,
+        received=wanted is not None and steered is not None and steered.id >= wanted.id,
+        problem="" if steered is None else steered.problem,
+        in_flight=row.in_flight,
+        dropped=row.dropped,
+    )
+
+
+def _steer(steer: Steer | None) -> ShownSteer | None:
+    if steer is None:
+        return None
+    selection = steer.selection
+    return ShownSteer(
+        from_iteration=steer.from_iteration,
+        capturing=steer.capturing,
+        selection=None if selection is None else Selected.model_validate(msgspec.to_builtins(selection)),
     )

@@ -84,7 +84,8 @@ def test_reading_commands_import_neither_torch_nor_zarr(second: Path) -> None:
     script = (
         "import sys\n"
         "from capd.cli.app import main\n"
-        "for args in (['--help'], ['--version'], ['ls', PATH], ['stats', PATH], ['doctor', '--quick']):\n"
+        "verbs = [['--help'], ['--version'], ['ctl', 'select', '--help'], ['ls', PATH], ['stats', PATH]]\n"
+        "for args in (*verbs, ['doctor', '--quick']):\n"
         "    try:\n        main(args)\n"
         "    except SystemExit as end:\n        assert end.code in (None, 0) or args[0] == 'doctor', args\n"
         "    assert not {'torch', 'zarr'} & sys.modules.keys(), args\n"
@@ -94,3 +95,10 @@ def test_reading_commands_import_neither_torch_nor_zarr(second: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
     assert done.stdout.endswith("done\n"), done.stderr
+
+
+def test_ctl_without_a_daemon_says_where_it_looked(capd: Capd, tmp_path: Path) -> None:
+    found = capd("ctl", "stop", "--endpoint", f"unix:{tmp_path}/none.sock")
+
+    assert (found.code, found.out) == (3, "")
+    assert "none.sock" in found.err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,8 +23,8 @@ def start_rank(daemon: Daemon) -> Iterator[StartRank]:
     """Starts ranks that do not outlive the test."""
     started: list[Rank] = []
 
-    def start(number: int = 0, **environment: str) -> Rank:
-        started.append(Rank(daemon.endpoint, number, **environment))
+    def start(number: int = 0, **settings: Any) -> Rank:
+        started.append(Rank(daemon.endpoint, number, **settings))
         return started[-1]
 
     yield start

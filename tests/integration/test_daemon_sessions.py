@@ -330,7 +330,7 @@ def test_ctrl_c_and_a_tool_stop_the_daemon_in_order(start: Start) -> None:
     assert not daemon.path.exists()
 
     daemon = start()
-    assert daemon.control("stop").ok
+    assert daemon.control("shutdown").ok
     assert daemon.process.wait(30) == 0
     assert not daemon.path.exists()
 

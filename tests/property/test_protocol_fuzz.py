@@ -22,6 +22,8 @@ from capd_client.protocol import (
     Control,
     Define,
     Descriptor,
+    Drain,
+    Drained,
     DropRow,
     Drops,
     Flush,
@@ -32,17 +34,22 @@ from capd_client.protocol import (
     Put,
     Reject,
     Stats,
+    Steer,
+    Steered,
     Welcome,
     decode_client,
     decode_daemon,
     encode,
 )
+from capd_client.select import Selection
 
 EXAMPLES = int(os.environ.get("CAPD_FUZZ_EXAMPLES", "20000"))
 ALLOCATED_PER_BYTE = 600  # of a frame: a one-byte descriptor field becomes a Python object of up to 100 bytes
 ALLOCATED_ALWAYS = 64 << 10
 
 KEY = Key(quant_type="bf16", rank=0, tensor_name="x")
+SELECTION = Selection(steps="0-:100", ranks="0", modules=("*.mlp.*", "head"), tensors=("input", "weight"))
+STEER = Steer(id=9, from_iteration=7, capturing=True, selection=SELECTION)
 MESSAGES = [
     encode(message)
     for message in (
@@ -55,6 +62,11 @@ MESSAGES = [
         Ping(),
         Stats("run"),
         Control("seal", "run"),
+        Control("select", "run", SELECTION, 7, 30.0),
+        STEER,
+        Steered(id=9, in_force=STEER, since=7, pending=STEER, modules=3, problem="no"),
+        Drain(7),
+        Drained(7),
         Welcome(protocol=1, epoch=b"e" * 16, run_id="run", store="/s", version="1"),
         Reject("run", "no", retry=True),
         Ack([(1, 5), (7, 9)]),
@@ -96,6 +108,8 @@ fields = st.sampled_from(
         "client",
         "run_id",
         "rank",
+        "selection",
+        "in_force",
     ]
 )
 types = st.sampled_from(
@@ -109,6 +123,8 @@ types = st.sampled_from(
         "ping",
         "stats",
         "control",
+        "steer",
+        "steered",
         "ack",
         "nack",
         "welcome",

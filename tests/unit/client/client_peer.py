@@ -23,6 +23,7 @@ from capd_client.protocol import (
     ByeOk,
     Define,
     Descriptor,
+    Drained,
     DropRow,
     Drops,
     Flush,
@@ -34,6 +35,7 @@ from capd_client.protocol import (
     Pong,
     Put,
     Reject,
+    Steered,
     Welcome,
     decode_client,
     encode,
@@ -85,6 +87,8 @@ class Peer:
     words: list[int] = field(default_factory=list)  # the counter page when BYE came
     last_words: list[int] = field(default_factory=list)  # the counter page when the newest connection ended
     seals: list[int] = field(default_factory=list)
+    steered: list[Steered] = field(default_factory=list)
+    drained: list[Drained] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.hold = threading.Event()
@@ -204,6 +208,10 @@ class Peer:
                         self.drops[define.key, define.dtype, row.reason] = row
                 elif isinstance(message, Flush):
                     connection.send_bytes(encode(Flushed(message.id)))
+                elif isinstance(message, Steered):
+                    self.steered.append(message)
+                elif isinstance(message, Drained):
+                    self.drained.append(message)
                 elif isinstance(message, Ping):
                     self.pings += 1
                     if self.pong:

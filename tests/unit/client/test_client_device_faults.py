@@ -262,7 +262,9 @@ def test_none_of_several_devices_takes_all_that_the_pace_allows(peer: Peer, rig:
     for r in rigs:
         for _ in range(4):
             r.offer(torch.zeros(16))
-    transport = Transport(first.session._connect, first.session.books, first.session.notices)
+    transport = Transport(
+        first.session._connect, first.session.books, first.session.notices, first.session.steering
+    )
     for r in rigs:
         transport.add_device(r.stager)
     for _ in range(6):

@@ -10,7 +10,7 @@ from memory_sink import MemorySink
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
-from capd_client import hooks
+from capd_client import hooks, watched
 
 
 @pytest.fixture
@@ -41,4 +41,4 @@ def _no_watch_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         handle.remove()
     assert CheckpointFunction.forward is forward
     assert dict(torch_optimizer._global_optimizer_post_hooks) == optimizer_hooks
-    assert not hooks._watched
+    assert not watched._tapped

@@ -12,7 +12,9 @@ import torch
 from capd_client.config import ClientConfig
 from capd_client.context import Context
 from capd_client.key import Key, Moment
+from capd_client.notices import Notices
 from capd_client.slicing import Slice
+from capd_client.steering import Steering
 
 
 @dataclass
@@ -39,6 +41,14 @@ class MemorySink:
     captured: list[Captured] = field(default_factory=list)
     errors: list[tuple[str, Exception]] = field(default_factory=list)
     prepared: list[set[torch.device]] = field(default_factory=list)
+    capturing: bool = True
+
+    def __post_init__(self) -> None:
+        self.steering = Steering(self._capture, Notices())
+        self.context.on_iteration = self.steering.begin
+
+    def _capture(self, capturing: bool) -> None:
+        self.capturing = capturing
 
     def offer(
         self,

@@ -19,7 +19,8 @@ from capd_client import graph_ops, late_watch, watch
 from capd_client.context import Context
 from capd_client.hooks import WatchHandle
 from capd_client.notices import Notices
-from capd_client.taps import TENSORS
+from capd_client.protocol import Steer
+from capd_client.select import TENSORS, Selection
 
 Step = Callable[[Tensor], Tensor]
 
@@ -436,3 +437,32 @@ def test_errors_in_a_tap_are_counted_and_the_graph_goes_on(
 
     assert failing["offer"] == len(sink.errors) > 0
     sink.errors.clear()
+
+
+def test_a_compiled_model_is_steered_without_being_compiled_again(sink: MemorySink) -> None:
+    model = Blocks()
+    watch(model, select="layers.*")
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    own = {"layers.0.0", "layers.0.2", "layers.1.0", "layers.1.2"}
+    orders = [
+        Steer(
+            id=1, from_iteration=1, selection=Selection(modules=("*.1.*",), tensors=("input", "grad_output"))
+        ),
+        Steer(id=2, from_iteration=2, capturing=False),
+        Steer(id=3, from_iteration=3),
+    ]
+    found = []
+    for order in [None, *orders]:
+        if order is not None:
+            sink.steering.receive(order)
+        train(compiled, model, steps=1)
+        found.append({(c.moment.iteration, c.key.module, c.key.tensor_name) for c in sink.captured})
+        sink.captured.clear()
+
+    everything = ("input", "weight", "output", "grad_output")
+    assert found[0] == {(0, module, name) for module in own for name in everything}
+    assert found[1] == {(1, f"layers.1.{n}", name) for n in (0, 2) for name in ("input", "grad_output")}
+    assert found[2] == set()
+    assert found[3] == {(3, module, name) for module in own for name in everything}
+    assert counter.frame_count == 1

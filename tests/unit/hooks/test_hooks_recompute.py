@@ -13,7 +13,7 @@ from torch import nn
 
 from capd_client import hooks
 from capd_client.hooks import watch
-from capd_client.taps import TENSORS
+from capd_client.select import TENSORS
 
 KINDS = pytest.mark.parametrize("wrap", [reentrant, non_reentrant])
 Wrap = Callable[..., Any]

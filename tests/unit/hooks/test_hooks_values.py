@@ -12,7 +12,7 @@ from small_models import MLP, Projections, Repeated
 from torch import nn
 
 from capd_client.hooks import watch
-from capd_client.taps import TENSORS
+from capd_client.select import TENSORS
 
 ALL = TENSORS
 

@@ -16,12 +16,12 @@ from memory_sink import MemorySink
 from small_models import MLP, Blocks
 from torch import nn
 
-from capd_client import hooks
+from capd_client import hooks, watched
 from capd_client.config import ClientConfig
 from capd_client.errors import ConfigError
 from capd_client.hooks import watch
 from capd_client.key import Key
-from capd_client.taps import TENSORS
+from capd_client.select import TENSORS
 
 
 def hook_count(model: nn.Module) -> int:
@@ -182,7 +182,7 @@ def test_an_error_while_attaching_leaves_the_model_unwatched(
         raise RuntimeError("no")
 
     model = MLP()
-    monkeypatch.setattr(hooks, "ForwardHook", fail)
+    monkeypatch.setattr(watched, "ForwardHook", fail)
 
     watch(model)
 

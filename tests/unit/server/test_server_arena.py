@@ -13,7 +13,7 @@ import pytest
 
 from capd.errors import ArenaError
 from capd.server.arena import MAX_ARENA_NBYTES, Arena
-from capd_client.protocol import COUNTER_MAGIC, DROP_REASONS, PAGE_NBYTES, DropReason
+from capd_client.protocol import COUNTER_MAGIC, COUNTER_STEPS, DROP_REASONS, PAGE_NBYTES, DropReason
 
 NBYTES = 64 << 10
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -113,3 +113,13 @@ def test_files_and_sockets_are_refused() -> None:
         Arena(read_end, NBYTES)
     os.close(read_end)
     os.close(write_end)
+
+
+def test_the_iterations_begun_have_a_word_of_their_own(sealed: int) -> None:
+    arena = Arena(sealed, NBYTES)
+    assert arena.begun() == 0
+    os.pwrite(sealed, struct.pack("Q", 41), 8 * COUNTER_STEPS)
+    assert arena.begun() == 41
+    os.pwrite(sealed, struct.pack("Q", 2**64 - 1), 8 * COUNTER_STEPS)
+    assert arena.begun() == 2**62
+    assert sum(arena.counters().dropped.values()) == 0

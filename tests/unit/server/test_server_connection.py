@@ -23,11 +23,13 @@ from capd.errors import StoreError
 from capd.server import connection as module
 from capd.server.arena import Arena
 from capd.server.connection import ConnectionContext, serve_rank
+from capd.server.orders import Orders
 from capd.server.peer import Peer, PeerGone
 from capd.server.pipeline import Job
 from capd.server.rank import MAX_IN_WORK, RankSession
 from capd.server.registry import Refusal, Registry
 from capd.server.session import Phase, Session
+from capd.server.steering import RunSteering
 from capd_client.key import Key, Moment
 from capd_client.protocol import (
     Ack,
@@ -37,16 +39,22 @@ from capd_client.protocol import (
     DaemonMessage,
     Define,
     Descriptor,
+    Drain,
+    Drained,
     DropReason,
     Hello,
     Nack,
+    Ping,
     Pong,
     Put,
     Reject,
+    Steer,
+    Steered,
     Welcome,
     decode_daemon,
     encode,
 )
+from capd_client.select import Selection
 
 CLIENT = b"c" * 16
 DEFINE = Define(id=0, key=Key(quant_type="bf16", rank=0, tensor_name="x"), dtype="bfloat16")
@@ -59,11 +67,13 @@ class FakeRegistry:
     rank: RankSession | None = None
     handle: int | None = None  # stands for the rank's process: readable once it is dead
     jobs: list[Job] = field(default_factory=list)
+    steering: RunSteering = field(default_factory=RunSteering)
 
     def admit(self, hello: Hello, fd: int, process: int | None) -> RankSession:
         arena = Arena(fd, hello.arena_nbytes)
         if self.rank is None:
-            self.rank = RankSession(Session(hello.client, "run"), hello, arena, self.jobs.append, 0)
+            session = Session(hello.client, "run")
+            self.rank = RankSession(session, hello, arena, self.jobs.append, 0, self.steering)
         if self.handle is not None and process is not None:
             os.dup2(self.handle, process)  # the connection polls this very descriptor
         reject = self.rank.connect(hello, arena, process)
@@ -363,3 +373,62 @@ def test_records_of_a_key_that_cannot_be_stored_are_refused_and_the_rank_goes_on
     line.send(Put([Descriptor(2, 4096, 2, 1, (1,), Moment())]))
     wait_until(lambda: len(stage.registry.jobs) == 1)
     assert [row.reason for row in stage.rank.row().drops] == [DropReason.BAD_DESCRIPTOR.value]
+
+
+def order(stage: Stage, at: int, *, capturing: bool = False) -> Steer:
+    steer = stage.registry.steering.order(capturing=capturing, selection=None, from_iteration=at, begun=[])
+    stage.rank.order(Orders.steer)
+    return steer
+
+
+def answered(line: Line) -> None:
+    """Return once everything sent before was handled."""
+    line.send(Ping())
+    while not isinstance(line.receive(), Pong):
+        pass
+
+
+def test_an_order_reaches_the_rank_once_and_again_on_its_next_connection(stage: Stage) -> None:
+    line = stage.connect()
+    assert isinstance(line.receive(), Welcome)
+    steer = order(stage, 7)
+    assert line.receive() == steer
+    stage.rank.order(Orders.steer)
+    answered(line)
+    line.close()
+
+    line = stage.connect(2)
+    assert isinstance(line.receive(), Welcome)
+    assert line.receive() == steer
+    line.send(Steered(id=steer.id, in_force=steer, since=7))
+    answered(line)
+    assert stage.rank.orders.steered is not None
+    stage.rank.order(Orders.steer)
+    line.send(Ping())
+    assert isinstance(line.receive(), Pong)
+
+
+def test_a_drain_is_asked_and_answered_over_a_reconnect(stage: Stage) -> None:
+    line = stage.connect()
+    assert isinstance(line.receive(), Welcome)
+    drain = Drain(5)
+    stage.rank.order(lambda orders: orders.drain(drain))
+    assert line.receive() == drain
+    line.close()
+
+    line = stage.connect(2)
+    assert isinstance(line.receive(), Welcome)
+    assert line.receive() == drain
+    line.send(Drained(5))
+    answered(line)
+    assert stage.rank.orders.drained == 5
+
+
+def test_a_rank_that_claims_an_impossible_selection_breaks_the_protocol(stage: Stage) -> None:
+    line = stage.connect()
+    assert isinstance(line.receive(), Welcome)
+    line.send(Steered(id=1, in_force=Steer(id=1, from_iteration=0, selection=Selection(steps="os"))))
+    answer = line.receive()
+    assert isinstance(answer, Reject)
+    assert answer.code == "malformed"
+    assert stage.registry.steering.wanted is None

@@ -1,0 +1,198 @@
+"""`capd ctl`: steers the capture of a running job, through the daemon that its ranks are connected to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from capd.cli.output import print_json, print_lines
+from capd.cli.ranks_view import order_lines, status_lines
+from capd.cli.tool import connect
+from capd.errors import CapdError, ConfigError, EndpointError, NothingMatched
+from capd.metrics import RankControl
+from capd_client.protocol import Control, ControlReply
+from capd_client.select import Selection
+
+__all__ = ["app"]
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
+
+_ANSWER_S = 10.0  # beyond what the daemon was told to wait
+_SEAL_S = 660.0
+
+RunId = Annotated[
+    str | None, typer.Option("--run-id", metavar="NAME", help="Which run [default: the only live one].")
+]
+Endpoint = Annotated[
+    str | None, typer.Option("--endpoint", metavar="unix:PATH", help="The daemon [default: CAPD_ENDPOINT].")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the ranks as JSON.")]
+At = Annotated[
+    int | None,
+    typer.Option(
+        min=0, metavar="ITERATION", help="Take effect there [default: the next that no rank has begun]."
+    ),
+]
+Timeout = Annotated[
+    float,
+    typer.Option(
+        min=0.1, max=3600, metavar="SECONDS", help="How long to wait for the ranks; steps may be long."
+    ),
+]
+NoWait = Annotated[bool, typer.Option("--no-wait", help="Give the order and do not wait for the ranks.")]
+
+
+@app.callback()
+def _group() -> None:
+    """Steer the capture of a running job: all its ranks on this node, from the same iteration on.
+
+    On several nodes, say the same on each of them, with the same --at ITERATION.
+    """
+
+
+@app.command()
+def status(run_id: RunId = None, endpoint: Endpoint = None, as_json: Json = False) -> None:
+    """Show where each rank is, what it captures, and which order it has not followed yet."""
+    _show(_ask(Control("status", run_id), endpoint), as_json, status_lines)
+
+
+@app.command()
+def start(
+    steps: Annotated[
+        str | None, typer.Option(metavar="RANGE", help='Capture these steps, such as "all" or "500-".')
+    ] = None,
+    run_id: RunId = None,
+    at: At = None,
+    timeout: Timeout = 30.0,
+    no_wait: NoWait = False,
+    endpoint: Endpoint = None,
+    as_json: Json = False,
+) -> None:
+    """Capture again: what the script and its configuration select, or with --steps these steps of it."""
+    selection = None if steps is None else _selection(steps=steps)
+    _steer(Control("start", run_id, selection, at, _wait_s(timeout, no_wait)), endpoint, as_json)
+
+
+@app.command()
+def stop(
+    run_id: RunId = None,
+    at: At = None,
+    timeout: Timeout = 30.0,
+    no_wait: NoWait = False,
+    endpoint: Endpoint = None,
+    as_json: Json = False,
+) -> None:
+    """Capture nothing any more; what capture() is called for is counted as dropped (stopped)."""
+    _steer(Control("stop", run_id, None, at, _wait_s(timeout, no_wait)), endpoint, as_json)
+
+
+@app.command()
+def select(
+    steps: Annotated[
+        str | None, typer.Option(metavar="RANGE", help='Steps, such as "all" or "100-:100".')
+    ] = None,
+    micro_batches: Annotated[str | None, typer.Option(metavar="RANGE", help="Micro-batches.")] = None,
+    ranks: Annotated[str | None, typer.Option(metavar="RANGE", help="Ranks.")] = None,
+    modules: Annotated[
+        list[str] | None,
+        typer.Option(metavar="GLOB", help="Linear modules of the watched models; repeatable."),
+    ] = None,
+    tensors: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Their tensors: input, weight, …; repeatable, or with commas."),
+    ] = None,
+    reset: Annotated[bool, typer.Option("--reset", help="Back to what the script selects.")] = False,
+    run_id: RunId = None,
+    at: At = None,
+    timeout: Timeout = 30.0,
+    no_wait: NoWait = False,
+    endpoint: Endpoint = None,
+    as_json: Json = False,
+) -> None:
+    """Capture this instead of what every watch() of the job selects; what is not given stays as in the script."""
+    given = any(part is not None for part in (steps, micro_batches, ranks, modules or None, tensors or None))
+    if reset == given:
+        raise ConfigError("say what to select (--steps, --modules, …; see --help), or --reset")
+    selection = None if reset else _selection(steps, micro_batches, ranks, modules, tensors)
+    _steer(Control("select", run_id, selection, at, _wait_s(timeout, no_wait)), endpoint, as_json)
+
+
+@app.command()
+def flush(run_id: RunId = None, timeout: Timeout = 30.0, endpoint: Endpoint = None) -> None:
+    """Return once everything that all ranks have captured by now is committed to the store."""
+    _say(_ask(Control("flush", run_id, wait_s=timeout), endpoint))
+
+
+@app.command()
+def seal(run_id: RunId = None, endpoint: Endpoint = None) -> None:
+    """Publish what is committed to plain Zarr readers now; without --run-id of all runs of the daemon."""
+    _say(_ask(Control("seal", run_id), endpoint, _SEAL_S))
+
+
+def _selection(
+    steps: str | None,
+    micro_batches: str | None = None,
+    ranks: str | None = None,
+    modules: list[str] | None = None,
+    tensors: list[str] | None = None,
+) -> Selection:
+    """What was asked for, checked before anything is sent; raises ConfigError."""
+    names = [name.strip() for text in tensors or () for name in text.split(",")]
+    selection = Selection(
+        steps=steps,
+        micro_batches=micro_batches,
+        ranks=ranks,
+        modules=tuple(modules) if modules else None,
+        tensors=tuple(names) if names else None,
+    )
+    selection.check()
+    return selection
+
+
+def _wait_s(timeout: float, no_wait: bool) -> float:
+    return 0.0 if no_wait else timeout
+
+
+def _steer(order: Control, endpoint: str | None, as_json: bool) -> None:
+    _show(_ask(order, endpoint), as_json, order_lines)
+
+
+def _ask(message: Control, endpoint: str | None, answer_s: float = _ANSWER_S) -> ControlReply:
+    """The daemon's reply, which may take as long as the message allows and `answer_s`; raises EndpointError."""
+    from capd.config import load_daemon_settings
+    from capd.server.endpoint import endpoint_path
+
+    settings = load_daemon_settings({} if endpoint is None else {"endpoint": endpoint})
+    with connect(endpoint_path(settings.endpoint)) as tool:
+        reply = tool.request(message, message.wait_s + answer_s)
+    if not isinstance(reply, ControlReply):
+        raise EndpointError(
+            f"the daemon answered CONTROL with {type(reply).__name__}; is it another capd version?"
+        )
+    return reply
+
+
+def _show(reply: ControlReply, as_json: bool, render: Callable[[list[RankControl]], list[str]]) -> None:
+    """Print the ranks, also of an order that is not followed everywhere; then fail if it is not "ok"."""
+    if as_json and (reply.ranks or reply.ok):
+        print_json(reply.ranks)
+    elif reply.ranks:
+        print_lines(render([RankControl.model_validate(rank) for rank in reply.ranks]))
+    _check(reply)
+
+
+def _say(reply: ControlReply) -> None:
+    _check(reply)
+    print_lines([reply.message])
+
+
+def _check(reply: ControlReply) -> None:
+    """Raise what makes the exit code of a reply that is not "ok"."""
+    if reply.code == "usage":
+        raise ConfigError(reply.message)
+    if reply.code == "nothing":
+        raise NothingMatched(reply.message)
+    if reply.code == "failed":
+        raise CapdError(reply.message)

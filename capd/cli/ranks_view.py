@@ -1,0 +1,83 @@
+"""How `capd ctl` shows the ranks of a run: where each is, what it captures, what it is still to follow."""
+
+from __future__ import annotations
+
+from capd.cli.output import human_count, table_lines
+from capd.metrics import RankControl, Selected, Steer
+
+__all__ = ["order_lines", "status_lines"]
+
+
+def status_lines(ranks: list[RankControl]) -> list[str]:
+    """One row per rank."""
+    header = (
+        "rank", "attempt", "host", "pid", "iteration", "captures", "since", "modules", "pending", "in flight",
+        "dropped",
+    )  # fmt: skip
+    rows = [
+        (
+            str(rank.rank),
+            str(rank.attempt),
+            rank.host,
+            str(rank.pid) if rank.connected else f"{rank.pid} (not connected)",
+            _number(rank.iteration),
+            _what(rank.in_force),
+            _number(rank.since),
+            _number(rank.modules),
+            _pending(rank),
+            human_count(rank.in_flight),
+            human_count(sum(rank.dropped.values())),
+        )
+        for rank in ranks
+    ]
+    right = ("rank", "attempt", "iteration", "since", "modules", "in flight", "dropped")
+    return [f"run {ranks[0].run_id}", *table_lines(header, rows, right)]
+
+
+def order_lines(ranks: list[RankControl]) -> list[str]:
+    """One line per rank: from which iteration on it follows, or what it waits for."""
+    return [f"rank {rank.rank}: {_order(rank)}" for rank in ranks]
+
+
+def _order(rank: RankControl) -> str:
+    if rank.problem:
+        return f"cannot follow: {rank.problem}"
+    if rank.pending is not None:
+        return f"{_pending(rank)} (now {_at(rank)})"
+    return f"{_what(rank.in_force)} from iteration {_number(rank.since)} on"
+
+
+def _pending(rank: RankControl) -> str:
+    if rank.pending is None:
+        return "-"
+    known = "" if rank.received else ", not received yet"
+    return f"{_what(rank.pending)} from iteration {rank.pending.from_iteration}{known}"
+
+
+def _at(rank: RankControl) -> str:
+    if not rank.connected:
+        return "not connected"
+    return "before its first iteration" if rank.iteration is None else f"in iteration {rank.iteration}"
+
+
+def _what(steer: Steer | None) -> str:
+    if steer is None or (steer.capturing and steer.selection is None):
+        return "as the script says"
+    if not steer.capturing or steer.selection is None:
+        return "nothing"
+    return _selected(steer.selection)
+
+
+def _selected(selection: Selected) -> str:
+    parts = {
+        "steps": selection.steps,
+        "micro-batches": selection.micro_batches,
+        "ranks": selection.ranks,
+        "modules": selection.modules and ",".join(selection.modules),
+        "tensors": selection.tensors and ",".join(selection.tensors),
+    }
+    return "; ".join(f"{name} {value}" for name, value in parts.items() if value)
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else str(value)
