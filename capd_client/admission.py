@@ -1,7 +1,7 @@
-"""In front of the stager: leaves out the captures of calls that mode `sample:1/N` does not keep.
+"""In front of the stager: leaves out the captures of calls that mode `sample:1/N` or policy `thin` does not keep.
 
-A call is one moment: (iteration, micro-batch, call). The decision depends on nothing else, so what belongs together (X,
-W, Y, dY) stays together, on every rank. What is left out is counted and costs nothing besides: no copy, no slot.
+A call is one moment: (iteration, micro-batch, call). What belongs together (X, W, Y, dY) stays together, under
+sampling on every rank alike. What is left out is counted and costs nothing besides: no copy, no slot, no wait.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ __all__ = ["Admission"]
 
 
 class Admission:
-    """Stages every Nth call and counts the others as `sampled`.
+    """Stages the calls that are kept and counts the others as `sampled` or `thinned`.
 
-    stage: `Stager.stage`. sample_every: N; kept is where (iteration + micro_batch + call) mod N == 0.
+    stage: `Stager.stage`. sample_every: N; kept is where (iteration + micro_batch + call) mod N == 0. Of these, the
+    books' `thinning` keeps all or fewer.
     """
 
     def __init__(self, books: Books, stage: Callable[..., None], sample_every: int) -> None:
         self._books = books
+        self._thinning = books.thinning
         self._stage = stage
         self._sample_every = sample_every
 
@@ -38,6 +40,10 @@ class Admission:
         """Why the captures of this call are left out, None where they are kept."""
         if (moment.iteration + moment.micro_batch + moment.call) % self._sample_every:
             return DropReason.SAMPLED
+        if self._thinning is not None:
+            with self._books.lock:
+                if not self._thinning.keeps(moment):
+                    return DropReason.THINNED
         return None
 
     def stage(

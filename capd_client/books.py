@@ -32,6 +32,7 @@ from capd_client.protocol import (
     NackRow,
 )
 from capd_client.step_budget import StepBudget
+from capd_client.thinning import Thinning
 
 __all__ = ["ABORTED", "COPYING", "READY", "Books", "Capture"]
 
@@ -54,6 +55,7 @@ class Books:
     max_block_s: how long `admit` may wait for room (0: policy drop). A wait that ran out is not repeated until
     the daemon has freed something: a daemon that is gone costs one wait and not one per capture.
     step_nbytes: what the captures of one iteration may take together (None: no limit).
+    thinning: under policy thin, what is told of captures that found no room.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Books:
         *,
         max_block_s: float = 0.0,
         step_nbytes: Optional[int] = None,
+        thinning: Optional[Thinning] = None,
     ) -> None:
         self.lock = threading.RLock()
         self.counters = counters
@@ -70,6 +73,7 @@ class Books:
         self.definitions = Definitions()
         self.slots = slots
         self.step_budget = StepBudget(step_nbytes)
+        self.thinning = thinning
         self._room = threading.Condition(self.lock)
         self._waiting = 0
         self._max_block_s = max_block_s
@@ -126,6 +130,8 @@ class Books:
     ) -> Optional[Capture]:
         """What becomes of an offer that there is no room for: a drop."""
         self._count(definition, reason, descriptor.nbytes, descriptor.moment.iteration)
+        if self.thinning is not None and reason in (DropReason.ARENA_FULL, DropReason.STEP_BUDGET):
+            self.thinning.refused(descriptor.moment)
         return None
 
     def _wait_for(self, nbytes: int, seconds: float) -> Optional[Slot]:
@@ -181,6 +187,8 @@ class Books:
         with self.lock:
             if capture.state == COPYING:
                 self._drop(capture, reason)
+                if self.thinning is not None and reason is DropReason.RING_FULL:
+                    self.thinning.refused(capture.descriptor.moment)
 
     def abandon(self, capture: Capture, reason: DropReason) -> None:
         """Give up an admitted capture whose slot may still be written: nobody gets that slot again."""
@@ -212,6 +220,8 @@ class Books:
         with self.lock:
             self._resend = deque(capture for capture in self._live.values() if capture.sent)
             self.ledger.forget_told()
+            if self.thinning is not None:
+                self.thinning.restart()
 
     def acknowledged(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Settle committed sequences, given as [first, last] ranges. Unknown ones are answered already."""

@@ -21,7 +21,7 @@ __all__ = ["MODES", "POLICIES", "ClientConfig", "load_config", "parse_endpoint"]
 
 logger = logging.getLogger("capd_client")
 
-POLICIES = ("drop", "block", "stats")
+POLICIES = ("drop", "block", "thin", "stats")
 MODES = ("tensor", "stats")
 DEFAULT_MAX_BLOCK_MS = 30_000.0
 MAX_SOCKET_PATH = 107  # sun_path holds 108 bytes, the last one is NUL
@@ -101,7 +101,7 @@ class _Setting:
 
 _SETTINGS: dict[str, _Setting] = {
     "run_id": _Setting(("CAPD_RUN_ID",), None, values.run_id),
-    "policy": _Setting(("CAPD_POLICY",), "policy", values.one_of(POLICIES, ("thin",))),
+    "policy": _Setting(("CAPD_POLICY",), "policy", values.one_of(POLICIES)),
     "mode": _Setting(("CAPD_MODE",), "mode", values.mode(MODES)),
     "steps": _Setting(("CAPD_STEPS",), "when.steps", values.ranges),
     "micro_batches": _Setting((), "when.micro_batches", values.ranges),

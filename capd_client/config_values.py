@@ -52,13 +52,12 @@ def ranges(value: Any) -> str:
     return Ranges(str(value)).text
 
 
-def one_of(supported: tuple[str, ...], later: tuple[str, ...]) -> Callable[[Any], str]:
+def one_of(supported: tuple[str, ...]) -> Callable[[Any], str]:
     def convert(value: Any) -> str:
         word = str(value).strip().lower()
         if word in supported:
             return word
-        known = " (not available in this version)" if word.partition(":")[0] in later else ""
-        raise ConfigError(f"{value!r} is not supported{known}; supported: {', '.join(supported)}")
+        raise ConfigError(f"{value!r} is not supported; supported: {', '.join(supported)}")
 
     return convert
 
@@ -80,7 +79,7 @@ def sample_every(mode: str) -> int:
 
 def mode(words: tuple[str, ...]) -> Callable[[Any], str]:
     """One of `words`, or `sample:1/N`."""
-    word_of = one_of((*words, "sample:1/N"), ())
+    word_of = one_of((*words, "sample:1/N"))
 
     def convert(value: Any) -> str:
         text = str(value).strip().lower()

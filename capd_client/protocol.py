@@ -86,6 +86,7 @@ class DropReason(enum.Enum):
     MUTATED = "mutated"  # declared immutable, and changed before its bytes were copied
     PARTS_LOST = "parts_lost"  # the daemon was restarted amid the parts of a record
     STOPPED = "stopped"  # `capd ctl stop` was in force
+    THINNED = "thinned"  # policy thin left out its call, because a buffer had been full
 
 
 DROP_REASONS: tuple[DropReason, ...] = tuple(DropReason)

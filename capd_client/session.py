@@ -42,6 +42,7 @@ from capd_client.reducing import ReducingBooks
 from capd_client.slicing import Slice
 from capd_client.staging import Counted, Stager
 from capd_client.steering import Steering
+from capd_client.thinning import Thinning
 from capd_client.transport import State, Transport
 from capd_client.untraced import untraced
 
@@ -81,6 +82,7 @@ class Session:
             self.counters,
             max_block_s=max_block_s,
             step_nbytes=None if megabytes is None else int(megabytes * 1e6),
+            thinning=Thinning(config.sample_every) if config.policy == "thin" else None,
         )
         self._closed = threading.Event()
         self.steering = Steering(self.books.take_offers, self.notices)
@@ -103,7 +105,7 @@ class Session:
         payload = config.mode != "stats"
         self._stage = Stager(self.books, self.arena, self.notices, self.devices.stager, payload=payload).stage
         self._admission: Optional[Admission] = None
-        if config.sample_every > 1:
+        if config.sample_every > 1 or self.books.thinning is not None:
             self._admission = Admission(self.books, self._stage, config.sample_every)
             self._stage = self._admission.stage
         self.context.on_rank_change = self.transport.reconnect  # HELLO names the rank
@@ -145,7 +147,7 @@ class Session:
             self.drop_internal("a capture", error)
 
     def keeps(self, moment: Moment) -> bool:
-        """Whether the mode keeps the captures of this call; those of others are counted drops."""
+        """Whether mode and policy keep the captures of this call; those of others are counted drops."""
         return self._admission is None or self._admission.refusal(moment) is None
 
     @untraced

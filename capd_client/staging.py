@@ -24,8 +24,9 @@ from capd_client.key import MAX_NDIM, Key, Moment
 from capd_client.large import Put, snapshot_part, stage_in_parts
 from capd_client.notices import Notices
 from capd_client.parts import PartCapture, PartedBooks, Record
-from capd_client.protocol import MAX_METADATA_NBYTES, PAGE_NBYTES, Descriptor, DropReason
+from capd_client.protocol import MAX_METADATA_NBYTES, Descriptor, DropReason
 from capd_client.reducing import write_row
+from capd_client.room import RoomNotices
 from capd_client.slicing import Slice
 from capd_client.statistics_row import ROW_NBYTES
 from capd_client.tensors import PLAIN_TYPES, modes_active, problem_of, unwrap, without_modes
@@ -59,6 +60,7 @@ class Stager:
         self._small_nbytes = min(MEMMOVE_NBYTES, books.slots.capacity)
         self._address = arena.address
         self._notices = notices
+        self._room = RoomNotices(books, notices)
         self._devices = devices
         self._describe = Descriptor if payload else partial(Descriptor, payload=False)
 
@@ -115,7 +117,7 @@ class Stager:
         )
         capture = self._books.admit(definition, descriptor)
         if capture is None:
-            self._say_dropped(descriptor)
+            self._room.not_admitted(descriptor)
             return True
         try:
             row_offset = descriptor.row_offset
@@ -201,7 +203,7 @@ class Stager:
     ) -> None:
         capture = self._books.admit(definition, descriptor)
         if capture is None:
-            self._say_dropped(descriptor)
+            self._room.not_admitted(descriptor)
             return
         try:
             if isinstance(capture, Record):
@@ -230,7 +232,7 @@ class Stager:
     def _keep_statistics(self, source: torch.Tensor, dtype: torch.dtype, row_offset: int) -> None:
         """Write the statistics of a CPU tensor that found no room to the place that `admit` found for them."""
         write_row(self._buffer, source, dtype, row_offset)
-        self._say_reduced(source)
+        self._room.reduced(source.nbytes)
 
     def _from_device(
         self,
@@ -263,15 +265,15 @@ class Stager:
             capture = self._books.turn_away(definition, descriptor, DropReason.TOO_LARGE)
         if capture is None:
             if fits:
-                self._say_dropped(descriptor)
+                self._room.not_admitted(descriptor)
             else:
-                self._say_too_large_for_ring(definition, room, stager.capacity)
+                self._room.too_large_for_ring(definition, room, stager.capacity)
             return
         try:
             if isinstance(capture, Record):
                 if not hold and stager.capacity < GRANULE_NBYTES:
                     self._books.abort(capture, DropReason.TOO_LARGE)
-                    self._say_too_large_for_ring(definition, room, stager.capacity)
+                    self._room.too_large_for_ring(definition, room, stager.capacity)
                     return
                 put = stager.hold if hold else partial(snapshot_part, stager, dtype)
                 self._in_parts(source, capture, put, None if hold else stager.capacity // 2)
@@ -291,9 +293,7 @@ class Stager:
         if reason is not None:
             self._books.abort(capture, reason)
         if reason is DropReason.RING_FULL:
-            self._notices.warn(
-                reason.value, "the device ring of %d bytes is full; captures are dropped", stager.capacity
-            )
+            self._room.ring_full(stager.capacity)
 
     def _snapshot(
         self,
@@ -311,7 +311,7 @@ class Stager:
             reduced = True
             reason = stager.snapshot(source, capture, dtype, deadline, 0)
         if reduced and reason is None:
-            self._say_reduced(source)
+            self._room.reduced(source.nbytes)
         return reason
 
     def _refuse(
@@ -328,53 +328,6 @@ class Stager:
         if definition is not None:
             name = definition.key.tensor_name
         self._notices.warn(reason.value, "%s is not captured: %s", name, problem)
-
-    def _say_too_large_for_ring(self, definition: Definition, nbytes: int, capacity: int) -> None:
-        self._notices.warn(
-            DropReason.TOO_LARGE.value,
-            "%s is not captured: its %d bytes exceed the device ring of %d bytes; CAPD_POLICY=block sends it in parts",
-            definition.key.tensor_name,
-            nbytes,
-            capacity,
-        )
-
-    def _say_reduced(self, source: torch.Tensor) -> None:
-        self._notices.warn(
-            "reduced",
-            "there was no room for a tensor of %d bytes; policy stats kept its statistics, which this thread computed. "
-            "Raise CAPD_ARENA_BYTES or CAPD_MAX_MB_PER_STEP, or capture less, to keep tensors",
-            source.nbytes,
-        )
-
-    def _say_dropped(self, descriptor: Descriptor) -> None:
-        """`admit` has counted a drop; say why, at most every 20 s."""
-        reason = self._books.refusing
-        capacity = self._books.slots.capacity
-        if reason is not None:
-            return  # said when the session ended
-        if not self._books.step_budget.has_room(descriptor.moment.iteration, descriptor.nbytes):
-            self._notices.warn(
-                "step_budget",
-                "the captures of iteration %d take max_mb_per_step already; what does not fit is dropped. Raise "
-                "CAPD_MAX_MB_PER_STEP, or capture fewer tensors per step",
-                descriptor.moment.iteration,
-            )
-        elif descriptor.nbytes > capacity:
-            self._notices.warn(
-                "too_large",
-                "a tensor of %d bytes does not fit into the arena, which holds %d; set CAPD_ARENA_BYTES=%d or more, or "
-                "CAPD_POLICY=block, which sends it in parts",
-                descriptor.nbytes,
-                capacity,
-                -(-descriptor.nbytes // PAGE_NBYTES) * PAGE_NBYTES + PAGE_NBYTES,
-            )
-        else:
-            self._notices.warn(
-                "arena_full",
-                "the arena of %d bytes is full because the daemon is slower than the job, or absent; captures are "
-                "dropped. Raise CAPD_ARENA_BYTES, capture less, or set CAPD_POLICY=block",
-                capacity,
-            )
 
 
 def _fits(metadata: str) -> bool:

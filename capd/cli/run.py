@@ -34,7 +34,7 @@ def run(
     ] = None,
     policy: Annotated[
         str | None,
-        typer.Option("--policy", help="When buffers are full: drop, block or stats [default: block]."),
+        typer.Option("--policy", help="When buffers are full: drop, block, thin or stats [default: block]."),
     ] = None,
     steps: Annotated[
         str | None,

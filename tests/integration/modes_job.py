@@ -3,7 +3,8 @@
     python modes_job.py OUT ITERATIONS MICRO_BATCHES
 
 OUT gets the losses, the state of the random generator, and every operand by (module, tensor, iteration, micro-batch).
-JOB_SLICES: what `watch` gets as its slices, in JSON.
+JOB_SLICES: what `watch` gets as its slices, in JSON. JOB_PAUSES=1: connect first, and wait for a line on standard input
+before and after the training.
 """
 
 from __future__ import annotations
@@ -37,6 +38,12 @@ def keep_operands(name: str, module: nn.Linear, operands: Operands, at: list[int
     module.register_forward_hook(after)
 
 
+def pause(what: str) -> None:
+    if os.environ.get("JOB_PAUSES"):
+        print(what, flush=True)
+        sys.stdin.readline()
+
+
 def main() -> None:
     out, iterations, micro_batches = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     torch.manual_seed(11)
@@ -48,6 +55,10 @@ def main() -> None:
         keep_operands(name, model.get_submodule(name), operands, at)
     slices = os.environ.get("JOB_SLICES")
     capd_client.watch(model, steps="all", slices=None if slices is None else json.loads(slices))
+    if os.environ.get("JOB_PAUSES"):
+        capd_client.capture(torch.zeros(1), tensor_name="connected")
+        assert capd_client.flush(30)
+    pause("connected")
     losses = []
     for iteration in range(iterations):
         for micro_batch in range(micro_batches):
@@ -57,13 +68,13 @@ def main() -> None:
             losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    flushed = capd_client.flush(30)
+    pause("trained")
+    assert capd_client.flush(30)
     torch.save(
         {
             "losses": losses,
             "random": torch.get_rng_state(),
             "operands": operands,
-            "flushed": flushed,
             "counters": capd_client.counters(),
         },
         out,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +21,34 @@ ITERATIONS, MICRO_BATCHES = 5, 2
 Moment = tuple[str, str, int, int]  # module, tensor_name, iteration, micro_batch
 
 
-def train(out: Path, **environment: str) -> dict[str, Any]:
-    """Run the job; what it held and counted."""
+def train(out: Path, at_pause: Callable[[str], None] = lambda _: None, **environment: str) -> dict[str, Any]:
+    """Run the job; what it held and counted. at_pause: told the line of each pause, which then ends."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("CAPD_")}
     path = os.pathsep.join([str(JOB.parents[2]), os.environ.get("PYTHONPATH", "")])
-    subprocess.run(
+    with subprocess.Popen(
         [sys.executable, str(JOB), str(out), str(ITERATIONS), str(MICRO_BATCHES)],
         env={**inherited, "PYTHONPATH": path, "CAPD_STRICT": "1", **environment},
-        check=True,
-        timeout=100,
-    )
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for line in process.stdout:
+            at_pause(line.strip())
+            process.stdin.write("\n")
+            process.stdin.flush()
+    assert process.returncode == 0
     held: dict[str, Any] = torch.load(out, weights_only=True)
     return held
 
 
-def job(daemon: Daemon, out: Path, **environment: str) -> dict[str, Any]:
+def job(
+    daemon: Daemon, out: Path, at_pause: Callable[[str], None] = lambda _: None, **environment: str
+) -> dict[str, Any]:
     """Run the job with capture."""
-    return train(
-        out,
-        CAPD_ENDPOINT=daemon.endpoint,
-        CAPD_RUN_ID="run",
-        CAPD_POLICY="block",
-        CAPD_ARENA_BYTES=str(8 << 20),
-        **environment,
-    )
+    settings = {"CAPD_RUN_ID": "run", "CAPD_POLICY": "block", "CAPD_ARENA_BYTES": str(8 << 20)}
+    return train(out, at_pause, CAPD_ENDPOINT=daemon.endpoint, **{**settings, **environment})
 
 
 def stored(daemon: Daemon) -> dict[Moment, tuple[torch.Tensor, Any]]:
@@ -131,3 +137,57 @@ def test_a_slice_from_the_environment_leaves_weights_whole(daemon: Daemon, tmp_p
 
     for at, (tensor, _) in stored(daemon).items():
         assert same_bits(tensor, held["operands"][at][: None if at[1] == "weight" else 1]), at
+
+
+def thinned_by_the_rule(pages: int) -> tuple[set[Moment], dict[str, int]]:
+    """What an arena of so many pages takes while nothing is acknowledged, and the drops; each capture takes a page."""
+    kept: set[Moment] = set()
+    dropped = {"arena_full": 0, "thinned": 0}
+    factor, full = 1, False
+    for iteration in range(ITERATIONS):
+        weights_due = True
+        for micro_batch in range(MICRO_BATCHES):
+            factor, full = (2 * factor, False) if full else (factor, False)
+            keeps = (iteration + micro_batch) % factor == 0
+            forward = ["input", "weight", "output"] if weights_due else ["input", "output"]
+            offers = [(module, name) for module in ("0", "3") for name in forward]
+            weights_due = weights_due and not keeps
+            for module, name in [*offers, ("3", "grad_output"), ("0", "grad_output")]:
+                if not keeps:
+                    dropped["thinned"] += 1
+                elif len(kept) < pages:
+                    kept.add((module, name, iteration, micro_batch))
+                else:
+                    dropped["arena_full"] += 1
+                    full = True
+    return kept, dropped
+
+
+def test_thin_captures_whole_calls_while_the_daemon_stands_still(daemon: Daemon, tmp_path: Path) -> None:
+    signals = {"connected": signal.SIGSTOP, "trained": signal.SIGCONT}
+    held = job(
+        daemon,
+        tmp_path / "on.pt",
+        lambda line: daemon.send(signals[line]),
+        JOB_PAUSES="1",
+        CAPD_POLICY="thin",
+        CAPD_ARENA_BYTES=str(16 * 4096),  # one page is the counters'
+    )
+    plain = train(tmp_path / "off.pt")
+
+    kept, dropped = thinned_by_the_rule(pages=15)
+    assert {at[2:] for at in kept} == {(0, 0), (0, 1), (1, 0)}
+    found = stored(daemon)
+    assert set(found) - {("", "connected", 0, 0)} == kept
+    assert [at for at in kept if not same_bits(found[at][0], held["operands"][at])] == []
+    counters = held["counters"]
+    assert counters["in_flight"] == 0
+    assert counters["offered"] == counters["committed"] + sum(counters["dropped"].values())
+    assert counters["dropped"] == dropped
+
+    daemon.stop()
+    first = capd("stats", str(daemon.store / "run.zarr")).stdout.splitlines()[0]
+    assert "captures were dropped" in first
+    assert "CAPD_ARENA_BYTES" in first
+    assert held["losses"] == plain["losses"]
+    assert torch.equal(held["random"], plain["random"])

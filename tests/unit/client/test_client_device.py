@@ -12,6 +12,7 @@ from fake_device import KEY, FakeDevice, Rig
 from capd_client.protocol import DropReason
 from capd_client.ring import ring_nbytes
 from capd_client.slicing import Slice
+from capd_client.transport import State
 
 
 def test_bytes_are_those_at_capture_time_whatever_happens_to_the_tensor_later(
@@ -178,3 +179,15 @@ def test_a_slice_is_all_that_crosses_the_ring(peer: Peer, rig: Callable[..., Rig
     r.device.run(1)
     assert r.session.flush(10)
     assert peer.data_of("x") == [kept.numpy().tobytes() for kept in expected]
+
+
+def test_a_full_ring_thins_the_calls_that_come(peer: Peer, rig: Callable[..., Rig]) -> None:
+    r = rig(FakeDevice(nbytes=8192), policy="thin")
+    thinning = r.session.books.thinning
+    assert thinning is not None
+    wait_until(lambda: r.session.transport.state is State.RUNNING)  # which ends a thinning
+    for _ in range(3):
+        assert r.session.keeps(r.session.context.moment())
+        r.offer(torch.zeros(128))  # takes 4 KiB
+    assert r.session.snapshot().dropped == {"ring_full": 1}
+    assert thinning.one_of == 2

@@ -91,7 +91,6 @@ def test_a_job_under_slurm_shares_one_run_id_unless_it_names_one() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "attribute", "default"),
     [
-        ("CAPD_POLICY", "thin", "policy", "drop"),
         ("CAPD_POLICY", "nonsense", "policy", "drop"),
         ("CAPD_MODE", "statistics", "mode", "tensor"),
         ("CAPD_MODE", "sample", "mode", "tensor"),
