@@ -67,16 +67,19 @@ class Admission:
             return
         nbytes = 0
         if type(tensor) in PLAIN_TYPES:  # what others hold on this rank is known once they are unwrapped
-            shape = tensor.shape if take is None else take.shape_of(tensor.shape)
-            nbytes = math.prod(shape) * definition.item_nbytes
+            count = tensor.numel() if take is None else math.prod(take.shape_of(tensor.shape))
+            nbytes = count * definition.item_nbytes
         self._books.refuse(definition, reason, nbytes, moment.iteration)
 
     def _definition(
         self, key: Key, dtype: torch.dtype, attributes: Optional[dict[str, Any]]
     ) -> Optional[Definition]:
         definitions = self._books.definitions
+        found = definitions.find(key, dtype, attributes)
+        if found is not None:
+            return found
         try:
             with self._books.lock:
-                return definitions.find(key, dtype, attributes) or definitions.make(key, dtype, attributes)
+                return definitions.make(key, dtype, attributes)
         except ConfigError:
             return None

@@ -124,7 +124,7 @@ def capture(
     sequence_idx: Optional[int] = None,
     immutable: bool = False,
 ) -> None:
-    """Capture one tensor as it is now; always taken, whatever steps `watch` selects.
+    """Capture one tensor as it is now; taken whatever steps `watch` selects (CAPD_MODE=sample:1/N leaves calls out).
 
     The names say what the tensor is and make its series (capd_client.key.Key). `quant_type` is a label, default
     CAPD_QUANT_TYPE, else the tensor's dtype. metadata: a small JSON object (4096 bytes). slice: the rows to record,

@@ -99,8 +99,10 @@ class Ledger:
         else:
             row.count += 1
             row.nbytes += nbytes
-            row.first_iteration = min(row.first_iteration, iteration)
-            row.last_iteration = max(row.last_iteration, iteration)
+            if iteration > row.last_iteration:  # min and max would cost as much as the rest
+                row.last_iteration = iteration
+            elif iteration < row.first_iteration:
+                row.first_iteration = iteration
         self._changed[at] = None
 
     @property

@@ -68,6 +68,8 @@ COUNTER_STEPS = 256  # behind the room for further reasons
 class DropReason(enum.Enum):
     """Why a capture was given up. The order is wire format (counter page): append, never reorder."""
 
+    __hash__ = object.__hash__  # Enum's own is Python code, and every drop asks for it twice
+
     ARENA_FULL = "arena_full"  # the arena had no room (policy drop, or block after max_block_ms)
     RING_FULL = "ring_full"  # the device snapshot ring had no room
     TOO_LARGE = "too_large"  # larger than the arena or the ring can ever hold
