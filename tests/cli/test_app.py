@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from capd.cli.app import VERBS
 from tests.cli.conftest import Result, run_capd
 
@@ -71,6 +73,16 @@ def test_a_bad_setting_is_a_usage_error_that_names_the_variable(capd: Capd) -> N
 
     assert found.code == 2
     assert "CAPD_THREADS" in found.err
+
+
+@pytest.mark.parametrize(("policy", "code"), [("drop", 0), ("block", 0), ("thin", 0), ("wait", 2)])
+def test_run_takes_the_policies_there_are_and_names_them_for_another(
+    capd: Capd, policy: str, code: int
+) -> None:
+    found = capd("run", "--policy", policy, "--", "true", CAPD_ENDPOINT="off")
+
+    assert found.code == code
+    assert ("use one of drop, block, thin" in found.err) == (code == 2)
 
 
 def test_a_closed_pipe_is_quiet(second: Path) -> None:
