@@ -25,7 +25,7 @@ REMEDIES: dict[str, str] = {
     DropReason.MUTATED.value: "capture them without immutable=True, or leave them alone until flush()",
     DropReason.PARTS_LOST.value: "the daemon was restarted while a tensor larger than the arena was on its way",
     DropReason.STEP_BUDGET.value: "raise CAPD_MAX_MB_PER_STEP, or capture fewer tensors per step",
-    DropReason.THINNED.value: "policy thin, after a buffer was full: raise what is named beside arena_full, ring_full or step_budget",
+    DropReason.THINNED.value: "policy thin: raise what is named beside arena_full, ring_full or step_budget",
 }
 
 CHOSEN = frozenset({DropReason.SAMPLED.value, DropReason.STOPPED.value})
