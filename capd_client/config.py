@@ -71,6 +71,11 @@ class ClientConfig:
         return self.endpoint is not None
 
     @property
+    def max_block_s(self) -> float:
+        """The longest wait of one capture in seconds; 0 unless the policy is `block`."""
+        return self.max_block_ms / 1e3 if self.policy == "block" else 0.0
+
+    @property
     def sample_every(self) -> int:
         """Of how many calls one is kept: N of mode `sample:1/N`, else 1."""
         return values.sample_every(self.mode)

@@ -19,7 +19,6 @@ import torch
 from capd_client.admission import Admission
 from capd_client.allocator import SlotAllocator
 from capd_client.arena import Arena
-from capd_client.books import Books
 from capd_client.config import ClientConfig
 from capd_client.context import Context
 from capd_client.counting import Counters, Snapshot
@@ -29,7 +28,7 @@ from capd_client.key import Key, Moment
 from capd_client.link import Link
 from capd_client.memory import default_arena_nbytes, most_arena_nbytes
 from capd_client.notices import Notices
-from capd_client.parts import PartedBooks
+from capd_client.policies import make_books
 from capd_client.protocol import (
     COUNTER_STEPS,
     HANDSHAKE_TIMEOUT_S,
@@ -38,11 +37,9 @@ from capd_client.protocol import (
     DropReason,
     Hello,
 )
-from capd_client.reducing import ReducingBooks
 from capd_client.slicing import Slice
 from capd_client.staging import Counted, Stager
 from capd_client.steering import Steering
-from capd_client.thinning import Thinning
 from capd_client.transport import State, Transport
 from capd_client.untraced import untraced
 
@@ -67,23 +64,12 @@ class Session:
         self.client = uuid.UUID(bytes=os.urandom(16))  # not uuid4: some versions of it seed from `random`
         self.enabled = True
         self._endpoint = config.endpoint
-        max_block_s = config.max_block_ms / 1e3 if config.policy == "block" else 0.0
         info = self.context.rank_info
         self.arena = Arena(self._arena_nbytes(info.local_world_size))
         self.counters = Counters()
         self.counters.attach(self.arena.words)
         slots = SlotAllocator(PAGE_NBYTES, self.arena.nbytes - PAGE_NBYTES)
-        megabytes = config.max_mb_per_step
-        books = {"stats": ReducingBooks, "block": PartedBooks if max_block_s > 0 else Books}.get(
-            config.policy, Books
-        )
-        self.books = books(
-            slots,
-            self.counters,
-            max_block_s=max_block_s,
-            step_nbytes=None if megabytes is None else int(megabytes * 1e6),
-            thinning=Thinning(config.sample_every) if config.policy == "thin" else None,
-        )
+        self.books = make_books(config, slots, self.counters)
         self._closed = threading.Event()
         self.steering = Steering(self.books.take_offers, self.notices)
         self.transport = Transport(
@@ -99,7 +85,7 @@ class Session:
             self.arena,
             self.notices,
             self.transport.add_device,
-            max_block_s=max_block_s,
+            max_block_s=config.max_block_s,
             max_d2h_gbps=config.max_d2h_gbps,
         )
         payload = config.mode != "stats"
