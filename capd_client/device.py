@@ -76,6 +76,7 @@ class DeviceStager:
 
     buffer: the arena's bytes. pace: limits the bytes per second, shared by the stagers of a rank. max_block_s: how
     long a capture may wait for room (0: never). has_kernel: whether there is a fast kernel for a dtype's statistics.
+    wake: tells the client thread that there is something to do.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class DeviceStager:
         pace: Pace,
         max_block_s: float = 0.0,
         has_kernel: Callable[[torch.dtype], bool] = lambda dtype: False,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         self._device = device
         self._books = books
@@ -96,6 +98,7 @@ class DeviceStager:
         self._pace = pace
         self._max_block_s = max_block_s
         self._has_kernel = has_kernel
+        self._wake = wake
         self._handing = threading.RLock()  # a signal handler may capture, too
         self._handed: deque[Snapshot] = deque()  # by training threads
         self._due: deque[Snapshot] = deque()  # taken over by the client thread, which owns what follows
@@ -213,7 +216,8 @@ class DeviceStager:
             if self.failed:  # what is handed over now nobody would take
                 return DropReason.INTERNAL
             self._handed.append(snapshot)
-            return None
+        self._wake()
+        return None
 
     # -- the client thread ------------------------------------------------------------------------------
 

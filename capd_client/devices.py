@@ -26,7 +26,8 @@ _JOIN_S = 2.0  # compiling is left off between two dtypes, half a second each
 
 
 class Devices:
-    """Sets devices up when they are first needed. add: hands a new stager to the client thread.
+    """Sets devices up when they are first needed. add: hands a new stager to the client thread. wake: tells that
+    thread that there is something to do.
 
     max_block_s: how long a capture may wait for room on a device. max_d2h_gbps: 10⁹ bytes per second from all of
     them together, None for no limit.
@@ -38,6 +39,7 @@ class Devices:
         arena: Arena,
         notices: Notices,
         add: Callable[[DeviceStager], None],
+        wake: Callable[[], None],
         *,
         max_block_s: float,
         max_d2h_gbps: Optional[float],
@@ -46,6 +48,7 @@ class Devices:
         self._arena = arena
         self._notices = notices
         self._add = add
+        self._wake = wake
         self._max_block_s = max_block_s
         self._pace = Pace(max_d2h_gbps)
         self._pinning = Pinning(arena, notices)
@@ -103,6 +106,7 @@ class Devices:
                 pace=self._pace,
                 max_block_s=self._max_block_s,
                 has_kernel=partial(has_kernel, device),
+                wake=self._wake,
             )
         except Exception as error:
             self._notices.warn("device_setup", "%s cannot be captured: %s", device, error)

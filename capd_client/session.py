@@ -85,6 +85,7 @@ class Session:
             self.arena,
             self.notices,
             self.transport.add_device,
+            self.transport.wake,
             max_block_s=config.max_block_s,
             max_d2h_gbps=config.max_d2h_gbps,
         )

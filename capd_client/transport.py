@@ -19,6 +19,7 @@ from typing import Optional
 from capd_client.books import Books
 from capd_client.conversation import Conversation, FlushRequest, Verdict, reason_text
 from capd_client.device import DeviceStager
+from capd_client.doze import Doze
 from capd_client.link import Link
 from capd_client.notices import Notices
 from capd_client.protocol import HANDSHAKE_TIMEOUT_S, ByeOk, DropReason, NackRow, Reject, Welcome
@@ -79,6 +80,8 @@ class Transport:
         self._leaving = False
         self._renew = False
         self._stop = threading.Event()
+        self._doze = Doze(_EASY_TICK_S)
+        self.wake = self._doze.wake  # there is something to do: a flush, or copies from a device
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.bye_ok = threading.Event()  # the daemon has the final counters
         self.refused = threading.Event()  # the last attempt to connect failed
@@ -108,6 +111,7 @@ class Transport:
             self._flush_id += 1
             request = FlushRequest(self._flush_id, upto)
             self._flushes = [*self._flushes, request]
+        self.wake()
         request.done.wait(timeout_s)
         with self._books.lock:
             self._flushes = [other for other in self._flushes if other is not request]
@@ -120,10 +124,12 @@ class Transport:
     def leave(self) -> None:
         """Say BYE as soon as nothing is in flight; `bye_ok` is set by the answer."""
         self._leaving = True
+        self.wake()
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread and close the connection; False if it did not end in time."""
         self._stop.set()
+        self.wake()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -186,19 +192,28 @@ class Transport:
 
     def _rest(self, worked: bool) -> None:
         """Wait for an answer or the next tick, whichever is first, and take the answers."""
-        idle_s = _EASY_TICK_S if self._devices else _IDLE_TICK_S  # a ring fills up faster than an arena
+        at_ease = self._at_ease()
+        # A ring fills up faster than an arena: with devices no rest is long, unless `wake` can end it.
+        idle_s = _IDLE_TICK_S if at_ease or not self._devices else _EASY_TICK_S
         self._tick_s = _TICK_S if worked else min(self._tick_s * 2, idle_s)
         talk = self._talk
         if talk is None:
             self._stop.wait(self._tick_s)
             return
-        if self._at_ease():
-            time.sleep(max(self._tick_s, _EASY_TICK_S))  # what comes meanwhile is taken together
+        if at_ease:
+            self._doze.rest(
+                max(self._tick_s, _EASY_TICK_S), self._called
+            )  # what comes meanwhile is taken together
         elif not talk.link.wait(self._tick_s):
             return
         verdict = talk.hear()
         if verdict is not None:
             self._judge(verdict, talk)
+
+    def _called(self) -> bool:
+        """Whether there is what `wake` is called for."""
+        waiting = self._flushes or self._leaving or self._stop.is_set()
+        return bool(waiting) or any(stager.pending for stager in self._devices)
 
     def _at_ease(self) -> bool:
         """Whether nobody waits for an answer: no flush, no thread or device that wants room, and an arena half free."""

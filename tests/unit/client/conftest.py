@@ -82,6 +82,7 @@ def rig(make_session: Callable[..., Session]) -> Callable[..., Rig]:
             pace=pace or Pace(None),
             max_block_s=settings.get("max_block_ms", 0.0) / 1e3,
             has_kernel=lambda dtype: has_kernel,
+            wake=session.transport.wake,
         )
         if not by_hand:
             session.transport.add_device(stager)

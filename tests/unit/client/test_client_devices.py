@@ -10,7 +10,7 @@ import torch
 from client_peer import Peer, wait_until
 from fake_device import KEY, FakeDevice, Rig
 
-from capd_client import devices, pinning
+from capd_client import devices, pinning, transport
 from capd_client.device import DeviceStager
 from capd_client.pacing import Pace
 from capd_client.protocol import DropReason
@@ -119,6 +119,20 @@ def test_after_close_nothing_is_set_up(
     session.close()
     session.prepare(CUDA)
     assert machine.made == {}
+
+
+def test_a_capture_ends_a_long_rest_of_the_thread(
+    peer: Peer, rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "_IDLE_TICK_S", 60.0)
+    r = rig()
+    for count in (1, 2):
+        wait_until(lambda: r.session.transport._doze.dozing, 60)
+        r.offer(torch.full((4,), float(count)))
+        r.started(count)
+        r.device.run_all()
+        assert r.session.flush(10)
+    assert r.session.snapshot().committed == 2
 
 
 def test_the_thread_looks_often_only_while_copies_wait_for_their_turn(
