@@ -14,6 +14,7 @@ from typing import Any, Optional
 import msgspec
 import torch
 
+from capd_client import recompute
 from capd_client.config import load_config
 from capd_client.context import MOMENT_FIELDS, Context, as_index
 from capd_client.errors import CapdError, ConfigError
@@ -21,12 +22,14 @@ from capd_client.graph_capture import capture_in_graph
 from capd_client.key import Key, Moment
 from capd_client.notices import Notices, logger
 from capd_client.protocol import DropReason
+from capd_client.recompute import repeating
 from capd_client.session import Session
 from capd_client.slicing import parse_slice
 from capd_client.untraced import traced_as, untraced
 
 __all__ = ["Session", "capture", "close", "counters", "flush", "session", "set_moment"]
 
+_graph_task = torch._C._current_graph_task_id  # -1 outside of a backward; see recompute
 _MAX_KEYS_REMEMBERED = 1 << 16
 _NO_OVERRIDES = (None,) * len(MOMENT_FIELDS)
 
@@ -64,6 +67,7 @@ def _start() -> Optional[Session]:
             if config.strict:
                 raise
             return None
+        recompute.install()
         _register_handlers()
         return _session
 
@@ -136,6 +140,8 @@ def capture(
     current = _session
     if current is None and (_resolved or (current := _start()) is None):
         return
+    if _graph_task() != -1 and repeating():
+        return  # what activation checkpointing runs again was captured the first time
     try:
         offered: object = tensor  # whatever the job passes
         if not isinstance(offered, torch.Tensor):
@@ -248,6 +254,7 @@ def close(timeout_s: Optional[float] = None) -> None:
         _resolved = True
         if current is not None:
             _closed = current
+            recompute.uninstall()
     if current is not None:
         try:
             current.close(timeout_s)

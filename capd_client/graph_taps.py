@@ -19,6 +19,7 @@ from torch import Tensor
 
 from capd_client.graph_ops import Operator, exporting, flags_of, in_graphs, restored, usable
 from capd_client.key import Moment
+from capd_client.notices import Notices
 from capd_client.products import autocast_dtype, hang, product_of
 from capd_client.tensors import local_part
 
@@ -31,6 +32,7 @@ __all__ = ["claim", "release", "trace_call", "trace_root"]
 _GRADIENTS = ("grad_output", "grad_input")
 _FIELDS = ("iteration", "micro_batch", "call", "sample_idx", "batch_idx", "sequence_idx", "attempt")
 
+_notices = Notices()
 _targets: dict[int, Callable[[], Any]] = {}  # number → weak reference to a tap or a root hook
 _numbers = itertools.count()
 
@@ -82,10 +84,17 @@ def trace_call(number: int, x: Tensor, weight: Optional[Tensor], output: Tensor)
 
 
 def _trace_call(tap: LinearTap, number: int, x: Tensor, weight: Optional[Tensor], output: Tensor) -> None:
+    if torch._C._functorch.is_batchedtensor(output):
+        _notices.warn("vmap", "inside vmap nothing is captured of %s", tap.name)
+        return
     operands = (x, weight, output)
     moment = _TAP(*map(local_part, operands), number, flags_of(*operands), autocast_dtype(x.device.type))
     if not torch.is_grad_enabled():
         return
+    if torch._dynamo.config.compiled_autograd:
+        _notices.warn(
+            "compiled_autograd", "under compiled autograd the gradients of %s are not captured", tap.name
+        )
     if "grad_input" in tap.tensors and x.requires_grad:  # x is the alias that the pre-hook made
         hang(x, _gradient_hook(tap, number, "grad_input", moment))
     if output.requires_grad and not tap.tensors.isdisjoint(("grad_output", "grad_weight")):

@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from capd_client import recompute
 from capd_client.graph_taps import claim, release, trace_call, trace_root
 from capd_client.key import Moment
-from capd_client.untraced import traced_as
+from capd_client.untraced import traced_as, untraced
 
 if TYPE_CHECKING:
     from capd_client.stepping import Clock
@@ -123,6 +123,7 @@ class GradHook(_Hook):
         self._tensor_name = tensor_name
         self._moment = moment
 
+    @untraced  # compiled autograd traces hooks
     def __call__(self, gradient: Tensor) -> None:
         try:
             self._tap.gradient(self._tensor_name, gradient, self._moment, self._shape)
@@ -138,6 +139,7 @@ class WeightHook(_Hook):
     def __init__(self, tap: LinearTap) -> None:
         self._tap = tap
 
+    @untraced  # compiled autograd traces hooks
     def __call__(self, gradient: Tensor) -> None:
         tap = self._tap
         if not tap.expects_weight_gradient:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from capd_client.key import Moment
 
-__all__ = ["Segment", "in_backward", "install", "keep", "take", "uninstall"]
+__all__ = ["Segment", "in_backward", "install", "keep", "repeating", "take", "uninstall"]
 
 
 class _Local(threading.local):
@@ -46,6 +46,11 @@ _original_generator: Callable[..., Generator[None, None, None]] = (
 def in_backward() -> bool:
     """Whether autograd is running on this thread; in a forward that means: this is a recompute."""
     return torch._C._current_graph_task_id() != -1
+
+
+def repeating() -> bool:
+    """Whether this thread runs a checkpointed segment again. A gradient hook of the job does not."""
+    return in_backward() and _local.segment is not None and _local.segment.repeats
 
 
 class Segment:
@@ -78,6 +83,11 @@ class Segment:
         finally:
             _local.segment = outer
             self._outer = None
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the pass under way runs something again: its own first pass, or that of a segment around it."""
+        return self._passes > 1 or (self._outer is not None and self._outer.repeats)
 
     def keep(self, tap: object, moment: Moment) -> None:
         """Queue the moment of a call in the first pass, also for segments around it, which run it again, too."""

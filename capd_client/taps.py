@@ -126,6 +126,11 @@ class LinearTap:
         return self._tensors
 
     @property
+    def name(self) -> str:
+        """The module's name, as the keys carry it."""
+        return self._place.module
+
+    @property
     def captured_at(self) -> int:
         """The last iteration in which a call was captured; -1 before the first."""
         return self._at[0]

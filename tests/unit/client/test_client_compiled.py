@@ -72,22 +72,34 @@ def test_numbers_may_change_from_call_to_call(on: Peer) -> None:
     assert counter.frame_count == 2  # the compiler's own way with numbers: once for the first, once for all
 
 
+@pytest.mark.parametrize("compiled", ["not", "whole", "part"])
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_checkpointed_part_of_a_graph_is_captured_once(on: Peer, use_reentrant: bool) -> None:
+def test_a_checkpointed_part_is_captured_once(on: Peer, use_reentrant: bool, compiled: str) -> None:
+    compile_ = torch.compile(backend="aot_eager", fullgraph=True)
+    capd_client.capture(torch.ones(1), tensor_name="first")  # the session begins here, outside of the segment
+
     def body(x: Tensor) -> Tensor:
         y = x.sin()
         capd_client.capture(y, tensor_name="y")
         return y.cos()
 
-    @torch.compile(backend="aot_eager", fullgraph=True)
+    part = compile_(body) if compiled == "part" else body
+
     def forward(x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(body, x, use_reentrant=use_reentrant)
+        result: Tensor = checkpoint(part, x, use_reentrant=use_reentrant)
+        result.register_hook(lambda gradient: capd_client.capture(gradient, tensor_name="dy"))
         return result.sum()
 
-    forward(torch.ones(2, requires_grad=True)).backward()
+    def graph(x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(part, x, use_reentrant=use_reentrant)
+        return result.sum()
+
+    for call in (compile_(graph) if compiled == "whole" else forward,) * 2:
+        call(torch.ones(2, requires_grad=True)).backward()
 
     assert capd_client.flush(10)
-    assert len(on.records) == 1
+    assert len(on.data_of("y")) == 2
+    assert len(on.data_of("dy")) == (0 if compiled == "whole" else 2)
 
 
 def metadata_of_a_tensor(x: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from memory_sink import Captured, MemorySink
 from small_models import MLP, Blocks, Projections, Repeated, non_reentrant, reentrant
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from tqdm import tqdm
 
-from capd_client import graph_ops, late_watch, watch
+from capd_client import graph_ops, graph_taps, late_watch, watch
 from capd_client.context import Context
 from capd_client.hooks import WatchHandle
 from capd_client.notices import Notices
@@ -466,3 +469,44 @@ def test_a_compiled_model_is_steered_without_being_compiled_again(sink: MemorySi
     assert found[2] == set()
     assert found[3] == {(3, module, name) for module in own for name in everything}
     assert counter.frame_count == 1
+
+
+def test_inside_vmap_nothing_is_captured_and_that_is_said(
+    sink: MemorySink, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_taps, "_notices", Notices())
+    model = MLP()
+    watch(model)
+    compiled = torch.compile(lambda x: torch.func.vmap(model)(x), backend="aot_eager", fullgraph=True)
+
+    compiled(torch.randn(3, 2, 6)).sum().backward()
+
+    assert sink.captured == []
+    assert "inside vmap nothing is captured of fc1" in caplog.text
+
+
+def test_compiled_autograd_calls_the_hooks_of_an_uncompiled_forward(sink: MemorySink) -> None:
+    model = MLP()
+    expected, results = reference(sink, model)
+    watch(model, tensors=TENSORS)
+
+    with torch._dynamo.compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")):
+        assert equal(train(model, model), results)
+
+    same(sink.captured, expected)
+
+
+def test_a_tensor_parallel_model_gives_its_local_shards(sink: MemorySink, tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/store")
+    try:
+        model = Projections()
+        mesh = init_device_mesh("cpu", (1,))
+        parallelize_module(model, mesh, {"inlet": ColwiseParallel(), "q": RowwiseParallel()})
+        watch(model)
+
+        torch.compile(model, backend="aot_eager", fullgraph=True)(torch.randn(2, 4)).sum().backward()
+
+        assert sink.names()["grad_output"] == sink.names()["output"] == 4
+        assert {type(c.value) for c in sink.captured} == {Tensor}
+    finally:
+        torch.distributed.destroy_process_group()
