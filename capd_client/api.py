@@ -62,8 +62,10 @@ def _start() -> Optional[Session]:
             return None
         try:
             _session = Session(config)
-        except CapdError as error:
-            _notices.warn("start", "capture is off: %s", error)
+        except Exception as error:  # also no thread, or a broken installation: nothing of it ends the job
+            _notices.warn(
+                "start", "capture is off: %s", error if isinstance(error, CapdError) else repr(error)
+            )
             if config.strict:
                 raise
             return None

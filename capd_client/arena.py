@@ -107,8 +107,9 @@ class Arena:
         The first copy into an untouched page costs about three times a copy into a present one.
         """
         if self._prefault is None:
-            self._prefault = threading.Thread(target=self._populate, name="capd-prefault", daemon=True)
-            self._prefault.start()
+            thread = threading.Thread(target=self._populate, name="capd-prefault", daemon=True)
+            thread.start()
+            self._prefault = thread
 
     def prefaulted(self, timeout_s: float | None = None) -> bool:
         """Whether the background work is done, after waiting up to `timeout_s` (None: for as long as it takes)."""

@@ -97,8 +97,12 @@ class Session:
             self._stage = self._admission.stage
         self.context.on_rank_change = self.transport.reconnect  # HELLO names the rank
         self.context.on_iteration = self._begin_iteration
-        self.arena.prefault()
-        self.transport.start()
+        try:
+            self.arena.prefault()
+            self.transport.start()
+        except RuntimeError:  # no further thread is allowed
+            self.arena.close()
+            raise
 
     # -- captures ---------------------------------------------------------------------------------------
 

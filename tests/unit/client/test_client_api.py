@@ -179,6 +179,19 @@ def test_an_arena_that_cannot_be_made_turns_capture_off(
     assert "capture is off" in caplog.text
 
 
+def test_a_session_that_cannot_be_started_turns_capture_off(on: Peer, fresh: pytest.MonkeyPatch) -> None:
+    """As where a limit on processes allows no further thread."""
+
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    fresh.setattr("threading.Thread.start", refuse)
+    for _ in range(2):
+        capd_client.capture(torch.ones(1), tensor_name="x")
+    assert api.session() is None
+    assert capd_client.counters()["offered"] == 0
+
+
 def test_counters_stay_after_close_and_captures_end(on: Peer) -> None:
     capd_client.capture(torch.ones(1), tensor_name="x")
     capd_client.close(10)
