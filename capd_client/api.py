@@ -33,8 +33,9 @@ _graph_task = torch._C._current_graph_task_id  # -1 outside of a backward; see r
 _MAX_KEYS_REMEMBERED = 1 << 16
 _NO_OVERRIDES = (None,) * len(MOMENT_FIELDS)
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _resolved = False  # whether this process knows if it captures
+_starting = False
 _session: Optional[Session] = None  # None: off
 _closed: Optional[Session] = None  # the session that `close` ended, for its counters
 _keys: dict[tuple[Any, ...], Key] = {}
@@ -50,28 +51,35 @@ def session() -> Optional[Session]:
 
 
 def _start() -> Optional[Session]:
-    global _resolved, _session
+    """Resolve the session, once; other threads' captures wait for it, those that starting itself causes do not."""
+    global _resolved, _session, _starting
     with _lock:
-        if _resolved:
+        if _resolved or _starting:
             return _session
-        _resolved = True  # whatever happens below, it happens once
-        config = load_config()
-        if config.log is not None:
-            logger.setLevel(config.log)
-        if not config.enabled or _in_data_worker():
-            return None
+        _starting = True
         try:
-            _session = Session(config)
-        except Exception as error:  # also no thread, or a broken installation: nothing of it ends the job
-            _notices.warn(
-                "start", "capture is off: %s", error if isinstance(error, CapdError) else repr(error)
-            )
-            if config.strict:
-                raise
-            return None
-        recompute.install()
-        _register_handlers()
+            _session = _make_session()
+        finally:
+            _resolved, _starting = True, False
         return _session
+
+
+def _make_session() -> Optional[Session]:
+    config = load_config()
+    if config.log is not None:
+        logger.setLevel(config.log)
+    if not config.enabled or _in_data_worker():
+        return None
+    try:
+        made = Session(config)
+    except Exception as error:  # also no thread, or a broken installation: nothing of it ends the job
+        _notices.warn("start", "capture is off: %s", error if isinstance(error, CapdError) else repr(error))
+        if config.strict:
+            raise
+        return None
+    recompute.install()
+    _register_handlers()
+    return made
 
 
 def _in_data_worker() -> bool:
@@ -100,8 +108,9 @@ def _optimizer_stepped(*_: Any) -> None:
 
 def _forked() -> None:
     """A forked child is no rank: it holds neither socket nor arena of its parent, and captures nothing."""
-    global _lock, _session, _closed
-    _lock = threading.Lock()  # the parent's may be held by a thread that does not exist here
+    global _lock, _starting, _session, _closed
+    _lock = threading.RLock()  # the parent's may be held by a thread that does not exist here
+    _starting = False
     forked, _session, _closed = _session, None, None
     if forked is not None:
         forked.forked()

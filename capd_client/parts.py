@@ -28,7 +28,6 @@ from capd_client.protocol import (
     NackRow,
     Part,
 )
-from capd_client.thinning import Thinning
 
 __all__ = ["PartCapture", "PartedBooks", "Record", "part_nbytes"]
 
@@ -69,9 +68,8 @@ class PartedBooks(Books):
         *,
         max_block_s: float,
         step_nbytes: Optional[int] = None,
-        thinning: Optional[Thinning] = None,
     ) -> None:
-        super().__init__(slots, counters, max_block_s=max_block_s, step_nbytes=step_nbytes, thinning=thinning)
+        super().__init__(slots, counters, max_block_s=max_block_s, step_nbytes=step_nbytes)
         self.part_nbytes = part_nbytes(slots.capacity)
         # By sequence, ascending: every part that owns a slot.
         self._pieces: dict[int, PartCapture] = {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import threading
 from typing import Any
 
 import pytest
@@ -214,3 +216,36 @@ def test_a_host_tensor_declared_immutable_is_copied_as_any_other(on: Peer) -> No
     tensor.zero_()
     assert capd_client.flush(10)
     assert on.data_of("x") == [torch.ones(4).numpy().tobytes()]
+
+
+def test_captures_of_threads_that_start_together_all_count(on: Peer) -> None:
+    together = threading.Barrier(8)
+
+    def capture() -> None:
+        together.wait()
+        capd_client.capture(torch.ones(3), tensor_name="t")
+
+    threads = [threading.Thread(target=capture) for _ in range(together.parties)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert capd_client.counters()["offered"] == together.parties
+
+
+def test_a_log_handler_that_captures_does_not_hold_up_the_start(
+    on: Peer, fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Capturing(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            capd_client.capture(torch.ones(3), tensor_name="logged")
+
+    handler = Capturing()
+    fresh.setenv("CAPD_EXIT_TIMEOUT_S", "not a number")  # which is a warning
+    logging.getLogger("capd_client").addHandler(handler)
+    try:
+        capd_client.capture(torch.ones(3), tensor_name="t")
+    finally:
+        logging.getLogger("capd_client").removeHandler(handler)
+    assert "CAPD_EXIT_TIMEOUT_S" in caplog.text
+    assert capd_client.counters()["offered"] == 1
