@@ -22,6 +22,7 @@ import torch
 
 import capd_client.api
 from capd_client.books import Books
+from capd_client.parts import PartedBooks
 from tests.fault.journals import digest
 
 STEPS = 60  # of an epoch
@@ -68,8 +69,14 @@ class Recorder:
     def _acknowledged(self, ranges: list[tuple[int, int]]) -> None:
         for first, last in ranges:
             for sequence in range(first, last + 1):
-                if (number := self._waiting.pop(sequence, None)) is not None:
+                if (number := self._waiting.pop(self._record_of(sequence), None)) is not None:
                     self._log.line("ack", rank=self._rank, id=number)
+
+    def _record_of(self, sequence: int) -> int:
+        """The sequence of the record that an acknowledgement is of: that of the last part is the record's."""
+        books = self._session.books
+        piece = books._pieces.get(sequence) if isinstance(books, PartedBooks) else None
+        return piece.record.descriptor.sequence if piece and piece.descriptor.ends_record else sequence
 
 
 def _listen(books: Books, heard) -> None:  # type: ignore[no-untyped-def]

@@ -33,6 +33,7 @@ from capd_client.protocol import (
     ARENA_BYTE,
     HANDSHAKE_TIMEOUT_S,
     MAX_FRAME_NBYTES,
+    Control,
     Define,
     Descriptor,
     DropReason,
@@ -305,7 +306,9 @@ def test_a_tool_gets_answers_and_strangers_among_its_messages_end_it(daemon: Dae
             assert receive(connection) == Pong()
         connection.send_bytes(encode(DEFINE))
         rejected(receive(connection), "malformed")
-    assert not daemon.control("explode").ok
+    with tool(daemon.path) as connection:
+        connection.send_bytes(encode(Control("explode")))
+        rejected(receive(connection), "malformed")
     assert not daemon.control("seal", "no such run").ok
 
 
