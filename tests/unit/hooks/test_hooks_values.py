@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 
 import pytest
@@ -171,6 +172,22 @@ def test_keyword_input_is_captured_and_aliased_like_a_positional_one(sink: Memor
     assert x.grad is not None
     assert close(sink.one("Linear", "grad_input"), x.grad)
     assert_algebra(sink, "Linear", model)
+
+
+def test_gradients_of_a_backward_in_another_thread_belong_to_their_forward(sink: MemorySink) -> None:
+    model = MLP()
+    watch(model)
+    losses = [model(torch.randn(2, 5, 6)).square().sum() for _ in range(2)]
+
+    for loss in reversed(losses):  # as autograd's device threads do it: hooks run where the backward runs
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+
+    assert sink.names()["grad_output"] == 4
+    for micro_batch in range(2):
+        assert_algebra(sink, "fc1", model.fc1, (0, micro_batch, 0))
+        assert_algebra(sink, "fc2", model.fc2, (0, micro_batch, 0))
 
 
 def test_autocast_operands_are_recorded_as_the_product_used_them(sink: MemorySink) -> None:
