@@ -21,11 +21,12 @@ from pydantic_core import ErrorDetails
 
 from capd.amounts import parse_amount
 from capd.errors import ConfigError
+from capd_client.config import VARIABLES
 from capd_client.settings_file import read_settings_file
 
 __all__ = [
-    "DaemonSettings", "Resolved", "config_path", "load_daemon_settings", "read_daemon_table",
-    "resolve_daemon",
+    "DaemonSettings", "Resolved", "config_path", "load_daemon_settings", "misspelt_variables",
+    "read_daemon_table", "resolve_daemon",
 ]  # fmt: skip
 
 CONFIG_NAME = "capd.toml"
@@ -166,6 +167,16 @@ def load_daemon_settings(
 ) -> DaemonSettings:
     """`resolve_daemon` for callers that need only the values."""
     return resolve_daemon(flags, environ, path).settings
+
+
+def misspelt_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """A line for each variable that is nearly the name of a setting, and so sets nothing."""
+    known = VARIABLES.union(f"CAPD_{field.upper()}" for field in DaemonSettings.model_fields)
+    strange = sorted(name for name in environ if name.startswith("CAPD_") and name not in known)
+    near = ((name, difflib.get_close_matches(name, known, n=1, cutoff=0.8)) for name in strange)
+    return [
+        f"{name} is no setting and has no effect; did you mean {found[0]}?" for name, found in near if found
+    ]
 
 
 _SEED_NAMES = {"store": "TENSOR_SAVE_DIR"}  # the predecessor's name, read after capd's own

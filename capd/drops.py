@@ -9,7 +9,7 @@ from capd_client.protocol import DropReason
 __all__ = ["CHOSEN", "REMEDIES", "describe_drops", "left_out", "lost"]
 
 REMEDIES: dict[str, str] = {
-    DropReason.ARENA_FULL.value: "raise CAPD_ARENA_BYTES, or wait for room with CAPD_POLICY=block",
+    DropReason.ARENA_FULL.value: "raise CAPD_ARENA_BYTES, or wait for room: CAPD_POLICY=block, CAPD_MAX_BLOCK_MS",
     DropReason.RING_FULL.value: "capture fewer tensors per step, or wait for room with CAPD_POLICY=block",
     DropReason.TOO_LARGE.value: "raise CAPD_ARENA_BYTES above the largest tensor, or set CAPD_POLICY=block",
     DropReason.UNSUPPORTED.value: "complex, sparse, meta and quantised tensors are not captured",
@@ -18,10 +18,10 @@ REMEDIES: dict[str, str] = {
     DropReason.NOT_CONNECTED.value: "raise CAPD_EXIT_TIMEOUT_S, and keep the daemon up until the job ends",
     DropReason.REJECTED.value: "the daemon refused the session; the job's log says why",
     DropReason.BAD_DESCRIPTOR.value: "job and daemon disagree; run the same capd version on both sides",
-    DropReason.DISK_FULL.value: "raise --max-disk, lower --keep-free, or make room on the store's disk",
+    DropReason.DISK_FULL.value: "make room on the disk, raise CAPD_MAX_DISK (--max-disk) or lower CAPD_KEEP_FREE",
     DropReason.STORE_ERROR.value: "the daemon's log names the error",
     DropReason.RANK_DIED.value: "the rank was killed before handing these over",
-    DropReason.STREAM_CAPTURE.value: "tensors inside a CUDA graph capture are not captured",
+    DropReason.STREAM_CAPTURE.value: "a CUDA graph was being captured; take its tensors with capd_client.static_tap",
     DropReason.MUTATED.value: "capture them without immutable=True, or leave them alone until flush()",
     DropReason.PARTS_LOST.value: "the daemon was restarted while a tensor larger than the arena was on its way",
     DropReason.STEP_BUDGET.value: "raise CAPD_MAX_MB_PER_STEP, or capture fewer tensors per step",

@@ -20,7 +20,7 @@ from capd_client.context import MOMENT_FIELDS, Context, as_index
 from capd_client.errors import CapdError, ConfigError
 from capd_client.graph_capture import capture_in_graph
 from capd_client.key import Key, Moment
-from capd_client.notices import Notices, logger
+from capd_client.notices import Notices, show
 from capd_client.protocol import DropReason
 from capd_client.recompute import repeating
 from capd_client.session import Session
@@ -67,7 +67,7 @@ def _start() -> Optional[Session]:
 def _make_session() -> Optional[Session]:
     config = load_config()
     if config.log is not None:
-        logger.setLevel(config.log)
+        show(config.log)
     if not config.enabled or _in_data_worker():
         return None
     try:

@@ -17,7 +17,7 @@ from capd_client.errors import ConfigError
 from capd_client.key import MAX_INDEX
 from capd_client.settings_file import read_settings_file
 
-__all__ = ["MODES", "POLICIES", "ClientConfig", "load_config", "parse_endpoint"]
+__all__ = ["MODES", "POLICIES", "VARIABLES", "ClientConfig", "check_setting", "load_config", "parse_endpoint"]
 
 logger = logging.getLogger("capd_client")
 
@@ -125,6 +125,17 @@ _SETTINGS: dict[str, _Setting] = {
 }
 
 
+VARIABLES = frozenset(
+    {"CAPD_ENDPOINT", "CAPD_CONFIG", "CAPD_STRICT"}.union(*(s.variables for s in _SETTINGS.values()))
+)
+"""Every environment variable of capd's own, or the predecessor's, that gives a setting of the training job."""
+
+
+def check_setting(name: str, value: Any) -> None:
+    """Raise ConfigError, saying what is accepted, if `value` cannot be the setting `name`."""
+    _SETTINGS[name].convert(value)
+
+
 def load_config(environ: Optional[Mapping[str, str]] = None) -> ClientConfig:
     """Resolve the settings of this process.
 
@@ -177,7 +188,7 @@ class _Resolver:
         try:
             self._take(name, setting.convert(value), origin)
         except ConfigError as error:
-            self._report(f"{name} ({origin}): {error}; using the next source or the default")
+            self._report(f"{name} ({origin}): {error}", "; using the next source or the default")
             return False
         return True
 
@@ -193,7 +204,7 @@ class _Resolver:
             try:
                 self._take("endpoint", parse_endpoint(text), "env CAPD_ENDPOINT")
             except ConfigError as error:
-                self._report(f"CAPD_ENDPOINT: {error}; capture is off")
+                self._report(f"CAPD_ENDPOINT: {error}", "; capture is off")
         elif switch in _TRUE:
             logger.warning(
                 "capd: TENSOR_SAVE_ENABLED=true needs a daemon: start the job with `capd run -- CMD`, "
@@ -206,7 +217,7 @@ class _Resolver:
         if "run_id" in self._values or not job:
             return
         step = self._environ.get("SLURM_STEP_ID", "0")
-        self._take("run_id", f"slurm-{job}-{step}", "env SLURM_JOB_ID")
+        self._take("run_id", f"slurm-{job}.{step}", "env SLURM_JOB_ID")
 
     def config(self) -> ClientConfig:
         """The resolved settings; what has no origin yet is a default."""
@@ -219,7 +230,7 @@ class _Resolver:
         self._values[name] = value
         self._origins[name] = origin
 
-    def _report(self, message: str) -> None:
+    def _report(self, problem: str, consequence: str = "") -> None:
         if self._strict:
-            raise ConfigError(message)
-        logger.warning("capd: %s", message)
+            raise ConfigError(problem)
+        logger.warning("capd: %s%s", problem, consequence)

@@ -1,4 +1,4 @@
-"""Warnings of the training process: at most one per 20 s and reason, with the number held back."""
+"""The log of the training process: of warnings at most one per 20 s and reason, with the number held back."""
 
 from __future__ import annotations
 
@@ -6,11 +6,26 @@ import logging
 import time
 from collections.abc import Callable
 
-__all__ = ["INTERVAL_S", "Notices", "logger"]
+__all__ = ["INTERVAL_S", "Notices", "logger", "show"]
 
 logger = logging.getLogger("capd_client")
 
 INTERVAL_S = 20.0
+
+
+class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]  # generic for type checkers only
+    """What logging's last resort is for warnings, at any level: silent once the job sets up logging of its own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.root.handlers:
+            super().emit(record)
+
+
+def show(level: str) -> None:
+    """Log from `level` on, to stderr where the job has set up no logging."""
+    logger.setLevel(level)
+    if not logger.handlers:
+        logger.addHandler(_Stderr())
 
 
 class Notices:

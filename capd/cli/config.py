@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from capd.cli.output import print_json, print_lines, table_lines
+from capd.cli.output import note, print_json, print_lines, table_lines
 
 __all__ = ["app"]
 
@@ -31,9 +31,11 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print each setting, its value and its origin: flag, env NAME, file PATH or default."""
-    from capd.config import resolve_daemon
+    from capd.config import misspelt_variables, resolve_daemon
 
     daemon = resolve_daemon({}, path=config)
+    for line in misspelt_variables():
+        note(line)
     values = {
         name: {"value": value, "origin": daemon.origins[name]}
         for name, value in daemon.settings.model_dump(mode="json").items()

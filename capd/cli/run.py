@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,11 +33,19 @@ def run(
     ] = None,
     policy: Annotated[
         str | None,
-        typer.Option("--policy", help="When buffers are full: drop, block, thin or stats [default: block]."),
+        typer.Option("--policy", help="When there is no room: drop, block, thin or stats [default: block]."),
+    ] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option("--mode", help="What is kept: tensor, stats or sample:1/N [default: tensor]."),
     ] = None,
     steps: Annotated[
         str | None,
         typer.Option("--steps", help='Training steps that watch captures, "0-2,100-:100" or "all".'),
+    ] = None,
+    slice_: Annotated[
+        str | None,
+        typer.Option("--slice", help="Rows of activations: first:64, stride:8, tokens:0-127 [default: all]."),
     ] = None,
     quant_type: Annotated[
         str | None, typer.Option("--quant-type", help="Label of the captures, such as mxfp8.")
@@ -46,19 +53,26 @@ def run(
 ) -> None:
     """Run a training job with a daemon beside it, then seal the store and print a summary.
 
-    The job gets CAPD_ENDPOINT, CAPD_STORE, CAPD_RUN_ID and the policy; it runs in the foreground, signals
+    The job gets CAPD_ENDPOINT, CAPD_STORE, CAPD_RUN_ID and what is given here; it runs in the foreground, signals
     reach it, and its exit code is this command's (128+N after signal N). With CAPD_ENDPOINT set, the daemon
-    there is joined instead of starting one.
+    there is joined instead of starting one. All other settings come from CAPD_* variables and capd.toml:
+    `capd config show` lists them.
     """
     from capd.cli.companion import join, start
     from capd.cli.job import Job, find_command
-    from capd.config import resolve_daemon
+    from capd.config import misspelt_variables, resolve_daemon
     from capd_client.settings_file import read_settings_file
 
     program = find_command(command[0])  # exits with 126 or 127 before anything is started
     resolved = resolve_daemon({"store": store, "run_id": run_id}, path=config)
     file = read_settings_file(str(resolved.path), must_exist=True)[0] if resolved.path else {}
-    _check_job_options(policy, steps)
+    flags = {"policy": policy, "mode": mode, "steps": steps, "slice": slice_, "quant_type": quant_type}
+    job_flags = _checked({name: value for name, value in flags.items() if value is not None})
+    if config is not None:
+        job_flags["CAPD_CONFIG"] = str(config.absolute())
+    _check_environment({**os.environ, **job_flags})
+    for line in misspelt_variables():
+        note(line)
     endpoint = os.environ.get("CAPD_ENDPOINT", "").strip()
     if endpoint.lower() == "off":
         note("CAPD_ENDPOINT=off: the job runs without capture")
@@ -70,53 +84,45 @@ def run(
     with Job() as job:
         store_root = Path(resolved.settings.store)
         with join(endpoint, named) if endpoint else start(store_root, named, config) as companion:
-            options = _JobOptions(policy, steps, quant_type, config)
-            environ = _job_environment(os.environ, companion, options, file)
+            environ = _job_environment(os.environ, companion, job_flags, file)
             code = job.run([program, *command[1:]], environ)
             companion.finish()
     raise typer.Exit(code)
 
 
-@dataclass(frozen=True, slots=True)
-class _JobOptions:
-    policy: str | None
-    steps: str | None
-    quant_type: str | None
-    config: Path | None
-
-
-def _check_job_options(policy: str | None, steps: str | None) -> None:
+def _checked(flags: Mapping[str, str]) -> dict[str, str]:
+    """The job's settings that were given as flags, as its variables; raises ConfigError that names the flag."""
     from capd.errors import ConfigError
-    from capd_client.config import POLICIES
-    from capd_client.select import Ranges
+    from capd_client.config import check_setting
 
-    if policy is not None and policy not in POLICIES:
-        raise ConfigError(f"--policy {policy!r} is not known; use one of {', '.join(POLICIES)}")
-    if steps is not None:
-        Ranges(steps)
+    for name, value in flags.items():
+        try:
+            check_setting(name, value)
+        except ConfigError as error:
+            raise ConfigError(f"--{name.replace('_', '-')}: {error}") from None
+    return {f"CAPD_{name.upper()}": value for name, value in flags.items()}
+
+
+def _check_environment(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError for what the job itself would only warn of, while there is nothing to lose yet."""
+    from capd_client.config import load_config
+
+    load_config({**environ, "CAPD_STRICT": "1", "CAPD_ENDPOINT": "off"})
 
 
 def _job_environment(
-    environ: Mapping[str, str], companion: Companion, options: _JobOptions, file: Mapping[str, Any]
+    environ: Mapping[str, str], companion: Companion, flags: Mapping[str, str], file: Mapping[str, Any]
 ) -> dict[str, str]:
     """The job's environment: flags first, then what the user's environment and capd.toml already say."""
-    job = {**environ, "CAPD_ENDPOINT": companion.endpoint}
+    job = {"CAPD_LOG": "INFO", **environ, **flags, "CAPD_ENDPOINT": companion.endpoint}
     if companion.run_id:
         job["CAPD_RUN_ID"] = companion.run_id
     if companion.store is not None:
         job["CAPD_STORE"] = str(companion.store)
-    if options.policy:
-        job["CAPD_POLICY"] = options.policy
-    elif "CAPD_POLICY" not in environ and file.get("policy") is None:
+    if not job.get("CAPD_POLICY") and file.get("policy") is None:
         job["CAPD_POLICY"] = "block"  # a collection run wants every capture
         if file.get("max_block_ms") is None:
             job.setdefault("CAPD_MAX_BLOCK_MS", _BLOCK_MS)
-    if options.steps:
-        job["CAPD_STEPS"] = options.steps
-    if options.quant_type:
-        job["CAPD_QUANT_TYPE"] = options.quant_type
-    if options.config:
-        job["CAPD_CONFIG"] = str(options.config.absolute())
     return job
 
 

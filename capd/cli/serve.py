@@ -56,7 +56,8 @@ def serve(
     Ranks find it through CAPD_ENDPOINT, which the log line "listening on …" gives. SIGTERM or Ctrl-C drains,
     seals and exits with 0; a second Ctrl-C leaves at once, keeping everything that was acknowledged.
     """
-    from capd.config import load_daemon_settings
+    from capd.cli.output import note
+    from capd.config import load_daemon_settings, misspelt_variables
 
     flags = {
         "store": store, "endpoint": endpoint, "run_id": run_id, "node": node, "threads": threads,
@@ -64,6 +65,8 @@ def serve(
         "codec": codec,
     }  # fmt: skip
     settings = load_daemon_settings(flags, path=config)
+    for line in misspelt_variables() if parent is None else ():  # `capd run` has said it already
+        note(line)
     logging.basicConfig(
         stream=sys.stderr,
         level=logging.WARNING if quiet else logging.INFO,

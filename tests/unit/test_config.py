@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from capd.config import DaemonSettings, load_daemon_settings, resolve_daemon
+from capd.config import DaemonSettings, load_daemon_settings, misspelt_variables, resolve_daemon
 from capd.errors import ConfigError
 
 
@@ -129,3 +129,12 @@ def test_a_missing_file_is_an_error_only_when_it_was_named() -> None:
         load_daemon_settings({}, {}, Path("nowhere.toml"))
     with pytest.raises(ConfigError, match=r"nowhere\.toml does not exist"):
         load_daemon_settings({}, {"CAPD_CONFIG": "nowhere.toml"})
+
+
+def test_variables_that_are_nearly_a_setting_are_named() -> None:
+    environ = {"CAPD_SLICES": "first:1", "CAPD_MAX_DISC": "1GB", "CAPD_MODE": "stats", "CAPD_FIGURES": "x"}
+
+    assert misspelt_variables(environ) == [
+        "CAPD_MAX_DISC is no setting and has no effect; did you mean CAPD_MAX_DISK?",
+        "CAPD_SLICES is no setting and has no effect; did you mean CAPD_SLICE?",
+    ]

@@ -53,6 +53,24 @@ def test_a_short_job_is_drained_at_exit_without_a_call(peer: Peer, job_env: dict
     assert peer.byes == 1
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_the_log_reaches_stderr_once_whether_the_job_logs_or_not(
+    own: bool, peer: Peer, job_env: dict[str, str]
+) -> None:
+    done = run(
+        f"""
+        import logging, torch, capd_client
+        capd_client.watch(torch.nn.Linear(2, 2))
+        if {own}:
+            logging.basicConfig(format="own %(message)s", level="DEBUG")
+        capd_client.watch(torch.nn.Linear(2, 2))
+        """,
+        job_env | {"CAPD_LOG": "INFO"},
+    )
+    lines = [line for line in done.stderr.splitlines() if "watching 1 of 1" in line]
+    assert [line.startswith("own capd: ") for line in lines] == [False, own], done.stderr
+
+
 def test_without_a_daemon_a_job_ends_at_once_with_one_warning(job_env: dict[str, str]) -> None:
     done = run(
         """

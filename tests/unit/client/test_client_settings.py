@@ -84,7 +84,7 @@ def test_the_predecessors_counters_start_the_count() -> None:
 
 def test_a_job_under_slurm_shares_one_run_id_unless_it_names_one() -> None:
     slurm = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "2"}
-    assert load_config(slurm).run_id == "slurm-77-2"
+    assert load_config(slurm).run_id == "slurm-77.2"
     assert load_config(slurm | {"CAPD_RUN_ID": "mine"}).run_id == "mine"
 
 
