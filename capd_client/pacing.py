@@ -1,4 +1,4 @@
-"""Spreads copies over time (`max_d2h_gbps`): a token bucket that may be in debt. Not thread-safe."""
+"""Spreads copies over time (`max_d2h_gbps`): a token bucket that may be in debt. One thread's, except `lift`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ class Pace:
 
     def spend(self, nbytes: int) -> None:
         """A copy of `nbytes` was let go."""
-        if self._nbytes_per_s is not None:
-            self._paid_at = max(self._paid_at, self._clock() - _CREDIT_S) + nbytes / self._nbytes_per_s
+        rate = self._nbytes_per_s  # `lift` may come at any moment
+        if rate is not None:
+            self._paid_at = max(self._paid_at, self._clock() - _CREDIT_S) + nbytes / rate
 
     def lift(self) -> None:
         """No limit from now on: the job is over, and there is nothing left to protect."""

@@ -234,6 +234,20 @@ def test_time_without_copies_is_not_saved_up() -> None:
     assert sent <= 1e9 * 0.01 + (1 << 20)
 
 
+def test_a_limit_may_be_lifted_by_another_thread_at_any_moment() -> None:
+    paces: list[Pace] = []
+
+    def clock() -> float:
+        for pace in paces:
+            pace.lift()
+        return 100.0
+
+    pace = Pace(1.0, clock)
+    paces.append(pace)
+    pace.spend(1 << 20)
+    assert pace.due()
+
+
 def test_a_closing_session_is_not_held_back(peer: Peer, make_session: Callable[..., Session]) -> None:
     session = make_session(max_d2h_gbps=0.001)
     pace = session.devices._pace
