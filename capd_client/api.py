@@ -41,6 +41,7 @@ _closed: Optional[Session] = None  # the session that `close` ended, for its cou
 _keys: dict[tuple[Any, ...], Key] = {}
 _notices = Notices()
 _handlers_registered = False
+_fork_handler_registered = False
 
 
 def session() -> Optional[Session]:
@@ -53,6 +54,7 @@ def session() -> Optional[Session]:
 def _start() -> Optional[Session]:
     """Resolve the session, once; other threads' captures wait for it, those that starting itself causes do not."""
     global _resolved, _session, _starting
+    _register_fork_handler()  # first: a child forked meanwhile must not inherit the lock as it is
     with _lock:
         if _resolved or _starting:
             return _session
@@ -97,8 +99,14 @@ def _register_handlers() -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     atexit.register(close)
-    os.register_at_fork(after_in_child=_forked)
     register_optimizer_step_post_hook(_optimizer_stepped)
+
+
+def _register_fork_handler() -> None:
+    global _fork_handler_registered
+    if not _fork_handler_registered:
+        _fork_handler_registered = True
+        os.register_at_fork(after_in_child=_forked)
 
 
 def _optimizer_stepped(*_: Any) -> None:
@@ -108,9 +116,9 @@ def _optimizer_stepped(*_: Any) -> None:
 
 def _forked() -> None:
     """A forked child is no rank: it holds neither socket nor arena of its parent, and captures nothing."""
-    global _lock, _starting, _session, _closed
+    global _lock, _resolved, _starting, _session, _closed
     _lock = threading.RLock()  # the parent's may be held by a thread that does not exist here
-    _starting = False
+    _resolved, _starting = _resolved or _starting, False
     forked, _session, _closed = _session, None, None
     if forked is not None:
         forked.forked()

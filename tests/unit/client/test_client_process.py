@@ -127,6 +127,42 @@ def test_a_forked_child_captures_nothing_and_holds_nothing(peer: Peer, job_env: 
     assert len(peer.hellos) == 1
 
 
+def test_a_child_forked_while_the_session_starts_captures_nothing_and_does_not_hang(
+    peer: Peer, job_env: dict[str, str]
+) -> None:
+    done = run(
+        """
+        import os, signal, threading, torch, capd_client
+        from capd_client import api
+        begun, go_on, load = threading.Event(), threading.Event(), api.load_config
+
+        def slow():
+            begun.set()
+            go_on.wait()
+            return load()
+
+        api.load_config = slow
+        thread = threading.Thread(target=lambda: capd_client.capture(torch.ones(3), tensor_name="x"))
+        thread.start()
+        begun.wait()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)  # ends a child that hangs
+            capd_client.capture(torch.ones(3), tensor_name="x")
+            capd_client.close()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        go_on.set()
+        thread.join()
+        assert capd_client.flush(10)
+        assert capd_client.counters()["committed"] == 1
+        """,
+        job_env,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(peer.hellos) == 1
+
+
 def test_a_killed_job_with_a_living_child_ends_its_connection_at_once(
     peer: Peer, job_env: dict[str, str], tmp_path: Path
 ) -> None:
