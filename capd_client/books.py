@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Optional
 
 import msgspec
@@ -37,6 +37,10 @@ from capd_client.thinning import Thinning
 __all__ = ["ABORTED", "COPYING", "READY", "Books", "Capture"]
 
 COPYING, READY, ABORTED = 0, 1, 2
+
+
+def _nothing() -> None:
+    pass
 
 
 class Capture(msgspec.Struct, eq=False):
@@ -74,11 +78,13 @@ class Books:
         self.slots = slots
         self.step_budget = StepBudget(step_nbytes)
         self.thinning = thinning
+        self.on_wait: Callable[[], None] = _nothing  # called when somebody begins to wait for room
         self._room = threading.Condition(self.lock)
         self._waiting = 0
         self._max_block_s = max_block_s
         self._stalled = False
         self._refusing: Optional[DropReason] = None
+        self._closed = False
         self._live: dict[int, Capture] = {}  # by sequence, ascending: everything that owns a slot
         self._queue: deque[Capture] = deque()  # not sent yet, by sequence
         self._resend: deque[Capture] = deque()  # sent on an earlier connection and not settled
@@ -100,7 +106,7 @@ class Books:
             words = self.counters.words
             words[COUNTER_OFFERED] += 1
             if self._refusing is not None:
-                self._count(definition, self._refusing, nbytes, iteration)
+                self._count(definition, self._refusing, descriptor.nbytes, iteration)
                 return None
             if not self.step_budget.has_room(iteration, nbytes):
                 return self._no_room(definition, descriptor, DropReason.STEP_BUDGET)
@@ -108,9 +114,14 @@ class Books:
             if slot is None:
                 if nbytes > self.slots.capacity:
                     return self._no_room(definition, descriptor, DropReason.TOO_LARGE)
+                self.counters.words[COUNTER_OFFERED] -= 1  # while it waits it is not in flight yet
                 slot = self._wait_for(nbytes, self._max_block_s)
+                self.counters.words[COUNTER_OFFERED] += 1  # another place than before once all is closed
                 if slot is None:
                     return self._no_room(definition, descriptor, self._refusing or DropReason.ARENA_FULL)
+                if not self.step_budget.has_room(iteration, nbytes):  # others took it meanwhile
+                    self._give(slot)
+                    return self._no_room(definition, descriptor, DropReason.STEP_BUDGET)
             self.step_budget.take(iteration, nbytes)
             return self._enter(definition, descriptor, slot)
 
@@ -135,20 +146,21 @@ class Books:
         return None
 
     def _wait_for(self, nbytes: int, seconds: float) -> Optional[Slot]:
-        """Policy block: wait, with the lock released, until a slot is free or the time is up."""
+        """Policy block: wait, with the lock released, until a slot is free, the time is up, or everything is closed."""
         if seconds <= 0 or self._stalled:
             return None
         deadline = time.monotonic() + seconds
         self._waiting += 1
+        self.on_wait()
         try:
-            while self._refusing is None:
+            while not self._closed:
                 left = deadline - time.monotonic()
                 if left <= 0 or self._stalled:
                     # Running out of what earlier waits left of the time does not show that the daemon is stuck.
                     self._stalled = self._stalled or seconds == self._max_block_s
                     return None
                 self._room.wait(left)
-                slot = self.slots.take(nbytes) if self._refusing is None else None
+                slot = None if self._closed else self.slots.take(nbytes)
                 if slot is not None:
                     return slot
             return None
@@ -250,15 +262,15 @@ class Books:
     def take_offers(self, taken: bool) -> None:
         """Whether captures are taken from now on, or each dropped as `stopped`. What is in flight goes on."""
         with self.lock:
-            if self._refusing in (None, DropReason.STOPPED):
+            if not self._closed:
                 self._refusing = None if taken else DropReason.STOPPED
 
     def close(self, reason: DropReason) -> int:
         """Drop everything in flight and every later offer under `reason`; returns how many were in flight."""
         with self.lock:
-            self._refusing = reason
+            self._refusing, self._closed = reason, True
             lost = list(self._live.values())
-            self.copying = any(capture.state == COPYING for capture in lost)
+            self.copying = self.copying or any(capture.state == COPYING for capture in lost)
             for capture in lost:
                 self._drop(capture, reason)
             self._queue.clear()
@@ -282,6 +294,11 @@ class Books:
     def unsent(self) -> bool:
         """Whether anything waits to be sent, ready or not."""
         return bool(self._queue or self._resend)
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether somebody waits for room."""
+        return self._waiting > 0
 
     @property
     def roomy(self) -> bool:

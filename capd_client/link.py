@@ -6,7 +6,7 @@ any OSError or EOFError the connection is unusable (a frame may be half sent) an
 
 from __future__ import annotations
 
-import os
+import contextlib
 import select
 import socket
 import struct
@@ -89,7 +89,5 @@ class Link:
 
     def close_in_child(self) -> None:
         """After fork, in the child: close the inherited descriptor, which leaves the parent's stream alone."""
-        try:
-            os.close(self._fd)
-        except OSError:
-            return
+        with contextlib.suppress(OSError):
+            self._connection.close()  # not by its number: that may be another's when the connection is collected

@@ -3,8 +3,8 @@
 States: DISCONNECTED (tries again after 50 ms … 2 s, for ever) → HANDSHAKE (HELLO sent) → RUNNING → DISCONNECTED …,
 and ENDED after BYE or a refusal without retry. The thread never waits for a state: it looks around once per
 tick, so copies from devices go on whatever the daemon does. A tick is 5 ms while captures keep coming, 1 ms once
-somebody waits or the arena is half full, and up to 25 ms when nothing comes. Training threads never wake it: that would
-cost them the GIL.
+somebody waits or the arena is half full, and up to 25 ms when nothing comes. Training threads wake it only when they
+begin to wait themselves, or for a device after a long rest: else that would cost them the GIL.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class Transport:
         self._renew = False
         self._stop = threading.Event()
         self._doze = Doze(_EASY_TICK_S)
-        self.wake = self._doze.wake  # there is something to do: a flush, or copies from a device
+        # There is something to do: a flush, copies from a device, room that somebody waits for.
+        self.wake = self._doze.wake
+        books.on_wait = self.wake
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.bye_ok = threading.Event()  # the daemon has the final counters
         self.refused = threading.Event()  # the last attempt to connect failed
@@ -212,7 +214,7 @@ class Transport:
 
     def _called(self) -> bool:
         """Whether there is what `wake` is called for."""
-        waiting = self._flushes or self._leaving or self._stop.is_set()
+        waiting = self._flushes or self._leaving or self._stop.is_set() or self._books.waited_for
         return bool(waiting) or any(stager.pending for stager in self._devices)
 
     def _at_ease(self) -> bool:

@@ -141,6 +141,7 @@ def test_block_waits_for_room_and_takes_it() -> None:
     thread.start()
     wait_until(lambda: books._waiting)
     assert not taken
+    assert exact(books)
 
     books.acknowledged([(1, 1)])
 
@@ -279,3 +280,52 @@ def test_a_budget_is_kept_for_several_iterations_at_once_and_forgets_old_ones() 
 
     assert [iteration for iteration in range(20) if not budget.has_room(iteration, 1)] == list(range(12, 20))
     assert budget.has_room(19, 0)
+
+
+def test_those_that_wait_for_room_take_no_more_than_the_budget_together() -> None:
+    books, definition = make(pages=2, max_block_s=30, step_nbytes=3 * PAGE)
+    first = admit(books, definition, 2 * PAGE)
+    assert first is not None
+    taken: list[Capture | None] = []
+    threads = [
+        threading.Thread(target=lambda: taken.append(admit(books, definition, PAGE))) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: books._waiting == 2)
+
+    books.ready(first)
+    send_all(books)
+    books.acknowledged([(1, 1)])
+
+    for thread in threads:
+        thread.join(10)
+    assert sum(capture is not None for capture in taken) == 1
+    assert books.snapshot().dropped == {"step_budget": 1}
+    assert exact(books)
+    assert books.slots.free_nbytes == PAGE
+
+
+def test_a_drop_counts_the_bytes_of_the_tensor_and_not_the_room_for_its_statistics() -> None:
+    books, definition = make(pages=1)
+    admit(books, definition)
+    for reason in (None, DropReason.STOPPED):
+        if reason is not None:
+            books.take_offers(False)
+        descriptor = Descriptor(0, 0, PAGE - 80, definition.id, (8,), Moment(0))
+        assert books.admit(definition, descriptor, 80) is None
+
+    for reason in (DropReason.ARENA_FULL, DropReason.STOPPED):
+        row = books.ledger.row(definition.id, reason)
+        assert row is not None
+        assert (row.count, row.nbytes) == (1, PAGE - 80)
+
+
+def test_what_is_being_copied_at_a_refusal_is_known_when_the_session_closes_later() -> None:
+    books, definition = make()
+    admit(books, definition)
+
+    books.close(DropReason.REJECTED)
+    books.close(DropReason.NOT_CONNECTED)
+
+    assert books.copying, "its thread may write to the slot still, which must not be unmapped"

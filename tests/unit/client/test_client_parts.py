@@ -165,6 +165,24 @@ def test_a_record_that_is_dropped_already_waits_for_nothing() -> None:
     assert record.patience_s == 60.0
 
 
+def test_a_stop_by_capd_ctl_lets_a_record_under_way_wait_for_room() -> None:
+    books, definition = make()
+    record = record_of(books, definition, 5)
+    first = cut(books, record, 4)
+    sent(books)
+    pieces: list[PartCapture | None] = []
+    thread = threading.Thread(target=lambda: pieces.append(books.cut(record, PAGE)))
+    thread.start()
+    wait_until(lambda: books._waiting)
+
+    books.take_offers(False)
+    ack(books, first.descriptor.sequence)
+
+    thread.join(10)
+    assert pieces[0] is not None
+    assert books.snapshot().dropped == {}
+
+
 @pytest.mark.parametrize("copying", [False, True])
 def test_a_record_given_up_is_taken_back_by_a_part_without_bytes(copying: bool) -> None:
     books, definition = make()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import time
@@ -13,7 +14,17 @@ from client_peer import Peer, wait_until
 
 from capd_client.counting import REASON_INDEX
 from capd_client.key import Key
-from capd_client.protocol import COUNTER_MAGIC, MAX_BATCH, Ack, DropReason, Reject, StatsReply
+from capd_client.link import Link
+from capd_client.protocol import (
+    COUNTER_MAGIC,
+    MAX_BATCH,
+    PROTOCOL_VERSION,
+    Ack,
+    DropReason,
+    Hello,
+    Reject,
+    StatsReply,
+)
 from capd_client.session import Session
 from capd_client.transport import State
 
@@ -275,6 +286,34 @@ def test_block_keeps_everything_and_drop_does_not(peer: Peer, make_session: Call
     assert session.flush(20)
     assert session.snapshot().dropped == {}
     assert values(peer) == list(range(1000))
+
+
+def test_who_waits_for_room_ends_the_rest_of_the_client_thread(
+    peer: Peer, make_session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = make_session(policy="block", max_block_ms=5_000.0)
+    wait_until(lambda: session.transport.state is State.RUNNING)
+    monkeypatch.setattr("capd_client.transport._EASY_TICK_S", 30.0)
+    wait_until(lambda: session.transport._doze.dozing)
+    offer(session, *range(70), size=4096)  # more than the arena
+    assert session.snapshot().dropped == {}
+
+
+def test_a_connection_given_up_in_a_forked_child_closes_nobody_elses_descriptor(peer: Peer) -> None:
+    hello = Hello(protocol=PROTOCOL_VERSION, client=b"c" * 16, connection=1, rank=0, arena_nbytes=4096)
+    arena = os.memfd_create("arena")
+    os.ftruncate(arena, 4096)
+    link = Link(peer.path, arena, hello)
+    number = link._fd
+    link.close_in_child()
+    other = os.dup2(arena, number)  # whatever the child opens next
+    del link
+    gc.collect()
+    try:
+        assert os.fstat(other)
+    finally:
+        os.close(other)
+        os.close(arena)
 
 
 def test_close_says_goodbye_with_final_counters(peer: Peer, make_session: Callable[..., Session]) -> None:
