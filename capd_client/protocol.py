@@ -41,8 +41,8 @@ from capd_client.select import Selection
 __all__ = [
     "ARENA_BYTE", "COUNTER_ACKED", "COUNTER_DROPS", "COUNTER_IN_FLIGHT", "COUNTER_MAGIC", "COUNTER_OFFERED",
     "COUNTER_STEPS", "DROP_REASONS", "HANDSHAKE_TIMEOUT_S", "MAX_BATCH", "MAX_FRAME_NBYTES", "MAX_KEYS",
-    "MAX_METADATA_NBYTES", "MAX_WAIT_S", "PAGE_NBYTES", "PING_INTERVAL_S", "PROTOCOL_VERSION", "TOOL_BYTE",
-    "Ack", "Bye", "ByeOk", "ClientMessage", "Control", "ControlReply", "DaemonMessage", "Define",
+    "MAX_METADATA_NBYTES", "MAX_TEXT_CHARS", "MAX_WAIT_S", "PAGE_NBYTES", "PING_INTERVAL_S", "PROTOCOL_VERSION",
+    "TOOL_BYTE", "Ack", "Bye", "ByeOk", "ClientMessage", "Control", "ControlReply", "DaemonMessage", "Define",
     "Descriptor", "Drain", "Drained", "DropReason", "DropRow", "Drops", "Flush", "Flushed", "Hello", "Nack",
     "NackRow", "Part", "Ping", "Pong", "Put", "Reject", "Stats", "StatsReply", "Steer", "Steered", "Verb", "Welcome",
     "decode_client", "decode_daemon", "encode",
@@ -53,6 +53,7 @@ MAX_FRAME_NBYTES = 1 << 20
 MAX_BATCH = 64  # descriptors in one PUT
 MAX_KEYS = 1 << 20  # DEFs on one connection
 MAX_METADATA_NBYTES = 4096  # JSON text of one capture's free metadata
+MAX_TEXT_CHARS = 8192  # of one message to a user
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_WAIT_S = 3600.0  # a CONTROL is answered within this time
 PING_INTERVAL_S = 5.0  # three unanswered PINGs end a connection
@@ -97,7 +98,7 @@ U64 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Uuid = Annotated[bytes, Meta(min_length=16, max_length=16)]
 ShortText = Annotated[str, Meta(max_length=256)]
-Text = Annotated[str, Meta(max_length=8192)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Shape = Annotated[tuple[Index, ...], Meta(max_length=MAX_NDIM)]
 KeyId = Annotated[int, Meta(ge=0, lt=MAX_KEYS)]
 Verb = Literal["status", "start", "stop", "select", "flush", "seal", "shutdown"]

@@ -18,13 +18,14 @@ from capd.server.registry import Registry
 from capd.server.run import Run
 from capd.server.snapshot import rank_control
 from capd_client.errors import ConfigError
-from capd_client.protocol import MAX_FRAME_NBYTES, Control, ControlReply, Steer, encode
+from capd_client.protocol import MAX_FRAME_NBYTES, MAX_TEXT_CHARS, Control, ControlReply, Steer, encode
 from capd_client.select import Ranges
 
 __all__ = ["Controller"]
 
 SEAL_TIMEOUT_S = 600.0
-_LOOK_S = 0.02
+_LOOK_S = 0.02  # and once a rank lets a tool wait, 5 % of that time, at most
+_MAX_LOOK_S = 1.0
 _NAMED_RANKS = 16
 _STANDS = "; the order stands, see `capd ctl status`"
 
@@ -47,9 +48,12 @@ class Controller:
     def control(self, message: Control, wait: Callable[[float], bool]) -> ControlReply:
         """Carry out `message`. `wait` waits some seconds, True when nobody is there for the answer any more."""
         try:
-            return self._control(message, wait)
+            reply = self._control(message, wait)
         except _Failed as failed:
-            return failed.reply
+            reply = failed.reply
+        if len(reply.message) > MAX_TEXT_CHARS:  # many runs, or what a rank says of itself
+            reply.message = reply.message[: MAX_TEXT_CHARS - 1] + "…"
+        return reply
 
     def _control(self, message: Control, wait: Callable[[float], bool]) -> ControlReply:
         if message.verb == "shutdown":
@@ -99,14 +103,16 @@ class Controller:
 
 class _Patience:
     def __init__(self, wait_s: float, wait: Callable[[float], bool]) -> None:
-        self._until = time.monotonic() + wait_s
+        self._began = time.monotonic()
+        self._wait_s = wait_s
         self._wait = wait
 
     def wait_for(self, missing: Callable[[], list[RankSession]]) -> list[RankSession]:
         """The ranks still missing when there are none, or the patience is over."""
         while found := missing():
-            left = self._until - time.monotonic()
-            if left <= 0 or self._wait(min(_LOOK_S, left)):
+            waited = time.monotonic() - self._began
+            left, look_s = self._wait_s - waited, min(max(_LOOK_S, waited / 20), _MAX_LOOK_S)
+            if left <= 0 or self._wait(min(look_s, left)):
                 break
         return found
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 from test_server_arena import NBYTES, memfd
 
+from capd.server import control
 from capd.server.arena import Arena
 from capd.server.control import Controller
 from capd.server.orders import Orders
@@ -17,7 +20,18 @@ from capd.server.rank import RankSession
 from capd.server.registry import Registry
 from capd.server.run import Run
 from capd.server.session import Session
-from capd_client.protocol import Control, ControlReply, Drain, Drained, Hello, Steer, Steered
+from capd_client.protocol import (
+    MAX_TEXT_CHARS,
+    Control,
+    ControlReply,
+    Drain,
+    Drained,
+    Hello,
+    Steer,
+    Steered,
+    decode_daemon,
+    encode,
+)
 from capd_client.select import Selection
 
 
@@ -38,7 +52,7 @@ class Ranks:
         arena = Arena(fd, NBYTES)
         os.close(fd)
         session = Session(hello.client, "run")
-        rank = RankSession(session, hello, arena, lambda _: None, 0, self.run.steering)
+        rank = RankSession(session, hello, arena, lambda _: None, lambda *_: None, 0, self.run.steering)
         assert rank.connect(hello, arena, None) is None
         self.run.ranks[hello.client] = rank
         return rank
@@ -169,3 +183,34 @@ def test_an_order_is_kept_for_a_rank_between_two_connections(two: Ranks) -> None
     assert two.ranks[0].alive
     two.ranks[0].order(Orders.connected)
     assert [type(message) for message in two.ranks[0].orders.take()] == [Steer]
+
+
+def test_what_a_rank_says_at_length_still_reaches_the_tool(two: Ranks) -> None:
+    reply = two.control(STOP, lambda: two.follow(0, problem="x" * MAX_TEXT_CHARS), lambda: two.follow(1))
+
+    assert reply.message.endswith("x…")
+    assert decode_daemon(encode(reply)) == reply
+
+
+def test_many_runs_in_a_message_still_reach_the_tool(two: Ranks) -> None:
+    runs = [replace(two.run, run_id=f"{number:04}-" + "r" * 250) for number in range(100)]
+    two.runs = lambda: runs  # type: ignore[method-assign]
+    for reply in (two.control(STOP), two.control(Control("stop", "other"))):
+        assert decode_daemon(encode(reply)) == reply
+
+
+def test_a_tool_that_waits_long_looks_seldom(two: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, looks = 0.0, 0
+
+    def wait(seconds: float) -> bool:
+        nonlocal now, looks
+        now, looks = now + seconds, looks + 1
+        return False
+
+    monkeypatch.setattr(control, "time", SimpleNamespace(monotonic=lambda: now))
+    assert (
+        Controller(cast("Registry", two), two._shutdown).control(Control("stop", wait_s=3600.0), wait).code
+        == "failed"
+    )
+    assert now == pytest.approx(3600.0)
+    assert looks < 2 * 3600
