@@ -16,7 +16,10 @@ from dataclasses import dataclass, field
 
 from capd_client.protocol import DropReason
 
-__all__ = ["DAEMON_REASONS", "PageCounters", "Totals", "reconcile"]
+__all__ = ["DAEMON_REASONS", "MAX_COUNT", "PageCounters", "Totals", "reconcile"]
+
+MAX_COUNT = 1 << 48
+"""A larger counter is that of a hostile or broken rank. Sums over tens of thousands of ranks still fit 64 bits."""
 
 DAEMON_REASONS = frozenset(
     {DropReason.BAD_DESCRIPTOR, DropReason.DISK_FULL, DropReason.STORE_ERROR, DropReason.PARTS_LOST}

@@ -13,7 +13,7 @@ import os
 import stat
 
 from capd.errors import ArenaError
-from capd.server.accounting import PageCounters
+from capd.server.accounting import MAX_COUNT, PageCounters
 from capd_client.protocol import (
     COUNTER_DROPS,
     COUNTER_IN_FLIGHT,
@@ -27,7 +27,7 @@ from capd_client.protocol import (
 __all__ = ["MAX_ARENA_NBYTES", "Arena"]
 
 MAX_ARENA_NBYTES = 1 << 44  # 16 TiB: above any node's memory, below where offsets could overflow
-_MAX_COUNT = 1 << 62  # larger counters are a hostile or broken rank's; the catalog holds 63-bit integers
+_MAX_ITERATIONS = 1 << 62  # the protocol's integers have 63 bits
 _REQUIRED_SEALS = {"SHRINK": fcntl.F_SEAL_SHRINK, "GROW": fcntl.F_SEAL_GROW, "SEAL": fcntl.F_SEAL_SEAL}
 
 
@@ -57,13 +57,13 @@ class Arena:
 
     def counters(self) -> PageCounters:
         """Read the rank's counters. Not one atomic reading: exact once the rank is at rest or gone."""
-        words = [min(word, _MAX_COUNT) for word in self._words[: COUNTER_DROPS + len(DROP_REASONS)]]
+        words = [min(word, MAX_COUNT) for word in self._words[: COUNTER_DROPS + len(DROP_REASONS)]]
         dropped = {reason: words[COUNTER_DROPS + at] for at, reason in enumerate(DROP_REASONS)}
         return PageCounters(words[COUNTER_OFFERED], words[COUNTER_IN_FLIGHT], dropped)
 
     def begun(self) -> int:
         """Iterations that the rank has begun: 1 + the current one, 0 before the first."""
-        return min(self._words[COUNTER_STEPS], _MAX_COUNT)
+        return min(self._words[COUNTER_STEPS], _MAX_ITERATIONS)
 
     def is_same_memory(self, fd: int) -> bool:
         """Whether `fd` refers to the memory that is mapped here already."""

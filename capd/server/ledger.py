@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from capd.server.accounting import MAX_COUNT
 from capd.store.catalog_read import LedgerRow
 from capd_client.key import Key
 from capd_client.protocol import DROP_REASONS, Define, Descriptor, DropReason, DropRow
 
 __all__ = ["Ledger"]
+
+_MAX_NBYTES = 1 << 62  # with MAX_COUNT: what a row adds up to can always be encoded
 
 
 class Ledger:
@@ -24,8 +27,8 @@ class Ledger:
         """Take a row as the rank sent it."""
         reason = DROP_REASONS[row.reason].value
         entry = LedgerRow(
-            define.key, define.dtype, reason,
-            row.count, row.nbytes, row.first_iteration, row.last_iteration,
+            define.key, define.dtype, reason, min(row.count, MAX_COUNT), min(row.nbytes, _MAX_NBYTES),
+            row.first_iteration, row.last_iteration,
         )  # fmt: skip
         self._enter(entry)
 
@@ -35,7 +38,8 @@ class Ledger:
         known = self._rows.get((define.key, define.dtype, reason.value))
         count, nbytes, first, last = 1, item.record_nbytes, iteration, iteration
         if known is not None:
-            count, nbytes = known.count + 1, known.nbytes + item.record_nbytes
+            count = known.count + 1
+            nbytes = min(known.nbytes + item.record_nbytes, _MAX_NBYTES)
             first, last = min(first, known.first_iteration), max(last, known.last_iteration)
         self._enter(LedgerRow(define.key, define.dtype, reason.value, count, nbytes, first, last))
 
