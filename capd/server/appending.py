@@ -144,7 +144,7 @@ class AppendThread(threading.Thread):
         return None
 
     def _write_small(self, tasks: list[Task]) -> None:
-        data = [bytes(task.job.data) for task in tasks]
+        data = [bytes(task.job.read()) for task in tasks]
         records: list[tuple[Plan, RecordRow, bytes]] = []
         for task, raw, stats in zip(tasks, data, self._summarised(tasks, data), strict=True):
             plan, row = _planned(task)

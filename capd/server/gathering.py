@@ -1,9 +1,9 @@
 """Gathers records that come in parts: each in a scratch file, written by a thread of its own, until it is whole.
 
 A part is answered as soon as its bytes are in the file, which frees its slot. The whole record then goes the way of
-every other, its bytes a mapping of the file. What a rank sends behind parts waits here for them, so that its records
-stay in the order of capture, and so do the parts of its next record while a whole one is not committed: a rank that
-is faster than the disk waits, and no other rank does.
+every other, read out of the file chunk by chunk. What a rank sends behind parts waits here for them, so that its
+records stay in the order of capture, and so do the parts of its next record while a whole one is not committed: a rank
+that is faster than the disk waits, and no other rank does.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +28,13 @@ __all__ = ["MAX_SCRATCH_FILES", "GatherThread"]
 MAX_SCRATCH_FILES = 64  # of all ranks, from a record's first part to its commit
 
 _Key = tuple[bytes, int]  # client, record
+
+
+@dataclass(frozen=True, slots=True)
+class _Forget:
+    """A place in a client's lane behind which nothing of `record` will come; None: of no record."""
+
+    record: int | None
 
 
 class GatherThread(threading.Thread):
@@ -46,8 +54,8 @@ class GatherThread(threading.Thread):
         self._directory, self._submit, self._tickets, self._budget = directory, submit, tickets, budget
         self._files: dict[_Key, Scratch] = {}  # gathering; this thread's own
         self._changed = threading.Condition()
-        # By client, never empty, in order; None: the client is gone. The client that was served last comes last.
-        self._lanes: OrderedDict[bytes, deque[Task | None]] = OrderedDict()
+        # By client, never empty, in order. The client that was served last comes last.
+        self._lanes: OrderedDict[bytes, deque[Task | _Forget]] = OrderedDict()
         self._whole: dict[
             bytes, int
         ] = {}  # clients with a record that is whole and not committed, and how many
@@ -64,9 +72,9 @@ class GatherThread(threading.Thread):
         self._put(client, task)
         return True
 
-    def forget(self, client: bytes) -> None:
-        """The client is gone and nothing of it in work: let go of what it did not finish."""
-        self._put(client, None)
+    def forget(self, client: bytes, record: int | None = None) -> None:
+        """Let go of a record that lacks parts, once what came before this is done; None: of all of this client's."""
+        self._put(client, _Forget(record))
 
     @property
     def held_nbytes(self) -> int:
@@ -86,8 +94,8 @@ class GatherThread(threading.Thread):
         """The thread's loop."""
         while (client := self._next()) is not None:
             task = self._lanes[client][0]
-            if task is None:
-                for key in [key for key in self._files if key[0] == client]:
+            if isinstance(task, _Forget):
+                for key in [key for key in self._files if key[0] == client and task.record in (None, key[1])]:
                     self._discard(key)
             elif task.job.descriptor.part is None:
                 self._submit(task)
@@ -98,7 +106,7 @@ class GatherThread(threading.Thread):
         for key in list(self._files):
             self._discard(key)
 
-    def _put(self, client: bytes, task: Task | None) -> None:
+    def _put(self, client: bytes, task: Task | _Forget) -> None:
         with self._changed:
             self._lanes.setdefault(client, deque()).append(task)
             self._changed.notify_all()
@@ -111,7 +119,7 @@ class GatherThread(threading.Thread):
 
     def _may_go_on(self, client: bytes) -> bool:
         task = self._lanes[client][0]
-        part = None if task is None else task.job.descriptor.part
+        part = None if isinstance(task, _Forget) else task.job.descriptor.part
         return part is None or part.first > 0 or client not in self._whole
 
     def _done(self, client: bytes) -> None:
@@ -152,7 +160,7 @@ class GatherThread(threading.Thread):
                 return refusal
         if key not in self._files:
             return DropReason.STORE_ERROR, "a part before it was refused"
-        self._files[key].append(job.data)
+        self._files[key].append(memoryview(job.read()))
         return None
 
     def _begin(self, key: _Key, run_id: str, nbytes: int) -> Refusal | None:
@@ -171,24 +179,24 @@ class GatherThread(threading.Thread):
         descriptor = replace(
             job.descriptor, sequence=job.descriptor.record, offset=0, nbytes=file.nbytes, part=None
         )
-        data = file.mapped()
-        file.close()
         del self._files[key]
         with self._changed:
             self._whole[job.client] = self._whole.get(job.client, 0) + 1
-        sink = _LastPart(job.sink, job.sequence, partial(self._committed, job.client, file.nbytes))
+        sink = _LastPart(job.sink, job.sequence, partial(self._settled, job.client, file))
         whole = dataclasses.replace(
-            job, sequence=descriptor.sequence, descriptor=descriptor, data=data, sink=sink, budgeted=True
+            job, sequence=descriptor.sequence, descriptor=descriptor, data=file, sink=sink, budgeted=True
         )
         self._submit(Task(whole, task.ticket))
 
-    def _committed(self, client: bytes, nbytes: int) -> None:
+    def _settled(self, client: bytes, file: Scratch) -> None:
+        """The outcome of a whole record is known: nobody reads its file any more."""
+        file.close()
         with self._changed:
             self._whole[client] -= 1
             if not self._whole[client]:
                 del self._whole[client]
             self._changed.notify_all()
-        self._hold(-1, -nbytes)
+        self._hold(-1, -file.nbytes)
 
     def _discard(self, key: _Key) -> None:
         file = self._files.pop(key, None)

@@ -10,8 +10,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
+
+from capd.store.encode import Blocks, as_array
 from capd.store.frames import StatsRow
 from capd.store.geometry import SMALL_NBYTES
+from capd.store.scratch import Scratch
 from capd.store.series import Plan
 from capd_client.protocol import Define, Descriptor, DropReason
 from capd_client.statistics_row import ROW_NBYTES
@@ -46,7 +50,7 @@ class DiskLimit(Protocol):
 
 @dataclass(slots=True)
 class Job:
-    """One descriptor to commit. `data`: exactly its bytes, in the arena; let go of when the job is done.
+    """One descriptor to commit. `data`: exactly its bytes, in the arena, let go of when the job is done; or in a file.
 
     stats: its statistics, if the rank computed them. budgeted: the disk budget let it pass already.
     """
@@ -56,10 +60,21 @@ class Job:
     sequence: int
     define: Define
     descriptor: Descriptor
-    data: memoryview
+    data: memoryview | Scratch
     sink: Sink
     stats: StatsRow | None = None
     budgeted: bool = False
+
+    def read(self, limit: int | None = None) -> memoryview | bytes:
+        """Its bytes, or the first ones. Raises OSError."""
+        nbytes = self.descriptor.nbytes if limit is None else min(limit, self.descriptor.nbytes)
+        return self.data[:nbytes] if isinstance(self.data, memoryview) else bytes(self.data.read(0, nbytes))
+
+    def as_array(self, stored: np.dtype[np.generic], shape: tuple[int, ...]) -> Blocks:
+        """Its bytes as an array."""
+        if isinstance(self.data, memoryview):
+            return as_array(self.data, stored, shape)
+        return self.data.as_array(stored, shape)
 
     @property
     def kept_nbytes(self) -> int:
@@ -115,48 +130,55 @@ class Booked:
 
 @dataclass(slots=True)
 class _Lane:
+    client: bytes
     tasks: deque[Task]
     credit: int = TURN_NBYTES  # below 1: the others' turn
 
 
 class Lanes:
     """One queue per client, emptied in turn, TURN_NBYTES at a time: neither many records nor large ones of one rank
-    starve the others (deficit round robin). Unbounded; the slots that queued jobs occupy in the ranks' arenas bound
-    it."""
+    starve the others (deficit round robin). A client whose queue is empty still owes what it took beyond its turn, else
+    large records that come one at a time would pass those of everybody. Unbounded; the slots that queued jobs occupy in
+    the ranks' arenas bound it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._lanes: dict[bytes, _Lane] = {}
+        self._lanes: dict[bytes, _Lane] = {}  # of clients with tasks, or in debt
         self._turns: deque[_Lane] = deque()
+        self._waiting = 0
         self._closed = False
 
     def put(self, task: Task) -> None:
         """Queue a task behind its client's others."""
+        client = task.job.client
         with self._changed:
-            lane = self._lanes.get(task.job.client)
-            if lane is not None:
-                lane.tasks.append(task)
-                return
-            lane = self._lanes[task.job.client] = _Lane(deque([task]))
-            self._turns.append(lane)
-            self._changed.notify()
+            lane = self._lanes.get(client)
+            if lane is None:
+                lane = self._lanes[client] = _Lane(client, deque())
+                self._turns.append(lane)
+            lane.tasks.append(task)
+            self._waiting += 1
+            if self._waiting == 1:
+                self._changed.notify()
 
     def get(self, limit: int) -> list[Task]:
         """The next tasks, at most `limit`, waiting for one; empty once the lanes are closed and empty."""
         with self._changed:
-            self._changed.wait_for(lambda: self._turns or self._closed)
-            return [self._next() for _ in range(limit) if self._turns]
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            return [self._next() for _ in range(min(limit, self._waiting))]
 
     def _next(self) -> Task:
         turns = self._turns
-        while (lane := turns[0]).credit <= 0:
-            lane.credit += TURN_NBYTES
-            turns.rotate(-1)
+        while (lane := turns[0]).credit <= 0 or not lane.tasks:
+            if lane.credit <= 0:
+                lane.credit += TURN_NBYTES
+                turns.rotate(-1)
+            else:
+                turns.popleft()
+                del self._lanes[lane.client]
         task = lane.tasks.popleft()
+        self._waiting -= 1
         lane.credit -= task.job.descriptor.nbytes + _TASK_NBYTES
-        if not lane.tasks:
-            turns.popleft()
-            del self._lanes[task.job.client]
         return task
 
     def close(self) -> None:

@@ -27,14 +27,16 @@ from capd.errors import StoreError
 from capd.server.appending import AppendThread
 from capd.server.gathering import GatherThread
 from capd.server.jobs import Booked, DiskLimit, Job, Lanes, RunTotals, Task, Tickets
+from capd.server.refusals import refusal_of
 from capd.store.catalog_read import SessionRow
-from capd.store.dtypes import statistics_of
-from capd.store.encode import ChunkResult, as_array, blocks, encode_chunk
+from capd.store.codec_choice import SAMPLE_NBYTES
+from capd.store.dtypes import statistics_of, stored_type
+from capd.store.encode import ChunkResult, encode_chunk, pieces, summarise_piece
+from capd.store.geometry import CHUNK_NBYTES
 from capd.store.options import StoreOptions
 from capd.store.run import RunStore
 from capd.store.series import Plan
 from capd.store.settle import Room
-from capd.store.statistics import summarise
 from capd_client.protocol import DropReason
 
 __all__ = ["Pipeline", "plan_of"]
@@ -117,16 +119,16 @@ class Pipeline:
         if not self._gathering.takes(task):
             self._lanes.put(task)
 
-    def forget(self, client: bytes) -> None:
-        """The client is gone for good: let go of records that it sent only some parts of."""
-        self._gathering.forget(client)
+    def forget(self, client: bytes, record: int | None = None) -> None:
+        """Let go of what there is of a record that lacks parts; None: of all of this client's."""
+        self._gathering.forget(client, record)
 
     def flush(self) -> Future[None]:
         """Resolves when everything submitted so far is committed or refused."""
         return self._tickets.all_so_far()
 
     def post(self, run_id: str, action: Callable[[RunStore], Any]) -> Future[Any]:
-        """Run `action` with the run's store on the append thread."""
+        """Run `action` with the run's store on the append thread. Its errors come as OSError or StoreError."""
         done: Future[Any] = Future()
 
         def call() -> None:
@@ -135,8 +137,13 @@ class Pipeline:
                 if store is None:
                     raise StoreError(f"run {run_id!r} was closed meanwhile", retry=True)
                 done.set_result(action(store))
-            except Exception as error:  # it belongs to whoever waits for the result
+            except (OSError, StoreError) as error:  # it belongs to whoever waits for the result
                 done.set_exception(error)
+            except sqlite3.Error as error:
+                done.set_exception(StoreError(f"the catalog of run {run_id!r} failed: {error}"))
+            except Exception as error:  # as above, and the thread must go on
+                logger.exception("an action on run %s failed", run_id)
+                done.set_exception(StoreError(f"internal error: {type(error).__name__}: {error}"))
 
         self._appending.inbox.put(call)
         return done
@@ -176,7 +183,7 @@ class Pipeline:
             for run_id in self.open_runs():
                 try:
                     self.post(run_id, RunStore.seal).result(timeout=max(0.0, until - time.monotonic()))
-                except (OSError, StoreError, sqlite3.Error) as error:
+                except (OSError, StoreError) as error:
                     if isinstance(error, TimeoutError):
                         raise
                     if run_id not in self._runs:
@@ -219,8 +226,7 @@ class Pipeline:
             self._tickets.admit(task.ticket, nbytes, new_series)
             task.plan = plan
         except Exception as error:  # outermost loop of the thread: one job must not end the daemon
-            logger.exception("job %d could not be planned", job.sequence)
-            task.refusal = (DropReason.STORE_ERROR, f"internal error: {error}")
+            task.refusal = refusal_of(error)
 
     def _encode(self, task: Task) -> None:
         assert task.chunks is not None  # noqa: S101 - set by the caller
@@ -240,12 +246,15 @@ class Pipeline:
         plan, job = task.plan, task.job
         assert plan is not None  # noqa: S101 - a task without a plan was refused
         if not job.descriptor.payload:
-            for block in blocks(job.data, job.define.dtype):
-                self._booked.take(block.nbytes)
-                yield self._pool.submit(summarise, block, job.define.dtype), block.nbytes
+            dtype = job.define.dtype
+            stored = stored_type(dtype).stored
+            flat = job.as_array(stored, (job.descriptor.nbytes // stored.itemsize,))
+            for piece in pieces(job.descriptor.nbytes, stored.itemsize):
+                self._booked.take(CHUNK_NBYTES)
+                yield self._pool.submit(summarise_piece, flat, piece, dtype), CHUNK_NBYTES
             return
         geometry, chain, shape = plan.geometry, plan.chain, job.descriptor.shape
-        record = as_array(job.data, chain.stored, shape)
+        record = job.as_array(chain.stored, shape)
         statistics = job.define.dtype if self._options.statistics and job.stats is None else None
         nbytes = prod(geometry.chunk) * geometry.itemsize
         for ordinal, slices in geometry.chunks(shape):
@@ -260,7 +269,7 @@ def plan_of(store: RunStore, job: Job) -> Plan:
     """Which series the record goes to: one of tensors, or one of statistics, whose codec no sample decides."""
     define, shape = job.define, job.descriptor.shape
     if job.descriptor.payload:
-        return store.plan(define.key, define.dtype, define.attributes, shape, job.data)
+        return store.plan(define.key, define.dtype, define.attributes, shape, job.read(SAMPLE_NBYTES))
     return store.plan(define.key, statistics_of(define.dtype), define.attributes, shape, b"")
 
 

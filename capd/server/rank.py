@@ -44,6 +44,7 @@ class RankSession:
         hello: Hello,
         arena: Arena,
         submit: Callable[[Job], None],
+        forget: Callable[[bytes, int], None],
         started_ns: int,
         steering: RunSteering,
     ) -> None:
@@ -53,7 +54,7 @@ class RankSession:
         self.started_ns = started_ns
         self.ended_ns: int | None = None
         self.lost_at = time.monotonic()  # when its connection was last seen to go
-        self._submit = submit
+        self._submit, self._forget = submit, forget
         self._arena: Arena | None = arena
         self._last_page = PageCounters()  # once the arena is released
         self._sender: Sender | None = None
@@ -124,11 +125,14 @@ class RankSession:
                 if connection != self.session.connection:
                     return False
                 new = self.session.put(items)
+                abandoned = self.session.take_abandoned()
                 self._wake_sender()
             for item, define in new:
                 data = arena.slice(item.offset, item.nbytes)
                 known = stats.get(item.sequence)
                 self._submit(Job(self.run_id, self.client, item.sequence, define, item, data, self, known))
+            for record in abandoned:
+                self._forget(self.client, record)
         return True
 
     def tell(self, connection: int, act: Callable[[Session], None]) -> bool:

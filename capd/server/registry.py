@@ -181,7 +181,15 @@ class Registry:
                     before = run.finished.get(client)
                     started_ns = before.started_ns if before else time.time_ns()
                     session = Session(client, run.run_id, committed)
-                    rank = RankSession(session, hello, arena, self._pipeline.submit, started_ns, run.steering)
+                    rank = RankSession(
+                        session,
+                        hello,
+                        arena,
+                        self._pipeline.submit,
+                        self._pipeline.forget,
+                        started_ns,
+                        run.steering,
+                    )
                 reject = rank.connect(hello, arena, process)
                 if reject is not None:
                     raise Refusal(reject.code, reject.message)

@@ -88,6 +88,7 @@ class Session:
         self.ledger = Ledger()
         self._refused: dict[int, DropReason] = {}  # by record
         self._unfinished = Unfinished()
+        self._abandoned: list[int] = []  # records of which parts are here and no more will be taken
         self._define_nbytes = 0
         self._acks = RangeSet()
         self._nacks: list[NackRow] = []
@@ -170,7 +171,11 @@ class Session:
             elif (reason := self._refused.get(record)) is not None:
                 self._nack(sequence, reason, "refused before")
             elif problem is not None or define is None:
-                self._refuse(item, define, DropReason.BAD_DESCRIPTOR, problem or "undefined key")
+                self._turn_away(item, define, DropReason.BAD_DESCRIPTOR, problem or "undefined key")
+            elif record in (self._unfinished if item.part is None else self.in_work):
+                self._turn_away(
+                    item, None, DropReason.BAD_DESCRIPTOR, f"sequence {record} is in work already"
+                )
             elif item.part is None or self._is_new_part(item):
                 submission = (item, define)
                 self.in_work[sequence] = submission
@@ -182,11 +187,22 @@ class Session:
         try:
             new = self._unfinished.take(item)
         except PartRefused as refused:
-            self._refuse(item, None, refused.reason, str(refused))
+            self._turn_away(item, None, refused.reason, str(refused))
             return False
         if not new:
             self._ack(item.sequence)
         return new
+
+    def _turn_away(self, item: Descriptor, define: Define | None, reason: DropReason, message: str) -> None:
+        """Refuse what is not in work, and with a part all that is here of its record."""
+        self._refuse(item, define, reason, message)
+        if self._unfinished.forget(item.record):
+            self._abandoned.append(item.record)
+
+    def take_abandoned(self) -> list[int]:
+        """Hand over the records that the pipeline must let go of, behind what `put` returned before."""
+        abandoned, self._abandoned = self._abandoned, []
+        return abandoned
 
     def drops(self, message: Drops) -> None:
         """Take cumulative rows of the rank's drop ledger. Raises ProtocolError on an undefined key."""

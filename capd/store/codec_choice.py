@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from capd.store.codecs import chain_for, parse_codec
 from capd.store.dtypes import stored_type
 
-__all__ = ["choose", "codec_name"]
+__all__ = ["SAMPLE_NBYTES", "choose", "codec_name"]
 
 _PLANES = "blosc:zstd:1:shuffle:1048576"
 _BITS = "blosc:lz4:5:bitshuffle"
 _WIDE_FLOATS = frozenset({"bfloat16", "float16", "float32", "float64"})
-_SAMPLE_NBYTES = 512 << 10
+SAMPLE_NBYTES = 512 << 10
 _WORTH = 0.02  # of the raw size: what a slower candidate must save
 _DEGENERATE = 8.0  # a first record that shrinks this much (all zeros, say) tells nothing about the next ones
 
@@ -31,7 +31,7 @@ def codec_name(setting: str, dtype: str, sample: memoryview | bytes, *, is_small
     """
     if setting == "auto":
         stored = stored_type(dtype).stored
-        usable = min(len(sample), _SAMPLE_NBYTES) // stored.itemsize * stored.itemsize
+        usable = min(len(sample), SAMPLE_NBYTES) // stored.itemsize * stored.itemsize
         found = choose(np.frombuffer(sample[:usable], dtype=stored), dtype)
     elif setting in ("default", "fast"):
         found = _preset(setting, dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,14 +15,23 @@ from capd.store.geometry import CHUNK_NBYTES, Geometry
 from capd.store.statistics import summarise, summarise_rows
 
 __all__ = [
+    "Blocks",
     "ChunkResult",
     "as_array",
-    "blocks",
     "encode_batch",
     "encode_chunk",
+    "pieces",
+    "summarise_piece",
     "summarise_small",
     "whole_chunk",
 ]
+
+
+class Blocks(Protocol):
+    """A record as an array, in memory or on a disk."""
+
+    def __getitem__(self, slices: tuple[slice, ...], /) -> NDArray[np.generic]:
+        """The elements between the slices, one per axis. May raise OSError."""
 
 
 class ChunkResult(NamedTuple):
@@ -41,15 +50,19 @@ def as_array(
     return np.frombuffer(data, dtype=stored).reshape(shape)
 
 
-def blocks(data: memoryview | bytes, dtype: str) -> Iterator[NDArray[np.generic]]:
-    """The elements of a record of torch dtype `dtype`, in pieces of CHUNK_NBYTES; no copy."""
-    bits = np.frombuffer(data, dtype=stored_type(dtype).stored)
-    count = CHUNK_NBYTES // bits.itemsize
-    return (bits[at : at + count] for at in range(0, bits.size, count))
+def pieces(nbytes: int, itemsize: int) -> Iterator[tuple[slice]]:
+    """Slices of CHUNK_NBYTES, the last one shorter, into the elements of a record of `nbytes`."""
+    elements, count = nbytes // itemsize, CHUNK_NBYTES // itemsize
+    return ((slice(at, min(at + count, elements)),) for at in range(0, elements, count))
+
+
+def summarise_piece(record: Blocks, slices: tuple[slice, ...], dtype: str) -> StatsRow:
+    """Statistics of a part of a record of torch dtype `dtype`."""
+    return summarise(record[slices], dtype)
 
 
 def encode_chunk(
-    record: NDArray[np.generic],
+    record: Blocks,
     ordinal: int,
     slices: tuple[slice, ...],
     geometry: Geometry,

@@ -1,19 +1,23 @@
 """A file without a name that bytes gather in before they are a record: it goes with the last that holds it.
 
 Its space is taken when it is made, so that a full disk is an error then, and no write or read of it fails for want
-of space later.
+of space later. It is read, not mapped: where the disk fails, a read is an error, and a page of a mapping is the end of
+the process.
 """
 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
+from math import prod
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from capd.store.files import pwrite_all, unlink
 
-__all__ = ["Scratch"]
+__all__ = ["Scratch", "ScratchArray"]
 
 _NOT_HERE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL})  # file systems without O_TMPFILE
 
@@ -36,15 +40,50 @@ class Scratch:
         pwrite_all(self._fd, [data], self.filled)
         self.filled += len(data)
 
-    def mapped(self) -> memoryview:
-        """All of it, read-only; the file lives as long as the view does."""
-        return memoryview(mmap.mmap(self._fd, self.nbytes, mmap.MAP_SHARED, mmap.PROT_READ))
+    def read(self, first: int, nbytes: int) -> bytearray:
+        """A copy of some of it. Raises OSError, also where the file is shorter than it was made."""
+        data = bytearray(nbytes)
+        view, done = memoryview(data), 0
+        while done < nbytes:
+            count = os.preadv(self._fd, [view[done:]], first + done)
+            if not count:
+                raise OSError(errno.EIO, f"a scratch file ends {nbytes - done} bytes too early")
+            done += count
+        return data
+
+    def as_array(self, stored: np.dtype[np.generic], shape: tuple[int, ...]) -> ScratchArray:
+        """Its bytes (C order) as an array of their stored dtype, of which slices are read when they are taken."""
+        return ScratchArray(self, stored, shape)
 
     def close(self) -> None:
-        """Let go of the file; views stay. Idempotent."""
+        """Let go of the file. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+class ScratchArray:
+    """A record in a scratch file. Of a slice everything from its first element to its last is read, which for a
+    chunk of a series is the chunk."""
+
+    def __init__(self, file: Scratch, stored: np.dtype[np.generic], shape: tuple[int, ...]) -> None:
+        self._file, self._stored, self._shape = file, stored, shape
+
+    def __getitem__(self, slices: tuple[slice, ...]) -> NDArray[np.generic]:
+        """A copy of the block between non-empty slices without strides, one per axis. Raises OSError."""
+        if not slices:
+            return np.frombuffer(self._file.read(0, self._stored.itemsize), self._stored).reshape(())
+        split = next((at for at, part in enumerate(slices) if part.stop - part.start > 1), len(slices) - 1)
+        row = self._shape[split + 1 :]
+        outer = 0
+        for part, extent in zip(slices[:split], self._shape[:split], strict=True):
+            outer = outer * extent + part.start
+        first = (outer * self._shape[split] + slices[split].start) * prod(row)
+        rows = slices[split].stop - slices[split].start
+        itemsize = self._stored.itemsize
+        read = self._file.read(first * itemsize, rows * prod(row) * itemsize)
+        block = np.frombuffer(read, self._stored).reshape((1,) * split + (rows, *row))
+        return block[(slice(None),) * (split + 1) + slices[split + 1 :]]
 
 
 def _nameless(directory: Path) -> int:

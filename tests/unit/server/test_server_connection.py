@@ -73,7 +73,9 @@ class FakeRegistry:
         arena = Arena(fd, hello.arena_nbytes)
         if self.rank is None:
             session = Session(hello.client, "run")
-            self.rank = RankSession(session, hello, arena, self.jobs.append, 0, self.steering)
+            self.rank = RankSession(
+                session, hello, arena, self.jobs.append, lambda *_: None, 0, self.steering
+            )
         if self.handle is not None and process is not None:
             os.dup2(self.handle, process)  # the connection polls this very descriptor
         reject = self.rank.connect(hello, arena, process)

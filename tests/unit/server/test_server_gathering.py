@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from capd.server import gathering
 from capd.server.gathering import GatherThread
 from capd.server.jobs import Job, Task, Tickets
+from capd.store.geometry import Geometry
 from capd.store.scratch import Scratch
 from capd_client.key import Key, Moment
 from capd_client.protocol import Define, Descriptor, DropReason, Part
@@ -114,8 +116,7 @@ def test_a_whole_record_is_one_job_with_its_own_sequence_and_answers_its_last_pa
     task = bench.whole()
     job = task.job
     assert (job.sequence, job.descriptor.sequence, job.descriptor.part) == (40, 40, None)
-    assert (job.descriptor.nbytes, bytes(job.data), job.budgeted) == (TOTAL, bytes([40]) * TOTAL, True)
-    assert job.data.readonly
+    assert (job.descriptor.nbytes, bytes(job.read()), job.budgeted) == (TOTAL, bytes([40]) * TOTAL, True)
     assert bench.budget.asked == [2 * TOTAL]
     assert bench.thread.held_nbytes == TOTAL
     assert list(bench.directory.iterdir()) == []
@@ -166,7 +167,7 @@ def test_parts_of_two_records_may_alternate(bench: Bench) -> None:
         for record in (40, 60):
             part = Part(record, 10 * n, TOTAL)
             bench.put(record + 1 + n, part=part, data=bytes([record + n]) * 10)
-    found = [bytes(bench.whole().job.data) for _ in range(2)]
+    found = [bytes(bench.whole().job.read()) for _ in range(2)]
     assert found == [b"".join(bytes([record + n]) * 10 for n in range(3)) for record in (40, 60)]
 
 
@@ -184,6 +185,15 @@ def test_a_record_given_up_and_a_client_that_is_gone_leave_no_file(bench: Bench)
     bench.put(70, part=Part(69, 0, 10), data=bytes(10))
     assert bench.whole().job.sequence == 69
     assert bench.thread.held_nbytes == TOTAL + 10  # B's, and this one
+
+
+def test_one_record_can_be_let_go_of(bench: Bench) -> None:
+    bench.parts(40, upto=2)
+    bench.parts(60, upto=2)
+    bench.thread.forget(A, 40)
+    bench.put(63, part=Part(60, 20, TOTAL), data=bytes(10))
+    assert bench.whole().job.sequence == 60
+    assert bench.thread.held_nbytes == TOTAL
 
 
 def test_no_room_is_said_before_anything_is_written_and_refuses_the_rest(bench: Bench) -> None:
@@ -210,7 +220,7 @@ def test_a_disk_that_is_full_after_all_refuses_the_record(
     assert bench.files() == 0
     assert bench.thread.held_nbytes == 0
     bench.parts(60)
-    assert bytes(bench.whole().job.data) == bytes([60]) * TOTAL
+    assert bytes(bench.whole().job.read()) == bytes([60]) * TOTAL
 
 
 def test_files_are_limited(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,12 +265,28 @@ def test_a_scratch_file_is_private_has_its_space_and_leaves_no_name(
     assert list(tmp_path.iterdir()) == []
     scratch.append(memoryview(b"a" * 5))
     scratch.append(memoryview(b"b" * ((1 << 20) - 5)))
-    view = scratch.mapped()
+    assert bytes(scratch.read(0, 6)) == b"aaaaab"
+    assert bytes(scratch.read((1 << 20) - 1, 1)) == b"b"
+    with pytest.raises(OSError, match="too early"):
+        scratch.read(1 << 20, 1)
     scratch.close()
     scratch.close()
-    assert view[:6] == b"aaaaab"
-    assert view[-1:] == b"b"
-    view.release()
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunk"),
+    [((), ()), ((7,), (7,)), ((10,), (3,)), ((4, 5), (1, 2)), ((3, 4, 5), (1, 3, 5)), ((3, 4, 5), (2, 2, 2))],
+)
+def test_slices_of_a_scratch_file_are_those_of_the_array(
+    tmp_path: Path, shape: tuple[int, ...], chunk: tuple[int, ...]
+) -> None:
+    array = np.arange(int(np.prod(shape)), dtype="<u2").reshape(shape)
+    scratch = Scratch(tmp_path, array.nbytes)
+    scratch.append(memoryview(array.tobytes()))
+    geometry = Geometry(tuple(-(-n // c) * c for n, c in zip(shape, chunk, strict=True)), chunk, 1, 1, 2)
+    for _, slices in geometry.chunks(shape):
+        np.testing.assert_array_equal(scratch.as_array(array.dtype, shape)[slices], array[slices])
+    scratch.close()
 
 
 def test_a_disk_without_room_is_an_error_at_once_and_leaves_no_descriptor(

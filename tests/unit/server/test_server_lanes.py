@@ -49,6 +49,28 @@ def test_small_records_do_not_wait_for_as_many_large_ones(first: bytes) -> None:
     assert set(take(lanes, 2)) <= {b"large", b"small"}  # they are not forgotten either
 
 
+def test_large_records_that_come_one_at_a_time_pay_for_what_they_took() -> None:
+    lanes = Lanes()
+    put(lanes, b"small", SMALL, 10_000)
+    put(lanes, b"large", LARGE)
+    taken: Counter[bytes] = Counter()
+    while taken[b"small"] < 5_000:
+        [client] = take(lanes, 1)
+        taken[client] += 1
+        if client == b"large":  # its queue was empty
+            put(lanes, b"large", LARGE)
+    assert taken[b"large"] <= 1 + 5_000 * (SMALL + (16 << 10)) // LARGE + 1
+
+
+def test_a_client_that_left_is_forgotten_when_it_owes_nothing_any_more() -> None:
+    lanes = Lanes()
+    put(lanes, b"gone", LARGE)
+    take(lanes, 1)
+    put(lanes, b"alone", SMALL, 2000)
+    assert take(lanes, 2000) == [b"alone"] * 2000
+    assert list(lanes._lanes) == [b"alone"]
+
+
 def test_one_clients_order_is_kept_and_nothing_is_lost() -> None:
     lanes = Lanes()
     sizes = [LARGE, 0, SMALL, LARGE * 100, SMALL, 0]

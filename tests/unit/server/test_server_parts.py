@@ -152,6 +152,46 @@ def test_parts_out_of_order_are_refused(session: Session, second: Descriptor) ->
     assert nacked(session.take_replies()).keys() == {12}
 
 
+def other_size() -> Descriptor:
+    return Descriptor(12, 4096, 10, 0, (20,), Moment(), part=Part(RECORD, 10, 20))
+
+
+def test_parts_that_name_another_size_refuse_the_record(session: Session) -> None:
+    put(session, part(0))
+    assert put(session, other_size()) == []
+    assert nacked(session.take_replies()) == {12: DropReason.BAD_DESCRIPTOR}
+    assert put(session, part(10), part(20)) == []
+
+
+def test_what_is_here_of_a_refused_record_is_let_go_of_and_makes_room(session: Session) -> None:
+    put(session, part(0))
+    put(session, other_size())
+    put(session, part(0, record=100))
+    session.put([(part(10, record=100), DEFINE, "its metadata is no JSON")])
+    assert session.take_abandoned() == [RECORD, 100]
+    assert session.take_abandoned() == []
+    records = [part(0, record=1000 * n) for n in range(1, MAX_UNFINISHED + 1)]
+    assert len(put(session, *records)) == MAX_UNFINISHED
+
+
+def test_a_record_that_is_whole_cannot_be_given_up(session: Session) -> None:
+    put(session, part(0), part(10), part(20))
+    assert put(session, give_up()) == []
+    assert acked(session.take_replies()) == [19]
+    assert put(session, part(0, sequence=18)) == [], "it is not begun anew beside itself"
+
+
+def test_one_sequence_is_not_a_record_in_parts_and_another_one(session: Session) -> None:
+    plain = Descriptor(RECORD, 4096, 10, 0, (10,), Moment())
+    put(session, part(0))
+    assert put(session, plain) == []
+    assert nacked(session.take_replies()) == {RECORD: DropReason.BAD_DESCRIPTOR}
+
+    other = connect(Session(CLIENT, "run"))
+    assert put(other, plain, part(0)) == [RECORD]
+    assert nacked(other.take_replies()) == {11: DropReason.BAD_DESCRIPTOR}
+
+
 def test_records_that_lack_parts_are_limited(session: Session) -> None:
     records = [part(0, record=100 * n) for n in range(1, MAX_UNFINISHED + 2)]
     assert len(put(session, *records)) == MAX_UNFINISHED

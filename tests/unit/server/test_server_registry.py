@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import sqlite3
 import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from test_server_arena import NBYTES, memfd
 
@@ -21,7 +24,20 @@ from capd.server.rank import RETURN_S, RankSession
 from capd.server.registry import Refusal, Registry
 from capd.store.options import StoreOptions
 from capd_client.key import Key, Moment
-from capd_client.protocol import Ack, Define, Descriptor, Hello, Put
+from capd_client.protocol import (
+    PAGE_NBYTES,
+    Ack,
+    Define,
+    Descriptor,
+    DropReason,
+    DropRow,
+    Drops,
+    Hello,
+    Part,
+    Put,
+    StatsReply,
+    encode,
+)
 
 DEFINE = Define(id=0, key=Key(quant_type="bf16", rank=0, tensor_name="x"), dtype="bfloat16")
 
@@ -201,3 +217,66 @@ def test_of_many_ranks_that_lost_their_connection_the_first_are_given_up(
     for rank in ranks[2:]:
         rank.lost_at -= RETURN_S + 1
     wait_until(lambda: registry.tick() or registry.is_quiet())
+
+
+def test_counters_beyond_all_measure_keep_nobody_from_the_counters(registry: Registry) -> None:
+    most = 2**63 - 1
+    for _ in range(8):
+        fd = memfd()
+        os.pwrite(fd, b"\xff" * (PAGE_NBYTES - 8), 8)
+        hello = Hello(
+            protocol=1, client=os.urandom(16), connection=1, run_id="run", rank=0, arena_nbytes=NBYTES
+        )
+        rank = registry.admit(hello, fd, None)
+        os.close(fd)
+        assert rank.tell(1, lambda session: session.define(DEFINE, 10))
+        assert rank.tell(1, lambda session: session.drops(Drops([DropRow(0, 0, most, most, 0, most)])))
+        msgspec.msgpack.encode(rank.row())
+    [stats] = registry.stats("run")
+    encode(StatsReply(stats.model_dump(mode="json")))
+
+
+def test_what_goes_wrong_on_the_append_thread_is_an_error_of_the_store(
+    pipeline: Pipeline, registry: Registry
+) -> None:
+    def fail(error: Exception) -> Callable[[object], None]:
+        def action(_: object) -> None:
+            raise error
+
+        return action
+
+    join(registry, "run")
+    for error in (sqlite3.DatabaseError("malformed"), ValueError("unforeseen")):
+        with pytest.raises(StoreError, match=str(error)):
+            pipeline.post("run", fail(error)).result(20)
+    with pytest.raises(FileNotFoundError):
+        pipeline.post("run", fail(FileNotFoundError())).result(20)
+    pipeline.seal("run").result(20)
+
+
+@pytest.mark.parametrize("payload", [True, False])
+@pytest.mark.parametrize("nbytes", [8, 6 << 20])
+def test_a_disk_that_cannot_read_parts_back_costs_their_record_alone(
+    registry: Registry, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, payload: bool, nbytes: int
+) -> None:
+    def fails(*_: object) -> int:
+        raise OSError(errno.EIO, "input/output error")
+
+    monkeypatch.setattr(os, "preadv", fails)
+    rank = join(registry, "run")
+    assert rank.tell(1, lambda session: session.define(DEFINE, 10))
+    firsts = range(0, nbytes, 4096)
+    parts = [
+        Descriptor(
+            2 + at, PAGE_NBYTES, min(4096, nbytes - first), 0, (nbytes // 2,), Moment(),
+            payload=payload, part=Part(1, first, nbytes),
+        )
+        for at, first in enumerate(firsts)
+    ]  # fmt: skip
+    for at in range(0, len(parts), 64):
+        assert rank.put(1, Put(parts[at : at + 64]))
+    assert rank.put(1, Put([Descriptor(parts[-1].sequence + 1, PAGE_NBYTES, 8, 0, (4,), Moment())]))
+    assert rank.wait_idle(20)
+    assert rank.session.refused_counts == {DropReason.STORE_ERROR: 1}
+    assert rank.session.done.ranges() == [(parts[-1].sequence + 1, parts[-1].sequence + 1)]
+    assert pipeline.scratch_nbytes == 0
