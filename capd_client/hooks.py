@@ -149,7 +149,7 @@ class _Plan:
         self.steps = Ranges(config.steps) if steps is None else self._ranges(str(steps), config.steps)
         self.micro_batches = _restricting(config.micro_batches)
         self.ranks = _restricting(config.ranks)
-        self.tensors = self._known_tensors("tensors", DEFAULT_TENSORS if tensors is None else tensors)
+        self.tensors = self._chosen_tensors(DEFAULT_TENSORS if tensors is None else tensors)
         self.slices = self._parsed_slices(slices, config.slice or {})
         self.select = (select,) if isinstance(select, str) else tuple(select or ())
 
@@ -172,6 +172,12 @@ class _Plan:
             found = parse_slices(default)
         known = self._known_tensors("slices", found)
         return {name: take for name, take in found.items() if name in known}
+
+    def _chosen_tensors(self, names: Iterable[str]) -> frozenset[str]:
+        """The known ones; the default where names were given and none of them is known."""
+        wanted = frozenset([names] if isinstance(names, str) else names)
+        known = self._known_tensors("tensors", wanted)
+        return frozenset(DEFAULT_TENSORS) if wanted and not known else known
 
     def _known_tensors(self, argument: str, names: Iterable[str]) -> frozenset[str]:
         wanted = frozenset([names] if isinstance(names, str) else names)
@@ -231,9 +237,9 @@ def _attach(sink: Sink, model: nn.Module, handle: WatchHandle, plan: _Plan, *, n
     handle.follow(sink.steering)
     handle.modules = tuple(places[qualified].module for qualified in fresh)
     _notices.info(
-        'watching %d of %d Linear modules of %s: %s in steps "%s"; widen it with steps="all", CAPD_STEPS or '
-        "[when] steps in capd.toml",
+        'watching %d of %d Linear modules of %s: %s in steps "%s"%s',
         len(fresh), len(linears), type(model).__name__, ", ".join(plan.told()), plan.steps.text,
+        "" if plan.steps.text == "all" else '; widen it with steps="all", CAPD_STEPS or [when] steps in capd.toml',
     )  # fmt: skip
 
 

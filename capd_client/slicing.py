@@ -96,8 +96,12 @@ def _rows(match: re.Match[str]) -> slice:
     return slice(number) if match["kind"] == "first" else slice(None, None, number)
 
 
-parse_slice = lru_cache(maxsize=256)(Slice)
-"""`Slice`, remembering the texts it has seen."""
+_remembered = lru_cache(maxsize=256)(Slice)
+
+
+def parse_slice(text: str) -> Slice:
+    """`Slice`, remembering the texts it has seen."""
+    return _remembered(text) if isinstance(text, str) else Slice(text)  # which says what a slice is
 
 
 def parse_slices(slices: Union[str, Mapping[str, str]]) -> dict[str, Slice]:

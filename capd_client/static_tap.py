@@ -10,12 +10,13 @@
         tap.after_replay()                                # on the stream of the replay
 
 Replays run no Python, so an ordinary capture inside the graph would be taken once, at the wrong time: it is skipped
-and counted (`stream_capture`). Without capture a tap holds nothing and does nothing. No call raises.
+and counted (`stream_capture`). Without capture a tap holds nothing and does nothing. No call raises, but for the name
+of an argument that does not exist, with and without capture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Union
 
 import torch
@@ -64,15 +65,22 @@ class StaticTap:
         self._filled = True
 
     @untraced
-    def after_replay(self, **moment: Optional[int]) -> None:
-        """Capture what the last replay left in the buffer, on the current stream, at the current moment.
-
-        moment: iteration, micro_batch, sample_idx, batch_idx, sequence_idx override it, as in `capture`.
-        """
+    def after_replay(
+        self,
+        *,
+        iteration: Optional[int] = None,
+        micro_batch: Optional[int] = None,
+        sample_idx: Optional[int] = None,
+        batch_idx: Optional[int] = None,
+        sequence_idx: Optional[int] = None,
+    ) -> None:
+        """Capture what the last replay left in the buffer, on the current stream, as `capture` does."""
         if self._buffer is None or not self._filled:
             return
-        arguments: dict[str, Any] = {**self._names, **moment}
-        capture(self._buffer, **arguments)
+        capture(
+            self._buffer, iteration=iteration, micro_batch=micro_batch, sample_idx=sample_idx, batch_idx=batch_idx,
+            sequence_idx=sequence_idx, **self._names,
+        )  # fmt: skip
 
 
 @untraced
@@ -80,16 +88,24 @@ def static_tap(
     like: Union[torch.Tensor, Sequence[int]],
     *,
     tensor_name: str,
+    layer_type: str = "",
+    component: str = "",
+    operation: str = "forward",
+    phase: str = "pre",
+    layer: Optional[int] = None,
+    module: str = "",
+    stack: str = "",
+    quant_type: Optional[str] = None,
+    metadata: Optional[Mapping[str, Any]] = None,
+    slice: Optional[str] = None,  # noqa: A002 - as in `capture`
     dtype: Optional[torch.dtype] = None,
     device: Union[torch.device, str, None] = None,
-    **names: Any,
 ) -> StaticTap:
     """A tap for a tensor inside a CUDA graph; make it before the graph is captured.
 
     Args:
         like: a tensor of the shape, dtype and device to capture, or a shape.
-        tensor_name, names: as in `capture`: layer, module, layer_type, component, operation, phase, stack,
-            quant_type, slice, metadata.
+        tensor_name, …, slice: as in `capture`.
         dtype, device: for a shape. Default: torch's.
 
     The buffer takes as much device memory as the tensor. A tap that cannot be made is counted and does nothing.
@@ -102,7 +118,12 @@ def static_tap(
         buffer = _buffer(like, dtype, device, current)
     except Exception as error:
         current.drop_invalid(f"no static tap for {tensor_name}: {error}", DropReason.UNSUPPORTED)
-    return StaticTap(buffer, {"tensor_name": tensor_name, **names})
+    names = {
+        "tensor_name": tensor_name, "layer_type": layer_type, "component": component, "operation": operation,
+        "phase": phase, "layer": layer, "module": module, "stack": stack, "quant_type": quant_type,
+        "metadata": metadata, "slice": slice,
+    }  # fmt: skip
+    return StaticTap(buffer, names)
 
 
 def _buffer(

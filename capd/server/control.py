@@ -201,7 +201,8 @@ def _flush(run: Run, patience: _Patience) -> ControlReply:
         return _reply(
             "failed", f"rank {', '.join(dead[:_NAMED_RANKS])} died before it had sent everything", run
         )
-    return _reply("ok", f"{len(asked)} ranks: what was captured is committed, or counted as dropped", run)
+    ranks = "1 rank" if len(asked) == 1 else f"{len(asked)} ranks"
+    return _reply("ok", f"{ranks}: what was captured is committed, or counted as dropped", run)
 
 
 def _unanswered(late: list[RankSession], what: str) -> str:

@@ -21,7 +21,7 @@ from capd_client.config import ClientConfig
 from capd_client.errors import ConfigError
 from capd_client.hooks import watch
 from capd_client.key import Key
-from capd_client.select import TENSORS
+from capd_client.select import DEFAULT_TENSORS, TENSORS
 
 
 def hook_count(model: nn.Module) -> int:
@@ -203,14 +203,23 @@ def test_select_takes_globs_over_clean_names(sink: MemorySink) -> None:
     )
 
 
+def test_where_no_tensor_name_is_known_the_default_is_captured(sink: MemorySink) -> None:
+    model = MLP()
+    watch(model, tensors=["inptu", "weights"])
+    model(torch.randn(2, 5, 6)).sum().backward()
+
+    assert set(sink.names()) == set(DEFAULT_TENSORS)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"tensors": ["input", "gard_output"]}, "no tensor is called gard_output; known: input, weight"),
+        ({"tensors": "weights"}, "no tensor is called weights; known: input, weight"),
         ({"steps": "0..3"}, "cannot read '0..3' as a range"),
         ({"slices": "last:3"}, "cannot read 'last:3' as a slice"),
         ({"slices": {"input": "first:0"}}, "'first:0': the number is not between"),
-        ({"slices": {"input": ["first:1"]}}, "watch(slices=...): unhashable type"),
+        ({"slices": {"input": ["first:1"]}}, "watch(slices=...): cannot read ['first:1'] as a slice"),
         (
             {"slices": {"inputs": "first:1"}},
             "watch(slices=...): no tensor is called inputs; known: input, weight",
