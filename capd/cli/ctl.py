@@ -52,13 +52,13 @@ def _group() -> None:
     """
 
 
-@app.command()
+@app.command(short_help="Show where each rank is and what it captures.")
 def status(run_id: RunId = None, endpoint: Endpoint = None, as_json: Json = False) -> None:
     """Show where each rank is, what it captures, and which order it has not followed yet."""
     _show(_ask(Control("status", run_id), endpoint), as_json, status_lines)
 
 
-@app.command()
+@app.command(short_help="Capture again.")
 def start(
     steps: Annotated[
         str | None, typer.Option(metavar="RANGE", help='Capture these steps, such as "all" or "500-".')
@@ -75,7 +75,7 @@ def start(
     _steer(Control("start", run_id, selection, at, _wait_s(timeout, no_wait)), endpoint, as_json)
 
 
-@app.command()
+@app.command(short_help="Capture nothing any more.")
 def stop(
     run_id: RunId = None,
     at: At = None,
@@ -88,7 +88,7 @@ def stop(
     _steer(Control("stop", run_id, None, at, _wait_s(timeout, no_wait)), endpoint, as_json)
 
 
-@app.command()
+@app.command(short_help="Capture other steps, modules or tensors.")
 def select(
     steps: Annotated[
         str | None, typer.Option(metavar="RANGE", help='Steps, such as "all" or "100-:100".')
@@ -119,13 +119,13 @@ def select(
     _steer(Control("select", run_id, selection, at, _wait_s(timeout, no_wait)), endpoint, as_json)
 
 
-@app.command()
+@app.command(short_help="Wait until what was captured is in the store.")
 def flush(run_id: RunId = None, timeout: Timeout = 30.0, endpoint: Endpoint = None) -> None:
     """Return once everything that all ranks have captured by now is committed to the store."""
     _say(_ask(Control("flush", run_id, wait_s=timeout), endpoint))
 
 
-@app.command()
+@app.command(short_help="Publish what is committed to plain Zarr readers.")
 def seal(run_id: RunId = None, endpoint: Endpoint = None) -> None:
     """Publish what is committed to plain Zarr readers now; without --run-id of all runs of the daemon."""
     _say(_ask(Control("seal", run_id), endpoint, _SEAL_S))

@@ -17,7 +17,7 @@ StoreArgument = Annotated[
     Path | None,
     typer.Argument(
         metavar="[STORE]",
-        help="A run (NAME.zarr), or a directory of runs, whose newest is taken. Default: CAPD_STORE or captures.",
+        help="A run (NAME.zarr), or a directory of runs, whose newest is taken. Default: CAPD_STORE, capd.toml, captures.",
         show_default=False,
     ),
 ]

@@ -36,7 +36,9 @@ def run_attributes(run: Path) -> dict[str, Any]:
     """The `capd` attributes of a run; raises NotAStore for anything that is not a run this version can read."""
     document = read_group(run)
     if document is None:
-        raise NotAStore(f"{run} is not a capd run: it has no zarr.json")
+        inside = sorted(path.name for path in run.glob("*.zarr"))
+        hint = f"; it holds runs, such as {inside[-1]}: open one of them" if inside else ""
+        raise NotAStore(f"{run} is not a capd run: it has no zarr.json{hint}")
     everything = document.get("attributes")
     attributes = everything.get("capd") if isinstance(everything, dict) else None
     if not isinstance(attributes, dict) or "format" not in attributes:

@@ -151,6 +151,13 @@ def test_open_refuses_it(bad: tuple[Path, str]) -> None:
     assert listing(run.parent) == before
 
 
+def test_open_of_a_directory_of_runs_names_one(tmp_path: Path) -> None:
+    (tmp_path / "a.zarr").mkdir()
+
+    with pytest.raises(StoreError, match=r"no zarr\.json; it holds runs, such as a\.zarr: open one"):
+        capd_package.open(tmp_path)
+
+
 @pytest.fixture
 def serve(runtime_dir: Path) -> Iterator[Callable[..., DaemonProcess]]:
     with daemons() as made:

@@ -13,8 +13,10 @@ from capd.cli.counters import Counters
 from capd.cli.ls import FIELDS
 from capd.config import DaemonSettings
 from capd.drops import CHOSEN, REMEDIES, describe_drops
+from capd_client.config import _SETTINGS
 from capd_client.dtypes import ITEM_NBYTES
 from capd_client.protocol import DropReason
+from capd_client.settings_file import FileSettings, WhenSettings
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -63,6 +65,10 @@ def test_every_variable_that_the_client_reads_is_documented() -> None:
     source = "".join(path.read_text() for path in (ROOT / "capd_client").glob("*.py"))
     read = set(re.findall(r'"(CAPD_[A-Z_]+)"', source))
 
+    keys = {name for name in FileSettings.__struct_fields__ if name not in ("when", "daemon")}
+    keys |= {f"when.{name}" for name in WhenSettings.__struct_fields__}
+    assert keys == {setting.key for setting in _SETTINGS.values() if setting.key}
+    assert {key for key in keys if f"| `{key}` |" not in page("configuration")} == set()
     assert read >= {"CAPD_ENDPOINT", "CAPD_POLICY"}
     assert {name for name in read if f"`{name}`" not in page("configuration")} == set()
 
