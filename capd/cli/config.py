@@ -14,6 +14,16 @@ from capd.cli.output import note, print_json, print_lines, table_lines
 
 __all__ = ["app"]
 
+_UNSET = {
+    "slice": "whole tensors",
+    "quant_type": "the tensor's dtype",
+    "max_mb_per_step": "no limit",
+    "max_d2h_gbps": "no limit",
+    "sample_idx": "none",
+    "log": "warnings",
+}
+"""What it means that nobody gave a setting; capd picks the others by itself."""
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
 
 
@@ -80,14 +90,14 @@ def _job_values(path: Path | None) -> dict[str, dict[str, Any]]:
 
 
 def _table(values: Mapping[str, dict[str, Any]]) -> list[str]:
-    rows = [("  " + name, _text(found), found["origin"]) for name, found in values.items()]
+    rows = [("  " + name, _text(name, found), found["origin"]) for name, found in values.items()]
     return table_lines(("  setting", "value", "origin"), rows)
 
 
-def _text(found: dict[str, Any]) -> str:
+def _text(name: str, found: dict[str, Any]) -> str:
     value = found["value"]
     if value is None:
-        return f"({found.get('chosen', 'automatic')})"
+        return f"({found.get('chosen') or _UNSET.get(name, 'automatic')})"
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "(none)"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -17,7 +17,8 @@ StoreArgument = Annotated[
     Path | None,
     typer.Argument(
         metavar="[STORE]",
-        help="A run (NAME.zarr), or a directory of runs, whose newest is taken. Default: CAPD_STORE, capd.toml, captures.",
+        help="A run (NAME.zarr), or a directory of runs, whose newest is taken. "
+        "Default: CAPD_STORE, else store in capd.toml, else captures.",
         show_default=False,
     ),
 ]

@@ -82,7 +82,7 @@ def test_run_takes_the_policies_there_are_and_names_them_for_another(
     found = capd("run", "--policy", policy, "--", "true", CAPD_ENDPOINT="off")
 
     assert found.code == code
-    assert ("use one of drop, block, thin" in found.err) == (code == 2)
+    assert ("--policy: 'wait' is not supported; supported: drop, block, thin" in found.err) == (code == 2)
 
 
 def test_a_closed_pipe_is_quiet(second: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from capd.config import DaemonSettings
 from tests.cli.conftest import Result
 
@@ -33,6 +35,9 @@ def test_the_text_shows_what_capd_chose_itself(capd: Capd, tmp_path: Path, runti
     assert found.code == 0
     assert f"unix:{runtime_dir}/capd/capd.sock" in found.out
     assert "keep_free" in found.out
+    rows = [line.split() for line in found.out.splitlines()]
+    assert ["max_mb_per_step", "(no", "limit)", "default"] in rows
+    assert ["arena_bytes", "(automatic)", "default"] in rows
 
 
 def test_a_named_file_is_read_by_both_sides(capd: Capd, tmp_path: Path) -> None:
@@ -43,3 +48,14 @@ def test_a_named_file_is_read_by_both_sides(capd: Capd, tmp_path: Path) -> None:
 
     assert found["daemon"]["threads"]["value"] == 2
     assert found["job"]["policy"]["value"] == "block"
+
+
+def test_a_value_that_the_job_cannot_use_and_a_name_that_is_none_are_said(
+    capd: Capd, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = capd("config", "show", "--json", cwd=tmp_path, CAPD_MODE="stat", CAPD_SLICES="first:1")
+
+    assert found.code == 0
+    assert found.json["job"]["mode"] == {"value": "tensor", "origin": "default"}
+    assert "mode (env CAPD_MODE): 'stat' is not supported" in caplog.text
+    assert "CAPD_SLICES is no setting and has no effect; did you mean CAPD_SLICE?" in found.err
