@@ -4,6 +4,7 @@ CapdError                 base of everything capd raises on purpose (`capd.error
 ├── ConfigError           an environment variable, option or capd.toml entry that cannot be used
 ├── ProtocolError         a peer sent something outside the wire protocol
 └── ArenaError            the shared memory of a rank could not be made or used
+Counted                   between the stager and the session alone: an error whose capture is counted already
 
 Inside a training job none of these reaches the caller: `capd_client.api` turns them into counted drops
 and rate-limited warnings. They surface only from constructors used by tools and tests.
@@ -11,7 +12,7 @@ and rate-limited warnings. They surface only from constructors used by tools and
 
 from __future__ import annotations
 
-__all__ = ["ArenaError", "CapdError", "ConfigError", "ProtocolError"]
+__all__ = ["ArenaError", "CapdError", "ConfigError", "Counted", "ProtocolError"]
 
 
 class CapdError(Exception):
@@ -28,3 +29,7 @@ class ProtocolError(CapdError):
 
 class ArenaError(CapdError):
     """The arena could not be created, sealed or mapped."""
+
+
+class Counted(Exception):
+    """An error after the capture was admitted: it is counted as a drop already. The error is its cause."""

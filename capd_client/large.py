@@ -8,6 +8,7 @@ from typing import Optional
 
 import torch
 
+from capd_client.books import Books
 from capd_client.device import DeviceStager
 from capd_client.notices import Notices
 from capd_client.parts import PartCapture, PartedBooks, Record
@@ -40,12 +41,20 @@ def blocks(tensor: torch.Tensor, numel: int) -> Iterator[torch.Tensor]:
 
 
 def stage_in_parts(
-    books: PartedBooks, notices: Notices, record: Record, source: torch.Tensor, nbytes: int, put: Put
+    books: Books,
+    notices: Notices,
+    record: Record,
+    source: torch.Tensor,
+    put: Put,
+    limit_nbytes: Optional[int] = None,
 ) -> None:
-    """Cut `source` into pieces of at most `nbytes` and `put` each, until all are there or the record is dropped.
+    """Cut `source` into pieces and `put` each, until all are there or the record is dropped.
 
-    What `put` raises drops the record and is raised.
+    limit_nbytes: the most of one piece, where that is less than the arena gives. What `put` raises drops the record
+    and is raised.
     """
+    assert isinstance(books, PartedBooks)  # noqa: S101 - nobody else makes records
+    nbytes = books.part_nbytes if limit_nbytes is None else min(books.part_nbytes, limit_nbytes)
     item_nbytes = record.definition.item_nbytes
     for view in blocks(source.detach(), nbytes // item_nbytes):
         piece = books.cut(record, view.numel() * item_nbytes)

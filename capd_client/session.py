@@ -24,6 +24,7 @@ from capd_client.context import Context
 from capd_client.counting import Counters, Snapshot
 from capd_client.definitions import short_name
 from capd_client.devices import Devices
+from capd_client.errors import Counted
 from capd_client.key import Key, Moment
 from capd_client.link import Link
 from capd_client.memory import default_arena_nbytes, most_arena_nbytes
@@ -38,7 +39,7 @@ from capd_client.protocol import (
     Hello,
 )
 from capd_client.slicing import Slice
-from capd_client.staging import Counted, Stager
+from capd_client.staging import Stager
 from capd_client.steering import Steering
 from capd_client.transport import State, Transport
 from capd_client.untraced import untraced

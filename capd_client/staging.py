@@ -1,7 +1,7 @@
 """Puts one copy of a tensor into the arena: checks it, gets a slot, copies, and marks the capture ready.
 
-CPU tensors are copied by `capd_client.host_copy`, device tensors go the way of `capd_client.device`, and what is too
-large for either goes in parts (`capd_client.large`). Errors are caught in `capd_client.session`, which counts and
+CPU tensors are copied by `capd_client.host_copy`, device tensors go the way of `capd_client.device_way`, and what is
+too large for either goes in parts (`capd_client.large`). Errors are caught in `capd_client.session`, which counts and
 logs them; none reaches the job.
 """
 
@@ -13,29 +13,25 @@ from typing import Any, Optional, Union
 
 import torch
 
-from capd_client.allocator import GRANULE_NBYTES
 from capd_client.arena import Arena
-from capd_client.books import READY, Books, Capture
+from capd_client.books import READY, Books
 from capd_client.definitions import Definition
 from capd_client.device import DeviceStager
-from capd_client.errors import ConfigError
+from capd_client.device_way import DeviceWay
+from capd_client.errors import ConfigError, Counted
 from capd_client.host_copy import GIL_HELD_NBYTES, MEMMOVE_NBYTES, HostCopy, move, move_holding_gil
 from capd_client.key import MAX_NDIM, Key, Moment
-from capd_client.large import Put, snapshot_part, stage_in_parts
+from capd_client.large import stage_in_parts
 from capd_client.notices import Notices
-from capd_client.parts import PartCapture, PartedBooks, Record
+from capd_client.parts import PartCapture, Record
 from capd_client.protocol import MAX_METADATA_NBYTES, Descriptor, DropReason
 from capd_client.reducing import write_row
+from capd_client.refusing import Refusing
 from capd_client.room import RoomNotices
 from capd_client.slicing import Slice
-from capd_client.statistics_row import ROW_NBYTES
 from capd_client.tensors import PLAIN_TYPES, modes_active, problem_of, unwrap, without_modes
 
-__all__ = ["Counted", "Stager"]
-
-
-class Counted(Exception):
-    """An error after the capture was admitted: it is counted as a drop already. The error is its cause."""
+__all__ = ["Stager"]
 
 
 class Stager:
@@ -61,7 +57,8 @@ class Stager:
         self._address = arena.address
         self._notices = notices
         self._room = RoomNotices(books, notices)
-        self._devices = devices
+        self._refuse = Refusing(books, notices).refuse
+        self._device_way = DeviceWay(books, notices, devices)
         self._describe = Descriptor if payload else partial(Descriptor, payload=False)
 
     def stage(
@@ -183,7 +180,7 @@ class Stager:
         if source.is_cpu:
             self._from_host(source, dtype, definition, descriptor)
         else:
-            self._from_device(source, dtype, definition, descriptor, immutable)
+            self._device_way.take(source, dtype, definition, descriptor, immutable)
 
     def _define(
         self, key: Key, dtype: torch.dtype, attributes: Optional[dict[str, Any]], moment: Moment
@@ -207,7 +204,7 @@ class Stager:
             return
         try:
             if isinstance(capture, Record):
-                self._in_parts(source, capture, partial(self._fill_part, dtype))
+                stage_in_parts(self._books, self._notices, capture, source, partial(self._fill_part, dtype))
                 return
             if descriptor.row_offset is not None:
                 self._keep_statistics(source, dtype, descriptor.row_offset)
@@ -218,13 +215,6 @@ class Stager:
             self._books.abort(capture, DropReason.INTERNAL)
             raise Counted from error
 
-    def _in_parts(self, source: torch.Tensor, record: Record, put: Put, nbytes: Optional[int] = None) -> None:
-        """nbytes: the most of one part, if not what the arena gives."""
-        books = self._books
-        assert isinstance(books, PartedBooks)  # noqa: S101 - nobody else makes records
-        limit = books.part_nbytes if nbytes is None else min(books.part_nbytes, nbytes)
-        stage_in_parts(books, self._notices, record, source, limit, put)
-
     def _fill_part(self, dtype: torch.dtype, view: torch.Tensor, piece: PartCapture) -> None:
         self._host.fill(view, dtype, piece.descriptor.offset, piece.descriptor.nbytes)
         self._books.ready(piece)
@@ -233,101 +223,6 @@ class Stager:
         """Write the statistics of a CPU tensor that found no room to the place that `admit` found for them."""
         write_row(self._buffer, source, dtype, row_offset)
         self._room.reduced(source.nbytes)
-
-    def _from_device(
-        self,
-        source: torch.Tensor,
-        dtype: torch.dtype,
-        definition: Definition,
-        descriptor: Descriptor,
-        immutable: bool,
-    ) -> None:
-        stager = self._devices(source.device)
-        if stager is DropReason.STREAM_CAPTURE or (
-            isinstance(stager, DeviceStager) and stager.is_capturing()
-        ):
-            problem = "a CUDA graph is being captured, whose replays would not come by here"
-            self._refuse(definition, DropReason.STREAM_CAPTURE, descriptor.moment, problem)
-            return
-        if not isinstance(stager, DeviceStager) or stager.failed:
-            self._refuse(definition, DropReason.INTERNAL, descriptor.moment, "its device could not be set up")
-            return
-        hold = immutable and descriptor.payload and stager.can_hold(source, dtype)
-        row_at = None if hold else stager.row_place(dtype, descriptor.nbytes, descriptor.payload)
-        room = descriptor.nbytes if row_at is None else row_at + ROW_NBYTES
-        if row_at is not None and not descriptor.payload:
-            descriptor.nbytes = 0  # the row is all that travels
-        fits = hold or room <= stager.capacity
-        deadline = stager.deadline()  # waiting for the arena and for the ring counts together
-        if fits:
-            capture = self._books.admit(definition, descriptor, room - descriptor.nbytes)
-        else:
-            capture = self._books.turn_away(definition, descriptor, DropReason.TOO_LARGE)
-        if capture is None:
-            if fits:
-                self._room.not_admitted(descriptor)
-            else:
-                self._room.too_large_for_ring(definition, room, stager.capacity)
-            return
-        try:
-            if isinstance(capture, Record):
-                if not hold and stager.capacity < GRANULE_NBYTES:
-                    self._books.abort(capture, DropReason.TOO_LARGE)
-                    self._room.too_large_for_ring(definition, room, stager.capacity)
-                    return
-                put = stager.hold if hold else partial(snapshot_part, stager, dtype)
-                self._in_parts(source, capture, put, None if hold else stager.capacity // 2)
-                return
-            if descriptor.row_offset is not None:  # there was no room
-                hold, row_at = False, 0
-            if hold:
-                reason = stager.hold(source, capture)
-            elif room:
-                reason = self._snapshot(stager, source, dtype, capture, deadline, row_at)
-            else:
-                self._books.ready(capture)
-                return
-        except BaseException as error:
-            self._books.abort(capture, DropReason.INTERNAL)
-            raise Counted from error
-        if reason is not None:
-            self._books.abort(capture, reason)
-        if reason is DropReason.RING_FULL:
-            self._room.ring_full(stager.capacity)
-
-    def _snapshot(
-        self,
-        stager: DeviceStager,
-        source: torch.Tensor,
-        dtype: torch.dtype,
-        capture: Capture,
-        deadline: float,
-        row_at: Optional[int],
-    ) -> Optional[DropReason]:
-        """As `DeviceStager.snapshot`; under policy stats a full ring may still have room for the statistics."""
-        reduced = capture.descriptor.row_offset is not None
-        reason = stager.snapshot(source, capture, dtype, deadline, row_at)
-        if reason is DropReason.RING_FULL and not reduced and self._books.reduce(capture):
-            reduced = True
-            reason = stager.snapshot(source, capture, dtype, deadline, 0)
-        if reduced and reason is None:
-            self._room.reduced(source.nbytes)
-        return reason
-
-    def _refuse(
-        self,
-        definition: Optional[Definition],
-        reason: DropReason,
-        moment: Moment,
-        problem: str,
-        nbytes: int = 0,
-        *,
-        name: str = "",
-    ) -> None:
-        self._books.refuse(definition, reason, nbytes, moment.iteration)
-        if definition is not None:
-            name = definition.key.tensor_name
-        self._notices.warn(reason.value, "%s is not captured: %s", name, problem)
 
 
 def _fits(metadata: str) -> bool:

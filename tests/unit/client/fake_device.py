@@ -108,7 +108,7 @@ class AlwaysDevice(Stager):
         super().stage(*args, immutable=immutable)
 
     def _from_host(self, *args: Any) -> None:
-        self._from_device(*args, self._immutable)
+        self._device_way.take(*args, self._immutable)
 
 
 @dataclass
