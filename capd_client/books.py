@@ -12,9 +12,8 @@ ABORTED ones are settled already and only wait to be taken out of the queue.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Optional
 
 import msgspec
@@ -33,14 +32,11 @@ from capd_client.protocol import (
 )
 from capd_client.step_budget import StepBudget
 from capd_client.thinning import Thinning
+from capd_client.waiting import Waiting
 
 __all__ = ["ABORTED", "COPYING", "READY", "Books", "Capture"]
 
 COPYING, READY, ABORTED = 0, 1, 2
-
-
-def _nothing() -> None:
-    pass
 
 
 class Capture(msgspec.Struct, eq=False):
@@ -56,8 +52,7 @@ class Capture(msgspec.Struct, eq=False):
 class Books:
     """Counters, ledger, slots and the order of captures, under one lock.
 
-    max_block_s: how long `admit` may wait for room (0: policy drop). A wait that ran out is not repeated until
-    the daemon has freed something: a daemon that is gone costs one wait and not one per capture.
+    max_block_s: how long `admit` may wait for room (0: policy drop), see `capd_client.waiting`.
     step_nbytes: what the captures of one iteration may take together (None: no limit).
     thinning: under policy thin, what is told of captures that found no room.
     """
@@ -78,13 +73,8 @@ class Books:
         self.slots = slots
         self.step_budget = StepBudget(step_nbytes)
         self.thinning = thinning
-        self.on_wait: Callable[[], None] = _nothing  # called when somebody begins to wait for room
-        self._room = threading.Condition(self.lock)
-        self._waiting = 0
-        self._max_block_s = max_block_s
-        self._stalled = False
+        self.waiting = Waiting(self.lock, slots, max_block_s)
         self._refusing: Optional[DropReason] = None
-        self._closed = False
         self._live: dict[int, Capture] = {}  # by sequence, ascending: everything that owns a slot
         self._queue: deque[Capture] = deque()  # not sent yet, by sequence
         self._resend: deque[Capture] = deque()  # sent on an earlier connection and not settled
@@ -114,16 +104,24 @@ class Books:
             if slot is None:
                 if nbytes > self.slots.capacity:
                     return self._no_room(definition, descriptor, DropReason.TOO_LARGE)
-                self.counters.words[COUNTER_OFFERED] -= 1  # while it waits it is not in flight yet
-                slot = self._wait_for(nbytes, self._max_block_s)
-                self.counters.words[COUNTER_OFFERED] += 1  # another place than before once all is closed
+                slot = self._wait_for(nbytes)
                 if slot is None:
                     return self._no_room(definition, descriptor, self._refusing or DropReason.ARENA_FULL)
                 if not self.step_budget.has_room(iteration, nbytes):  # others took it meanwhile
-                    self._give(slot)
+                    self.waiting.give(slot)
                     return self._no_room(definition, descriptor, DropReason.STEP_BUDGET)
             self.step_budget.take(iteration, nbytes)
             return self._enter(definition, descriptor, slot)
+
+    def _wait_for(self, nbytes: int) -> Optional[Slot]:
+        """Policy block: a slot, if there is one in time. While it is waited for, the offer is not one yet."""
+        waiting = self.waiting
+        if not waiting.allowed(waiting.max_s):
+            return None
+        self.counters.words[COUNTER_OFFERED] -= 1
+        slot = waiting.take(nbytes, waiting.max_s)
+        self.counters.words[COUNTER_OFFERED] += 1  # in another place than before once all is closed
+        return slot
 
     def _enter(self, definition: Definition, descriptor: Descriptor, slot: Slot) -> Capture:
         """Give an offer its sequence and its place in the queue."""
@@ -144,28 +142,6 @@ class Books:
         if self.thinning is not None and reason in (DropReason.ARENA_FULL, DropReason.STEP_BUDGET):
             self.thinning.refused(descriptor.moment)
         return None
-
-    def _wait_for(self, nbytes: int, seconds: float) -> Optional[Slot]:
-        """Policy block: wait, with the lock released, until a slot is free, the time is up, or everything is closed."""
-        if seconds <= 0 or self._stalled:
-            return None
-        deadline = time.monotonic() + seconds
-        self._waiting += 1
-        self.on_wait()
-        try:
-            while not self._closed:
-                left = deadline - time.monotonic()
-                if left <= 0 or self._stalled:
-                    # Running out of what earlier waits left of the time does not show that the daemon is stuck.
-                    self._stalled = self._stalled or seconds == self._max_block_s
-                    return None
-                self._room.wait(left)
-                slot = None if self._closed else self.slots.take(nbytes)
-                if slot is not None:
-                    return slot
-            return None
-        finally:
-            self._waiting -= 1
 
     def refuse(
         self, definition: Optional[Definition], reason: DropReason, nbytes: int = 0, iteration: int = 0
@@ -262,20 +238,20 @@ class Books:
     def take_offers(self, taken: bool) -> None:
         """Whether captures are taken from now on, or each dropped as `stopped`. What is in flight goes on."""
         with self.lock:
-            if not self._closed:
+            if not self.waiting.closed:
                 self._refusing = None if taken else DropReason.STOPPED
 
     def close(self, reason: DropReason) -> int:
         """Drop everything in flight and every later offer under `reason`; returns how many were in flight."""
         with self.lock:
-            self._refusing, self._closed = reason, True
+            self._refusing = reason
             lost = list(self._live.values())
             self.copying = self.copying or any(capture.state == COPYING for capture in lost)
             for capture in lost:
                 self._drop(capture, reason)
             self._queue.clear()
             self._resend.clear()
-            self._room.notify_all()
+            self.waiting.close()
             return len(lost)
 
     # -- both ------------------------------------------------------------------------------------------
@@ -296,14 +272,9 @@ class Books:
         return bool(self._queue or self._resend)
 
     @property
-    def waited_for(self) -> bool:
-        """Whether somebody waits for room."""
-        return self._waiting > 0
-
-    @property
     def roomy(self) -> bool:
         """Whether more than half of the arena is free and nobody waits for room. A look without the lock."""
-        return not self._waiting and 2 * self.slots.free_nbytes > self.slots.capacity
+        return not self.waiting.count and 2 * self.slots.free_nbytes > self.slots.capacity
 
     @property
     def busy(self) -> bool:
@@ -342,10 +313,4 @@ class Books:
         capture.state = ABORTED
         del self._live[capture.descriptor.sequence]
         self.counters.words[COUNTER_IN_FLIGHT] = len(self._live)
-        self._give(capture.slot)
-
-    def _give(self, slot: Slot) -> None:
-        self.slots.give(slot)
-        self._stalled = False
-        if self._waiting:
-            self._room.notify_all()
+        self.waiting.give(capture.slot)

@@ -88,7 +88,7 @@ class PartedBooks(Books):
         self.step_budget.take(iteration, nbytes)
         self._last_sequence += 1
         descriptor.sequence = self._last_sequence
-        record = Record(descriptor, definition, EMPTY, patience_s=self._max_block_s)
+        record = Record(descriptor, definition, EMPTY, patience_s=self.waiting.max_s)
         self._live[descriptor.sequence] = record
         self.counters.words[COUNTER_IN_FLIGHT] = len(self._live)
         return record
@@ -104,11 +104,11 @@ class PartedBooks(Books):
             slot = self.slots.take(nbytes)
             if slot is None:
                 began = time.monotonic()
-                slot = self._wait_for(nbytes, record.patience_s)
+                slot = self.waiting.take(nbytes, record.patience_s)
                 record.patience_s -= time.monotonic() - began
             if record.state == ABORTED:  # refused during the wait, or everything was closed
                 if slot is not None:
-                    self._give(slot)
+                    self.waiting.give(slot)
                 return None
             if slot is None:
                 self._give_up(record, DropReason.ARENA_FULL)
@@ -221,4 +221,4 @@ class PartedBooks(Books):
     def _let_go(self, piece: PartCapture) -> None:
         piece.state = ABORTED
         if self._pieces.pop(piece.descriptor.sequence, None) is not None:
-            self._give(piece.slot)
+            self.waiting.give(piece.slot)

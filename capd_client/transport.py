@@ -83,7 +83,7 @@ class Transport:
         self._doze = Doze(_EASY_TICK_S)
         # There is something to do: a flush, copies from a device, room that somebody waits for.
         self.wake = self._doze.wake
-        books.on_wait = self.wake
+        books.waiting.on_begin = self.wake
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.bye_ok = threading.Event()  # the daemon has the final counters
         self.refused = threading.Event()  # the last attempt to connect failed
@@ -214,7 +214,7 @@ class Transport:
 
     def _called(self) -> bool:
         """Whether there is what `wake` is called for."""
-        waiting = self._flushes or self._leaving or self._stop.is_set() or self._books.waited_for
+        waiting = self._flushes or self._leaving or self._stop.is_set() or self._books.waiting.count
         return bool(waiting) or any(stager.pending for stager in self._devices)
 
     def _at_ease(self) -> bool:

@@ -139,7 +139,7 @@ def test_block_waits_for_room_and_takes_it() -> None:
     taken: list[Capture | None] = []
     thread = threading.Thread(target=lambda: taken.append(admit(books, definition)))
     thread.start()
-    wait_until(lambda: books._waiting)
+    wait_until(lambda: books.waiting.count)
     assert not taken
     assert exact(books)
 
@@ -178,7 +178,7 @@ def test_closing_wakes_a_blocked_capture_and_counts_everything() -> None:
     admit(books, definition)
     thread = threading.Thread(target=admit, args=(books, definition))
     thread.start()
-    wait_until(lambda: books._waiting)
+    wait_until(lambda: books.waiting.count)
 
     assert books.close(DropReason.REJECTED) == 1
 
@@ -292,7 +292,7 @@ def test_those_that_wait_for_room_take_no_more_than_the_budget_together() -> Non
     ]
     for thread in threads:
         thread.start()
-    wait_until(lambda: books._waiting == 2)
+    wait_until(lambda: books.waiting.count == 2)
 
     books.ready(first)
     send_all(books)

@@ -173,7 +173,7 @@ def test_a_stop_by_capd_ctl_lets_a_record_under_way_wait_for_room() -> None:
     pieces: list[PartCapture | None] = []
     thread = threading.Thread(target=lambda: pieces.append(books.cut(record, PAGE)))
     thread.start()
-    wait_until(lambda: books._waiting)
+    wait_until(lambda: books.waiting.count)
 
     books.take_offers(False)
     ack(books, first.descriptor.sequence)
@@ -230,7 +230,7 @@ def test_all_waits_of_a_record_share_one_budget_and_then_it_is_dropped_once() ->
     started = time.monotonic()
 
     def free_one() -> None:
-        wait_until(lambda: books._waiting)
+        wait_until(lambda: books.waiting.count)
         sequences = [descriptor.sequence for descriptor in sent(books)]
         ack(books, sequences[0])
 
@@ -264,7 +264,7 @@ def test_closing_drops_a_record_once_and_ends_its_wait() -> None:
     taken: list[PartCapture | None] = []
     waiting = threading.Thread(target=lambda: taken.append(books.cut(record, PAGE)))
     waiting.start()
-    wait_until(lambda: books._waiting)
+    wait_until(lambda: books.waiting.count)
 
     assert books.close(DropReason.REJECTED) == 1
     waiting.join(10)

@@ -1,0 +1,71 @@
+"""Waiting for room in the arena (policy block): until a slot is given back, and for no longer than the time stated."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Optional
+
+from capd_client.allocator import Slot, SlotAllocator
+
+__all__ = ["Waiting"]
+
+
+def _nothing() -> None:
+    pass
+
+
+class Waiting:
+    """Threads that wait for one of `slots`. Every method is called with `lock` held, which a wait releases.
+
+    max_s: the longest wait of one capture (0: none waits). A wait that ran out is not repeated until something was
+    given back: a daemon that is gone costs one wait and not one per capture.
+    """
+
+    def __init__(self, lock: threading.RLock, slots: SlotAllocator, max_s: float) -> None:
+        self.max_s = max_s
+        self.count = 0  # threads that wait
+        self.on_begin: Callable[[], None] = _nothing  # called when one begins to
+        self.closed = False
+        self._slots = slots
+        self._room = threading.Condition(lock)
+        self._stalled = False
+
+    def allowed(self, seconds: float) -> bool:
+        """Whether `take` would wait at all."""
+        return seconds > 0 and not self._stalled
+
+    def take(self, nbytes: int, seconds: float) -> Optional[Slot]:
+        """A slot of `nbytes`; None when the time is up before there is one, or everything is closed."""
+        if not self.allowed(seconds):
+            return None
+        deadline = time.monotonic() + seconds
+        self.count += 1
+        self.on_begin()
+        try:
+            while not self.closed:
+                left = deadline - time.monotonic()
+                if left <= 0 or self._stalled:
+                    # Running out of what earlier waits left of the time does not show that the daemon is stuck.
+                    self._stalled = self._stalled or seconds == self.max_s
+                    return None
+                self._room.wait(left)
+                slot = None if self.closed else self._slots.take(nbytes)
+                if slot is not None:
+                    return slot
+            return None
+        finally:
+            self.count -= 1
+
+    def give(self, slot: Slot) -> None:
+        """Return a slot, and tell those that wait."""
+        self._slots.give(slot)
+        self._stalled = False
+        if self.count:
+            self._room.notify_all()
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        self.closed = True
+        self._room.notify_all()
