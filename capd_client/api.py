@@ -109,6 +109,7 @@ def _register_fork_handler() -> None:
         os.register_at_fork(after_in_child=_forked)
 
 
+@untraced  # compiled optimizers trace hooks
 def _optimizer_stepped(*_: Any) -> None:
     if _session is not None:
         _session.context.optimizer_stepped()
@@ -159,7 +160,8 @@ def capture(
     current = _session
     if current is None and (_resolved or (current := _start()) is None):
         return
-    if _graph_task() != -1 and repeating():
+    in_backward = _graph_task() != -1
+    if in_backward and repeating():
         return  # what activation checkpointing runs again was captured the first time
     try:
         offered: object = tensor  # whatever the job passes
@@ -172,7 +174,10 @@ def capture(
         key = _keys.get((names, tensor.dtype, context.bind())) or _key(current, names, tensor.dtype)
         overrides = (iteration, micro_batch, sample_idx, batch_idx, sequence_idx)
         if overrides == _NO_OVERRIDES:
-            context.begin_if_dirty()
+            if (
+                not in_backward
+            ):  # which belongs to the iteration of its forward, also where an optimizer steps in it
+                context.begin_if_dirty()
             call = context.next_call(id(key), context.iteration, context.micro_batch)
             moment = context.moment(call=call)
         else:
@@ -221,7 +226,7 @@ def _moment(context: Context, key: Key, overrides: tuple[Any, ...]) -> Moment:
     }
     if "iteration" in given:
         context.reach(given["iteration"])
-    else:
+    elif _graph_task() == -1:
         context.begin_if_dirty()
     iteration = given.get("iteration", context.iteration)
     micro_batch = given.get("micro_batch", context.micro_batch)

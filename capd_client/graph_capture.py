@@ -12,7 +12,7 @@ from typing import Any, Optional, TypeVar
 import msgspec
 import torch
 
-from capd_client.graph_ops import Operator, exporting, flags_of, in_graphs, restored, usable
+from capd_client.graph_ops import Operator, exporting, flags_of, in_graphs, obstacle, restored, usable
 from capd_client.tensors import local_part
 from capd_client.untraced import untraced
 
@@ -111,6 +111,10 @@ def trace_capture(tensor: torch.Tensor, *arguments: Any) -> None:
     if exporting():
         return
     try:
+        problem = obstacle()
+        if problem:
+            _refuse(f"in a compiled graph: {problem}")
+            return
         _CAPTURE(local_part(tensor), flags_of(tensor), *arguments)
     except Exception as error:
         _refuse(f"in a compiled graph: {error}")

@@ -16,7 +16,7 @@ from typing import Any, Optional
 
 import torch
 
-__all__ = ["Operator", "exporting", "flags_of", "in_graphs", "restored", "usable"]
+__all__ = ["Operator", "exporting", "flags_of", "in_graphs", "obstacle", "restored", "usable"]
 
 _Library: Any = torch.library.Library  # untyped, like allow_in_graph
 _lock = threading.Lock()
@@ -100,6 +100,16 @@ def exporting() -> bool:
     """Whether the trace is one of torch.export, whose product leaves this process."""
     is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
     return is_exporting()
+
+
+def obstacle() -> str:
+    """Why torch could not compile an effect in the graph that is being traced; empty where it can."""
+    if torch._functorch.config.activation_memory_budget < 1:
+        return "torch._functorch.config.activation_memory_budget is below 1, and no effect can be recomputed"
+    context = torch._guards.TracingContext.try_get()
+    if getattr(context, "ddp_optimizer_ctx", None) is not None:
+        return "DDPOptimizer splits it; set torch._dynamo.config.optimize_ddp = False to capture"
+    return ""
 
 
 def flags_of(*tensors: Optional[torch.Tensor]) -> int:

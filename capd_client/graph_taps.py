@@ -1,7 +1,8 @@
 """Taps inside compiled graphs: what the hooks put there, and what runs whenever the graph comes by.
 
-Graphs hold numbers and no objects: whether a step is captured is asked when the graph runs, so no step compiles
-anything anew, and a graph that outlives its watch finds nobody under its numbers and does nothing.
+Graphs hold no objects: a tap is a number, and the number an input of the graph, so that equal blocks share one graph as
+they do unwatched. Whether a step is captured is asked when the graph runs, so no step compiles anything anew, and a
+graph that outlives its watch finds nobody under its numbers and does nothing.
 
 The forward's operator returns the moment of its call as a small tensor, which autograd keeps for the backward. So a
 gradient belongs to its own forward, in whatever order backwards come.
@@ -17,20 +18,22 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 from torch import Tensor
 
-from capd_client.graph_ops import Operator, exporting, flags_of, in_graphs, restored, usable
+from capd_client.graph_ops import Operator, exporting, flags_of, in_graphs, obstacle, restored, usable
 from capd_client.key import Moment
 from capd_client.notices import Notices
 from capd_client.products import autocast_dtype, hang, product_of
-from capd_client.tensors import local_part
+from capd_client.tensors import local_part, without_modes
 
 if TYPE_CHECKING:
     from capd_client.hook_objects import RootHook
     from capd_client.taps import LinearTap
 
-__all__ = ["claim", "release", "trace_call", "trace_root"]
+__all__ = ["claim", "gradients_of", "graph_input", "release", "trace_call", "trace_root"]
 
-_GRADIENTS = ("grad_output", "grad_input")
+_DY, _DX = 1, 2
+_GRADIENTS = {_DY: "grad_output", _DX: "grad_input"}
 _FIELDS = ("iteration", "micro_batch", "call", "sample_idx", "batch_idx", "sequence_idx", "attempt")
+_NOT_CAPTURED = (-1,) * (1 + len(_FIELDS))
 
 _notices = Notices()
 _targets: dict[int, Callable[[], Any]] = {}  # number → weak reference to a tap or a root hook
@@ -48,6 +51,22 @@ def claim(target: object) -> int:
     return number
 
 
+def graph_input(number: int) -> Optional[Tensor]:
+    """`number` as graphs take it in; None where this torch cannot capture inside graphs.
+
+    A plain number would be a constant of the graph, and every block of a model would be compiled for itself.
+    """
+    if number < 0:
+        return None
+    with without_modes(), torch.inference_mode(False):
+        return torch.tensor(number, device="cpu")
+
+
+def gradients_of(tensors: frozenset[str]) -> int:
+    """Which gradients get hooks in the graph if these tensors are captured: bits _DY and _DX."""
+    return _DY * (not tensors.isdisjoint(("grad_output", "grad_weight"))) | _DX * ("grad_input" in tensors)
+
+
 def release(number: int) -> None:
     """Make what graphs hold for `number` inert for good."""
     _targets.pop(number, None)
@@ -61,31 +80,36 @@ def _target(number: int) -> Any:
 # -- at trace time ----------------------------------------------------------------------------------------
 
 
-def trace_root(number: int) -> None:
+def trace_root(number: Tensor) -> None:
     """Put the beginning of a root's forward into the graph."""
-    root: Optional[RootHook] = _target(number)
-    if root is None or exporting():
-        return
     try:
-        _BEGIN(number)
+        if _takes_operators():
+            _BEGIN(number)
     except Exception as error:
-        root.failed("compiling", error)
+        _not_in_graph("the root", error)
 
 
-def trace_call(number: int, x: Tensor, weight: Optional[Tensor], output: Tensor) -> None:
-    """Put one call of a tapped module into the graph: its operands, its output, and hooks on its gradients."""
-    tap: Optional[LinearTap] = _target(number)
-    if tap is None or exporting():
-        return
+def trace_call(number: Tensor, gradients: int, x: Tensor, weight: Optional[Tensor], output: Tensor) -> None:
+    """Put one call of a tapped module into the graph: its operands, its output, and hooks on its `gradients`."""
     try:
-        _trace_call(tap, number, x, weight, output)
+        if _takes_operators():
+            _trace_call(number, gradients, x, weight, output)
     except Exception as error:
-        tap.failed("compiling", error)
+        _not_in_graph("a Linear", error)
 
 
-def _trace_call(tap: LinearTap, number: int, x: Tensor, weight: Optional[Tensor], output: Tensor) -> None:
+def _takes_operators() -> bool:
+    if exporting():
+        return False
+    problem = obstacle()
+    if problem:
+        _notices.warn("obstacle", "nothing is captured of a compiled graph: %s", problem)
+    return not problem
+
+
+def _trace_call(number: Tensor, gradients: int, x: Tensor, weight: Optional[Tensor], output: Tensor) -> None:
     if torch._C._functorch.is_batchedtensor(output):
-        _notices.warn("vmap", "inside vmap nothing is captured of %s", tap.name)
+        _notices.warn("vmap", "inside vmap nothing is captured in compiled graphs")
         return
     operands = (x, weight, output)
     moment = _TAP(*map(local_part, operands), number, flags_of(*operands), autocast_dtype(x.device.type))
@@ -93,34 +117,39 @@ def _trace_call(tap: LinearTap, number: int, x: Tensor, weight: Optional[Tensor]
         return
     if torch._dynamo.config.compiled_autograd:
         _notices.warn(
-            "compiled_autograd", "under compiled autograd the gradients of %s are not captured", tap.name
+            "compiled_autograd", "under compiled autograd the gradients of compiled graphs are not captured"
         )
-    if "grad_input" in tap.tensors and x.requires_grad:  # x is the alias that the pre-hook made
-        hang(x, _gradient_hook(tap, number, "grad_input", moment))
-    if output.requires_grad and not tap.tensors.isdisjoint(("grad_output", "grad_weight")):
+    if gradients & _DX and x.requires_grad:  # x is the alias that the pre-hook made
+        hang(x, _gradient_hook(_DX, moment))
+    if gradients & _DY and output.requires_grad:
         product = product_of(output)
         shape = None if product is output else output.shape
-        hang(product, _gradient_hook(tap, number, "grad_output", moment, shape))
+        hang(product, _gradient_hook(_DY, moment, shape))
 
 
 def _gradient_hook(
-    tap: LinearTap, number: int, name: str, moment: Tensor, shape: Optional[torch.Size] = None
+    which: int, moment: Tensor, shape: Optional[torch.Size] = None
 ) -> Callable[[Tensor], None]:
     def hook(gradient: Tensor) -> None:
         try:
             whole = gradient if shape is None else gradient.reshape(shape)
-            _GRADIENT(local_part(whole), moment, number, _GRADIENTS.index(name))
+            _GRADIENT(local_part(whole), moment, which)
         except Exception as error:
-            tap.failed(f"compiling the {name} hook", error)
+            _not_in_graph(_GRADIENTS[which], error)
 
     return hook
+
+
+def _not_in_graph(what: str, error: Exception) -> None:
+    problem = f"{type(error).__name__}: {error}"
+    _notices.warn("compiling", "%s is not captured in a compiled graph: %.1000s", what, problem)
 
 
 # -- at run time, as operators ----------------------------------------------------------------------------
 
 
-def _begin(number: int) -> None:
-    root: Optional[RootHook] = _target(number)
+def _begin(number: Tensor) -> None:
+    root: Optional[RootHook] = _target(int(number))
     if root is not None:
         root.begin()
 
@@ -129,11 +158,11 @@ def _tap(
     x: Tensor,
     weight: Optional[Tensor],
     output: Tensor,
-    number: int,
+    number: Tensor,
     flags: int,
     autocast: Optional[torch.dtype],
 ) -> Tensor:
-    tap: Optional[LinearTap] = _target(number)
+    tap: Optional[LinearTap] = _target(int(number))
     moment = None
     if tap is not None and tap.gate.closed_at != tap.gate.context.iteration:
         try:
@@ -141,31 +170,28 @@ def _tap(
             moment = tap.graph_call(x, weight, output, autocast)
         except Exception as error:
             tap.failed("compiled forward", error)
-    if moment is None:
-        return torch.full((len(_FIELDS),), -1, dtype=torch.int64, device="cpu")
+    if tap is None or moment is None:
+        return torch.tensor(_NOT_CAPTURED, dtype=torch.int64, device="cpu")
     numbers = [-1 if (value := getattr(moment, name)) is None else value for name in _FIELDS]
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    return torch.tensor([tap.number, *numbers], dtype=torch.int64, device="cpu")
 
 
-def _gradient(gradient: Tensor, moment: Tensor, number: int, which: int) -> None:
+def _gradient(gradient: Tensor, moment: Tensor, which: int) -> None:
+    number, *values = moment.tolist()
     tap: Optional[LinearTap] = _target(number)
     if tap is None:
         return
     try:
-        values: list[int] = moment.tolist()
-        if values[0] >= 0:
-            given: dict[str, Any] = {n: v for n, v in zip(_FIELDS, values, strict=True) if v >= 0}
-            tap.gradient(_GRADIENTS[which], gradient, Moment(**given))
+        given: dict[str, Any] = {n: v for n, v in zip(_FIELDS, values, strict=True) if v >= 0}
+        tap.gradient(_GRADIENTS[which], gradient, Moment(**given))
     except Exception as error:
         tap.failed(f"compiled {_GRADIENTS[which]} hook", error)
 
 
-_BEGIN = Operator("begin(int root) -> ()", _begin, lambda root: None)
+_BEGIN = Operator("begin(Tensor root) -> ()", _begin, lambda root: None)
 _TAP = Operator(
-    "tap(Tensor input, Tensor? weight, Tensor output, int tap, int flags, ScalarType? autocast) -> Tensor",
+    "tap(Tensor input, Tensor? weight, Tensor output, Tensor tap, int flags, ScalarType? autocast) -> Tensor",
     _tap,
-    lambda *_: torch.empty(len(_FIELDS), dtype=torch.int64, device="cpu"),
+    lambda *_: torch.empty(len(_NOT_CAPTURED), dtype=torch.int64, device="cpu"),
 )
-_GRADIENT = Operator(
-    "gradient(Tensor gradient, Tensor moment, int tap, int which) -> ()", _gradient, lambda *_: None
-)
+_GRADIENT = Operator("gradient(Tensor gradient, Tensor moment, int which) -> ()", _gradient, lambda *_: None)

@@ -1,5 +1,6 @@
 """The callables that torch stores in a watched model: small, picklable, inert in copies, never raising.
 
+Who moves them to another module (quantisation in place does) may call them without keyword arguments: they do nothing.
 A deepcopy or an unpickled model carries `_inert` in their place: it computes the same and is not captured.
 The first thing each of them asks is whether this step is captured; that is all they cost otherwise.
 """
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from capd_client import recompute
-from capd_client.graph_taps import claim, release, trace_call, trace_root
+from capd_client.graph_taps import claim, gradients_of, graph_input, release, trace_call, trace_root
 from capd_client.key import Moment
+from capd_client.tensors import is_tracing
 from capd_client.untraced import traced_as, untraced
 
 if TYPE_CHECKING:
@@ -54,27 +56,30 @@ def with_input(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PreH
 class PreHook(_Hook):
     """Forward pre-hook (with kwargs) of a tapped module."""
 
-    __slots__ = ("_aliases", "_gate", "_number", "_tap")
+    __slots__ = ("_aliases_in_graph", "_gate", "_tap")
 
     def __init__(self, tap: LinearTap) -> None:
         self._tap = tap
         self._gate = tap.gate
-        self._number = tap.number
-        self._aliases = "grad_input" in tap.tensors
+        self._aliases_in_graph = tap.number >= 0 and "grad_input" in tap.tensors
 
-    def in_graph(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PreHookResult:
+    def in_graph(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Optional[dict[str, Any]] = None
+    ) -> PreHookResult:
         """What is compiled in its place: only the alias of the input, if dX is wanted."""
-        x = args[0] if args else kwargs.get("input")
-        if self._number < 0 or not self._aliases or not module.training or not isinstance(x, Tensor):
+        if not self._aliases_in_graph or not module.training or kwargs is None:
             return None
-        if not x.requires_grad or not torch.is_grad_enabled():
+        x = args[0] if args else kwargs.get("input")
+        if not isinstance(x, Tensor) or not x.requires_grad or not torch.is_grad_enabled():
             return None
         return with_input(x.view_as(x), args, kwargs)
 
     @traced_as(in_graph)
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PreHookResult:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Optional[dict[str, Any]] = None
+    ) -> PreHookResult:
         gate = self._gate
-        if gate.closed_at == gate.context.iteration or is_compiling():
+        if gate.closed_at == gate.context.iteration or is_compiling() or kwargs is None:
             return None
         try:
             return self._tap.before_forward(module, args, kwargs)
@@ -86,21 +91,29 @@ class PreHook(_Hook):
 class ForwardHook(_Hook):
     """Forward hook (with kwargs) of a tapped module."""
 
-    __slots__ = ("_number", "_tap")
+    __slots__ = ("_gradients", "_number", "_tap")
 
     def __init__(self, tap: LinearTap) -> None:
         self._tap = tap
-        self._number = tap.number
+        self._number = graph_input(tap.number)
+        self._gradients = gradients_of(tap.tensors)
 
-    def in_graph(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def in_graph(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
+    ) -> None:
         """What is compiled in its place: the whole of a call."""
+        number = self._number
+        if number is None or not module.training or not isinstance(output, Tensor):
+            return
         x = args[0] if args else kwargs.get("input")
-        if self._number >= 0 and module.training and isinstance(x, Tensor) and isinstance(output, Tensor):
+        if isinstance(x, Tensor):
             weight: Any = module.weight
-            trace_call(self._number, x, weight, output)
+            trace_call(number, self._gradients, x, weight, output)
 
     @traced_as(in_graph)
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
+    ) -> None:
         tap = self._tap
         if tap.bound is None:
             return
@@ -153,7 +166,7 @@ class WeightHook(_Hook):
 class RootHook(_Hook):
     """Forward pre-hook of the watched model: every training forward begins a micro-batch."""
 
-    __slots__ = ("__weakref__", "_clock", "_number", "_root", "_sink", "forwards")
+    __slots__ = ("__weakref__", "_clock", "_input", "_number", "_root", "_sink", "forwards")
 
     def __init__(self, root: nn.Module, clock: Clock, sink: Sink) -> None:
         self._root = weakref.ref(root)
@@ -161,15 +174,16 @@ class RootHook(_Hook):
         self._sink = sink
         self.forwards = 0  # those that it has seen
         self._number = claim(self)
+        self._input = graph_input(self._number)
 
     def in_graph(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """What is compiled in its place."""
-        if self._number >= 0 and module.training:
-            trace_root(self._number)
+        if self._input is not None and module.training:
+            trace_root(self._input)
 
     @traced_as(in_graph)
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if module.training and not is_compiling() and self._root() is module:
+        if module.training and not is_compiling() and self._root() is module and not is_tracing():
             self.begin()
 
     def begin(self) -> None:

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from capd_client.key import Moment
 from capd_client.select import Ranges, Selection
+from capd_client.untraced import untraced
 
 __all__ = ["Clock", "Context", "Gate", "clock_of"]
 
@@ -147,6 +148,7 @@ class Clock:
                 self._handle.remove()
                 self._handle = None
 
+    @untraced  # compiled optimizers trace hooks
     def _optimizer_stepped(self, *_: Any) -> None:
         self.context.optimizer_stepped()
         for gate in self._gates:

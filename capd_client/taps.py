@@ -32,6 +32,7 @@ from capd_client.products import autocast_dtype, hang, product_dtype, product_of
 from capd_client.slicing import Slice
 from capd_client.steering import Steering
 from capd_client.stepping import Context, Gate
+from capd_client.tensors import is_tracing
 
 __all__ = ["LinearTap", "Settings", "Sink"]
 
@@ -145,7 +146,7 @@ class LinearTap:
     ) -> PreHookResult:
         """Bind the moment of this call, capture its operands, and alias its input if dX is wanted."""
         self.bound = None
-        if not module.training or self.module() is not module:
+        if not module.training or self.module() is not module or is_tracing():
             return None
         moment = self._moment_of_call()
         x = args[0] if args else kwargs.get("input")
@@ -172,9 +173,10 @@ class LinearTap:
             return  # a moment of another iteration is left over from a forward that raised
         if not self._recomputing and "output" in self._tensors:
             self._offer(output, "output", moment)
+        recompute.keep(self, moment)
         if not torch.is_grad_enabled():
-            recompute.keep(self, moment)
-        elif output.requires_grad and not self._tensors.isdisjoint(("grad_output", "grad_weight")):
+            return
+        if output.requires_grad and not self._tensors.isdisjoint(("grad_output", "grad_weight")):
             hang(product_of(output), GradHook(self, "grad_output", moment, output.shape))
 
     def graph_call(

@@ -14,7 +14,16 @@ import torch
 from capd_client.dtypes import ITEM_NBYTES
 from capd_client.key import MAX_NDIM
 
-__all__ = ["DTYPES", "PLAIN_TYPES", "local_part", "modes_active", "problem_of", "unwrap", "without_modes"]
+__all__ = [
+    "DTYPES",
+    "PLAIN_TYPES",
+    "is_tracing",
+    "local_part",
+    "modes_active",
+    "problem_of",
+    "unwrap",
+    "without_modes",
+]
 
 DTYPES: dict[torch.dtype, int] = {
     dtype: nbytes for name, nbytes in ITEM_NBYTES.items() if (dtype := getattr(torch, name, None)) is not None
@@ -28,16 +37,27 @@ PLAIN_TYPES: frozenset[type] = frozenset(
 _DEVICES = frozenset({"cpu", "cuda"})
 
 
+def is_tracing() -> bool:
+    """Whether torch.jit.trace writes down what this thread does."""
+    return torch._C._get_tracing_state() is not None
+
+
 def modes_active() -> bool:
-    """Whether a torch function or dispatch mode would see our own operations."""
-    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+    """Whether a torch function or dispatch mode, or torch.jit.trace, would see our own operations."""
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack() or is_tracing())
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """Hides our operations from modes and subclasses: flop counters, default devices, selective checkpointing."""
+    """Hides our operations from modes and subclasses: flop counters, default devices, selective checkpointing.
+
+    From torch.jit.trace, too: a trace would hold our memory, and write to it whenever it runs.
+    """
     from torch.utils._python_dispatch import _disable_current_modes
 
     stack = ExitStack()
+    trace: Any = torch._C._set_tracing_state  # type: ignore[attr-defined]  # not in its stubs
+    stack.callback(trace, torch._C._get_tracing_state())
+    trace(None)
     stack.enter_context(torch._C.DisableTorchFunction())
     stack.enter_context(_disable_current_modes())
     return stack

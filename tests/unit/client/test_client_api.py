@@ -249,3 +249,34 @@ def test_a_log_handler_that_captures_does_not_hold_up_the_start(
         logging.getLogger("capd_client").removeHandler(handler)
     assert "CAPD_EXIT_TIMEOUT_S" in caplog.text
     assert capd_client.counters()["offered"] == 1
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_a_traced_function_holds_nothing_of_capd(on: Peer) -> None:
+    def transposed(x: torch.Tensor) -> torch.Tensor:
+        capd_client.capture(x.t(), tensor_name="x", slice="first:1")
+        return x * 2
+
+    traced = torch.jit.trace(transposed, torch.ones(2, 3), check_trace=False)
+
+    assert "copy_" not in str(traced.graph)
+    assert torch.jit.is_tracing() is False
+    assert capd_client.flush(10)
+    assert len(on.records) == 1
+
+
+def test_a_gradient_belongs_to_the_iteration_of_its_forward_where_the_optimizer_steps_in_the_backward(
+    on: Peer,
+) -> None:
+    first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.SGD([second], lr=0.1)
+    second.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    for _ in range(2):
+        hidden = first * 2
+        capd_client.capture(hidden, tensor_name="forward")
+        hidden.register_hook(lambda gradient: capd_client.capture(gradient, tensor_name="backward"))
+        (hidden * second).sum().backward()
+
+    assert capd_client.flush(10)
+    found = [(r.key.tensor_name, r.descriptor.moment.iteration) for r in on.records]
+    assert found == [("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1)]

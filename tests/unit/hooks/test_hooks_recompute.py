@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from memory_sink import MemorySink
 from small_models import Blocks, Repeated, non_reentrant, reentrant
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from capd_client import hooks
 from capd_client.hooks import watch
@@ -133,3 +135,25 @@ def test_a_recomputed_root_is_no_further_micro_batch(sink: MemorySink, wrap: Wra
 
     for tensor_name in ("input", "grad_output"):
         assert [c.at for c in sink.of("inlet", tensor_name)] == [(0, 0, 0), (0, 1, 0)]
+
+
+def test_a_segment_that_saves_every_operation_finds_its_own_again(sink: MemorySink) -> None:
+    """Selective checkpointing gives the second pass what the first one computed, counted by operation."""
+
+    def body(layers: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(layers[0](x)).view(4, 6) * 2
+        return torch.tanh(layers[1](hidden.sin().view(4, 6)))
+
+    contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    gradients = []
+    for watched in (False, True):
+        torch.manual_seed(1)
+        layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        x = torch.randn(4, 6, requires_grad=True)
+        if watched:
+            watch(layers, tensors=TENSORS)
+        checkpoint(body, layers, x.sin(), use_reentrant=False, context_fn=contexts).sum().backward()
+        gradients.append([x.grad, *(p.grad for p in layers.parameters())])
+
+    assert all(map(torch.equal, *gradients))
+    assert sink.names() == dict.fromkeys(TENSORS, 2)

@@ -345,3 +345,31 @@ def test_the_devices_of_the_model_are_set_up_at_watch_on_ranks_that_capture(sink
     sink.config = ClientConfig(ranks="1-3")
     watch(MLP())
     assert len(sink.prepared) == 1
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_a_traced_model_is_as_it_is_unwatched(sink: MemorySink) -> None:
+    model = Blocks()
+    x = torch.randn(4, 6, requires_grad=True)
+    traces = [torch.jit.trace(model, x)]
+    watch(model, tensors=TENSORS)
+    traces.append(torch.jit.trace(model, x))
+
+    unwatched, ours = ([node.kind() for node in trace.inlined_graph.nodes()] for trace in traces)
+    assert ours == unwatched
+
+
+def test_hooks_that_are_moved_to_another_module_do_nothing(sink: MemorySink) -> None:
+    """Quantisation in place registers them at the module that it puts in, without keyword arguments."""
+    model = MLP()
+    watch(model, tensors=TENSORS)
+    other = nn.Linear(6, 8)
+    for hook in model.fc1._forward_pre_hooks.values():
+        other.register_forward_pre_hook(hook)
+    for hook in model.fc1._forward_hooks.values():
+        other.register_forward_hook(hook)
+
+    other(torch.randn(2, 6)).sum().backward()
+    torch.compile(other, backend="eager", fullgraph=True)(torch.randn(2, 6)).sum().backward()
+
+    assert sink.captured == []
