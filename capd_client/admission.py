@@ -13,10 +13,10 @@ from typing import Any, Optional
 import torch
 
 from capd_client.books import Books
+from capd_client.counter_page import DropReason
 from capd_client.definitions import Definition
 from capd_client.errors import ConfigError
 from capd_client.key import Key, Moment
-from capd_client.protocol import DropReason
 from capd_client.slicing import Slice
 from capd_client.tensors import PLAIN_TYPES
 

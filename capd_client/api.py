@@ -17,11 +17,11 @@ import torch
 from capd_client import recompute
 from capd_client.config import load_config
 from capd_client.context import MOMENT_FIELDS, Context, as_index
+from capd_client.counter_page import DropReason
 from capd_client.errors import CapdError, ConfigError
 from capd_client.graph_capture import capture_in_graph
 from capd_client.key import Key, Moment
 from capd_client.notices import Notices, show
-from capd_client.protocol import DropReason
 from capd_client.recompute import repeating
 from capd_client.session import Session
 from capd_client.slicing import parse_slice

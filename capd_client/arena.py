@@ -16,8 +16,8 @@ import threading
 import time
 from typing import Any
 
+from capd_client.counter_page import PAGE_NBYTES
 from capd_client.errors import ArenaError
-from capd_client.protocol import PAGE_NBYTES
 
 __all__ = ["Arena"]
 

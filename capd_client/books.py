@@ -19,17 +19,16 @@ from typing import Optional
 import msgspec
 
 from capd_client.allocator import EMPTY, Slot, SlotAllocator
-from capd_client.counting import Counters, Ledger, Snapshot
-from capd_client.definitions import Definition, Definitions
-from capd_client.protocol import (
+from capd_client.counter_page import (
     COUNTER_ACKED,
     COUNTER_IN_FLIGHT,
     COUNTER_OFFERED,
     DROP_REASONS,
-    Descriptor,
     DropReason,
-    NackRow,
 )
+from capd_client.counting import Counters, Ledger, Snapshot
+from capd_client.definitions import Definition, Definitions
+from capd_client.protocol import Descriptor, NackRow
 from capd_client.step_budget import StepBudget
 from capd_client.thinning import Thinning
 from capd_client.waiting import Waiting

@@ -13,15 +13,13 @@ from collections.abc import Callable
 from typing import Optional, Union
 
 from capd_client.books import Books
+from capd_client.counter_page import DROP_REASONS
 from capd_client.link import Link
 from capd_client.protocol import (
-    DROP_REASONS,
     MAX_BATCH,
     Ack,
     Bye,
     ByeOk,
-    Drain,
-    Drained,
     Drops,
     Flush,
     Flushed,
@@ -31,11 +29,10 @@ from capd_client.protocol import (
     Pong,
     Put,
     Reject,
-    Steer,
-    Steered,
     Welcome,
 )
 from capd_client.steering import Steering
+from capd_client.tool_messages import Drain, Drained, Steer, Steered
 
 __all__ = ["Conversation", "FlushRequest", "Verdict"]
 

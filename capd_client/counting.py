@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional, Union
 
-from capd_client.protocol import (
+from capd_client.counter_page import (
     COUNTER_ACKED,
     COUNTER_DROPS,
     COUNTER_IN_FLIGHT,
@@ -19,8 +19,8 @@ from capd_client.protocol import (
     COUNTER_STEPS,
     DROP_REASONS,
     DropReason,
-    DropRow,
 )
+from capd_client.protocol import DropRow
 
 __all__ = ["REASON_INDEX", "Counters", "Ledger", "Snapshot"]
 

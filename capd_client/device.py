@@ -21,10 +21,11 @@ import torch
 
 from capd_client.allocator import SMALL_NBYTES
 from capd_client.books import Books, Capture
+from capd_client.counter_page import DropReason
 from capd_client.devstats import ROW_DTYPES, fill_row
 from capd_client.pacing import Pace
 from capd_client.pieces import Piece, Snapshot, cut
-from capd_client.protocol import Descriptor, DropReason
+from capd_client.protocol import Descriptor
 from capd_client.ring import Ring
 from capd_client.statistics_row import ROW_NBYTES
 

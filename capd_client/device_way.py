@@ -10,13 +10,14 @@ import torch
 
 from capd_client.allocator import GRANULE_NBYTES
 from capd_client.books import Books, Capture
+from capd_client.counter_page import DropReason
 from capd_client.definitions import Definition
 from capd_client.device import DeviceStager
 from capd_client.errors import Counted
 from capd_client.large import snapshot_part, stage_in_parts
 from capd_client.notices import Notices
 from capd_client.parts import Record
-from capd_client.protocol import Descriptor, DropReason
+from capd_client.protocol import Descriptor
 from capd_client.refusing import Refusing
 from capd_client.room import RoomNotices
 from capd_client.statistics_row import ROW_NBYTES

@@ -12,13 +12,13 @@ import torch
 
 from capd_client.arena import Arena
 from capd_client.books import Books
+from capd_client.counter_page import DropReason
 from capd_client.cuda import CudaDevice, is_capturing, keep_out_of_captures
 from capd_client.device import DeviceStager
 from capd_client.devstats import has_kernel, prepare
 from capd_client.notices import Notices
 from capd_client.pacing import Pace
 from capd_client.pinning import Pinning
-from capd_client.protocol import DropReason
 
 __all__ = ["Devices"]
 

@@ -17,17 +17,10 @@ from msgspec.structs import replace
 
 from capd_client.allocator import EMPTY, GRANULE_NBYTES, Slot, SlotAllocator
 from capd_client.books import ABORTED, COPYING, READY, Books, Capture
+from capd_client.counter_page import COUNTER_ACKED, COUNTER_IN_FLIGHT, DROP_REASONS, DropReason
 from capd_client.counting import Counters
 from capd_client.definitions import Definition
-from capd_client.protocol import (
-    COUNTER_ACKED,
-    COUNTER_IN_FLIGHT,
-    DROP_REASONS,
-    Descriptor,
-    DropReason,
-    NackRow,
-    Part,
-)
+from capd_client.protocol import Descriptor, NackRow, Part
 
 __all__ = ["PartCapture", "PartedBooks", "Record", "part_nbytes"]
 

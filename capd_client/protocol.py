@@ -21,31 +21,27 @@ Parts. A tensor larger than the arena is several descriptors with `part`, each i
 its own. ACK of a part frees its slot and says only that this daemon need not be sent it again; ACK of the last one is
 the record's. NACK of any of them is the record's.
 
-Arena. Page 0 (PAGE_NBYTES) is the counter page: native-endian u64 words, written by the client only:
-word 0 COUNTER_MAGIC, 1 offered, 2 acked, 3 in flight (live slots), 4 … 4+len(DropReason) drops by
-DropReason index, 256 the iterations begun (1 + the current one; 0 before the first). Slots lie behind it. The
-memfd is sealed SHRINK|GROW|SEAL (and FUTURE_WRITE where known).
+Arena. A memfd, sealed SHRINK|GROW|SEAL (and FUTURE_WRITE where known). Page 0 is the counter page
+(`capd_client.counter_page`), slots lie behind it.
 """
 
 from __future__ import annotations
 
-import enum
-from typing import Annotated, Any, Literal, Optional, Union
+from typing import Annotated, Any, Optional, Union
 
 import msgspec
 from msgspec import Meta
 
+from capd_client.counter_page import DROP_REASONS
 from capd_client.key import MAX_NDIM, Index, Key, Moment, Rank
-from capd_client.select import Selection
+from capd_client.tool_messages import Control, ControlReply, Drain, Drained, Stats, StatsReply, Steer, Steered
+from capd_client.wire_types import U64, Count, ShortText, Text, Uuid
 
 __all__ = [
-    "ARENA_BYTE", "COUNTER_ACKED", "COUNTER_DROPS", "COUNTER_IN_FLIGHT", "COUNTER_MAGIC", "COUNTER_OFFERED",
-    "COUNTER_STEPS", "DROP_REASONS", "HANDSHAKE_TIMEOUT_S", "MAX_BATCH", "MAX_FRAME_NBYTES", "MAX_KEYS",
-    "MAX_METADATA_NBYTES", "MAX_TEXT_CHARS", "MAX_WAIT_S", "PAGE_NBYTES", "PING_INTERVAL_S", "PROTOCOL_VERSION",
-    "TOOL_BYTE", "Ack", "Bye", "ByeOk", "ClientMessage", "Control", "ControlReply", "DaemonMessage", "Define",
-    "Descriptor", "Drain", "Drained", "DropReason", "DropRow", "Drops", "Flush", "Flushed", "Hello", "Nack",
-    "NackRow", "Part", "Ping", "Pong", "Put", "Reject", "Stats", "StatsReply", "Steer", "Steered", "Verb", "Welcome",
-    "decode_client", "decode_daemon", "encode",
+    "ARENA_BYTE", "HANDSHAKE_TIMEOUT_S", "MAX_BATCH", "MAX_FRAME_NBYTES", "MAX_KEYS", "MAX_METADATA_NBYTES",
+    "PING_INTERVAL_S", "PROTOCOL_VERSION", "TOOL_BYTE", "Ack", "Bye", "ByeOk", "ClientMessage", "DaemonMessage",
+    "Define", "Descriptor", "DropRow", "Drops", "Flush", "Flushed", "Hello", "Nack", "NackRow", "Part", "Ping", "Pong",
+    "Put", "Reject", "Welcome", "decode_client", "decode_daemon", "encode",
 ]  # fmt: skip
 
 PROTOCOL_VERSION = 1
@@ -53,55 +49,13 @@ MAX_FRAME_NBYTES = 1 << 20
 MAX_BATCH = 64  # descriptors in one PUT
 MAX_KEYS = 1 << 20  # DEFs on one connection
 MAX_METADATA_NBYTES = 4096  # JSON text of one capture's free metadata
-MAX_TEXT_CHARS = 8192  # of one message to a user
 HANDSHAKE_TIMEOUT_S = 5.0
-MAX_WAIT_S = 3600.0  # a CONTROL is answered within this time
 PING_INTERVAL_S = 5.0  # three unanswered PINGs end a connection
 ARENA_BYTE = b"A"
 TOOL_BYTE = b"T"
 
-PAGE_NBYTES = 4096
-COUNTER_MAGIC = 0x3130_4447_5044_5043  # "CPDPGD01" read as a little-endian u64
-COUNTER_OFFERED, COUNTER_ACKED, COUNTER_IN_FLIGHT, COUNTER_DROPS = 1, 2, 3, 4
-COUNTER_STEPS = 256  # behind the room for further reasons
-
-
-class DropReason(enum.Enum):
-    """Why a capture was given up. The order is wire format (counter page): append, never reorder."""
-
-    __hash__ = object.__hash__  # Enum's own is Python code, and every drop asks for it twice
-
-    ARENA_FULL = "arena_full"  # the arena had no room (policy drop, or block after max_block_ms)
-    RING_FULL = "ring_full"  # the device snapshot ring had no room
-    TOO_LARGE = "too_large"  # larger than the arena or the ring can ever hold
-    UNSUPPORTED = "unsupported"  # complex, sparse, meta, quantised or unknown dtype
-    INVALID_KEY = "invalid_key"  # a name, index or metadata outside the limits
-    INTERNAL = "internal"  # an error inside capd in the rank; logged
-    NOT_CONNECTED = "not_connected"  # still unacknowledged when the rank closed
-    REJECTED = "rejected"  # the daemon refused the session
-    BAD_DESCRIPTOR = "bad_descriptor"  # the daemon refused the descriptor
-    DISK_FULL = "disk_full"  # max_disk or keep_free reached, or ENOSPC
-    STORE_ERROR = "store_error"  # the store could not write the record
-    RANK_DIED = "rank_died"  # counted by the daemon: the rank died before handing it over
-    STREAM_CAPTURE = "stream_capture"  # a CUDA graph was being captured
-    STEP_BUDGET = "step_budget"  # beyond max_mb_per_step of its iteration
-    SAMPLED = "sampled"  # mode sample:1/N does not keep its call
-    MUTATED = "mutated"  # declared immutable, and changed before its bytes were copied
-    PARTS_LOST = "parts_lost"  # the daemon was restarted amid the parts of a record
-    STOPPED = "stopped"  # `capd ctl stop` was in force
-    THINNED = "thinned"  # policy thin left out its call, because a buffer had been full
-
-
-DROP_REASONS: tuple[DropReason, ...] = tuple(DropReason)
-
-U64 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Uuid = Annotated[bytes, Meta(min_length=16, max_length=16)]
-ShortText = Annotated[str, Meta(max_length=256)]
-Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Shape = Annotated[tuple[Index, ...], Meta(max_length=MAX_NDIM)]
 KeyId = Annotated[int, Meta(ge=0, lt=MAX_KEYS)]
-Verb = Literal["status", "start", "stop", "select", "flush", "seal", "shutdown"]
 ReasonIndex = Annotated[int, Meta(ge=0, lt=len(DROP_REASONS))]
 
 
@@ -270,89 +224,6 @@ class Ping(msgspec.Struct, tag="ping"):
 
 class Pong(msgspec.Struct, tag="pong"):
     """Answers a PING."""
-
-
-class Stats(msgspec.Struct, tag="stats"):
-    """A tool asks for live counters, of one run or of all."""
-
-    run_id: Optional[ShortText] = None
-
-
-class StatsReply(msgspec.Struct, tag="stats_reply"):
-    """Counters as JSON-compatible data; the schema is `capd.metrics.DaemonStats`."""
-
-    stats: dict[str, Any]
-
-
-class Control(msgspec.Struct, tag="control"):
-    """A tool asks for an action. `run_id` None: the only live run (seal: all of them).
-
-    status: how each rank of the run is steered. start, select: capture, as the job says or as `selection` does.
-    stop: capture nothing. These three hold from `from_iteration`, or the next one that every rank can still begin
-    together, and are answered once they are in force on every live rank, at the latest after `wait_s`. flush: as
-    soon as everything captured so far is committed. seal: publish a run's records. shutdown: end the daemon.
-    """
-
-    verb: Verb
-    run_id: Optional[ShortText] = None
-    selection: Optional[Selection] = None
-    from_iteration: Optional[Index] = None
-    wait_s: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] = 0.0
-
-
-class ControlReply(msgspec.Struct, tag="control_reply"):
-    """Outcome of a CONTROL. nothing: there is no such run, rank or module. `message` says it in words.
-
-    ranks: the live ranks of the run, each as `capd.metrics.RankControl`; empty where one frame cannot hold them.
-    """
-
-    code: Literal["ok", "failed", "usage", "nothing"]
-    message: Text
-    ranks: list[dict[str, Any]] = []
-
-    @property
-    def ok(self) -> bool:
-        """Whether it was done."""
-        return self.code == "ok"
-
-
-class Steer(msgspec.Struct, tag="steer", frozen=True, kw_only=True):
-    """The capture that is wanted of a rank, from the first iteration it begins at or behind `from_iteration`.
-
-    id: grows with every change in a run. capturing False: nothing is captured. selection None: as the job says.
-    """
-
-    id: Count
-    from_iteration: Index
-    capturing: bool = True
-    selection: Optional[Selection] = None
-
-
-class Steered(msgspec.Struct, tag="steered", kw_only=True):
-    """How a rank is steered: `in_force` since its iteration `since`, `pending` until its next boundary.
-
-    id: of the newest STEER it met; `problem` says why that one could not be followed. modules: how many modules
-    are captured under `in_force`, on this rank.
-    """
-
-    id: Count
-    in_force: Optional[Steer] = None
-    since: Optional[Index] = None
-    pending: Optional[Steer] = None
-    modules: Count = 0
-    problem: Text = ""
-
-
-class Drain(msgspec.Struct, tag="drain"):
-    """Answer once everything captured before is committed or dropped. Ids grow within a session."""
-
-    id: Count
-
-
-class Drained(msgspec.Struct, tag="drained"):
-    """Answer to DRAIN."""
-
-    id: Count
 
 
 ClientMessage = Union[Hello, Define, Put, Drops, Flush, Steered, Drained, Bye, Ping, Stats, Control]

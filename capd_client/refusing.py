@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Optional
 
 from capd_client.books import Books
+from capd_client.counter_page import DropReason
 from capd_client.definitions import Definition
 from capd_client.key import Moment
 from capd_client.notices import Notices
-from capd_client.protocol import DropReason
 
 __all__ = ["Refusing"]
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from capd_client.books import Books
+from capd_client.counter_page import PAGE_NBYTES, DropReason
 from capd_client.definitions import Definition
 from capd_client.notices import Notices
-from capd_client.protocol import PAGE_NBYTES, Descriptor, DropReason
+from capd_client.protocol import Descriptor
 
 __all__ = ["RoomNotices"]
 

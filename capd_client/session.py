@@ -21,6 +21,7 @@ from capd_client.allocator import SlotAllocator
 from capd_client.arena import Arena
 from capd_client.config import ClientConfig
 from capd_client.context import Context
+from capd_client.counter_page import COUNTER_STEPS, PAGE_NBYTES, DropReason
 from capd_client.counting import Counters, Snapshot
 from capd_client.definitions import short_name
 from capd_client.devices import Devices
@@ -30,14 +31,7 @@ from capd_client.link import Link
 from capd_client.memory import default_arena_nbytes, most_arena_nbytes
 from capd_client.notices import Notices
 from capd_client.policies import make_books
-from capd_client.protocol import (
-    COUNTER_STEPS,
-    HANDSHAKE_TIMEOUT_S,
-    PAGE_NBYTES,
-    PROTOCOL_VERSION,
-    DropReason,
-    Hello,
-)
+from capd_client.protocol import HANDSHAKE_TIMEOUT_S, PROTOCOL_VERSION, Hello
 from capd_client.slicing import Slice
 from capd_client.staging import Stager
 from capd_client.steering import Steering

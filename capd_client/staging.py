@@ -15,6 +15,7 @@ import torch
 
 from capd_client.arena import Arena
 from capd_client.books import READY, Books
+from capd_client.counter_page import DropReason
 from capd_client.definitions import Definition
 from capd_client.device import DeviceStager
 from capd_client.device_way import DeviceWay
@@ -24,7 +25,7 @@ from capd_client.key import MAX_NDIM, Key, Moment
 from capd_client.large import stage_in_parts
 from capd_client.notices import Notices
 from capd_client.parts import PartCapture, Record
-from capd_client.protocol import MAX_METADATA_NBYTES, Descriptor, DropReason
+from capd_client.protocol import MAX_METADATA_NBYTES, Descriptor
 from capd_client.reducing import write_row
 from capd_client.refusing import Refusing
 from capd_client.room import RoomNotices

@@ -22,7 +22,7 @@ from typing import Any, Optional, Union
 import torch
 
 from capd_client.api import Session, capture, session
-from capd_client.protocol import DropReason
+from capd_client.counter_page import DropReason
 from capd_client.tensors import local_part, problem_of, without_modes
 from capd_client.untraced import untraced
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from capd_client.errors import ConfigError
 from capd_client.notices import Notices
-from capd_client.protocol import Steer, Steered
+from capd_client.tool_messages import Steer, Steered
 
 __all__ = ["Steering", "Watch"]
 

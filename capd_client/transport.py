@@ -18,11 +18,12 @@ from typing import Optional
 
 from capd_client.books import Books
 from capd_client.conversation import Conversation, FlushRequest, Verdict, reason_text
+from capd_client.counter_page import DropReason
 from capd_client.device import DeviceStager
 from capd_client.doze import Doze
 from capd_client.link import Link
 from capd_client.notices import Notices
-from capd_client.protocol import HANDSHAKE_TIMEOUT_S, ByeOk, DropReason, NackRow, Reject, Welcome
+from capd_client.protocol import HANDSHAKE_TIMEOUT_S, ByeOk, NackRow, Reject, Welcome
 from capd_client.steering import Steering
 
 __all__ = ["State", "Transport"]

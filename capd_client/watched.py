@@ -16,11 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from capd_client.hook_objects import ForwardHook, PreHook
 from capd_client.naming import Place
-from capd_client.protocol import Steer
 from capd_client.select import matches_any
 from capd_client.slicing import Slice
 from capd_client.stepping import Gate
 from capd_client.taps import LinearTap, Sink
+from capd_client.tool_messages import Steer
 
 __all__ = ["Watched", "is_tapped"]
 

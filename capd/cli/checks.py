@@ -14,7 +14,8 @@ from capd.cli.output import human_nbytes, versions
 from capd.cli.tool import connect
 from capd.config import DaemonSettings
 from capd.errors import CapdError, EndpointError
-from capd_client.protocol import Ping, Stats, StatsReply
+from capd_client.protocol import Ping
+from capd_client.tool_messages import Stats, StatsReply
 
 __all__ = ["CHECKS", "Finding"]
 

@@ -24,7 +24,8 @@ from capd.errors import EndpointError
 from capd.metrics import DaemonStats, RunStats
 from capd.server.endpoint import MAX_PATH_NBYTES, parse
 from capd.server.naming import check_run_id, new_run_id
-from capd_client.protocol import Control, ControlReply, Ping, Stats, StatsReply
+from capd_client.protocol import Ping
+from capd_client.tool_messages import Control, ControlReply, Stats, StatsReply
 
 __all__ = ["Companion", "join", "start"]
 

@@ -12,7 +12,7 @@ from capd.cli.stores import is_run, resolve_run
 from capd.cli.tool import connect
 from capd.errors import CapdError, EndpointError
 from capd.metrics import DaemonStats, RunStats, SessionStats
-from capd_client.protocol import Stats, StatsReply
+from capd_client.tool_messages import Stats, StatsReply
 
 __all__ = ["Counters", "Source"]
 

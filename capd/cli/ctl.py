@@ -12,8 +12,8 @@ from capd.cli.ranks_view import order_lines, status_lines
 from capd.cli.tool import connect
 from capd.errors import CapdError, ConfigError, EndpointError, NothingMatched
 from capd.metrics import RankControl
-from capd_client.protocol import Control, ControlReply
 from capd_client.select import Selection
+from capd_client.tool_messages import Control, ControlReply
 
 __all__ = ["app"]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from capd_client.protocol import DropReason
+from capd_client.counter_page import DropReason
 
 __all__ = ["DAEMON_REASONS", "MAX_COUNT", "PageCounters", "Totals", "reconcile"]
 

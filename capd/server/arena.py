@@ -14,7 +14,7 @@ import stat
 
 from capd.errors import ArenaError
 from capd.server.accounting import MAX_COUNT, PageCounters
-from capd_client.protocol import (
+from capd_client.counter_page import (
     COUNTER_DROPS,
     COUNTER_IN_FLIGHT,
     COUNTER_MAGIC,

@@ -17,8 +17,9 @@ from capd.server.arena import MAX_ARENA_NBYTES
 from capd.store.frames import StatsRow
 from capd.store.packed_statistics import unpack
 from capd.store.statistics import is_whole
+from capd_client.counter_page import PAGE_NBYTES
 from capd_client.dtypes import ITEM_NBYTES
-from capd_client.protocol import PAGE_NBYTES, Define, Descriptor, Part
+from capd_client.protocol import Define, Descriptor, Part
 from capd_client.statistics_row import NO_ROW_DTYPES, ROW_FIELDS, ROW_NBYTES
 
 __all__ = ["MAX_METADATA_DEPTH", "believed_row", "define_problem", "descriptor_problem"]

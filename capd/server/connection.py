@@ -29,7 +29,6 @@ from capd_client.protocol import (
     ByeOk,
     ClientMessage,
     Define,
-    Drained,
     Drops,
     Flush,
     Hello,
@@ -37,9 +36,9 @@ from capd_client.protocol import (
     Pong,
     Put,
     Reject,
-    Steered,
     Welcome,
 )
+from capd_client.tool_messages import Drained, Steered
 
 __all__ = ["ConnectionContext", "serve_rank"]
 

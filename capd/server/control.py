@@ -18,8 +18,10 @@ from capd.server.registry import Registry
 from capd.server.run import Run
 from capd.server.snapshot import rank_control
 from capd_client.errors import ConfigError
-from capd_client.protocol import MAX_FRAME_NBYTES, MAX_TEXT_CHARS, Control, ControlReply, Steer, encode
+from capd_client.protocol import MAX_FRAME_NBYTES, encode
 from capd_client.select import Ranges
+from capd_client.tool_messages import Control, ControlReply, Steer
+from capd_client.wire_types import MAX_TEXT_CHARS
 
 __all__ = ["Controller"]
 

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from capd.server.jobs import DiskLimit, Job, Refusal, Sink, Task, Tickets
 from capd.server.refusals import refusal_of
 from capd.store.scratch import Scratch
-from capd_client.protocol import DropReason
+from capd_client.counter_page import DropReason
 
 __all__ = ["MAX_SCRATCH_FILES", "GatherThread"]
 

@@ -17,7 +17,8 @@ from capd.store.frames import StatsRow
 from capd.store.geometry import SMALL_NBYTES
 from capd.store.scratch import Scratch
 from capd.store.series import Plan
-from capd_client.protocol import Define, Descriptor, DropReason
+from capd_client.counter_page import DropReason
+from capd_client.protocol import Define, Descriptor
 from capd_client.statistics_row import ROW_NBYTES
 
 __all__ = [

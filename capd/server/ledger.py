@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from capd.server.accounting import MAX_COUNT
 from capd.store.catalog_read import LedgerRow
+from capd_client.counter_page import DROP_REASONS, DropReason
 from capd_client.key import Key
-from capd_client.protocol import DROP_REASONS, Define, Descriptor, DropReason, DropRow
+from capd_client.protocol import Define, Descriptor, DropRow
 
 __all__ = ["Ledger"]
 

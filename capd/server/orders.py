@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from capd.server.steering import RunSteering
 from capd_client.errors import ConfigError, ProtocolError
-from capd_client.protocol import Drain, Drained, Steer, Steered
+from capd_client.tool_messages import Drain, Drained, Steer, Steered
 
 __all__ = ["Orders"]
 

@@ -6,7 +6,8 @@ twice, and a gap means that the parts before it went to another daemon.
 
 from __future__ import annotations
 
-from capd_client.protocol import Descriptor, DropReason
+from capd_client.counter_page import DropReason
+from capd_client.protocol import Descriptor
 
 __all__ = ["MAX_UNFINISHED", "PartRefused", "Unfinished"]
 

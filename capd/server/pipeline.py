@@ -37,7 +37,7 @@ from capd.store.options import StoreOptions
 from capd.store.run import RunStore
 from capd.store.series import Plan
 from capd.store.settle import Room
-from capd_client.protocol import DropReason
+from capd_client.counter_page import DropReason
 
 __all__ = ["Pipeline", "plan_of"]
 

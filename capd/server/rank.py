@@ -24,8 +24,9 @@ from capd.server.session import Checked, Phase, Session
 from capd.server.steering import RunSteering
 from capd.store.catalog_read import SessionRow
 from capd.store.frames import StatsRow
+from capd_client.counter_page import DropReason
 from capd_client.errors import ProtocolError
-from capd_client.protocol import DaemonMessage, DropReason, Hello, Put, Reject
+from capd_client.protocol import DaemonMessage, Hello, Put, Reject
 from capd_client.statistics_row import ROW_NBYTES
 
 __all__ = ["MAX_IN_WORK", "RETURN_S", "RankSession"]

@@ -8,7 +8,7 @@ import sqlite3
 
 from capd.errors import StoreError, StoreFull
 from capd.server.jobs import Refusal
-from capd_client.protocol import DropReason
+from capd_client.counter_page import DropReason
 
 __all__ = ["refusal_of"]
 

@@ -26,14 +26,13 @@ from capd.server.checks import define_problem
 from capd.server.ledger import Ledger
 from capd.server.parts import PartRefused, Unfinished
 from capd.store.ranges import RangeSet
+from capd_client.counter_page import DROP_REASONS, DropReason
 from capd_client.errors import ProtocolError
 from capd_client.protocol import (
-    DROP_REASONS,
     Ack,
     DaemonMessage,
     Define,
     Descriptor,
-    DropReason,
     Drops,
     Flush,
     Flushed,

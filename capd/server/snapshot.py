@@ -11,7 +11,7 @@ from capd.metrics import Steer as ShownSteer
 from capd.server.rank import RankSession
 from capd.server.run import Run
 from capd.store.catalog_read import SessionRow
-from capd_client.protocol import Steer
+from capd_client.tool_messages import Steer
 
 __all__ = ["rank_control", "run_stats"]
 

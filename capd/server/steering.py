@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from capd.server.pace import Pace
-from capd_client.protocol import Drain, Steer, Steered
 from capd_client.select import Selection
+from capd_client.tool_messages import Drain, Steer, Steered
 
 __all__ = ["RunSteering"]
 

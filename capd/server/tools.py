@@ -9,17 +9,8 @@ from capd.errors import ProtocolError
 from capd.metrics import DaemonStats
 from capd.server.control import Controller
 from capd.server.peer import Peer
-from capd_client.protocol import (
-    MAX_FRAME_NBYTES,
-    ClientMessage,
-    Control,
-    DaemonMessage,
-    Ping,
-    Pong,
-    Stats,
-    StatsReply,
-    encode,
-)
+from capd_client.protocol import MAX_FRAME_NBYTES, ClientMessage, DaemonMessage, Ping, Pong, encode
+from capd_client.tool_messages import Control, Stats, StatsReply
 
 __all__ = ["ToolContext", "serve_tool"]
 

@@ -22,8 +22,9 @@ from capd.server.jobs import Job
 from capd.server.pipeline import Pipeline
 from capd.store.catalog_read import SessionRow
 from capd.store.options import StoreOptions
+from capd_client.counter_page import DropReason
 from capd_client.key import Key, Moment
-from capd_client.protocol import Define, Descriptor, DropReason
+from capd_client.protocol import Define, Descriptor
 
 CLIENT = bytes(range(16))
 

@@ -20,13 +20,11 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
+from capd_client.counter_page import COUNTER_MAGIC, DROP_REASONS, PAGE_NBYTES
 from capd_client.key import Key, Moment
 from capd_client.protocol import (
     ARENA_BYTE,
-    COUNTER_MAGIC,
-    DROP_REASONS,
     MAX_FRAME_NBYTES,
-    PAGE_NBYTES,
     Ack,
     Bye,
     ByeOk,

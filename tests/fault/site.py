@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from capd_client.protocol import Control, ControlReply, decode_daemon, encode
+from capd_client.protocol import decode_daemon, encode
+from capd_client.tool_messages import Control, ControlReply
 from tests.fault import check
 from tests.fault.load import Capture, ExpectedLog, Gone, LoadRank, capture
 from tests.integration.daemon_kit import tool

@@ -19,33 +19,27 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from capd_client.counter_page import COUNTER_MAGIC, DROP_REASONS, PAGE_NBYTES, DropReason
 from capd_client.key import Key, Moment
 from capd_client.protocol import (
     ARENA_BYTE,
-    COUNTER_MAGIC,
-    DROP_REASONS,
     MAX_FRAME_NBYTES,
-    PAGE_NBYTES,
     TOOL_BYTE,
     Ack,
     Bye,
     ByeOk,
     ClientMessage,
-    Control,
-    ControlReply,
     DaemonMessage,
     Define,
     Descriptor,
-    DropReason,
     Hello,
     Nack,
     Put,
-    Stats,
-    StatsReply,
     Welcome,
     decode_daemon,
     encode,
 )
+from capd_client.tool_messages import Control, ControlReply, Stats, StatsReply
 
 ARENA_NBYTES = 1 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

@@ -18,8 +18,9 @@ import pytest
 from daemon_kit import ARENA_NBYTES, DaemonProcess, Rank, make_memfd, open_socket, receive
 
 import capd
+from capd_client.counter_page import PAGE_NBYTES
 from capd_client.key import Key, Moment
-from capd_client.protocol import ARENA_BYTE, PAGE_NBYTES, Define, Descriptor, Put, Reject
+from capd_client.protocol import ARENA_BYTE, Define, Descriptor, Put, Reject
 from tests.integration.processes import capd as command
 
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2

@@ -16,8 +16,9 @@ import pytest
 
 import capd as capd_package
 from capd.cli.app import main
-from capd_client.protocol import Control, ControlReply, Reject, encode
+from capd_client.protocol import Reject, encode
 from capd_client.select import Selection
+from capd_client.tool_messages import Control, ControlReply
 from tests.integration import daemon_kit
 from tests.integration.processes import Daemon, Rank, StartRank, live_stats, until
 from tests.integration.train_job import MICRO_BATCHES, TENSORS, WATCHED

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from daemon_kit import DaemonProcess, Rank, daemons, wait_for
 
+from capd_client.counter_page import PAGE_NBYTES, DropReason
 from capd_client.key import Moment
-from capd_client.protocol import PAGE_NBYTES, Descriptor, DropReason, Part, Put
+from capd_client.protocol import Descriptor, Part, Put
 
 
 @pytest.fixture

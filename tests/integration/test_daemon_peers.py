@@ -28,15 +28,14 @@ from daemon_kit import (
     wait_for,
 )
 
+from capd_client.counter_page import DropReason
 from capd_client.key import Key, Moment
 from capd_client.protocol import (
     ARENA_BYTE,
     HANDSHAKE_TIMEOUT_S,
     MAX_FRAME_NBYTES,
-    Control,
     Define,
     Descriptor,
-    DropReason,
     Flush,
     Flushed,
     Hello,
@@ -47,6 +46,7 @@ from capd_client.protocol import (
     Welcome,
     encode,
 )
+from capd_client.tool_messages import Control
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +254,8 @@ def test_bad_descriptors_are_refused_one_by_one(rank: Rank) -> None:
 
 @pytest.mark.parametrize("violation", ["descending", "redefined", "second hello", "tool message", "drop row"])
 def test_violations_after_hello_end_the_connection(rank: Rank, violation: str) -> None:
-    from capd_client.protocol import DropRow, Drops, Stats
+    from capd_client.protocol import DropRow, Drops
+    from capd_client.tool_messages import Stats
 
     messages = {
         "descending": Put(

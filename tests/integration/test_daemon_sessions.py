@@ -33,18 +33,9 @@ from daemon_kit import (
 
 import capd
 from capd.server.rank import MAX_IN_WORK
+from capd_client.counter_page import PAGE_NBYTES
 from capd_client.key import Moment
-from capd_client.protocol import (
-    ARENA_BYTE,
-    PAGE_NBYTES,
-    Descriptor,
-    Ping,
-    Pong,
-    Put,
-    Reject,
-    Welcome,
-    encode,
-)
+from capd_client.protocol import ARENA_BYTE, Descriptor, Ping, Pong, Put, Reject, Welcome, encode
 
 
 @pytest.fixture(scope="module")

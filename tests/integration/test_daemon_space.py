@@ -15,8 +15,9 @@ import zarr
 from daemon_kit import DaemonProcess, Rank, daemons, wait_for
 
 import capd
+from capd_client.counter_page import PAGE_NBYTES, DropReason
 from capd_client.key import Key, Moment
-from capd_client.protocol import PAGE_NBYTES, Define, Descriptor, DropReason, Put
+from capd_client.protocol import Define, Descriptor, Put
 from tests.integration import checking
 from tests.integration import processes as real
 

@@ -14,8 +14,9 @@ from capd.store.frames import StatsRow
 from capd.store.packed_statistics import pack
 from capd.store.series_view import Record, Series
 from capd.store.statistics import public, summarise
+from capd_client.counter_page import PAGE_NBYTES, DropReason
 from capd_client.key import Moment
-from capd_client.protocol import PAGE_NBYTES, Descriptor, DropReason, Put
+from capd_client.protocol import Descriptor, Put
 from capd_client.statistics_row import ROW_NBYTES
 
 BITS = np.array([[0x3F80, 0x4000], [0xC040, 0x0000]], "u2")  # 1, 2, -3, 0 as bfloat16

@@ -33,8 +33,9 @@ from capd.store.options import StoreOptions
 from capd.store.packed_statistics import pack
 from capd.store.run import RunStore
 from capd.store.statistics import summarise
+from capd_client.counter_page import DropReason
 from capd_client.key import Key, Moment
-from capd_client.protocol import Define, Descriptor, DropReason
+from capd_client.protocol import Define, Descriptor
 from capd_client.statistics_row import ROW_NBYTES
 from tests.property.faulty_files import FaultyFiles, Killed
 from tests.property.lossy_disk import LossyDisk

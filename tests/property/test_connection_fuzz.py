@@ -28,7 +28,6 @@ from capd_client.protocol import (
     MAX_FRAME_NBYTES,
     TOOL_BYTE,
     Bye,
-    Control,
     Define,
     Descriptor,
     DropRow,
@@ -38,9 +37,9 @@ from capd_client.protocol import (
     Part,
     Ping,
     Put,
-    Stats,
     encode,
 )
+from capd_client.tool_messages import Control, Stats
 from tests.integration.daemon_kit import ARENA_NBYTES, DaemonProcess, Rank, make_memfd, wait_for
 from tests.integration.processes import capd
 

@@ -19,11 +19,8 @@ from capd_client.protocol import (
     MAX_FRAME_NBYTES,
     Ack,
     Bye,
-    Control,
     Define,
     Descriptor,
-    Drain,
-    Drained,
     DropRow,
     Drops,
     Flush,
@@ -33,15 +30,13 @@ from capd_client.protocol import (
     Ping,
     Put,
     Reject,
-    Stats,
-    Steer,
-    Steered,
     Welcome,
     decode_client,
     decode_daemon,
     encode,
 )
 from capd_client.select import Selection
+from capd_client.tool_messages import Control, Drain, Drained, Stats, Steer, Steered
 
 EXAMPLES = int(os.environ.get("CAPD_FUZZ_EXAMPLES", "20000"))
 ALLOCATED_PER_BYTE = 600  # of a frame: a one-byte descriptor field becomes a Python object of up to 100 bytes

@@ -14,8 +14,8 @@ from capd.cli.ls import FIELDS
 from capd.config import DaemonSettings
 from capd.drops import CHOSEN, REMEDIES, describe_drops
 from capd_client.config import _SETTINGS
+from capd_client.counter_page import DropReason
 from capd_client.dtypes import ITEM_NBYTES
-from capd_client.protocol import DropReason
 from capd_client.settings_file import FileSettings, WhenSettings
 
 ROOT = Path(__file__).parents[2]

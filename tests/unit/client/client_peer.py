@@ -13,17 +13,16 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from capd_client.counter_page import PAGE_NBYTES
 from capd_client.key import Key
 from capd_client.protocol import (
     MAX_FRAME_NBYTES,
-    PAGE_NBYTES,
     PROTOCOL_VERSION,
     Ack,
     Bye,
     ByeOk,
     Define,
     Descriptor,
-    Drained,
     DropRow,
     Drops,
     Flush,
@@ -35,12 +34,12 @@ from capd_client.protocol import (
     Pong,
     Put,
     Reject,
-    Steered,
     Welcome,
     decode_client,
     encode,
 )
 from capd_client.statistics_row import ROW_NBYTES
+from capd_client.tool_messages import Drained, Steered
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from client_peer import Peer
 
+from capd_client.counter_page import DropReason
 from capd_client.counting import REASON_INDEX
 from capd_client.key import Key, Moment
-from capd_client.protocol import DropReason
 from capd_client.session import Session
 
 KEY = Key(quant_type="q", rank=0, tensor_name="x")

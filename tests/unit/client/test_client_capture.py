@@ -11,10 +11,11 @@ import torch
 from client_peer import Peer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from capd_client.counter_page import DropReason
 from capd_client.dtypes import ITEM_NBYTES
 from capd_client.errors import ConfigError
 from capd_client.key import MAX_NAME_CHARS, Key, Moment
-from capd_client.protocol import MAX_METADATA_NBYTES, DropReason
+from capd_client.protocol import MAX_METADATA_NBYTES
 from capd_client.session import Session
 
 KEY = Key(quant_type="q", rank=0, tensor_name="x")

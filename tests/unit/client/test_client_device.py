@@ -9,7 +9,7 @@ import torch
 from client_peer import Peer, wait_until
 from fake_device import KEY, FakeDevice, Rig
 
-from capd_client.protocol import DropReason
+from capd_client.counter_page import DropReason
 from capd_client.ring import ring_nbytes
 from capd_client.slicing import Slice
 from capd_client.transport import State

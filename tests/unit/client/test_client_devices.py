@@ -11,9 +11,9 @@ from client_peer import Peer, wait_until
 from fake_device import KEY, FakeDevice, Rig
 
 from capd_client import devices, pinning, transport
+from capd_client.counter_page import DropReason
 from capd_client.device import DeviceStager
 from capd_client.pacing import Pace
-from capd_client.protocol import DropReason
 from capd_client.session import Session
 
 CUDA = [torch.device("cuda", index) for index in range(2)]

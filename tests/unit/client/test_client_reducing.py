@@ -15,9 +15,9 @@ from test_client_books import PAGE, admit, exact, make, send_all
 from test_client_capture import KEY, Counting, offer
 
 from capd.store.statistics import summarise
+from capd_client.counter_page import DropReason
 from capd_client.devstats import ROW_DTYPES
 from capd_client.key import Moment
-from capd_client.protocol import DropReason
 from capd_client.reducing import ReducingBooks
 from capd_client.session import Session
 

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capd_client.errors import ConfigError
-from capd_client.protocol import Control, Steer, Steered, decode_client, decode_daemon, encode
+from capd_client.protocol import decode_client, decode_daemon, encode
 from capd_client.select import MAX_GLOBS, MAX_RANGE_CHARS, TENSORS, Ranges, Selection
+from capd_client.tool_messages import Control, Steer, Steered
 
 numbers = st.integers(0, 30)
 

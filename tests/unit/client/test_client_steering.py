@@ -9,12 +9,13 @@ import pytest
 import torch
 from client_peer import Peer, wait_until
 
+from capd_client.counter_page import COUNTER_STEPS
 from capd_client.key import Key
 from capd_client.notices import Notices
-from capd_client.protocol import COUNTER_STEPS, Drain, Drained, Steer, Steered
 from capd_client.select import Selection
 from capd_client.session import Session
 from capd_client.steering import Steering
+from capd_client.tool_messages import Drain, Drained, Steer, Steered
 
 KEY = Key(quant_type="q", rank=0, tensor_name="x")
 

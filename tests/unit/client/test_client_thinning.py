@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from capd_client.admission import Admission
 from capd_client.allocator import SlotAllocator
 from capd_client.books import Books
+from capd_client.counter_page import DropReason
 from capd_client.counting import Counters
 from capd_client.key import Key, Moment
-from capd_client.protocol import Descriptor, DropReason
+from capd_client.protocol import Descriptor
 from capd_client.session import Session
 from capd_client.thinning import CALM, MAX_FACTOR, REMEMBERED, Thinning
 from capd_client.transport import State

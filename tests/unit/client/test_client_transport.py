@@ -12,20 +12,13 @@ import pytest
 import torch
 from client_peer import Peer, wait_until
 
+from capd_client.counter_page import COUNTER_MAGIC, DropReason
 from capd_client.counting import REASON_INDEX
 from capd_client.key import Key
 from capd_client.link import Link
-from capd_client.protocol import (
-    COUNTER_MAGIC,
-    MAX_BATCH,
-    PROTOCOL_VERSION,
-    Ack,
-    DropReason,
-    Hello,
-    Reject,
-    StatsReply,
-)
+from capd_client.protocol import MAX_BATCH, PROTOCOL_VERSION, Ack, Hello, Reject
 from capd_client.session import Session
+from capd_client.tool_messages import StatsReply
 from capd_client.transport import State
 
 KEY = Key(quant_type="q", rank=0, tensor_name="x")

@@ -22,8 +22,8 @@ from capd_client import graph_ops, graph_taps, late_watch, watch
 from capd_client.context import Context
 from capd_client.hooks import WatchHandle
 from capd_client.notices import Notices
-from capd_client.protocol import Steer
 from capd_client.select import TENSORS, Selection
+from capd_client.tool_messages import Steer
 
 Step = Callable[[Tensor], Tensor]
 

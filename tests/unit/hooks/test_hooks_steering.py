@@ -15,9 +15,9 @@ from torch import nn
 
 from capd_client.config import ClientConfig
 from capd_client.hooks import watch
-from capd_client.protocol import Steer
 from capd_client.select import Selection
 from capd_client.taps import LinearTap
+from capd_client.tool_messages import Steer
 
 _ids = itertools.count(1)
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capd.server.accounting import DAEMON_REASONS, PageCounters, reconcile
-from capd_client.protocol import DropReason
+from capd_client.counter_page import DropReason
 
 R = DropReason
 

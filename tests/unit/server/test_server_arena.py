@@ -13,7 +13,7 @@ import pytest
 
 from capd.errors import ArenaError
 from capd.server.arena import MAX_ARENA_NBYTES, Arena
-from capd_client.protocol import COUNTER_MAGIC, COUNTER_STEPS, DROP_REASONS, PAGE_NBYTES, DropReason
+from capd_client.counter_page import COUNTER_MAGIC, COUNTER_STEPS, DROP_REASONS, PAGE_NBYTES, DropReason
 
 NBYTES = 64 << 10
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

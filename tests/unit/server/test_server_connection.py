@@ -30,6 +30,7 @@ from capd.server.rank import MAX_IN_WORK, RankSession
 from capd.server.registry import Refusal, Registry
 from capd.server.session import Phase, Session
 from capd.server.steering import RunSteering
+from capd_client.counter_page import DropReason
 from capd_client.key import Key, Moment
 from capd_client.protocol import (
     Ack,
@@ -39,22 +40,18 @@ from capd_client.protocol import (
     DaemonMessage,
     Define,
     Descriptor,
-    Drain,
-    Drained,
-    DropReason,
     Hello,
     Nack,
     Ping,
     Pong,
     Put,
     Reject,
-    Steer,
-    Steered,
     Welcome,
     decode_daemon,
     encode,
 )
 from capd_client.select import Selection
+from capd_client.tool_messages import Drain, Drained, Steer, Steered
 
 CLIENT = b"c" * 16
 DEFINE = Define(id=0, key=Key(quant_type="bf16", rank=0, tensor_name="x"), dtype="bfloat16")

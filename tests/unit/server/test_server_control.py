@@ -20,19 +20,10 @@ from capd.server.rank import RankSession
 from capd.server.registry import Registry
 from capd.server.run import Run
 from capd.server.session import Session
-from capd_client.protocol import (
-    MAX_TEXT_CHARS,
-    Control,
-    ControlReply,
-    Drain,
-    Drained,
-    Hello,
-    Steer,
-    Steered,
-    decode_daemon,
-    encode,
-)
+from capd_client.protocol import Hello, decode_daemon, encode
 from capd_client.select import Selection
+from capd_client.tool_messages import Control, ControlReply, Drain, Drained, Steer, Steered
+from capd_client.wire_types import MAX_TEXT_CHARS
 
 
 class Ranks:

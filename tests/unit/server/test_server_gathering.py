@@ -18,8 +18,9 @@ from capd.server.gathering import GatherThread
 from capd.server.jobs import Job, Task, Tickets
 from capd.store.geometry import Geometry
 from capd.store.scratch import Scratch
+from capd_client.counter_page import DropReason
 from capd_client.key import Key, Moment
-from capd_client.protocol import Define, Descriptor, DropReason, Part
+from capd_client.protocol import Define, Descriptor, Part
 
 DEFINE = Define(id=0, key=Key(quant_type="bf16", rank=0, tensor_name="x"), dtype="uint8")
 A, B = b"a" * 16, b"b" * 16

@@ -6,20 +6,9 @@ import pytest
 
 from capd.server.parts import MAX_UNFINISHED
 from capd.server.session import Session
+from capd_client.counter_page import DROP_REASONS, DropReason
 from capd_client.key import Key, Moment
-from capd_client.protocol import (
-    DROP_REASONS,
-    Ack,
-    DaemonMessage,
-    Define,
-    Descriptor,
-    DropReason,
-    Flush,
-    Flushed,
-    Hello,
-    Nack,
-    Part,
-)
+from capd_client.protocol import Ack, DaemonMessage, Define, Descriptor, Flush, Flushed, Hello, Nack, Part
 
 CLIENT = b"c" * 16
 DEFINE = Define(id=0, key=Key(quant_type="bf16", rank=0, tensor_name="x"), dtype="uint8")

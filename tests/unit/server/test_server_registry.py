@@ -23,21 +23,10 @@ from capd.server.pipeline import Pipeline
 from capd.server.rank import RETURN_S, RankSession
 from capd.server.registry import Refusal, Registry
 from capd.store.options import StoreOptions
+from capd_client.counter_page import PAGE_NBYTES, DropReason
 from capd_client.key import Key, Moment
-from capd_client.protocol import (
-    PAGE_NBYTES,
-    Ack,
-    Define,
-    Descriptor,
-    DropReason,
-    DropRow,
-    Drops,
-    Hello,
-    Part,
-    Put,
-    StatsReply,
-    encode,
-)
+from capd_client.protocol import Ack, Define, Descriptor, DropRow, Drops, Hello, Part, Put, encode
+from capd_client.tool_messages import StatsReply
 
 DEFINE = Define(id=0, key=Key(quant_type="bf16", rank=0, tensor_name="x"), dtype="bfloat16")
 

@@ -7,14 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capd.server.session import MAX_FLUSHES, MAX_REFUSED, Phase, Session
+from capd_client.counter_page import DROP_REASONS, DropReason
 from capd_client.errors import ProtocolError
 from capd_client.key import Key, Moment
 from capd_client.protocol import (
-    DROP_REASONS,
     Ack,
     Define,
     Descriptor,
-    DropReason,
     DropRow,
     Drops,
     Flush,

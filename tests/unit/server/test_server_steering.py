@@ -8,7 +8,7 @@ import pytest
 
 from capd.server.pace import LEAD_S, Pace
 from capd.server.steering import RunSteering
-from capd_client.protocol import Steer, Steered
+from capd_client.tool_messages import Steer, Steered
 
 
 def seen(*looks: tuple[float, int]) -> Pace:

@@ -12,8 +12,9 @@ from capd.server.jobs import Job
 from capd.server.pipeline import Pipeline
 from capd.store.frames import StatsRow
 from capd.store.options import StoreOptions
+from capd_client.counter_page import DropReason
 from capd_client.key import Key, Moment
-from capd_client.protocol import Define, Descriptor, DropReason
+from capd_client.protocol import Define, Descriptor
 
 CLIENT = b"0123456789abcdef"
 
