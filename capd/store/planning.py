@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from math import prod
 
 from capd.store import names
 from capd.store.codec_choice import codec_name
@@ -15,6 +16,10 @@ from capd.store.series import Plan, Series
 from capd_client.key import Key
 
 __all__ = ["Planner"]
+
+_MAX_GROWN_NBYTES = 64 << 30
+"""Beyond it a record of another shape gets a series of its own: shapes that are each long along another axis would
+grow into one whose index alone, an entry per chunk, is larger than memory."""
 
 
 class Planner:
@@ -51,6 +56,8 @@ class Planner:
             for plan in plans:
                 extents = tuple(map(max, extents, grown(plan.geometry.extents, stored)))
             itemsize, shard_nbytes = stored_type(dtype).stored.itemsize, self._options.shard_nbytes
+            if prod(extents) * itemsize > _MAX_GROWN_NBYTES:
+                extents = stored
             geometry = plan_geometry(extents, itemsize, shard_nbytes)
             codec = codec_name(self._options.codec, dtype, data, is_small=geometry.is_small)
             if codec == "none":
