@@ -55,9 +55,10 @@ def without_modes() -> AbstractContextManager[Any]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     stack = ExitStack()
-    trace: Any = torch._C._set_tracing_state  # type: ignore[attr-defined]  # not in its stubs
-    stack.callback(trace, torch._C._get_tracing_state())
-    trace(None)
+    if is_tracing():  # what is set where torch excludes tracing, as in compiled graphs, is an error
+        trace: Any = torch._C._set_tracing_state  # type: ignore[attr-defined]  # not in its stubs
+        stack.callback(trace, torch._C._get_tracing_state())
+        trace(None)
     stack.enter_context(torch._C.DisableTorchFunction())
     stack.enter_context(_disable_current_modes())
     return stack

@@ -23,6 +23,7 @@ from capd_client.context import Context
 from capd_client.hooks import WatchHandle
 from capd_client.notices import Notices
 from capd_client.select import TENSORS, Selection
+from capd_client.tensors import without_modes
 from capd_client.tool_messages import Steer
 
 Step = Callable[[Tensor], Tensor]
@@ -581,3 +582,18 @@ def test_a_compiled_optimizer_compiles_as_much_as_without(sink: MemorySink) -> N
 
     assert frames[0] == frames[1]
     assert {c.moment.iteration for c in sink.captured} == {0, 1, 2, 3}
+
+
+def test_tensors_without_modes_can_be_handled_inside_compiled_graphs(sink: MemorySink) -> None:
+    model = MLP()
+    watch(model, tensors=TENSORS)
+    entered = []
+
+    def offer(*_: Any, **__: Any) -> None:
+        with without_modes():
+            entered.append(True)
+
+    sink.offer = offer  # type: ignore[method-assign]
+    torch.compile(model)(torch.randn(2, 6)).sum().backward()
+
+    assert len(entered) == 11
