@@ -86,8 +86,29 @@ class Operator:
                 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
                 _register_effectful_op(overload, _EffectType.ORDERED)
+                _pass_selective_checkpoints()
                 self._overload = overload
             return self._overload
+
+
+def _pass_selective_checkpoints() -> None:
+    """Let graphs that are run node by node (aot_eager, some vendors' backends) lie in selectively checkpointed parts.
+
+    The modes of these see every node, and torch has no rule for effects there. Effects compute nothing to be saved.
+    """
+    from torch._higher_order_ops.effects import with_effects
+    from torch.utils import checkpoint
+
+    for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode"):
+        mode = getattr(checkpoint, name, None)
+        if mode is not None and mode not in with_effects.python_key_table:
+            with_effects.py_impl(mode)(_without_mode)
+
+
+def _without_mode(_mode: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch._higher_order_ops.effects import with_effects
+
+    return with_effects(*args, **kwargs)
 
 
 def in_graphs(function: Callable[..., None]) -> None:

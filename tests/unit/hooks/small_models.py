@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 Checkpoint = Optional[Callable[..., Any]]
 
@@ -19,6 +20,14 @@ def reentrant(function: Callable[..., Any], *args: Any) -> Any:
 
 def non_reentrant(function: Callable[..., Any], *args: Any) -> Any:
     return checkpoint(function, *args, use_reentrant=False)
+
+
+def selective(function: Callable[..., Any], *args: Any) -> Any:
+    """Its modes see every operation of the segment, and save none."""
+    contexts = partial(
+        create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE
+    )
+    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
 
 class MLP(nn.Module):

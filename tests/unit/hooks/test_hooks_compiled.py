@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from memory_sink import Captured, MemorySink
-from small_models import MLP, Blocks, Projections, Repeated, non_reentrant, reentrant
+from small_models import MLP, Blocks, Projections, Repeated, non_reentrant, reentrant, selective
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
@@ -172,7 +172,7 @@ def test_the_default_backend_too(sink: MemorySink) -> None:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("wrap", [None, reentrant, non_reentrant])
+@pytest.mark.parametrize("wrap", [None, reentrant, non_reentrant, selective])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_blocks_compiled_one_by_one_give_the_same(
     sink: MemorySink, backend: str, wrap: Any, nested: bool
