@@ -1,0 +1,25 @@
+"""The benchmarks of the capture path run and count rightly; what they measure is for quiet machines."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_steps_beside_a_stalled_daemon_are_measured_and_counted(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    command = [sys.executable, "benchmarks/stalled_daemon.py", "--rounds", "1", "--steps", "1"]
+    command += ["--directory", str(tmp_path), "--json", str(result)]
+    done = subprocess.run(command, cwd=ROOT, check=True, timeout=100, stdout=subprocess.PIPE, text=True)
+
+    found = json.loads(result.read_text())
+    assert list(found["variants"]) == ["none", "empty hooks", "stopped", "slow"]
+    assert all(row["wall_ms"] > 0 for row in found["variants"].values())
+    counters = found["counters"]
+    assert counters["dropped"].keys() == {"arena_full"}
+    assert counters["offered"] == counters["committed"] + sum(counters["dropped"].values())
+    assert "bound 1.03" in done.stdout
