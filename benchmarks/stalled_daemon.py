@@ -70,7 +70,7 @@ def make_variants(running: Daemon) -> list[Variant]:
         Variant("none", lambda model: None),
         Variant("empty hooks", lambda model: PlainHooks(model, None)),
         Variant("stopped", lambda model: Stalled(model, running, 0.0)),
-        Variant("slow", lambda model: Stalled(model, running, 0.005)),
+        Variant("slow", lambda model: Stalled(model, running, 0.001)),
     ]
 
 

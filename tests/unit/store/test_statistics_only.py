@@ -185,7 +185,7 @@ def test_elements_that_were_not_kept_are_refused_with_the_reason(tmp_path: Path)
 
     [series] = capd.open(writer.run).find(tensor_name="input")
     assert (series.kept, series.dtype, series.shape) == ("statistics", "bfloat16", (1, 2, 3))
-    for read in (series.numpy, series.values, series.torch):
+    for read in (series.numpy, series.values):
         with pytest.raises(CapdError, match=r"only statistics were kept \(mode or policy stats\)"):
             read(0)
     for read_all in (series.stack, series.dask, series.xarray):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import capd
+from capd.errors import CapdError
 from capd.store.dtypes import stored_type, to_values
 from capd_client.dtypes import ITEM_NBYTES
 from tests.unit.store.writing import Writer, key
@@ -73,3 +74,13 @@ def test_bits_have_the_values_that_torch_gives_them(dtype: str) -> None:
     expected = torch.from_numpy(patterns).view(getattr(torch, dtype)).to(torch.float64).numpy()
 
     assert np.array_equal(to_values(patterns, dtype).astype(np.float64), expected, equal_nan=True)
+
+
+def test_elements_that_were_not_kept_make_no_tensor(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    writer.put_statistics(key(), "bfloat16", np.ones((2, 3), "u2"))
+    writer.close()
+
+    [series] = capd.open(writer.run).find(tensor_name="input")
+    with pytest.raises(CapdError, match="only statistics were kept"):
+        series.torch(0)
