@@ -14,7 +14,6 @@ import torch
 
 from capd_client.books import Books
 from capd_client.counter_page import DropReason
-from capd_client.definitions import Definition
 from capd_client.errors import ConfigError
 from capd_client.key import Key, Moment
 from capd_client.slicing import Slice
@@ -59,10 +58,12 @@ class Admission:
     ) -> None:
         """As `Stager.stage`, for the calls that are kept."""
         reason = self.refusal(moment)
-        definition = None
-        if reason is not None:
-            definition = self._definition(key, tensor.dtype if cast_to is None else cast_to, attributes)
-        if reason is None or definition is None:  # a key that cannot be kept is refused at every moment
+        if reason is None:
+            self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable)
+            return
+        try:
+            definition = self._books.define(key, tensor.dtype if cast_to is None else cast_to, attributes)
+        except ConfigError:  # a key that cannot be kept is refused at every moment
             self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable)
             return
         nbytes = 0
@@ -70,16 +71,3 @@ class Admission:
             count = tensor.numel() if take is None else math.prod(take.shape_of(tensor.shape))
             nbytes = count * definition.item_nbytes
         self._books.refuse(definition, reason, nbytes, moment.iteration)
-
-    def _definition(
-        self, key: Key, dtype: torch.dtype, attributes: Optional[dict[str, Any]]
-    ) -> Optional[Definition]:
-        definitions = self._books.definitions
-        found = definitions.find(key, dtype, attributes)
-        if found is not None:
-            return found
-        try:
-            with self._books.lock:
-                return definitions.make(key, dtype, attributes)
-        except ConfigError:
-            return None

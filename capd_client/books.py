@@ -14,9 +14,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable
-from typing import Optional
+from typing import Any, Optional
 
 import msgspec
+import torch
 
 from capd_client.allocator import EMPTY, Slot, SlotAllocator
 from capd_client.counter_page import (
@@ -28,6 +29,7 @@ from capd_client.counter_page import (
 )
 from capd_client.counting import Counters, Ledger, Snapshot
 from capd_client.definitions import Definition, Definitions
+from capd_client.key import Key
 from capd_client.protocol import Descriptor, NackRow
 from capd_client.step_budget import StepBudget
 from capd_client.thinning import Thinning
@@ -141,6 +143,14 @@ class Books:
         if self.thinning is not None and reason in (DropReason.ARENA_FULL, DropReason.STEP_BUDGET):
             self.thinning.refused(descriptor.moment)
         return None
+
+    def define(self, key: Key, dtype: torch.dtype, attributes: Optional[dict[str, Any]]) -> Definition:
+        """The definition of what is about to be offered. Raises ConfigError for what the protocol does not carry."""
+        found = self.definitions.find(key, dtype, attributes)
+        if found is not None:
+            return found
+        with self.lock:
+            return self.definitions.make(key, dtype, attributes)
 
     def refuse(
         self, definition: Optional[Definition], reason: DropReason, nbytes: int = 0, iteration: int = 0

@@ -186,12 +186,8 @@ class Stager:
     def _define(
         self, key: Key, dtype: torch.dtype, attributes: Optional[dict[str, Any]], moment: Moment
     ) -> Optional[Definition]:
-        definition = self._books.definitions.find(key, dtype, attributes)
-        if definition is not None:
-            return definition
         try:
-            with self._books.lock:
-                return self._books.definitions.make(key, dtype, attributes)
+            return self._books.define(key, dtype, attributes)
         except ConfigError as error:
             self._refuse(None, DropReason.INVALID_KEY, moment, str(error), name=str(key.tensor_name)[:80])
             return None
