@@ -165,20 +165,21 @@ class DeviceStager:
         until `deadline`. The capture becomes ready later, by `advance`.
         """
         nbytes = capture.descriptor.nbytes if row_at is None else row_at + ROW_NBYTES
-        slot = self._ring.take(nbytes, deadline)
-        if slot is None:
+        taken = self._ring.take(nbytes, deadline)
+        if taken is None:
             full = DropReason.INTERNAL if self.failed else DropReason.RING_FULL
             return self._books.refusing or full
+        slot, memory = taken
         try:
             if capture.descriptor.nbytes:
-                tensor = self._ring.write(slot, tensor, dtype)
+                tensor = memory.write(slot, tensor, dtype)
         except BaseException:
             self._ring.give([slot])
             raise
         # Where what follows fails the slot stays taken: what was issued may still write to it.
         if row_at is not None:
-            self._add_row(tensor, capture.descriptor, dtype, self._ring.row(slot[0] + row_at), row_at)
-        return self._hand_over(Snapshot(capture, self._ring.memory, nbytes, self._device.record(), slot))
+            self._add_row(tensor, capture.descriptor, dtype, memory.row(slot[0] + row_at), row_at)
+        return self._hand_over(Snapshot(capture, memory.tensor, nbytes, self._device.record(), slot))
 
     def _add_row(
         self, tensor: torch.Tensor, descriptor: Descriptor, dtype: torch.dtype, row: torch.Tensor, row_at: int

@@ -16,7 +16,7 @@ import torch
 from capd_client.allocator import Slot, SlotAllocator
 from capd_client.statistics_row import ROW_VALUES
 
-__all__ = ["Ring", "ring_nbytes"]
+__all__ = ["Ring", "RingMemory", "ring_nbytes"]
 
 _MAX_NBYTES = 256 << 20
 _SHARE = 0.05  # of the free device memory
@@ -28,46 +28,16 @@ def ring_nbytes(free_nbytes: int) -> int:
     return max(0, min(_MAX_NBYTES, int(free_nbytes * _SHARE))) // _GRANULE_NBYTES * _GRANULE_NBYTES
 
 
-class Ring:
-    """Slots of `memory`, a flat uint8 tensor on the device of whole 4 KiB. Any thread may take and give."""
+class RingMemory:
+    """A flat uint8 tensor on the device, of whole 4 KiB, in which any dtype is written.
 
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
+    A slot is written in the memory that it was taken from: a ring that closes meanwhile lets go of its reference, the
+    last writer of the memory itself.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
         self._views: dict[torch.dtype, torch.Tensor] = {}
-        self._slots = SlotAllocator(0, memory.numel())
-        self._room = threading.Condition()
-        self._waiting = 0
-        self._stalled = False
-        self._closed = False
-
-    @property
-    def capacity(self) -> int:
-        """Largest tensor that it holds, in bytes."""
-        return self._slots.capacity
-
-    @property
-    def roomy(self) -> bool:
-        """Whether at least half of it is free and nobody waits for room. A look without the lock."""
-        return not self._waiting and 2 * self._slots.free_nbytes >= self._slots.capacity
-
-    def take(self, nbytes: int, deadline: float) -> Optional[Slot]:
-        """A slot, or None where there is none until `deadline` (time.monotonic).
-
-        A wait that ran out is not repeated until something was given back: a device that hangs costs one wait.
-        """
-        with self._room:
-            slot = None if self._closed else self._slots.take(nbytes)
-            while slot is None and not self._closed and not self._stalled:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    break
-                self._waiting += 1
-                try:
-                    self._stalled = not self._room.wait(left)
-                finally:
-                    self._waiting -= 1
-                slot = None if self._closed else self._slots.take(nbytes)
-            return slot
 
     def write(self, slot: Slot, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Copy `tensor`, cast to `dtype`, into the slot: one copy on the current stream, contiguous whatever it was.
@@ -88,9 +58,50 @@ class Ring:
         view = self._views.get(dtype)
         if view is None:
             with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode
-                view = self._views[dtype] = self.memory.view(dtype)
+                view = self._views[dtype] = self.tensor.view(dtype)
         first = start // dtype.itemsize
         return view[first : first + numel]
+
+
+class Ring:
+    """Slots of a RingMemory. Any thread may take and give."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory: Optional[RingMemory] = RingMemory(memory)  # None once closed
+        self._slots = SlotAllocator(0, memory.numel())
+        self._room = threading.Condition()
+        self._waiting = 0
+        self._stalled = False
+
+    @property
+    def capacity(self) -> int:
+        """Largest tensor that it holds, in bytes."""
+        return self._slots.capacity
+
+    @property
+    def roomy(self) -> bool:
+        """Whether at least half of it is free and nobody waits for room. A look without the lock."""
+        return not self._waiting and 2 * self._slots.free_nbytes >= self._slots.capacity
+
+    def take(self, nbytes: int, deadline: float) -> Optional[tuple[Slot, RingMemory]]:
+        """A slot and the memory that it is of, or None where there is none until `deadline` (time.monotonic).
+
+        A wait that ran out is not repeated until something was given back: a device that hangs costs one wait.
+        """
+        with self._room:
+            while self._memory is not None:
+                slot = self._slots.take(nbytes)
+                if slot is not None:
+                    return slot, self._memory
+                left = deadline - time.monotonic()
+                if self._stalled or left <= 0:
+                    break
+                self._waiting += 1
+                try:
+                    self._stalled = not self._room.wait(left)
+                finally:
+                    self._waiting -= 1
+            return None
 
     def give(self, slots: Iterable[Slot]) -> None:
         """Return slots, each exactly once, when nothing reads them any more."""
@@ -103,7 +114,5 @@ class Ring:
     def close(self) -> None:
         """Let go of the memory, and of whoever waits for room in it; nothing is handed out any more."""
         with self._room:
-            self._closed = True
-            self._views.clear()
-            self.memory = torch.empty(0, dtype=torch.uint8)
+            self._memory = None
             self._room.notify_all()

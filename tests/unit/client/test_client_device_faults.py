@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from client_peer import Peer, wait_until
-from fake_device import KEY, FakeDevice, FakeEvent, Rig
+from fake_device import KEY, FakeDevice, Rig
 
 from capd_client import device, pieces
+from capd_client.counter_page import DropReason
 from capd_client.pacing import Pace
+from capd_client.ring import Ring, RingMemory
 from capd_client.transport import Transport
 
 MIB = 1 << 20
@@ -101,27 +105,67 @@ def test_whatever_call_fails_every_capture_is_counted_once(peer: Peer, rig: Make
     assert not r.stager.pending
 
 
-def test_a_capture_handed_over_while_the_device_fails_is_not_left_behind(peer: Peer, rig: MakeRig) -> None:
-    r = rig(by_hand=True)
-    record = r.device.record
+@pytest.mark.parametrize(
+    ("behind", "payload", "immutable"),
+    [(step, True, False) for step in ("take", "write", "row", "fill_row", "record")]
+    + [(step, False, False) for step in ("take", "row", "fill_row", "record")]
+    + [("record", True, True)],
+)
+def test_a_capture_that_a_failing_device_meets_half_way_is_one_drop(
+    peer: Peer,
+    rig: MakeRig,
+    monkeypatch: pytest.MonkeyPatch,
+    behind: str,
+    payload: bool,
+    immutable: bool,
+) -> None:
+    """The device fails on the client thread right behind one of the steps of the capturing thread."""
+    r = rig(FakeDevice(nbytes=MIB), by_hand=True, has_kernel=True, payload=payload)
+    slots = r.session.books.slots
+    memory = weakref.ref(r.stager._ring._memory.tensor)  # type: ignore[union-attr]
+    owners = {"take": Ring, "write": RingMemory, "row": RingMemory, "fill_row": device, "record": r.device}
+    owner = owners[behind]
+    step = getattr(owner, behind)
 
-    def record_and_fail() -> FakeEvent:
-        r.stager.fail()
-        return record()
+    def step_and_fail(*args: Any) -> Any:
+        result = step(*args)
+        thread = in_thread(r.stager.fail)
+        thread.join()
+        return result
 
-    r.device.record = record_and_fail  # type: ignore[method-assign]
-    r.offer(torch.zeros(64))
+    monkeypatch.setattr(owner, behind, step_and_fail)
+    r.offer(torch.zeros(1 << 15), immutable=immutable)
+    assert r.stager.failed
     now = r.session.snapshot()
     assert (now.offered, now.in_flight, now.dropped) == (1, 0, {"internal": 1})
+    row = r.session.books.ledger.row(0, DropReason.INTERNAL)
+    assert row is not None
+    assert row.count == 1
+    assert slots.take(slots.capacity) is not None
+    assert memory() is None
 
 
 def test_a_failed_device_gives_its_memory_back(peer: Peer, rig: MakeRig) -> None:
     r = rig(by_hand=True)
+    memory = weakref.ref(r.stager._ring._memory.tensor)  # type: ignore[union-attr]
     r.offer(torch.zeros(64))
-    assert r.stager._ring.memory.numel()
+    assert memory() is not None
     r.stager.fail()
-    assert r.stager._ring.memory.numel() == 0
-    assert r.stager._ring._views == {}
+    assert memory() is None
+
+
+def test_what_still_writes_to_the_memory_of_a_failed_device_keeps_it(peer: Peer, rig: MakeRig) -> None:
+    """A block that the allocator has back may be somebody else's."""
+    r = rig(by_hand=True)
+    memory = weakref.ref(r.stager._ring._memory.tensor)  # type: ignore[union-attr]
+    taken = r.stager._ring.take(256, 0.0)
+    assert taken is not None
+    slot, writable = taken
+    r.stager.fail()
+    assert memory() is not None
+    assert writable.write(slot, torch.ones(64), torch.float32).eq(1.0).all()
+    del taken, writable
+    assert memory() is None
 
 
 # -- waiting ------------------------------------------------------------------------------------------------
