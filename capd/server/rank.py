@@ -7,31 +7,25 @@ never wait for a peer.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
 import threading
 import time
 from collections.abc import Callable
 
 from capd.server.accounting import PageCounters, reconcile
 from capd.server.arena import Arena
-from capd.server.checks import believed_row, descriptor_problem
+from capd.server.batch import checked
 from capd.server.jobs import Job
 from capd.server.orders import Orders
+from capd.server.process import RETURN_S, RankProcess
 from capd.server.sender import Sender
-from capd.server.session import Checked, Phase, Session
+from capd.server.session import Phase, Session
 from capd.server.steering import RunSteering
 from capd.store.catalog_read import SessionRow
-from capd.store.frames import StatsRow
 from capd_client.counter_page import DropReason
-from capd_client.errors import ProtocolError
 from capd_client.protocol import DaemonMessage, Hello, Put, Reject
-from capd_client.statistics_row import ROW_NBYTES
 
-__all__ = ["MAX_IN_WORK", "RETURN_S", "RankSession"]
+__all__ = ["MAX_IN_WORK", "RankSession"]
 
-RETURN_S = 60.0  # a rank that lost its connection knocks again every 2 s
 MAX_IN_WORK = 8192  # captures of one rank in the pipeline; beyond it the rank's socket is not read
 _ROOM_AGAIN = MAX_IN_WORK // 2
 
@@ -54,12 +48,11 @@ class RankSession:
         self.orders = Orders(steering)
         self.started_ns = started_ns
         self.ended_ns: int | None = None
-        self.lost_at = time.monotonic()  # when its connection was last seen to go
         self._submit, self._forget = submit, forget
         self._arena: Arena | None = arena
         self._last_page = PageCounters()  # once the arena is released
         self._sender: Sender | None = None
-        self._process: int | None = None
+        self.process = RankProcess()
         self._intake = threading.Lock()  # one connection at a time hands captures on
         self._lock = threading.Lock()
         self._outcome = threading.Condition(self._lock)
@@ -77,7 +70,7 @@ class RankSession:
                 return reject
             before, self._sender = self._sender, None
             self.hello, self._arena, self.ended_ns = hello, arena, None
-            self._set_process(process)
+            self.process.follow(process)
             self._outcome.notify_all()
         if before is not None:
             before.disconnect()
@@ -102,25 +95,10 @@ class RankSession:
 
         Raises ProtocolError when the batch's sequences do not ascend.
         """
-        keys, bad_keys, arena = self.session.keys, self.session.key_problems, self._arena
+        arena = self._arena
         if arena is None:
             return False  # released
-        items: list[Checked] = []
-        stats: dict[int, StatsRow] = {}
-        previous = -1
-        for item in message.items:
-            if item.sequence <= previous:
-                raise ProtocolError(f"sequence {item.sequence} follows {previous} in one batch")
-            previous = item.sequence
-            define = keys.get(item.key_id)
-            problem = bad_keys.get(item.key_id) or descriptor_problem(item, define, arena.nbytes)
-            if problem is None and define is not None and item.row_offset is not None:
-                row = bytes(arena.slice(item.row_offset, ROW_NBYTES))
-                if (found := believed_row(row, define.dtype, item.shape)) is not None:
-                    stats[item.sequence] = found
-                elif not item.payload:
-                    problem = f"the statistics row at {item.row_offset} contradicts the tensor, or itself"
-            items.append((item, define, problem))
+        items, stats = checked(message, self.session, arena)
         with self._intake:
             with self._lock:
                 if connection != self.session.connection:
@@ -176,7 +154,7 @@ class RankSession:
         with self._lock:
             if connection == self.session.connection:
                 self._sender = None
-                self.lost_at = time.monotonic()
+                self.process.lost()
                 self.session.disconnect(connection)
         self.check_process(grace_s=None)
 
@@ -225,28 +203,24 @@ class RankSession:
 
         One that still has a connection is disconnected first: its reader takes what had arrived, and does not
         wait for the rest of a frame that will never come, because a forked child keeps the socket open.
-        A process that lives `return_s` without a connection is no rank any more: after exec it is another program.
-        Without a process handle a rank counts as dead `grace_s` seconds after its connection was lost. None: only
-        the end of the process counts. A rank that comes back nevertheless is taken in again.
+        One without a connection is waited for as `RankProcess.is_given_up` says; one that comes back nevertheless
+        is taken in again.
         """
         with self._lock:
             if self.session.phase is Phase.LIVE:
-                if self._sender is not None and self._process_ended():
+                if self._sender is not None and self.process.ended:
                     self._sender.disconnect()
                 return
             if self.session.phase is not Phase.ORPHANED:
                 return
-            patience_s = grace_s if grace_s is None or self._process is None else return_s
-            gone = patience_s is not None and time.monotonic() - self.lost_at > patience_s
-            if gone or self._process_ended():
+            if self.process.is_given_up(grace_s, return_s):
                 self.session.die()
                 self.ended_ns = time.time_ns()
 
     def row(self) -> SessionRow:
         """The session's counters as the catalog keeps them."""
         with self._lock:
-            session = self.session
-            gone = session.phase in (Phase.ENDED, Phase.DIED)
+            session, gone = self.session, not self.alive
             in_work = session.records_in_work if gone else None
             totals = reconcile(self._counters(), len(session.done), session.refused_counts, in_work=in_work)
             return SessionRow(
@@ -309,16 +283,9 @@ class RankSession:
         with self._lock:
             self._last_page = self._counters()
             self._arena = None
-            self._set_process(None)
+            self.process.follow(None)
 
     # Inside; all with the lock held
-
-    def _process_ended(self) -> bool:
-        if self._process is None:
-            return False
-        poll = select.poll()
-        poll.register(self._process, select.POLLIN)
-        return bool(poll.poll(0))
 
     def _counters(self) -> PageCounters:
         return self._last_page if self._arena is None else self._arena.counters()
@@ -332,9 +299,3 @@ class RankSession:
     def _wake_sender(self) -> None:
         if self._sender is not None and (self.session.has_replies or self.orders.waiting):
             self._sender.wake()
-
-    def _set_process(self, process: int | None) -> None:
-        before, self._process = self._process, process
-        if before is not None:
-            with contextlib.suppress(OSError):
-                os.close(before)

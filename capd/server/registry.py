@@ -286,7 +286,8 @@ class Registry:
         run.count(self._pipeline.run_stats(run.run_id), now)
 
     def _tend_ranks(self, run: Run, now: float) -> None:
-        lost = sorted((rank for rank in list(run.ranks.values()) if rank.lost), key=lambda rank: rank.lost_at)
+        lost = [rank for rank in list(run.ranks.values()) if rank.lost]
+        lost.sort(key=lambda rank: rank.process.lost_at)
         for rank in lost[:-MAX_LOST]:
             rank.check_process(grace_s=0.0, return_s=0.0)
         for client, rank in list(run.ranks.items()):

@@ -19,37 +19,21 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from capd.server.accounting import DAEMON_REASONS
 from capd.server.checks import define_problem
 from capd.server.ledger import Ledger
 from capd.server.parts import PartRefused, Unfinished
+from capd.server.replies import Replies
 from capd.store.ranges import RangeSet
-from capd_client.counter_page import DROP_REASONS, DropReason
+from capd_client.counter_page import DropReason
 from capd_client.errors import ProtocolError
-from capd_client.protocol import (
-    Ack,
-    DaemonMessage,
-    Define,
-    Descriptor,
-    Drops,
-    Flush,
-    Flushed,
-    Hello,
-    Nack,
-    NackRow,
-    Reject,
-)
+from capd_client.protocol import DaemonMessage, Define, Descriptor, Drops, Flush, Hello, Reject
 
-__all__ = ["MAX_DEFINE_NBYTES", "MAX_FLUSHES", "Checked", "Phase", "Session"]
+__all__ = ["MAX_DEFINE_NBYTES", "MAX_REFUSED", "Checked", "Phase", "Session"]
 
 MAX_DEFINE_NBYTES = 64 << 20  # DEF frames kept per connection
-MAX_FLUSHES = 64  # unanswered FLUSHes of one session
 MAX_REFUSED = 65_536  # refusals remembered; a repeated PUT of an older one is tried again
-ACK_RANGES = 4096  # in one ACK message
-NACK_ROWS = 64  # in one NACK message
-NACK_TEXT_CHARS = 1000
 
 Checked = tuple[Descriptor, "Define | None", "str | None"]  # a descriptor, its definition, what is wrong
 Submission = tuple[Descriptor, Define]
@@ -62,13 +46,6 @@ class Phase(enum.Enum):
     ORPHANED = "orphaned"
     ENDED = "ended"
     DIED = "died"
-
-
-@dataclass(slots=True)
-class _WaitingFlush:
-    id: int
-    upto: int
-    remaining: int
 
 
 class Session:
@@ -89,10 +66,7 @@ class Session:
         self._unfinished = Unfinished()
         self._abandoned: list[int] = []  # records of which parts are here and no more will be taken
         self._define_nbytes = 0
-        self._acks = RangeSet()
-        self._nacks: list[NackRow] = []
-        self._flushes: list[_WaitingFlush] = []
-        self._answers: list[DaemonMessage] = []
+        self._replies = Replies()
 
     # The connection
 
@@ -107,7 +81,7 @@ class Session:
         self.phase = Phase.LIVE
         self.keys, self.key_problems = {}, {}
         self._define_nbytes = 0
-        self._forget_replies()
+        self._replies = Replies()
         return None
 
     def disconnect(self, connection: int) -> bool:
@@ -115,7 +89,7 @@ class Session:
         if connection != self.connection or self.phase is not Phase.LIVE:
             return False
         self.phase = Phase.ORPHANED
-        self._forget_replies()
+        self._replies = Replies()
         return True
 
     def end(self) -> None:
@@ -126,7 +100,7 @@ class Session:
         """The rank's process is gone without BYE."""
         if self.phase is not Phase.ENDED:
             self.phase = Phase.DIED
-            self._forget_replies()
+            self._replies = Replies()
 
     @property
     def at_rest(self) -> bool:
@@ -212,17 +186,8 @@ class Session:
             self.ledger.report(define, row)
 
     def flush(self, message: Flush) -> None:
-        """Answer with FLUSHED once every received sequence ≤ `upto` has its outcome.
-
-        Raises ProtocolError when MAX_FLUSHES are waiting already.
-        """
-        remaining = sum(1 for sequence in self.in_work if sequence <= message.upto)
-        if not remaining:
-            self._answers.append(Flushed(message.id))
-            return
-        if len(self._flushes) >= MAX_FLUSHES:
-            raise ProtocolError(f"more than {MAX_FLUSHES} unanswered FLUSHes")
-        self._flushes.append(_WaitingFlush(message.id, message.upto, remaining))
+        """Answer once every received sequence ≤ `upto` has its outcome. Raises ProtocolError on too many of them."""
+        self._replies.flush(message, self.in_work)
 
     # What the pipeline reports
 
@@ -257,29 +222,22 @@ class Session:
     @property
     def has_replies(self) -> bool:
         """Something waits to be sent."""
-        return bool(self._nacks or self._answers or self._acks)
+        return bool(self._replies)
 
     def take_replies(self) -> list[DaemonMessage]:
-        """Hand over everything that waits: ACKs and NACKs first, so that FLUSHED comes after them."""
-        ranges = self._acks.ranges()
-        replies: list[DaemonMessage] = [
-            Ack(ranges[at : at + ACK_RANGES]) for at in range(0, len(ranges), ACK_RANGES)
-        ]
-        replies += [Nack(self._nacks[at : at + NACK_ROWS]) for at in range(0, len(self._nacks), NACK_ROWS)]
-        replies += self._answers
-        self._acks, self._nacks, self._answers = RangeSet(), [], []
-        return replies
+        """Hand over everything that waits."""
+        return self._replies.take()
 
     # Inside
 
     def _ack(self, sequence: int) -> None:
         if self.phase is not Phase.LIVE:
             return  # nobody listens; a reconnecting rank asks again
-        self._acks.add(sequence)
+        self._replies.ack(sequence)
 
     def _nack(self, sequence: int, reason: DropReason, message: str) -> None:
         if self.phase is Phase.LIVE:
-            self._nacks.append(NackRow(sequence, DROP_REASONS.index(reason), message[:NACK_TEXT_CHARS]))
+            self._replies.nack(sequence, reason, message)
 
     def _refuse(self, item: Descriptor, define: Define | None, reason: DropReason, message: str) -> None:
         """Never to be committed. Of a record whose last part is not in work the rank may know an end of its own, given
@@ -295,13 +253,4 @@ class Session:
 
     def _settle(self, sequence: int) -> None:
         self.in_work.pop(sequence, None)
-        if not self._flushes:
-            return
-        for flush in self._flushes:
-            flush.remaining -= sequence <= flush.upto
-        self._answers += [Flushed(flush.id) for flush in self._flushes if flush.remaining <= 0]
-        self._flushes = [flush for flush in self._flushes if flush.remaining > 0]
-
-    def _forget_replies(self) -> None:
-        # Nobody listens: a reconnecting rank re-PUTs what it has no word on, and is answered then.
-        self._acks, self._nacks, self._answers, self._flushes = RangeSet(), [], [], []
+        self._replies.settled(sequence)

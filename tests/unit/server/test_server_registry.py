@@ -20,7 +20,8 @@ from capd.server.budget import DiskBudget
 from capd.server.instance import RootLock
 from capd.server.naming import RunNames
 from capd.server.pipeline import Pipeline
-from capd.server.rank import RETURN_S, RankSession
+from capd.server.process import RETURN_S
+from capd.server.rank import RankSession
 from capd.server.registry import Refusal, Registry
 from capd.store.options import StoreOptions
 from capd_client.counter_page import PAGE_NBYTES, DropReason
@@ -173,7 +174,7 @@ def test_a_process_that_lives_on_without_a_connection_is_no_rank_any_more_until_
     [run] = registry.runs()
     assert client in run.ranks  # it may knock again
 
-    rank.lost_at -= RETURN_S + 1
+    rank.process.lost_at -= RETURN_S + 1
     wait_until(lambda: registry.tick() or registry.is_quiet())
     assert run.ranks == {}
     ended = run.finished[client]
@@ -204,7 +205,7 @@ def test_of_many_ranks_that_lost_their_connection_the_first_are_given_up(
     assert list(run.ranks) == [rank.client for rank in ranks[2:]]
     assert [row.state for row in run.finished.values()] == ["died"] * 2
     for rank in ranks[2:]:
-        rank.lost_at -= RETURN_S + 1
+        rank.process.lost_at -= RETURN_S + 1
     wait_until(lambda: registry.tick() or registry.is_quiet())
 
 

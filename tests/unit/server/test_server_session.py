@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capd.server.session import MAX_FLUSHES, MAX_REFUSED, Phase, Session
+from capd.server.replies import MAX_FLUSHES
+from capd.server.session import MAX_REFUSED, Phase, Session
 from capd_client.counter_page import DROP_REASONS, DropReason
 from capd_client.errors import ProtocolError
 from capd_client.key import Key, Moment
