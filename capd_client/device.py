@@ -95,7 +95,7 @@ class DeviceStager:
         self._books = books
         with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode
             self._host = torch.frombuffer(buffer, dtype=torch.uint8)
-            self._ring = Ring(device.allocate_ring())
+            self._ring = Ring(device.allocate_ring(), max_block_s)
         self._pace = pace
         self._max_block_s = max_block_s
         self._has_kernel = has_kernel

@@ -15,6 +15,7 @@ import torch
 
 from capd_client.allocator import Slot, SlotAllocator
 from capd_client.statistics_row import ROW_VALUES
+from capd_client.waiting import Waiting
 
 __all__ = ["Ring", "RingMemory", "ring_nbytes"]
 
@@ -64,14 +65,16 @@ class RingMemory:
 
 
 class Ring:
-    """Slots of a RingMemory. Any thread may take and give."""
+    """Slots of a RingMemory. Any thread may take and give.
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    max_block_s: how long a capture may wait for room, see `capd_client.waiting`.
+    """
+
+    def __init__(self, memory: torch.Tensor, max_block_s: float = 0.0) -> None:
         self._memory: Optional[RingMemory] = RingMemory(memory)  # None once closed
         self._slots = SlotAllocator(0, memory.numel())
-        self._room = threading.Condition()
-        self._waiting = 0
-        self._stalled = False
+        self._lock = threading.RLock()
+        self._waiting = Waiting(self._lock, self._slots, max_block_s)
 
     @property
     def capacity(self) -> int:
@@ -81,38 +84,26 @@ class Ring:
     @property
     def roomy(self) -> bool:
         """Whether at least half of it is free and nobody waits for room. A look without the lock."""
-        return not self._waiting and 2 * self._slots.free_nbytes >= self._slots.capacity
+        return not self._waiting.count and 2 * self._slots.free_nbytes >= self._slots.capacity
 
     def take(self, nbytes: int, deadline: float) -> Optional[tuple[Slot, RingMemory]]:
-        """A slot and the memory that it is of, or None where there is none until `deadline` (time.monotonic).
-
-        A wait that ran out is not repeated until something was given back: a device that hangs costs one wait.
-        """
-        with self._room:
-            while self._memory is not None:
-                slot = self._slots.take(nbytes)
-                if slot is not None:
-                    return slot, self._memory
-                left = deadline - time.monotonic()
-                if self._stalled or left <= 0:
-                    break
-                self._waiting += 1
-                try:
-                    self._stalled = not self._room.wait(left)
-                finally:
-                    self._waiting -= 1
-            return None
+        """A slot and the memory that it is of, or None where there is none until `deadline` (time.monotonic)."""
+        with self._lock:
+            if self._memory is None:
+                return None
+            slot = self._slots.take(nbytes)
+            if slot is None:
+                slot = self._waiting.take(nbytes, deadline - time.monotonic())
+            return None if slot is None else (slot, self._memory)
 
     def give(self, slots: Iterable[Slot]) -> None:
         """Return slots, each exactly once, when nothing reads them any more."""
-        with self._room:
+        with self._lock:
             for slot in slots:
-                self._slots.give(slot)
-            self._stalled = False
-            self._room.notify_all()
+                self._waiting.give(slot)
 
     def close(self) -> None:
         """Let go of the memory, and of whoever waits for room in it; nothing is handed out any more."""
-        with self._room:
+        with self._lock:
             self._memory = None
-            self._room.notify_all()
+            self._waiting.close()

@@ -1,4 +1,4 @@
-"""Waiting for room in the arena (policy block): until a slot is given back, and for no longer than the time stated."""
+"""Waiting for room (policy block) in the arena or a device ring: until a slot is given back, and only so long."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def _nothing() -> None:
 class Waiting:
     """Threads that wait for one of `slots`. Every method is called with `lock` held, which a wait releases.
 
-    max_s: the longest wait of one capture (0: none waits). A wait that ran out is not repeated until something was
-    given back: a daemon that is gone costs one wait and not one per capture.
+    max_s: the longest wait of one capture (0: none waits). A wait that ran out without anything given back is not
+    repeated until something is: a daemon that is gone, or a device that hangs, costs one wait and not one per capture.
     """
 
     def __init__(self, lock: threading.RLock, slots: SlotAllocator, max_s: float) -> None:
@@ -31,6 +31,7 @@ class Waiting:
         self._slots = slots
         self._room = threading.Condition(lock)
         self._stalled = False
+        self._given = 0  # how often something was given back
 
     def allowed(self, seconds: float) -> bool:
         """Whether `take` would wait at all."""
@@ -41,14 +42,16 @@ class Waiting:
         if not self.allowed(seconds):
             return None
         deadline = time.monotonic() + seconds
+        given = self._given
         self.count += 1
         self.on_begin()
         try:
             while not self.closed:
                 left = deadline - time.monotonic()
                 if left <= 0 or self._stalled:
-                    # Running out of what earlier waits left of the time does not show that the daemon is stuck.
-                    self._stalled = self._stalled or seconds == self.max_s
+                    # The end of a short rest that earlier waits left of the time does not show that all stands still.
+                    if given == self._given and 2 * seconds > self.max_s:
+                        self._stalled = True
                     return None
                 self._room.wait(left)
                 slot = None if self.closed else self._slots.take(nbytes)
@@ -62,6 +65,7 @@ class Waiting:
         """Return a slot, and tell those that wait."""
         self._slots.give(slot)
         self._stalled = False
+        self._given += 1
         if self.count:
             self._room.notify_all()
 

@@ -174,6 +174,27 @@ def test_block_gives_up_after_its_time_and_does_not_wait_again_until_something_i
     assert time.monotonic() - started >= 0.2, "waits again once the daemon has freed something"
 
 
+def test_a_wait_that_ran_out_while_others_were_given_room_is_no_standstill() -> None:
+    books, definition = make(pages=2, max_block_s=0.3)
+    for _ in range(2):
+        small = admit(books, definition)
+        assert small is not None
+        books.ready(small)
+    send_all(books)
+
+    def free_one() -> None:
+        wait_until(lambda: books.waiting.count)
+        books.acknowledged([(1, 1)])
+
+    freeing = threading.Thread(target=free_one)
+    freeing.start()
+    assert admit(books, definition, 2 * PAGE) is None
+    freeing.join()
+    started = time.monotonic()
+    assert admit(books, definition, 2 * PAGE) is None
+    assert time.monotonic() - started >= 0.3
+
+
 def test_closing_wakes_a_blocked_capture_and_counts_everything() -> None:
     books, definition = make(pages=1, max_block_s=60)
     admit(books, definition)

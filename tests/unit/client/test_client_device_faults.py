@@ -200,16 +200,23 @@ def test_who_waits_for_room_is_released_when_the_session_closes(peer: Peer, rig:
     assert (now.offered, now.in_flight, now.dropped) == (2, 0, {"not_connected": 2})
 
 
-def test_a_ring_that_stays_full_costs_one_wait_and_not_one_per_capture(peer: Peer, rig: MakeRig) -> None:
-    r = rig(FakeDevice(nbytes=4096), by_hand=True, policy="block", max_block_ms=50.0)
+def waits_of(r: Rig) -> list[float]:
+    """The waits for room in the ring that begin from now on, in seconds."""
     waits: list[float] = []
-    wait = r.stager._ring._room.wait
+    room = r.stager._ring._waiting._room
+    wait = room.wait
 
-    def counted(timeout: float) -> bool:
-        waits.append(timeout)
+    def counted(timeout: float | None = None) -> bool:
+        waits.append(timeout or 0.0)
         return wait(timeout)
 
-    r.stager._ring._room.wait = counted  # type: ignore[method-assign]
+    room.wait = counted  # type: ignore[method-assign]
+    return waits
+
+
+def test_a_ring_that_stays_full_costs_one_wait_and_not_one_per_capture(peer: Peer, rig: MakeRig) -> None:
+    r = rig(FakeDevice(nbytes=4096), by_hand=True, policy="block", max_block_ms=50.0)
+    waits = waits_of(r)
     for _ in range(5):
         r.offer(torch.zeros(1024))
     assert r.session.snapshot().dropped == {"ring_full": 4}
@@ -219,6 +226,22 @@ def test_a_ring_that_stays_full_costs_one_wait_and_not_one_per_capture(peer: Pee
     for _ in range(3):
         r.offer(torch.zeros(1024))
     assert len(waits) == 2
+
+
+def test_what_the_arena_left_of_a_wait_keeps_nobody_else_from_waiting_for_the_ring(
+    peer: Peer, rig: MakeRig
+) -> None:
+    r = rig(FakeDevice(nbytes=4096), by_hand=True, policy="block", max_block_ms=1000.0)
+    waits = waits_of(r)
+    r.offer(torch.zeros(1024))
+    whole = r.stager.deadline
+    r.stager.deadline = lambda: whole() - 0.99  # type: ignore[method-assign]
+    r.offer(torch.zeros(1024))
+    r.stager.deadline = whole  # type: ignore[method-assign]
+    r.offer(torch.zeros(1024))
+    r.offer(torch.zeros(1024))
+    assert r.session.snapshot().dropped == {"ring_full": 3}
+    assert len([wait for wait in waits if wait > 0.5]) == 1
 
 
 def test_waiting_for_arena_and_ring_together_takes_no_longer_than_allowed(peer: Peer, rig: MakeRig) -> None:
