@@ -11,6 +11,7 @@ ABORTED ones are settled already and only wait to be taken out of the queue.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Iterable
@@ -41,13 +42,14 @@ COPYING, READY, ABORTED = 0, 1, 2
 
 
 class Capture(msgspec.Struct, eq=False):
-    """One capture in flight. `descriptor` is what the daemon is told about it."""
+    """One capture in flight. `descriptor` is what the daemon is told, `budgeted` its bytes of the step's budget."""
 
     descriptor: Descriptor
     definition: Definition
     slot: Slot
     state: int = COPYING
     sent: bool = False
+    budgeted: int = 0
 
 
 class Books:
@@ -97,7 +99,7 @@ class Books:
             words = self.counters.words
             words[COUNTER_OFFERED] += 1
             if self._refusing is not None:
-                self._count(definition, self._refusing, descriptor.nbytes, iteration)
+                self._count_tensor(definition, descriptor, self._refusing)
                 return None
             if not self.step_budget.has_room(iteration, nbytes):
                 return self._no_room(definition, descriptor, DropReason.STEP_BUDGET)
@@ -111,8 +113,10 @@ class Books:
                 if not self.step_budget.has_room(iteration, nbytes):  # others took it meanwhile
                     self.waiting.give(slot)
                     return self._no_room(definition, descriptor, DropReason.STEP_BUDGET)
+            capture = self._enter(definition, descriptor, slot)
+            capture.budgeted = nbytes
             self.step_budget.take(iteration, nbytes)
-            return self._enter(definition, descriptor, slot)
+            return capture
 
     def _wait_for(self, nbytes: int) -> Optional[Slot]:
         """Policy block: a slot, if there is one in time. While it is waited for, the offer is not one yet."""
@@ -139,7 +143,7 @@ class Books:
         self, definition: Definition, descriptor: Descriptor, reason: DropReason
     ) -> Optional[Capture]:
         """What becomes of an offer that there is no room for: a drop."""
-        self._count(definition, reason, descriptor.nbytes, descriptor.moment.iteration)
+        self._count_tensor(definition, descriptor, reason)
         if self.thinning is not None and reason in (DropReason.ARENA_FULL, DropReason.STEP_BUDGET):
             self.thinning.refused(descriptor.moment)
         return None
@@ -183,6 +187,7 @@ class Books:
         """Give up an admitted capture that cannot be completed."""
         with self.lock:
             if capture.state == COPYING:
+                self._give_back(capture, capture.budgeted)
                 self._drop(capture, reason)
                 if self.thinning is not None and reason is DropReason.RING_FULL:
                     self.thinning.refused(capture.descriptor.moment)
@@ -192,6 +197,7 @@ class Books:
         with self.lock:
             if capture.state == COPYING:
                 capture.slot = EMPTY
+                self._give_back(capture, capture.budgeted)
                 self._drop(capture, reason)
 
     # -- the client thread's side ---------------------------------------------------------------------
@@ -313,9 +319,18 @@ class Books:
         if definition is not None:
             self.ledger.add(definition.id, reason, nbytes, iteration)
 
+    def _give_back(self, capture: Capture, nbytes: int) -> None:
+        """The capture will not send `nbytes` of what its step's budget counts for it."""
+        capture.budgeted -= nbytes
+        self.step_budget.give(capture.descriptor.moment.iteration, nbytes)
+
+    def _count_tensor(self, definition: Definition, descriptor: Descriptor, reason: DropReason) -> None:
+        """A drop has its tensor's bytes, also where only statistics would have travelled."""
+        nbytes = math.prod(descriptor.shape) * definition.item_nbytes
+        self._count(definition, reason, nbytes, descriptor.moment.iteration)
+
     def _drop(self, capture: Capture, reason: DropReason) -> None:
-        descriptor = capture.descriptor
-        self._count(capture.definition, reason, descriptor.nbytes, descriptor.moment.iteration)
+        self._count_tensor(capture.definition, capture.descriptor, reason)
         self._release(capture)
 
     def _release(self, capture: Capture) -> None:

@@ -57,10 +57,11 @@ class DeviceWay:
             isinstance(stager, DeviceStager) and stager.is_capturing()
         ):
             problem = "a CUDA graph is being captured, whose replays would not come by here"
-            self._refuse(definition, DropReason.STREAM_CAPTURE, descriptor.moment, problem)
+            self._refuse(definition, DropReason.STREAM_CAPTURE, descriptor.moment, problem, descriptor.nbytes)
             return
         if not isinstance(stager, DeviceStager) or stager.failed:
-            self._refuse(definition, DropReason.INTERNAL, descriptor.moment, "its device could not be set up")
+            problem = "its device could not be set up, or failed"
+            self._refuse(definition, DropReason.INTERNAL, descriptor.moment, problem, descriptor.nbytes)
             return
         hold = immutable and descriptor.payload and stager.can_hold(source, dtype)
         row_at = None if hold else stager.row_place(dtype, descriptor.nbytes, descriptor.payload)
@@ -75,7 +76,7 @@ class DeviceWay:
             capture = self._books.turn_away(definition, descriptor, DropReason.TOO_LARGE)
         if capture is None:
             if fits:
-                self._room.not_admitted(descriptor)
+                self._room.not_admitted(descriptor.moment.iteration, room)
             else:
                 self._room.too_large_for_ring(definition, room, stager.capacity)
             return

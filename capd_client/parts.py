@@ -81,7 +81,7 @@ class PartedBooks(Books):
         self.step_budget.take(iteration, nbytes)
         self._last_sequence += 1
         descriptor.sequence = self._last_sequence
-        record = Record(descriptor, definition, EMPTY, patience_s=self.waiting.max_s)
+        record = Record(descriptor, definition, EMPTY, budgeted=nbytes, patience_s=self.waiting.max_s)
         self._live[descriptor.sequence] = record
         self.counters.words[COUNTER_IN_FLIGHT] = len(self._live)
         return record
@@ -206,9 +206,12 @@ class PartedBooks(Books):
         if record.state == ABORTED:
             return
         record.dropped = reason
+        unsent = [piece for piece in self._pieces.values() if piece.record is record and not piece.sent]
+        whole = record.descriptor.nbytes
+        self._give_back(record, whole - record.cut_nbytes + sum(piece.descriptor.nbytes for piece in unsent))
         self._drop(record, reason)
-        for piece in list(self._pieces.values()):
-            if piece.record is record and piece.state == READY and not piece.sent:
+        for piece in unsent:
+            if piece.state == READY:
                 self._let_go(piece)
 
     def _let_go(self, piece: PartCapture) -> None:

@@ -161,7 +161,11 @@ class Put(msgspec.Struct, tag="put"):
 
 
 class DropRow(msgspec.Struct, array_like=True):
-    """Cumulative drops of one key under one reason in this process."""
+    """Cumulative drops of one key under one reason in this process.
+
+    nbytes: of their tensors, or of the slices that were asked for, in the dtype of the key, also where no more than
+    statistics would have been kept; 0 for a drop in front of that (unsupported, invalid_key).
+    """
 
     key_id: KeyId
     reason: ReasonIndex

@@ -41,6 +41,8 @@ class ReducingBooks(Books):
             return False
         descriptor = capture.descriptor
         descriptor.nbytes, descriptor.payload, descriptor.row_offset = 0, False, descriptor.offset
+        with self.lock:
+            self._give_back(capture, capture.budgeted)
         return True
 
 

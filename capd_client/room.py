@@ -6,7 +6,6 @@ from capd_client.books import Books
 from capd_client.counter_page import PAGE_NBYTES, DropReason
 from capd_client.definitions import Definition
 from capd_client.notices import Notices
-from capd_client.protocol import Descriptor
 
 __all__ = ["RoomNotices"]
 
@@ -18,27 +17,27 @@ class RoomNotices:
         self._books = books
         self._notices = notices
 
-    def not_admitted(self, descriptor: Descriptor) -> None:
-        """The books have counted a drop instead of giving a slot."""
+    def not_admitted(self, iteration: int, nbytes: int) -> None:
+        """The books have counted a drop instead of giving a slot of `nbytes`."""
         capacity = self._books.slots.capacity
         if self._books.refusing is not None:
             return  # said when the session ended
-        if not self._books.step_budget.has_room(descriptor.moment.iteration, descriptor.nbytes):
+        if not self._books.step_budget.has_room(iteration, nbytes):
             self._notices.warn(
                 DropReason.STEP_BUDGET.value,
                 "the captures of iteration %d take max_mb_per_step already; %s. Raise CAPD_MAX_MB_PER_STEP, or "
                 "capture fewer tensors per step",
-                descriptor.moment.iteration,
+                iteration,
                 self._consequence(),
             )
-        elif descriptor.nbytes > capacity:
+        elif nbytes > capacity:
             self._notices.warn(
                 DropReason.TOO_LARGE.value,
                 "a tensor of %d bytes does not fit into the arena, which holds %d; set CAPD_ARENA_BYTES=%d or more, or "
                 "CAPD_POLICY=block, which sends it in parts",
-                descriptor.nbytes,
+                nbytes,
                 capacity,
-                -(-descriptor.nbytes // PAGE_NBYTES) * PAGE_NBYTES + PAGE_NBYTES,
+                -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES + PAGE_NBYTES,
             )
         else:
             self._notices.warn(

@@ -115,7 +115,7 @@ class Stager:
         )
         capture = self._books.admit(definition, descriptor)
         if capture is None:
-            self._room.not_admitted(descriptor)
+            self._room.not_admitted(moment.iteration, nbytes)
             return True
         try:
             row_offset = descriptor.row_offset
@@ -197,7 +197,7 @@ class Stager:
     ) -> None:
         capture = self._books.admit(definition, descriptor)
         if capture is None:
-            self._room.not_admitted(descriptor)
+            self._room.not_admitted(descriptor.moment.iteration, descriptor.nbytes)
             return
         try:
             if isinstance(capture, Record):

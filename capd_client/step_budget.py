@@ -32,3 +32,8 @@ class StepBudget:
         if iteration not in taken and len(taken) >= _ITERATIONS:
             del taken[next(iter(taken))]  # the one that was begun first
         taken[iteration] = taken.get(iteration, 0) + nbytes
+
+    def give(self, iteration: int, nbytes: int) -> None:
+        """Count so much less: it will not be sent."""
+        if iteration in self._taken:
+            self._taken[iteration] -= nbytes

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from capd.server.accounting import MAX_COUNT
 from capd.store.catalog_read import LedgerRow
 from capd_client.counter_page import DROP_REASONS, DropReason
+from capd_client.dtypes import ITEM_NBYTES
 from capd_client.key import Key
 from capd_client.protocol import Define, Descriptor, DropRow
 
@@ -34,13 +37,14 @@ class Ledger:
         self._enter(entry)
 
     def refuse(self, item: Descriptor, define: Define, reason: DropReason) -> None:
-        """Count one refusal of the daemon's own."""
+        """Count one refusal of the daemon's own, with the bytes of its tensor, as the rank does."""
         iteration = item.moment.iteration
         known = self._rows.get((define.key, define.dtype, reason.value))
-        count, nbytes, first, last = 1, item.record_nbytes, iteration, iteration
+        count, first, last = 1, iteration, iteration
+        nbytes = min(math.prod(item.shape) * ITEM_NBYTES.get(define.dtype, 0), _MAX_NBYTES)
         if known is not None:
             count = known.count + 1
-            nbytes = min(known.nbytes + item.record_nbytes, _MAX_NBYTES)
+            nbytes = min(known.nbytes + nbytes, _MAX_NBYTES)
             first, last = min(first, known.first_iteration), max(last, known.last_iteration)
         self._enter(LedgerRow(define.key, define.dtype, reason.value, count, nbytes, first, last))
 

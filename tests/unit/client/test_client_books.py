@@ -295,6 +295,23 @@ def test_what_found_no_room_in_the_arena_leaves_the_budget_to_others() -> None:
     assert not books.step_budget.has_room(0, PAGE + 1)
 
 
+def test_what_is_given_up_before_it_is_sent_leaves_the_budget_to_others() -> None:
+    books, definition = make(pages=8, step_nbytes=3 * PAGE)
+    for give_up in (books.abort, books.abandon):
+        capture = admit(books, definition, 3 * PAGE)
+        assert capture is not None
+        assert not books.step_budget.has_room(0, 1)
+        give_up(capture, DropReason.INTERNAL)
+        assert books.step_budget.has_room(0, 3 * PAGE)
+
+    capture = admit(books, definition, 3 * PAGE)
+    assert capture is not None
+    books.ready(capture)
+    send_all(books)
+    books.refused([NackRow(3, REASON_INDEX[DropReason.DISK_FULL], "full")])
+    assert not books.step_budget.has_room(0, 1)  # it was sent
+
+
 def test_a_budget_is_kept_for_several_iterations_at_once_and_forgets_old_ones() -> None:
     budget = StepBudget(10)
     for iteration in range(20):
@@ -334,7 +351,7 @@ def test_a_drop_counts_the_bytes_of_the_tensor_and_not_the_room_for_its_statisti
     for reason in (None, DropReason.STOPPED):
         if reason is not None:
             books.take_offers(False)
-        descriptor = Descriptor(0, 0, PAGE - 80, definition.id, (8,), Moment(0))
+        descriptor = Descriptor(0, 0, PAGE - 80, definition.id, ((PAGE - 80) // 4,), Moment(0))
         assert books.admit(definition, descriptor, 80) is None
 
     for reason in (DropReason.ARENA_FULL, DropReason.STOPPED):

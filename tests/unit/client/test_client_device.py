@@ -90,6 +90,17 @@ def test_a_full_ring_drops_and_room_comes_back(peer: Peer, rig: Callable[..., Ri
     assert (now.offered, now.committed, now.in_flight) == (4, 3, 0)
 
 
+def test_what_a_full_ring_drops_leaves_the_budget_to_others(peer: Peer, rig: Callable[..., Rig]) -> None:
+    r = rig(FakeDevice(nbytes=8192), by_hand=True, max_mb_per_step=0.021)
+    for kept in (2, 4):
+        for _ in range(4):
+            r.offer(torch.zeros(1024))
+        r.finish()
+        assert r.session.flush(10)
+        assert r.session.snapshot().committed == kept
+    assert r.session.snapshot().dropped == {"ring_full": 4}
+
+
 def test_policy_block_waits_for_the_ring(peer: Peer, rig: Callable[..., Rig]) -> None:
     r = rig(FakeDevice(nbytes=4096), policy="block", max_block_ms=30_000.0)
     r.offer(torch.zeros(128))

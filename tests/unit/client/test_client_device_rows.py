@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from client_peer import Peer
-from fake_device import FakeDevice, Rig
+from fake_device import KEY, FakeDevice, Rig
 from statistics_rows import any_bits, assert_row, reference, tensor_of
 
 from capd_client import device
 from capd_client.allocator import SMALL_NBYTES
+from capd_client.counter_page import DropReason
+from capd_client.key import Moment
 from capd_client.statistics_row import ROW_NBYTES, ROW_VALUES
 
 MIB = 1 << 20
@@ -153,3 +156,22 @@ def test_an_error_costs_the_row_alone_where_the_payload_travels(
         assert peer.records[0].descriptor.row_offset is None
     else:
         assert r.session.snapshot().dropped == {"internal": 1}
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("mode", ["full", "stats"])
+def test_a_drop_has_its_tensors_bytes_wherever_it_is_and_whatever_would_be_kept(
+    peer: Peer, rig: MakeRig, mode: str, on_device: bool
+) -> None:
+    r = rig(by_hand=True, payload=mode == "full", mode=mode)
+    offer = r.offer if on_device else partial(r.session.offer, key=KEY, moment=Moment())
+    r.session.books.take_offers(False)
+    offer(torch.zeros(30, 10))
+    r.session.books.take_offers(True)
+    r.stager.failed = True
+    r.offer(torch.zeros(50))
+    rows = {DropReason.STOPPED: 1200, DropReason.INTERNAL: 200}
+    for reason, nbytes in rows.items():
+        row = r.session.books.ledger.row(0, reason)
+        assert row is not None
+        assert (row.count, row.nbytes) == (1, nbytes)

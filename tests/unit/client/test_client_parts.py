@@ -295,6 +295,19 @@ def test_the_budget_of_a_step_takes_a_record_whole_or_not_at_all() -> None:
     assert books.snapshot().dropped == {"step_budget": 2}
 
 
+def test_of_a_record_given_up_the_budget_counts_what_was_sent() -> None:
+    books = PartedBooks(SlotAllocator(PAGE, 4 * PAGE), Counters(), max_block_s=1.0, step_nbytes=10 * PAGE)
+    record = record_of(books, books.definitions.make(KEY, torch.uint8, None), 9)
+    cut(books, record)
+    sent(books)
+    cut(books, record)
+    cut(books, record, ready=False)
+    books.abort(record, DropReason.INTERNAL)
+    iteration = record.descriptor.moment.iteration
+    assert books.step_budget.has_room(iteration, 9 * PAGE)
+    assert not books.step_budget.has_room(iteration, 9 * PAGE + 1)
+
+
 # -- the way of a tensor
 
 

@@ -165,6 +165,9 @@ def test_every_end_of_a_reduced_capture_keeps_the_sum() -> None:
     now = books.snapshot()
     assert (now.offered, now.committed, now.in_flight) == (5, 1, 0)
     assert now.dropped == {"arena_full": 1, "not_connected": 3}
+    lost = books.ledger.row(definition.id, DropReason.NOT_CONNECTED)
+    assert lost is not None
+    assert lost.nbytes == 3 * 3 * PAGE  # of the tensors, whatever would have been kept of them
 
 
 def device_rows(r: Rig, peer: Peer) -> list[np.ndarray]:
@@ -215,6 +218,21 @@ def test_a_full_ring_may_still_have_room_for_a_row(
     assert peer.records[0].data == whole.numpy().tobytes()
     assert row[[0, 4, 7]].tolist() == [6000, 2.0, 12_000]
     assert "policy stats" in caplog.text
+
+
+def test_a_tensor_that_the_ring_reduced_to_its_row_leaves_the_budget_to_others(
+    peer: Peer, rig: MakeRig
+) -> None:
+    r = rig(FakeDevice(nbytes=1 << 15), by_hand=True, policy="stats", max_mb_per_step=0.06)
+
+    for _ in range(2):
+        r.offer(torch.ones(6000))
+    r.finish()
+    r.offer(torch.ones(6000))
+    r.finish()
+
+    assert r.session.flush(20)
+    assert [record.descriptor.payload for record in peer.records] == [True, False, True]
 
 
 def test_a_full_ring_without_room_for_a_row_is_a_counted_drop(peer: Peer, rig: MakeRig) -> None:

@@ -71,6 +71,13 @@ def test_a_committed_sequence_is_acknowledged_again_without_work(session: Sessio
     assert session.take_replies() == [Ack([(0, 0), (3, 3)])]
 
 
+def test_a_refused_row_has_the_bytes_of_its_tensor(session: Session) -> None:
+    row = Descriptor(5, 0, 0, 0, (3, 5), Moment(), row_offset=4096, payload=False)
+    session.put([(row, DEFINE, None)])
+    session.refused(5, DropReason.DISK_FULL, "full")
+    assert [(entry.count, entry.nbytes) for entry in session.ledger.rows()] == [(1, 30)]
+
+
 def test_acknowledgements_join_to_ranges_whatever_their_order(session: Session) -> None:
     submitted(session, *range(5, 11))
     for sequence in (5, 7, 6, 9, 10):
