@@ -48,7 +48,7 @@ PROTOCOL_VERSION = 1
 MAX_FRAME_NBYTES = 1 << 20
 MAX_BATCH = 64  # descriptors in one PUT
 MAX_KEYS = 1 << 20  # DEFs on one connection
-MAX_METADATA_NBYTES = 4096  # JSON text of one capture's free metadata
+MAX_METADATA_NBYTES = 4096  # one capture's free metadata as JSON, in UTF-8
 HANDSHAKE_TIMEOUT_S = 5.0
 PING_INTERVAL_S = 5.0  # three unanswered PINGs end a connection
 ARENA_BYTE = b"A"
@@ -132,7 +132,7 @@ class Descriptor(msgspec.Struct, array_like=True):
     device: ShortText = "cpu"
     requires_grad: bool = False
     is_leaf: bool = False
-    metadata: Annotated[str, Meta(max_length=MAX_METADATA_NBYTES)] = ""  # a JSON object, or empty
+    metadata: Annotated[bytes, Meta(max_length=MAX_METADATA_NBYTES)] = b""  # a JSON object in UTF-8, or empty
     row_offset: Optional[U64] = None
     payload: bool = True
     part: Optional[Part] = None

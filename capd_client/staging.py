@@ -161,7 +161,8 @@ class Stager:
             except ConfigError as error:
                 self._refuse(definition, DropReason.INVALID_KEY, moment, str(error))
                 return
-        if metadata and not _fits(metadata):
+        text = _utf8(metadata) if metadata else b""
+        if text is None:
             self._refuse(
                 definition, DropReason.INVALID_KEY, moment, f"metadata above {MAX_METADATA_NBYTES} bytes"
             )
@@ -176,7 +177,7 @@ class Stager:
             device="cpu" if source.is_cpu else str(source.device),
             requires_grad=tensor.requires_grad,
             is_leaf=tensor.is_leaf,
-            metadata=metadata,
+            metadata=text,
         )
         if source.is_cpu:
             self._from_host(source, dtype, definition, descriptor)
@@ -222,9 +223,10 @@ class Stager:
         self._room.reduced(source.nbytes)
 
 
-def _fits(metadata: str) -> bool:
-    """Whether the metadata's UTF-8 is within the limit; what has no UTF-8 is not."""
+def _utf8(metadata: str) -> Optional[bytes]:
+    """The metadata as it is sent; None where that is above the limit, or where it has no UTF-8."""
     try:
-        return len(metadata.encode()) <= MAX_METADATA_NBYTES
+        text = metadata.encode()
     except UnicodeEncodeError:
-        return False
+        return None
+    return text if len(text) <= MAX_METADATA_NBYTES else None

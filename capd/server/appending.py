@@ -155,7 +155,7 @@ class AppendThread(threading.Thread):
 
     def _summarised(self, tasks: list[Task], data: list[bytes]) -> list[StatsRow | None]:
         """Statistics of small records: the rank's, where it computed them; None where nobody wants any."""
-        found = [task.job.stats for task in tasks]
+        found = [task.job.known_statistics() for task in tasks]
         wanted = [
             at
             for at, task in enumerate(tasks)
@@ -173,7 +173,7 @@ class AppendThread(threading.Thread):
             row.stats = reduce(merge, self._results(task), StatsRow())
             store.commit_small([(plan, row, pack(row.stats))])
             return
-        row.stats = job.stats
+        row.stats = job.known_statistics()
         if row.stats is None and self._statistics:
             row.stats = StatsRow()
         store.commit(plan, row, self._merged(task, row))
@@ -256,7 +256,7 @@ def _planned(task: Task) -> tuple[Plan, RecordRow]:
         descriptor.device,
         descriptor.requires_grad,
         descriptor.is_leaf,
-        descriptor.metadata,
+        descriptor.metadata.decode(),
         own,
     )
     return plan, row

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from capd.server.arena import Arena
-from capd.server.checks import believed_row, descriptor_problem
+from capd.server.checks import believes_row, descriptor_problem
 from capd.server.session import Checked, Session
-from capd.store.frames import StatsRow
 from capd_client.errors import ProtocolError
 from capd_client.protocol import Put
 from capd_client.statistics_row import ROW_NBYTES
@@ -13,13 +12,13 @@ from capd_client.statistics_row import ROW_NBYTES
 __all__ = ["checked"]
 
 
-def checked(message: Put, session: Session, arena: Arena) -> tuple[list[Checked], dict[int, StatsRow]]:
-    """Each descriptor with its definition and what is wrong with it; by sequence, the statistics the rank computed.
+def checked(message: Put, session: Session, arena: Arena) -> tuple[list[Checked], dict[int, bytes]]:
+    """Each descriptor with its definition and what is wrong with it; by sequence, the statistics rows of the rank.
 
     Raises ProtocolError when the batch's sequences do not ascend.
     """
     items: list[Checked] = []
-    stats: dict[int, StatsRow] = {}
+    rows: dict[int, bytes] = {}
     previous = -1
     for item in message.items:
         if item.sequence <= previous:
@@ -29,9 +28,9 @@ def checked(message: Put, session: Session, arena: Arena) -> tuple[list[Checked]
         problem = session.key_problems.get(item.key_id) or descriptor_problem(item, define, arena.nbytes)
         if problem is None and define is not None and item.row_offset is not None:
             row = bytes(arena.slice(item.row_offset, ROW_NBYTES))
-            if (found := believed_row(row, define.dtype, item.shape)) is not None:
-                stats[item.sequence] = found
+            if believes_row(row, define.dtype, item.shape):
+                rows[item.sequence] = row
             elif not item.payload:
                 problem = f"the statistics row at {item.row_offset} contradicts the tensor, or itself"
         items.append((item, define, problem))
-    return items, stats
+    return items, rows

@@ -14,15 +14,13 @@ import msgspec
 import numpy as np
 
 from capd.server.arena import MAX_ARENA_NBYTES
-from capd.store.frames import StatsRow
-from capd.store.packed_statistics import unpack
 from capd.store.statistics import is_whole
 from capd_client.counter_page import PAGE_NBYTES
 from capd_client.dtypes import ITEM_NBYTES
 from capd_client.protocol import Define, Descriptor, Part
 from capd_client.statistics_row import NO_ROW_DTYPES, ROW_FIELDS, ROW_NBYTES
 
-__all__ = ["MAX_METADATA_DEPTH", "believed_row", "define_problem", "descriptor_problem"]
+__all__ = ["MAX_METADATA_DEPTH", "believes_row", "define_problem", "descriptor_problem"]
 
 MAX_METADATA_DEPTH = 64  # deeper JSON could exhaust a reader's recursion limit
 _ROW_ALIGNMENT = 8
@@ -92,8 +90,8 @@ def _part_problem(item: Descriptor, part: Part) -> str | None:
 
 
 @np.errstate(invalid="ignore")  # any bit pattern may come
-def believed_row(row: bytes, dtype: str, shape: tuple[int, ...]) -> StatsRow | None:
-    """The statistics in a row that a rank computed of a tensor; None where they contradict the tensor or each other.
+def believes_row(row: bytes, dtype: str, shape: tuple[int, ...]) -> bool:
+    """Whether a row that a rank computed of a tensor contradicts neither the tensor nor itself.
 
     Args:
         row: ROW_NBYTES bytes, a copy: the rank can still change what lies in its arena.
@@ -106,32 +104,32 @@ def believed_row(row: bytes, dtype: str, shape: tuple[int, ...]) -> StatsRow | N
     bins = values[len(ROW_FIELDS) :]
     whole = bins.astype(np.int64)
     if dtype in NO_ROW_DTYPES or whole.min() < 0 or not np.array_equal(whole, bins):
-        return None
+        return False
     if not all(number >= 0 and number.is_integer() for number in (count, nan, infinite, zero)):
-        return None
+        return False
     if (
         count != elements
         or nan + infinite + zero > count
         or bins.sum() != count
         or bins[255] != nan + infinite
     ):
-        return None
+        return False
     if count == nan + infinite:
         consistent = all(math.isnan(end) for end in (low, high, largest))
     else:
         consistent = math.isfinite(largest) and low <= high and largest == max(abs(low), abs(high))
         if is_whole(dtype):
             consistent = consistent and low.is_integer() and high.is_integer() and largest <= _MAX_WHOLE
-    return unpack(values, dtype) if consistent and squares >= 0 else None
+    return bool(consistent and squares >= 0)
 
 
-def _metadata_problem(metadata: str) -> str | None:
+def _metadata_problem(metadata: bytes) -> str | None:
     try:
         _json_object.decode(metadata)
-    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return f"metadata is not a JSON object: {error}"
     if (
-        metadata.count("[") + metadata.count("{") > MAX_METADATA_DEPTH
+        metadata.count(b"[") + metadata.count(b"{") > MAX_METADATA_DEPTH
         and _depth(_json_object.decode(metadata)) > MAX_METADATA_DEPTH
     ):
         return f"metadata is nested more than {MAX_METADATA_DEPTH} levels deep"

@@ -15,6 +15,7 @@ import numpy as np
 from capd.store.encode import Blocks, as_array
 from capd.store.frames import StatsRow
 from capd.store.geometry import SMALL_NBYTES
+from capd.store.packed_statistics import unpack
 from capd.store.scratch import Scratch
 from capd.store.series import Plan
 from capd_client.counter_page import DropReason
@@ -53,7 +54,8 @@ class DiskLimit(Protocol):
 class Job:
     """One descriptor to commit. `data`: exactly its bytes, in the arena, let go of when the job is done; or in a file.
 
-    stats: its statistics, if the rank computed them. budgeted: the disk budget let it pass already.
+    row: the statistics row of the rank, if it computed one; packed until the append thread needs it, because thousands
+    may wait. budgeted: the disk budget let it pass already.
     """
 
     run_id: str
@@ -63,7 +65,7 @@ class Job:
     descriptor: Descriptor
     data: memoryview | Scratch
     sink: Sink
-    stats: StatsRow | None = None
+    row: bytes | None = None
     budgeted: bool = False
 
     def read(self, limit: int | None = None) -> memoryview | bytes:
@@ -76,6 +78,10 @@ class Job:
         if isinstance(self.data, memoryview):
             return as_array(self.data, stored, shape)
         return self.data.as_array(stored, shape)
+
+    def known_statistics(self) -> StatsRow | None:
+        """What the rank computed."""
+        return None if self.row is None else unpack(np.frombuffer(self.row, dtype="<f8"), self.define.dtype)
 
     @property
     def kept_nbytes(self) -> int:

@@ -255,7 +255,7 @@ class Pipeline:
             return
         geometry, chain, shape = plan.geometry, plan.chain, job.descriptor.shape
         record = job.as_array(chain.stored, shape)
-        statistics = job.define.dtype if self._options.statistics and job.stats is None else None
+        statistics = job.define.dtype if self._options.statistics and job.row is None else None
         nbytes = prod(geometry.chunk) * geometry.itemsize
         for ordinal, slices in geometry.chunks(shape):
             self._booked.take(nbytes)

@@ -24,10 +24,10 @@ from capd.store.catalog_read import SessionRow
 from capd_client.counter_page import DropReason
 from capd_client.protocol import DaemonMessage, Hello, Put, Reject
 
-__all__ = ["MAX_IN_WORK", "RankSession"]
+__all__ = ["MAX_IN_WORK_NBYTES", "RankSession"]
 
-MAX_IN_WORK = 8192  # captures of one rank in the pipeline; beyond it the rank's socket is not read
-_ROOM_AGAIN = MAX_IN_WORK // 2
+# Memory of one rank's captures in the pipeline (8192 plain ones); beyond it the rank's socket is not read.
+MAX_IN_WORK_NBYTES = 16 << 20
 
 
 class RankSession:
@@ -98,7 +98,7 @@ class RankSession:
         arena = self._arena
         if arena is None:
             return False  # released
-        items, stats = checked(message, self.session, arena)
+        items, rows = checked(message, self.session, arena)
         with self._intake:
             with self._lock:
                 if connection != self.session.connection:
@@ -108,8 +108,8 @@ class RankSession:
                 self._wake_sender()
             for item, define in new:
                 data = arena.slice(item.offset, item.nbytes)
-                known = stats.get(item.sequence)
-                self._submit(Job(self.run_id, self.client, item.sequence, define, item, data, self, known))
+                row = rows.get(item.sequence)
+                self._submit(Job(self.run_id, self.client, item.sequence, define, item, data, self, row))
             for record in abandoned:
                 self._forget(self.client, record)
         return True
@@ -124,11 +124,11 @@ class RankSession:
             return True
 
     def wait_for_room(self, timeout_s: float) -> bool:
-        """Wait until less than half of MAX_IN_WORK is in work, if the limit was passed."""
+        """Wait until less than half of MAX_IN_WORK_NBYTES is in work, if the limit was reached."""
         with self._lock:
-            if len(self.session.in_work) < MAX_IN_WORK:
+            if self.session.in_work_nbytes < MAX_IN_WORK_NBYTES:
                 return True
-            return self._outcome.wait_for(lambda: len(self.session.in_work) <= _ROOM_AGAIN, timeout_s)
+            return self._outcome.wait_for(self._has_room, timeout_s)
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until nothing of this rank is in work."""
@@ -292,9 +292,11 @@ class RankSession:
 
     def _after_outcome(self) -> None:
         self._wake_sender()
-        left = len(self.session.in_work)
-        if not left or left == _ROOM_AGAIN:
+        if self._has_room():
             self._outcome.notify_all()
+
+    def _has_room(self) -> bool:
+        return self.session.in_work_nbytes <= MAX_IN_WORK_NBYTES // 2
 
     def _wake_sender(self) -> None:
         if self._sender is not None and (self.session.has_replies or self.orders.waiting):

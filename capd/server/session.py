@@ -29,10 +29,14 @@ from capd.store.ranges import RangeSet
 from capd_client.counter_page import DropReason
 from capd_client.errors import ProtocolError
 from capd_client.protocol import DaemonMessage, Define, Descriptor, Drops, Flush, Hello, Reject
+from capd_client.statistics_row import ROW_NBYTES
 
-__all__ = ["MAX_DEFINE_NBYTES", "MAX_REFUSED", "Checked", "Phase", "Session"]
+__all__ = ["MAX_DEFINE_NBYTES", "MAX_REFUSED", "RECORD_NBYTES", "Checked", "Phase", "Session"]
 
 MAX_DEFINE_NBYTES = 64 << 20  # DEF frames kept per connection
+RECORD_NBYTES = (
+    2 << 10
+)  # what a capture in work takes at most, its elements, metadata and statistics row left out
 MAX_REFUSED = 65_536  # refusals remembered; a repeated PUT of an older one is tried again
 
 Checked = tuple[Descriptor, "Define | None", "str | None"]  # a descriptor, its definition, what is wrong
@@ -61,6 +65,7 @@ class Session:
         self.done = RangeSet(committed)
         self.refused_counts: dict[DropReason, int] = {}
         self.in_work: dict[int, Submission] = {}
+        self.in_work_nbytes = 0  # of memory that they take here: their elements stay in the arena
         self.ledger = Ledger()
         self._refused: dict[int, DropReason] = {}  # by record
         self._unfinished = Unfinished()
@@ -152,6 +157,7 @@ class Session:
             elif item.part is None or self._is_new_part(item):
                 submission = (item, define)
                 self.in_work[sequence] = submission
+                self.in_work_nbytes += _held_nbytes(item)
                 submit.append(submission)
         return submit
 
@@ -252,5 +258,10 @@ class Session:
         self._nack(item.sequence, reason, message)
 
     def _settle(self, sequence: int) -> None:
-        self.in_work.pop(sequence, None)
+        item, _ = self.in_work.pop(sequence)
+        self.in_work_nbytes -= _held_nbytes(item)
         self._replies.settled(sequence)
+
+
+def _held_nbytes(item: Descriptor) -> int:
+    return RECORD_NBYTES + len(item.metadata) + (0 if item.row_offset is None else ROW_NBYTES)

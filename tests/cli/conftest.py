@@ -157,7 +157,7 @@ def store_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer = StoreWriter(root)
     for micro_batch in (0, 1):
         moment = Moment(iteration=3, micro_batch=micro_batch, sample_idx=9, time_ns=1_700_000_000_000_000_000)
-        more = {"requires_grad": True, "metadata": '{"note": "hello"}'}
+        more = {"requires_grad": True, "metadata": b'{"note": "hello"}'}
         writer.put(
             "second", linear_key(), bf16_bits(BF16_VALUES * (1 + micro_batch)), "bfloat16", moment, **more
         )

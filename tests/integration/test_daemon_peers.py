@@ -236,7 +236,7 @@ def test_bad_descriptors_are_refused_one_by_one(rank: Rank) -> None:
         Descriptor(3, 4096, 8, 0, (5,), Moment()),
         Descriptor(4, 4096, 8, 77, (4,), Moment()),
         Descriptor(6, 4096, 8, 1, (4,), Moment()),
-        Descriptor(7, 4096, 8, 0, (4,), Moment(), metadata="no json"),
+        Descriptor(7, 4096, 8, 0, (4,), Moment(), metadata=b"no json"),
         Descriptor(8, 0, 0, 0, (0, 2**31, 2**31), Moment()),
         Descriptor(9, 4096, 8, 2, (4,), Moment()),
         Descriptor(10, 4096, 8, 3, (4,), Moment()),

@@ -32,7 +32,8 @@ from daemon_kit import (
 )
 
 import capd
-from capd.server.rank import MAX_IN_WORK
+from capd.server.rank import MAX_IN_WORK_NBYTES
+from capd.server.session import RECORD_NBYTES
 from capd_client.counter_page import PAGE_NBYTES
 from capd_client.key import Moment
 from capd_client.protocol import ARENA_BYTE, Descriptor, Ping, Pong, Put, Reject, Welcome, encode
@@ -404,7 +405,9 @@ def test_a_flooding_rank_is_held_back_alone_and_a_second_ctrl_c_leaves_at_once(
     thread = threading.Thread(target=keep_sending)
     thread.start()
     flood.expect_acks(*range(64))
-    assert sent[0] - len(flood.acked) < 4 * MAX_IN_WORK  # unhindered, it sends that in a moment
+    assert (
+        sent[0] - len(flood.acked) < 4 * MAX_IN_WORK_NBYTES // RECORD_NBYTES
+    )  # unhindered, it sends that in a moment
     honest.put(1)
     honest.expect_acks(1)
 

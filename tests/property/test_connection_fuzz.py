@@ -63,7 +63,7 @@ descriptors = st.builds(
     st.integers(0, 3),
     shapes | st.lists(index, max_size=16).map(tuple),
     moments,
-    metadata=st.sampled_from(["", "{}", "nothing", '{"a": NaN}', "[" * 4096]),
+    metadata=st.sampled_from([b"", b"{}", b"nothing", b'{"a": NaN}', b'{"a": "\xff"}', b"[" * 4096]),
     part=st.none() | st.builds(Part, big, big, big),
 )
 # Of a record of 16 bytes that any of them may begin, go on with, end or give up.

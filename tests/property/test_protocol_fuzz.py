@@ -50,7 +50,7 @@ MESSAGES = [
     for message in (
         Hello(protocol=1, client=b"c" * 16, connection=1, run_id="run", rank=0, arena_nbytes=1 << 20),
         Define(id=0, key=KEY, dtype="bfloat16", attributes={"cast_from": "float32", "list": [1, None, 2.5]}),
-        Put([Descriptor(n, 4096, 8, 0, (2, 2), Moment(iteration=n), metadata="{}") for n in range(3)]),
+        Put([Descriptor(n, 4096, 8, 0, (2, 2), Moment(iteration=n), metadata=b"{}") for n in range(3)]),
         Drops([DropRow(0, 1, 2, 3, 4, 5)]),
         Flush(1, 2),
         Bye(),

@@ -66,7 +66,7 @@ def test_a_capture_carries_its_key_and_moment(on: Peer) -> None:
     moment = first.descriptor.moment
     assert (moment.iteration, moment.micro_batch, moment.call, moment.sample_idx) == (7, 2, 0, 11)
     assert second.descriptor.moment.call == 1
-    assert first.descriptor.metadata == '{"scale":0.5,"note":"é"}'
+    assert first.descriptor.metadata == '{"scale":0.5,"note":"é"}'.encode()
     assert capd_client.counters() == {"offered": 2, "committed": 2, "in_flight": 0, "dropped": {}}
 
 

@@ -114,7 +114,7 @@ def test_what_is_told_about_a_tensor(session: Session, peer: Peer) -> None:
         True,
         True,
         "cpu",
-        '{"a":1}',
+        b'{"a":1}',
     )
     assert (second.requires_grad, second.is_leaf) == (True, False)
     assert (third.shape, third.nbytes, third.requires_grad) == ((), 4, False)

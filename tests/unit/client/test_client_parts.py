@@ -337,7 +337,7 @@ def test_host_tensors_go_in_parts_with_the_bytes_they_had(
     expected = [*tensors, tensors[1].double()]
     assert assembled(peer) == [tensor.contiguous().numpy().tobytes() for tensor in expected]
     last = peer.records[-1].descriptor
-    assert (last.shape, last.metadata) == ((900, 500), '{"a": 1}')
+    assert (last.shape, last.metadata) == ((900, 500), b'{"a": 1}')
 
 
 def test_an_error_amid_the_parts_is_counted_once(

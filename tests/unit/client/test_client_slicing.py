@@ -201,7 +201,7 @@ def test_where_there_is_no_such_axis_the_whole_tensor_is_kept_and_nothing_said(
     assert session.flush(10)
 
     found = [(record.descriptor.shape, record.descriptor.metadata) for record in peer.records]
-    assert found == [((), ""), ((4,), '{"slice":"mine"}')]
+    assert found == [((), b""), ((4,), b'{"slice":"mine"}')]
 
 
 def test_metadata_that_does_not_go_with_a_slice_is_a_counted_drop(

@@ -26,9 +26,9 @@ from capd.server.connection import ConnectionContext, serve_rank
 from capd.server.orders import Orders
 from capd.server.peer import Peer, PeerGone
 from capd.server.pipeline import Job
-from capd.server.rank import MAX_IN_WORK, RankSession
+from capd.server.rank import MAX_IN_WORK_NBYTES, RankSession
 from capd.server.registry import Refusal, Registry
-from capd.server.session import Phase, Session
+from capd.server.session import RECORD_NBYTES, Phase, Session
 from capd.server.steering import RunSteering
 from capd_client.counter_page import DropReason
 from capd_client.key import Key, Moment
@@ -54,6 +54,7 @@ from capd_client.select import Selection
 from capd_client.tool_messages import Drain, Drained, Steer, Steered
 
 CLIENT = b"c" * 16
+MAX_IN_WORK = MAX_IN_WORK_NBYTES // RECORD_NBYTES  # plain captures
 DEFINE = Define(id=0, key=Key(quant_type="bf16", rank=0, tensor_name="x"), dtype="bfloat16")
 
 

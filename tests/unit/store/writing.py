@@ -12,6 +12,7 @@ from capd.server.jobs import Job
 from capd.server.pipeline import Pipeline
 from capd.store.frames import StatsRow
 from capd.store.options import StoreOptions
+from capd.store.packed_statistics import pack
 from capd_client.counter_page import DropReason
 from capd_client.key import Key, Moment
 from capd_client.protocol import Define, Descriptor
@@ -43,6 +44,10 @@ class Outcomes:
 def key(tensor_name: str = "input", **fields: object) -> Key:
     """A key with the usual defaults."""
     return Key(**{"quant_type": "bf16", "rank": 0, "layer": 0, "tensor_name": tensor_name, **fields})
+
+
+def _packed(stats: StatsRow | None) -> bytes | None:
+    return None if stats is None else pack(stats)
 
 
 class Writer:
@@ -83,7 +88,7 @@ class Writer:
         descriptor = Descriptor(sequence, 0, bits.nbytes, 0, bits.shape, Moment(**moment))
         define = Define(id=0, key=key, dtype=dtype)
         self.pipeline.submit(
-            Job(self.run_id, CLIENT, sequence, define, descriptor, data, self.outcomes, stats)
+            Job(self.run_id, CLIENT, sequence, define, descriptor, data, self.outcomes, _packed(stats))
         )
 
     def put_statistics(
@@ -95,7 +100,7 @@ class Writer:
         descriptor = Descriptor(self.sequence, 0, data.nbytes, 0, bits.shape, Moment(**moment), payload=False)
         define = Define(id=0, key=key, dtype=dtype)
         self.pipeline.submit(
-            Job(self.run_id, CLIENT, self.sequence, define, descriptor, data, self.outcomes, stats)
+            Job(self.run_id, CLIENT, self.sequence, define, descriptor, data, self.outcomes, _packed(stats))
         )
         return self.sequence
 
