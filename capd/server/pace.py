@@ -8,15 +8,30 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Iterable
 from itertools import pairwise
 
-__all__ = ["LEAD_S", "Pace"]
+__all__ = ["LEAD_S", "MAX_AHEAD", "Pace", "leading"]
 
 LEAD_S = (
     0.5  # from the order to the last rank's knowing: the daemon's clock, the ranks' idle tick, a busy machine
 )
+MAX_AHEAD = 1000  # iterations in front of the other ranks that a rank can be and still lead them
 _LOOKS = 9
 _FASTEST_STEP_S = 5e-4  # iterations that begin faster are a jump (set_moment), not steps
+
+
+def leading(begun: Iterable[int]) -> int:
+    """Iterations that the leading rank has begun, of the ranks' counts; 0 before the first.
+
+    A rank further than MAX_AHEAD in front of at least half of those that have begun leads nobody: its count is
+    nonsense, or it counts in another way. It follows a change at its own next iteration.
+    """
+    counts = sorted(count for count in begun if count)
+    if not counts:
+        return 0
+    usual = counts[(len(counts) - 1) // 2]
+    return max(count for count in counts if count <= usual + MAX_AHEAD)
 
 
 class Pace:

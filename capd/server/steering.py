@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from capd.server.pace import Pace
+from capd.server.pace import Pace, leading
 from capd_client.select import Selection
 from capd_client.tool_messages import Drain, Steer, Steered
 
@@ -32,7 +32,7 @@ class RunSteering:
     def look(self, begun: Iterable[int]) -> None:
         """The clock: the iterations that the run's ranks have begun by now."""
         with self._lock:
-            self._pace.look(max(begun, default=0), time.monotonic())
+            self._pace.look(leading(begun), time.monotonic())
 
     def order(
         self,
@@ -45,7 +45,7 @@ class RunSteering:
         """Make this the wanted state. `from_iteration` None: the next that the ranks can begin together."""
         with self._lock:
             if from_iteration is None:
-                from_iteration = self._pace.next_iteration(max(begun, default=0), time.monotonic())
+                from_iteration = self._pace.next_iteration(leading(begun), time.monotonic())
             self.wanted = Steer(
                 id=self._next_id(), from_iteration=from_iteration, capturing=capturing, selection=selection
             )

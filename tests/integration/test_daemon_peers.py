@@ -28,7 +28,7 @@ from daemon_kit import (
     wait_for,
 )
 
-from capd_client.counter_page import DropReason
+from capd_client.counter_page import COUNTER_STEPS, DropReason
 from capd_client.key import Key, Moment
 from capd_client.protocol import (
     ARENA_BYTE,
@@ -46,7 +46,7 @@ from capd_client.protocol import (
     Welcome,
     encode,
 )
-from capd_client.tool_messages import Control
+from capd_client.tool_messages import Control, ControlReply, Steer
 
 
 @pytest.fixture(scope="module")
@@ -347,6 +347,25 @@ def test_refusals_are_counted(daemon: DaemonProcess) -> None:
     answer_of(sock.detach())
 
     wait_for(lambda: daemon.stats()["refused_connections"].get("malformed", 0) >= 1, "the refusal is counted")
+
+
+def test_a_rank_that_counts_nonsense_puts_off_no_order_for_the_others(daemon: DaemonProcess) -> None:
+    ranks = [Rank(daemon.path, rank=number, run_id="counts") for number in range(3)]
+    try:
+        for rank, begun in zip(ranks, (7, 8, 2**60), strict=True):
+            rank.connect()
+            rank.memory[8 * COUNTER_STEPS : 8 * COUNTER_STEPS + 8] = struct.pack("Q", begun)
+
+        reply = daemon.control("stop", "counts")
+        assert isinstance(reply, ControlReply)
+        assert reply.message == "ordered from iteration 8 on"
+        for rank in ranks:
+            steer = rank.expect(Steer)
+            assert isinstance(steer, Steer)
+            assert (steer.from_iteration, steer.capturing) == (8, False)
+    finally:
+        for rank in ranks:
+            rank.close()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")

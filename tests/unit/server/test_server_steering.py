@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from capd.server.pace import LEAD_S, Pace
+from capd.server.pace import LEAD_S, MAX_AHEAD, Pace, leading
 from capd.server.steering import RunSteering
 from capd_client.tool_messages import Steer, Steered
 
@@ -67,6 +67,33 @@ def test_an_order_without_an_iteration_waits_for_the_leading_rank() -> None:
     steer = steering.order(capturing=False, selection=None, from_iteration=None, begun=[7, 9])
     assert steer.from_iteration == 9
     assert steering.order(capturing=False, selection=None, from_iteration=None, begun=[]).from_iteration == 0
+
+
+@pytest.mark.parametrize(
+    ("begun", "leads"),
+    [
+        ([], 0),
+        ([0, 0], 0),
+        ([7], 7),
+        ([7, 9], 9),
+        ([0, 100_001], 100_001),  # the other one is still loading what it resumes from
+        ([7, 7 + MAX_AHEAD], 7 + MAX_AHEAD),
+        ([7, 2**60], 7),
+        ([7, 8, 2**60, 2**62], 8),
+        ([100_001, 3, 100_000], 100_001),
+    ],
+)
+def test_a_rank_far_from_the_others_leads_nobody(begun: list[int], leads: int) -> None:
+    assert leading(begun) == leads
+
+
+def test_a_count_beyond_all_measure_pushes_no_order_and_hides_no_pace() -> None:
+    steering = RunSteering()
+    for step in range(3):
+        steering.look([7 + step, 2**60 + step])
+
+    steer = steering.order(capturing=False, selection=None, from_iteration=None, begun=[10, 2**60])
+    assert steer.from_iteration < 10 + MAX_AHEAD + 1
 
 
 def test_ids_grow_also_behind_one_that_a_rank_brought_from_an_earlier_daemon() -> None:
