@@ -1,7 +1,8 @@
 """A rank's shared memory as the daemon sees it: checked before it is mapped, mapped read-only.
 
-The memfd must be sealed against shrinking, growing and further sealing, and have the announced size:
-then no later act of the rank can turn a read into SIGBUS. The mapping lives as long as anything
+The memfd must be sealed against shrinking, growing and further sealing, have the announced size, and consist of
+ordinary pages: then no later act of the rank can turn a read into SIGBUS. (A hole in huge pages is filled from a
+pool that may be empty; a hole in ordinary ones reads as zeros.) The mapping lives as long as anything
 (the session, a job's memoryview) refers to it, and is unmapped with the last reference.
 """
 
@@ -37,8 +38,8 @@ class Arena:
     def __init__(self, fd: int, nbytes: int) -> None:
         """Check and map `fd`, which stays the caller's to close.
 
-        Raises ArenaError when it is not a memfd of exactly `nbytes`, sealed SHRINK|GROW|SEAL, or when its
-        counter page does not begin with the expected word.
+        Raises ArenaError when it is not a memfd of exactly `nbytes` in ordinary pages, sealed SHRINK|GROW|SEAL, or
+        when its counter page does not begin with the expected word.
         """
         self.identity = _check(fd, nbytes)
         self.nbytes = nbytes
@@ -77,6 +78,8 @@ def _check(fd: int, nbytes: int) -> tuple[int, int, int]:
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         raise ArenaError("the arena's descriptor is not a memfd")
+    if (page_nbytes := os.fstatvfs(fd).f_bsize) != mmap.PAGESIZE:
+        raise ArenaError(f"the arena's memory is in pages of {page_nbytes} bytes, not {mmap.PAGESIZE}")
     if found.st_size != nbytes:
         raise ArenaError(f"the arena has {found.st_size} bytes, {nbytes} were announced")
     try:

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from daemon_kit import ARENA_NBYTES, DaemonProcess, Rank, make_memfd, open_socket, receive
+from daemon_kit import ARENA_NBYTES, SEALS, DaemonProcess, Rank, make_memfd, open_socket, receive
 
 import capd
 from capd_client.counter_page import PAGE_NBYTES
@@ -175,6 +175,24 @@ def test_another_descriptor_is_no_arena(kind: str, daemon: DaemonProcess, rank: 
     rank.connect()  # the same rank with its own memory
     rank.put(1)
     rank.expect_acks(1)
+
+
+def test_memory_in_huge_pages_is_no_arena(daemon: DaemonProcess, rank: Rank) -> None:
+    """Where the rank punches a hole, the daemon's read would take a page from a pool that may be empty: SIGBUS."""
+    nbytes = 2 << 20
+    try:
+        fd = os.memfd_create("arena", os.MFD_ALLOW_SEALING | os.MFD_HUGETLB | os.MFD_HUGE_2MB)
+    except OSError as error:
+        pytest.skip(f"no huge pages here: {error}")
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        answer = rank.open(fds=[fd], arena_nbytes=nbytes)
+    finally:
+        os.close(fd)
+    assert isinstance(answer, Reject)
+    assert (answer.code, answer.retry) == ("arena", False)
+    assert f"pages of {nbytes} bytes" in answer.message
 
 
 def test_the_own_end_of_the_connection_is_no_arena(daemon: DaemonProcess, rank: Rank) -> None:
