@@ -13,7 +13,7 @@ import torch
 from capd_client.device import Event
 from capd_client.ring import ring_nbytes
 
-__all__ = ["CudaDevice", "cuda_runtimes", "is_capturing", "keep_out_of_captures", "pin", "unpin"]
+__all__ = ["CudaDevice", "cuda_runtimes", "is_capturing", "pin", "take_thread", "unpin"]
 
 _CAPTURE_MODE_THREAD_LOCAL = 1
 _REGISTER_PORTABLE = 1
@@ -42,14 +42,21 @@ class CudaDevice:
         """The ring; empty when the device has no memory left for it.
 
         From the side stream's own pool: a block that the job has freed could still be written by what it has queued.
+        torch has 32 streams for all, though, so the job may know ours too, and cudaMallocAsync promises memory to
+        the allocating stream alone: so what this thread issues next comes behind what the side stream has now.
         """
         free, _total = torch.cuda.mem_get_info(self._index)
         device = torch.device("cuda", self._index)
-        with torch.cuda.stream(self._stream):
+        with (
+            torch.cuda.device(device),
+            torch.cuda.stream(self._stream),
+        ):  # alone, it would come back by way of GPU 0
             try:
-                return torch.empty(ring_nbytes(free), dtype=torch.uint8, device=device)
+                ring = torch.empty(ring_nbytes(free), dtype=torch.uint8, device=device)
             except torch.cuda.OutOfMemoryError:
-                return torch.empty(0, dtype=torch.uint8, device=device)
+                ring = torch.empty(0, dtype=torch.uint8, device=device)
+        torch.cuda.current_stream(self._index).wait_stream(self._stream)
+        return ring
 
     def record(self) -> Event:
         """An event on this thread's current stream: in a backward that is the autograd engine's choice."""
@@ -58,15 +65,18 @@ class CudaDevice:
         return event
 
     def enter_thread(self) -> None:
-        """Keep this thread's event queries out of CUDA graph captures that other threads run."""
-        keep_out_of_captures()
+        """See `take_thread`; and what this thread issues to the device goes to the side stream from now on."""
+        take_thread(torch.device("cuda", self._index))
+        torch.cuda.set_stream(self._stream)
 
     def fetch(self, source: torch.Tensor, host: torch.Tensor, after: Sequence[Event]) -> None:
-        """Asynchronous into pinned memory; into pageable memory the driver would make this thread wait."""
-        with torch.cuda.stream(self._stream):  # its device becomes the current one as well
-            for event in after:
-                self._stream.wait_event(event)
-            host.copy_(source, non_blocking=self._is_pinned())
+        """In the thread of `enter_thread`. Asynchronous; into pageable memory the driver makes this thread wait.
+
+        Never torch's own waiting: `set_sync_debug_mode("error")` holds for every thread, and would end all captures.
+        """
+        for event in after:
+            self._stream.wait_event(event)
+        host.copy_(source, non_blocking=True)
 
     def fetched(self) -> Event:
         """An event on the side stream."""
@@ -109,7 +119,17 @@ def cuda_runtimes() -> list[Any]:
     return runtimes
 
 
-def keep_out_of_captures() -> None:
+def take_thread(device: torch.device) -> None:
+    """At the beginning of a thread of capd's own: its CUDA calls concern `device` and break nobody's graph capture.
+
+    A thread begins on GPU 0, where the first of its calls, if only the query of an event, would make a context: half
+    a gigabyte of a GPU that may be another rank's.
+    """
+    torch.cuda.set_device(device)
+    _keep_out_of_captures()
+
+
+def _keep_out_of_captures() -> None:
     """From now on nothing that this thread calls breaks a CUDA graph capture of another thread.
 
     In torch's default mode a capture forbids many calls to every thread of the process, and fails if one is made.
@@ -128,19 +148,19 @@ def pin(address: int, nbytes: int, device: torch.device) -> str | None:
     """
     if nbytes >= _MAX_REGISTER_NBYTES:
         return f"{nbytes} bytes cannot be registered at once, the limit is {_MAX_REGISTER_NBYTES}"
-    keep_out_of_captures()
     with torch.cuda.device(device):  # so that no context is made on GPU 0
+        _keep_out_of_captures()
         code = int(_runtime().cudaHostRegister(address, nbytes, _REGISTER_PORTABLE))
-    if code == 0:
-        return None
-    for runtime in cuda_runtimes():
-        runtime.cudaGetLastError()
-    return f"cudaHostRegister of {nbytes} bytes failed with error {code}"
+        if code:
+            for runtime in cuda_runtimes():
+                runtime.cudaGetLastError()
+    return None if code == 0 else f"cudaHostRegister of {nbytes} bytes failed with error {code}"
 
 
-def unpin(address: int) -> None:
+def unpin(address: int, device: torch.device) -> None:
     """Undo `pin`; needed before the memory is unmapped."""
-    _runtime().cudaHostUnregister(address)
+    with torch.cuda.device(device):
+        _runtime().cudaHostUnregister(address)
 
 
 def _runtime() -> Any:

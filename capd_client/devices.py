@@ -13,7 +13,7 @@ import torch
 from capd_client.arena import Arena
 from capd_client.books import Books
 from capd_client.counter_page import DropReason
-from capd_client.cuda import CudaDevice, is_capturing, keep_out_of_captures
+from capd_client.cuda import CudaDevice, is_capturing, take_thread
 from capd_client.device import DeviceStager
 from capd_client.devstats import has_kernel, prepare
 from capd_client.notices import Notices
@@ -120,5 +120,5 @@ class Devices:
 
     def _compile(self, device: torch.device) -> None:
         """Have the kernel of the statistics compiled; until it is there, and where none can be, the daemon computes."""
-        keep_out_of_captures()
+        take_thread(device)
         prepare(device, self._closing.is_set)

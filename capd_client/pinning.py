@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Optional
@@ -29,11 +30,11 @@ class Pinning:
         self._thread: Optional[threading.Thread] = None
         self._settled = True  # the thread has nothing left to do
         self._release: Optional[Callable[[], None]] = None
-        self._pinned = False
+        self._pinned_for: Optional[torch.device] = None
 
     def pinned(self) -> bool:
         """Whether the arena is page-locked."""
-        return self._pinned
+        return self._pinned_for is not None
 
     def start(self, device: torch.device) -> None:
         """Begin, at the first call. `device`: in whose context; the lock holds for all devices."""
@@ -78,10 +79,12 @@ class Pinning:
             problem = pin(self._arena.address, self._arena.nbytes, device)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
-        self._pinned = problem is None
+        if problem is None:
+            self._pinned_for = device
         return problem
 
     def _unlock(self) -> None:
-        if self._pinned:
-            self._pinned = False
-            unpin(self._arena.address)
+        device, self._pinned_for = self._pinned_for, None
+        if device is not None:
+            with contextlib.suppress(RuntimeError):  # a device error, which is the job's to tell
+                unpin(self._arena.address, device)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import shutil
 import subprocess
 import sys
@@ -15,129 +13,65 @@ from typing import Any
 import pytest
 import torch
 from client_peer import Peer, wait_until
+from fake_cuda import GIB, FakeStream, Gpus
+from fake_device import KEY, AlwaysDevice
 
-from capd_client import cuda, pinning
+from capd_client import cuda, devices, pinning
 from capd_client.arena import Arena
 from capd_client.notices import Notices
 from capd_client.pinning import Pinning
 from capd_client.session import Session
 
-GIB = 1 << 30
 DEVICE = torch.device("cuda", 1)
 
 
-class Runtime:
-    """A libcudart: remembers its calls, swaps the capture mode as the real one does."""
-
-    def __init__(self) -> None:
-        self.mode = 0
-        self.errors_cleared = 0
-
-    def cudaThreadExchangeStreamCaptureMode(self, pointer: Any) -> int:
-        mode = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_int))
-        self.mode, mode[0] = mode[0], self.mode
-        return 0
-
-    def cudaGetLastError(self) -> int:
-        self.errors_cleared += 1
-        return 0
-
-
-class Cudart:
-    """torch.cuda.cudart(): answers with `code`, remembers calls with the device that was current."""
-
-    def __init__(self, current: list[torch.device], code: int = 0) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.code = code
-        self._current = current
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self.calls.append(("register", address, nbytes, flags, self._current[-1]))
-        return self.code
-
-    def cudaHostUnregister(self, address: int) -> int:
-        self.calls.append(("unregister", address))
-        return 0
-
-
 @pytest.fixture
-def current(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """The stack of current devices."""
-    stack: list[torch.device] = [torch.device("cuda", 0)]
-
-    @contextlib.contextmanager
-    def device(chosen: torch.device) -> Iterator[None]:
-        stack.append(chosen)
-        yield
-        stack.pop()
-
-    monkeypatch.setattr(torch.cuda, "device", device)
-    return stack
-
-
-@pytest.fixture
-def runtimes(monkeypatch: pytest.MonkeyPatch) -> list[Runtime]:
-    found = [Runtime(), Runtime()]
-    monkeypatch.setattr(cuda, "cuda_runtimes", lambda: found)
-    return found
-
-
-def use(monkeypatch: pytest.MonkeyPatch, cudart: Cudart) -> Cudart:
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    return cudart
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    return Gpus(monkeypatch)
 
 
 # -- page lock ----------------------------------------------------------------------------------------------
 
 
-def test_the_arena_is_registered_once_for_all_devices(
-    monkeypatch: pytest.MonkeyPatch, current: list[torch.device], runtimes: list[Runtime]
-) -> None:
-    cudart = use(monkeypatch, Cudart(current))
-
+def test_the_arena_is_registered_once_for_all_devices(gpus: Gpus) -> None:
     assert cuda.pin(4096, GIB, DEVICE) is None
-    cuda.unpin(4096)
+    assert gpus.registered == [(4096, GIB, 1)]  # 1: portable
+    cuda.unpin(4096, DEVICE)
 
-    assert cudart.calls == [("register", 4096, GIB, 1, DEVICE), ("unregister", 4096)]  # 1: portable
-    assert [runtime.errors_cleared for runtime in runtimes] == [0, 0]
+    assert gpus.registered == []
+    assert gpus.contexts == {1}
+    assert gpus.current == 0
+    assert [runtime.errors_cleared for runtime in gpus.runtimes] == [0, 0]
 
 
-def test_a_failure_says_why_and_leaves_no_latched_error_in_any_runtime(
-    monkeypatch: pytest.MonkeyPatch, current: list[torch.device], runtimes: list[Runtime]
-) -> None:
-    use(monkeypatch, Cudart(current, code=712))
+def test_a_failure_says_why_and_leaves_no_latched_error_in_any_runtime(gpus: Gpus) -> None:
+    gpus.code = 712
 
     problem = cuda.pin(4096, GIB, DEVICE)
 
     assert problem is not None
     assert "712" in problem
-    assert [runtime.errors_cleared for runtime in runtimes] == [1, 1]
+    assert [runtime.errors_cleared for runtime in gpus.runtimes] == [1, 1]
+    assert gpus.contexts == {1}
 
 
-def test_half_a_tebibyte_is_not_even_tried(
-    monkeypatch: pytest.MonkeyPatch, current: list[torch.device], runtimes: list[Runtime]
-) -> None:
-    cudart = use(monkeypatch, Cudart(current))
-
+def test_half_a_tebibyte_is_not_even_tried(gpus: Gpus) -> None:
     problem = cuda.pin(4096, 512 * GIB, DEVICE)
 
     assert problem is not None
     assert "limit" in problem
-    assert cudart.calls == []
+    assert gpus.calls == []
     assert cuda.pin(4096, 512 * GIB - 4096, DEVICE) is None
 
 
-def test_the_threads_of_capd_stay_out_of_graph_captures_in_every_runtime(
-    monkeypatch: pytest.MonkeyPatch, current: list[torch.device], runtimes: list[Runtime]
-) -> None:
-    cuda.keep_out_of_captures()
-    assert [runtime.mode for runtime in runtimes] == [1, 1]  # thread-local
+def test_the_threads_of_capd_stay_out_of_graph_captures_in_every_runtime(gpus: Gpus) -> None:
+    cuda.take_thread(DEVICE)
+    assert [runtime.mode for runtime in gpus.runtimes] == [1, 1]  # thread-local
 
-    for runtime in runtimes:
+    for runtime in gpus.runtimes:
         runtime.mode = 0
-    use(monkeypatch, Cudart(current))
     cuda.pin(4096, GIB, DEVICE)  # registering is forbidden during a capture as well
-    assert [runtime.mode for runtime in runtimes] == [1, 1]
+    assert [runtime.mode for runtime in gpus.runtimes] == [1, 1]
 
 
 def test_every_mapped_runtime_is_found_whatever_its_name_ends_with(tmp_path: Path) -> None:
@@ -186,7 +120,7 @@ class Driver:
         self.go.set()
         self._problem = problem
         monkeypatch.setattr(pinning, "pin", self._pin)
-        monkeypatch.setattr(pinning, "unpin", lambda address: self.events.append("unpin"))
+        monkeypatch.setattr(pinning, "unpin", lambda *_: self.events.append("unpin"))
 
     def _pin(self, address: int, nbytes: int, device: torch.device) -> str | None:
         self.threads.add(threading.current_thread().name)
@@ -302,7 +236,7 @@ def test_a_session_unmaps_its_arena_behind_the_undone_lock(
         return any(line.startswith(start) for line in Path("/proc/self/maps").read_text().splitlines())
 
     mapped: list[bool] = []
-    monkeypatch.setattr(pinning, "unpin", lambda address: mapped.append(is_mapped()))
+    monkeypatch.setattr(pinning, "unpin", lambda *_: mapped.append(is_mapped()))
     driver.go.clear()
     session.devices._pinning.start(DEVICE)
     wait_until(lambda: driver.events)
@@ -317,93 +251,120 @@ def test_a_session_unmaps_its_arena_behind_the_undone_lock(
 # -- the device ---------------------------------------------------------------------------------------------
 
 
-class Stream:
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.log: list[str] = []
-
-    def wait_event(self, event: Event) -> None:
-        self.log.append(f"wait {event.recorded_on}")
-
-
-class Event:
-    made = 0
-
-    def __init__(self) -> None:
-        Event.made += 1
-        self.recorded_on = ""
-
-    def record(self, stream: Stream) -> None:
-        self.recorded_on = f"stream of {stream.index}"
-        stream.log.append("record")
-
-    def query(self) -> int:
-        return 1
-
-
-@pytest.fixture
-def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """torch.cuda with streams and events that only note what they are told."""
-    state: dict[str, Any] = {"side": [], "current": Stream(1), "free": GIB}
-    monkeypatch.setattr(Event, "made", 0)
-
-    @contextlib.contextmanager
-    def stream(chosen: Stream) -> Iterator[None]:
-        state["side"].append(chosen)
-        yield
-        state["side"].pop()
-
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: state["current"])
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (state["free"], 80 * GIB))
-    return state
-
-
-def test_a_fetch_waits_for_all_its_events_on_the_side_stream_and_copies(fake_cuda: dict[str, Any]) -> None:
+def test_a_fetch_waits_for_all_its_events_on_the_side_stream_and_copies(gpus: Gpus) -> None:
     pinned = False
     device = cuda.CudaDevice(DEVICE, lambda: pinned)
+    side: Any = device._stream
+    device.enter_thread()
+    assert gpus.current_stream(1) is side
     events = [device.record(), device.record()]
     source, host = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
 
     assert device.pinned is False
+    side.log.clear()
     device.fetch(source, host, events)
     done = device.fetched()
 
     assert torch.equal(source, host)
-    assert fake_cuda["side"] == []
-    assert device._stream.log == ["wait stream of 1", "wait stream of 1", "record"]  # type: ignore[attr-defined]
+    assert side.log == ["wait stream of 1", "wait stream of 1", "record"]
     assert done.recorded_on == "stream of 1"
     assert device.query(done) is True
     pinned = True
     assert device.pinned is True
 
 
-def test_events_are_used_again(fake_cuda: dict[str, Any]) -> None:
+@pytest.mark.parametrize("pinned", [False, True])
+def test_no_copy_is_one_that_sync_debug_mode_forbids(gpus: Gpus, pinned: bool) -> None:
+    """The mode is the process's: where a job sets "error", torch's waiting copy would raise in the client thread."""
+    asked: list[bool] = []
+
+    class Host(torch.Tensor):
+        def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+            asked.append(non_blocking)
+            return self
+
+    device = cuda.CudaDevice(DEVICE, lambda: pinned)
+    device.fetch(torch.zeros(8), torch.zeros(8).as_subclass(Host), ())
+    assert asked == [True]
+
+
+def test_events_are_used_again(gpus: Gpus) -> None:
     device = cuda.CudaDevice(DEVICE, lambda: True)
     for _ in range(100):
         events = [device.record(), device.fetched()]
         for event in events:
             device.recycle(event)
-    assert Event.made == 2
+    assert gpus.events_made == 2
+
+
+@pytest.fixture
+def allocated(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.device, FakeStream]]:
+    """Device memory is host memory, at most 1 MiB of it; what was asked for where, and on which current stream."""
+    empty = torch.empty
+    asked: list[tuple[torch.device, FakeStream]] = []
+
+    def allocate(*size: Any, device: torch.device | None = None, **more: Any) -> torch.Tensor:
+        if device is not None and device.type == "cuda":
+            asked.append((device, gpus.current_stream(gpus.current)))
+            if size[0] > 1 << 20:
+                raise torch.cuda.OutOfMemoryError
+            device = None
+        return empty(*size, device=device, **more)
+
+    monkeypatch.setattr(torch, "empty", allocate)
+    return asked
 
 
 def test_the_ring_comes_from_the_side_streams_pool_and_may_be_empty(
-    fake_cuda: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    gpus: Gpus, allocated: list[tuple[torch.device, FakeStream]]
 ) -> None:
-    empty = torch.empty
-    asked: list[tuple[int, int, torch.device]] = []
-
-    def allocate(nbytes: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        asked.append((nbytes, len(fake_cuda["side"]), device))
-        if nbytes > 1 << 20:
-            raise torch.cuda.OutOfMemoryError
-        return empty(nbytes, dtype=dtype)
-
-    monkeypatch.setattr(torch, "empty", allocate)
     device = cuda.CudaDevice(DEVICE, lambda: True)
     assert device.allocate_ring().numel() == 0
-    fake_cuda["free"] = 10 << 20
+    gpus.free = 10 << 20
     assert device.allocate_ring().numel() == 524288
-    assert [(side, where) for _, side, where in asked] == [(1, DEVICE)] * 3
+    assert allocated == [(DEVICE, device._stream)] * 3
+    assert gpus.default[1].log == ["wait stream of 1"] * 2  # for what the side stream has in its queue
+    assert (gpus.current, gpus.current_stream(1)) == (0, gpus.default[1])
+
+
+def test_no_thread_of_capd_makes_a_context_on_a_gpu_of_another_rank(
+    peer: Peer,
+    make_session: Callable[..., Session],
+    gpus: Gpus,
+    allocated: list[tuple[torch.device, FakeStream]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half a gigabyte each on GPU 0, from every rank of the node, as long as threads begin there."""
+    monkeypatch.setattr(devices, "is_capturing", lambda: False)
+    monkeypatch.setattr(cuda, "is_capturing", lambda: False)
+    gpus.free = 10 << 20
+    session = make_session(strict=True)
+    session.arena.prefaulted()
+    stager = session.devices.stager(DEVICE)
+    wait_until(lambda: session.devices.pinned)
+    way = AlwaysDevice(session.books, session.arena, session.notices, lambda _: stager)
+    for _ in range(3):
+        way.stage(torch.ones(64), KEY, session.context.moment(), None, None, "")
+    assert session.flush(20)
+    assert session.snapshot().committed == 3
+    session.close()
+
+    assert {name for name, _ in gpus.calls} >= {"query", "mode", "register", "unregister"}
+    assert gpus.contexts == {1}
+
+
+def test_a_page_lock_that_cannot_be_undone_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, gpus: Gpus, arena: Arena
+) -> None:
+    """After a device error every call may raise, and that error is the job's to tell."""
+    pin = Pinning(arena, Notices())
+    pin.start(DEVICE)
+    wait_until(pin.pinned)
+
+    def broken(address: int) -> int:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(gpus, "cudaHostUnregister", broken)
+    released: list[bool] = []
+    pin.close(lambda: released.append(True))
+    assert released == [True]

@@ -32,7 +32,8 @@ class Machine:
         self.compiled: list[tuple[torch.device, str]] = []
         monkeypatch.setattr(devices, "prepare", self._compile)
         monkeypatch.setattr(pinning, "pin", lambda address, nbytes, device: self.pinned_for.append(device))
-        monkeypatch.setattr(pinning, "unpin", lambda address: None)
+        monkeypatch.setattr(pinning, "unpin", lambda *_: None)
+        monkeypatch.setattr(devices, "take_thread", lambda device: None)
 
     def _compile(self, device: torch.device, cancelled: Callable[[], bool]) -> None:
         self.compiled.append((device, threading.current_thread().name))
