@@ -6,7 +6,6 @@ sampling on every rank alike. What is left out is counted and costs nothing besi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, Optional
 
@@ -15,9 +14,9 @@ import torch
 from capd_client.books import Books
 from capd_client.counter_page import DropReason
 from capd_client.errors import ConfigError
+from capd_client.interrupting import numel_of
 from capd_client.key import Key, Moment
 from capd_client.slicing import Slice
-from capd_client.tensors import PLAIN_TYPES
 
 __all__ = ["Admission"]
 
@@ -66,8 +65,5 @@ class Admission:
         except ConfigError:  # a key that cannot be kept is refused at every moment
             self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable)
             return
-        nbytes = 0
-        if type(tensor) in PLAIN_TYPES:  # what others hold on this rank is known once they are unwrapped
-            count = tensor.numel() if take is None else math.prod(take.shape_of(tensor.shape))
-            nbytes = count * definition.item_nbytes
+        nbytes = numel_of(tensor, take) * definition.item_nbytes
         self._books.refuse(definition, reason, nbytes, moment.iteration)

@@ -2,8 +2,8 @@
 
 Training threads admit captures and mark them ready; the client thread sends the ready ones in order and settles
 them when the daemon answers. One lock guards everything and is held for microseconds; no call into torch, the
-kernel or a log handler happens under it. It is re-entrant so that a signal handler which flushes cannot
-deadlock the thread it interrupted.
+kernel or a log handler happens under it. It is re-entrant, so that a signal handler cannot deadlock the thread that
+it interrupted; what it captures where that thread is `inside` is a drop, counted `later`.
 
 States of a capture: COPYING (its thread or device still writes the slot) → READY (may be sent) → gone (settled).
 ABORTED ones are settled already and only wait to be taken out of the queue.
@@ -14,7 +14,9 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
 from typing import Any, Optional
 
 import msgspec
@@ -70,6 +72,10 @@ class Books:
         thinning: Optional[Thinning] = None,
     ) -> None:
         self.lock = threading.RLock()
+        # Whether this thread is inside the books already: then a signal handler interrupted it there. Nothing may be
+        # changed before the handler has returned.
+        self.inside: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]  # not in its stubs
+        self._later: deque[Callable[[], None]] = deque()
         self.counters = counters
         self.ledger = Ledger()
         self.definitions = Definitions()
@@ -160,9 +166,22 @@ class Books:
         self, definition: Optional[Definition], reason: DropReason, nbytes: int = 0, iteration: int = 0
     ) -> None:
         """Count an offer that is dropped before it was admitted."""
+        if self.inside():
+            self.later(partial(self.refuse, definition, reason, nbytes, iteration))
+            return
         with self.lock:
             self.counters.words[COUNTER_OFFERED] += 1
             self._count(definition, self._refusing or reason, nbytes, iteration)
+
+    def later(self, call: Callable[[], None]) -> None:
+        """In a signal handler: have this called once the interrupted thread is outside of the books."""
+        self._later.append(call)
+
+    def catch_up(self) -> None:
+        """Make the calls that wait, unless this is the handler still."""
+        while self._later and not self.inside():
+            with suppress(IndexError):  # another thread was faster
+                self._later.popleft()()
 
     def turn_away(
         self, definition: Definition, descriptor: Descriptor, reason: DropReason
@@ -309,6 +328,7 @@ class Books:
 
     def snapshot(self) -> Snapshot:
         """The counters; exact, because the lock is held."""
+        self.catch_up()
         with self.lock:
             return self.counters.snapshot()
 

@@ -110,6 +110,7 @@ class Conversation:
 
     def send_drops(self, *, at_once: bool = False) -> None:
         """Tell the changed rows of the drop ledger, at most once per second."""
+        self._books.catch_up()
         ledger = self._books.ledger
         now = self._clock()
         if not ledger.changed or (now - self._last_drops < _DROPS_INTERVAL_S and not at_once):

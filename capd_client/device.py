@@ -162,8 +162,11 @@ class DeviceStager:
         """Copy `tensor`, cast to `dtype`, into the ring on the current stream; a reason if that cannot be.
 
         row_at: as `row_place` has it; the row travels with the bytes, or alone where there are none. Waits for room
-        until `deadline`. The capture becomes ready later, by `advance`.
+        until `deadline`. The capture becomes ready later, by `advance`. A signal handler that interrupted this very
+        thread in the ring is refused.
         """
+        if self._ring.inside():
+            return DropReason.INTERNAL
         nbytes = capture.descriptor.nbytes if row_at is None else row_at + ROW_NBYTES
         taken = self._ring.take(nbytes, deadline)
         if taken is None:

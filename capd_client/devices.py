@@ -52,7 +52,8 @@ class Devices:
         self._max_block_s = max_block_s
         self._pace = Pace(max_d2h_gbps)
         self._pinning = Pinning(arena, notices)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may capture, too
+        self._making = False
         self._stagers: dict[torch.device, Union[DeviceStager, DropReason]] = {}
         self._closing = threading.Event()
         self._compiling: list[threading.Thread] = []
@@ -71,7 +72,13 @@ class Devices:
             if device not in self._stagers:
                 if is_capturing():
                     return DropReason.STREAM_CAPTURE  # making one now would break the capture
-                self._stagers[device] = self._make(device)
+                if self._making:
+                    return DropReason.INTERNAL  # to a signal handler that interrupted this thread in `_make`
+                self._making = True
+                try:
+                    self._stagers[device] = self._make(device)
+                finally:
+                    self._making = False
             return self._stagers[device]
 
     def prepare(self, devices: Iterable[torch.device]) -> None:

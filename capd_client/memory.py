@@ -1,4 +1,4 @@
-"""How much host memory there is to take: MemAvailable and the cgroup's headroom, versions 1 and 2."""
+"""How much host memory an arena may take: MemAvailable and the cgroup's headroom, versions 1 and 2."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import os
 from collections.abc import Iterator
 from typing import Optional
 
+from capd_client.notices import Notices
+
 __all__ = [
     "MAX_ARENA_NBYTES",
     "MIN_ARENA_NBYTES",
+    "arena_nbytes",
     "available_nbytes",
     "default_arena_nbytes",
     "most_arena_nbytes",
@@ -20,6 +23,23 @@ SHARE = 0.2  # of the available memory, for all ranks of this node together
 MOST_SHARE = (
     0.5  # the same where a size is asked for: the arena's pages are made ahead, and may not end the job
 )
+
+
+def arena_nbytes(asked: Optional[int], local_world_size: int, notices: Notices) -> int:
+    """What the settings ask for, as far as there is memory for it; else (None) a size by what there is."""
+    if asked is None:
+        return default_arena_nbytes(local_world_size)
+    most = most_arena_nbytes(local_world_size)
+    if asked > most:
+        notices.warn(
+            "arena_bytes",
+            "an arena of %d bytes does not fit: %d ranks share half of the available memory, the arena has %d bytes. "
+            "Give the job more memory, or lower CAPD_ARENA_BYTES",
+            asked,
+            local_world_size,
+            most,
+        )
+    return min(asked, most)
 
 
 def default_arena_nbytes(local_world_size: int, available: Optional[int] = None) -> int:

@@ -25,7 +25,7 @@ class Pinning:
     def __init__(self, arena: Arena, notices: Notices) -> None:
         self._arena = arena
         self._notices = notices
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may close the session
         self._closed = threading.Event()
         self._thread: Optional[threading.Thread] = None
         self._settled = True  # the thread has nothing left to do

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Optional
 
 import torch
@@ -74,6 +74,8 @@ class Ring:
         self._memory: Optional[RingMemory] = RingMemory(memory)  # None once closed
         self._slots = SlotAllocator(0, memory.numel())
         self._lock = threading.RLock()
+        # Whether this thread is inside the ring already, interrupted by a signal handler: see `Books.inside`.
+        self.inside: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]  # not in its stubs
         self._waiting = Waiting(self._lock, self._slots, max_block_s)
 
     @property

@@ -26,9 +26,10 @@ from capd_client.counting import Counters, Snapshot
 from capd_client.definitions import short_name
 from capd_client.devices import Devices
 from capd_client.errors import Counted
+from capd_client.interrupting import Interrupting
 from capd_client.key import Key, Moment
 from capd_client.link import Link
-from capd_client.memory import default_arena_nbytes, most_arena_nbytes
+from capd_client.memory import arena_nbytes
 from capd_client.notices import Notices
 from capd_client.policies import make_books
 from capd_client.protocol import HANDSHAKE_TIMEOUT_S, PROTOCOL_VERSION, Hello
@@ -60,7 +61,7 @@ class Session:
         self.enabled = True
         self._endpoint = config.endpoint
         info = self.context.rank_info
-        self.arena = Arena(self._arena_nbytes(info.local_world_size))
+        self.arena = Arena(arena_nbytes(config.arena_bytes, info.local_world_size, self.notices))
         self.counters = Counters()
         self.counters.attach(self.arena.words)
         slots = SlotAllocator(PAGE_NBYTES, self.arena.nbytes - PAGE_NBYTES)
@@ -86,6 +87,7 @@ class Session:
         )
         payload = config.mode != "stats"
         self._stage = Stager(self.books, self.arena, self.notices, self.devices.stager, payload=payload).stage
+        self._interrupting = Interrupting(self.books, self.notices)
         self._admission: Optional[Admission] = None
         if config.sample_every > 1 or self.books.thinning is not None:
             self._admission = Admission(self.books, self._stage, config.sample_every)
@@ -122,6 +124,9 @@ class Session:
         of it is needed.
         """
         if not self.enabled:
+            return
+        if self.books.inside():
+            self._interrupting.refuse(tensor, key, moment, cast_to, attributes, take)
             return
         try:
             self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable)
@@ -184,16 +189,22 @@ class Session:
         """Wait until everything offered before is committed or dropped; False when the time is up before."""
         if not self.enabled:
             return True
+        if self.books.inside():  # a signal handler: nothing can be settled before it returns
+            return False
         return self.transport.flush(self.books.last_sequence, max(0.0, timeout_s))
 
     def close(self, timeout_s: Optional[float] = None) -> bool:
         """Drain, say goodbye, and give back thread, socket and memory. Idempotent.
 
         timeout_s: longest time to drain, default `config.exit_timeout_s`; without a daemon it does not wait at
-        all. Returns whether everything was settled in time; what was not is dropped as `not_connected`.
+        all. Returns whether everything was settled in time; what was not is dropped as `not_connected`. In a signal
+        handler that interrupted a capture nothing can be drained: then it goes on in a thread of its own.
         """
         if self._closed.is_set():
             return True
+        if self.books.inside():
+            threading.Thread(target=self.close, args=(timeout_s,), name="capd-close").start()
+            return False
         self._closed.set()
         if not self.enabled:
             return True
@@ -255,23 +266,6 @@ class Session:
         self.arena.close_in_child()
 
     # -- parts ------------------------------------------------------------------------------------------
-
-    def _arena_nbytes(self, local_world_size: int) -> int:
-        """What the settings ask for, as far as there is memory for it; else a size by what there is."""
-        asked = self.config.arena_bytes
-        if asked is None:
-            return default_arena_nbytes(local_world_size)
-        most = most_arena_nbytes(local_world_size)
-        if asked > most:
-            self.notices.warn(
-                "arena_bytes",
-                "an arena of %d bytes does not fit: %d ranks share half of the available memory, the arena has %d "
-                "bytes. Give the job more memory, or lower CAPD_ARENA_BYTES",
-                asked,
-                local_world_size,
-                most,
-            )
-        return min(asked, most)
 
     def _connect(self, connection: int) -> Link:
         return Link(self._endpoint, self.arena.fd, self._hello(connection))

@@ -69,6 +69,25 @@ def test_each_device_is_set_up_once_and_the_arena_is_pinned_once(
     assert sorted(machine.compiled, key=str) == [(device, "capd-compile") for device in CUDA]
 
 
+def test_a_signal_handler_that_captures_while_its_thread_sets_the_device_up_is_refused(
+    peer: Peer, make_session: Callable[..., Session], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = make_session()
+    found: list[object] = []
+    make = machine._make
+
+    def interrupted(device: torch.device, is_pinned: Callable[[], bool]) -> FakeDevice:
+        found.append(session.devices.stager(device))
+        return make(device, is_pinned)
+
+    monkeypatch.setattr(devices, "CudaDevice", interrupted)
+    thread = threading.Thread(target=lambda: found.append(session.devices.stager(CUDA[0])), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert found == [DropReason.INTERNAL, session.devices.stager(CUDA[0])]
+    assert list(machine.made) == CUDA[:1]
+
+
 def test_threads_that_capture_first_at_the_same_time_share_one_stager(
     peer: Peer, make_session: Callable[..., Session], machine: Machine
 ) -> None:

@@ -1,0 +1,135 @@
+"""Signal handlers that capture while the thread they interrupt is amid a capture itself: at any line of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from client_peer import Peer, wait_until
+from fake_device import KEY, FakeDevice, Rig
+
+import capd_client
+from capd_client.counter_page import DropReason
+from capd_client.key import Key
+from capd_client.session import Session
+
+HANDLERS = Key(quant_type="fp32", rank=0, tensor_name="handler's")
+FOLDER = os.path.dirname(capd_client.__file__)
+CALLED_ANYWHERE = frozenset({"notices.py", "context.py"})  # also by others than captures
+
+
+def interrupt(call: Callable[[], None], line: int, handler: Callable[[], None]) -> bool:
+    """Run `call`, and `handler` before its line-th line inside capd_client; whether it has so many.
+
+    A superset of the places where a signal handler may run.
+    """
+    passed = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal passed
+        folder, name = os.path.split(frame.f_code.co_filename)
+        if folder != FOLDER or name in CALLED_ANYWHERE:
+            return None
+        if event == "line":
+            passed += 1
+            if passed == line:
+                handler()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return passed >= line
+
+
+def exact(session: Session, offered: int) -> None:
+    now = session.snapshot()
+    assert (now.offered, now.in_flight) == (offered, 0)
+    assert now.committed + sum(now.dropped.values()) == offered
+    rows = session.books.ledger._rows.values()
+    assert sum(row.count for row in rows) == sum(now.dropped.values())
+    assert session.books.slots.take(session.books.slots.capacity) is not None
+
+
+def values_of(peer: Peer, name: str) -> list[float]:
+    """The one value of all elements of each record, of tensors that hold nothing else."""
+    values = []
+    for data in peer.data_of(name):
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.float32)
+        assert bool(tensor.eq(tensor[0]).all()), "bytes of two captures in one record"
+        values.append(tensor[0].item())
+    return values
+
+
+@pytest.mark.parametrize(
+    ("policy", "numel", "on_device"),
+    [("drop", 50, False), ("block", 20_000, False), ("thin", 50, True), ("stats", 20_000, True)],
+)
+def test_at_any_line_of_a_capture_a_handlers_capture_is_taken_or_one_drop(
+    peer: Peer, rig: Callable[..., Rig], policy: str, numel: int, on_device: bool
+) -> None:
+    settings = {"max_block_ms": 10_000.0} if policy == "block" else {}
+    r = rig(FakeDevice(nbytes=1 << 19), by_hand=True, policy=policy, max_mb_per_step=1e6, **settings)
+    session, moment = r.session, r.session.context.moment()
+    if on_device:
+        session._stage = lambda *args: r.way.stage(*args[:7])  # type: ignore[method-assign]
+
+    def offer(key: Key, value: float) -> None:
+        session.offer(torch.full((numel,), float(value)), key, moment)
+
+    offer(KEY, 0.0)
+    line, offered = 0, 1
+    met = True
+    while met:
+        line += 1
+        met = interrupt(lambda: offer(KEY, line), line, lambda: offer(HANDLERS, -line))  # noqa: B023
+        offered += 1 + met
+        r.finish()
+        assert session.flush(20)
+    assert line > 40
+    assert values_of(peer, KEY.tensor_name) == [float(n) for n in range(line + 1)]
+    taken = values_of(peer, HANDLERS.tensor_name)
+    assert taken == sorted(set(taken), reverse=True)
+    assert session.snapshot().dropped == {"internal": line - 1 - len(taken)}
+    assert taken
+    exact(session, offered)
+
+
+def test_a_drop_counts_while_the_books_are_open_once_they_are_closed(
+    peer: Peer, make_session: Callable[..., Session]
+) -> None:
+    session = make_session(strict=True)
+    with session.books.lock:  # as the interrupted thread has it
+        session.offer(torch.zeros(10), KEY, session.context.moment())
+        session.drop_invalid("a name")
+        assert session.snapshot().offered == 0
+        assert not session.flush(60)
+    wait_until(lambda: session.books.ledger.row(0, DropReason.INTERNAL))  # by the client thread, unasked
+    row = session.books.ledger.row(0, DropReason.INTERNAL)
+    assert row is not None
+    assert (row.count, row.nbytes) == (1, 40)
+    assert session.snapshot().dropped == {"internal": 1, "invalid_key": 1}
+
+
+def test_a_handler_that_closes_inside_of_the_books_does_so_behind_them(
+    peer: Peer, make_session: Callable[..., Session]
+) -> None:
+    session = make_session(strict=True)
+    session.offer(torch.zeros(10), KEY, session.context.moment())
+    with session.books.lock:
+        assert not session.close(20)
+    wait_until(lambda: peer.byes)
+    for thread in threading.enumerate():
+        if thread.name == "capd-close":
+            thread.join()
+    now = session.snapshot()
+    assert (now.offered, now.committed, now.dropped) == (1, 1, {})
