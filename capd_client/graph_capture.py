@@ -1,7 +1,8 @@
 """`capture()` inside compiled graphs: an operator in the place of the call, which breaks no graph.
 
-Its names are constants of the graph; numbers may change from call to call. Metadata that the compiler does not know as
-constant breaks the graph, and the call runs behind the break as it does outside of graphs.
+Its names are constants of the graph; numbers may change from call to call (capd_client.graph_names). Metadata that the
+compiler does not know as constant breaks the graph, and the call runs behind the break as it does outside of graphs. So
+do names that differ too often; where no break is allowed, those calls are left out and counted.
 """
 
 from __future__ import annotations
@@ -12,7 +13,17 @@ from typing import Any, Optional, TypeVar
 import msgspec
 import torch
 
+from capd_client.counter_page import DropReason
+from capd_client.graph_names import (
+    breaks_are_errors,
+    can_free_numbers,
+    crowded,
+    forget_numbers,
+    lend_numbers,
+    note,
+)
 from capd_client.graph_ops import Operator, exporting, flags_of, in_graphs, obstacle, restored, usable
+from capd_client.recompute import in_backward, repeating
 from capd_client.tensors import local_part
 from capd_client.untraced import untraced
 
@@ -62,16 +73,30 @@ def capture_in_graph(
     if not isinstance(tensor, torch.Tensor):
         _refuse("what is captured in a compiled graph is not a torch tensor")
         return
+    if way == "left out":
+        trace_left_out(tensor)
+        return
     text = None if metadata is None else _as_json(metadata)
-    trace_capture(
-        tensor, tensor_name, layer_type, component, operation, phase, layer, module, stack, quant_type, text,
-        slice, iteration, micro_batch, sample_idx, batch_idx, sequence_idx,
-    )  # fmt: skip
+    if way == "operator":
+        trace_capture(
+            tensor, tensor_name, layer_type, component, operation, phase, layer, module, stack, quant_type, text,
+            slice, iteration, micro_batch, sample_idx, batch_idx, sequence_idx,
+        )  # fmt: skip
+        return
+    _lend_numbers()
+    with torch._dynamo.patch_dynamo_config(
+        allow_unspec_int_on_nn_module=True
+    ):  # of this trace and call alone
+        trace_capture(
+            tensor, tensor_name, layer_type, component, operation, phase, layer, module, stack, quant_type, text,
+            slice, iteration, micro_batch, sample_idx, batch_idx, sequence_idx,
+        )  # fmt: skip
+    _forget_numbers()
 
 
 @_at_trace_time
 def _way() -> str:
-    """Whether calls are left out of the graph, become operators of it, or break it."""
+    """Whether calls are left out of the graph, become operators of it (numbers as its inputs, or not), or break it."""
     from capd_client.api import session  # which imports this module
 
     if session() is None:
@@ -79,7 +104,20 @@ def _way() -> str:
     if not usable():
         return "outside"
     in_graphs(trace_capture)
-    return "operator"
+    in_graphs(trace_left_out)
+    if crowded():
+        return "left out" if breaks_are_errors() else "outside"
+    return "numbers" if can_free_numbers() else "operator"
+
+
+@_at_trace_time
+def _lend_numbers() -> None:
+    lend_numbers()
+
+
+@_at_trace_time
+def _forget_numbers() -> None:
+    forget_numbers()
 
 
 @_at_trace_time
@@ -115,9 +153,27 @@ def trace_capture(tensor: torch.Tensor, *arguments: Any) -> None:
         if problem:
             _refuse(f"in a compiled graph: {problem}")
             return
+        note(arguments)
         _CAPTURE(local_part(tensor), flags_of(tensor), *arguments)
     except Exception as error:
         _refuse(f"in a compiled graph: {error}")
+
+
+def trace_left_out(tensor: torch.Tensor) -> None:
+    """Put into the graph that a capture is missing in it."""
+    try:
+        if not exporting() and not obstacle():
+            _LEFT_OUT(local_part(tensor))
+    except Exception as error:
+        _refuse(f"in a compiled graph: {error}")
+
+
+def _left_out(_: torch.Tensor) -> None:
+    from capd_client.api import session
+
+    current = session()
+    if current is not None and not (in_backward() and repeating()):
+        current.drop_invalid(_CROWDED, DropReason.UNSUPPORTED)
 
 
 def _capture(tensor: torch.Tensor, flags: int, *arguments: Any) -> None:
@@ -129,6 +185,11 @@ def _capture(tensor: torch.Tensor, flags: int, *arguments: Any) -> None:
         named["metadata"] = msgspec.json.decode(named["metadata"])
     capture(restored(tensor, flags), **named)
 
+
+_CROWDED = (
+    "with fullgraph=True, its function was compiled again and again for captures of other names each time. "
+    "Give them the same names, with numbers to tell them apart, or raise torch._dynamo.config.recompile_limit first"
+)
 
 _ARGUMENTS = (
     "tensor_name", "layer_type", "component", "operation", "phase", "layer", "module", "stack", "quant_type",
@@ -142,3 +203,5 @@ _CAPTURE = Operator(
     _capture,
     lambda *_: None,
 )
+
+_LEFT_OUT = Operator("left_out(Tensor tensor) -> ()", _left_out, lambda _: None)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from client_peer import Peer
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
@@ -18,6 +18,10 @@ from tqdm import tqdm
 import capd_client
 from capd_client import graph_ops
 from capd_client.key import Key
+
+pytestmark = [  # what torch itself warns of while it compiles, with and without capd
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +74,93 @@ def test_numbers_may_change_from_call_to_call(on: Peer) -> None:
     assert [record.key.layer for record in on.records] == list(range(6))
     assert [record.descriptor.moment.iteration for record in on.records] == list(range(10, 16))
     assert counter.frame_count == 2  # the compiler's own way with numbers: once for the first, once for all
+
+
+class Numbered(nn.Module):
+    """A block that has a number and a name, and uses both beside the capture if `uses_them`."""
+
+    def __init__(self, number: int, *, captures: str, uses_them: bool = False) -> None:
+        super().__init__()
+        self.number, self.name = number, f"blocks.{number}"
+        self.weight = nn.Parameter(torch.ones(2))
+        self._by_number = {n: 2.0 * n for n in range(100)}
+        self._captures, self._uses_them = captures, uses_them
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.weight
+        if self._captures == "number":
+            capd_client.capture(y, tensor_name="y", layer=self.number)
+        elif self._captures == "name":
+            capd_client.capture(y, tensor_name="y", module=self.name)
+        if self._uses_them:
+            y = y + self._by_number[self.number] + len(f"{self.number}")
+        if self._captures == "number":
+            capd_client.capture(y, tensor_name="z", layer=self.number, sample_idx=self.number)
+        return y
+
+
+def run(blocks: list[Numbered], counter: CompileCounterWithBackend, *, fullgraph: bool) -> Tensor:
+    """Three steps and a pass without gradients through blocks that are compiled one by one."""
+    for block in blocks:
+        block.compile(backend=counter, fullgraph=fullgraph)
+    for step in range(4):
+        with torch.set_grad_enabled(step < 3):
+            x = torch.ones(2, requires_grad=step < 3)
+            for block in blocks:
+                x = block(x)
+        if step < 3:
+            x.sum().backward()
+    return torch.stack([x, *(b.weight.grad for b in blocks if b.weight.grad is not None)])
+
+
+def test_blocks_captured_by_their_number_share_a_graph(on: Peer) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    numbers = range(torch._dynamo.config.recompile_limit + 4)
+
+    run([Numbered(n, captures="number") for n in numbers], counter, fullgraph=True)
+
+    assert capd_client.flush(10)
+    for name in ("y", "z"):
+        found = [record for record in on.records if record.key.tensor_name == name]
+        assert [record.key.layer for record in found] == list(numbers) * 4
+    assert [r.descriptor.moment.sample_idx for r in found] == list(numbers) * 4
+    assert counter.frame_count == 3  # for the first, for all others, and without gradients
+
+
+def test_a_number_that_is_captured_stays_a_constant_where_the_job_uses_it(on: Peer) -> None:
+    results, frames = [], []
+    for captures in ("nothing", "number"):
+        counter = CompileCounterWithBackend("aot_eager")
+        blocks = [Numbered(n, captures=captures, uses_them=True) for n in range(3)]
+        results.append(run(blocks, counter, fullgraph=True))
+        frames.append(counter.frame_count)
+        torch.compiler.reset()
+
+    assert torch.equal(*results)
+    assert frames[0] == frames[1]
+    assert capd_client.flush(10)
+    assert [record.key.layer for record in on.records] == [n for n in range(3) for _ in "yz"] * 4
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_blocks_captured_by_their_name_never_exceed_the_compilers_limit(
+    on: Peer, fullgraph: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    blocks = [Numbered(n, captures="name") for n in range(torch._dynamo.config.recompile_limit + 4)]
+    bare = [Numbered(n, captures="nothing") for n in range(len(blocks))]
+
+    assert torch.equal(run(blocks, counter, fullgraph=fullgraph), run(bare, counter, fullgraph=fullgraph))
+
+    assert capd_client.flush(10)
+    counters = capd_client.counters()
+    assert counters["offered"] == 4 * len(blocks)
+    if fullgraph:
+        assert counters["dropped"] == {"unsupported": 4 * len(blocks) - len(on.records)}
+        assert "compiled again and again" in caplog.text
+    else:
+        assert [record.key.module for record in on.records] == [block.name for block in blocks] * 4
+    assert "hit config.recompile_limit" not in caplog.text  # the compiler's own words for giving up
 
 
 @pytest.mark.parametrize("compiled", ["not", "whole", "part"])
