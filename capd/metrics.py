@@ -44,6 +44,7 @@ class RunStats(_Model):
     in_flight: int
     dropped: dict[str, int]
     records: int
+    statistics_records: int  # of them, those that keep statistics alone (mode or policy stats)
     raw_bytes: int
     stored_bytes: int
     rate_mib_s: float  # raw MiB committed per second, over the last few seconds

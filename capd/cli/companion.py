@@ -199,9 +199,12 @@ def summary(run: RunStats) -> list[str]:
     losses = describe_drops(run.dropped)
     ratio = f", ratio {run.raw_bytes / run.stored_bytes:.2f}" if run.stored_bytes else ""
     dropped, chosen = sum(lost(run.dropped).values()), sum(left_out(run.dropped).values())
+    reduced = (
+        f", {human_count(run.statistics_records)} of them statistics alone" if run.statistics_records else ""
+    )
     lines = [
         *([losses] if losses else []),
-        f"{human_count(run.records)} records in {run.path}",
+        f"{human_count(run.records)} records in {run.path}{reduced}",
         f"{human_nbytes(run.raw_bytes)} raw, {human_nbytes(run.stored_bytes)} stored{ratio}",
         f"offered {human_count(run.offered)}, committed {human_count(run.committed)}, dropped {human_count(dropped)}"
         + (f", left out {human_count(chosen)}" if chosen else ""),

@@ -34,6 +34,7 @@ class Counters(BaseModel):
     in_flight: int
     dropped: dict[str, int]
     records: int
+    statistics_records: int
     raw_bytes: int
     stored_bytes: int
     compression_ratio: float | None
@@ -143,6 +144,7 @@ def read_store(path: Path) -> Counters:
         in_flight=totals.in_flight,
         dropped=totals.dropped,
         records=totals.records,
+        statistics_records=totals.statistics_records,
         raw_bytes=totals.raw_bytes,
         stored_bytes=totals.stored_bytes,
         compression_ratio=_ratio(totals.raw_bytes, totals.stored_bytes),

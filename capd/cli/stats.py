@@ -120,6 +120,7 @@ def render(counters: Counters) -> list[str]:
         f"in flight   {human_count(counters.in_flight)}",
         f"dropped     {_by_reason(lost(counters.dropped))}",
         *([f"left out    {_by_reason(chosen)}"] if chosen else []),
+        *([f"statistics  {_statistics(counters)}"] if counters.statistics_records else []),
         f"stored      {_stored(counters)}",
     ]
     if counters.rate_mib_s is not None:
@@ -145,6 +146,10 @@ def _stored(counters: Counters) -> str:
     return f"{human_nbytes(counters.stored_bytes)} of {human_nbytes(counters.raw_bytes)} raw{shown}"
 
 
+def _statistics(counters: Counters) -> str:
+    return f"{human_count(counters.statistics_records)} of {human_count(counters.records)} records keep nothing else"
+
+
 def _session_table(counters: Counters) -> list[str]:
     numbers = ("offered", "committed", "in flight", "dropped", "left out")
     rows = [
@@ -167,12 +172,13 @@ def _session_table(counters: Counters) -> list[str]:
 
 
 def _one_line(counters: Counters, gone: bool) -> str:
-    chosen = sum(left_out(counters.dropped).values())
+    chosen, reduced = sum(left_out(counters.dropped).values()), counters.statistics_records
     rate = "" if counters.rate_mib_s is None else f" rate={counters.rate_mib_s:.1f}MiB/s"
     return (
         f"{time.strftime('%H:%M:%S')} {'daemon gone ' if gone else ''}offered={counters.offered}"
         f" committed={counters.committed} in_flight={counters.in_flight} dropped={sum(lost(counters.dropped).values())}"
         f"{f' left_out={chosen}' if chosen else ''}"
+        f"{f' statistics={reduced}' if reduced else ''}"
         f" raw={human_nbytes(counters.raw_bytes).replace(' ', '')}"
         f" stored={human_nbytes(counters.stored_bytes).replace(' ', '')}{rate}"
         f" disk_left={human_nbytes(counters.disk_free).replace(' ', '')}"

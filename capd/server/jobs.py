@@ -23,7 +23,7 @@ from capd_client.protocol import Define, Descriptor
 from capd_client.statistics_row import ROW_NBYTES
 
 __all__ = [
-    "TURN_NBYTES", "Booked", "Chunks", "DiskLimit", "Job", "Lanes", "Refusal", "RunTotals", "Sink", "Task", "Tickets",
+    "TURN_NBYTES", "Booked", "Chunks", "DiskLimit", "Job", "Lanes", "Refusal", "Sink", "Task", "Tickets",
 ]  # fmt: skip
 
 TURN_NBYTES = 1 << 20
@@ -87,15 +87,6 @@ class Job:
     def kept_nbytes(self) -> int:
         """Raw bytes of what the store keeps."""
         return self.descriptor.nbytes if self.descriptor.payload else ROW_NBYTES
-
-
-@dataclass(frozen=True, slots=True)
-class RunTotals:
-    """What one run holds on this node."""
-
-    records: int
-    raw_bytes: int
-    stored_bytes: int
 
 
 @dataclass(slots=True)

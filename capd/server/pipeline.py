@@ -26,7 +26,7 @@ from typing import Any
 from capd.errors import StoreError
 from capd.server.appending import AppendThread
 from capd.server.gathering import GatherThread
-from capd.server.jobs import Booked, DiskLimit, Job, Lanes, RunTotals, Task, Tickets
+from capd.server.jobs import Booked, DiskLimit, Job, Lanes, Task, Tickets
 from capd.server.refusals import refusal_of
 from capd.store.catalog_read import SessionRow
 from capd.store.codec_choice import SAMPLE_NBYTES
@@ -37,6 +37,7 @@ from capd.store.options import StoreOptions
 from capd.store.run import RunStore
 from capd.store.series import Plan
 from capd.store.settle import Room
+from capd.store.totals import Held
 from capd_client.counter_page import DropReason
 
 __all__ = ["Pipeline", "plan_of"]
@@ -91,9 +92,9 @@ class Pipeline:
         """Committed sequence ranges of a client that has no job in work."""
         return self._runs[run_id].committed(client)
 
-    def run_stats(self, run_id: str) -> RunTotals:
+    def run_stats(self, run_id: str) -> Held:
         """Totals of an open run; a snapshot that may be one record apart in its parts."""
-        return RunTotals(*self._runs[run_id].totals())
+        return self._runs[run_id].totals()
 
     def waiting(self) -> tuple[int, int]:
         """(bytes, new series) of the records that the disk budget let pass and that are not written yet."""

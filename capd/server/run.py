@@ -12,11 +12,11 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from capd.server.jobs import RunTotals
 from capd.server.orders import Orders
 from capd.server.rank import RankSession
 from capd.server.steering import RunSteering
 from capd.store.catalog_read import SessionRow
+from capd.store.totals import Held
 
 __all__ = ["Forgotten", "Run"]
 
@@ -34,7 +34,7 @@ class Run:
     ranks: dict[bytes, RankSession] = field(default_factory=dict)
     finished: dict[bytes, SessionRow] = field(default_factory=dict)
     opened: bool = False
-    totals: RunTotals = field(default_factory=lambda: RunTotals(0, 0, 0))
+    totals: Held = field(default_factory=Held)
     beside_bytes: int = 0  # catalog and small-record logs
     stored_before: int = 0  # bytes in the store when this daemon opened the run
     arriving: int = 0  # ranks between HELLO and WELCOME
@@ -45,7 +45,7 @@ class Run:
     rates: deque[tuple[float, int]] = field(default_factory=deque)  # (time, raw bytes)
     steering: RunSteering = field(default_factory=RunSteering)
 
-    def count(self, totals: RunTotals, now: float) -> None:
+    def count(self, totals: Held, now: float) -> None:
         """Take the run's totals as they are `now` (monotonic)."""
         self.totals = totals
         self.rates.append((now, totals.raw_bytes))

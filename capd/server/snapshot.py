@@ -31,6 +31,7 @@ def run_stats(run: Run, ranks: list[RankSession], finished: list[SessionRow]) ->
         in_flight=sum(session.in_flight for session in sessions),
         dropped=dict(dropped),
         records=run.totals.records,
+        statistics_records=run.totals.statistics_records,
         raw_bytes=run.totals.raw_bytes,
         stored_bytes=run.totals.stored_bytes,
         rate_mib_s=run.rate_mib_s(),

@@ -20,6 +20,7 @@ from capd.store.documents import run_attributes
 from capd.store.node import NodeView
 from capd.store.records import ReadTools
 from capd.store.series_view import Record, Series, import_extra
+from capd.store.totals import held_by
 from capd_client.key import Key, Moment
 
 __all__ = ["Record", "Series", "SeriesListing", "Store", "Totals", "list_series", "open_store", "runs"]
@@ -29,15 +30,17 @@ _KEY_FIELDS = frozenset(Key.__struct_fields__)
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Counters of a run over all ranks and nodes. clean: no session's counters were cut off by a kill."""
+    """Counters of a run over all ranks and nodes. statistics_records: of the records, those that are statistics alone.
+    clean: no session's counters were cut off by a kill."""
 
     offered: int
     committed: int
     in_flight: int
     dropped: dict[str, int]
+    records: int
+    statistics_records: int
     raw_bytes: int
     stored_bytes: int
-    records: int
     clean: bool
 
 
@@ -130,21 +133,21 @@ class Store:
 
     def totals(self) -> Totals:
         """Counters of the run. Records are counted in the store, the rest is the sum over the sessions."""
-        rows = [row for node in self._nodes for row in node.series.values()]
+        held = held_by(row for node in self._nodes for row in node.series.values())
         sessions = self.sessions
         dropped: dict[str, int] = {}
         for session in sessions:
             for reason, count in session.dropped.items():
                 dropped[reason] = dropped.get(reason, 0) + count
-        records = sum(row.records for row in rows)
         return Totals(
-            offered=max(sum(s.offered for s in sessions), records + sum(dropped.values())),
-            committed=records,
+            offered=max(sum(s.offered for s in sessions), held.records + sum(dropped.values())),
+            committed=held.records,
             in_flight=sum(s.in_flight for s in sessions),
             dropped=dropped,
-            raw_bytes=sum(row.raw_bytes for row in rows),
-            stored_bytes=sum(row.stored_bytes for row in rows),
-            records=records,
+            records=held.records,
+            statistics_records=held.statistics_records,
+            raw_bytes=held.raw_bytes,
+            stored_bytes=held.stored_bytes,
             clean=all(session.clean for session in sessions),
         )
 

@@ -32,6 +32,7 @@ from capd.store.series import Plan, Series
 from capd.store.settle import Room, SmallRecords
 from capd.store.shards import EncodedChunk, ShardWriter
 from capd.store.small import LOG_GLOB, Small, SmallLog
+from capd.store.totals import Held, held_by
 from capd_client.key import Key
 
 __all__ = ["RunStore"]
@@ -248,10 +249,9 @@ class RunStore:
         """Committed sequence ranges of a client uuid."""
         return self._gathered.committed(client)
 
-    def totals(self) -> tuple[int, int, int]:
-        """(records, raw bytes, stored bytes) of this node's part of the run."""
-        rows = [series.row for series in list(self._series.values())]
-        return sum(r.records for r in rows), sum(r.raw_bytes for r in rows), sum(r.stored_bytes for r in rows)
+    def totals(self) -> Held:
+        """What this node's part of the run holds. Called from any thread."""
+        return held_by(series.row for series in list(self._series.values()))
 
     def beside_nbytes(self) -> int:
         """Bytes of the files that the run has beside its shards: small-record logs and the catalog."""

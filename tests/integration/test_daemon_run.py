@@ -73,6 +73,22 @@ def test_a_run_is_sealed_and_summed_up_and_the_same_id_continues_it(tmp_path: Pa
     assert json.loads(second.stdout)["CAPD_POLICY"] == "drop"
 
 
+def test_the_summary_says_how_many_records_are_statistics_alone(tmp_path: Path) -> None:
+    reduced = """
+        from capd_client.key import Moment
+        from capd_client.protocol import Descriptor, Put
+        rank.connect()
+        rank.send(Put([Descriptor(4, 4096, 8, 0, (4,), Moment(), payload=False)]))
+        rank.expect_acks(4)
+    """
+    job = textwrap.dedent(CAPTURING_JOB) + textwrap.dedent(reduced)
+    done = capd_run("--store", "here", "--run-id", "demo", *python(job), cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    path = tmp_path / "here" / "demo.zarr"
+    assert f"4 records in {path}, 1 of them statistics alone" in done.stderr
+
+
 def test_without_captures_it_says_so_and_the_run_is_named_by_the_time(tmp_path: Path) -> None:
     done = capd_run("--", "sh", "-c", "echo $CAPD_RUN_ID; kill -9 $$", cwd=tmp_path)
 

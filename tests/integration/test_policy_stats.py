@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import capd as capd_package
@@ -44,8 +45,20 @@ def test_what_has_no_room_leaves_its_statistics(daemon: Daemon, tmp_path: Path) 
     assert held["counters"]["offered"] == held["counters"]["committed"] == len(found)
     assert held["losses"] == plain["losses"]
 
+    assert counted(daemon, reduced, len(found)) == "daemon"
     daemon.stop()
+    assert counted(daemon, reduced, len(found)) == "store"
     table = capd("ls", str(daemon.store / "run.zarr"), "--by", "kept").stdout
     assert any(
         line.split()[0] == "statistics" and str(reduced) in line.split() for line in table.splitlines()
     )
+
+
+def counted(daemon: Daemon, reduced: int, records: int) -> str:
+    """Check that `capd stats` tells how many records are statistics alone; who told it."""
+    arguments = ("stats", str(daemon.store))
+    shown = capd(*arguments, CAPD_ENDPOINT=daemon.endpoint).stdout
+    assert f"statistics  {reduced} of {records} records keep nothing else" in shown
+    counters = json.loads(capd(*arguments, "--json", CAPD_ENDPOINT=daemon.endpoint).stdout)
+    assert (counters["statistics_records"], counters["records"]) == (reduced, records)
+    return str(counters["source"])
