@@ -23,6 +23,7 @@ from capd.amounts import parse_amount
 from capd.errors import ConfigError
 from capd_client.config import VARIABLES
 from capd_client.settings_file import read_settings_file
+from capd_client.sizes import parse_size
 
 __all__ = [
     "DaemonSettings", "Resolved", "config_path", "load_daemon_settings", "misspelt_variables",
@@ -30,13 +31,6 @@ __all__ = [
 ]  # fmt: skip
 
 CONFIG_NAME = "capd.toml"
-
-
-def _parse_nbytes(value: object) -> int:
-    amount = parse_amount(value)
-    if isinstance(amount, float):
-        raise ValueError(f"{value!r} is a share, and this setting needs bytes; write for instance 256MiB")
-    return amount
 
 
 def _parse_endpoint(value: object) -> object:
@@ -61,7 +55,7 @@ def _checked_codec(value: str) -> str:
 
 
 Amount = Annotated[int | float, BeforeValidator(parse_amount)]
-Nbytes = Annotated[int, BeforeValidator(_parse_nbytes), Field(ge=0)]
+Nbytes = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
 Uid = Annotated[int, Field(ge=0, lt=2**32 - 1)]
 

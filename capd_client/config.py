@@ -115,9 +115,11 @@ _SETTINGS: dict[str, _Setting] = {
     "quant_type": _Setting(("CAPD_QUANT_TYPE", "CUSTOM_QUANT_TYPE"), "quant_type", values.label),
     "exit_timeout_s": _Setting(("CAPD_EXIT_TIMEOUT_S",), "exit_timeout_s", values.number(0, 86_400)),
     "log": _Setting(("CAPD_LOG",), None, values.log_level),
-    "arena_bytes": _Setting(("CAPD_ARENA_BYTES",), "arena_bytes", values.integer(1 << 16, 1 << 44)),
-    "max_mb_per_step": _Setting(("CAPD_MAX_MB_PER_STEP",), "max_mb_per_step", values.number(0.001, 1e9)),
-    "max_d2h_gbps": _Setting(("CAPD_MAX_D2H_GBPS",), "max_d2h_gbps", values.number(0.001, 1e6)),
+    "arena_bytes": _Setting(("CAPD_ARENA_BYTES",), "arena_bytes", values.size(1 << 16, 1 << 44)),
+    "max_mb_per_step": _Setting(
+        ("CAPD_MAX_MB_PER_STEP",), "max_mb_per_step", values.size_in("MB", 0.001, 1e9)
+    ),
+    "max_d2h_gbps": _Setting(("CAPD_MAX_D2H_GBPS",), "max_d2h_gbps", values.size_in("GB", 0.001, 1e6)),
     "max_block_ms": _Setting(("CAPD_MAX_BLOCK_MS",), "max_block_ms", values.number(0, 86_400_000)),
     "ping_s": _Setting(("CAPD_PING_S",), None, values.number(0.01, 3600)),
     "iteration": _Setting(("TENSOR_SAVER_ITERATION",), None, values.integer(0, MAX_INDEX)),

@@ -12,10 +12,12 @@ from typing import Any
 
 from capd_client.errors import ConfigError
 from capd_client.select import Ranges
+from capd_client.sizes import parse_size
 from capd_client.slicing import Slice
 
 __all__ = [
-    "integer", "label", "log_level", "mode", "number", "one_of", "ranges", "run_id", "sample_every", "slice_text",
+    "integer", "label", "log_level", "mode", "number", "one_of", "ranges", "run_id", "sample_every", "size", "size_in",
+    "slice_text",
 ]  # fmt: skip
 
 _MAX_SAMPLE_EVERY = 10**9
@@ -44,6 +46,38 @@ def integer(low: int, high: int) -> Callable[[Any], int]:
         if not low <= result <= high:
             raise ConfigError(f"{value!r} is not between {low} and {high}")
         return result
+
+    return convert
+
+
+def size(low: int, high: int) -> Callable[[Any], int]:
+    """Bytes."""
+
+    def convert(value: Any) -> int:
+        try:
+            result = parse_size(value)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if not low <= result <= high:
+            raise ConfigError(f"{value!r} is not between {low} and {high} bytes")
+        return result
+
+    return convert
+
+
+def size_in(unit: str, low: float, high: float) -> Callable[[Any], float]:
+    """A number of `unit` ("MB"); text may name another unit."""
+    within, nbytes = number(low, high), parse_size(f"1{unit}")
+
+    def convert(value: Any) -> float:
+        if isinstance(value, str) and value.strip()[-1:].isalpha():
+            return within(size(0, 1 << 63)(value) / nbytes)
+        try:
+            return within(value)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error} {unit}; write a number of {unit}, or one with its unit: 1.5GB"
+            ) from None
 
     return convert
 

@@ -39,9 +39,9 @@ class FileSettings(msgspec.Struct, forbid_unknown_fields=True):
     mode: Optional[str] = None
     slice: Optional[str] = None
     max_block_ms: Union[int, float, None] = None
-    arena_bytes: Optional[int] = None
-    max_mb_per_step: Union[int, float, None] = None
-    max_d2h_gbps: Union[int, float, None] = None
+    arena_bytes: Union[int, str, None] = None
+    max_mb_per_step: Union[int, float, str, None] = None
+    max_d2h_gbps: Union[int, float, str, None] = None
     exit_timeout_s: Union[int, float, None] = None
     when: WhenSettings = msgspec.field(default_factory=WhenSettings)
     daemon: dict[str, Any] = {}

@@ -93,7 +93,7 @@ def test_every_field_is_reachable_from_environment_and_file() -> None:
         ('polcy = "drop"\n', ["capd.toml", "polcy", "policy"]),
         ("[when]\nstep = 1\n", ["capd.toml", "step", "steps"]),
         ('[daemon]\ncodec = "zip"\n', ["capd.toml", "codec", "default", "fast", "zip"]),
-        ('[daemon]\nstaging_bytes = "10%"\n', ["capd.toml", "staging_bytes", "256MiB"]),
+        ('[daemon]\nstaging_bytes = "10%"\n', ["capd.toml", "staging_bytes", "512MiB"]),
         ("[daemon]\nthreads = 0\n", ["capd.toml", "threads", "0"]),
         ('[daemon]\nnode = "a/b"\n', ["capd.toml", "node", "a/b"]),
         ("daemon = 3\n", ["capd.toml", "daemon"]),

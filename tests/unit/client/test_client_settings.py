@@ -110,7 +110,11 @@ def test_a_job_under_slurm_shares_one_run_id_unless_it_names_one() -> None:
         ("CAPD_ARENA_BYTES", "lots", "arena_bytes", None),
         ("CAPD_MAX_MB_PER_STEP", "0", "max_mb_per_step", None),
         ("CAPD_MAX_D2H_GBPS", "0", "max_d2h_gbps", None),
+        ("CAPD_MAX_MB_PER_STEP", "20 bananas", "max_mb_per_step", None),
+        ("CAPD_MAX_D2H_GBPS", "nan", "max_d2h_gbps", None),
         ("CAPD_ARENA_BYTES", "3", "arena_bytes", None),
+        ("CAPD_ARENA_BYTES", "10%", "arena_bytes", None),
+        ("CAPD_ARENA_BYTES", "2G", "arena_bytes", None),
         ("CAPD_EXIT_TIMEOUT_S", "inf", "exit_timeout_s", 30.0),
         ("CAPD_LOG", "LOUD", "log", None),
         ("TENSOR_SAVER_ITERATION", "-4", "iteration", 0),
@@ -129,6 +133,36 @@ def test_a_bad_value_is_one_warning_and_the_default_or_an_error_when_strict(
     assert name in caplog.text
     with pytest.raises(ConfigError, match=name):
         load_config({name: value, "CAPD_STRICT": "1"})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("arena_bytes", "2GB", 2 * 10**9),
+        ("arena_bytes", "512MiB", 512 << 20),
+        ("arena_bytes", "1048576", 1 << 20),
+        ("max_mb_per_step", "2GB", 2000.0),
+        ("max_mb_per_step", "0.5", 0.5),
+        ("max_d2h_gbps", "800MB", 0.8),
+        ("max_d2h_gbps", "12", 12.0),
+    ],
+)
+def test_sizes_take_units_in_the_environment_and_in_the_file(
+    name: str, text: str, value: float, tmp_path: Path
+) -> None:
+    file = tmp_path / "capd.toml"
+    file.write_text(f'{name} = "{text}"\n')
+
+    assert getattr(load_config({f"CAPD_{name.upper()}": text, "CAPD_STRICT": "1"}), name) == value
+    assert getattr(load_config({"CAPD_CONFIG": str(file), "CAPD_STRICT": "1"}), name) == value
+
+
+@pytest.mark.parametrize("name", ["arena_bytes", "max_mb_per_step", "max_d2h_gbps"])
+def test_what_is_no_size_is_told_with_setting_value_and_what_is_accepted(name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config({f"CAPD_{name.upper()}": "2 bananas", "CAPD_STRICT": "1"})
+
+    assert all(part in str(error.value) for part in (f"CAPD_{name.upper()}", "'2 bananas'", "2GB, 512MiB"))
 
 
 @pytest.mark.parametrize(
