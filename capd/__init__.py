@@ -1,4 +1,5 @@
-"""capd: the daemon, the command line and the reader. `capd.open(path)` reads a run back."""
+"""capd: the daemon, the command line and the reader. `capd.open(path)` reads a run back, `capd.merge_stats` merges
+the statistics of its records."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from capd._version import __version__
 
 if TYPE_CHECKING:
     from capd.store.reader import open_store as open  # noqa: A004 - the name users know
+    from capd.store.statistics import merge_stats
 
-__all__ = ["__version__", "open"]
+__all__ = ["__version__", "merge_stats", "open"]
 
 
 def __getattr__(name: str) -> Any:
@@ -17,4 +19,8 @@ def __getattr__(name: str) -> Any:
         from capd.store.reader import open_store
 
         return open_store
+    if name == "merge_stats":
+        from capd.store.statistics import merge_stats
+
+        return merge_stats
     raise AttributeError(f"module 'capd' has no attribute {name!r}")

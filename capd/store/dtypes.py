@@ -146,5 +146,6 @@ def to_values(bits: NDArray[np.generic], name: str) -> NDArray[np.generic]:
     with np.errstate(invalid="ignore"):
         values: NDArray[np.float32] = value_table(name)[bits].astype(np.float32)  # exact for 8 and 16 bits
     if name == "float4_e2m1fn_x2":
-        values = values.reshape(*bits.shape[:-1], -1)
+        last = bits.shape[-1] if bits.ndim else 1
+        values = values.reshape(*bits.shape[:-1], 2 * last)  # not -1, which other axes of 0 leave open
     return values

@@ -11,7 +11,7 @@ Packed fp4 counts both of its values. docs/statistics.md says it in full, with h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, reduce
 from typing import Any, Optional
@@ -23,7 +23,9 @@ from capd.store.dtypes import value_table
 from capd.store.frames import Number, StatsRow
 from capd_client.dtypes import ITEM_NBYTES
 
-__all__ = ["Stats", "exponent_bins", "is_whole", "merge", "public", "summarise", "summarise_rows"]
+__all__ = [
+    "Stats", "exponent_bins", "is_whole", "merge", "merge_stats", "public", "summarise", "summarise_rows",
+]  # fmt: skip
 
 # Any bit pattern may come: signalling NaNs make casts "invalid", squares of large float64 values overflow to Inf.
 _quiet = np.errstate(over="ignore", under="ignore", invalid="ignore")
@@ -100,6 +102,21 @@ def merge(a: StatsRow, b: StatsRow) -> StatsRow:
         a.sum_sq + b.sum_sq,
         [number for pair in sorted(bins.items()) for number in pair],
     )
+
+
+def merge_stats(group: Iterable[Stats]) -> Stats:
+    """Statistics of all elements of a group of records (layers, ranks, steps), from those of each.
+
+    Of no records: a count of 0 and no extremes, as of an empty tensor.
+    """
+    rows = (
+        StatsRow(
+            stats.count, stats.nan, stats.inf, stats.zero, stats.min, stats.max, stats.absmax, stats.sum,
+            stats.sum_sq, [number for pair in stats.exponent_histogram.items() for number in pair],
+        )
+        for stats in group
+    )  # fmt: skip
+    return public(reduce(merge, rows, StatsRow()))
 
 
 @_quiet

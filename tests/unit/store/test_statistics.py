@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from capd.store.dtypes import stored_type, to_values
 from capd.store.frames import StatsRow
-from capd.store.statistics import merge, public, summarise, summarise_rows
+from capd.store.statistics import merge, merge_stats, public, summarise, summarise_rows
 
 DTYPES = [
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
@@ -82,6 +82,13 @@ def test_packed_fp4_counts_both_values_of_a_byte() -> None:
     assert to_values(bits, "float4_e2m1fn_x2").tolist() == [0.5, 6.0, -0.0, 0.0]
 
 
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (3, 0), (2, 0, 3), (2, 3)])
+def test_unpacking_fp4_doubles_the_last_axis_alone(shape: tuple[int, ...]) -> None:
+    values = to_values(np.zeros(shape, dtype=np.uint8), "float4_e2m1fn_x2")
+
+    assert values.shape == (*shape[:-1], 2 * shape[-1] if shape else 2)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_merging_parts_equals_the_whole(dtype: str) -> None:
     bits, _ = sample(dtype)
@@ -100,6 +107,22 @@ def test_parts_with_different_means_merge_to_the_pooled_std() -> None:
     stats = public(merge(summarise(a, "float32"), summarise(b, "float32")))
 
     assert (stats.mean, stats.std) == (5.0, 5.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_statistics_as_users_read_them_merge_to_those_of_the_whole(dtype: str) -> None:
+    bits, _ = sample(dtype)
+    parts = [public(summarise(part, dtype)) for part in (bits[:137], bits[137:137], bits[137:])]
+
+    merged = merge_stats(parts)
+
+    whole = public(summarise(bits, dtype))
+    assert merged.exponent_histogram == whole.exponent_histogram
+    for name in ("count", "nan", "inf", "zero", "min", "max", "absmax"):
+        assert getattr(merged, name) == getattr(whole, name), name
+    for name in ("sum", "sum_sq", "mean", "std"):
+        assert getattr(merged, name) == pytest.approx(getattr(whole, name), rel=1e-9, nan_ok=True), name
+    assert merge_stats([]) == public(StatsRow())
 
 
 def test_fp16_sums_do_not_overflow() -> None:
