@@ -295,7 +295,7 @@ class Transport:
                 "%s the daemon: %s. Captures wait in the arena and are dropped when it is full; "
                 "capd keeps trying to connect",
                 "lost" if was_running else "cannot reach",
-                error,
+                str(error) or "it closed the connection",  # EOFError says nothing
             )
 
     def _drop_link(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -68,6 +69,20 @@ def test_a_capture_carries_its_key_and_moment(on: Peer) -> None:
     assert second.descriptor.moment.call == 1
     assert first.descriptor.metadata == '{"scale":0.5,"note":"é"}'.encode()
     assert capd_client.counters() == {"offered": 2, "committed": 2, "in_flight": 0, "dropped": {}}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference_mode_and_no_grad_capture_as_usual(on: Peer, mode: Callable[[], Any]) -> None:
+    weight = torch.nn.Parameter(torch.arange(24.0).view(4, 6))
+    with mode():
+        tensors = [weight, weight, weight.t(), weight * 2, (weight * 2).t(), (weight * 2).to(torch.bfloat16)]
+        for tensor in tensors:
+            capd_client.capture(tensor, tensor_name="x")
+    assert capd_client.flush(10)
+
+    expected = [tensor.detach().clone().contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors]
+    assert [record.data for record in on.records] == expected
+    assert [record.descriptor.requires_grad for record in on.records] == [t.requires_grad for t in tensors]
 
 
 def test_overrides_hold_for_one_capture(on: Peer) -> None:

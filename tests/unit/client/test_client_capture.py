@@ -305,15 +305,6 @@ def test_captures_leave_autograd_and_every_random_generator_alone(session: Sessi
     assert random.getstate() == python_state
 
 
-def test_inference_mode_and_no_grad_capture_as_usual(session: Session, peer: Peer) -> None:
-    with torch.inference_mode():
-        offer(session, torch.ones(4, 6).t())
-    with torch.no_grad():
-        offer(session, torch.ones(4, 6).t())
-    assert session.flush(10)
-    assert len(peer.records) == 2
-
-
 def broken(*_: Any) -> None:
     raise RuntimeError("a fault")
 

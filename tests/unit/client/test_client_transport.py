@@ -124,6 +124,18 @@ def test_after_a_restart_the_unacknowledged_is_sent_again_in_order_and_nothing_e
         second.close()
 
 
+def test_a_daemon_that_vanishes_is_told_of_with_what_happened(
+    socket_path: str, make_session: Callable[..., Session], caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = Peer(socket_path)
+    session = make_session()
+    wait_until(lambda: session.transport.state is State.RUNNING)
+    peer.close()
+
+    wait_until(lambda: caplog.records)
+    assert "lost the daemon: it closed the connection. Captures wait" in caplog.text
+
+
 def test_an_acknowledgement_before_the_second_sending_is_taken(
     socket_path: str, make_session: Callable[..., Session]
 ) -> None:
