@@ -2,8 +2,7 @@
 
 Training threads admit captures and mark them ready; the client thread sends the ready ones in order and settles
 them when the daemon answers. One lock guards everything and is held for microseconds; no call into torch, the
-kernel or a log handler happens under it. It is re-entrant, so that a signal handler cannot deadlock the thread that
-it interrupted; what it captures where that thread is `inside` is a drop, counted `later`.
+kernel or a log handler happens under it.
 
 States of a capture: COPYING (its thread or device still writes the slot) → READY (may be sent) → gone (settled).
 ABORTED ones are settled already and only wait to be taken out of the queue.
@@ -11,17 +10,13 @@ ABORTED ones are settled already and only wait to be taken out of the queue.
 
 from __future__ import annotations
 
-import math
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from functools import partial
-from typing import Any, Optional
+from collections.abc import Iterable
+from typing import Optional
 
 import msgspec
-import torch
 
+from capd_client.accounts import Accounts
 from capd_client.allocator import EMPTY, Slot, SlotAllocator
 from capd_client.counter_page import (
     COUNTER_ACKED,
@@ -30,9 +25,8 @@ from capd_client.counter_page import (
     DROP_REASONS,
     DropReason,
 )
-from capd_client.counting import Counters, Ledger, Snapshot
-from capd_client.definitions import Definition, Definitions
-from capd_client.key import Key
+from capd_client.counting import Counters
+from capd_client.definitions import Definition
 from capd_client.protocol import Descriptor, NackRow
 from capd_client.step_budget import StepBudget
 from capd_client.thinning import Thinning
@@ -54,8 +48,8 @@ class Capture(msgspec.Struct, eq=False):
     budgeted: int = 0
 
 
-class Books:
-    """Counters, ledger, slots and the order of captures, under one lock.
+class Books(Accounts):
+    """Slots and the order of captures, and their accounts, under one lock.
 
     max_block_s: how long `admit` may wait for room (0: policy drop), see `capd_client.waiting`.
     step_nbytes: what the captures of one iteration may take together (None: no limit).
@@ -71,19 +65,11 @@ class Books:
         step_nbytes: Optional[int] = None,
         thinning: Optional[Thinning] = None,
     ) -> None:
-        self.lock = threading.RLock()
-        # Whether this thread is inside the books already: then a signal handler interrupted it there. Nothing may be
-        # changed before the handler has returned.
-        self.inside: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]  # not in its stubs
-        self._later: deque[Callable[[], None]] = deque()
-        self.counters = counters
-        self.ledger = Ledger()
-        self.definitions = Definitions()
+        super().__init__(counters)
         self.slots = slots
         self.step_budget = StepBudget(step_nbytes)
         self.thinning = thinning
         self.waiting = Waiting(self.lock, slots, max_block_s)
-        self._refusing: Optional[DropReason] = None
         self._live: dict[int, Capture] = {}  # by sequence, ascending: everything that owns a slot
         self._queue: deque[Capture] = deque()  # not sent yet, by sequence
         self._resend: deque[Capture] = deque()  # sent on an earlier connection and not settled
@@ -153,35 +139,6 @@ class Books:
         if self.thinning is not None and reason in (DropReason.ARENA_FULL, DropReason.STEP_BUDGET):
             self.thinning.refused(descriptor.moment)
         return None
-
-    def define(self, key: Key, dtype: torch.dtype, attributes: Optional[dict[str, Any]]) -> Definition:
-        """The definition of what is about to be offered. Raises ConfigError for what the protocol does not carry."""
-        found = self.definitions.find(key, dtype, attributes)
-        if found is not None:
-            return found
-        with self.lock:
-            return self.definitions.make(key, dtype, attributes)
-
-    def refuse(
-        self, definition: Optional[Definition], reason: DropReason, nbytes: int = 0, iteration: int = 0
-    ) -> None:
-        """Count an offer that is dropped before it was admitted."""
-        if self.inside():
-            self.later(partial(self.refuse, definition, reason, nbytes, iteration))
-            return
-        with self.lock:
-            self.counters.words[COUNTER_OFFERED] += 1
-            self._count(definition, self._refusing or reason, nbytes, iteration)
-
-    def later(self, call: Callable[[], None]) -> None:
-        """In a signal handler: have this called once the interrupted thread is outside of the books."""
-        self._later.append(call)
-
-    def catch_up(self) -> None:
-        """Make the calls that wait, unless this is the handler still."""
-        while self._later and not self.inside():
-            with suppress(IndexError):  # another thread was faster
-                self._later.popleft()()
 
     def turn_away(
         self, definition: Definition, descriptor: Descriptor, reason: DropReason
@@ -291,11 +248,6 @@ class Books:
     # -- both ------------------------------------------------------------------------------------------
 
     @property
-    def refusing(self) -> Optional[DropReason]:
-        """The reason under which every offer is dropped, None while captures are taken."""
-        return self._refusing
-
-    @property
     def last_sequence(self) -> int:
         """The sequence given last; 0 before the first."""
         return self._last_sequence
@@ -326,28 +278,10 @@ class Books:
             waiting = [queue[0].descriptor.sequence for queue in (self._resend, self._queue) if queue]
             return min(waiting, default=upto + 1) > upto
 
-    def snapshot(self) -> Snapshot:
-        """The counters; exact, because the lock is held."""
-        self.catch_up()
-        with self.lock:
-            return self.counters.snapshot()
-
-    def _count(
-        self, definition: Optional[Definition], reason: DropReason, nbytes: int, iteration: int
-    ) -> None:
-        self.counters.drop(reason)
-        if definition is not None:
-            self.ledger.add(definition.id, reason, nbytes, iteration)
-
     def _give_back(self, capture: Capture, nbytes: int) -> None:
         """The capture will not send `nbytes` of what its step's budget counts for it."""
         capture.budgeted -= nbytes
         self.step_budget.give(capture.descriptor.moment.iteration, nbytes)
-
-    def _count_tensor(self, definition: Definition, descriptor: Descriptor, reason: DropReason) -> None:
-        """A drop has its tensor's bytes, also where only statistics would have travelled."""
-        nbytes = math.prod(descriptor.shape) * definition.item_nbytes
-        self._count(definition, reason, nbytes, descriptor.moment.iteration)
 
     def _drop(self, capture: Capture, reason: DropReason) -> None:
         self._count_tensor(capture.definition, capture.descriptor, reason)
