@@ -233,7 +233,8 @@ class DeviceStager:
             self._entered = True
         finished = 0
         while self._under_way and self._device.query(self._under_way[0].done):
-            finished += self._finish(self._under_way.popleft())
+            finished += self._finish(self._under_way[0])
+            self._under_way.popleft()  # behind it: what an error leaves unfinished `fail` finds there
         while self._handed:
             self._due.append(self._handed.popleft())
         while self._due and self._ahead < AHEAD_NBYTES and self._pace.due():

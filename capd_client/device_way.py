@@ -52,16 +52,8 @@ class DeviceWay:
 
         descriptor: without offset and sequence. immutable: see `capd_client.api.capture`.
         """
-        stager = self._devices(source.device)
-        if stager is DropReason.STREAM_CAPTURE or (
-            isinstance(stager, DeviceStager) and stager.is_capturing()
-        ):
-            problem = "a CUDA graph is being captured, whose replays would not come by here"
-            self._refuse(definition, DropReason.STREAM_CAPTURE, descriptor.moment, problem, descriptor.nbytes)
-            return
-        if not isinstance(stager, DeviceStager) or stager.failed:
-            problem = "its device could not be set up, or failed"
-            self._refuse(definition, DropReason.INTERNAL, descriptor.moment, problem, descriptor.nbytes)
+        stager = self._stager(source.device, definition, descriptor)
+        if stager is None:
             return
         hold = immutable and descriptor.payload and stager.can_hold(source, dtype)
         row_at = None if hold else stager.row_place(dtype, descriptor.nbytes, descriptor.payload)
@@ -106,6 +98,27 @@ class DeviceWay:
             self._books.abort(capture, reason)
         if reason is DropReason.RING_FULL:
             self._room.ring_full(stager.capacity)
+
+    def _stager(
+        self, device: torch.device, definition: Definition, descriptor: Descriptor
+    ) -> Optional[DeviceStager]:
+        """The stager of a device that takes captures now; else None, and the offer is refused."""
+        try:
+            stager = self._devices(device)
+            capturing = isinstance(stager, DeviceStager) and stager.is_capturing()
+        except Exception as error:
+            iteration = descriptor.moment.iteration
+            self._books.refuse(definition, DropReason.INTERNAL, descriptor.nbytes, iteration)
+            raise Counted from error
+        if capturing or stager is DropReason.STREAM_CAPTURE:
+            reason = DropReason.STREAM_CAPTURE
+            problem = "a CUDA graph is being captured, whose replays would not come by here"
+        elif not isinstance(stager, DeviceStager) or stager.failed:
+            reason, problem = DropReason.INTERNAL, "its device could not be set up, or failed"
+        else:
+            return stager
+        self._refuse(definition, reason, descriptor.moment, problem, descriptor.nbytes)
+        return None
 
     def _snapshot(
         self,

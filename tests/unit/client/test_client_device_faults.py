@@ -87,9 +87,9 @@ def test_a_capture_whose_first_pieces_are_under_way_keeps_its_slot_too(
     assert r.session.books.slots.free_nbytes == free - (1 << 16)
 
 
-@pytest.mark.parametrize("call", ["fetch", "fetched", "query", "enter_thread"])
+@pytest.mark.parametrize("call", ["fetch", "fetched", "query", "enter_thread", "recycle"])
 def test_whatever_call_fails_every_capture_is_counted_once(peer: Peer, rig: MakeRig, call: str) -> None:
-    r = rig()
+    r = rig(FakeDevice(pinned=call != "recycle"))  # unpinned copies are done at once
 
     def fail(*_: object) -> None:
         raise BROKEN
@@ -143,6 +143,24 @@ def test_a_capture_that_a_failing_device_meets_half_way_is_one_drop(
     assert row.count == 1
     assert slots.take(slots.capacity) is not None
     assert memory() is None
+
+
+def test_a_device_that_fails_in_front_of_the_books_is_a_drop_of_the_key(
+    peer: Peer, rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    r = rig(by_hand=True)
+
+    def fail() -> bool:
+        raise BROKEN
+
+    monkeypatch.setattr(r.device, "is_capturing", fail)
+    r.session._stage = lambda *args: r.way.stage(*args[:7])  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="unspecified launch failure"):  # as CAPD_STRICT has it
+        r.session.offer(torch.zeros(64), KEY, r.session.context.moment())
+    row = r.session.books.ledger.row(0, DropReason.INTERNAL)
+    assert row is not None
+    assert (row.count, row.nbytes) == (1, 256)
+    assert r.session.snapshot().dropped == {"internal": 1}
 
 
 def test_a_failed_device_gives_its_memory_back(peer: Peer, rig: MakeRig) -> None:
