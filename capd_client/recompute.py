@@ -12,10 +12,12 @@ its backward, the moments among it, is that of the second pass. Its segments are
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from types import FrameType, GeneratorType
 from typing import Any, Optional
 
 import torch
@@ -58,10 +60,10 @@ class Segment:
 
     __slots__ = ("_function", "_moments", "_outer", "_passes")
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], *, passes: int = 0) -> None:
         self._function = function
         self._moments: dict[object, deque[Moment]] = {}
-        self._passes = 0
+        self._passes = passes  # those that have begun
         self._outer: Optional[Segment] = None  # the segment around the pass under way
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,6 +143,29 @@ def install() -> None:
             _original_generator = checkpoint._checkpoint_without_reentrant_generator
             checkpoint._checkpoint_without_reentrant_generator = _generator
             _installed = True
+            _adopt()
+
+
+def _adopt() -> None:
+    """Make Segments of those whose first pass this thread is in: the first capture of a process may lie there.
+
+    torch's own frames hold what it will call in the backward.
+    """
+    frame: Optional[FrameType] = sys._getframe()
+    while frame is not None:
+        if frame.f_globals is vars(checkpoint):
+            held = frame.f_locals
+            if frame.f_code.co_name == "forward" and hasattr(held.get("ctx"), "run_function"):
+                held["ctx"].run_function = Segment(held["ctx"].run_function, passes=1)
+            for value in tuple(held.values()):
+                if isinstance(value, GeneratorType) and value.gi_frame is not None:
+                    _adopt_frame(value.gi_frame.f_locals.get("new_frame"))
+        frame = frame.f_back
+
+
+def _adopt_frame(frame: Any) -> None:
+    if hasattr(frame, "recompute_fn"):
+        frame.recompute_fn = Segment(frame.recompute_fn, passes=1)
 
 
 def uninstall() -> None:

@@ -12,7 +12,7 @@ import torch
 from client_peer import Peer
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from tqdm import tqdm
 
 import capd_client
@@ -21,6 +21,7 @@ from capd_client.key import Key
 
 pytestmark = [  # what torch itself warns of while it compiles, with and without capd
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning"),
 ]
 
 
@@ -163,11 +164,22 @@ def test_blocks_captured_by_their_name_never_exceed_the_compilers_limit(
     assert "hit config.recompile_limit" not in caplog.text  # the compiler's own words for giving up
 
 
+def selective() -> Any:
+    return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+KINDS = {
+    "reentrant": {"use_reentrant": True},
+    "not": {"use_reentrant": False},
+    "selective": {"use_reentrant": False, "context_fn": selective},
+}
+
+
 @pytest.mark.parametrize("compiled", ["not", "whole", "part"])
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_checkpointed_part_is_captured_once(on: Peer, use_reentrant: bool, compiled: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpointed_part_is_captured_once(on: Peer, kind: str, compiled: str) -> None:
+    """Also where the session begins in it, with the first capture of the process."""
     compile_ = torch.compile(backend="aot_eager", fullgraph=True)
-    capd_client.capture(torch.ones(1), tensor_name="first")  # the session begins here, outside of the segment
 
     def body(x: Tensor) -> Tensor:
         y = x.sin()
@@ -177,12 +189,12 @@ def test_a_checkpointed_part_is_captured_once(on: Peer, use_reentrant: bool, com
     part = compile_(body) if compiled == "part" else body
 
     def forward(x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(part, x, use_reentrant=use_reentrant)
+        result: Tensor = checkpoint(part, x, **KINDS[kind])
         result.register_hook(lambda gradient: capd_client.capture(gradient, tensor_name="dy"))
         return result.sum()
 
     def graph(x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(part, x, use_reentrant=use_reentrant)
+        result: Tensor = checkpoint(part, x, **KINDS[kind])
         return result.sum()
 
     for call in (compile_(graph) if compiled == "whole" else forward,) * 2:
@@ -191,6 +203,26 @@ def test_a_checkpointed_part_is_captured_once(on: Peer, use_reentrant: bool, com
     assert capd_client.flush(10)
     assert len(on.data_of("y")) == 2
     assert len(on.data_of("dy")) == (0 if compiled == "whole" else 2)
+
+
+@pytest.mark.parametrize("inner", [True, False])
+@pytest.mark.parametrize("outer", [True, False])
+def test_segments_within_segments_are_captured_once_from_the_first_capture_on(
+    on: Peer, outer: bool, inner: bool
+) -> None:
+    def body(x: Tensor) -> Tensor:
+        capd_client.capture(x, tensor_name="x")
+        return x.sin()
+
+    def both(x: Tensor) -> Tensor:
+        x = checkpoint(body, x, use_reentrant=inner)
+        return checkpoint(body, x.cos(), use_reentrant=inner)
+
+    for _ in range(2):
+        checkpoint(both, torch.ones(2, requires_grad=True), use_reentrant=outer).sum().backward()
+
+    assert capd_client.flush(10)
+    assert [record.descriptor.moment.call for record in on.records] == [0, 1, 2, 3]
 
 
 def metadata_of_a_tensor(x: Tensor) -> None:
