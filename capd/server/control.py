@@ -91,7 +91,11 @@ class Controller:
         return next(iter(live.values()))
 
     def _seal(self, run_id: str | None) -> ControlReply:
-        run_ids = [run_id] if run_id else [run.run_id for run in self.registry.runs()]
+        opened = {run.run_id: run.opened for run in self.registry.runs()}
+        if run_id is not None and run_id not in opened:
+            known = ", ".join(opened) or "none"
+            return ControlReply("nothing", f"this daemon writes no run {run_id!r}; its runs: {known}")
+        run_ids = [known for known in opened if run_id == known or (run_id is None and opened[known])]
         if not run_ids:
             return ControlReply("ok", "no run to seal")
         try:

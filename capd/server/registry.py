@@ -238,12 +238,11 @@ class Registry:
             return self._forgotten.added_nbytes + sum(run.added_nbytes for run in self._runs.values())
 
     def seal(self, run_id: str) -> Future[None]:
-        """Seal a run now. Raises StoreError when this daemon has no such run."""
+        """Seal a run now. Raises StoreError when this daemon has no such run, or has not opened it yet."""
         with self._lock:
             run = self._runs.get(run_id)
             if run is None or not run.opened:
-                known = ", ".join(self._runs) or "none"
-                raise StoreError(f"this daemon writes no run {run_id!r} (its runs: {known})")
+                raise StoreError(f"run {run_id!r} is not open yet; try again", retry=True)
             return self._seal(run)
 
     def is_quiet(self) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from types import SimpleNamespace
 from typing import cast
 
@@ -50,6 +52,9 @@ class Ranks:
 
     def runs(self) -> list[Run]:
         return [self.run]
+
+    def seal(self, run_id: str) -> Future[None]:
+        return Registry.seal(cast("Registry", SimpleNamespace(_runs={"run": self.run}, _lock=Lock())), run_id)
 
     def _shutdown(self) -> None:
         self.shutdowns += 1
@@ -96,6 +101,14 @@ def test_it_is_done_once_every_rank_follows(two: Ranks) -> None:
         (0, 7, False),
         (1, 8, False),
     ]
+
+
+def test_a_run_is_not_sealed_before_it_is_open_and_of_all_only_those_that_are(two: Ranks) -> None:
+    unknown, early, everything = (two.control(Control("seal", run_id)) for run_id in ("nope", "run", None))
+
+    assert (unknown.code, unknown.message) == ("nothing", "this daemon writes no run 'nope'; its runs: run")
+    assert (early.code, early.message) == ("failed", "could not seal: run 'run' is not open yet; try again")
+    assert (everything.code, everything.message) == ("ok", "no run to seal")
 
 
 def test_who_has_not_followed_is_named_and_the_others_are_not(two: Ranks) -> None:
