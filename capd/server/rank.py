@@ -138,9 +138,8 @@ class RankSession:
     def take_replies(self, connection: int) -> list[DaemonMessage]:
         """Replies that wait for `connection`; none once another one took over."""
         with self._lock:
-            if connection != self.session.connection:
-                return []
-            return [*self.session.take_replies(), *self.orders.take()]
+            mine = connection == self.session.connection
+            return [*self.session.take_replies(), *self.orders.take()] if mine else []
 
     def end(self, connection: int) -> bool:
         """BYE; False when another connection took over."""
@@ -169,8 +168,7 @@ class RankSession:
     @property
     def begun(self) -> int:
         """Iterations that it has begun: 1 + the current one, 0 before the first."""
-        arena = self._arena
-        return 0 if arena is None else arena.begun()
+        return 0 if (arena := self._arena) is None else arena.begun()
 
     @property
     def alive(self) -> bool:
@@ -199,12 +197,10 @@ class RankSession:
     # From the daemon's clock
 
     def check_process(self, grace_s: float | None, return_s: float = RETURN_S) -> None:
-        """Note the death of a rank.
+        """Note the death of a rank, as far as `RankProcess.is_given_up` knows; one that comes back is taken in again.
 
         One that still has a connection is disconnected first: its reader takes what had arrived, and does not
         wait for the rest of a frame that will never come, because a forked child keeps the socket open.
-        One without a connection is waited for as `RankProcess.is_given_up` says; one that comes back nevertheless
-        is taken in again.
         """
         with self._lock:
             if self.session.phase is Phase.LIVE:

@@ -1,7 +1,7 @@
 """The runs this daemon writes and the ranks in them: who may join, and when a run is sealed.
 
-The daemon's clock calls `tick` a few times a second; nothing there waits for the disk. A run is sealed once
-its last rank has been gone for `idle_seal_s`; ranks that come later reopen it.
+The daemon's clock calls `tick` a few times a second (`capd.server.tending`). A run is sealed once its last rank has
+been gone for `idle_seal_s`; ranks that come later reopen it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from capd.metrics import RunStats
 from capd.server.arena import Arena
 from capd.server.instance import RootLock
 from capd.server.naming import RunNames
-from capd.server.persist import RowKeeper
 from capd.server.pipeline import Pipeline
 from capd.server.rank import RankSession
 from capd.server.run import Forgotten, Run
 from capd.server.session import Session
 from capd.server.snapshot import run_stats
+from capd.server.tending import Tending
 from capd.store.catalog_read import (
     CATALOG_NAME,
     SessionRow,
@@ -34,11 +34,10 @@ from capd.store.catalog_read import (
 )
 from capd_client.protocol import PROTOCOL_VERSION, Hello, Reject
 
-__all__ = ["MAX_LOST", "Refusal", "Registry"]
+__all__ = ["Refusal", "Registry"]
 
 logger = logging.getLogger(__name__)
 
-MAX_LOST = 256  # ranks of one run that may come back; each holds its arena and a handle of its process
 MAX_RUNS = 1024  # runs of one daemon; a rank that brings one more is refused
 MAX_QUIET_RUNS = 64  # sealed runs without ranks that STATS still shows
 
@@ -60,8 +59,8 @@ class Registry:
         self._root, self._node, self._owner, self._names = root, node, lock, names
         self._pipeline = pipeline
         self._idle_seal_s = idle_seal_s
-        self._keeper = RowKeeper(pipeline)
         self._lock = threading.Lock()
+        self._tending = Tending(pipeline, self._lock, idle_seal_s)
         self._runs: dict[str, Run] = {}
         self._closing = False
         self._forgotten = Forgotten()
@@ -243,7 +242,7 @@ class Registry:
             run = self._runs.get(run_id)
             if run is None or not run.opened:
                 raise StoreError(f"run {run_id!r} is not open yet; try again", retry=True)
-            return self._seal(run)
+            return self._tending.begin_seal(run)
 
     def is_quiet(self) -> bool:
         """No rank is here or may come back, and everything is sealed."""
@@ -261,10 +260,10 @@ class Registry:
         now = time.monotonic()
         for run in self.runs():
             if run.opened:
-                self._count(run, now)
-                self._tend_ranks(run, now)
+                run.count(self._pipeline.run_stats(run.run_id), now)
+                self._tending.ranks(run, now)
                 run.steer()
-                self._tend_seal(run, now)
+                self._tending.seal(run, now)
         self._forget_old_runs()
 
     def save_all(self, timeout_s: float) -> None:
@@ -280,50 +279,6 @@ class Registry:
                 except (TimeoutError, OSError, StoreError) as error:
                     logger.error("counters of rank %d could not be saved: %s", rank.hello.rank, error)
                     return
-
-    def _count(self, run: Run, now: float) -> None:
-        run.count(self._pipeline.run_stats(run.run_id), now)
-
-    def _tend_ranks(self, run: Run, now: float) -> None:
-        lost = [rank for rank in list(run.ranks.values()) if rank.lost]
-        lost.sort(key=lambda rank: rank.process.lost_at)
-        for rank in lost[:-MAX_LOST]:
-            rank.check_process(grace_s=0.0, return_s=0.0)
-        for client, rank in list(run.ranks.items()):
-            rank.check_process(grace_s=self._idle_seal_s)
-            if not self._keeper.update(rank, now):
-                continue
-            with self._lock:  # under which a connection may bring it back
-                if rank.at_rest:
-                    run.finished[client] = rank.row()
-                    del run.ranks[client]
-                    self._keeper.forget(rank)
-                    rank.release()
-                    self._pipeline.forget(client)
-                    logger.info(
-                        "rank %d of run %s %s", rank.hello.rank, run.run_id, run.finished[client].state
-                    )
-
-    def _tend_seal(self, run: Run, now: float) -> None:
-        if run.sealing is not None and run.sealing.done():
-            error = run.sealing.exception()
-            run.sealing = None
-            if error is None:
-                run.sealed_records = run.sealing_records
-                logger.info("run %s sealed, %d records", run.run_id, run.sealed_records)
-            else:
-                run.quiet_since = now
-                logger.error("run %s could not be sealed: %s; trying again", run.run_id, error)
-        if run.arriving or any(rank.busy for rank in list(run.ranks.values())):
-            run.quiet_since = now
-        elif run.sealing is None and not run.sealed and now - run.quiet_since >= self._idle_seal_s:
-            with self._lock:
-                self._seal(run)
-
-    def _seal(self, run: Run) -> Future[None]:
-        run.sealing_records = self._pipeline.run_stats(run.run_id).records
-        run.sealing = self._pipeline.seal(run.run_id)
-        return run.sealing
 
     def _forget_old_runs(self) -> None:
         with self._lock:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
@@ -20,13 +20,12 @@ from typing import TypeAlias
 
 import msgspec
 
-from capd.errors import StoreError, StoreFull
+from capd.errors import StoreError
+from capd.store.catalog_file import guarded, open_file
 from capd.store.catalog_place import CatalogPlace
 from capd.store.catalog_read import (
-    CATALOG_VERSION,
     SeriesRow,
     SessionRow,
-    check_version,
     read_acked,
     read_captures,
     read_columns,
@@ -40,25 +39,9 @@ from capd_client.key import Key
 
 __all__ = ["Catalog", "NewRow", "new_row"]
 
-_CACHE_KIB = 8192  # a transaction changes the last pages of thousands of series
 _PUBLISH_INTERVAL_S = 10.0
 _PUBLISH_SHARE = 20.0  # at most a twentieth of the append thread's time goes into snapshots
 _KEY_FIELDS = Key.__struct_fields__
-
-_SCHEMA = f"""
-CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
-CREATE TABLE series (
-  id INTEGER PRIMARY KEY, path TEXT UNIQUE NOT NULL, {", ".join(_KEY_FIELDS)}, dtype TEXT NOT NULL,
-  header BLOB NOT NULL, records INTEGER NOT NULL DEFAULT 0, sealed INTEGER NOT NULL DEFAULT 0,
-  sealing INTEGER NOT NULL DEFAULT 0, max_shape TEXT NOT NULL DEFAULT '[]', raw_bytes INTEGER NOT NULL DEFAULT 0,
-  stored_bytes INTEGER NOT NULL DEFAULT 0);
-CREATE TABLE records (
-  series INTEGER, record INTEGER, attempt INTEGER NOT NULL, stored_nbytes INTEGER NOT NULL, body BLOB NOT NULL,
-  PRIMARY KEY (series, record)) WITHOUT ROWID;
-CREATE TABLE acked (client BLOB PRIMARY KEY, ranges BLOB NOT NULL) WITHOUT ROWID;
-CREATE TABLE sessions (client BLOB PRIMARY KEY, body BLOB NOT NULL) WITHOUT ROWID;
-"""
-
 
 # A row of `records`: series id, record, attempt, stored bytes, and the RecordRow as its COMMIT frame holds it.
 NewRow: TypeAlias = tuple[int, int, int, int, bytes]
@@ -84,37 +67,10 @@ class Catalog:
         self._place = place
         self._publish_at = 0.0
         self._unpublished = True
-        if not path.exists():  # sqlite would follow the umask
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        self.was_closed = _is_folded(path)
-        if _is_cut(path):
-            raise sqlite3.DatabaseError("the file is shorter than its header says")
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        try:
-            with self._guard():
-                version = self._db.execute("PRAGMA user_version").fetchone()[0]
-                check_version(version, path)  # a newer capd's file is not touched
-                self._db.execute("PRAGMA journal_mode=WAL")
-                self._db.execute(f"PRAGMA cache_size={-_CACHE_KIB}")
-                if version == 0:
-                    self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={CATALOG_VERSION}; COMMIT;")
-        except BaseException:
-            self._db.close()
-            raise
+        self._db, self.was_closed = open_file(path)
 
-    @contextlib.contextmanager
-    def _guard(self) -> Iterator[None]:
-        """Turn what passes (a lock, a full disk) into StoreError; damage stays sqlite3.DatabaseError, and the next
-        start makes the catalog anew."""
-        try:
-            yield
-        except sqlite3.OperationalError as error:
-            full = "full" in str(error)
-            raise (StoreFull if full else StoreError)(f"catalog {self.path}: {error}", retry=True) from error
-        except sqlite3.DatabaseError:
-            with contextlib.suppress(sqlite3.Error):
-                self._db.execute("DELETE FROM meta WHERE name='complete'")
-            raise
+    def _guard(self) -> AbstractContextManager[None]:
+        return guarded(self._db, self.path)
 
     @property
     def is_complete(self) -> bool:
@@ -309,26 +265,6 @@ class Catalog:
             self._db.execute(
                 "INSERT OR REPLACE INTO sessions VALUES (?, ?)", (row.client, msgspec.msgpack.encode(row))
             )
-
-
-def _is_folded(path: Path) -> bool:
-    """Whether the file stands for itself: no part of it is, or was, in a write-ahead log beside it."""
-    with path.open("rb") as file:
-        return file.read(20)[18:] != b"\x02\x02"  # the read and write versions of the SQLite file format
-
-
-def _is_cut(path: Path) -> bool:
-    """Whether the end of the file is missing; SQLite notices when it needs a page from there. Pages may stand in a
-    write-ahead log instead."""
-    log = path.with_name(f"{path.name}-wal")
-    if log.exists() and log.stat().st_size:
-        return False
-    with path.open("rb") as file:
-        header = file.read(100)
-    is_valid = len(header) == 100 and header[24:28] == header[92:96]  # the size is of the last change
-    page_nbytes = int.from_bytes(header[16:18], "big")  # 1: 65,536
-    pages = int.from_bytes(header[28:32], "big")
-    return is_valid and pages * (page_nbytes if page_nbytes > 1 else 1 << 16) > path.stat().st_size
 
 
 @lru_cache(4096)

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capd.server.registry import MAX_LOST
+from capd.server.tending import MAX_LOST
 from capd_client.key import Key, Moment
 from capd_client.protocol import (
     ARENA_BYTE,

@@ -16,6 +16,7 @@ from test_server_arena import NBYTES, memfd
 
 from capd.errors import NotAStore, StoreError
 from capd.server import registry as module
+from capd.server import tending
 from capd.server.budget import DiskBudget
 from capd.server.instance import RootLock
 from capd.server.naming import RunNames
@@ -194,7 +195,7 @@ def test_a_process_that_lives_on_without_a_connection_is_no_rank_any_more_until_
 def test_of_many_ranks_that_lost_their_connection_the_first_are_given_up(
     registry: Registry, monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(module, "MAX_LOST", 3)
+    monkeypatch.setattr(tending, "MAX_LOST", 3)
     process = os.pidfd_open(os.getpid())
     ranks = [join(registry, "one", os.dup(process)) for _ in range(5)]
     os.close(process)
