@@ -12,11 +12,12 @@ reconciled so that offered = committed + in work + Σ dropped holds exactly:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from capd.store.catalog_read import SessionRow
 from capd_client.counter_page import DropReason
 
-__all__ = ["DAEMON_REASONS", "MAX_COUNT", "PageCounters", "Totals", "reconcile"]
+__all__ = ["DAEMON_REASONS", "MAX_COUNT", "PageCounters", "Totals", "reconcile", "settled"]
 
 MAX_COUNT = 1 << 48
 """A larger counter is that of a hostile or broken rank. Sums over tens of thousands of ranks still fit 64 bits."""
@@ -77,3 +78,15 @@ def reconcile(
     return Totals(
         page.offered, committed, in_work, {reason: count for reason, count in dropped.items() if count}
     )
+
+
+def settled(row: SessionRow, committed: int) -> SessionRow:
+    """The final counters of a rank that is gone, as a daemon left them that was killed with captures of it in work.
+
+    committed: records of this client in the store. What is not among them was not acknowledged, and nobody has it any
+    more.
+    """
+    page = PageCounters(row.offered, 0, {DropReason(reason): count for reason, count in row.dropped.items()})
+    totals = reconcile(page, committed, {}, in_work=0)
+    dropped = {reason.value: count for reason, count in totals.dropped.items()}
+    return replace(row, committed=committed, in_flight=0, dropped=dropped)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from capd.errors import ArenaError, ConfigError, StoreError
 from capd.metrics import RunStats
+from capd.server.accounting import settled
 from capd.server.arena import Arena
 from capd.server.instance import RootLock
 from capd.server.naming import RunNames
@@ -32,6 +33,7 @@ from capd.store.catalog_read import (
     connect_read_only,
     read_sessions,
 )
+from capd.store.ranges import RangeSet
 from capd_client.protocol import PROTOCOL_VERSION, Hello, Reject
 
 __all__ = ["Refusal", "Registry"]
@@ -145,7 +147,7 @@ class Registry:
             return
         totals = self._pipeline.run_stats(run.run_id)
         beside = self._pipeline.beside_nbytes(run.run_id)
-        rows = self._earlier_rows(run)
+        rows = [self._settled(run, row) for row in self._earlier_rows(run)]
         with self._lock:
             if not run.opened:
                 run.opened, run.totals, run.beside_bytes = True, totals, beside
@@ -164,6 +166,14 @@ class Registry:
             ) from error
         finally:
             db.close()
+
+    def _settled(self, run: Run, row: SessionRow) -> SessionRow:
+        """An earlier session; if it was over with captures in work when its daemon was killed, with final counters."""
+        if row.clean or row.state == "live":
+            return row
+        final = settled(row, len(RangeSet(self._pipeline.committed(run.run_id, row.client))))
+        self._pipeline.save_session(run.run_id, final)
+        return final
 
     def _place(self, run: Run, hello: Hello, fd: int, process: int | None) -> RankSession:
         client = hello.client

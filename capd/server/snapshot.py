@@ -18,7 +18,7 @@ __all__ = ["rank_control", "run_stats"]
 
 def run_stats(run: Run, ranks: list[RankSession], finished: list[SessionRow]) -> RunStats:
     """Counters of one run: the sums over its sessions, here now or gone, and the sessions themselves."""
-    sessions = [_session(row, connected=False, clean=row.state != "live") for row in finished]
+    sessions = [_session(row, connected=False, clean=row.clean) for row in finished]
     sessions += [_session(rank.row(), connected=rank.connected, clean=True) for rank in ranks]
     dropped: Counter[str] = Counter()
     for session in sessions:

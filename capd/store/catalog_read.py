@@ -75,8 +75,9 @@ class SessionRow:
 
     @property
     def clean(self) -> bool:
-        """Whether the counters are final; those of a session cut off by the daemon's death are not."""
-        return self.state != "live"
+        """Whether the counters are final; those of a session cut off by the daemon's death are not, nor of one that was
+        over with captures still in work."""
+        return self.state != "live" and not self.in_flight
 
 
 @dataclass(slots=True)

@@ -8,12 +8,16 @@ import sqlite3
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import pytest
 from test_server_arena import NBYTES, memfd
 
+import capd
 from capd.errors import NotAStore, StoreError
 from capd.server import registry as module
 from capd.server import tending
@@ -190,6 +194,30 @@ def test_a_process_that_lives_on_without_a_connection_is_no_rank_any_more_until_
     assert again.row().state == "live"
     assert client not in run.finished
     assert again.end(2)
+
+
+def test_what_was_in_work_of_a_dead_rank_when_the_daemon_was_killed_is_accounted_for_by_the_next(
+    tmp_path: Path, registry: Registry, pipeline: Pipeline
+) -> None:
+    write_and_leave(registry, "one")
+    [run] = registry.runs()
+    [rank] = run.ranks.values()
+    dropped = {"arena_full": 1, "rank_died": 1}
+    cut_off = replace(rank.row(), state="died", offered=9, committed=0, in_flight=7, dropped=dropped)
+    assert not cut_off.clean
+    pipeline.save_session("one", cut_off).result(20)
+
+    lock = SimpleNamespace(note=SimpleNamespace(assigned_run=None))
+    names = RunNames(tmp_path, None, lock.note)
+    later = Registry(tmp_path, "n", cast("RootLock", lock), names, pipeline, idle_seal_s=0.0)
+    later.adopt("one")
+
+    [stats] = later.stats("one")
+    assert (stats.offered, stats.committed, stats.in_flight, stats.clean) == (9, 1, 0, True)
+    assert stats.dropped == {"arena_full": 1, "rank_died": 7}
+    pipeline.post("one", lambda _: None).result(20)
+    [session] = capd.open(tmp_path / "one.zarr").sessions
+    assert (session.committed, session.in_flight, session.dropped) == (1, 0, stats.dropped)
 
 
 def test_of_many_ranks_that_lost_their_connection_the_first_are_given_up(
