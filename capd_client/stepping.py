@@ -151,6 +151,7 @@ class Clock:
     @untraced  # compiled optimizers trace hooks
     def _optimizer_stepped(self, *_: Any) -> None:
         self.context.optimizer_stepped()
+        self._iteration = -1  # whichever root is called first now begins the next one
         for gate in self._gates:
             gate.forget()
         for called in tuple(self.after_step):

@@ -172,6 +172,18 @@ def test_roots_inside_or_beside_each_other_count_micro_batches_once(sink: Memory
     assert [c.at for c in sink.of("beside.fc", "input")] == expected
 
 
+def test_roots_that_take_turns_count_the_micro_batches_of_their_own_iterations(sink: MemorySink) -> None:
+    models = {"first": Repeated(1), "second": Repeated(1)}
+    for name, model in models.items():
+        watch(model, name=name)
+
+    for name in ("first", "second", "first"):
+        train(models[name], [sgd(models[name])], steps=1, micro_batches=2)
+
+    assert [c.at for c in sink.of("first.fc", "input")] == [(0, 0, 0), (0, 1, 0), (2, 0, 0), (2, 1, 0)]
+    assert [c.at for c in sink.of("second.fc", "input")] == [(1, 0, 0), (1, 1, 0)]
+
+
 def test_a_root_inside_another_watched_apart_counts_nothing_of_its_own(sink: MemorySink) -> None:
     outer = nn.Sequential(nn.Linear(4, 4), Repeated(1))
     watch(outer[1], name="inner")
