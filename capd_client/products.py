@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["autocast_dtype", "hang", "product_dtype", "product_of"]
+from capd_client.tensors import DEVICES
+
+__all__ = ["autocast_dtype", "hang", "hangs_on", "product_dtype", "product_of"]
 
 
 def autocast_dtype(device_type: str) -> Optional[torch.dtype]:
-    """The dtype that autocast computes matrix products in just now, or None where it is off."""
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    """The dtype that autocast computes matrix products in just now; None where it is off, or unknown (meta)."""
+    enabled = device_type in DEVICES and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if enabled else None
 
 
 def product_dtype(operand: Tensor, autocast: Optional[torch.dtype]) -> Optional[torch.dtype]:
@@ -37,3 +40,9 @@ def hang(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
     """Have `hook` called with the gradient of `tensor`."""
     handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch's own lack
     return handle
+
+
+def hangs_on(handle: RemovableHandle, tensor: Tensor) -> bool:
+    """Whether `hang` gave `handle` for this tensor. A weak reference would know, too, but swap_tensors refuses them."""
+    hooks = handle.hooks_dict_ref()
+    return hooks is not None and hooks is tensor._backward_hooks

@@ -97,6 +97,7 @@ class Stager:
         try:
             address = tensor.data_ptr()
             nbytes = tensor.nbytes
+            shape = tensor.shape
             if (
                 not tensor.is_contiguous()
                 or not 0 < nbytes <= self._small_nbytes
@@ -107,7 +108,6 @@ class Stager:
                 return False
         except (RuntimeError, NotImplementedError):  # not dense, or inside a function transform
             return False
-        shape = tensor.shape
         if len(shape) > MAX_NDIM:
             return False
         descriptor = self._describe(

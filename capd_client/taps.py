@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Optional, Protocol
 
 import msgspec
@@ -28,7 +28,7 @@ from capd_client.graph_taps import claim, release
 from capd_client.hook_objects import GradHook, PreHookResult, WeightHook, with_input
 from capd_client.key import Key, Moment
 from capd_client.naming import Place
-from capd_client.products import autocast_dtype, hang, product_dtype, product_of
+from capd_client.products import autocast_dtype, hang, hangs_on, product_dtype, product_of
 from capd_client.slicing import Slice
 from capd_client.steering import Steering
 from capd_client.stepping import Context, Gate
@@ -92,7 +92,7 @@ class LinearTap:
 
     __slots__ = (
         "__weakref__", "_at", "_backward", "_calls", "_keys", "_place", "_recomputing", "_sink", "_slices",
-        "_tensors", "_weight", "_weight_at", "_weight_handle", "bound", "gate", "module", "number",
+        "_tensors", "_weight_at", "_weight_handle", "bound", "gate", "module", "number",
     )  # fmt: skip
 
     def __init__(
@@ -117,7 +117,6 @@ class LinearTap:
         self.bound: Optional[Moment] = None  # between the pre-hook and the forward hook of one call
         self._recomputing = False
         self._backward: tuple[int, Optional[Moment]] = (-1, None)  # graph task and moment of the last dY
-        self._weight: Callable[[], Optional[Tensor]] = lambda: None  # the tensor that carries the weight hook
         self._weight_handle: Optional[RemovableHandle] = None
         self.number = claim(self)  # what compiled graphs know it by
 
@@ -234,7 +233,6 @@ class LinearTap:
         if self._weight_handle is not None:
             self._weight_handle.remove()
             self._weight_handle = None
-            self._weight = lambda: None
 
     def _moment_of_call(self) -> Optional[Moment]:
         """The moment that the call about to run belongs to, or None if it is not captured."""
@@ -262,10 +260,11 @@ class LinearTap:
     def _watch_weight_gradient(self, module: nn.Module) -> None:
         if "grad_weight" not in self._tensors:
             return
-        weight = module.weight
-        if isinstance(weight, Tensor) and weight.requires_grad and self._weight() is not weight:
+        weight, handle = module.weight, self._weight_handle
+        if not isinstance(weight, Tensor) or not weight.requires_grad:
+            return
+        if handle is None or not hangs_on(handle, weight):
             self._unhook_weight()  # sharding wrappers give a module new weight tensors
-            self._weight = weakref.ref(weight)
             self._weight_handle = hang(weight, WeightHook(self))
 
     def _offer(

@@ -15,6 +15,7 @@ from capd_client.dtypes import ITEM_NBYTES
 from capd_client.key import MAX_NDIM
 
 __all__ = [
+    "DEVICES",
     "DTYPES",
     "PLAIN_TYPES",
     "is_tracing",
@@ -34,7 +35,8 @@ PLAIN_TYPES: frozenset[type] = frozenset(
     kind for kind in (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", None)) if kind is not None
 )
 
-_DEVICES = frozenset({"cpu", "cuda"})
+DEVICES = frozenset({"cpu", "cuda"})
+"""The types of the devices whose tensors capd keeps."""
 
 
 def is_tracing() -> bool:
@@ -99,11 +101,13 @@ def local_part(tensor: Any) -> Any:
 
 def problem_of(tensor: torch.Tensor) -> str:
     """Why this plain tensor cannot be captured, or the empty string."""
+    if tensor.is_nested:
+        return "nested tensors are not kept"
     if tensor.layout is not torch.strided:
         return f"layout {tensor.layout} is not kept, dense tensors only"
     if tensor.dtype not in DTYPES:
         return f"dtype {tensor.dtype} is not kept"
-    if tensor.device.type not in _DEVICES:
+    if tensor.device.type not in DEVICES:
         return f"device {tensor.device.type} is not supported"
     if tensor.ndim > MAX_NDIM:
         return f"{tensor.ndim} dimensions, the limit is {MAX_NDIM}"

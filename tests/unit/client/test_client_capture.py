@@ -154,12 +154,14 @@ def freed(step: int = 1) -> torch.Tensor:
     return view
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         (lambda: torch.ones(3, dtype=torch.complex64), "complex64"),
         (lambda: torch.ones(3, dtype=torch.complex64).conj(), "complex64"),
         (lambda: torch.eye(3).to_sparse(), "sparse"),
+        (lambda: torch._nested_tensor_from_mask(torch.ones(1, 2, 3), torch.ones(1, 2).bool()), "nested"),
         (lambda: torch.empty(3, device="meta"), "meta"),
         (freed, "freed"),
         (lambda: freed(2), "freed"),

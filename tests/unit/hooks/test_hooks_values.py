@@ -273,6 +273,34 @@ def test_a_weight_that_a_wrapper_replaces_keeps_giving_its_gradient(sink: Memory
     assert [c.at for c in sink.captured] == [(0, 0, 0), (1, 0, 0)]
 
 
+def test_parameters_can_be_swapped_as_in_an_unwatched_model(sink: MemorySink) -> None:
+    """It is how torch converts parameters on request, and it refuses tensors that something refers to weakly."""
+    model = nn.Linear(3, 2)
+    watch(model, tensors=ALL)
+    model(torch.ones(1, 3)).sum().backward()
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+    model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+
+    assert [c.value.dtype for c in sink.of("Linear", "output")] == [torch.float32, torch.float64]
+
+
+def test_a_model_on_the_meta_device_runs_as_ever(sink: MemorySink) -> None:
+    """It has no autocast; the session refuses what it gives."""
+    with torch.device("meta"):
+        model = nn.Linear(3, 2)
+    watch(model)
+
+    model(torch.empty(1, 3, device="meta")).sum().backward()
+
+    assert sink.errors == []
+
+
 def test_keys_follow_the_rank_of_the_process_group(sink: MemorySink, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(3, 2)
     watch(model, tensors=["input"])
