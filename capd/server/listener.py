@@ -150,6 +150,8 @@ class Listener:
             self._send_away(peer, refusal.reject)
         except ProtocolError as error:
             self._send_away(peer, Reject("malformed", str(error)))
+        except OSError as error:  # no descriptors or no memory left, which may pass
+            self._send_away(peer, Reject("peer", f"the daemon cannot serve now: {error}", retry=True))
         except Exception:  # outermost loop of the thread: one connection must not end the daemon
             logger.exception("a connection failed")
             self._count("internal", "a connection failed")

@@ -7,6 +7,7 @@ its `recv` would unpickle, and so run, what a peer sends.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -78,7 +79,7 @@ class Peer:
         """The arena's descriptor that a rank's first byte brings; None from a tool.
 
         Raises ProtocolError when the byte is unknown or the number of descriptors is wrong (all are closed
-        then), PeerGone when the peer closed before sending anything.
+        then), PeerGone when the peer closed before sending anything, OSError where there is no room for a descriptor.
         """
         try:
             first, fds, flags, _ = socket.recv_fds(self._sock, 1, _MAX_FDS)
@@ -92,6 +93,8 @@ class Peer:
             os.close(fd)
         if not first:
             raise PeerGone
+        if truncated and len(fds) < _MAX_FDS:  # the kernel had more to give than this process may have
+            raise OSError(errno.EMFILE, "no descriptor is free for the arena")
         if wanted is None:
             raise ProtocolError(f"a connection begins with {ARENA_BYTE!r} or {TOOL_BYTE!r}, not {first!r}")
         count = f"more than {_MAX_FDS}" if truncated else str(len(fds))

@@ -7,6 +7,7 @@ been gone for `idle_seal_s`; ranks that come later reopen it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import sqlite3
 import threading
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 MAX_RUNS = 1024  # runs of one daemon; a rank that brings one more is refused
 MAX_QUIET_RUNS = 64  # sealed runs without ranks that STATS still shows
+_SCARCE = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE})  # there may be more of it later
 
 
 class Refusal(Exception):
@@ -90,7 +92,8 @@ class Registry:
                 self._open(run)
                 return self._place(run, hello, fd, process)
         except ArenaError as error:
-            raise Refusal("arena", str(error)) from error
+            scarce = isinstance(error.__cause__, OSError) and error.__cause__.errno in _SCARCE
+            raise Refusal("arena", str(error), retry=scarce) from error
         except StoreError as error:
             # What is locked or what the operating system refused may work later; a foreign or newer store will not.
             retry = error.retry or isinstance(error.__cause__, OSError)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import resource
 import select
 import socket
 import struct
@@ -198,20 +199,69 @@ def test_an_ordinary_file_of_the_right_size_is_refused(rank: Rank, tmp_path: Pat
         rejected(rank.open(fds=[file.fileno()]), "arena")
 
 
+def open_files(daemon: DaemonProcess) -> int:
+    return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
+
+
+def limit_for_one_more_file(daemon: DaemonProcess) -> int:
+    """Once nobody but the witness is connected."""
+    files = Path(f"/proc/{daemon.process.pid}/fd")
+
+    def sockets() -> int:
+        with contextlib.suppress(FileNotFoundError):
+            return sum(os.readlink(file).startswith("socket:") for file in files.iterdir())
+        return -1
+
+    wait_for(lambda: sockets() == 4, "the listening one, the event loop's own two, and the witness's")
+    used = {int(file.name) for file in files.iterdir()}
+    return [number for number in range(len(used) + 2) if number not in used][1]
+
+
+def mapped_nbytes(daemon: DaemonProcess) -> int:
+    statm = Path(f"/proc/{daemon.process.pid}/statm").read_text()
+    return int(statm.split()[0]) * resource.getpagesize()
+
+
+@pytest.mark.parametrize(
+    ("what", "left", "says"),
+    [
+        (resource.RLIMIT_NOFILE, limit_for_one_more_file, "descriptor"),
+        (resource.RLIMIT_AS, lambda daemon: mapped_nbytes(daemon) + (64 << 20), "memory"),
+    ],
+    ids=["descriptors", "memory"],
+)
+@pytest.mark.usefixtures("witness")
+def test_a_rank_that_finds_the_daemon_short_of_something_may_come_back(
+    what: int, left: Callable[[DaemonProcess], int], says: str, daemon: DaemonProcess, rank: Rank
+) -> None:
+    nbytes = 1 << 30  # more than is left of the memory
+    arena = make_memfd(nbytes)
+    before = resource.prlimit(daemon.process.pid, what)
+    try:
+        resource.prlimit(daemon.process.pid, what, (left(daemon), before[1]))
+        answer = rank.open(fds=[arena], arena_nbytes=nbytes)
+        assert isinstance(answer, Reject)
+        assert says in answer.message
+        assert answer.retry, answer
+    finally:
+        resource.prlimit(daemon.process.pid, what, before)
+        rank.disconnect()
+
+    assert isinstance(rank.open(fds=[arena], arena_nbytes=nbytes), Welcome)
+    os.close(arena)
+
+
 @pytest.mark.parametrize("count", [0, 2, 6])
 def test_a_wrong_number_of_descriptors_is_refused_and_none_is_kept(
     daemon: DaemonProcess, rank: Rank, count: int
 ) -> None:
-    def open_files() -> int:
-        return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
-
     wait_for(lambda: daemon.stats()["connections"] == 1, "only the asking tool is connected")
-    before = open_files()
+    before = open_files(daemon)
 
     rejected(rank.open(fds=[rank.fd] * count), "malformed")
     rank.disconnect()
 
-    wait_for(lambda: open_files() <= before, "descriptors closed again")
+    wait_for(lambda: open_files(daemon) <= before, "descriptors closed again")
 
 
 def test_an_unknown_first_byte_is_refused(daemon: DaemonProcess) -> None:
