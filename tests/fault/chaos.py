@@ -1,8 +1,9 @@
 """Four ranks that train and capture, one daemon, and random faults of either side every few seconds.
 
-Faults overlap: what was killed is started again, and what was stopped goes on, a random time later, whatever
-else has happened by then. Ranks come back as under torchrun, with the next attempt. `tests.fault.chaos_judge` says
-afterwards whether the promises were kept; the runner only acts, and writes down when it did what.
+The ranks capture in every mode and policy, some of it in parts or cut, some of it as statistics alone. Faults
+overlap: what was killed is started again, and what was stopped goes on, a random time later, whatever else has
+happened by then. Ranks come back as under torchrun, with the next attempt. `tests.fault.chaos_judge` says afterwards
+whether the promises were kept; the runner only acts, and writes down when it did what.
 """
 
 from __future__ import annotations
@@ -29,8 +30,17 @@ from tests.integration.processes import until
 __all__ = ["Chaos", "Life", "Usage"]
 
 SCRIPT = Path(__file__).with_name("chaos_rank.py")
+WAYS: tuple[dict[str, str], ...] = (  # of capturing; the next attempt of a rank takes the next one
+    {"CAPD_POLICY": "drop"},
+    {"CAPD_POLICY": "block"},
+    {"CAPD_POLICY": "block", "CAPD_MODE": "stats"},
+    {"CAPD_POLICY": "stats"},
+    {"CAPD_POLICY": "thin"},
+    {"CAPD_POLICY": "block", "CAPD_MODE": "sample:1/3"},
+)
 PAUSES_S = (0.5, 4.5)  # between two faults
 TICK_S = 0.1
+START_S = 120.0  # for all ranks to have taken a step: what comes before it says nothing
 LEAVE_S = 150.0  # for the ranks to flush and end when all is over
 
 
@@ -93,6 +103,7 @@ class Chaos:
         assert self.site.start(), self.site.says()
         for rank in range(RANKS):
             self._start_rank(rank, 0)
+        until(lambda: all(b'"step"' in _content(life.log) for life in self.lives), START_S)
         over = time.monotonic() + seconds
         next_fault = time.monotonic() + self._random.uniform(*PAUSES_S)
         while time.monotonic() < over:
@@ -273,7 +284,7 @@ class Chaos:
             "CAPD_ENDPOINT": f"unix:{self.site.socket}",
             "CAPD_RUN_ID": "run",
             "CAPD_ARENA_BYTES": str(3 << 20),
-            "CAPD_POLICY": "block" if rank % 2 else "drop",
+            **WAYS[(rank + attempt) % len(WAYS)],
             "CAPD_MAX_BLOCK_MS": "1000",
             "CAPD_PING_S": "0.5",
             "RANK": str(rank),
@@ -293,3 +304,7 @@ class Chaos:
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
         except OSError:
             return False
+
+
+def _content(log: Path) -> bytes:
+    return log.read_bytes() if log.exists() else b""

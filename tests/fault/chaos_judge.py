@@ -53,6 +53,7 @@ def judge(chaos: Chaos, expected: Path) -> dict[str, float | int | str]:
     _nothing_was_said_too_often(told)
     report = _store_is_sound(chaos, expected)
     unclean = _accounts_add_up(chaos, told)
+    _ledger_names_what_was_dropped(chaos, told)
     _bounds_were_kept(chaos)
     _nothing_is_left(chaos)
     return {
@@ -173,6 +174,26 @@ def _accounts_add_up(chaos: Chaos, told: list[Told]) -> int:
         _own_counters_agree(one, session)
     assert not sessions
     return unclean
+
+
+def _ledger_names_what_was_dropped(chaos: Chaos, told: list[Told]) -> None:
+    """P1: by key as well. Exact for attempts that left in order; what was lost with one that was killed has no key."""
+    stats = json.loads(capd("stats", str(chaos.site.run), "--json").stdout)
+    by_reason: Counter[str] = Counter()
+    by_key: Counter[tuple[int, str]] = Counter()
+    for drop in json.loads(capd("stats", str(chaos.site.run), "--drops", "--json").stdout):
+        by_reason[drop["reason"]] += drop["count"]
+        if drop["rank"] is not None:
+            by_key[drop["rank"], drop["tensor_name"]] += drop["count"]
+    assert by_reason == Counter(stats["dropped"])
+    least: Counter[tuple[int, str]] = Counter()
+    most: Counter[tuple[int, str]] = Counter()
+    for one in told:
+        acked = {line["id"] for line in one.of("ack")}
+        given_up = Counter((one.life.rank, x["name"]) for x in one.of("offer") if x["id"] not in acked)
+        most += given_up
+        least += given_up if one.life.killed_at is None else Counter()
+    assert least <= by_key <= most, (least - by_key, by_key - most)
 
 
 def _own_counters_agree(one: Told, session: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ import capd_client.api
 from capd_client.books import Books
 from capd_client.parts import PartedBooks
 from tests.fault.journals import digest
+from tests.fault.plain_rows import row_digest, row_of
 
 STEPS = 60  # of an epoch
 RANKS = 4
@@ -49,21 +50,25 @@ class Recorder:
         self._next = attempt * ATTEMPT
         self._waiting: dict[int, int] = {}  # sequence → number
         self._session = capd_client.api.session()
+        self._keeps_rows = "stats" in (os.environ.get("CAPD_MODE"), os.environ.get("CAPD_POLICY"))
         if self._session is not None:
             log.line("client", rank=rank, attempt=attempt, client=self._session.client.hex)
             _listen(self._session.books, self._acknowledged)
 
-    def capture(self, name: str, tensor: torch.Tensor) -> None:
-        """Capture `tensor`, and spoil it right after."""
+    def capture(self, name: str, tensor: torch.Tensor, stride: int = 1) -> None:
+        """Capture `tensor`, or every `stride`th row of it, and spoil it right after."""
         if self._session is None:
             return
         number, self._next = self._next, self._next + 1
-        payload = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        self._log.line(
-            "offer", rank=self._rank, id=number, name=name, hash=digest(tuple(tensor.shape), payload)
-        )
+        kept = tensor[::stride].contiguous()
+        shape, words = tuple(kept.shape), {}
+        if self._keeps_rows:
+            words["row"] = row_digest(shape, row_of(kept.float().numpy()))
+        payload = kept.view(-1).view(torch.uint8).numpy().tobytes()
+        self._log.line("offer", rank=self._rank, id=number, name=name, hash=digest(shape, payload), **words)
         self._waiting[self._session.books.last_sequence + 1] = number
-        capd_client.capture(tensor, tensor_name=name, iteration=number)
+        take = None if stride == 1 else f"stride:{stride}"
+        capd_client.capture(tensor, tensor_name=name, iteration=number, slice=take)
         tensor.zero_()
 
     def _acknowledged(self, ranges: list[tuple[int, int]]) -> None:
@@ -111,10 +116,12 @@ def train(rank: int, recorder: Recorder | None):  # type: ignore[no-untyped-def]
 
 
 def _record(recorder: Recorder, step: int, x: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Small and large, one and several chunks, ragged, strided and empty tensors; a gradient in the backward."""
+    """Small and large (in parts where the policy has them), one and several chunks, ragged, strided, cut and empty
+    tensors; a gradient in the backward."""
     recorder.capture("small", x[:16].to(torch.bfloat16))
     recorder.capture("hidden", hidden.detach().clone())
     recorder.capture("strided", hidden.detach().clone().t()[:: 1 + step % 3])
+    recorder.capture("rows", hidden.detach().clone(), stride=3)
     if hidden.requires_grad:
         hidden.register_hook(lambda gradient: recorder.capture("gradient", gradient.clone()))
     if step % 6 == 1:
@@ -123,6 +130,7 @@ def _record(recorder: Recorder, step: int, x: torch.Tensor, hidden: torch.Tensor
         recorder.capture("wide", x.repeat(8, 8 + step))
     if step == STEPS - 1:
         recorder.capture("large", x.repeat(32, 12))
+        recorder.capture("large rows", x.repeat(64, 12).to(torch.bfloat16), stride=2)
 
 
 def main() -> None:
