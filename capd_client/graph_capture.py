@@ -22,7 +22,16 @@ from capd_client.graph_names import (
     lend_numbers,
     note,
 )
-from capd_client.graph_ops import Operator, exporting, flags_of, in_graphs, obstacle, restored, usable
+from capd_client.graph_ops import (
+    Operator,
+    exporting,
+    flags_of,
+    in_graphs,
+    is_final_trace,
+    obstacle,
+    restored,
+    usable,
+)
 from capd_client.recompute import in_backward, repeating
 from capd_client.tensors import local_part
 from capd_client.untraced import untraced
@@ -129,12 +138,12 @@ def _as_json(metadata: Any) -> str:
 
 
 @_at_trace_time
-def _refuse(problem: str) -> None:
+def _refuse(problem: str, reason: DropReason = DropReason.INVALID_KEY) -> None:
     from capd_client.api import session
 
     current = session()
     if current is not None:
-        current.drop_invalid(problem)
+        current.drop_invalid(problem, reason)
 
 
 @untraced
@@ -151,7 +160,8 @@ def trace_capture(tensor: torch.Tensor, *arguments: Any) -> None:
     try:
         problem = obstacle()
         if problem:
-            _refuse(f"in a compiled graph: {problem}")
+            if is_final_trace():  # once for each graph: what runs can count nothing
+                _refuse(f"in a compiled graph: {problem}", DropReason.UNSUPPORTED)
             return
         note(arguments)
         _CAPTURE(local_part(tensor), flags_of(tensor), *arguments)

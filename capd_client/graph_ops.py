@@ -16,7 +16,16 @@ from typing import Any, Optional
 
 import torch
 
-__all__ = ["Operator", "exporting", "flags_of", "in_graphs", "obstacle", "restored", "usable"]
+__all__ = [
+    "Operator",
+    "exporting",
+    "flags_of",
+    "in_graphs",
+    "is_final_trace",
+    "obstacle",
+    "restored",
+    "usable",
+]
 
 _Library: Any = torch.library.Library  # untyped, like allow_in_graph
 _lock = threading.Lock()
@@ -124,13 +133,30 @@ def exporting() -> bool:
 
 
 def obstacle() -> str:
-    """Why torch could not compile an effect in the graph that is being traced; empty where it can."""
-    if torch._functorch.config.activation_memory_budget < 1:
-        return "torch._functorch.config.activation_memory_budget is below 1, and no effect can be recomputed"
+    """Why torch could not compile an effect in the graph that is being traced; empty where it can, or traces none."""
     context = torch._guards.TracingContext.try_get()
+    if context is None:
+        return ""
+    if torch._functorch.config.activation_memory_budget < 1 or _region_budget() < 1:
+        return "its activation_memory_budget is below 1, and no effect can be recomputed"
     if getattr(context, "ddp_optimizer_ctx", None) is not None:
         return "DDPOptimizer splits it; set torch._dynamo.config.optimize_ddp = False to capture"
     return ""
+
+
+def _region_budget() -> float:
+    """What `torch.autograd.graph.region_activation_memory_budget` says of the place that is being traced."""
+    trace: Any = torch.fx.traceback
+    noted = trace.current_meta.get("custom") or {}
+    budget: float = noted.get(getattr(trace, "MEMORY_BUDGET_ANNOTATION_KEY", None), 1.0)
+    return budget
+
+
+def is_final_trace() -> bool:
+    """Whether this is the trace that makes the graph; torch runs a function before, to see what it does."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return get_proxy_mode() is not None
 
 
 def flags_of(*tensors: Optional[torch.Tensor]) -> int:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from capd_client.hook_objects import RootHook
     from capd_client.taps import LinearTap
 
-__all__ = ["claim", "gradients_of", "graph_input", "release", "trace_call", "trace_root"]
+__all__ = ["claim", "gradients_of", "graph_input", "refused", "release", "trace_call", "trace_root"]
 
 _DY, _DX = 1, 2
 _GRADIENTS = {_DY: "grad_output", _DX: "grad_input"}
@@ -38,6 +38,7 @@ _NOT_CAPTURED = (-1,) * (1 + len(_FIELDS))
 _notices = Notices()
 _targets: dict[int, Callable[[], Any]] = {}  # number → weak reference to a tap or a root hook
 _numbers = itertools.count()
+_refused = False
 
 
 def claim(target: object) -> int:
@@ -72,6 +73,17 @@ def release(number: int) -> None:
     _targets.pop(number, None)
 
 
+def refused() -> bool:
+    """Whether a graph of this process was compiled without taps that it should have, which was said."""
+    return _refused
+
+
+def _refuse(reason: str, message: str, *args: object) -> None:
+    global _refused
+    _refused = True
+    _notices.warn(reason, message, *args)
+
+
 def _target(number: int) -> Any:
     found = _targets.get(number)
     return None if found is None else found()
@@ -103,13 +115,13 @@ def _takes_operators() -> bool:
         return False
     problem = obstacle()
     if problem:
-        _notices.warn("obstacle", "nothing is captured of a compiled graph: %s", problem)
+        _refuse("obstacle", "nothing is captured of a compiled graph: %s", problem)
     return not problem
 
 
 def _trace_call(number: Tensor, gradients: int, x: Tensor, weight: Optional[Tensor], output: Tensor) -> None:
     if torch._C._functorch.is_batchedtensor(output):
-        _notices.warn("vmap", "inside vmap nothing is captured in compiled graphs")
+        _refuse("vmap", "inside vmap nothing is captured in compiled graphs")
         return
     operands = (x, weight, output)
     moment = _TAP(*map(local_part, operands), number, flags_of(*operands), autocast_dtype(x.device.type))
@@ -142,7 +154,7 @@ def _gradient_hook(
 
 def _not_in_graph(what: str, error: Exception) -> None:
     problem = f"{type(error).__name__}: {error}"
-    _notices.warn("compiling", "%s is not captured in a compiled graph: %.1000s", what, problem)
+    _refuse("compiling", "%s is not captured in a compiled graph: %.1000s", what, problem)
 
 
 # -- at run time, as operators ----------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import weakref
 from torch import nn
 
 from capd_client.graph_ops import usable
+from capd_client.graph_taps import refused
 from capd_client.hook_objects import RootHook
 from capd_client.notices import Notices
 from capd_client.stepping import Clock, Gate
@@ -23,8 +24,8 @@ __all__ = ["LateWatch"]
 _STEPS_WITHOUT_FORWARD = 2  # the watch may lie between a forward and its step
 
 _TOO_LATE = (
-    "they run in graphs compiled before the watch, which do not see it. Call watch() before the first compiled step, "
-    "or torch.compiler.reset() after watch()"
+    "if they ran, then in graphs compiled before the watch, which do not see it. Call watch() before the first "
+    "compiled step, or torch.compiler.reset() after watch()"
 )
 _TOO_OLD = "inside compiled graphs this torch can capture nothing; use a newer one, or no torch.compile"
 
@@ -75,6 +76,8 @@ class LateWatch:
 
     def _warn(self, silent: int) -> None:
         self.cancel()
+        if refused():
+            return  # that graphs are compiled without taps, and why, was said when it happened
         _notices.warn(
             "late",
             "%d of the %d watched modules of %s give nothing: %s",

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
-from capd_client.tensors import DEVICES
+from capd_client.tensors import DEVICES, without_modes
 
-__all__ = ["autocast_dtype", "hang", "hangs_on", "product_dtype", "product_of"]
+__all__ = ["alias_of", "autocast_dtype", "hang", "hangs_on", "product_dtype", "product_of"]
 
 
 def autocast_dtype(device_type: str) -> Optional[torch.dtype]:
@@ -34,6 +36,23 @@ def product_of(output: Tensor) -> Tensor:
     """
     base: Optional[Tensor] = output._base
     return output if base is None or base.grad_fn is None or base.numel() != output.numel() else base
+
+
+def alias_of(tensor: Tensor) -> Tensor:
+    """`tensor` as a view with a gradient of its own.
+
+    Selective checkpointing finds what its first pass saved by counting operations, and must not count this one: a tap
+    can be removed, or told to capture something else, before the second pass.
+    """
+    if not any(type(mode) in _selective() for mode in _get_current_dispatch_mode_stack()):
+        return tensor.view_as(tensor)
+    with without_modes():
+        return tensor.view_as(tensor)
+
+
+def _selective() -> tuple[Any, ...]:
+    names = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+    return tuple(getattr(checkpoint, name, None) for name in names)
 
 
 def hang(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:

@@ -28,7 +28,7 @@ from capd_client.graph_taps import claim, release
 from capd_client.hook_objects import GradHook, PreHookResult, WeightHook, with_input
 from capd_client.key import Key, Moment
 from capd_client.naming import Place
-from capd_client.products import autocast_dtype, hang, hangs_on, product_dtype, product_of
+from capd_client.products import alias_of, autocast_dtype, hang, hangs_on, product_dtype, product_of
 from capd_client.slicing import Slice
 from capd_client.steering import Steering
 from capd_client.stepping import Context, Gate
@@ -157,7 +157,7 @@ class LinearTap:
         self.bound = moment
         if "grad_input" not in self._tensors or not x.requires_grad or not torch.is_grad_enabled():
             return None
-        alias = x.view_as(x)
+        alias = alias_of(x)
         hang(alias, GradHook(self, "grad_input", moment))
         return with_input(alias, args, kwargs)
 

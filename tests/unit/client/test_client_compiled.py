@@ -21,6 +21,7 @@ from capd_client.key import Key
 
 pytestmark = [  # what torch itself warns of while it compiles, with and without capd
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning"),
 ]
 
@@ -223,6 +224,35 @@ def test_segments_within_segments_are_captured_once_from_the_first_capture_on(
 
     assert capd_client.flush(10)
     assert [record.descriptor.moment.call for record in on.records] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("way", ["config", "region"])
+def test_with_a_memory_budget_captures_are_counted_once_for_each_graph(
+    on: Peer, way: str, backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    region = getattr(torch.autograd.graph, "region_activation_memory_budget", None)
+    if way == "region" and region is None:
+        pytest.skip("this torch has no budgets of regions")
+
+    def body(x: Tensor) -> Tensor:
+        y = x.sin().cos()
+        capd_client.capture(y, tensor_name="y")
+        return y.exp()
+
+    def in_region(x: Tensor) -> Tensor:
+        with region(0.3):
+            return body(x)
+
+    with torch._functorch.config.patch(activation_memory_budget=0.3 if way == "config" else 1.0):
+        compiled = torch.compile(body if way == "config" else in_region, backend=backend, fullgraph=True)
+        for _ in range(2):
+            x = torch.ones(2, requires_grad=True)
+            compiled(x).sum().backward()
+
+    assert x.grad is not None
+    assert capd_client.counters()["dropped"] == {"unsupported": 1}
+    assert "activation_memory_budget is below 1" in caplog.text
 
 
 def metadata_of_a_tensor(x: Tensor) -> None:

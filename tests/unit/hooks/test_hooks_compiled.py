@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -551,18 +552,41 @@ def test_where_ddp_splits_the_graph_the_model_trains_and_that_is_said(
     assert "DDPOptimizer splits it; set torch._dynamo.config.optimize_ddp = False" in caplog.text
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("way", ["config", "region"])
 def test_with_a_memory_budget_the_model_trains_and_that_is_said(
-    sink: MemorySink, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    sink: MemorySink,
+    way: str,
+    backend: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(graph_taps, "_notices", Notices())
-    model = Blocks()
-    watch(model, tensors=TENSORS)
+    monkeypatch.setattr(graph_taps, "_refused", False)
 
-    with torch._functorch.config.patch(activation_memory_budget=0.3):
-        torch.compile(model, fullgraph=True)(torch.randn(4, 6)).sum().backward()
+    def results(*, watched: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        model = Blocks()
+        if watched:
+            watch(model, tensors=TENSORS)
+        region = partial(getattr(torch.autograd.graph, "region_activation_memory_budget", nullcontext), 0.3)
+
+        def forward(x: Tensor) -> Tensor:
+            if way == "config":
+                return model(x)
+            with region():
+                return model(x)
+
+        with torch._functorch.config.patch(activation_memory_budget=0.3 if way == "config" else 1.0):
+            found = train(torch.compile(forward, backend=backend, fullgraph=True), model)
+        torch.compiler.reset()
+        return found
+
+    torch.testing.assert_close(results(watched=True), results(watched=False), rtol=0, atol=0)
 
     assert sink.captured == []
-    assert "activation_memory_budget is below 1" in caplog.text
+    assert caplog.text.count("activation_memory_budget is below 1") == 1
+    assert "give nothing" not in caplog.text  # which would advise what does not help
 
 
 def test_a_compiled_optimizer_compiles_as_much_as_without(sink: MemorySink) -> None:

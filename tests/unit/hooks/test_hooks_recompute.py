@@ -14,8 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from capd_client import hooks
-from capd_client.hooks import watch
-from capd_client.select import TENSORS
+from capd_client.hooks import WatchHandle, watch
+from capd_client.select import TENSORS, Selection
+from capd_client.tool_messages import Steer
 
 KINDS = pytest.mark.parametrize("wrap", [reentrant, non_reentrant])
 Wrap = Callable[..., Any]
@@ -137,7 +138,23 @@ def test_a_recomputed_root_is_no_further_micro_batch(sink: MemorySink, wrap: Wra
         assert [c.at for c in sink.of("inlet", tensor_name)] == [(0, 0, 0), (0, 1, 0)]
 
 
-def test_a_segment_that_saves_every_operation_finds_its_own_again(sink: MemorySink) -> None:
+def kept(handle: WatchHandle, sink: MemorySink) -> None:
+    pass
+
+
+def removed(handle: WatchHandle, sink: MemorySink) -> None:
+    handle.remove()
+
+
+def steered(handle: WatchHandle, sink: MemorySink) -> None:
+    sink.steering.receive(Steer(id=1, from_iteration=0, selection=Selection(tensors=("input",))))
+    sink.steering.begin(0)
+
+
+@pytest.mark.parametrize("before_the_backward", [kept, removed, steered])
+def test_a_segment_that_saves_every_operation_finds_its_own_again(
+    sink: MemorySink, before_the_backward: Callable[[WatchHandle, MemorySink], None]
+) -> None:
     """Selective checkpointing gives the second pass what the first one computed, counted by operation."""
 
     def body(layers: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
@@ -150,10 +167,13 @@ def test_a_segment_that_saves_every_operation_finds_its_own_again(sink: MemorySi
         torch.manual_seed(1)
         layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
         x = torch.randn(4, 6, requires_grad=True)
-        if watched:
-            watch(layers, tensors=TENSORS)
-        checkpoint(body, layers, x.sin(), use_reentrant=False, context_fn=contexts).sum().backward()
+        handle = watch(layers, tensors=TENSORS) if watched else None
+        loss = checkpoint(body, layers, x.sin(), use_reentrant=False, context_fn=contexts).sum()
+        if handle is not None:
+            before_the_backward(handle, sink)
+        loss.backward()
         gradients.append([x.grad, *(p.grad for p in layers.parameters())])
 
     assert all(map(torch.equal, *gradients))
-    assert sink.names() == dict.fromkeys(TENSORS, 2)
+    forward = ("input", "weight", "output")
+    assert sink.names() == dict.fromkeys(TENSORS if before_the_backward is kept else forward, 2)
