@@ -12,6 +12,7 @@ from capd.cli.ranks_view import order_lines, status_lines
 from capd.cli.tool import connect
 from capd.errors import CapdError, ConfigError, EndpointError, NothingMatched
 from capd.metrics import RankControl
+from capd_client.key import MAX_INDEX
 from capd_client.select import Selection
 from capd_client.tool_messages import Control, ControlReply
 
@@ -20,7 +21,7 @@ __all__ = ["app"]
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
 
 _ANSWER_S = 10.0  # beyond what the daemon was told to wait
-_SEAL_S = 660.0
+_SEAL_S = 660.0  # the daemon gives up sooner
 
 RunId = Annotated[
     str | None, typer.Option("--run-id", metavar="NAME", help="Which run [default: the only live one].")
@@ -32,7 +33,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print the ranks as JSON.")]
 At = Annotated[
     int | None,
     typer.Option(
-        min=0, metavar="ITERATION", help="Take effect there [default: the next that no rank has begun]."
+        min=0,
+        max=MAX_INDEX,
+        metavar="ITERATION",
+        help="Take effect there [default: the next that no rank has begun].",
     ),
 ]
 Timeout = Annotated[
@@ -128,7 +132,7 @@ def flush(run_id: RunId = None, timeout: Timeout = 30.0, endpoint: Endpoint = No
 @app.command(short_help="Publish what is committed to plain Zarr readers.")
 def seal(run_id: RunId = None, endpoint: Endpoint = None) -> None:
     """Publish what is committed to plain Zarr readers now; without --run-id of all runs of the daemon."""
-    _say(_ask(Control("seal", run_id), endpoint, _SEAL_S))
+    _say(_ask(Control("seal", run_id), endpoint))
 
 
 def _selection(
@@ -159,14 +163,20 @@ def _steer(order: Control, endpoint: str | None, as_json: bool) -> None:
     _show(_ask(order, endpoint), as_json, order_lines)
 
 
-def _ask(message: Control, endpoint: str | None, answer_s: float = _ANSWER_S) -> ControlReply:
-    """The daemon's reply, which may take as long as the message allows and `answer_s`; raises EndpointError."""
+def _ask(message: Control, endpoint: str | None) -> ControlReply:
+    """The daemon's reply, which may take longer than the message allows the ranks.
+
+    Raises EndpointError, ConfigError on what no daemon would accept.
+    """
     from capd.config import load_daemon_settings
     from capd.server.endpoint import endpoint_path
+    from capd.server.naming import check_run_id
 
+    if message.run_id is not None:
+        check_run_id(message.run_id)
     settings = load_daemon_settings({} if endpoint is None else {"endpoint": endpoint})
     with connect(endpoint_path(settings.endpoint)) as tool:
-        reply = tool.request(message, message.wait_s + answer_s)
+        reply = tool.request(message, message.wait_s + (_SEAL_S if message.verb == "seal" else _ANSWER_S))
     if not isinstance(reply, ControlReply):
         raise EndpointError(
             f"the daemon answered CONTROL with {type(reply).__name__}; is it another capd version?"

@@ -26,6 +26,7 @@ __all__ = ["Tool", "connect"]
 
 REPLY_TIMEOUT_S = 10.0
 _CONNECT_TIMEOUT_S = 3.0
+_STOPPED = "it is stopped (SIGSTOP; `kill -CONT` goes on) or very busy, its log may say with what"
 
 
 class Tool:
@@ -40,7 +41,10 @@ class Tool:
         try:
             self._connection.send_bytes(encode(message))
             if not self._connection.poll(timeout_s):
-                raise EndpointError(f"the daemon at {self._path} did not answer within {timeout_s:g} s")
+                raise EndpointError(
+                    f"the daemon at {self._path} did not answer within {timeout_s:g} s: {_STOPPED}; "
+                    "what was asked of it may still happen"
+                )
             reply = decode_daemon(self._connection.recv_bytes(MAX_FRAME_NBYTES))
         except (OSError, EOFError) as error:
             raise EndpointError(f"the daemon at {self._path} closed the connection: {error}") from error
@@ -60,6 +64,9 @@ def connect(path: Path) -> Iterator[Tool]:
         sock.connect(os.fspath(path))
         sock.settimeout(None)
         sock.sendall(TOOL_BYTE)
+    except (TimeoutError, BlockingIOError) as error:  # somebody listens, and the queue is full
+        sock.close()
+        raise EndpointError(f"the daemon at {path} takes no connection: {_STOPPED}") from error
     except OSError as error:
         sock.close()
         raise EndpointError(
