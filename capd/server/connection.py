@@ -18,9 +18,9 @@ from pathlib import Path
 
 from capd._version import __version__
 from capd.errors import ProtocolError, StoreError
-from capd.server.peer import Peer, PeerGone
+from capd.server.peer import Peer, PeerGone, Refusal
 from capd.server.rank import RankSession
-from capd.server.registry import Refusal, Registry
+from capd.server.registry import Registry
 from capd.server.sender import Sender
 from capd_client.protocol import (
     PING_INTERVAL_S,

@@ -17,8 +17,7 @@ from collections.abc import Callable
 
 from capd.errors import ProtocolError
 from capd.server.connection import ConnectionContext, serve_rank
-from capd.server.peer import Peer, PeerGone
-from capd.server.registry import Refusal
+from capd.server.peer import Peer, PeerGone, Refusal
 from capd.server.tools import ToolContext, serve_tool
 from capd_client.protocol import HANDSHAKE_TIMEOUT_S, Reject
 

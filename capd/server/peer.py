@@ -25,11 +25,12 @@ from capd_client.protocol import (
     TOOL_BYTE,
     ClientMessage,
     DaemonMessage,
+    Reject,
     decode_client,
     encode,
 )
 
-__all__ = ["SEND_TIMEOUT_S", "Credentials", "Peer", "PeerGone"]
+__all__ = ["SEND_TIMEOUT_S", "Credentials", "Peer", "PeerGone", "Refusal"]
 
 SEND_TIMEOUT_S = 5.0  # a peer that takes nothing for so long is disconnected
 _SO_PEERPIDFD = 77  # Linux 6.5; valid even where the peer's pid is not (other pid namespace)
@@ -39,6 +40,14 @@ _UCRED = struct.Struct("iII")
 
 class PeerGone(Exception):
     """The other side closed the connection, or it was shut down here."""
+
+
+class Refusal(Exception):
+    """A peer is sent away; `reject` says why."""
+
+    def __init__(self, code: str, message: str, *, retry: bool = False) -> None:
+        super().__init__(message)
+        self.reject = Reject(code, message, retry)
 
 
 @dataclass(frozen=True, slots=True)

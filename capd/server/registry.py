@@ -22,6 +22,7 @@ from capd.server.accounting import settled
 from capd.server.arena import Arena
 from capd.server.instance import RootLock
 from capd.server.naming import RunNames
+from capd.server.peer import Refusal
 from capd.server.pipeline import Pipeline
 from capd.server.rank import RankSession
 from capd.server.run import Forgotten, Run
@@ -35,23 +36,15 @@ from capd.store.catalog_read import (
     read_sessions,
 )
 from capd.store.ranges import RangeSet
-from capd_client.protocol import PROTOCOL_VERSION, Hello, Reject
+from capd_client.protocol import PROTOCOL_VERSION, Hello
 
-__all__ = ["Refusal", "Registry"]
+__all__ = ["Registry"]
 
 logger = logging.getLogger(__name__)
 
 MAX_RUNS = 1024  # runs of one daemon; a rank that brings one more is refused
 MAX_QUIET_RUNS = 64  # sealed runs without ranks that STATS still shows
 _SCARCE = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE})  # there may be more of it later
-
-
-class Refusal(Exception):
-    """A peer is sent away; `reject` says why."""
-
-    def __init__(self, code: str, message: str, *, retry: bool = False) -> None:
-        super().__init__(message)
-        self.reject = Reject(code, message, retry)
 
 
 class Registry:

@@ -24,10 +24,10 @@ from capd.server import connection as module
 from capd.server.arena import Arena
 from capd.server.connection import ConnectionContext, serve_rank
 from capd.server.orders import Orders
-from capd.server.peer import Peer, PeerGone
+from capd.server.peer import Peer, PeerGone, Refusal
 from capd.server.pipeline import Job
 from capd.server.rank import MAX_IN_WORK_NBYTES, RankSession
-from capd.server.registry import Refusal, Registry
+from capd.server.registry import Registry
 from capd.server.session import RECORD_NBYTES, Phase, Session
 from capd.server.steering import RunSteering
 from capd_client.counter_page import DropReason

@@ -24,10 +24,11 @@ from capd.server import tending
 from capd.server.budget import DiskBudget
 from capd.server.instance import RootLock
 from capd.server.naming import RunNames
+from capd.server.peer import Refusal
 from capd.server.pipeline import Pipeline
 from capd.server.process import RETURN_S
 from capd.server.rank import RankSession
-from capd.server.registry import Refusal, Registry
+from capd.server.registry import Registry
 from capd.store.options import StoreOptions
 from capd_client.counter_page import PAGE_NBYTES, DropReason
 from capd_client.key import Key, Moment
