@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from capd.server.accounting import MAX_COUNT
 from capd.store.catalog_read import LedgerRow
 from capd_client.counter_page import DROP_REASONS, DropReason
@@ -11,8 +13,10 @@ from capd_client.dtypes import ITEM_NBYTES
 from capd_client.key import Key
 from capd_client.protocol import Define, Descriptor, DropRow
 
-__all__ = ["Ledger"]
+__all__ = ["MAX_LEDGER_NBYTES", "Ledger"]
 
+MAX_LEDGER_NBYTES = 16 << 20  # of one session, over all its connections: some 40,000 rows
+_ROW_NBYTES = 256  # of a row beside its key
 _MAX_NBYTES = 1 << 62  # with MAX_COUNT: what a row adds up to can always be encoded
 
 
@@ -20,12 +24,14 @@ class Ledger:
     """Cumulative rows, the larger count winning: the rank reports its rows and may repeat or lag.
 
     Refusals the daemon gave are entered here too, so that they are known per key even if the rank dies
-    before it can report them. Not thread-safe.
+    before it can report them. Rows beyond MAX_LEDGER_NBYTES are left out: what they would count stands in the
+    session's counters, without its key. Not thread-safe.
     """
 
     def __init__(self) -> None:
         self._rows: dict[tuple[Key, str, str], LedgerRow] = {}
         self.version = 0  # grows with every change
+        self._room_nbytes = MAX_LEDGER_NBYTES
 
     def report(self, define: Define, row: DropRow) -> None:
         """Take a row as the rank sent it."""
@@ -55,6 +61,12 @@ class Ledger:
     def _enter(self, entry: LedgerRow) -> None:
         key = (entry.key, entry.dtype, entry.reason)
         known = self._rows.get(key)
-        if known is None or entry.count > known.count:
-            self._rows[key] = entry
-            self.version += 1
+        if known is None:
+            nbytes = _ROW_NBYTES + len(msgspec.msgpack.encode(key))
+            if nbytes > self._room_nbytes:
+                return
+            self._room_nbytes -= nbytes
+        elif entry.count <= known.count:
+            return
+        self._rows[key] = entry
+        self.version += 1

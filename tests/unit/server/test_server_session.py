@@ -208,6 +208,22 @@ def test_the_ledger_keeps_the_larger_cumulative_count(session: Session) -> None:
         session.drops(Drops([DropRow(9, full, 1, 1, 0, 0)]))
 
 
+def test_the_ledger_is_bounded_over_all_connections(session: Session) -> None:
+    full = DROP_REASONS.index(DropReason.ARENA_FULL)
+    kept = 0
+    for ordinal in range(2, 40):
+        session.connect(hello(ordinal))
+        for at in range(1000):
+            key = Key(quant_type="bf16", rank=0, tensor_name=f"{ordinal}-{at}", module="m" * 256)
+            session.define(Define(id=at, key=key, dtype="bfloat16"), 600)
+        session.drops(Drops([DropRow(at, full, 1, 1, 0, 0) for at in range(1000)]))
+        kept = len(session.ledger.rows())
+    assert 20_000 < kept < 36_000
+
+    session.drops(Drops([DropRow(0, full, 2, 2, 0, 0)]))  # a row that there is no room for
+    assert len(session.ledger.rows()) == kept
+
+
 def test_a_died_session_rests_only_when_its_work_is_done_and_can_come_back(session: Session) -> None:
     submitted(session, 5)
     session.disconnect(1)
