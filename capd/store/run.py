@@ -8,18 +8,15 @@ shape → catalog mark; every step can be repeated, and recovery goes on from wh
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from capd.errors import StoreError
 from capd.store.catalog import new_row
-from capd.store.catalog_read import CATALOG_NAME, SeriesRow, SessionRow
+from capd.store.catalog_read import SeriesRow, SessionRow
 from capd.store.encode import ChunkResult
-from capd.store.files import FileSystemSyncFailed
 from capd.store.frames import FORMAT_VERSION, FileHeader, RecordRow, session_of
 from capd.store.gathered import Gathered
 from capd.store.layout import Layout, shard_path
@@ -32,12 +29,11 @@ from capd.store.series import Plan, Series
 from capd.store.settle import Room, SmallRecords
 from capd.store.shards import EncodedChunk, ShardWriter
 from capd.store.small import LOG_GLOB, Small, SmallLog
-from capd.store.totals import Held, held_by
+from capd.store.syncing import Syncing
+from capd.store.totals import Held, beside_nbytes, held_by
 from capd_client.key import Key
 
 __all__ = ["RunStore"]
-
-logger = logging.getLogger(__name__)
 
 
 class RunStore:
@@ -56,6 +52,7 @@ class RunStore:
         self._file_header = FileHeader(FORMAT_VERSION, run_id, node)
         self._layout = Layout(self.path, run_id, node)
         self._files = OpenFiles(options.open_files, durable=options.durability == "durable")
+        self._syncing = Syncing(self._layout, self._files, self._open_shards)
         found: Recovered = open_node(self._layout, self._files)
         self._catalog = found.catalog
         self._series = {series.header.path: series for series in found.series}
@@ -66,7 +63,6 @@ class RunStore:
             log, self._files, self._shard_for, self._append, self._gathered.moved, room or Room()
         )
         self._ripe: set[str] = set()  # series with a full chunk in the log, or a full shard
-        self._failed = ""  # why nothing is written any more
         self._adopt(found)
 
     def _adopt(self, found: Recovered) -> None:
@@ -115,8 +111,7 @@ class RunStore:
                 self._ripe.add(series.header.path)
 
     def _series_of(self, plan: Plan) -> Series:
-        if self._failed:
-            raise StoreError(self._failed)
+        self._syncing.check()
         if plan.series is None:
             header = self._layout.claim(plan.header, self._key_at)
             identity = self._catalog.add_series(header)
@@ -173,7 +168,7 @@ class RunStore:
         Apart from the commits, so that its failures never fail a record. Raises OSError or StoreError; a full
         shard that could not be sealed is sealed before the next record of its series.
         """
-        if self._failed:
+        if self._syncing.failed:
             return
         for series in self._small.held_back(self._series.values()):
             self._small.settle(series)
@@ -192,51 +187,18 @@ class RunStore:
         Raises OSError or StoreError when that failed, on new files, too. What was committed since the last sync
         must be refused then, and the store takes nothing any more.
         """
-        if not self._files.durable:
-            return
-        try:
-            self._sync_tree()
-            self._files.sync(self.path)
-        except (OSError, StoreError) as error:
-            self._fail(error)
-            raise
-        self._small.release()
+        if self._files.durable:
+            self._syncing.sync()
+            self._small.release()
 
-    def _sync_tree(self) -> None:
-        """New directories and documents. One failure is tried again: documents can be written anew, entries cannot."""
-        try:
-            with self._doubting():
-                self._layout.sync()
-        except OSError:
-            try:
-                self._layout.sync()
-            except OSError:
-                self._files.cut_back()
-                raise
-
-    @contextlib.contextmanager
-    def _doubting(self) -> Iterator[None]:
-        """A sync of the whole file system that fails in here casts doubt on every open shard and log."""
-        try:
-            yield
-        except FileSystemSyncFailed:
-            shards = [series.shard for series in self._series.values() if series.shard is not None]
-            self._files.distrust(shard.path for shard in shards if shard.path.exists())  # not renamed yet
-            self._files.distrust_unsynced()
-            raise
-
-    def _fail(self, error: Exception) -> None:
-        self._failed = (
-            f"{self.path} takes no more records: the disk lost what could not be synced ({error}); "
-            f"check it, then restart `capd serve`"
-        )
-        logger.error("%s", self._failed)
+    def _open_shards(self) -> list[Path]:
+        return [series.shard.path for series in self._series.values() if series.shard is not None]
 
     # -- catalog and counters -----------------------------------------------------------------------------
 
     def flush_catalog(self, *, durable: bool = False) -> None:
         """Write the rows that gathered since the last call, in one transaction. Raises StoreError."""
-        if not self._failed:  # else only the frames can tell what it holds
+        if not self._syncing.failed:  # else only the frames can tell what it holds
             self._gathered.write(durable=durable)
         self._catalog.publish_if_due()
 
@@ -255,20 +217,12 @@ class RunStore:
 
     def beside_nbytes(self) -> int:
         """Bytes of the files that the run has beside its shards: small-record logs and the catalog."""
-        spool = self._layout.spool
-        files = [*spool.glob(LOG_GLOB), *spool.parent.glob(f"{CATALOG_NAME}*")]
-        total = 0
-        for path in files:
-            with contextlib.suppress(FileNotFoundError):  # emptied meanwhile
-                total += path.stat().st_size
-        return total
+        return beside_nbytes(self._layout.spool)
 
     @property
     def unsealed_series(self) -> int:
         """How many series have records that no sealed shard holds."""
-        return sum(
-            series.shard is not None or len(series.waiting) > 0 for series in list(self._series.values())
-        )
+        return sum(s.shard is not None or len(s.waiting) > 0 for s in list(self._series.values()))
 
     @property
     def is_durable(self) -> bool:
@@ -294,8 +248,7 @@ class RunStore:
             )
 
     def _seal(self, group: Sequence[Series]) -> None:
-        if self._failed:
-            raise StoreError(self._failed)
+        self._syncing.check()
         for series in group:
             if series.waiting and not (series.is_full or series.row.sealing):
                 self._small.settle(series)
@@ -313,14 +266,14 @@ class RunStore:
         for series in group:
             series.row.sealing = True
             self._gathered.changed(series)
-        with self._doubting():
+        with self._syncing.doubting():
             self._layout.sync()
             self.flush_catalog(durable=True)
             self._catalog.publish()  # before a shard leaves the spool, where readers would miss it
             try:
                 finish_files(self._layout, group, self._files)
             except LostWrites as error:
-                self._fail(error)
+                self._syncing.fail(error)
                 raise
             publish(self._layout, self._catalog, group)
         for series in group:
@@ -332,7 +285,7 @@ class RunStore:
     def close(self) -> None:
         """Close files and catalog; `.partial` files and logs that are left are taken up by the next start."""
         try:
-            if self._failed:
+            if self._syncing.failed:
                 self._catalog.distrust()
             else:
                 self.sync()

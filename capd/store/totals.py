@@ -1,14 +1,17 @@
-"""What series hold together, as their catalog rows tell."""
+"""What a run holds on one node: in its series, as their catalog rows tell, and in the files beside its shards."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
-from capd.store.catalog_read import SeriesRow
+from capd.store.catalog_read import CATALOG_NAME, SeriesRow
 from capd.store.dtypes import is_statistics
+from capd.store.small import LOG_GLOB
 
-__all__ = ["Held", "held_by"]
+__all__ = ["Held", "beside_nbytes", "held_by"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +33,12 @@ def held_by(rows: Iterable[SeriesRow]) -> Held:
         raw_bytes=sum(row.raw_bytes for row in rows),
         stored_bytes=sum(row.stored_bytes for row in rows),
     )
+
+
+def beside_nbytes(spool: Path) -> int:
+    """Bytes of the small-record logs and the catalog."""
+    total = 0
+    for path in [*spool.glob(LOG_GLOB), *spool.parent.glob(f"{CATALOG_NAME}*")]:
+        with contextlib.suppress(FileNotFoundError):  # emptied meanwhile
+            total += path.stat().st_size
+    return total
