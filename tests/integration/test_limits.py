@@ -107,6 +107,57 @@ def test_without_locked_memory_capture_is_as_ever(place: Place, nbytes: int) -> 
     )
 
 
+MEANS = {
+    "files": "resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) - 1,) * 2)",
+    "size of a file": "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20,) * 2)",
+    "memory for the arena": "resource.setrlimit(resource.RLIMIT_AS, (mapped + (8 << 20), -1))",
+    "memory for a thread": "resource.setrlimit(resource.RLIMIT_AS, (mapped + (70 << 20), -1))",
+    "threads": "os.setuid(12345); resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))",
+}
+WITHOUT = """
+    import os, resource
+    import torch
+    import capd_client, capd_client.api
+
+    torch.set_num_threads(1)
+    with open("/proc/self/statm") as file:
+        mapped = int(file.read().split()[0]) * resource.getpagesize()
+    {limit}
+    weight = torch.ones(8, 8, requires_grad=True)
+    for n in range(50):
+        product = torch.ones(8, 8) @ weight
+        capd_client.capture(product, tensor_name="y", iteration=n)
+        product.sum().backward()
+    assert capd_client.flush(10)
+    capd_client.close()
+    print(int(weight.grad.sum()), capd_client.counters()["in_flight"])
+"""
+
+
+@pytest.mark.parametrize("means", MEANS)
+def test_a_rank_without_the_means_to_capture_trains_on_and_says_so_once(
+    means: str, tmp_path: Path, runtime_dir: Path
+) -> None:
+    if means == "threads" and os.getuid() != 0:
+        pytest.skip("only root can become a user without any process")
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(WITHOUT).format(limit=MEANS[means])],
+        env={
+            **os.environ,
+            "CAPD_ENDPOINT": f"unix:{runtime_dir}/nobody",
+            "CAPD_ARENA_BYTES": str(64 * MIB),
+            "CAPD_POLICY": "block",
+        },
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=tmp_path,
+    )
+    assert (done.returncode, done.stdout) == (0, f"{50 * 8 * 8 * 8} 0\n"), done.stderr
+    assert done.stderr.count("capture is off") == 1
+    assert "Traceback" not in done.stderr
+
+
 class MemoryGroup:
     """A memory cgroup below this process's own, version 1 or 2; OSError where none can be made."""
 

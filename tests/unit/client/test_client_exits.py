@@ -240,3 +240,65 @@ def test_a_daemon_of_another_protocol_version_is_one_warning_and_counted_drops(
     assert done.stderr.count("\n") == 1
     assert "this daemon 9" in done.stderr
     assert len(peer.hellos) == 1, "it does not knock again"
+
+
+ENDINGS = {
+    "the script ends": (0, ""),
+    "an error": (1, "raise RuntimeError('of the job')"),
+    "sys.exit in the thread": (0, ""),
+    "ctrl-c twice": (-signal.SIGINT, "interrupt_twice()"),
+    "a forked child ends first": (
+        0,
+        "assert os.waitstatus_to_exitcode(os.waitpid(os.fork() or sys.exit(4), 0)[1]) == 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_thread_amid_the_parts_of_a_tensor_holds_up_no_exit(
+    ending: str, peer: Peer, job_env: dict[str, str]
+) -> None:
+    """It waits for room, which a daemon that answers nothing does not make; the exit has its own limit."""
+    peer.ack = False
+    status, statement = ENDINGS[ending]
+    leaves = "sys.exit(3)" if ending == "sys.exit in the thread" else "pass"
+    done = run(
+        f"""
+        import capd_client.api
+        while capd_client.api.session().transport.welcome is None:
+            time.sleep(0.01)
+
+        def interrupt_twice():
+            def again():
+                time.sleep(0.5)
+                os.kill(os.getpid(), signal.SIGINT)
+            threading.Thread(target=again, daemon=True).start()
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+
+        def capture():
+            try:
+                capd_client.capture(torch.zeros(1 << 20), tensor_name="large")
+            finally:
+                {leaves}
+
+        threading.Thread(target=capture, daemon=True).start()
+        while not capd_client.api.session().books.waiting.count:
+            time.sleep(0.01)
+        print(time.time(), flush=True)
+        {statement}
+        """,
+        job_env
+        | {
+            "CAPD_ARENA_BYTES": str(1 << 20),
+            "CAPD_EXIT_TIMEOUT_S": "1",
+            "CAPD_MAX_BLOCK_MS": "600000",
+            "CAPD_POLICY": "block",
+        },
+    )
+    assert done.returncode == status, done.stderr
+    assert time.time() - float(done.stdout) < 40  # and not ten minutes
+    wait_for_end(peer)
+    offered, acked, in_flight, *dropped = peer.last_words[1:40]
+    assert (offered, acked) == (PENDING + 1, 0)
+    assert in_flight + sum(dropped) == offered
