@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from capd_client.api import capture, close, counters, flush, set_moment
     from capd_client.hooks import watch
-    from capd_client.static_tap import static_tap
+    from capd_client.replays import static_tap
 
 __all__ = ["capture", "close", "counters", "flush", "set_moment", "static_tap", "watch"]
 
@@ -25,7 +25,7 @@ _HOMES = {
     "counters": "capd_client.api",
     "flush": "capd_client.api",
     "set_moment": "capd_client.api",
-    "static_tap": "capd_client.static_tap",
+    "static_tap": "capd_client.replays",
     "watch": "capd_client.hooks",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pkgutil
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,13 @@ def test_every_public_name_exists_and_is_the_documented_set() -> None:
         assert name in dir(capd_client)
     with pytest.raises(AttributeError, match="nothing_like_it"):
         _ = capd_client.nothing_like_it
+
+
+def test_no_module_stands_in_the_place_of_a_public_name() -> None:
+    """Importing a module sets its name in the package, for good."""
+    modules = {module.name for module in pkgutil.iter_modules(capd_client.__path__)}
+    assert "api" in modules
+    assert not modules & set(capd_client.__all__)
 
 
 def test_off_does_nothing_at_all(fresh: pytest.MonkeyPatch) -> None:
