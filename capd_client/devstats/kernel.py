@@ -15,7 +15,7 @@ import triton.language as tl
 
 from capd_client.statistics_row import ROW_VALUES
 
-__all__ = ["ALIGNMENT", "fill_from_kernel"]
+__all__ = ["ALIGNMENT", "COMPILED", "fill_from_kernel"]
 
 ALIGNMENT = 16  # bytes; Triton compiles another kernel for tensors that begin elsewhere
 _BLOCK = 1024  # elements that one program has in its registers
@@ -140,3 +140,7 @@ def _merged_row(parts, row, count: tl.int64, COLUMNS: tl.constexpr, ROWS: tl.con
     ends = tl.where(column == 6, tl.abs(ends), ends)
     merged = tl.where((column >= 4) & (column <= 6), ends, total)
     tl.store(row + column, merged, mask=column < _VALUES)
+
+
+COMPILED = isinstance(_partial_rows, triton.JITFunction)
+"""Whether launches run on the device; under TRITON_INTERPRET=1 the host computes, and waits for the device to do so."""

@@ -40,7 +40,8 @@ def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 def prepare(device: torch.device, cancelled: Callable[[], bool] = lambda: False) -> None:
     """Compile the kernel for `device` (with its index) and try it, dtype by dtype. Takes seconds, never raises.
 
-    For a background thread that keeps out of CUDA graph captures. Does nothing where Triton is not installed.
+    For a background thread that keeps out of CUDA graph captures. Does nothing where Triton is not installed, or
+    interprets the kernels of a job that is being debugged.
     cancelled: asked between dtypes whether the rest is still wanted.
     """
     global _kernel
@@ -50,6 +51,8 @@ def prepare(device: torch.device, cancelled: Callable[[], bool] = lambda: False)
         return
     except Exception as error:
         _give_up(device, error)
+        return
+    if device.type == "cuda" and not kernel.COMPILED:
         return
     _kernel = kernel
     try:

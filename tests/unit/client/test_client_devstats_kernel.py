@@ -31,6 +31,7 @@ class Kernel(ModuleType):
     """In the place of the Triton kernel: computes `rows`, and counts the calls."""
 
     ALIGNMENT = 16
+    COMPILED = True
 
     def __init__(self, rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]) -> None:
         super().__init__("capd_client.devstats.kernel")
@@ -183,6 +184,18 @@ def test_without_triton_nothing_is_said(
     prepare(HERE)
 
     assert prepared._tables == {}
+    assert warnings_of(caplog) == []
+
+
+def test_where_triton_interprets_no_device_is_given_its_kernel(
+    install: Callable[..., Kernel], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A job that debugs kernels of its own would wait in every capture for the host to go through the tensor."""
+    kernel = install(right)
+    kernel.COMPILED = False
+    prepare(torch.device("cuda", 0))
+    assert prepared._tables == {}
+    assert kernel.calls == 0
     assert warnings_of(caplog) == []
 
 
