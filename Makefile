@@ -7,6 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
+GPU_PYTHON := $(BIN)/python
+GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 SOURCES := capd capd_client tests benchmarks examples
 
 .DEFAULT_GOAL := help
@@ -63,8 +65,8 @@ imports: setup
 test-fault: setup ## Run the slow tier: kills, stops and faults
 	$(PYTEST) -m fault -o faulthandler_timeout=0
 
-test-gpu: setup ## Run the tests that need a CUDA device
-	$(PYTEST) -m gpu
+test-gpu: $(GPU_SETUP) ## Run the tests that need a CUDA device; GPU_PYTHON=python3 runs them without .venv
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(GPU_PYTHON) -m pytest tests/gpu -m gpu
 
 test-all: setup ## Run every tier
 	$(PYTEST)
@@ -76,8 +78,8 @@ bench: setup ## Run the benchmarks (a quarter of an hour, on a quiet machine)
 	$(BIN)/python benchmarks/rank_statistics.py
 	$(MAKE) bench-store
 
-bench-gpu: setup ## Run the benchmarks that need a CUDA device (eight minutes at most)
-	$(BIN)/python benchmarks/gpu_capture.py
+bench-gpu: $(GPU_SETUP) ## Run the benchmarks that need a CUDA device (eight minutes at most)
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(GPU_PYTHON) benchmarks/gpu_capture.py
 
 bench-store: setup ## Run the store's benchmarks in few rounds; each takes --rounds N for more
 	$(BIN)/python benchmarks/store_codecs.py --rounds 2

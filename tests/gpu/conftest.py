@@ -25,16 +25,22 @@ from capd_client.api import session
 def capture(tensor, name, iteration=0, **more):
     capd_client.capture(tensor, tensor_name=name, iteration=iteration, **more)
 
-def compiled():
-    # until the kernel of the statistics is there, or cannot be had
+def ready():
+    # until ring, page lock and the statistics' kernel are there, or cannot be had
+    session().prepare([torch.device("cuda", 0)])
     for thread in threading.enumerate():
-        if thread.name == "capd-compile":
+        if thread.name in ("capd-pin", "capd-compile"):
             thread.join(60)
 
 def drained(timeout_s=60):
     assert capd_client.flush(timeout_s), capd_client.counters()
     return capd_client.counters()
 """
+
+
+def python_path() -> str:
+    """The sources of this tree, before whatever the interpreter was given: it need not have capd installed."""
+    return os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -70,20 +76,22 @@ class Job:
 
     daemon: Daemon
     directory: Path
+    preamble: str = PREAMBLE
 
     def start(self, code: str, **settings: str) -> subprocess.Popen[str]:
-        """Start it, with `capture(tensor, name, iteration)` and `drained()` at hand."""
+        """Start it, with `capture(tensor, name, iteration)`, `ready()` and `drained()` at hand."""
         environment = {
             **os.environ,
             "CAPD_ENDPOINT": self.daemon.endpoint,
             "CAPD_RUN_ID": "run",
             "CAPD_POLICY": "block",
-            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "CAPD_ARENA_BYTES": str(1 << 30),
+            "PYTHONPATH": python_path(),
             "TORCH_SHOW_CPP_STACKTRACES": "0",
             **{f"CAPD_{name.upper()}": value for name, value in settings.items()},
         }
         return subprocess.Popen(
-            [sys.executable, "-c", PREAMBLE + code],
+            [sys.executable, "-c", self.preamble + code],
             env=environment,
             cwd=self.directory,
             stdout=subprocess.PIPE,

@@ -15,6 +15,7 @@ HAZARDS = """
 generator = torch.Generator("cuda").manual_seed(1)
 sizes = [(3,), (64, 64), (512, 1024), (1025, 1023), ()]
 session().prepare([torch.device("cuda", 0)])
+begin()
 held = {}
 torch.cuda.set_sync_debug_mode("error")
 for n in range(100):
@@ -31,8 +32,12 @@ torch.save({key: tensor.cpu() for key, tensor in held.items()}, "held.pt")
 """
 
 
-def test_tensors_arrive_as_they_were_whatever_happens_to_them_and_no_call_waits(job: Job, same: Same) -> None:
-    captured = job.run(HAZARDS)
+@pytest.mark.parametrize("begin", ["ready", "bool"])
+def test_tensors_arrive_as_they_were_whatever_happens_to_them_and_no_call_waits(
+    job: Job, same: Same, begin: str
+) -> None:
+    """Also right behind the start (bool does nothing), while copies go through pageable memory."""
+    captured = job.run(HAZARDS.replace("begin", begin))
 
     assert len(captured.tensors) == 500
     held = torch.load(job.directory / "held.pt", weights_only=True)
@@ -76,9 +81,24 @@ def test_a_watched_layer_in_training_forward_and_backward(job: Job, same: Same) 
         assert same(captured.tensors[key], tensor), key
 
 
+PINNED = """
+ready()
+arena = session().arena
+assert arena.prefaulted(0)
+assert session().devices.pinned
+first_and_last = [torch.frombuffer(arena.buffer, dtype=torch.uint8, count=1, offset=at) for at in (0, arena.nbytes - 1)]
+assert all(byte.is_pinned() for byte in first_and_last)
+capture(torch.ones(100_000, device="cuda"), "x")
+assert not drained()["dropped"]
+"""
+
+
+def test_the_whole_arena_is_page_locked_in_the_background(job: Job) -> None:
+    assert "not pinned" not in job.run(PINNED).output
+
+
 MEMORY = """
-session().prepare([torch.device("cuda", 0)])
-compiled()
+ready()
 capture(torch.zeros(8, device="cuda"), "warm-up")
 drained()
 before = torch.cuda.memory_allocated()
@@ -105,7 +125,7 @@ model(x).sum().backward()  # the library's workspace comes with the first produc
 before = torch.cuda.memory_allocated()
 free = torch.cuda.mem_get_info()[0]
 capd_client.watch(model)
-compiled()
+ready()
 ring = torch.cuda.memory_allocated() - before
 assert 0 < ring <= min(256 << 20, free // 20) + (1 << 20), ring  # the tables of the statistics' kernel beside it
 model(x).sum().backward()
@@ -121,17 +141,20 @@ def test_the_ring_is_allocated_at_watch(job: Job) -> None:
 
 SMALL = """
 from capd_client.cuda import CudaDevice
-session().prepare([torch.device("cuda", 0)])
-fetch, copies = CudaDevice.fetch, []
-CudaDevice.fetch = lambda self, source, host, after: (copies.append(len(after)), fetch(self, source, host, after))
-stager = session().devices.stager(torch.device("cuda", 0))
+ready()
+fetch, copies, all_wait = CudaDevice.fetch, [], threading.Event()
+def counted(self, source, host, after):
+    all_wait.wait()
+    copies.append(len(after))
+    fetch(self, source, host, after)
+CudaDevice.fetch = counted
 tensors = [torch.full((1 + n % 500,), float(n), device="cuda") for n in range(2000)]
-torch.cuda.synchronize()
-with stager._handing:  # nothing is taken over meanwhile: they all wait together
-    for n, tensor in enumerate(tensors):
-        capture(tensor, "t", n)
+for n, tensor in enumerate(tensors):
+    capture(tensor, "t", n)
+all_wait.set()
 assert not drained()["dropped"]
-assert len(copies) < 100, len(copies)
+assert sum(copies) == 2000
+assert len(copies) < 20, copies
 """
 
 
@@ -142,8 +165,7 @@ def test_small_captures_share_copies(job: Job, same: Same) -> None:
 
 
 IMMUTABLE = """
-session().prepare([torch.device("cuda", 0)])
-compiled()
+ready()
 before = torch.cuda.memory_allocated()
 large = torch.arange(80 << 20, device="cuda", dtype=torch.int32)  # 320 MiB, more than any ring
 torch.cuda.set_sync_debug_mode("error")
@@ -164,11 +186,59 @@ assert torch.cuda.memory_allocated() == before, torch.cuda.memory_allocated() - 
 
 
 def test_immutable_tensors_are_copied_from_where_they_are(job: Job, same: Same) -> None:
-    captured = job.run(IMMUTABLE, arena_bytes=str(1 << 30))
+    captured = job.run(IMMUTABLE)
     whole = torch.arange(80 << 20, dtype=torch.int32)
     assert same(captured.tensors["large", 0], whole)
     assert same(captured.tensors["strided", 0], whole[:65536].view(256, 256).t())
     assert ("changed", 0) not in captured.tensors
+
+
+PACED = """
+ready()
+tensor = torch.zeros(8 << 20, device="cuda")
+torch.cuda.synchronize()
+started = time.monotonic()
+for n in range(16):
+    capture(tensor, "t", n)
+assert not drained()["dropped"]
+seconds, nbytes = time.monotonic() - started, 15 * tensor.nbytes  # the last copy is let go, and then paid for
+assert seconds >= nbytes / 1e9 - 0.01, seconds
+"""
+
+
+def test_copies_keep_to_the_rate_that_is_allowed(job: Job) -> None:
+    assert len(job.run(PACED, max_d2h_gbps="1").tensors) == 16
+
+
+ASSERTED = """
+import os
+ready()
+capture(torch.ones(100_000, device="cuda"), "before")
+drained()
+table = torch.zeros(4, device="cuda")
+bad = table[torch.tensor([7], device="cuda")]  # a kernel of the job's meets a failed assertion
+for n in range(3):
+    capture(bad, "bad", n)  # does not raise
+try:
+    torch.cuda.synchronize()
+except RuntimeError as error:
+    assert "device-side assert" in str(error), error
+else:
+    raise SystemExit("the job was not told of its error")
+capture(torch.ones(100_000), "after")
+counters = drained()
+assert counters["dropped"] == {"internal": 3}, counters
+capd_client.close()
+print("told")
+sys.stdout.flush()
+os._exit(0)  # what torch makes of the error while the interpreter ends is its own affair
+"""
+
+
+def test_an_error_on_the_device_is_the_jobs_to_tell_and_costs_its_captures_alone(job: Job) -> None:
+    captured = job.run("import sys\n" + ASSERTED)
+    assert captured.output.endswith("told\n")
+    assert set(captured.tensors) == {("before", 0), ("after", 0)}
 
 
 TWO = """
@@ -192,3 +262,23 @@ def test_two_devices_in_two_threads(job: Job, same: Same) -> None:
     for n in range(1, 200):
         assert same(captured.tensors["on0", n], torch.full((n,), float(n)))
         assert same(captured.tensors["on1", n], torch.full((n,), -float(n)))
+
+
+OTHERS = """
+torch.cuda.set_device(1)
+tensor = torch.ones(100_000, device="cuda")
+session().prepare([torch.device("cuda", 1)])
+for thread in threading.enumerate():
+    if thread.name in ("capd-pin", "capd-compile"):
+        thread.join(60)
+for n in range(10):
+    capture(tensor, "t", n)
+assert not drained()["dropped"]
+capd_client.close()
+assert not torch._C._cuda_hasPrimaryContext(0)
+"""
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_rank_makes_no_context_on_another_ranks_gpu(job: Job) -> None:
+    assert len(job.run(OTHERS).tensors) == 10

@@ -8,37 +8,49 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.gpu.conftest import Job
+from tests.gpu.conftest import Job, python_path
 
 Same = Callable[[torch.Tensor, torch.Tensor], bool]
 
-# The sanitizer sees what one thread does through torch's dispatcher, so the stager is driven by hand. It knows events
-# and streams but no queries of events: no memory is used twice here.
+# The sanitizer sees what one thread does through torch's dispatcher, so the stager is driven by hand, on the side
+# stream as the client thread is. It knows events and streams but no queries of events: no copy is done before the end,
+# so that no memory is used twice.
 SANITIZED = """
 import sys, torch
 from capd_client.allocator import SlotAllocator
 from capd_client.arena import Arena
 from capd_client.books import Books
+from capd_client.counter_page import PAGE_NBYTES
 from capd_client.counting import Counters
 from capd_client.cuda import CudaDevice
 from capd_client.device import DeviceStager
 from capd_client.key import Key, Moment
 from capd_client.pacing import Pace
-from capd_client.protocol import PAGE_NBYTES, Descriptor
+from capd_client.protocol import Descriptor
 
-class Careless(CudaDevice):
+class Slow(CudaDevice):
+    done = False
+
+    def query(self, event):
+        return self.done and super().query(event)
+
+class Careless(Slow):
     def fetch(self, source, host, after):
         super().fetch(source, host, ())  # does not wait for the snapshot
 
 arena = Arena(64 << 20)
 books = Books(SlotAllocator(PAGE_NBYTES, arena.nbytes - PAGE_NBYTES), Counters())
-kind = Careless if sys.argv[1] == "careless" else CudaDevice
-stager = DeviceStager(kind(torch.device("cuda", 0), lambda: True), books, arena.buffer, pace=Pace(None))
+device = (Careless if sys.argv[1] == "careless" else Slow)(torch.device("cuda", 0), lambda: True)
+stager = DeviceStager(device, books, arena.buffer, pace=Pace(None))
+
+def advance():
+    with torch.cuda.stream(device._stream):
+        stager.advance()
+
 definition = books.definitions.make(Key(quant_type="fp32", rank=0, tensor_name="x"), torch.float32, None)
 other = torch.cuda.Stream()
 for n in range(20):
@@ -53,10 +65,11 @@ for n in range(20):
                 assert stager.hold(tensor, capture) is None
             else:
                 assert stager.snapshot(tensor, capture, tensor.dtype, 0.0) is None
-    stager.advance()
+    advance()
 torch.cuda.synchronize()
+device.done = True
 while stager.pending:
-    stager.advance()
+    advance()
 print("clean")
 """
 
@@ -66,7 +79,7 @@ def test_the_sanitizer_finds_no_missing_wait_between_streams(kind: str) -> None:
     """And it would: without the wait for the snapshot it reports a race."""
     done = subprocess.run(
         [sys.executable, "-c", SANITIZED, kind],
-        env={**os.environ, "TORCH_CUDA_SANITIZER": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "TORCH_CUDA_SANITIZER": "1", "PYTHONPATH": python_path()},
         capture_output=True,
         text=True,
         timeout=110,
@@ -81,14 +94,14 @@ def test_the_sanitizer_finds_no_missing_wait_between_streams(kind: str) -> None:
 
 
 GRAPH = """
-session().prepare([torch.device("cuda", 0)])
+ready()
 busy, graphed = torch.cuda.Stream(), torch.cuda.Stream()
 static = torch.zeros(1024, device="cuda")
 result = torch.zeros(1024, device="cuda")
 torch.cuda.synchronize()
 for attempt in range(3):
     with torch.cuda.stream(busy):
-        torch.cuda._sleep(2_000_000_000)  # about a second: the captures behind it stay pending
+        torch.cuda._sleep(4_000_000_000)  # about two seconds: the captures behind it stay pending
         for n in range(50):
             capture(torch.full((70_000,), float(n), device="cuda"), "pending", attempt * 50 + n)
     graph = torch.cuda.CUDAGraph()
@@ -166,7 +179,7 @@ assert int(torch.cuda.cudart().cudaHostUnregister(arena.address)) == 0
 
 
 def test_a_failed_page_lock_costs_speed_and_nothing_else(job: Job, same: Same) -> None:
-    captured = job.run(UNPINNED)
+    captured = job.run(UNPINNED, arena_bytes=str(256 << 20))
     assert "the arena is not pinned" in captured.output
     for n in range(50):
         assert same(captured.tensors["t", n], torch.full((70_000 + n,), float(n)))
@@ -207,7 +220,7 @@ def test_of_a_rank_killed_amid_its_copies_only_whole_tensors_are_read(job: Job) 
 UPLOADS = """
 import statistics
 from capd_client import device, pieces
-session().prepare([torch.device("cuda", 0)])
+ready()
 tensor = torch.zeros(16 << 20, device="cuda")
 host = torch.zeros(64 << 20, dtype=torch.uint8, pin_memory=True)
 target = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")

@@ -8,8 +8,7 @@ from tests.gpu.conftest import Job
 
 # The same tensors from the device and from the host: of the latter the daemon computes the statistics.
 BOTH = """
-session().prepare([torch.device("cuda", 0)])
-compiled()
+ready()
 generator = torch.Generator("cuda").manual_seed(3)
 n = 0
 for dtype in (torch.bfloat16, torch.float32, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float64):
@@ -32,6 +31,7 @@ assert not drained()["dropped"]
 stager = session().devices.stager(torch.device("cuda", 0))
 print("kernel:", stager.row_place(torch.bfloat16, 1 << 20, True) is not None)
 """
+SECOND = 'session().prepare([torch.device("cuda", 1)]); ready()'
 EXACT = ("count", "nan", "inf", "zero", "min", "max", "absmax", "exponent_histogram")
 
 
@@ -43,7 +43,11 @@ def test_device_and_daemon_agree(job: Job, mode: str) -> None:
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("mode", ["tensor", "stats"])
 def test_on_a_device_that_is_not_the_current_one_as_well(job: Job, mode: str) -> None:
-    assert_agreement(job, BOTH.replace('"cuda"', '"cuda:1"').replace('"cuda:1", 0', '"cuda", 1'), mode)
+    assert_agreement(
+        job,
+        BOTH.replace('"cuda"', '"cuda:1"').replace('"cuda:1", 0', '"cuda", 1').replace("ready()", SECOND),
+        mode,
+    )
 
 
 def assert_agreement(job: Job, code: str, mode: str) -> None:
