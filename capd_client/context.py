@@ -12,6 +12,7 @@ import operator
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from itertools import count
 from typing import Any, Optional
 
 import torch
@@ -72,7 +73,7 @@ class Context:
         self._follows = self._info.source == "torch.distributed"
         self.on_rank_change: Callable[[], None] = lambda: None
         self.on_iteration: Callable[[int], None] = lambda _: None  # it begins: nothing of it is captured yet
-        self._ordinals: OrderedDict[tuple[int, int], dict[object, int]] = OrderedDict()
+        self._ordinals: OrderedDict[tuple[int, int], dict[object, count[int]]] = OrderedDict()
 
     @property
     def rank(self) -> int:
@@ -202,12 +203,16 @@ class Context:
         )
 
     def next_call(self, identity: object, iteration: int, micro_batch: int) -> int:
-        """How often `identity` was counted before in this micro-batch: 0, 1, 2, … (explicit captures)."""
+        """How often `identity` was counted before in this micro-batch: 0, 1, 2, … (explicit captures).
+
+        No two threads get the same: each of the steps below is one of the interpreter.
+        """
         calls = self._ordinals.get((iteration, micro_batch))
         if calls is None:
             calls = self._ordinals.setdefault((iteration, micro_batch), {})
             if len(self._ordinals) > _REMEMBERED:
                 self._ordinals.popitem(last=False)
-        ordinal = calls.get(identity, 0)
-        calls[identity] = ordinal + 1
-        return ordinal
+        counter = calls.get(identity)
+        if counter is None:
+            counter = calls.setdefault(identity, count())
+        return next(counter)

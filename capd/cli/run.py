@@ -29,7 +29,10 @@ def run(
         typer.Option("--run-id", help="Name of the run; an existing one is continued [default: the time]."),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option("--config", help="Settings file [default: ./capd.toml, if there is one].")
+        Path | None,
+        typer.Option(
+            "--config", help="Settings file [default: CAPD_CONFIG, else ./capd.toml, if there is one]."
+        ),
     ] = None,
     policy: Annotated[
         str | None,

@@ -20,7 +20,10 @@ def serve(
         str | None, typer.Option("--endpoint", help="unix:PATH of the socket to listen on.")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option("--config", help="Settings file [default: ./capd.toml, if there is one].")
+        Path | None,
+        typer.Option(
+            "--config", help="Settings file [default: CAPD_CONFIG, else ./capd.toml, if there is one]."
+        ),
     ] = None,
     run_id: Annotated[
         str | None, typer.Option("--run-id", help="Run of ranks that bring no name [default: the time].")

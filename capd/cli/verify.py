@@ -29,7 +29,8 @@ def verify(
         Path | None,
         typer.Argument(
             metavar="[STORE]",
-            help="A run (NAME.zarr), or a directory of runs, all of them checked. Default: CAPD_STORE or captures.",
+            help="A run (NAME.zarr), or a directory of runs, all of them checked. Default: CAPD_STORE, else store in "
+            "capd.toml, else captures.",
             show_default=False,
         ),
     ] = None,

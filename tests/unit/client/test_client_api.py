@@ -88,7 +88,9 @@ def test_inference_mode_and_no_grad_capture_as_usual(on: Peer, mode: Callable[[]
             capd_client.capture(tensor, tensor_name="x")
     assert capd_client.flush(10)
 
-    expected = [tensor.detach().clone().contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors]
+    expected = [
+        tensor.detach().clone().contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors
+    ]
     assert [record.data for record in on.records] == expected
     assert [record.descriptor.requires_grad for record in on.records] == [t.requires_grad for t in tensors]
 

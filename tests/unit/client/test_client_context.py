@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
@@ -125,6 +128,23 @@ def test_calls_are_counted_per_key_within_a_micro_batch() -> None:
     for iteration in range(1, 1000):
         context.next_call("a", iteration, 0)
     assert len(context._ordinals) <= 64
+
+
+def test_calls_of_threads_at_one_moment_have_numbers_of_their_own() -> None:
+    context, together = Context(environ={}), Barrier(4)
+
+    def count_calls(_: int) -> list[int]:
+        together.wait()
+        return [context.next_call("a", 0, 0) for _ in range(100_000)]
+
+    switching = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            counted = list(threads.map(count_calls, range(4)))
+    finally:
+        sys.setswitchinterval(switching)
+    assert sorted(call for calls in counted for call in calls) == list(range(4 * 100_000))
 
 
 @pytest.mark.parametrize(
