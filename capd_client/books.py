@@ -3,18 +3,14 @@
 Training threads admit captures and mark them ready; the client thread sends the ready ones in order and settles
 them when the daemon answers. One lock guards everything and is held for microseconds; no call into torch, the
 kernel or a log handler happens under it.
-
-States of a capture: COPYING (its thread or device still writes the slot) → READY (may be sent) → gone (settled).
-ABORTED ones are settled already and only wait to be taken out of the queue.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from threading import get_ident
 from typing import Optional
-
-import msgspec
 
 from capd_client.accounts import Accounts
 from capd_client.allocator import EMPTY, Slot, SlotAllocator
@@ -27,25 +23,13 @@ from capd_client.counter_page import (
 )
 from capd_client.counting import Counters
 from capd_client.definitions import Definition
+from capd_client.in_flight import ABORTED, COPYING, READY, Capture
 from capd_client.protocol import Descriptor, NackRow
 from capd_client.step_budget import StepBudget
 from capd_client.thinning import Thinning
 from capd_client.waiting import Waiting
 
-__all__ = ["ABORTED", "COPYING", "READY", "Books", "Capture"]
-
-COPYING, READY, ABORTED = 0, 1, 2
-
-
-class Capture(msgspec.Struct, eq=False):
-    """One capture in flight. `descriptor` is what the daemon is told, `budgeted` its bytes of the step's budget."""
-
-    descriptor: Descriptor
-    definition: Definition
-    slot: Slot
-    state: int = COPYING
-    sent: bool = False
-    budgeted: int = 0
+__all__ = ["Books"]
 
 
 class Books(Accounts):
@@ -74,7 +58,7 @@ class Books(Accounts):
         self._queue: deque[Capture] = deque()  # not sent yet, by sequence
         self._resend: deque[Capture] = deque()  # sent on an earlier connection and not settled
         self._last_sequence = 0
-        self.copying = False  # at `close`, some thread was still writing to its slot
+        self.copying = False  # some thread may still write to a slot that was given up
 
     # -- the training thread's side -------------------------------------------------------------------
 
@@ -125,7 +109,7 @@ class Books(Accounts):
         self._last_sequence += 1
         descriptor.sequence = self._last_sequence
         descriptor.offset = slot[0]
-        capture = Capture(descriptor, definition, slot)
+        capture = Capture(descriptor, definition, slot, thread=get_ident())
         self._live[descriptor.sequence] = capture
         self.counters.words[COUNTER_IN_FLIGHT] = len(self._live)
         self._queue.append(capture)
@@ -175,6 +159,27 @@ class Books(Accounts):
                 capture.slot = EMPTY
                 self._give_back(capture, capture.budgeted)
                 self._drop(capture, reason)
+
+    def amid(self, behind: int = 0) -> Optional[Capture]:
+        """The capture behind sequence `behind` that this very thread is at: a signal handler has interrupted it."""
+        with self.lock:
+            for sequence, capture in self._live.items():
+                if sequence > behind and capture.state == COPYING and capture.thread == get_ident():
+                    return capture
+            return None
+
+    def give_up(self, behind: int, reason: DropReason) -> bool:
+        """Drop the capture that this thread is `amid`; whether there was one.
+
+        Its call may go on, or a copy of it be under way: the slot is nobody's any more, and the memory stays.
+        """
+        with self.lock:
+            capture = self.amid(behind)
+            if capture is None:
+                return False
+            self.copying = True
+            self.abandon(capture, reason)
+            return True
 
     # -- the client thread's side ---------------------------------------------------------------------
 

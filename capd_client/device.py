@@ -20,9 +20,10 @@ from typing import Any, Optional, Protocol
 import torch
 
 from capd_client.allocator import SMALL_NBYTES
-from capd_client.books import Books, Capture
+from capd_client.books import Books
 from capd_client.counter_page import DropReason
 from capd_client.devstats import ROW_DTYPES, fill_row
+from capd_client.in_flight import Capture
 from capd_client.pacing import Pace
 from capd_client.pieces import Piece, Snapshot, cut
 from capd_client.protocol import Descriptor
@@ -35,7 +36,6 @@ __all__ = ["AHEAD_NBYTES", "Device", "DeviceStager", "Event"]
 # first: whoever else copies waits behind it (96 MiB: 1.8 ms at 55 GB/s), and no longer. Two pieces would last
 # 1.2 ms, which a tick of the client thread takes as well; the link would stand still between them.
 AHEAD_NBYTES = 64 << 20
-_ROW_ALIGNMENT = 8
 
 Event = Any  # the device's own kind
 
@@ -96,6 +96,7 @@ class DeviceStager:
         with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode
             self._host = torch.frombuffer(buffer, dtype=torch.uint8)
             self._ring = Ring(device.allocate_ring(), max_block_s)
+        self.inside = self._ring.inside  # see there
         self._pace = pace
         self._max_block_s = max_block_s
         self._has_kernel = has_kernel
@@ -145,7 +146,7 @@ class DeviceStager:
             return None
         if not payload:
             return 0
-        place = -(-nbytes // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+        place = -(-nbytes // 8) * 8  # as the protocol aligns rows
         fits = place + ROW_NBYTES <= min(self.capacity, self._books.slots.capacity)
         return place if fits and nbytes >= SMALL_NBYTES and self._has_kernel(dtype) else None
 
@@ -162,16 +163,14 @@ class DeviceStager:
         """Copy `tensor`, cast to `dtype`, into the ring on the current stream; a reason if that cannot be.
 
         row_at: as `row_place` has it; the row travels with the bytes, or alone where there are none. Waits for room
-        until `deadline`. The capture becomes ready later, by `advance`. A signal handler that interrupted this very
-        thread in the ring is refused.
+        until `deadline`; a signal handler is refused `inside` the ring. The capture becomes ready by `advance`.
         """
-        if self._ring.inside():
+        if self.inside():
             return DropReason.INTERNAL
         nbytes = capture.descriptor.nbytes if row_at is None else row_at + ROW_NBYTES
         taken = self._ring.take(nbytes, deadline)
         if taken is None:
-            full = DropReason.INTERNAL if self.failed else DropReason.RING_FULL
-            return self._books.refusing or full
+            return self._books.refusing or (DropReason.INTERNAL if self.failed else DropReason.RING_FULL)
         slot, memory = taken
         try:
             if capture.descriptor.nbytes:
@@ -221,6 +220,7 @@ class DeviceStager:
             if self.failed:  # what is handed over now nobody would take
                 return DropReason.INTERNAL
             self._handed.append(snapshot)
+            snapshot.capture.thread = 0
         self._wake()
         return None
 

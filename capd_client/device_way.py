@@ -9,11 +9,12 @@ from typing import Optional, Union
 import torch
 
 from capd_client.allocator import GRANULE_NBYTES
-from capd_client.books import Books, Capture
+from capd_client.books import Books
 from capd_client.counter_page import DropReason
 from capd_client.definitions import Definition
 from capd_client.device import DeviceStager
 from capd_client.errors import Counted
+from capd_client.in_flight import Capture
 from capd_client.large import snapshot_part, stage_in_parts
 from capd_client.notices import Notices
 from capd_client.parts import Record

@@ -81,6 +81,10 @@ class Devices:
                     self._making = False
             return self._stagers[device]
 
+    def inside(self) -> bool:
+        """Whether this thread is inside of a ring already: then it runs a signal handler that interrupted it there."""
+        return any(isinstance(stager, DeviceStager) and stager.inside() for stager in self._stagers.values())
+
     def prepare(self, devices: Iterable[torch.device]) -> None:
         """Set up these devices, CUDA ones, now: rings are not allocated inside of a training step then."""
         for device in devices:

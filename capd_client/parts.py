@@ -11,15 +11,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable
+from threading import get_ident
 from typing import Optional
 
 from msgspec.structs import replace
 
 from capd_client.allocator import EMPTY, GRANULE_NBYTES, Slot, SlotAllocator
-from capd_client.books import ABORTED, COPYING, READY, Books, Capture
+from capd_client.books import Books
 from capd_client.counter_page import COUNTER_ACKED, COUNTER_IN_FLIGHT, DROP_REASONS, DropReason
 from capd_client.counting import Counters
 from capd_client.definitions import Definition
+from capd_client.in_flight import ABORTED, COPYING, READY, Capture
 from capd_client.protocol import Descriptor, NackRow, Part
 
 __all__ = ["PartCapture", "PartedBooks", "Record", "part_nbytes"]
@@ -81,7 +83,9 @@ class PartedBooks(Books):
         self.step_budget.take(iteration, nbytes)
         self._last_sequence += 1
         descriptor.sequence = self._last_sequence
-        record = Record(descriptor, definition, EMPTY, budgeted=nbytes, patience_s=self.waiting.max_s)
+        record = Record(
+            descriptor, definition, EMPTY, budgeted=nbytes, thread=get_ident(), patience_s=self.waiting.max_s
+        )
         self._live[descriptor.sequence] = record
         self.counters.words[COUNTER_IN_FLIGHT] = len(self._live)
         return record

@@ -13,7 +13,7 @@ from typing import Any, Optional
 import torch
 
 from capd_client.allocator import Slot
-from capd_client.books import Capture
+from capd_client.in_flight import Capture
 
 __all__ = ["PIECE_NBYTES", "Piece", "Snapshot", "cut"]
 

@@ -6,10 +6,11 @@ from typing import Any, Optional
 
 import torch
 
-from capd_client.books import Books, Capture
+from capd_client.books import Books
 from capd_client.counter_page import DropReason
 from capd_client.definitions import Definition
 from capd_client.devstats import fill_row
+from capd_client.in_flight import Capture
 from capd_client.protocol import Descriptor
 from capd_client.statistics_row import NO_ROW_DTYPES, ROW_NBYTES, ROW_VALUES
 

@@ -128,6 +128,7 @@ class Session:
         if self.books.inside():
             self._interrupting.refuse(tensor, key, moment, cast_to, attributes, take)
             return
+        before = self.books.last_sequence
         try:
             self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable)
         except Counted as error:
@@ -136,6 +137,9 @@ class Session:
                 raise error.__cause__ or error from None
         except Exception as error:
             self.drop_internal("a capture", error)
+        except BaseException:  # Ctrl-C: what it leaves unfinished would hold up everything behind it
+            self.books.give_up(before, DropReason.INTERNAL)
+            raise
 
     def keeps(self, moment: Moment) -> bool:
         """Whether mode and policy keep the captures of this call; those of others are counted drops."""
@@ -189,9 +193,13 @@ class Session:
         """Wait until everything offered before is committed or dropped; False when the time is up before."""
         if not self.enabled:
             return True
-        if self.books.inside():  # a signal handler: nothing can be settled before it returns
+        if self._inside():  # a signal handler: nothing can be settled before it returns
             return False
-        return self.transport.flush(self.books.last_sequence, max(0.0, timeout_s))
+        upto, amid = self.books.last_sequence, self.books.amid()
+        if amid is not None:  # nor the capture that it interrupted, and what came behind that
+            self.transport.flush(amid.descriptor.sequence - 1, max(0.0, timeout_s))
+            return False
+        return self.transport.flush(upto, max(0.0, timeout_s))
 
     def close(self, timeout_s: Optional[float] = None) -> bool:
         """Drain, say goodbye, and give back thread, socket and memory. Idempotent.
@@ -202,20 +210,21 @@ class Session:
         """
         if self._closed.is_set():
             return True
-        if self.books.inside():
+        if self._inside():
             threading.Thread(target=self.close, args=(timeout_s,), name="capd-close").start()
             return False
         self._closed.set()
         if not self.enabled:
             return True
         self.enabled = False
+        self.books.give_up(0, DropReason.NOT_CONNECTED)  # what a signal handler that closes has interrupted
         deadline = time.monotonic() + (
             self.config.exit_timeout_s if timeout_s is None else max(0.0, timeout_s)
         )
         transport = self.transport
         self.devices.hurry()
         if self._ever_connected(deadline):
-            self._drain(deadline)
+            transport.flush(self.books.last_sequence, max(0.0, deadline - time.monotonic()))
             transport.leave()
             self._wait_for_bye(deadline)
         lost = self.books.close(DropReason.NOT_CONNECTED)
@@ -224,6 +233,10 @@ class Session:
         stopped = transport.stop(_STOP_TIMEOUT_S)
         self._free(stopped)
         return lost == 0
+
+    def _inside(self) -> bool:
+        """Whether a signal handler runs here that keeps the client thread out of the books or a ring."""
+        return self.books.inside() or self.devices.inside()
 
     def _ever_connected(self, deadline: float) -> bool:
         """Whether a daemon took this rank; a handshake under way is waited for, an absent daemon is not."""
@@ -234,9 +247,6 @@ class Session:
                 return False
             time.sleep(_POLL_S)
         return transport.welcome is not None
-
-    def _drain(self, deadline: float) -> None:
-        self.transport.flush(self.books.last_sequence, max(0.0, deadline - time.monotonic()))
 
     def _wait_for_bye(self, deadline: float) -> None:
         """Until BYE is answered; a daemon that is gone while nothing is in flight is not waited for."""

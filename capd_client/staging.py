@@ -14,13 +14,14 @@ from typing import Any, Optional, Union
 import torch
 
 from capd_client.arena import Arena
-from capd_client.books import READY, Books
+from capd_client.books import Books
 from capd_client.counter_page import DropReason
 from capd_client.definitions import Definition
 from capd_client.device import DeviceStager
 from capd_client.device_way import DeviceWay
 from capd_client.errors import ConfigError, Counted
 from capd_client.host_copy import GIL_HELD_NBYTES, MEMMOVE_NBYTES, HostCopy, move, move_holding_gil
+from capd_client.in_flight import READY
 from capd_client.key import MAX_NDIM, Key, Moment
 from capd_client.large import stage_in_parts
 from capd_client.notices import Notices

@@ -23,10 +23,10 @@ from hypothesis.stateful import (
 from capd.server.accounting import PageCounters, Totals, reconcile
 from capd.server.session import Session
 from capd_client.allocator import SlotAllocator
-from capd_client.books import COPYING, Capture
 from capd_client.counter_page import DropReason
 from capd_client.counting import Counters
 from capd_client.definitions import Definition
+from capd_client.in_flight import COPYING, Capture
 from capd_client.key import Key, Moment
 from capd_client.parts import PartCapture, PartedBooks, Record
 from capd_client.protocol import Ack, Define, Descriptor, Hello, Nack

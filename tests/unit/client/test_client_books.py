@@ -10,10 +10,11 @@ import torch
 from client_peer import wait_until
 
 from capd_client.allocator import SlotAllocator
-from capd_client.books import Books, Capture
+from capd_client.books import Books
 from capd_client.counter_page import DropReason
 from capd_client.counting import REASON_INDEX, Counters
 from capd_client.definitions import Definition
+from capd_client.in_flight import Capture
 from capd_client.key import Key, Moment
 from capd_client.protocol import Descriptor, NackRow
 from capd_client.step_budget import StepBudget

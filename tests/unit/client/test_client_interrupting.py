@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -15,6 +18,7 @@ from client_peer import Peer, wait_until
 from fake_device import KEY, FakeDevice, Rig
 
 import capd_client
+from capd_client import staging
 from capd_client.counter_page import DropReason
 from capd_client.key import Key
 from capd_client.session import Session
@@ -36,7 +40,8 @@ def interrupt(call: Callable[[], None], line: int, handler: Callable[[], None]) 
         folder, name = os.path.split(frame.f_code.co_filename)
         if folder != FOLDER or name in CALLED_ANYWHERE:
             return None
-        if event == "line":
+        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and not text.startswith("with "):  # between its body and its end no handler runs
             passed += 1
             if passed == line:
                 handler()
@@ -133,3 +138,77 @@ def test_a_handler_that_closes_inside_of_the_books_does_so_behind_them(
             thread.join()
     now = session.snapshot()
     assert (now.offered, now.committed, now.dropped) == (1, 1, {})
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_at_any_line_of_a_capture_a_handler_that_flushes_waits_for_what_can_be_settled(
+    peer: Peer, rig: Callable[..., Rig], on_device: bool
+) -> None:
+    r = rig(FakeDevice(nbytes=1 << 19, pinned=False))  # copies are done at once
+    r.session.devices._stagers[torch.device("cuda")] = r.stager
+    session, moment = r.session, r.session.context.moment()
+    if on_device:
+        session._stage = lambda *args: r.way.stage(*args[:7])  # type: ignore[method-assign]
+
+    def flush() -> None:
+        started = time.monotonic()
+        session.flush(60)
+        assert time.monotonic() - started < 30
+
+    def offer() -> None:
+        session.offer(torch.zeros(50), KEY, moment)
+
+    line = 0
+    met = True
+    while met:
+        line += 1
+        met = interrupt(offer, line, flush)
+    assert session.flush(20)
+    exact(session, line)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_ctrl_c_at_any_line_of_a_capture_holds_up_none_behind_it(
+    peer: Peer, rig: Callable[..., Rig], on_device: bool
+) -> None:
+    r = rig(FakeDevice(nbytes=1 << 19, pinned=False))  # copies are done at once
+    r.session.devices._stagers[torch.device("cuda")] = r.stager
+    session, moment = r.session, r.session.context.moment()
+    if on_device:
+        session._stage = lambda *args: r.way.stage(*args[:7])  # type: ignore[method-assign]
+
+    def ctrl_c() -> None:
+        raise KeyboardInterrupt
+
+    def offer() -> None:
+        session.offer(torch.zeros(50), KEY, moment)
+
+    line = 0
+    met = True
+    while met:
+        line += 1
+        with suppress(KeyboardInterrupt):
+            met = interrupt(offer, line, ctrl_c)
+        assert session.flush(20), line
+    assert line > 40
+    assert session.snapshot().in_flight == 0
+
+
+def test_a_handler_that_closes_amid_a_capture_waits_for_nothing_and_leaves_the_memory(
+    peer: Peer, make_session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = make_session(strict=True)
+    session.offer(torch.ones(10), KEY, session.context.moment())
+    move = staging.move_holding_gil
+
+    def interrupted(*args: int) -> None:
+        started = time.monotonic()
+        session.close(60)
+        assert time.monotonic() - started < 30
+        move(*args)
+
+    monkeypatch.setattr(staging, "move_holding_gil", interrupted)
+    session.offer(torch.ones(10), KEY, session.context.moment())
+    now = session.snapshot()
+    assert (now.offered, now.committed, now.in_flight, now.dropped) == (2, 1, 0, {"not_connected": 1})
+    assert session.arena.address  # still mapped: the copy went on behind the handler

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capd_client.allocator import GRANULE_NBYTES, SlotAllocator
-from capd_client.books import COPYING, Capture
 from capd_client.counter_page import DropReason
 from capd_client.counting import REASON_INDEX, Counters
 from capd_client.definitions import Definition
+from capd_client.in_flight import COPYING, Capture
 from capd_client.key import Key, Moment
 from capd_client.large import blocks
 from capd_client.parts import PartCapture, PartedBooks, Record, part_nbytes
