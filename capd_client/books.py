@@ -89,10 +89,8 @@ class Books(Accounts):
                 if not self.step_budget.has_room(iteration, nbytes):  # others took it meanwhile
                     self.waiting.give(slot)
                     return self._no_room(definition, descriptor, DropReason.STEP_BUDGET)
-            capture = self._enter(definition, descriptor, slot)
-            capture.budgeted = nbytes
             self.step_budget.take(iteration, nbytes)
-            return capture
+            return self._enter(definition, descriptor, slot, nbytes)
 
     def _wait_for(self, nbytes: int) -> Optional[Slot]:
         """Policy block: a slot, if there is one in time. While it is waited for, the offer is not one yet."""
@@ -104,12 +102,14 @@ class Books(Accounts):
         self.counters.words[COUNTER_OFFERED] += 1  # in another place than before once all is closed
         return slot
 
-    def _enter(self, definition: Definition, descriptor: Descriptor, slot: Slot) -> Capture:
+    def _enter(
+        self, definition: Definition, descriptor: Descriptor, slot: Slot, budgeted: int = 0
+    ) -> Capture:
         """Give an offer its sequence and its place in the queue."""
         self._last_sequence += 1
         descriptor.sequence = self._last_sequence
         descriptor.offset = slot[0]
-        capture = Capture(descriptor, definition, slot, thread=get_ident())
+        capture = Capture(descriptor, definition, slot, COPYING, False, budgeted, get_ident())
         self._live[descriptor.sequence] = capture
         self.counters.words[COUNTER_IN_FLIGHT] = len(self._live)
         self._queue.append(capture)
@@ -160,26 +160,24 @@ class Books(Accounts):
                 self._give_back(capture, capture.budgeted)
                 self._drop(capture, reason)
 
-    def amid(self, behind: int = 0) -> Optional[Capture]:
-        """The capture behind sequence `behind` that this very thread is at: a signal handler has interrupted it."""
+    def amid(self) -> Optional[Capture]:
+        """The capture that this very thread is at: a signal handler has interrupted it."""
         with self.lock:
-            for sequence, capture in self._live.items():
-                if sequence > behind and capture.state == COPYING and capture.thread == get_ident():
+            for capture in self._live.values():
+                if capture.state == COPYING and capture.thread == get_ident():
                     return capture
             return None
 
-    def give_up(self, behind: int, reason: DropReason) -> bool:
-        """Drop the capture that this thread is `amid`; whether there was one.
+    def give_up(self, reason: DropReason) -> None:
+        """Drop the capture that this thread is `amid`, if any.
 
         Its call may go on, or a copy of it be under way: the slot is nobody's any more, and the memory stays.
         """
         with self.lock:
-            capture = self.amid(behind)
-            if capture is None:
-                return False
-            self.copying = True
-            self.abandon(capture, reason)
-            return True
+            capture = self.amid()
+            if capture is not None:
+                self.copying = True
+                self.abandon(capture, reason)
 
     # -- the client thread's side ---------------------------------------------------------------------
 

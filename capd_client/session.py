@@ -128,7 +128,6 @@ class Session:
         if self.books.inside():
             self._interrupting.refuse(tensor, key, moment, cast_to, attributes, take)
             return
-        before = self.books.last_sequence
         try:
             self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable)
         except Counted as error:
@@ -138,7 +137,7 @@ class Session:
         except Exception as error:
             self.drop_internal("a capture", error)
         except BaseException:  # Ctrl-C: what it leaves unfinished would hold up everything behind it
-            self.books.give_up(before, DropReason.INTERNAL)
+            self.books.give_up(DropReason.INTERNAL)
             raise
 
     def keeps(self, moment: Moment) -> bool:
@@ -217,7 +216,7 @@ class Session:
         if not self.enabled:
             return True
         self.enabled = False
-        self.books.give_up(0, DropReason.NOT_CONNECTED)  # what a signal handler that closes has interrupted
+        self.books.give_up(DropReason.NOT_CONNECTED)  # what a signal handler that closes has interrupted
         deadline = time.monotonic() + (
             self.config.exit_timeout_s if timeout_s is None else max(0.0, timeout_s)
         )
