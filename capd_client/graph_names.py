@@ -75,7 +75,8 @@ def forget_numbers() -> None:
         ours = {
             place: variable
             for place, variable in known.items()
-            if isinstance(variable, SymNodeVariable) and _of_a_module(variable.source)
+            if type(variable) is SymNodeVariable  # isinstance would have it look at what it has put off
+            and _of_a_module(variable.source)
         }
         for place in ours:
             del known[place]
