@@ -168,16 +168,18 @@ class Books(Accounts):
                     return capture
             return None
 
-    def give_up(self, reason: DropReason) -> None:
-        """Drop the capture that this thread is `amid`, if any.
+    def give_up(self, reason: DropReason) -> bool:
+        """Drop the capture that this thread is `amid`; whether there was one.
 
         Its call may go on, or a copy of it be under way: the slot is nobody's any more, and the memory stays.
         """
         with self.lock:
             capture = self.amid()
-            if capture is not None:
-                self.copying = True
-                self.abandon(capture, reason)
+            if capture is None:
+                return False
+            self.copying = True
+            self.abandon(capture, reason)
+            return True
 
     # -- the client thread's side ---------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from capd_client.definitions import short_name
 from capd_client.devices import Devices
 from capd_client.errors import Counted
 from capd_client.interrupting import Interrupting
+from capd_client.interruptions import is_interruption
 from capd_client.key import Key, Moment
 from capd_client.link import Link
 from capd_client.memory import arena_nbytes
@@ -43,6 +44,7 @@ __all__ = ["Session"]
 
 _STOP_TIMEOUT_S = 5.0
 _POLL_S = 0.001
+_COUNTED = "_capd_counted"  # an attribute of errors that are raised into the job
 
 
 class Session:
@@ -131,14 +133,12 @@ class Session:
         try:
             self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable)
         except Counted as error:
-            self._tell("a capture", error.__cause__ or error)
-            if self.config.strict or not isinstance(error.__cause__, Exception):
-                raise error.__cause__ or error from None
-        except Exception as error:
-            self.drop_internal("a capture", error)
-        except BaseException:  # Ctrl-C: what it leaves unfinished would hold up everything behind it
-            self.books.give_up(DropReason.INTERNAL)
-            raise
+            self._hand_on("a capture", error.__cause__ or error)
+        except BaseException as error:
+            # What a signal handler raises may leave the capture unfinished, which would hold up everything behind it.
+            if not is_interruption(error) or not self.books.give_up(DropReason.INTERNAL):
+                self.books.refuse(None, DropReason.INTERNAL)
+            self._hand_on("a capture", error)
 
     def keeps(self, moment: Moment) -> bool:
         """Whether mode and policy keep the captures of this call; those of others are counted drops."""
@@ -151,13 +151,13 @@ class Session:
             self.devices.prepare(device for device in devices if device.type == "cuda")
 
     def drop_internal(self, where: str, error: BaseException) -> None:
-        """Count a capture that an error inside capd prevented, and log it; raises it under CAPD_STRICT=1."""
-        if not self.enabled:
-            return
-        self.books.refuse(None, DropReason.INTERNAL)
-        self._tell(where, error)
-        if self.config.strict:
-            raise error
+        """Count a capture that an error inside capd prevented, and log it.
+
+        Raises it under CAPD_STRICT=1, and always what a signal handler of the job raised while capd ran.
+        """
+        if self.enabled and not getattr(error, _COUNTED, False):
+            self.books.refuse(None, DropReason.INTERNAL)
+        self._hand_on(where, error)
 
     def drop_invalid(self, problem: str, reason: DropReason = DropReason.INVALID_KEY) -> None:
         """Count a capture whose arguments cannot be used, and log why."""
@@ -173,10 +173,14 @@ class Session:
         """The counters now."""
         return self.books.snapshot()
 
-    def _tell(self, where: str, error: BaseException) -> None:
-        self.notices.warn(
-            DropReason.INTERNAL.value, "%s failed inside capd: %s: %s", where, type(error).__name__, error
-        )
+    def _hand_on(self, where: str, error: BaseException) -> None:
+        """Log an error of a capture that is counted, or raise it; taps that it passes must not count it again."""
+        if self.config.strict or is_interruption(error):
+            setattr(error, _COUNTED, True)
+            raise error from None
+        if self.enabled:
+            name = type(error).__name__
+            self.notices.warn(DropReason.INTERNAL.value, "%s failed inside capd: %s: %s", where, name, error)
 
     def _begin_iteration(self, iteration: int) -> None:
         """Once per iteration, on the thread that trains: tell where it is, and follow `capd ctl`."""

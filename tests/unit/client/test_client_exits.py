@@ -151,6 +151,36 @@ def test_a_signal_ends_the_job_as_it_would_without_capture(
         process.communicate()
 
 
+def test_what_a_signal_handler_raises_reaches_the_job(peer: Peer, job_env: dict[str, str]) -> None:
+    """A time limit must end what it is set for, also where the signal comes in while capd's code runs."""
+    done = run(
+        """
+        class Limit:
+            def __call__(self, number, frame):
+                raise TimeoutError(number)
+
+        signal.signal(signal.SIGALRM, Limit())
+        model = torch.nn.Linear(64, 64)
+        capd_client.watch(model, steps="all", tensors=["input", "output", "grad_output", "grad_weight"])
+        for limit in range(60):
+            try:
+                began = time.monotonic()
+                signal.setitimer(signal.ITIMER_REAL, 0.005 + 0.0003 * (limit % 7))
+                while time.monotonic() < began + 20:
+                    if limit % 2:
+                        capd_client.capture(torch.ones(2000), tensor_name="y")
+                    else:
+                        model(torch.ones(4, 64)).sum().backward()
+                print("lost", limit)
+                break
+            except TimeoutError as error:
+                assert error.args == (signal.SIGALRM,)
+        """,
+        {n: v for n, v in job_env.items() if n != "CAPD_STRICT"} | {"CAPD_EXIT_TIMEOUT_S": "0"},
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
 def test_an_error_in_another_exit_handler_does_not_keep_captures_from_being_drained(
     peer: Peer, job_env: dict[str, str]
 ) -> None:
