@@ -42,15 +42,13 @@ class CudaDevice:
         """The ring; empty when the device has no memory left for it.
 
         From the side stream's own pool: a block that the job has freed could still be written by what it has queued.
-        torch has 32 streams for all, though, so the job may know ours too, and cudaMallocAsync promises memory to
-        the allocating stream alone: so what this thread issues next comes behind what the side stream has now.
+        What this thread issues next comes behind what the side stream has in its queue: where algorithms are to be
+        deterministic torch fills new memory there. And it has 32 streams for all: the job may know ours, too.
         """
         free, _total = torch.cuda.mem_get_info(self._index)
         device = torch.device("cuda", self._index)
-        with (
-            torch.cuda.device(device),
-            torch.cuda.stream(self._stream),
-        ):  # alone, it would come back by way of GPU 0
+        # Without the first guard, the second would come back by way of GPU 0.
+        with torch.cuda.device(device), torch.cuda.stream(self._stream):
             try:
                 ring = torch.empty(ring_nbytes(free), dtype=torch.uint8, device=device)
             except torch.cuda.OutOfMemoryError:

@@ -101,6 +101,16 @@ def test_what_a_full_ring_drops_leaves_the_budget_to_others(peer: Peer, rig: Cal
     assert r.session.snapshot().dropped == {"ring_full": 4}
 
 
+def test_a_host_ahead_of_its_device_keeps_as_much_as_the_ring_holds(
+    peer: Peer, rig: Callable[..., Rig]
+) -> None:
+    """Room is taken when the host issues a capture: with the link idle all the same."""
+    r = rig(FakeDevice(ready=False))
+    for _ in range(8):
+        r.offer(torch.zeros(r.stager.capacity // 4, dtype=torch.uint8))
+    assert r.session.snapshot().dropped == {"ring_full": 4}
+
+
 def test_policy_block_waits_for_the_ring(peer: Peer, rig: Callable[..., Rig]) -> None:
     r = rig(FakeDevice(nbytes=4096), policy="block", max_block_ms=30_000.0)
     r.offer(torch.zeros(128))
