@@ -110,11 +110,14 @@ def _timed_steps(machine: Accelerator, model: nn.Module, x: torch.Tensor, count:
     return (time.perf_counter() - started) / count
 
 
-def step(place: str, quick: bool, link_gbps: float, rounds: int) -> Row:
-    """A training step with as many Linears' Y and dY captured as make at most half of the link's bytes, 0 drops."""
+def step(place: str, quick: bool, link_gbps: float, rounds: int, policy: str) -> Row:
+    """A training step with as many Linears' Y and dY captured as make at most half of the link's bytes.
+
+    The host issues all of it long before the device computes it, and asks the ring for room then.
+    """
     width, rows, layers = (64, 32, 4) if quick else (4096, 8192, 24)
     arena_nbytes = 64 * MIB if quick else 8 * GIB
-    with daemon(Path(place), arena_nbytes=arena_nbytes, policy="drop"):
+    with daemon(Path(place), arena_nbytes=arena_nbytes, policy=policy):
         machine = Accelerator()
         dtype = torch.bfloat16 if machine.is_cuda else torch.float32
         linears = [nn.Linear(width, width, bias=False) for _ in range(layers)]

@@ -19,7 +19,7 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, BENCHMARK, *arguments],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=400,
         check=False,
         env=NO_GPU,
     )
@@ -32,7 +32,7 @@ def test_without_a_gpu_it_measures_nothing_and_says_so() -> None:
     assert "no CUDA device was found" in done.stderr
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(420)
 def test_every_section_runs_and_reports(tmp_path: Path, runtime_dir: Path) -> None:
     scratch, json_file = (
         runtime_dir / "scratch",
@@ -48,7 +48,8 @@ def test_every_section_runs_and_reports(tmp_path: Path, runtime_dir: Path) -> No
     assert "no GPU" in found["calls"]["device"]
     for section in ("calls", "memory", "small"):
         assert found[section]["dropped"] == {}
-    assert found["step"]["captured"] == found["step"]["expected"]
+    for step in found["step"].values():
+        assert step["captured"] == step["expected"]
     assert [row["beside"] for row in found["interference"]] == ["nothing", "captures", "unbounded captures"]
     assert {row["way"] for row in found["rows"]} == {"fill_row, without Triton", "torch's operations"}
     tables = [line for line in done.stdout.splitlines() if line.startswith("|---")]
