@@ -1,4 +1,4 @@
-"""What the daemon may use: disk space and inodes for records, threads for encoding, open files.
+"""What the daemon may use: disk space and inodes for records, memory on the way, threads for encoding, open files.
 
 Limits are looked up before they are used and respect cgroups (v1 and v2), CPU affinity and RLIMITs.
 """
@@ -14,11 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from capd.amounts import amount_nbytes
+from capd_client.memory import available_nbytes
 
-__all__ = ["DiskBudget", "default_max_disk", "encode_threads", "raise_open_files", "usable_cpus"]
+__all__ = [
+    "DiskBudget", "default_max_disk", "encode_threads", "raise_open_files", "staging_within", "usable_cpus",
+]  # fmt: skip
 
 _REFRESH_S = 1.0
 _DEFAULT_MAX_DISK = 200 * 10**9
+_STAGING_SHARE = 4  # one of so many parts of the available memory, which others need as well
 _NEW_SERIES_INODES = 16  # groups, array, metadata, `.partial`, and what sealing it takes
 _SEAL_INODES = 8  # of these: directories of the shard, and metadata before it is renamed
 _MIN_KEPT_INODES = 512
@@ -138,6 +142,11 @@ class DiskBudget:
 
 def _size(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10**9 else f"{nbytes / 1e6:.1f} MB"
+
+
+def staging_within(asked_nbytes: int) -> int:
+    """What of `asked_nbytes` the memory of the machine, or of the cgroup, allows between arenas and disk."""
+    return min(asked_nbytes, available_nbytes() // _STAGING_SHARE)
 
 
 def usable_cpus() -> float:

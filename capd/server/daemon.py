@@ -23,7 +23,13 @@ from capd.config import DaemonSettings
 from capd.errors import CapdError
 from capd.metrics import DaemonStats
 from capd.server import endpoint
-from capd.server.budget import DiskBudget, default_max_disk, encode_threads, raise_open_files
+from capd.server.budget import (
+    DiskBudget,
+    default_max_disk,
+    encode_threads,
+    raise_open_files,
+    staging_within,
+)
 from capd.server.connection import ConnectionContext
 from capd.server.control import Controller
 from capd.server.gathering import MAX_SCRATCH_FILES
@@ -69,6 +75,7 @@ class Daemon:
         self._root = Path(settings.store).absolute()
         self._node = node_name(settings.node)
         self._threads = settings.threads or encode_threads()
+        self._staging_nbytes = staging_within(settings.staging_bytes)
         self._bound: endpoint.BoundSocket | None = None
         self._stop = StopRequests(self._leave_at_once)
         self._drained_by = 0.0
@@ -132,7 +139,7 @@ class Daemon:
             self._node,
             options,
             threads=self._threads,
-            staging_nbytes=settings.staging_bytes,
+            staging_nbytes=self._staging_nbytes,
             budget=self._budget,
         )
         self._registry = Registry(self._root, self._node, lock, names, self._pipeline, settings.idle_seal_s)
@@ -190,7 +197,7 @@ class Daemon:
             self._root,
             self._node,
             self._threads,
-            settings.staging_bytes >> 20,
+            self._staging_nbytes >> 20,
             (self._budget.max_disk or 0) / 1e9,
             self._budget.keep_free_nbytes() / 1e9,
             os.getpid(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -209,6 +210,25 @@ def test_the_arena_fits_into_a_memory_cgroup(place: Place, group: MemoryGroup, a
     )
     assert said["arena"] < 1200 * MIB * (0.2 if asked is None else 0.5)
     assert group.killed() == 0
+
+
+def test_the_daemon_keeps_its_staging_within_a_memory_cgroup(
+    group: MemoryGroup, tmp_path: Path, runtime_dir: Path
+) -> None:
+    from tests.integration.daemon_kit import DaemonProcess
+
+    daemon = DaemonProcess(
+        tmp_path / "store",
+        runtime_dir / "s.sock",
+        env={**os.environ, "CAPD_STAGING_BYTES": "1000000000"},
+        preexec_fn=group.enter,
+    )
+    try:
+        [staging] = re.findall(r"(\d+) MiB staging", daemon.text())
+        assert int(staging) <= 300  # of 1200 MiB
+        assert group.killed() == 0
+    finally:
+        daemon.stop()
 
 
 def test_one_core_for_daemon_and_rank_together_is_enough(place: Place) -> None:
