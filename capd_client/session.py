@@ -26,8 +26,7 @@ from capd_client.counting import Counters, Snapshot
 from capd_client.definitions import short_name
 from capd_client.devices import Devices
 from capd_client.errors import Counted
-from capd_client.interrupting import Interrupting
-from capd_client.interruptions import is_interruption
+from capd_client.interrupting import Interrupting, is_interruption
 from capd_client.key import Key, Moment
 from capd_client.link import Link
 from capd_client.memory import arena_nbytes
