@@ -8,6 +8,7 @@ do names that differ too often; where no break is allowed, those calls are left 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Optional, TypeVar
 
 import msgspec
@@ -114,19 +115,24 @@ def _way() -> str:
         return "outside"
     in_graphs(trace_capture)
     in_graphs(trace_left_out)
-    if crowded():
-        return "left out" if breaks_are_errors() else "outside"
-    return "numbers" if can_free_numbers() else "operator"
+    with suppress(Exception):  # what is asked for is torch's own, and may be elsewhere in the next one
+        if crowded():
+            return "left out" if breaks_are_errors() else "outside"
+        if can_free_numbers():
+            return "numbers"
+    return "operator"
 
 
 @_at_trace_time
 def _lend_numbers() -> None:
-    lend_numbers()
+    with suppress(Exception):  # the job's graph is compiled in any case
+        lend_numbers()
 
 
 @_at_trace_time
 def _forget_numbers() -> None:
-    forget_numbers()
+    with suppress(Exception):
+        forget_numbers()
 
 
 @_at_trace_time

@@ -20,9 +20,8 @@ __all__ = [
 MAX_ARENA_NBYTES = 2 << 30
 MIN_ARENA_NBYTES = 1 << 20
 SHARE = 0.2  # of the available memory, for all ranks of this node together
-MOST_SHARE = (
-    0.5  # the same where a size is asked for: the arena's pages are made ahead, and may not end the job
-)
+# The same where a size is asked for: the arena's pages are made ahead, and may not end the job.
+MOST_SHARE = 0.5
 
 
 def arena_nbytes(asked: Optional[int], local_world_size: int, notices: Notices) -> int:

@@ -13,9 +13,8 @@ from itertools import pairwise
 
 __all__ = ["LEAD_S", "MAX_AHEAD", "Pace", "leading"]
 
-LEAD_S = (
-    0.5  # from the order to the last rank's knowing: the daemon's clock, the ranks' idle tick, a busy machine
-)
+# From the order to the last rank's knowing: the daemon's clock, the ranks' idle tick, a busy machine.
+LEAD_S = 0.5
 MAX_AHEAD = 1000  # iterations in front of the other ranks that a rank can be and still lead them
 _LOOKS = 9
 _FASTEST_STEP_S = 5e-4  # iterations that begin faster are a jump (set_moment), not steps

@@ -34,9 +34,8 @@ from capd_client.statistics_row import ROW_NBYTES
 __all__ = ["MAX_DEFINE_NBYTES", "MAX_REFUSED", "RECORD_NBYTES", "Checked", "Phase", "Session"]
 
 MAX_DEFINE_NBYTES = 64 << 20  # DEF frames kept per connection
-RECORD_NBYTES = (
-    2 << 10
-)  # what a capture in work takes at most, its elements, metadata and statistics row left out
+# What a capture in work takes at most; its elements, metadata and statistics row left out.
+RECORD_NBYTES = 2 << 10
 MAX_REFUSED = 65_536  # refusals remembered; a repeated PUT of an older one is tried again
 
 Checked = tuple[Descriptor, "Define | None", "str | None"]  # a descriptor, its definition, what is wrong
