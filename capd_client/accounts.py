@@ -2,6 +2,9 @@
 
 The lock is re-entrant, so that a signal handler cannot deadlock the thread that it interrupted. What the handler
 captures where that thread is `inside` is a drop, counted `later`: until the handler returns nothing may be changed.
+
+A handler may raise as well, and Python runs it at the begin of a function, behind a call and at the end of a loop's
+turn. So everything is computed first; what must change together is changed by plain statements behind that.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ from typing import Any, Optional
 
 import torch
 
-from capd_client.counter_page import COUNTER_OFFERED, DropReason
-from capd_client.counting import Counters, Ledger, Snapshot
+from capd_client.counter_page import COUNTER_DROPS, COUNTER_OFFERED, DropReason
+from capd_client.counting import REASON_INDEX, Counters, Ledger, Snapshot
 from capd_client.definitions import Definition, Definitions
+from capd_client.errors import Counted
 from capd_client.key import Key
 from capd_client.protocol import Descriptor
 
@@ -53,13 +57,20 @@ class Accounts:
     def refuse(
         self, definition: Optional[Definition], reason: DropReason, nbytes: int = 0, iteration: int = 0
     ) -> None:
-        """Count an offer that is dropped before it was admitted."""
+        """Count an offer that is dropped before it was admitted. Raises Counted for a handler's error behind that."""
         if self.inside():
             self.later(partial(self.refuse, definition, reason, nbytes, iteration))
             return
-        with self.lock:
-            self.counters.words[COUNTER_OFFERED] += 1
-            self._count(definition, self._refusing or reason, nbytes, iteration)
+        counted = False
+        try:
+            with self.lock:
+                self._count(definition, self._refusing or reason, nbytes, iteration)
+                self.counters.words[COUNTER_OFFERED] += 1
+                counted = True
+        except BaseException as error:
+            if counted:
+                raise Counted from error
+            raise
 
     def later(self, call: Callable[[], None]) -> None:
         """In a signal handler: have this called once the interrupted thread is outside of the books."""
@@ -85,9 +96,10 @@ class Accounts:
     def _count(
         self, definition: Optional[Definition], reason: DropReason, nbytes: int, iteration: int
     ) -> None:
-        self.counters.drop(reason)
+        word = COUNTER_DROPS + REASON_INDEX[reason]
         if definition is not None:
             self.ledger.add(definition.id, reason, nbytes, iteration)
+        self.counters.words[word] += 1
 
     def _count_tensor(self, definition: Definition, descriptor: Descriptor, reason: DropReason) -> None:
         """A drop has its tensor's bytes, also where only statistics would have travelled."""

@@ -3,6 +3,7 @@
 Pure bookkeeping over offsets, no memory is touched. First-fit by address keeps the used part low and warm and
 survives slots that stay taken for long, where a ring would stop at the first of them. Tensors below 64 KiB are
 packed 64-byte aligned into slabs, so that they do not fragment the rest. Calls are made under the session's lock.
+Each does all or nothing where a signal handler raises: nothing is called from the first change to the last.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class Extents:
             starts[index] = start
             sizes[index] += nbytes
         else:
-            starts.insert(index, start)
-            sizes.insert(index, nbytes)
+            starts[index:index] = (start,)  # not insert, behind which a signal handler may run
+            sizes[index:index] = (nbytes,)
         self.free_nbytes += nbytes
 
 
@@ -86,8 +87,8 @@ class _Slab:
 
     __slots__ = ("live", "next_offset", "start")
 
-    def __init__(self, start: int) -> None:
-        self.start = start
+    def __init__(self) -> None:
+        self.start = 0
         self.next_offset = 0
         self.live = 0
 
@@ -138,11 +139,11 @@ class SlotAllocator:
             if extent:
                 self._extents.give(offset, extent)
             return
-        slab.live -= 1
-        if slab.live == 0:
-            slab.next_offset = 0
+        if slab.live == 1:
             if slab is not self._current:
                 self._extents.give(slab.start, self._slab_nbytes)
+            slab.next_offset = 0
+        slab.live -= 1
 
     def _trim(self) -> bool:
         """Return the current slab if it is empty."""
@@ -157,10 +158,12 @@ class SlotAllocator:
         extent = _round_up(nbytes, ALIGNMENT)
         slab = self._current
         if slab is None or slab.next_offset + extent > self._slab_nbytes:
+            slab = _Slab()
             start = self._extents.take(self._slab_nbytes)
             if start is None:
                 return None  # maybe a granule is left for this one alone
-            slab = self._current = _Slab(start)
+            slab.start = start
+            self._current = slab
         offset = slab.start + slab.next_offset
         slab.next_offset += extent
         slab.live += 1

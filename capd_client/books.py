@@ -10,35 +10,27 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from threading import get_ident
-from typing import Optional
+from typing import NoReturn, Optional
 
-from capd_client.accounts import Accounts
-from capd_client.allocator import EMPTY, Slot, SlotAllocator
+from capd_client.allocator import EMPTY, SlotAllocator
 from capd_client.counter_page import (
     COUNTER_ACKED,
     COUNTER_IN_FLIGHT,
-    COUNTER_OFFERED,
     DROP_REASONS,
     DropReason,
 )
 from capd_client.counting import Counters
-from capd_client.definitions import Definition
+from capd_client.entrance import Entrance
+from capd_client.errors import Counted
 from capd_client.in_flight import ABORTED, COPYING, READY, Capture
 from capd_client.protocol import Descriptor, NackRow
-from capd_client.step_budget import StepBudget
 from capd_client.thinning import Thinning
-from capd_client.waiting import Waiting
 
 __all__ = ["Books"]
 
 
-class Books(Accounts):
-    """Slots and the order of captures, and their accounts, under one lock.
-
-    max_block_s: how long `admit` may wait for room (0: policy drop), see `capd_client.waiting`.
-    step_nbytes: what the captures of one iteration may take together (None: no limit).
-    thinning: under policy thin, what is told of captures that found no room.
-    """
+class Books(Entrance):
+    """Slots and the order of captures, and their accounts, under one lock. Arguments as for `Entrance`."""
 
     def __init__(
         self,
@@ -49,88 +41,24 @@ class Books(Accounts):
         step_nbytes: Optional[int] = None,
         thinning: Optional[Thinning] = None,
     ) -> None:
-        super().__init__(counters)
-        self.slots = slots
-        self.step_budget = StepBudget(step_nbytes)
-        self.thinning = thinning
-        self.waiting = Waiting(self.lock, slots, max_block_s)
-        self._live: dict[int, Capture] = {}  # by sequence, ascending: everything that owns a slot
-        self._queue: deque[Capture] = deque()  # not sent yet, by sequence
+        super().__init__(slots, counters, max_block_s=max_block_s, step_nbytes=step_nbytes, thinning=thinning)
         self._resend: deque[Capture] = deque()  # sent on an earlier connection and not settled
-        self._last_sequence = 0
         self.copying = False  # some thread may still write to a slot that was given up
 
     # -- the training thread's side -------------------------------------------------------------------
 
-    def admit(
-        self, definition: Definition, descriptor: Descriptor, behind_nbytes: int = 0
-    ) -> Optional[Capture]:
-        """Count an offer and give it a slot, a sequence and a place in the queue, or count the drop.
+    def break_off(self, descriptor: Descriptor, error: BaseException) -> NoReturn:
+        """End the offer that `error` came out of: its capture is dropped, unless it is ready or all with its device.
 
-        behind_nbytes: room in the slot behind the tensor's bytes, for its statistics row. Fills in the descriptor's
-        sequence and offset. Waits for room only under policy block.
+        Raises Counted from the error, or the error itself where the offer was not counted yet.
         """
-        nbytes, iteration = descriptor.nbytes + behind_nbytes, descriptor.moment.iteration
+        if not descriptor.sequence:
+            raise error
         with self.lock:
-            words = self.counters.words
-            words[COUNTER_OFFERED] += 1
-            if self._refusing is not None:
-                self._count_tensor(definition, descriptor, self._refusing)
-                return None
-            if not self.step_budget.has_room(iteration, nbytes):
-                return self._no_room(definition, descriptor, DropReason.STEP_BUDGET)
-            slot = self.slots.take(nbytes)
-            if slot is None:
-                if nbytes > self.slots.capacity:
-                    return self._no_room(definition, descriptor, DropReason.TOO_LARGE)
-                slot = self._wait_for(nbytes)
-                if slot is None:
-                    return self._no_room(definition, descriptor, self._refusing or DropReason.ARENA_FULL)
-                if not self.step_budget.has_room(iteration, nbytes):  # others took it meanwhile
-                    self.waiting.give(slot)
-                    return self._no_room(definition, descriptor, DropReason.STEP_BUDGET)
-            self.step_budget.take(iteration, nbytes)
-            return self._enter(definition, descriptor, slot, nbytes)
-
-    def _wait_for(self, nbytes: int) -> Optional[Slot]:
-        """Policy block: a slot, if there is one in time. While it is waited for, the offer is not one yet."""
-        waiting = self.waiting
-        if not waiting.allowed(waiting.max_s):
-            return None
-        self.counters.words[COUNTER_OFFERED] -= 1
-        slot = waiting.take(nbytes, waiting.max_s)
-        self.counters.words[COUNTER_OFFERED] += 1  # in another place than before once all is closed
-        return slot
-
-    def _enter(
-        self, definition: Definition, descriptor: Descriptor, slot: Slot, budgeted: int = 0
-    ) -> Capture:
-        """Give an offer its sequence and its place in the queue."""
-        self._last_sequence += 1
-        descriptor.sequence = self._last_sequence
-        descriptor.offset = slot[0]
-        capture = Capture(descriptor, definition, slot, COPYING, False, budgeted, get_ident())
-        self._live[descriptor.sequence] = capture
-        self.counters.words[COUNTER_IN_FLIGHT] = len(self._live)
-        self._queue.append(capture)
-        return capture
-
-    def _no_room(
-        self, definition: Definition, descriptor: Descriptor, reason: DropReason
-    ) -> Optional[Capture]:
-        """What becomes of an offer that there is no room for: a drop."""
-        self._count_tensor(definition, descriptor, reason)
-        if self.thinning is not None and reason in (DropReason.ARENA_FULL, DropReason.STEP_BUDGET):
-            self.thinning.refused(descriptor.moment)
-        return None
-
-    def turn_away(
-        self, definition: Definition, descriptor: Descriptor, reason: DropReason
-    ) -> Optional[Capture]:
-        """Count an offer that has no room somewhere else: a drop, or a capture of what is kept instead."""
-        with self.lock:
-            self.counters.words[COUNTER_OFFERED] += 1
-            return self._no_room(definition, descriptor, self._refusing or reason)
+            capture = self._live.get(descriptor.sequence)
+            if capture is not None and capture.thread:
+                self.abort(capture, DropReason.INTERNAL)
+        raise Counted from error
 
     def reduce(self, capture: Capture) -> bool:
         """Whether an admitted capture that found no room behind the arena now stands for its statistics alone."""
@@ -213,8 +141,7 @@ class Books(Accounts):
             for sequence in self._sequences(ranges):
                 capture = self._live.get(sequence)
                 if capture is not None and capture.sent:
-                    self.counters.words[COUNTER_ACKED] += 1
-                    self._release(capture)
+                    self._commit(capture)
 
     def _sequences(self, ranges: Iterable[tuple[int, int]]) -> Iterable[int]:
         for first, last in ranges:
@@ -289,11 +216,20 @@ class Books(Accounts):
         self.step_budget.give(capture.descriptor.moment.iteration, nbytes)
 
     def _drop(self, capture: Capture, reason: DropReason) -> None:
+        """May be interrupted and called again: a slot is given back once, and counted is what was in flight."""
+        self.slots.give(capture.slot)
+        capture.slot = (capture.slot[0], 0, None)  # a device may copy to it still: its place stays
+        in_flight = len(self._live) - 1
         self._count_tensor(capture.definition, capture.descriptor, reason)
-        self._release(capture)
-
-    def _release(self, capture: Capture) -> None:
-        capture.state = ABORTED
         del self._live[capture.descriptor.sequence]
-        self.counters.words[COUNTER_IN_FLIGHT] = len(self._live)
+        capture.state = ABORTED
+        self.counters.words[COUNTER_IN_FLIGHT] = in_flight
+        self.waiting.given()
+
+    def _commit(self, capture: Capture) -> None:
+        words = self.counters.words
+        words[COUNTER_ACKED] += 1
+        del self._live[capture.descriptor.sequence]
+        words[COUNTER_IN_FLIGHT] = len(self._live)
+        capture.state = ABORTED
         self.waiting.give(capture.slot)

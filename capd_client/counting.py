@@ -61,10 +61,6 @@ class Counters:
         """Start from zero in plain memory without touching the page (a forked child cannot)."""
         self.words = [0] * _WORDS
 
-    def drop(self, reason: DropReason) -> None:
-        """Count one capture given up."""
-        self.words[COUNTER_DROPS + REASON_INDEX[reason]] += 1
-
     def snapshot(self) -> Snapshot:
         """All counters; `dropped` holds the reasons that occurred."""
         words = self.words

@@ -175,13 +175,16 @@ class DeviceStager:
         try:
             if capture.descriptor.nbytes:
                 tensor = memory.write(slot, tensor, dtype)
+            if row_at is not None:
+                self._add_row(tensor, capture.descriptor, dtype, memory.row(slot[0] + row_at), row_at)
+            return self._hand_over(Snapshot(capture, memory.tensor, nbytes, self._device.record(), slot))
         except BaseException:
-            self._ring.give([slot])
+            if (
+                capture.thread
+            ):  # not handed over; what was issued may write to the slot until the device is there
+                self._books.abort(capture, DropReason.INTERNAL)
+                self._hand_over(Snapshot(capture, memory.tensor, 0, self._device.record(), slot))
             raise
-        # Where what follows fails the slot stays taken: what was issued may still write to it.
-        if row_at is not None:
-            self._add_row(tensor, capture.descriptor, dtype, memory.row(slot[0] + row_at), row_at)
-        return self._hand_over(Snapshot(capture, memory.tensor, nbytes, self._device.record(), slot))
 
     def _add_row(
         self, tensor: torch.Tensor, descriptor: Descriptor, dtype: torch.dtype, row: torch.Tensor, row_at: int
@@ -219,7 +222,7 @@ class DeviceStager:
         with self._handing:
             if self.failed:  # what is handed over now nobody would take
                 return DropReason.INTERNAL
-            self._handed.append(snapshot)
+            self._handed += (snapshot,)  # not append, behind which a signal handler may run
             snapshot.capture.thread = 0
         self._wake()
         return None

@@ -63,17 +63,17 @@ class DeviceWay:
             descriptor.nbytes = 0  # the row is all that travels
         fits = hold or room <= stager.capacity
         deadline = stager.deadline()  # waiting for the arena and for the ring counts together
-        if fits:
-            capture = self._books.admit(definition, descriptor, room - descriptor.nbytes)
-        else:
-            capture = self._books.turn_away(definition, descriptor, DropReason.TOO_LARGE)
-        if capture is None:
-            if fits:
-                self._room.not_admitted(descriptor.moment.iteration, room)
-            else:
-                self._room.too_large_for_ring(definition, room, stager.capacity)
-            return
         try:
+            if fits:
+                capture = self._books.admit(definition, descriptor, room - descriptor.nbytes)
+            else:
+                capture = self._books.turn_away(definition, descriptor, DropReason.TOO_LARGE)
+            if capture is None:
+                if fits:
+                    self._room.not_admitted(descriptor.moment.iteration, room)
+                else:
+                    self._room.too_large_for_ring(definition, room, stager.capacity)
+                return
             if isinstance(capture, Record):
                 if not hold and stager.capacity < GRANULE_NBYTES:
                     self._books.abort(capture, DropReason.TOO_LARGE)
@@ -92,13 +92,12 @@ class DeviceWay:
             else:
                 self._books.ready(capture)
                 return
+            if reason is not None:
+                self._books.abort(capture, reason)
+            if reason is DropReason.RING_FULL:
+                self._room.ring_full(stager.capacity)
         except BaseException as error:
-            self._books.abort(capture, DropReason.INTERNAL)
-            raise Counted from error
-        if reason is not None:
-            self._books.abort(capture, reason)
-        if reason is DropReason.RING_FULL:
-            self._room.ring_full(stager.capacity)
+            self._books.break_off(descriptor, error)
 
     def _stager(
         self, device: torch.device, definition: Definition, descriptor: Descriptor

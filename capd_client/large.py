@@ -63,7 +63,8 @@ def stage_in_parts(
         try:
             reason = put(view, piece)
         except BaseException:
-            books.abort(piece, DropReason.INTERNAL)
+            if piece.thread:  # else its device has it, and lets go of it in the end
+                books.abort(piece, DropReason.INTERNAL)
             raise
         if reason is not None:
             books.abort(piece, reason)

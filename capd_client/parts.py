@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from capd_client.allocator import EMPTY, GRANULE_NBYTES, Slot, SlotAllocator
 from capd_client.books import Books
-from capd_client.counter_page import COUNTER_ACKED, COUNTER_IN_FLIGHT, DROP_REASONS, DropReason
+from capd_client.counter_page import DROP_REASONS, DropReason
 from capd_client.counting import Counters
 from capd_client.definitions import Definition
 from capd_client.in_flight import ABORTED, COPYING, READY, Capture
@@ -81,13 +81,10 @@ class PartedBooks(Books):
         if reason is not DropReason.TOO_LARGE:
             return super()._no_room(definition, descriptor, reason)
         self.step_budget.take(iteration, nbytes)
-        self._last_sequence += 1
-        descriptor.sequence = self._last_sequence
         record = Record(
             descriptor, definition, EMPTY, budgeted=nbytes, thread=get_ident(), patience_s=self.waiting.max_s
         )
-        self._live[descriptor.sequence] = record
-        self.counters.words[COUNTER_IN_FLIGHT] = len(self._live)
+        self._begin(record)
         return record
 
     def cut(self, record: Record, nbytes: int) -> Optional[PartCapture]:
@@ -95,25 +92,37 @@ class PartedBooks(Books):
 
         Waits for room while the record has patience; then it is dropped. None if it is, for whatever reason.
         """
-        with self.lock:
-            if record.state == ABORTED:
-                return None
-            slot = self.slots.take(nbytes)
-            if slot is None:
-                began = time.monotonic()
-                slot = self.waiting.take(nbytes, record.patience_s)
-                record.patience_s -= time.monotonic() - began
-            if record.state == ABORTED:  # refused during the wait, or everything was closed
-                if slot is not None:
+        slot: Optional[Slot] = None
+        piece: Optional[PartCapture] = None
+        try:
+            with self.lock:
+                if record.state == ABORTED:
+                    return None
+                slot = self.slots.take(nbytes)
+                if slot is None:
+                    began = time.monotonic()
+                    slot = self.waiting.take(nbytes, record.patience_s)
+                    record.patience_s -= time.monotonic() - began
+                if record.state == ABORTED:  # refused during the wait, or everything was closed
+                    if slot is not None:
+                        self.slots.give(slot)
+                        slot = None
+                        self.waiting.given()
+                    return None
+                if slot is None:
+                    self._give_up(record, DropReason.ARENA_FULL)
+                    return None
+                piece = self._add_piece(record, nbytes, slot)
+                if record.cut_nbytes == record.descriptor.nbytes:
+                    record.state = READY
+                return piece
+        except BaseException:  # a signal handler's
+            with self.lock:
+                if piece is not None:
+                    self._let_go(piece)
+                elif slot is not None:
                     self.waiting.give(slot)
-                return None
-            if slot is None:
-                self._give_up(record, DropReason.ARENA_FULL)
-                return None
-            piece = self._add_piece(record, nbytes, slot)
-            if record.cut_nbytes == record.descriptor.nbytes:
-                record.state = READY
-            return piece
+            raise
 
     def ready(self, capture: Capture) -> None:
         with self.lock:
@@ -158,8 +167,7 @@ class PartedBooks(Books):
                     continue
                 self._let_go(piece)
                 if piece.descriptor.ends_record and piece.record.state != ABORTED:
-                    self.counters.words[COUNTER_ACKED] += 1
-                    self._release(piece.record)
+                    self._commit(piece.record)
 
     def refused(self, rows: Iterable[NackRow]) -> None:
         rows = list(rows)
@@ -187,13 +195,13 @@ class PartedBooks(Books):
     # -- both, with the lock held ------------------------------------------------------------------------
 
     def _add_piece(self, record: Record, nbytes: int, slot: Slot) -> PartCapture:
-        self._last_sequence += 1
-        whole = record.descriptor
+        sequence, whole = self._last_sequence + 1, record.descriptor
         part = Part(whole.sequence, record.cut_nbytes, whole.nbytes)
-        descriptor = replace(whole, sequence=self._last_sequence, offset=slot[0], nbytes=nbytes, part=part)
-        piece = PartCapture(descriptor, record.definition, slot, record=record)
-        self._pieces[descriptor.sequence] = piece
-        self._queue.append(piece)
+        descriptor = replace(whole, sequence=sequence, offset=slot[0], nbytes=nbytes, part=part)
+        piece = PartCapture(descriptor, record.definition, slot, thread=get_ident(), record=record)
+        self._last_sequence = sequence
+        self._pieces[sequence] = piece
+        self._queue += (piece,)
         record.cut_nbytes += nbytes
         return piece
 
@@ -219,6 +227,9 @@ class PartedBooks(Books):
                 self._let_go(piece)
 
     def _let_go(self, piece: PartCapture) -> None:
-        piece.state = ABORTED
-        if self._pieces.pop(piece.descriptor.sequence, None) is not None:
-            self.waiting.give(piece.slot)
+        if piece.descriptor.sequence in self._pieces:
+            self.slots.give(piece.slot)
+            piece.slot = (piece.slot[0], 0, None)  # as in `_drop`
+            piece.state = ABORTED
+            del self._pieces[piece.descriptor.sequence]
+            self.waiting.given()

@@ -34,7 +34,12 @@ class ReducingBooks(Books):
         if slot is None:
             return super()._no_room(definition, descriptor, reason)
         descriptor.nbytes, descriptor.payload, descriptor.row_offset = 0, False, slot[0]
-        return self._enter(definition, descriptor, slot)
+        try:
+            return self._enter(definition, descriptor, slot)
+        except BaseException:  # a signal handler's
+            if not descriptor.sequence:
+                self.waiting.give(slot)
+            raise
 
     def reduce(self, capture: Capture) -> bool:
         """The row takes the place of the payload, where that is not smaller."""

@@ -7,6 +7,7 @@ from typing import Optional
 from capd_client.books import Books
 from capd_client.counter_page import DropReason
 from capd_client.definitions import Definition
+from capd_client.errors import Counted
 from capd_client.key import Moment
 from capd_client.notices import Notices
 
@@ -32,6 +33,9 @@ class Refusing:
     ) -> None:
         """problem: what a reader of the log is told. name: of the tensor, where there is no definition."""
         self._books.refuse(definition, reason, nbytes, moment.iteration)
-        if definition is not None:
-            name = definition.key.tensor_name
-        self._notices.warn(reason.value, "%s is not captured: %s", name, problem)
+        try:
+            if definition is not None:
+                name = definition.key.tensor_name
+            self._notices.warn(reason.value, "%s is not captured: %s", name, problem)
+        except BaseException as error:  # a signal handler's
+            raise Counted from error

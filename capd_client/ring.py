@@ -90,13 +90,19 @@ class Ring:
 
     def take(self, nbytes: int, deadline: float) -> Optional[tuple[Slot, RingMemory]]:
         """A slot and the memory that it is of, or None where there is none until `deadline` (time.monotonic)."""
-        with self._lock:
-            if self._memory is None:
-                return None
-            slot = self._slots.take(nbytes)
-            if slot is None:
-                slot = self._waiting.take(nbytes, deadline - time.monotonic())
-            return None if slot is None else (slot, self._memory)
+        slot: Optional[Slot] = None
+        try:
+            with self._lock:
+                if self._memory is None:
+                    return None
+                slot = self._slots.take(nbytes)
+                if slot is None:
+                    slot = self._waiting.take(nbytes, deadline - time.monotonic())
+                return None if slot is None else (slot, self._memory)
+        except BaseException:  # a signal handler's
+            if slot is not None:
+                self.give((slot,))
+            raise
 
     def give(self, slots: Iterable[Slot]) -> None:
         """Return slots, each exactly once, when nothing reads them any more."""

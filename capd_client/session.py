@@ -134,9 +134,7 @@ class Session:
         except Counted as error:
             self._hand_on("a capture", error.__cause__ or error)
         except BaseException as error:
-            # What a signal handler raises may leave the capture unfinished, which would hold up everything behind it.
-            if not is_interruption(error) or not self.books.give_up(DropReason.INTERNAL):
-                self.books.refuse(None, DropReason.INTERNAL)
+            self._refuse(DropReason.INTERNAL)
             self._hand_on("a capture", error)
 
     def keeps(self, moment: Moment) -> bool:
@@ -155,13 +153,13 @@ class Session:
         Raises it under CAPD_STRICT=1, and always what a signal handler of the job raised while capd ran.
         """
         if self.enabled and not getattr(error, _COUNTED, False):
-            self.books.refuse(None, DropReason.INTERNAL)
+            self._refuse(DropReason.INTERNAL)
         self._hand_on(where, error)
 
     def drop_invalid(self, problem: str, reason: DropReason = DropReason.INVALID_KEY) -> None:
         """Count a capture whose arguments cannot be used, and log why."""
         if self.enabled:
-            self.books.refuse(None, reason)
+            self._refuse(reason)
             self.notices.warn(reason.value, "a capture was not taken: %s", problem)
 
     def quant_type(self, dtype: torch.dtype) -> str:
@@ -171,6 +169,13 @@ class Session:
     def snapshot(self) -> Snapshot:
         """The counters now."""
         return self.books.snapshot()
+
+    def _refuse(self, reason: DropReason) -> None:
+        """Count a capture that did not come as far as the books, once also where a signal handler raises meanwhile."""
+        try:
+            self.books.refuse(None, reason)
+        except Counted as error:
+            raise error.__cause__ or error from None
 
     def _hand_on(self, where: str, error: BaseException) -> None:
         """Log an error of a capture that is counted, or raise it; taps that it passes must not count it again."""

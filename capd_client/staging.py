@@ -19,7 +19,7 @@ from capd_client.counter_page import DropReason
 from capd_client.definitions import Definition
 from capd_client.device import DeviceStager
 from capd_client.device_way import DeviceWay
-from capd_client.errors import ConfigError, Counted
+from capd_client.errors import ConfigError
 from capd_client.host_copy import GIL_HELD_NBYTES, MEMMOVE_NBYTES, HostCopy, move, move_holding_gil
 from capd_client.in_flight import READY
 from capd_client.key import MAX_NDIM, Key, Moment
@@ -114,11 +114,11 @@ class Stager:
         descriptor = self._describe(
             0, 0, nbytes, definition.id, shape, moment, "cpu", tensor.requires_grad, tensor.is_leaf
         )
-        capture = self._books.admit(definition, descriptor)
-        if capture is None:
-            self._room.not_admitted(moment.iteration, nbytes)
-            return True
         try:
+            capture = self._books.admit(definition, descriptor)
+            if capture is None:
+                self._room.not_admitted(moment.iteration, nbytes)
+                return True
             row_offset = descriptor.row_offset
             if row_offset is None:
                 copy = move_holding_gil if nbytes <= GIL_HELD_NBYTES else move
@@ -128,8 +128,7 @@ class Stager:
                     self._keep_statistics(tensor, tensor.dtype, row_offset)
             capture.state = READY
         except BaseException as error:
-            self._books.abort(capture, DropReason.INTERNAL)
-            raise Counted from error
+            self._books.break_off(descriptor, error)
         return True
 
     def _stage(
@@ -197,11 +196,11 @@ class Stager:
     def _from_host(
         self, source: torch.Tensor, dtype: torch.dtype, definition: Definition, descriptor: Descriptor
     ) -> None:
-        capture = self._books.admit(definition, descriptor)
-        if capture is None:
-            self._room.not_admitted(descriptor.moment.iteration, descriptor.nbytes)
-            return
         try:
+            capture = self._books.admit(definition, descriptor)
+            if capture is None:
+                self._room.not_admitted(descriptor.moment.iteration, descriptor.nbytes)
+                return
             if isinstance(capture, Record):
                 stage_in_parts(self._books, self._notices, capture, source, partial(self._fill_part, dtype))
                 return
@@ -211,8 +210,7 @@ class Stager:
                 self._host.fill(source, dtype, descriptor.offset, descriptor.nbytes)
             capture.state = READY
         except BaseException as error:
-            self._books.abort(capture, DropReason.INTERNAL)
-            raise Counted from error
+            self._books.break_off(descriptor, error)
 
     def _fill_part(self, dtype: torch.dtype, view: torch.Tensor, piece: PartCapture) -> None:
         self._host.fill(view, dtype, piece.descriptor.offset, piece.descriptor.nbytes)

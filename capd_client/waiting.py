@@ -64,6 +64,10 @@ class Waiting:
     def give(self, slot: Slot) -> None:
         """Return a slot, and tell those that wait."""
         self._slots.give(slot)
+        self.given()
+
+    def given(self) -> None:
+        """Tell those that wait that a slot was returned."""
         self._stalled = False
         self._given += 1
         if self.count:

@@ -181,6 +181,49 @@ def test_what_a_signal_handler_raises_reaches_the_job(peer: Peer, job_env: dict[
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
+@pytest.mark.parametrize("connected", [True, False])
+def test_time_limits_amid_captures_leave_the_accounts_exact(
+    peer: Peer, job_env: dict[str, str], connected: bool
+) -> None:
+    where = {} if connected else {"CAPD_ENDPOINT": "unix:/nowhere/s"}
+    done = run(
+        f"""
+        import logging
+        logging.disable()  # it keeps what a handler raises while it writes a line
+        import capd_client.api
+        session = capd_client.api.session()
+
+        def limit(number, frame):
+            raise TimeoutError(number)
+
+        def exact():
+            now = session.snapshot()
+            assert now.offered == now.committed + now.in_flight + sum(now.dropped.values()), now
+
+        signal.signal(signal.SIGALRM, limit)
+        for _ in range(60):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.005)
+                while True:
+                    capd_client.capture(torch.ones(2000), tensor_name="y")
+            except TimeoutError:
+                exact()
+        if {connected}:
+            assert capd_client.flush(20)
+        else:  # as if it had been sent
+            for capture in session.books._live.values():
+                capture.sent = True
+            session.books.acknowledged([(1, session.books.last_sequence)])
+        exact()
+        assert session.snapshot().in_flight == 0
+        slots = session.books.slots
+        assert slots.take(slots.capacity) is not None
+        """,
+        {n: v for n, v in job_env.items() if n != "CAPD_STRICT"} | where,
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
 def test_an_error_in_another_exit_handler_does_not_keep_captures_from_being_drained(
     peer: Peer, job_env: dict[str, str]
 ) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dis
 import linecache
 import os
+import signal
 import sys
 import threading
 import time
@@ -54,6 +56,49 @@ def interrupt(call: Callable[[], None], line: int, handler: Callable[[], None]) 
     finally:
         sys.settrace(before)
     return passed >= line
+
+
+def interrupt_at(call: Callable[[], None], place: int, handler: Callable[[], None]) -> bool:
+    """Run `call`, and `handler` at the place-th place inside capd_client where Python runs handlers of signals.
+
+    That is at the begin of a function, behind a call of what is not a Python function of capd's, and at the end of a
+    loop's turn (Python 3.11 and later). Returns whether there are so many places.
+    """
+    passed = 0
+    names: dict[Any, dict[int, str]] = {}
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        folder, file = os.path.split(frame.f_code.co_filename)
+        if folder != FOLDER or file in CALLED_ANYWHERE:
+            return None
+        frame.f_trace_opcodes = True
+        code = frame.f_code
+        ops = names.setdefault(code, {i.offset: i.opname for i in dis.get_instructions(code)})
+        before, returned = "RESUME", returns
+
+        def step(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal passed, returns, before, returned
+            if event == "return":
+                returns += 1
+            if event != "opcode":
+                return step
+            if returned == returns and before.startswith(("CALL", "RESUME", "JUMP_BACKWARD")):
+                passed += 1
+                if passed == place:
+                    handler()
+            before, returned = ops[frame.f_lasti], returns
+            return step
+
+        return step
+
+    returns = 0
+    outer = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(outer)
+    return passed >= place
 
 
 def exact(session: Session, offered: int) -> None:
@@ -192,6 +237,53 @@ def test_ctrl_c_at_any_line_of_a_capture_holds_up_none_behind_it(
         assert session.flush(20), line
     assert line > 40
     assert session.snapshot().in_flight == 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+@pytest.mark.parametrize("policy", ["drop", "block", "thin", "stats"])
+@pytest.mark.parametrize(("numel", "on_device"), [(50, False), (50, True), (300_000, False), (300_000, True)])
+def test_wherever_a_handler_raises_in_a_capture_the_accounts_are_exact_and_no_slot_is_lost(
+    peer: Peer,
+    rig: Callable[..., Rig],
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
+    policy: str,
+    numel: int,
+    on_device: bool,
+) -> None:
+    settings = {"max_block_ms": 10_000.0} if policy == "block" else {}
+    r = rig(FakeDevice(nbytes=1 << 19, pinned=False), policy=policy, max_mb_per_step=1e6, **settings)
+    r.session.devices._stagers[torch.device("cuda")] = r.stager
+    session, moment = r.session, r.session.context.moment()
+    if on_device:
+        session._stage = lambda *args: r.way.stage(*args[:7])  # type: ignore[method-assign]
+
+    def raises(*_: object) -> None:
+        raise error
+
+    def offer() -> None:
+        session.offer(torch.ones(numel), KEY, moment)
+
+    before = signal.signal(signal.SIGALRM, raises)
+    try:
+        place, met, offered, uncounted = 0, True, 0, 0
+        while met:
+            place += 1
+            with suppress(error):
+                met = interrupt_at(offer, place, raises)
+            assert session.flush(20), place
+            now = session.snapshot()
+            assert (now.offered - offered in (0, 1), now.in_flight) == (True, 0), place
+            assert now.offered == now.committed + sum(now.dropped.values()), place
+            uncounted += now.offered == offered
+            offered = now.offered
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert place > 25
+    assert uncounted < 5  # where `offer` has not begun yet
+    wait_until(lambda: not session.books.busy and not r.stager.pending)
+    for slots in (session.books.slots, r.stager._ring._slots):
+        assert slots.take(slots.capacity) is not None
 
 
 def test_a_handler_that_closes_amid_a_capture_waits_for_nothing_and_leaves_the_memory(

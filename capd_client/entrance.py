@@ -1,0 +1,130 @@
+"""Where captures enter the books: each offer gets a slot, a sequence and a place in the queue, or is a counted drop.
+
+An offer is counted where its fate is decided, and what makes it so is computed before: a signal handler that raises in
+the middle leaves an offer that is not counted, or one that has its fate (see `Accounts` on where handlers run).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from threading import get_ident
+from typing import Optional
+
+from capd_client.accounts import Accounts
+from capd_client.allocator import Slot, SlotAllocator
+from capd_client.counter_page import COUNTER_IN_FLIGHT, COUNTER_OFFERED, DropReason
+from capd_client.counting import Counters
+from capd_client.definitions import Definition
+from capd_client.in_flight import COPYING, Capture
+from capd_client.protocol import Descriptor
+from capd_client.step_budget import StepBudget
+from capd_client.thinning import Thinning
+from capd_client.waiting import Waiting
+
+__all__ = ["Entrance"]
+
+_DROPPED = -1  # the sequence of an offer that got none
+
+
+class Entrance(Accounts):
+    """Gives slots and sequences, under one lock.
+
+    max_block_s: how long `admit` may wait for room (0: policy drop), see `capd_client.waiting`.
+    step_nbytes: what the captures of one iteration may take together (None: no limit).
+    thinning: under policy thin, what is told of captures that found no room.
+    """
+
+    def __init__(
+        self,
+        slots: SlotAllocator,
+        counters: Counters,
+        *,
+        max_block_s: float = 0.0,
+        step_nbytes: Optional[int] = None,
+        thinning: Optional[Thinning] = None,
+    ) -> None:
+        super().__init__(counters)
+        self.slots = slots
+        self.step_budget = StepBudget(step_nbytes)
+        self.thinning = thinning
+        self.waiting = Waiting(self.lock, slots, max_block_s)
+        self._live: dict[int, Capture] = {}  # by sequence, ascending: everything that owns a slot
+        self._queue: deque[Capture] = deque()  # not sent yet, by sequence
+        self._last_sequence = 0
+
+    def admit(
+        self, definition: Definition, descriptor: Descriptor, behind_nbytes: int = 0
+    ) -> Optional[Capture]:
+        """Count an offer and give it a slot, a sequence and a place in the queue, or count the drop.
+
+        behind_nbytes: room in the slot behind the tensor's bytes, for its statistics row. Fills in the descriptor's
+        sequence and offset. Waits for room only under policy block.
+        """
+        nbytes, iteration = descriptor.nbytes + behind_nbytes, descriptor.moment.iteration
+        slot: Optional[Slot] = None
+        try:
+            with self.lock:
+                if self._refusing is not None:
+                    self._refuse(definition, descriptor, self._refusing)
+                    return None
+                if not self.step_budget.has_room(iteration, nbytes):
+                    return self._no_room(definition, descriptor, DropReason.STEP_BUDGET)
+                slot = self.slots.take(nbytes)
+                if slot is None:
+                    if nbytes > self.slots.capacity:
+                        return self._no_room(definition, descriptor, DropReason.TOO_LARGE)
+                    slot = self.waiting.take(nbytes, self.waiting.max_s)
+                    if slot is None:
+                        return self._no_room(definition, descriptor, self._refusing or DropReason.ARENA_FULL)
+                    if not self.step_budget.has_room(iteration, nbytes):  # others took it meanwhile
+                        self.slots.give(slot)
+                        slot = None
+                        self.waiting.given()
+                        return self._no_room(definition, descriptor, DropReason.STEP_BUDGET)
+                self.step_budget.take(iteration, nbytes)
+                return self._enter(definition, descriptor, slot, nbytes)
+        except BaseException:
+            if slot is not None and not descriptor.sequence:
+                with self.lock:
+                    self.waiting.give(slot)
+            raise
+
+    def _enter(
+        self, definition: Definition, descriptor: Descriptor, slot: Slot, budgeted: int = 0
+    ) -> Capture:
+        """Give an offer its sequence and its place in the queue."""
+        capture = Capture(descriptor, definition, slot, COPYING, False, budgeted, get_ident())
+        descriptor.offset = slot[0]
+        self._begin(capture)
+        self._queue += (capture,)
+        return capture
+
+    def _begin(self, capture: Capture) -> None:
+        """Count an offer as in flight, under a sequence of its own."""
+        words, in_flight = self.counters.words, len(self._live) + 1
+        sequence = self._last_sequence = capture.descriptor.sequence = self._last_sequence + 1
+        self._live[sequence] = capture
+        words[COUNTER_OFFERED] += 1
+        words[COUNTER_IN_FLIGHT] = in_flight
+
+    def _refuse(self, definition: Definition, descriptor: Descriptor, reason: DropReason) -> None:
+        """Count an offer as a drop."""
+        self._count_tensor(definition, descriptor, reason)
+        descriptor.sequence = _DROPPED
+        self.counters.words[COUNTER_OFFERED] += 1
+
+    def _no_room(
+        self, definition: Definition, descriptor: Descriptor, reason: DropReason
+    ) -> Optional[Capture]:
+        """What becomes of an offer that there is no room for: a drop."""
+        self._refuse(definition, descriptor, reason)
+        if self.thinning is not None and reason in (DropReason.ARENA_FULL, DropReason.STEP_BUDGET):
+            self.thinning.refused(descriptor.moment)
+        return None
+
+    def turn_away(
+        self, definition: Definition, descriptor: Descriptor, reason: DropReason
+    ) -> Optional[Capture]:
+        """Count an offer that has no room somewhere else: a drop, or a capture of what is kept instead."""
+        with self.lock:
+            return self._no_room(definition, descriptor, self._refusing or reason)
