@@ -1,15 +1,8 @@
-"""Signals whose handlers, of the job, run while capd's code does: what such a handler captures, and what it raises.
-
-Captures of a handler that interrupted its own thread inside of the books are drops, counted right after. What it
-raises, a time limit (`signal.alarm`) or an order to leave, must reach the job wherever it meets the training thread.
-"""
+"""Captures of a signal handler that interrupted this very thread inside of the books: drops, counted right after."""
 
 from __future__ import annotations
 
 import math
-import signal
-from functools import partial
-from types import CodeType
 from typing import Any, Optional
 
 import torch
@@ -22,7 +15,7 @@ from capd_client.notices import Notices
 from capd_client.slicing import Slice
 from capd_client.tensors import PLAIN_TYPES
 
-__all__ = ["Interrupting", "is_interruption", "numel_of"]
+__all__ = ["Interrupting", "numel_of"]
 
 
 class Interrupting:
@@ -66,30 +59,3 @@ def numel_of(tensor: torch.Tensor, take: Optional[Slice]) -> int:
     if type(tensor) not in PLAIN_TYPES:
         return 0
     return tensor.numel() if take is None else math.prod(take.shape_of(tensor.shape))
-
-
-def is_interruption(error: BaseException) -> bool:
-    """Whether a signal handler that is installed now raised `error`, itself or in what it called. Ctrl-C is one.
-
-    Handlers are recognised by their frame in the traceback.
-    """
-    if not isinstance(error, Exception):
-        return True
-    codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
-    traceback = error.__traceback__
-    while traceback is not None:
-        if traceback.tb_frame.f_code in codes:
-            return True
-        traceback = traceback.tb_next
-    return False
-
-
-def _code_of(handler: Any) -> Optional[CodeType]:
-    """The code that runs when `handler` is called; None for signal.SIG_DFL and what is not written in Python."""
-    while isinstance(handler, partial):
-        handler = handler.func
-    if not callable(handler):
-        return None
-    function: Any = getattr(handler, "__func__", handler)  # of a method
-    code: Optional[CodeType] = getattr(function, "__code__", None)
-    return code or getattr(type(function).__call__, "__code__", None)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable
+
+from capd_client.signal_errors import is_interruption
 
 __all__ = ["INTERVAL_S", "Notices", "logger", "show"]
 
@@ -20,6 +23,13 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]  # generic for t
         if not logging.root.handlers:
             super().emit(record)
 
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Called in the place of an exception: one that a signal handler of the job raised is no error of the log."""
+        error = sys.exc_info()[1]
+        if error is not None and is_interruption(error):
+            raise error
+        super().handleError(record)
+
 
 def show(level: str) -> None:
     """Log from `level` on, to stderr where the job has set up no logging."""
@@ -29,7 +39,7 @@ def show(level: str) -> None:
 
 
 class Notices:
-    """Rate-limits log lines by reason. Never raises: a broken log handler must not reach training."""
+    """Rate-limits log lines by reason. A broken log handler does not reach training; a signal handler's error does."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -61,5 +71,7 @@ class Notices:
     def _write(self, level: int, message: str, *args: object) -> None:
         try:
             logger.log(level, "capd: %s", message % args)
-        except Exception:  # the user's handler: nothing of it may reach the job
+        except Exception as error:  # the user's handler: nothing of it may reach the job
+            if is_interruption(error):
+                raise
             self._held["logging"] = self._held.get("logging", 0) + 1

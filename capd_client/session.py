@@ -26,13 +26,14 @@ from capd_client.counting import Counters, Snapshot
 from capd_client.definitions import short_name
 from capd_client.devices import Devices
 from capd_client.errors import Counted
-from capd_client.interrupting import Interrupting, is_interruption
+from capd_client.interrupting import Interrupting
 from capd_client.key import Key, Moment
 from capd_client.link import Link
 from capd_client.memory import arena_nbytes
 from capd_client.notices import Notices
 from capd_client.policies import make_books
 from capd_client.protocol import HANDSHAKE_TIMEOUT_S, PROTOCOL_VERSION, Hello
+from capd_client.signal_errors import is_interruption
 from capd_client.slicing import Slice
 from capd_client.staging import Stager
 from capd_client.steering import Steering
