@@ -118,7 +118,7 @@ class LinearTap:
         self._recomputing = False
         self._backward: tuple[int, Optional[Moment]] = (-1, None)  # graph task and moment of the last dY
         self._weight_handle: Optional[RemovableHandle] = None
-        self.number = claim(self)  # what compiled graphs know it by
+        self.number = claim(self) if tensors else -1  # what compiled graphs know it by; -1: not at all
 
     @property
     def tensors(self) -> frozenset[str]:
@@ -239,7 +239,7 @@ class LinearTap:
         self._recomputing = recompute.in_backward()
         if self._recomputing:
             return recompute.take(self)
-        if not self.gate.admits():
+        if not self.gate.admits() or not self._tensors:
             return None
         context = self.gate.context
         at = (context.iteration, context.micro_batch)

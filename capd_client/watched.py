@@ -1,8 +1,8 @@
 """The taps of one watched model, which `capd ctl select` narrows and widens while the job runs.
 
-Narrowing leaves the hooks where they are: a tap that has nothing to capture costs as much as before, and a compiled
-graph that holds it stays right. Widening taps Linear modules that `watch(select=...)` had left out, until another
-selection leaves them out again.
+Every Linear module of the model gets its hooks once, also those that `watch(select=...)` leaves out: the compiler
+guards the hooks that a module has, never those that it lacks, so that the graph of a block without any would run for an
+equal one that is watched, too, and nothing be captured there. Steering only says what each tap captures.
 """
 
 from __future__ import annotations
@@ -32,13 +32,6 @@ def is_tapped(module: nn.Module) -> bool:
     return module in _tapped
 
 
-class _Left(NamedTuple):
-    """A Linear module that the job's own selection left out."""
-
-    module: weakref.ref[nn.Linear]
-    place: Place
-
-
 class _Tapped(NamedTuple):
     tap: LinearTap
     place: Place
@@ -54,8 +47,7 @@ class Watched:
         self._tensors = tensors
         self._slices = slices
         self._own: list[_Tapped] = []
-        self._left: list[_Left] = []
-        self._more: list[_Tapped] = []  # of those left out, the ones tapped now
+        self._left: list[_Tapped] = []  # those that the job's own selection left out
 
     @property
     def taps(self) -> list[LinearTap]:
@@ -64,11 +56,11 @@ class Watched:
 
     def attach(self, module: nn.Linear, place: Place) -> None:
         """Tap a module that the job selected."""
-        self._tap(module, place, self._tensors, self._own)
+        _tapped[module] = self._tap(module, place, self._tensors, self._own)
 
     def leave_out(self, module: nn.Linear, place: Place) -> None:
-        """Remember a module that the job did not select."""
-        self._left.append(_Left(weakref.ref(module), place))
+        """Put hooks on a module that the job did not select; they trace nothing into graphs."""
+        self._tap(module, place, frozenset(), self._left)
 
     def steer(self, steer: Steer) -> int:
         """Capture as told from now on, the thread that trains calling; returns how many modules that are."""
@@ -81,33 +73,42 @@ class Watched:
             wanted = globs is None or matches_any(own.place.module, globs)
             own.tap.select(frozenset(tensors if wanted else ()))
             chosen += wanted
-        self._untap(self._more)
-        self._more = []
-        for left in self._left if globs is not None else ():
-            module = left.module()
-            if module is not None and not is_tapped(module) and matches_any(left.place.module, globs or ()):
-                self._tap(module, left.place, frozenset(tensors), self._more)
-        return chosen + len(self._more) if takes_part else 0
+        for left in self._left:
+            wanted = globs is not None and matches_any(left.place.module, globs) and _claim(left.tap)
+            left.tap.select(frozenset(tensors if wanted else ()))
+            if not wanted:
+                _give_up(left.tap)
+            chosen += wanted
+        return chosen if takes_part else 0
 
     def remove(self) -> None:
         """Take every hook off again."""
-        self._untap(self._own)
-        self._untap(self._more)
-        self._own, self._left, self._more = [], [], []
-
-    def _tap(self, module: nn.Linear, place: Place, tensors: frozenset[str], taps: list[_Tapped]) -> None:
-        tap = LinearTap(module, place, tensors, self._slices, self._sink, self.gate)
-        tapped = _Tapped(tap, place, [])
-        taps.append(tapped)  # first: what fails half-way is removed with the rest
-        _tapped[module] = tap
-        tapped.hooks.append(module.register_forward_pre_hook(PreHook(tap), with_kwargs=True))
-        tapped.hooks.append(module.register_forward_hook(ForwardHook(tap), with_kwargs=True))
-
-    def _untap(self, taps: list[_Tapped]) -> None:
-        for tap, _, hooks in taps:
+        for tap, _, hooks in (*self._own, *self._left):
             for hook in hooks:
                 hook.remove()
             tap.remove()
-            module: Optional[nn.Module] = tap.module()
-            if module is not None and _tapped.get(module) is tap:
-                del _tapped[module]
+            _give_up(tap)
+        self._own, self._left = [], []
+
+    def _tap(
+        self, module: nn.Linear, place: Place, tensors: frozenset[str], taps: list[_Tapped]
+    ) -> LinearTap:
+        tap = LinearTap(module, place, tensors, self._slices, self._sink, self.gate)
+        tapped = _Tapped(tap, place, [])
+        taps.append(tapped)  # first: what fails half-way is removed with the rest
+        tapped.hooks.append(module.register_forward_pre_hook(PreHook(tap), with_kwargs=True))
+        tapped.hooks.append(module.register_forward_hook(ForwardHook(tap), with_kwargs=True))
+        return tap
+
+
+def _claim(tap: LinearTap) -> bool:
+    """Whether `tap` may capture its module: no other watch does."""
+    module: Optional[nn.Module] = tap.module()
+    return module is not None and _tapped.setdefault(module, tap) is tap
+
+
+def _give_up(tap: LinearTap) -> None:
+    """Undo `_claim`, if it was granted."""
+    module: Optional[nn.Module] = tap.module()
+    if module is not None and _tapped.get(module) is tap:
+        del _tapped[module]

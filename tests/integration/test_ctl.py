@@ -24,6 +24,8 @@ from tests.integration.processes import Daemon, Rank, StartRank, live_stats, unt
 from tests.integration.train_job import MICRO_BATCHES, TENSORS, WATCHED
 
 TRAIN_JOB = (sys.executable, str(Path(__file__).with_name("train_job.py")))
+COMPILED_JOB = str(Path(__file__).with_name("compiled_job.py"))
+WAYS = ("eager", "whole", "blocks")  # of being compiled; rank n is WAYS[n]
 Record = tuple[int, str, str, int, int]  # rank, module, tensor_name, iteration, micro_batch
 
 
@@ -137,13 +139,13 @@ def leave(ranks: Iterable[Rank]) -> None:
         rank.leave()
 
 
-def plain_losses(rank: int, steps: int) -> list[float]:
+def plain_losses(rank: int, steps: int, job: tuple[str, ...] = TRAIN_JOB) -> list[Any]:
     """What the same job computes without capd."""
-    plain = Rank("off", rank, command=TRAIN_JOB)
+    plain = Rank("off", rank, command=job)
     try:
         assert plain.hear() == "ready"
         plain.ask(f"train {steps}")
-        losses: list[float] = plain.ask("losses")
+        losses: list[Any] = plain.ask("losses")
         plain.leave()
         return losses
     finally:
@@ -205,6 +207,58 @@ def test_a_training_job_is_stopped_where_the_command_says(
         assert {n for number, n in losses if number == rank} == set(iterations)
         assert stopped[rank]["in_force"]["from_iteration"] <= stopped[rank]["since"]
         assert stopped[rank]["capturing"] is False
+
+
+def contents(daemon: Daemon) -> list[dict[tuple[Any, ...], tuple[Any, ...]]]:
+    """What each rank of the compiled job gave: by names and moment, the record with its elements."""
+    found: list[dict[tuple[Any, ...], tuple[Any, ...]]] = [{} for _ in WAYS]
+    for series in capd_package.open(daemon.store / "run.zarr").series:
+        key = series.key
+        names = (key.module, key.tensor_name, key.layer, key.phase, key.operation, key.layer_type)
+        for i, record in enumerate(series.records):
+            at = (record.iteration, record.micro_batch, record.call, *names)
+            assert at not in found[key.rank]
+            found[key.rank][at] = (record.metadata, record.shape, series.numpy(i).tobytes())
+    return found
+
+
+def test_compiled_ranks_follow_as_uncompiled_ones_and_compile_nothing_for_it(
+    daemon: Daemon, start_rank: StartRank, ctl: Ctl
+) -> None:
+    patient = {"CAPD_PING_S": "5", "CAPD_EXIT_TIMEOUT_S": "90", "CAPD_MODE": "sample:1/2"}
+    jobs = [(sys.executable, COMPILED_JOB, way) for way in WAYS]
+    ranks = [start_rank(number, command=job, **patient) for number, job in enumerate(jobs)]
+    assert [rank.hear() for rank in ranks] == ["ready"] * len(WAYS)
+    until(lambda: len(connected(ctl)) == len(WAYS))
+    train(ranks, 2)
+    graphs = [rank.ask("graphs") for rank in ranks]
+    order(ctl, ranks, "stop", "--at", "3")  # 2, 3
+    narrow = ["--modules", "1.*", "--tensors", "grad_output,grad_weight"]
+    order(ctl, ranks, "select", "--at", "5", *narrow)  # 4, 5
+    order(ctl, ranks, "select", "--at", "6", "--steps", "7-:2", "--micro-batches", "1")  # 6, 7
+    order(ctl, ranks, "start", "--at", "8", steps=1)
+    for rank in ranks:
+        assert rank.ask("run") == "running"
+    stopped, again = ctl("stop", "--json").json, ctl("start", "--json").json
+    until(lambda: all(rank["iteration"] > max(r["since"] for r in again) for rank in status(ctl)))
+    last = [rank.ask("halt") for rank in ranks]
+    losses = [rank.ask("losses") for rank in ranks]
+    assert graphs[0] == 0 < graphs[1] < graphs[2]
+    assert [rank.ask("graphs") for rank in ranks] == graphs
+    leave(ranks)
+
+    gaps = [range(stopped[n]["since"], again[n]["since"]) for n in range(len(WAYS))]
+    assert all(gaps)
+    found = contents(daemon)
+    for n, held in enumerate(found):
+        captured = {i for i in range(last[n]) if i not in (3, 4) and i not in gaps[n]}
+        assert {(at[0], at[1]) for at in held if not at[3]} == {(i, i % 2) for i in captured}
+        assert {(at[0], at[1]) for at in held if at[3]} == {(i, i % 2) for i in captured - {6}}
+    common = set(range(min(last))).difference(*gaps)
+    eager, whole, blocks = ({at: v for at, v in one.items() if at[0] in common} for one in found)
+    assert whole == eager
+    assert blocks == eager
+    assert losses == [plain_losses(n, last[n], job) for n, job in enumerate(jobs)]
 
 
 def test_a_rank_that_hangs_in_a_step_is_named_and_follows_later(

@@ -121,10 +121,12 @@ def train(call: Step, model: nn.Module, *, steps: int = 3) -> list[Tensor]:
     return results
 
 
-def reference(sink: MemorySink, model: nn.Module, **how: Any) -> tuple[list[Captured], list[Tensor]]:
+def reference(
+    sink: MemorySink, model: nn.Module, *, select: str | None = None, **how: Any
+) -> tuple[list[Captured], list[Tensor]]:
     """What an uncompiled copy of `model` captures, and what it computes."""
     model = copy.deepcopy(model)
-    handle = watch(model, tensors=TENSORS)
+    handle = watch(model, tensors=TENSORS, select=select)
     results = train(model, model, **how)
     handle.remove()
     return taken(sink), results
@@ -530,6 +532,23 @@ def test_blocks_that_are_alike_share_a_graph_as_they_do_unwatched(sink: MemorySi
         torch.compiler.reset()
 
     assert graphs[0] == graphs[1]
+    same(sink.captured, expected)
+
+
+@pytest.mark.parametrize("select", ["0.*", "1.*", "3.*", "*.down"])
+def test_blocks_that_are_left_out_do_not_lend_their_graph_to_watched_ones(
+    sink: MemorySink, select: str
+) -> None:
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    expected, results = reference(sink, model, select=select)
+    ours = copy.deepcopy(model)
+    watch(ours, tensors=TENSORS, select=select)
+    for block in ours:
+        block.compile(backend="aot_eager", fullgraph=True)
+
+    assert equal(train(ours, ours), results)
+
+    assert expected
     same(sink.captured, expected)
 
 
