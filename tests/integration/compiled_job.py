@@ -9,14 +9,13 @@ ranks that differ in nothing but how they are compiled capture the same.
 from __future__ import annotations
 
 import sys
-import threading
 from typing import Any
 
 import torch
 from torch import nn
 
 import capd_client
-from tests.integration.train_job import answer
+from tests.integration.told_rank import ToldRank
 
 MICRO_BATCHES = 2
 TENSORS = ("input", "weight", "output", "grad_output", "grad_input", "grad_weight")
@@ -35,14 +34,12 @@ class Block(nn.Module):
         return x + self.down(hidden)
 
 
-class Trainer:
+class Trainer(ToldRank):
     def __init__(self, way: str) -> None:
+        super().__init__()
         torch.manual_seed(11)
         self.model = nn.Sequential(*(Block(number) for number in range(3)))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
-        self.losses: list[str] = []
-        self.stop = threading.Event()
-        self.worker: threading.Thread | None = None
         capd_client.watch(self.model, tensors=TENSORS, steps="all", select="[01].*", slices=SLICES)
         self.forward: Any = self.model
         if way == "whole":
@@ -62,44 +59,12 @@ class Trainer:
         self.optimizer.zero_grad()
         self.losses.append(total.hex())
 
-    def run(self) -> None:
-        """Train until told to stop, at a pace that a busy machine's daemon keeps up with."""
-        while not self.stop.wait(0.03):
-            self.step()
-
     def obey(self, verb: str, *numbers: int) -> Any:
-        if verb == "train":
-            for _ in range(numbers[0]):
-                self.step()
-            return len(self.losses)
-        if verb == "run":
-            self.worker = threading.Thread(target=self.run)
-            self.worker.start()
-            return "running"
-        if verb == "halt":
-            assert self.worker is not None
-            self.stop.set()
-            self.worker.join()
-            return len(self.losses)
-        if verb == "losses":
-            return self.losses
         if verb == "graphs":
             return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        assert verb == "counters", verb
-        return capd_client.counters()
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    trainer = Trainer(sys.argv[1])
-    answer("ready")
-    for line in iter(sys.stdin.readline, ""):
-        verb, *numbers = line.split()
-        if verb == "leave":
-            break
-        answer(trainer.obey(verb, *map(int, numbers)))
-    capd_client.close()
+        return super().obey(verb, *numbers)
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    Trainer(sys.argv[1]).serve()

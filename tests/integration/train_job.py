@@ -5,7 +5,6 @@ Everything that it computes follows from its rank and the iteration, so what sho
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 import capd_client
+from tests.integration.told_rank import ToldRank, answer
 
 MICRO_BATCHES = 2
 WATCHED = ("layers.0.0", "layers.0.2", "layers.1.0", "layers.1.2")
@@ -36,15 +36,13 @@ class Model(nn.Module):
         return self.head(x)
 
 
-class Trainer:
+class Trainer(ToldRank):
     def __init__(self, rank: int) -> None:
+        super().__init__()
         torch.manual_seed(11)
         self.rank = rank
         self.model = Model()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
-        self.losses: list[float] = []
-        self.stop = threading.Event()
-        self.worker: threading.Thread | None = None
         capd_client.watch(self.model, steps=os.environ.get("TRAIN_STEPS", "all"), select="layers.*")
 
     def step(self, hang: threading.Event | None = None) -> None:
@@ -64,59 +62,19 @@ class Trainer:
         self.optimizer.zero_grad()
         self.losses.append(total)
 
-    def run(self) -> None:
-        """Train until told to stop, at a pace that a busy machine's daemon keeps up with."""
-        while not self.stop.wait(0.03):
-            self.step()
-
     def obey(self, verb: str, *numbers: int) -> Any:
-        if verb == "train":
-            for _ in range(numbers[0]):
-                self.step()
-            return len(self.losses)
-        if verb == "run":
-            self.worker = threading.Thread(target=self.run)
-            self.worker.start()
-            return "running"
-        if verb == "halt":
-            assert self.worker is not None
-            self.stop.set()
-            self.worker.join()
-            return len(self.losses)
-        if verb == "losses":
-            return self.losses
-        assert verb == "counters", verb
-        return capd_client.counters()
+        return self.hang() if verb == "hang" else super().obey(verb, *numbers)
 
-
-def answer(value: Any) -> None:
-    print(json.dumps(value), flush=True)
-
-
-def hang(trainer: Trainer) -> None:
-    """One step that stays in its forward until the next line comes."""
-    go = threading.Event()
-    worker = threading.Thread(target=trainer.step, args=(go,))
-    worker.start()
-    sys.stdin.readline()
-    go.set()
-    worker.join()
-    answer(len(trainer.losses))
-
-
-def main() -> None:
-    trainer = Trainer(int(os.environ["RANK"]))
-    answer("ready")
-    for line in iter(sys.stdin.readline, ""):
-        verb, *numbers = line.split()
-        if verb == "leave":
-            break
-        if verb == "hang":
-            hang(trainer)
-        else:
-            answer(trainer.obey(verb, *map(int, numbers)))
-    capd_client.close()
+    def hang(self) -> int:
+        """One step that stays in its forward until the next line comes."""
+        go = threading.Event()
+        worker = threading.Thread(target=self.step, args=(go,))
+        worker.start()
+        sys.stdin.readline()
+        go.set()
+        worker.join()
+        return len(self.losses)
 
 
 if __name__ == "__main__":
-    main()
+    Trainer(int(os.environ["RANK"])).serve()

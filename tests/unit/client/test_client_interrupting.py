@@ -120,6 +120,16 @@ def values_of(peer: Peer, name: str) -> list[float]:
     return values
 
 
+def offering(rig: Callable[..., Rig], on_device: bool) -> tuple[Session, Callable[[], None]]:
+    """A session, and a call that captures a small tensor, on a device that copies at once or on the host."""
+    r = rig(FakeDevice(nbytes=1 << 19, pinned=False))
+    r.session.devices._stagers[torch.device("cuda")] = r.stager
+    moment = r.session.context.moment()
+    if on_device:
+        r.session._stage = lambda *args: r.way.stage(*args[:7])  # type: ignore[method-assign]
+    return r.session, lambda: r.session.offer(torch.zeros(50), KEY, moment)
+
+
 @pytest.mark.parametrize(
     ("policy", "numel", "on_device"),
     [("drop", 50, False), ("block", 20_000, False), ("thin", 50, True), ("stats", 20_000, True)],
@@ -189,19 +199,12 @@ def test_a_handler_that_closes_inside_of_the_books_does_so_behind_them(
 def test_at_any_line_of_a_capture_a_handler_that_flushes_waits_for_what_can_be_settled(
     peer: Peer, rig: Callable[..., Rig], on_device: bool
 ) -> None:
-    r = rig(FakeDevice(nbytes=1 << 19, pinned=False))  # copies are done at once
-    r.session.devices._stagers[torch.device("cuda")] = r.stager
-    session, moment = r.session, r.session.context.moment()
-    if on_device:
-        session._stage = lambda *args: r.way.stage(*args[:7])  # type: ignore[method-assign]
+    session, offer = offering(rig, on_device)
 
     def flush() -> None:
         started = time.monotonic()
         session.flush(60)
         assert time.monotonic() - started < 30
-
-    def offer() -> None:
-        session.offer(torch.zeros(50), KEY, moment)
 
     line = 0
     met = True
@@ -216,17 +219,10 @@ def test_at_any_line_of_a_capture_a_handler_that_flushes_waits_for_what_can_be_s
 def test_ctrl_c_at_any_line_of_a_capture_holds_up_none_behind_it(
     peer: Peer, rig: Callable[..., Rig], on_device: bool
 ) -> None:
-    r = rig(FakeDevice(nbytes=1 << 19, pinned=False))  # copies are done at once
-    r.session.devices._stagers[torch.device("cuda")] = r.stager
-    session, moment = r.session, r.session.context.moment()
-    if on_device:
-        session._stage = lambda *args: r.way.stage(*args[:7])  # type: ignore[method-assign]
+    session, offer = offering(rig, on_device)
 
     def ctrl_c() -> None:
         raise KeyboardInterrupt
-
-    def offer() -> None:
-        session.offer(torch.zeros(50), KEY, moment)
 
     line = 0
     met = True

@@ -9,8 +9,10 @@ import torch
 from memory_sink import MemorySink
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import CheckpointFunction
+from tqdm import tqdm
 
-from capd_client import hooks, watched
+from capd_client import hooks, late_watch, watched
+from capd_client.notices import Notices
 
 
 @pytest.fixture
@@ -42,3 +44,13 @@ def _no_watch_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert CheckpointFunction.forward is forward
     assert dict(torch_optimizer._global_optimizer_post_hooks) == optimizer_hooks
     assert not watched._tapped
+
+
+@pytest.fixture
+def forget_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What was compiled before, and what was warned of then, is not there."""
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # the compiler's progress bars leave a thread behind
+    monkeypatch.setattr(late_watch, "_notices", Notices())
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
