@@ -12,38 +12,23 @@ from collections.abc import Iterable
 from threading import get_ident
 from typing import NoReturn, Optional
 
-from capd_client.allocator import EMPTY, SlotAllocator
+from capd_client.allocator import EMPTY
 from capd_client.counter_page import (
     COUNTER_ACKED,
     COUNTER_IN_FLIGHT,
     DROP_REASONS,
     DropReason,
 )
-from capd_client.counting import Counters
 from capd_client.entrance import Entrance
 from capd_client.errors import Counted
 from capd_client.in_flight import ABORTED, COPYING, READY, Capture
 from capd_client.protocol import Descriptor, NackRow
-from capd_client.thinning import Thinning
 
 __all__ = ["Books"]
 
 
 class Books(Entrance):
     """Slots and the order of captures, and their accounts, under one lock. Arguments as for `Entrance`."""
-
-    def __init__(
-        self,
-        slots: SlotAllocator,
-        counters: Counters,
-        *,
-        max_block_s: float = 0.0,
-        step_nbytes: Optional[int] = None,
-        thinning: Optional[Thinning] = None,
-    ) -> None:
-        super().__init__(slots, counters, max_block_s=max_block_s, step_nbytes=step_nbytes, thinning=thinning)
-        self._resend: deque[Capture] = deque()  # sent on an earlier connection and not settled
-        self.copying = False  # some thread may still write to a slot that was given up
 
     # -- the training thread's side -------------------------------------------------------------------
 

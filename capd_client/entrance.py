@@ -50,7 +50,9 @@ class Entrance(Accounts):
         self.waiting = Waiting(self.lock, slots, max_block_s)
         self._live: dict[int, Capture] = {}  # by sequence, ascending: everything that owns a slot
         self._queue: deque[Capture] = deque()  # not sent yet, by sequence
+        self._resend: deque[Capture] = deque()  # sent on an earlier connection and not settled
         self._last_sequence = 0
+        self.copying = False  # some thread may still write to a slot that was given up
 
     def admit(
         self, definition: Definition, descriptor: Descriptor, behind_nbytes: int = 0
