@@ -200,7 +200,9 @@ class Registry:
                     raise Refusal(reject.code, reject.message)
                 run.ranks[client] = rank
                 run.finished.pop(client, None)
-                return rank
+            # In front of all that it will capture: a daemon killed at once leaves no records of an unknown session.
+            self._pipeline.save_session(run.run_id, rank.row())
+            return rank
 
     # From tools and from the daemon
 

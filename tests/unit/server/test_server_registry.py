@@ -221,6 +221,18 @@ def test_what_was_in_work_of_a_dead_rank_when_the_daemon_was_killed_is_accounted
     assert (session.committed, session.in_flight, session.dropped) == (1, 0, stats.dropped)
 
 
+def test_the_session_of_a_record_is_known_before_the_clock_looked_at_it(
+    registry: Registry, tmp_path: Path
+) -> None:
+    rank = join(registry, "r")
+    assert rank.tell(1, lambda session: session.define(DEFINE, 10))
+    assert rank.put(1, Put([Descriptor(1, 4096, 2, 0, (1,), Moment())]))
+    assert rank.wait_idle(20)
+    store = capd.open(tmp_path / "r.zarr")  # as a daemon killed now would leave it
+    assert store.totals().records == 1
+    assert [session.client for session in store.sessions] == [rank.client]
+
+
 def test_of_many_ranks_that_lost_their_connection_the_first_are_given_up(
     registry: Registry, monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None]
 ) -> None:
