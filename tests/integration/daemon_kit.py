@@ -140,7 +140,8 @@ def open_socket(path: Path) -> socket.socket:
 @contextlib.contextmanager
 def tool(path: Path) -> Iterator[Connection]:
     sock = open_socket(path)
-    sock.sendall(TOOL_BYTE)
+    with contextlib.suppress(BrokenPipeError):  # sent away before it spoke; the answer is there
+        sock.sendall(TOOL_BYTE)
     connection = Connection(sock.detach())
     try:
         yield connection
