@@ -120,7 +120,7 @@ def _without_mode(_mode: Any, *args: Any, **kwargs: Any) -> Any:
     return with_effects(*args, **kwargs)
 
 
-def in_graphs(function: Callable[..., None]) -> None:
+def in_graphs(function: Callable[..., Any]) -> None:
     """Let Dynamo put calls of `function` into its graphs as they are, instead of tracing into it."""
     allow: Any = torch.compiler.allow_in_graph
     allow(function)

@@ -20,18 +20,23 @@ from torch import Tensor
 
 from capd_client.graph_ops import Operator, exporting, flags_of, in_graphs, obstacle, restored, usable
 from capd_client.key import Moment
+from capd_client.kinds import Kind
 from capd_client.notices import Notices
 from capd_client.products import autocast_dtype, hang, product_of
 from capd_client.tensors import local_part, without_modes
 
 if TYPE_CHECKING:
     from capd_client.hook_objects import RootHook
-    from capd_client.taps import LinearTap
+    from capd_client.taps import Tap
 
-__all__ = ["claim", "gradients_of", "graph_input", "refused", "release", "trace_call", "trace_root"]
+__all__ = [
+    "GRAD_OUTPUT", "claim", "gradients_of", "graph_aliases", "graph_input", "refused", "release", "trace_call",
+    "trace_root",
+]  # fmt: skip
 
-_DY, _DX = 1, 2
-_GRADIENTS = {_DY: "grad_output", _DX: "grad_input"}
+GRAD_OUTPUT = 1
+"""The bit of dY in `gradients_of`; the operands follow, in their order."""
+
 _FIELDS = ("iteration", "micro_batch", "call", "sample_idx", "batch_idx", "sequence_idx", "attempt")
 _NOT_CAPTURED = (-1,) * (1 + len(_FIELDS))
 
@@ -63,9 +68,28 @@ def graph_input(number: int) -> Optional[Tensor]:
         return torch.tensor(number, device="cpu")
 
 
-def gradients_of(tensors: frozenset[str]) -> int:
-    """Which gradients get hooks in the graph if these tensors are captured: bits _DY and _DX."""
-    return _DY * (not tensors.isdisjoint(("grad_output", "grad_weight"))) | _DX * ("grad_input" in tensors)
+def gradients_of(kind: Kind, tensors: frozenset[str]) -> int:
+    """Which gradients get hooks in the graph if these tensors are captured: GRAD_OUTPUT, and a bit per operand."""
+    wanted = GRAD_OUTPUT * (not tensors.isdisjoint(("grad_output", f"grad_{kind.parameter}")))
+    for place, name in enumerate(kind.operands):
+        wanted |= _bit(place) * (f"grad_{name}" in tensors)
+    return wanted
+
+
+def _bit(place: int) -> int:
+    return GRAD_OUTPUT << 1 + place
+
+
+def graph_aliases(wanted: int, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """At trace time: operands with those of `wanted` as views that have a gradient of their own."""
+    return tuple(
+        operand.view_as(operand) if wanted & _bit(place) and _has_gradient(operand) else operand
+        for place, operand in enumerate(operands)
+    )
+
+
+def _has_gradient(operand: Any) -> bool:
+    return isinstance(operand, Tensor) and operand.requires_grad and torch.is_grad_enabled()
 
 
 def release(number: int) -> None:
@@ -101,13 +125,16 @@ def trace_root(number: Tensor) -> None:
         _not_in_graph("the root", error)
 
 
-def trace_call(number: Tensor, gradients: int, x: Tensor, weight: Optional[Tensor], output: Tensor) -> None:
-    """Put one call of a tapped module into the graph: its operands, its output, and hooks on its `gradients`."""
+def trace_call(number: Tensor, gradients: int, *tensors: Optional[Tensor]) -> None:
+    """Put one call of a tapped product into the graph, with hooks on its `gradients`.
+
+    tensors: the operands (aliases of those whose gradients are wanted), the parameter or None, and the output.
+    """
     try:
         if _takes_operators():
-            _trace_call(number, gradients, x, weight, output)
+            _trace_call(number, gradients, *tensors)
     except Exception as error:
-        _not_in_graph("a Linear", error)
+        _not_in_graph("a product", error)
 
 
 def _takes_operators() -> bool:
@@ -119,24 +146,26 @@ def _takes_operators() -> bool:
     return not problem
 
 
-def _trace_call(number: Tensor, gradients: int, x: Tensor, weight: Optional[Tensor], output: Tensor) -> None:
+def _trace_call(number: Tensor, gradients: int, *tensors: Any) -> None:
+    *operands, _parameter, output = tensors
     if torch._C._functorch.is_batchedtensor(output):
         _refuse("vmap", "inside vmap nothing is captured in compiled graphs")
         return
-    operands = (x, weight, output)
-    moment = _TAP(*map(local_part, operands), number, flags_of(*operands), autocast_dtype(x.device.type))
+    autocast = autocast_dtype(operands[0].device.type)
+    moment = _TAP([local_part(t) for t in tensors], number, flags_of(*tensors), autocast)
     if not torch.is_grad_enabled():
         return
     if torch._dynamo.config.compiled_autograd:
         _notices.warn(
             "compiled_autograd", "under compiled autograd the gradients of compiled graphs are not captured"
         )
-    if gradients & _DX and x.requires_grad:  # x is the alias that the pre-hook made
-        hang(x, _gradient_hook(_DX, moment))
-    if gradients & _DY and output.requires_grad:
+    for place, operand in enumerate(operands):
+        if gradients & _bit(place) and operand is not None and operand.requires_grad:
+            hang(operand, _gradient_hook(_bit(place), moment))
+    if gradients & GRAD_OUTPUT and output.requires_grad:
         product = product_of(output)
         shape = None if product is output else output.shape
-        hang(product, _gradient_hook(_DY, moment, shape))
+        hang(product, _gradient_hook(GRAD_OUTPUT, moment, shape))
 
 
 def _gradient_hook(
@@ -147,7 +176,7 @@ def _gradient_hook(
             whole = gradient if shape is None else gradient.reshape(shape)
             _GRADIENT(local_part(whole), moment, which)
         except Exception as error:
-            _not_in_graph(_GRADIENTS[which], error)
+            _not_in_graph("a gradient", error)
 
     return hook
 
@@ -166,20 +195,13 @@ def _begin(number: Tensor) -> None:
         root.begin()
 
 
-def _tap(
-    x: Tensor,
-    weight: Optional[Tensor],
-    output: Tensor,
-    number: Tensor,
-    flags: int,
-    autocast: Optional[torch.dtype],
-) -> Tensor:
-    tap: Optional[LinearTap] = _target(int(number))
+def _tap(tensors: list[Any], number: Tensor, flags: int, autocast: Optional[torch.dtype]) -> Tensor:
+    target = _target(int(number))
+    tap: Optional[Tap] = None if target is None else target.current()
     moment = None
     if tap is not None and tap.gate.closed_at != tap.gate.context.iteration:
         try:
-            x, weight, output = (restored(t, flags >> 2 * i) for i, t in enumerate((x, weight, output)))
-            moment = tap.graph_call(x, weight, output, autocast)
+            moment = tap.graph_call([restored(t, flags >> 2 * i) for i, t in enumerate(tensors)], autocast)
         except Exception as error:
             tap.failed("compiled forward", error)
     if tap is None or moment is None:
@@ -190,19 +212,24 @@ def _tap(
 
 def _gradient(gradient: Tensor, moment: Tensor, which: int) -> None:
     number, *values = moment.tolist()
-    tap: Optional[LinearTap] = _target(number)
+    tap: Optional[Tap] = _target(number)
     if tap is None:
         return
     try:
         given: dict[str, Any] = {n: v for n, v in zip(_FIELDS, values, strict=True) if v >= 0}
-        tap.gradient(_GRADIENTS[which], gradient, Moment(**given))
+        tap.graph_gradient(_place_of(which), gradient, Moment(**given))
     except Exception as error:
-        tap.failed(f"compiled {_GRADIENTS[which]} hook", error)
+        tap.failed("compiled gradient hook", error)
+
+
+def _place_of(which: int) -> Optional[int]:
+    """The operand whose gradient it is; None for dY."""
+    return None if which == GRAD_OUTPUT else which.bit_length() - 2
 
 
 _BEGIN = Operator("begin(Tensor root) -> ()", _begin, lambda root: None)
 _TAP = Operator(
-    "tap(Tensor input, Tensor? weight, Tensor output, Tensor tap, int flags, ScalarType? autocast) -> Tensor",
+    "tap(Tensor?[] tensors, Tensor tap, int flags, ScalarType? autocast) -> Tensor",
     _tap,
     lambda *_: torch.empty(len(_NOT_CAPTURED), dtype=torch.int64, device="cpu"),
 )

@@ -16,16 +16,25 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from capd_client import recompute
-from capd_client.graph_taps import claim, gradients_of, graph_input, release, trace_call, trace_root
-from capd_client.key import Moment
+from capd_client.graph_taps import (
+    GRAD_OUTPUT,
+    claim,
+    gradients_of,
+    graph_aliases,
+    graph_input,
+    release,
+    trace_call,
+    trace_root,
+)
+from capd_client.sites import Site, operands_of, output_of, with_operands
 from capd_client.tensors import is_tracing
 from capd_client.untraced import traced_as, untraced
 
 if TYPE_CHECKING:
     from capd_client.stepping import Clock
-    from capd_client.taps import LinearTap, Sink
+    from capd_client.taps import Call, Sink, Tap
 
-__all__ = ["ForwardHook", "GradHook", "PreHook", "PreHookResult", "RootHook", "WeightHook", "with_input"]
+__all__ = ["ForwardHook", "GradHook", "Hook", "PreHook", "RootHook", "WeightHook"]
 
 PreHookResult = Optional[tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -38,7 +47,7 @@ def _make_inert() -> Callable[..., None]:
     return _inert
 
 
-class _Hook:
+class Hook:
     """Base of the hook objects: a deepcopy or a pickle of one does nothing."""
 
     __slots__ = ()
@@ -48,122 +57,128 @@ class _Hook:
         return _make_inert, ()
 
 
-def with_input(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PreHookResult:
-    """The arguments of a module with `x` in the place of its input."""
-    return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "input": x})
+class PreHook(Hook):
+    """Forward pre-hook (with kwargs) of a module whose arguments are the operands of a product."""
 
+    __slots__ = ("_aliased", "_arguments", "_gate", "_parameter", "_tap")
 
-class PreHook(_Hook):
-    """Forward pre-hook (with kwargs) of a tapped module."""
-
-    __slots__ = ("_aliases_in_graph", "_gate", "_tap")
-
-    def __init__(self, tap: LinearTap) -> None:
+    def __init__(self, tap: Tap, site: Site) -> None:
         self._tap = tap
         self._gate = tap.gate
-        self._aliases_in_graph = tap.number >= 0 and "grad_input" in tap.tensors
+        self._arguments = site.arguments
+        self._parameter = site.kind.parameter
+        wanted = gradients_of(tap.kind, tap.tensors) if tap.number >= 0 else 0
+        self._aliased = wanted & ~GRAD_OUTPUT  # those of the operands
 
     def in_graph(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Optional[dict[str, Any]] = None
     ) -> PreHookResult:
-        """What is compiled in its place: only the alias of the input, if dX is wanted."""
-        if not self._aliases_in_graph or not module.training or kwargs is None:
+        """What is compiled in its place: only the aliases of the operands whose gradients are wanted."""
+        if not self._aliased or not module.training or kwargs is None:
             return None
-        x = args[0] if args else kwargs.get("input")
-        if not isinstance(x, Tensor) or not x.requires_grad or not torch.is_grad_enabled():
-            return None
-        return with_input(x.view_as(x), args, kwargs)
+        operands = operands_of(self._arguments, args, kwargs)
+        return with_operands(self._arguments, graph_aliases(self._aliased, operands), args, kwargs)
 
     @traced_as(in_graph)
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Optional[dict[str, Any]] = None
     ) -> PreHookResult:
-        gate = self._gate
+        gate, tap = self._gate, self._tap
         if gate.closed_at == gate.context.iteration or is_compiling() or kwargs is None:
             return None
         try:
-            return self._tap.before_forward(module, args, kwargs)
+            tap.bound = None
+            operands = operands_of(self._arguments, args, kwargs)
+            parameter = getattr(module, self._parameter) if self._parameter else None
+            call = tap.begin(module, operands, parameter)
+            if call is None:
+                return None
+            tap.bound = call
+            aliases = tap.aliases(call, operands)
+            if all(alias is operand for alias, operand in zip(aliases, operands, strict=True)):
+                return None
+            return with_operands(self._arguments, aliases, args, kwargs)
         except Exception as error:
-            self._tap.failed("forward pre-hook", error)
+            tap.failed("forward pre-hook", error)
             return None
 
 
-class ForwardHook(_Hook):
-    """Forward hook (with kwargs) of a tapped module."""
+class ForwardHook(Hook):
+    """Forward hook (with kwargs) of such a module."""
 
-    __slots__ = ("_gradients", "_number", "_tap")
+    __slots__ = ("_arguments", "_gradients", "_number", "_parameter", "_tap")
 
-    def __init__(self, tap: LinearTap) -> None:
+    def __init__(self, tap: Tap, site: Site) -> None:
         self._tap = tap
+        self._arguments = site.arguments
+        self._parameter = site.kind.parameter
         self._number = graph_input(tap.number)
-        self._gradients = gradients_of(tap.tensors)
+        self._gradients = gradients_of(tap.kind, tap.tensors)
 
     def in_graph(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
     ) -> None:
         """What is compiled in its place: the whole of a call."""
-        number = self._number
-        if number is None or not module.training or not isinstance(output, Tensor):
+        number, product = self._number, output_of(output)
+        if number is None or not module.training or not isinstance(product, Tensor):
             return
-        x = args[0] if args else kwargs.get("input")
-        if isinstance(x, Tensor):
-            weight: Any = module.weight
-            trace_call(number, self._gradients, x, weight, output)
+        parameter: Any = getattr(module, self._parameter) if self._parameter else None
+        operands = operands_of(self._arguments, args, kwargs)
+        trace_call(number, self._gradients, *operands, parameter, product)
 
     @traced_as(in_graph)
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
     ) -> None:
         tap = self._tap
-        if tap.bound is None:
+        call, tap.bound = tap.bound, None
+        if call is None:
             return
         try:
-            tap.after_forward(output)
+            tap.end(call, output)
         except Exception as error:
             tap.failed("forward hook", error)
 
 
-class GradHook(_Hook):
-    """Tensor hook that carries the moment of a forward into its backward."""
+class GradHook(Hook):
+    """Tensor hook that carries a call's moment into its backward."""
 
-    __slots__ = ("_moment", "_shape", "_tap", "_tensor_name")
+    __slots__ = ("_call", "_shape", "_tap", "_tensor_name")
 
-    def __init__(
-        self, tap: LinearTap, tensor_name: str, moment: Moment, shape: Optional[torch.Size] = None
-    ) -> None:
+    def __init__(self, tap: Tap, tensor_name: str, call: Call, shape: Optional[torch.Size] = None) -> None:
         self._shape = shape
         self._tap = tap
         self._tensor_name = tensor_name
-        self._moment = moment
+        self._call = call
 
     @untraced  # compiled autograd traces hooks
     def __call__(self, gradient: Tensor) -> None:
         try:
-            self._tap.gradient(self._tensor_name, gradient, self._moment, self._shape)
+            self._tap.gradient(self._tensor_name, gradient, self._call, self._shape)
         except Exception as error:
             self._tap.failed(f"{self._tensor_name} hook", error)
 
 
-class WeightHook(_Hook):
+class WeightHook(Hook):
     """Hook on a weight: one call per backward, before the gradient is accumulated."""
 
     __slots__ = ("_tap",)
 
-    def __init__(self, tap: LinearTap) -> None:
+    def __init__(self, tap: Tap) -> None:
         self._tap = tap
 
     @untraced  # compiled autograd traces hooks
     def __call__(self, gradient: Tensor) -> None:
         tap = self._tap
-        if not tap.expects_weight_gradient:
+        if not tap.expects_parameter_gradient:
             return
         try:
-            tap.weight_gradient(gradient)
+            tap.parameter_gradient(gradient)
         except Exception as error:
-            tap.failed("grad_weight hook", error)
+            tap.failed(f"grad_{tap.kind.parameter} hook", error)
 
 
-class RootHook(_Hook):
+class RootHook(Hook):
     """Forward pre-hook of the watched model: every training forward begins a micro-batch."""
 
     __slots__ = ("__weakref__", "_clock", "_input", "_number", "_root", "_sink", "forwards")

@@ -1,4 +1,4 @@
-"""`watch(model)`: puts taps on the Linear modules of a model and takes them away again.
+"""`watch(model)`: puts taps on the matrix products of a model and takes them away again.
 
 Nothing here raises into the job: what cannot be used is reported once through the logger, and the default is
 used instead (CAPD_STRICT=1 raises). With capture off, `watch` returns at once and touches nothing.
@@ -6,22 +6,23 @@ used instead (CAPD_STRICT=1 raises). With capture off, `watch` returns at once a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Optional, Union
 
 from torch import nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.hooks import RemovableHandle
 
 from capd_client import recompute
 from capd_client.api import session
 from capd_client.errors import ConfigError
 from capd_client.hook_objects import RootHook
+from capd_client.integrations import find_sites
 from capd_client.late_watch import LateWatch
-from capd_client.naming import place_modules
+from capd_client.naming import Place, place_modules
 from capd_client.notices import Notices
 from capd_client.select import DEFAULT_TENSORS, TENSORS, Ranges, matches_any
+from capd_client.sites import Site
 from capd_client.slicing import Slice, parse_slices
 from capd_client.steering import Steering
 from capd_client.stepping import Clock, Gate, clock_of
@@ -93,7 +94,8 @@ def watch(
     select: Union[str, Sequence[str], None] = None,
     slices: Union[str, Mapping[str, str], None] = None,
 ) -> WatchHandle:
-    """Capture the operands of every nn.Linear of `model`: X, W (once per step), Y and dY.
+    """Capture the operands of the matrix products of `model`: of a Linear X, W (once per step), Y and dY; of attention
+    query, key, value, the output and its gradient.
 
     Call it on the model that the training loop calls, before or after wrapping it in DDP or FSDP, and after
     parallelising its modules. Only training forwards are captured, recomputes never.
@@ -103,8 +105,8 @@ def watch(
         name: put in front of the module names; tells several watched models apart.
         steps: iterations to capture, as in "0-2,100-:100" or "all". Default: CAPD_STEPS, else [when] steps
             in capd.toml, else "0".
-        tensors: any of "input", "weight", "output", "grad_output" (the default), "grad_input",
-            "grad_weight".
+        tensors: any of "input", "weight", "query", "key", "value", "output", "grad_output" (the default), and with
+            "grad_" in front what the backward computes: "grad_input", "grad_weight", "grad_query", ...
         select: glob, or globs, over qualified module names without wrappers ("*.mlp.*").
         slices: the rows to record, as in "first:64", "stride:8" or "tokens:0-127" (capd_client.slicing): one for
             all but the weight and its gradient, or by tensor name, as in {"input": "first:64", "weight":
@@ -190,11 +192,12 @@ class _Plan:
             )
         return wanted.intersection(TENSORS)
 
-    def told(self) -> list[str]:
-        """The captured tensors as the log names them."""
+    def told(self, products: list[tuple[Site, Place]]) -> list[str]:
+        """The captured tensors of these products as the log names them."""
+        of_products = self.tensors.intersection(name for site, _ in products for name in site.kind.tensors)
         return [
             f"{name} ({self.slices[name].text})" if name in self.slices else name
-            for name in sorted(self.tensors)
+            for name in sorted(of_products)
         ]
 
     def report(self, reason: str, message: str) -> None:
@@ -210,59 +213,51 @@ def _restricting(text: str) -> Optional[Ranges]:
 
 def _attach(sink: Sink, model: nn.Module, handle: WatchHandle, plan: _Plan, *, name: str = "") -> None:
     """Put the hooks of `plan` on `model` and note them in `handle`."""
-    linears = _find_linears(model)
-    places = place_modules(model, list(linears), prefix=name)
-    chosen = [n for n in linears if not plan.select or matches_any(places[n].module, plan.select)]
-    fresh = [n for n in chosen if not is_tapped(linears[n])]
+    products = _products_of(model, name)
+    chosen = [(s, p) for s, p in products if not plan.select or matches_any(p.module, plan.select)]
+    fresh = [(site, place) for site, place in chosen if not is_tapped(site)]
     if len(fresh) < len(chosen):
         plan.report(
             "twice",
             f"{len(chosen) - len(fresh)} modules are watched already; remove() that handle to change it",
         )
     if not fresh:
-        plan.report("empty", _nothing_to_watch(model, plan, [place.module for place in places.values()]))
+        plan.report("empty", _nothing_to_watch(model, plan, [place.module for _, place in products]))
         return
     gate = Gate(sink.context, plan.steps, micro_batches=plan.micro_batches, ranks=plan.ranks)
     watched = Watched(sink, gate, plan.tensors, plan.slices)
     handle.attach_root(model, watched, sink)
-    for qualified in fresh:
-        watched.attach(linears[qualified], places[qualified])
-    known = frozenset(chosen)
-    for qualified, linear in linears.items():
-        if qualified not in known:
-            watched.leave_out(linear, places[qualified])
+    for site, place in fresh:
+        watched.attach(site, place)
+    for site, place in products:
+        if (site, place) not in chosen:
+            watched.leave_out(site, place)
     if plan.ranks is None or sink.context.rank in plan.ranks:
         sink.prepare({parameter.device for parameter in model.parameters()})
     handle.look_for_late_watch(model)
     handle.follow(sink.steering)
-    handle.modules = tuple(places[qualified].module for qualified in fresh)
+    handle.modules = tuple(place.module for _, place in fresh)
     _notices.info(
-        'watching %d of %d Linear modules of %s: %s in steps "%s"%s',
-        len(fresh), len(linears), type(model).__name__, ", ".join(plan.told()), plan.steps.text,
+        'watching %d of %d products of %s (%s): %s in steps "%s"%s',
+        len(fresh), len(products), type(model).__name__, _counted(fresh), ", ".join(plan.told(fresh)), plan.steps.text,
         "" if plan.steps.text == "all" else '; widen it with steps="all", CAPD_STEPS or [when] steps in capd.toml',
     )  # fmt: skip
 
 
-def _find_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """The modules whose product is F.linear(input, self.weight), by qualified name.
+def _products_of(model: nn.Module, prefix: str) -> list[tuple[Site, Place]]:
+    sites = find_sites(model)
+    places = place_modules(model, list(sites), prefix=prefix)
+    return [(site, places[name].of(site.suffix)) for name, of_module in sites.items() for site in of_module]
 
-    Subclasses count while they keep nn.Linear's forward (FSDP2 makes such classes); the quantised ones of
-    other libraries bring their own, with packed weights. A parametrised weight is recomputed by every
-    read, so reading it here could change the job's random numbers. nn.MultiheadAttention never calls its
-    NonDynamicallyQuantizableLinear.
-    """
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and type(module).forward is nn.Linear.forward
-        and not isinstance(module, NonDynamicallyQuantizableLinear)
-        and not is_parametrized(module)
-    }
+
+def _counted(products: list[tuple[Site, Place]]) -> str:
+    """How many products of which sort."""
+    counts = Counter(site.kind.layer_type for site, _ in products)
+    return ", ".join(f"{count} {layer_type}" for layer_type, count in counts.items())
 
 
 def _nothing_to_watch(model: nn.Module, plan: _Plan, names: list[str]) -> str:
     if not names:
-        return f"{type(model).__name__} has no nn.Linear to watch; use capd_client.capture() for its tensors"
+        return f"{type(model).__name__} has no product that capd knows; use capd_client.capture() for its tensors"
     some = ", ".join(names[:3])
-    return f"watch(select={list(plan.select)!r}) leaves none of {len(names)} Linear modules ({some}, ...)"
+    return f"watch(select={list(plan.select)!r}) leaves none of {len(names)} products ({some}, ...)"

@@ -17,7 +17,7 @@ from capd_client.graph_taps import refused
 from capd_client.hook_objects import RootHook
 from capd_client.notices import Notices
 from capd_client.stepping import Clock, Gate
-from capd_client.taps import LinearTap
+from capd_client.taps import Tap
 
 __all__ = ["LateWatch"]
 
@@ -35,9 +35,7 @@ _notices = Notices()
 class LateWatch:
     """Watches over one watch until it has seen a captured iteration, or warned."""
 
-    def __init__(
-        self, model: nn.Module, root: RootHook, gate: Gate, clock: Clock, taps: list[LinearTap]
-    ) -> None:
+    def __init__(self, model: nn.Module, root: RootHook, gate: Gate, clock: Clock, taps: list[Tap]) -> None:
         self._name = type(model).__name__
         self._root = root
         self._gate = gate

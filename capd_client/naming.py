@@ -30,6 +30,10 @@ class Place(NamedTuple):
     layer: Optional[int]
     stack: str
 
+    def of(self, suffix: str) -> Place:
+        """The place of one of several products of the module."""
+        return self._replace(module=_join(self.module, suffix)) if suffix else self
+
 
 def clean_name(qualified: str) -> str:
     """Remove wrapper parts from a qualified module name: `module._orig_mod.fc` becomes `fc`, `module` nothing."""

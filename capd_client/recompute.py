@@ -24,8 +24,6 @@ import torch
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
-from capd_client.key import Moment
-
 __all__ = ["Segment", "in_backward", "install", "keep", "repeating", "take", "uninstall"]
 
 
@@ -58,11 +56,11 @@ def repeating() -> bool:
 class Segment:
     """The function of one checkpointed segment, called once in the forward and once in the backward."""
 
-    __slots__ = ("_function", "_moments", "_outer", "_passes")
+    __slots__ = ("_calls", "_function", "_outer", "_passes")
 
     def __init__(self, function: Callable[..., Any], *, passes: int = 0) -> None:
         self._function = function
-        self._moments: dict[object, deque[Moment]] = {}
+        self._calls: dict[object, deque[Any]] = {}
         self._passes = passes  # those that have begun
         self._outer: Optional[Segment] = None  # the segment around the pass under way
 
@@ -91,33 +89,33 @@ class Segment:
         """Whether the pass under way runs something again: its own first pass, or that of a segment around it."""
         return self._passes > 1 or (self._outer is not None and self._outer.repeats)
 
-    def keep(self, tap: object, moment: Moment) -> None:
-        """Queue the moment of a call in the first pass, also for segments around it, which run it again, too."""
+    def keep(self, tap: object, call: Any) -> None:
+        """Queue a call in the first pass, also for segments around it, which run it again, too."""
         if self._passes > 1:
             return
-        self._moments.setdefault(tap, deque()).append(moment)
+        self._calls.setdefault(tap, deque()).append(call)
         if self._outer is not None and not in_backward():
-            self._outer.keep(tap, moment)
+            self._outer.keep(tap, call)
 
-    def take(self, tap: object) -> Optional[Moment]:
-        """The moment of the same call in the first pass, or None if that one was not captured.
+    def take(self, tap: object) -> Optional[Any]:
+        """What was kept of the same call in the first pass, or None if that one was not captured.
 
-        A segment whose first pass lies in the recompute of another one takes the moments of that.
+        A segment whose first pass lies in the recompute of another one takes what that has kept.
         """
         if self._passes == 1:
             return None if self._outer is None else self._outer.take(tap)
-        queue = self._moments.get(tap)
+        queue = self._calls.get(tap)
         return queue.popleft() if queue else None
 
 
-def keep(tap: object, moment: Moment) -> None:
+def keep(tap: object, call: Any) -> None:
     """Remember a call whose second pass will ask for its moment, if it lies in a checkpointed segment."""
     if _local.segment is not None:
-        _local.segment.keep(tap, moment)
+        _local.segment.keep(tap, call)
 
 
-def take(tap: object) -> Optional[Moment]:
-    """In a recompute: the moment that the same call kept in the first pass; None where it kept none."""
+def take(tap: object) -> Optional[Any]:
+    """In a recompute: what the same call kept in the first pass; None where it kept nothing."""
     return None if _local.segment is None else _local.segment.take(tap)
 
 

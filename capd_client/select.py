@@ -10,14 +10,15 @@ import msgspec
 from msgspec import Meta
 
 from capd_client.errors import ConfigError
+from capd_client.kinds import ATTENTION, LINEAR
 
 __all__ = [
     "DEFAULT_TENSORS", "MAX_GLOBS", "MAX_GLOB_CHARS", "MAX_RANGE_CHARS", "TENSORS", "Ranges", "Selection",
     "matches_any",
 ]  # fmt: skip
 
-DEFAULT_TENSORS = ("input", "weight", "output", "grad_output")
-TENSORS = (*DEFAULT_TENSORS, "grad_input", "grad_weight")
+DEFAULT_TENSORS = tuple(dict.fromkeys((*LINEAR.default_tensors, *ATTENTION.default_tensors)))
+TENSORS = tuple(dict.fromkeys((*LINEAR.tensors, *ATTENTION.tensors)))
 
 MAX_RANGE_CHARS = 256
 MAX_GLOBS = 64

@@ -1,13 +1,13 @@
-"""The taps on one nn.Linear: its operands in the forward, its gradients in the backward.
+"""A tap on one product of a model: its operands in the forward, its gradients in the backward.
 
 Rules these taps keep, each for a way in which a simpler hook goes wrong:
 
 * `register_full_backward_hook` is never used: it makes the output a view, and an in-place consumer fails.
 * The micro-batch is bound when the forward runs; gradient hooks carry that moment and never ask for the time.
 * dY is the gradient of the output as the product made it, also where something changes it in place later.
-* dX is taken from an alias of the input: the input itself gets the sum over all its consumers.
+* dX is taken from an alias of the operand: the operand itself gets the sum over all its consumers.
 * A recompute is not captured again; it only hangs the gradient hooks that its first pass could not.
-* A tap returns None, except that the pre-hook hands the aliased input on when grad_input was asked for.
+* A hook returns None, except that the pre-hook hands aliased operands on when their gradients were asked for.
 * A module is recognised by identity: copies of it, shallow ones and replicas too, are not captured.
 """
 
@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Mapping
-from typing import Any, Optional, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Optional, Protocol
 
 import msgspec
 import torch
@@ -25,25 +25,18 @@ from torch.utils.hooks import RemovableHandle
 
 from capd_client import recompute
 from capd_client.graph_taps import claim, release
-from capd_client.hook_objects import GradHook, PreHookResult, WeightHook, with_input
+from capd_client.hook_objects import GradHook, WeightHook
 from capd_client.key import Key, Moment
+from capd_client.kinds import Kind, placement
 from capd_client.naming import Place
 from capd_client.products import alias_of, autocast_dtype, hang, hangs_on, product_dtype, product_of
+from capd_client.sites import Site, output_of
 from capd_client.slicing import Slice
 from capd_client.steering import Steering
 from capd_client.stepping import Context, Gate
 from capd_client.tensors import is_tracing
 
-__all__ = ["LinearTap", "Settings", "Sink"]
-
-_PLACEMENT = {  # tensor name → operation, phase
-    "input": ("forward", "pre"),
-    "weight": ("forward", "pre"),
-    "output": ("forward", "post"),
-    "grad_output": ("backward", "pre"),
-    "grad_input": ("backward", "post"),
-    "grad_weight": ("backward", "post"),
-}
+__all__ = ["Call", "Settings", "Sink", "Tap"]
 
 
 class Settings(Protocol):
@@ -87,43 +80,57 @@ class Sink(Protocol):
     def drop_internal(self, where: str, error: Exception) -> None: ...
 
 
-class LinearTap:
-    """Captures one nn.Linear. Its methods may raise; the hook objects hand errors on to `failed`."""
+class Call(NamedTuple):
+    """One call of a tapped product that is captured, while it runs. metadata: JSON object for its records, or empty."""
+
+    moment: Moment
+    recomputing: bool
+    metadata: str = ""
+
+
+class Tap:
+    """Captures one product. Its methods may raise; who calls them hands errors on to `failed`."""
 
     __slots__ = (
-        "__weakref__", "_at", "_backward", "_calls", "_keys", "_place", "_recomputing", "_sink", "_slices",
-        "_tensors", "_weight_at", "_weight_handle", "bound", "gate", "module", "number",
+        "__weakref__", "_at", "_attributes", "_backward", "_calls", "_casts", "_keys", "_parameter_at",
+        "_parameter_handle", "_place", "_sink", "_slices", "_tensors", "bound", "gate", "kind", "module", "number",
     )  # fmt: skip
 
     def __init__(
         self,
-        module: nn.Linear,
+        site: Site,
         place: Place,
         tensors: frozenset[str],
         slices: Mapping[str, Slice],
         sink: Sink,
         gate: Gate,
     ) -> None:
-        self.module = weakref.ref(module)
+        self.module: weakref.ref[nn.Module] = weakref.ref(site.module)
+        self.kind: Kind = site.kind
         self.gate = gate
         self._place = place
         self._tensors = tensors
         self._slices = slices
         self._sink = sink
+        self._attributes: Optional[dict[str, Any]] = dict(site.attributes) or None
+        self._casts: dict[torch.dtype, dict[str, Any]] = {}
         self._keys: dict[tuple[str, torch.dtype], Key] = {}
         self._at = (-1, -1)  # the iteration and micro-batch that _calls counts in
         self._calls = 0
-        self._weight_at = -1  # the iteration whose weight is captured
-        self.bound: Optional[Moment] = None  # between the pre-hook and the forward hook of one call
-        self._recomputing = False
-        self._backward: tuple[int, Optional[Moment]] = (-1, None)  # graph task and moment of the last dY
-        self._weight_handle: Optional[RemovableHandle] = None
+        self._parameter_at = -1  # the iteration whose parameter is captured
+        self.bound: Optional[Call] = None  # between the pre-hook and the forward hook of one call
+        self._backward: tuple[int, Optional[Call]] = (-1, None)  # graph task and call of the last dY
+        self._parameter_handle: Optional[RemovableHandle] = None
         self.number = claim(self) if tensors else -1  # what compiled graphs know it by; -1: not at all
 
     @property
     def tensors(self) -> frozenset[str]:
         """The names of the tensors that this tap captures."""
         return self._tensors
+
+    def current(self) -> Optional[Tap]:
+        """The tap that graphs mean by `number`: this one."""
+        return self
 
     @property
     def name(self) -> str:
@@ -136,83 +143,97 @@ class LinearTap:
         return self._at[0]
 
     @property
-    def expects_weight_gradient(self) -> bool:
+    def expects_parameter_gradient(self) -> bool:
         """Whether a captured dY came through and its dW did not yet."""
         return self._backward[1] is not None
 
-    def before_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> PreHookResult:
-        """Bind the moment of this call, capture its operands, and alias its input if dX is wanted."""
-        self.bound = None
+    def begin(
+        self, module: nn.Module, operands: Sequence[Any], parameter: Any, metadata: str = ""
+    ) -> Optional[Call]:
+        """Bind the moment of a call that is about to run, and capture its operands; None if it is not captured."""
         if not module.training or self.module() is not module or is_tracing():
             return None
-        moment = self._moment_of_call()
-        x = args[0] if args else kwargs.get("input")
-        if moment is None or not isinstance(x, Tensor):
+        call = self._call(metadata)
+        if call is None or not isinstance(operands[0], Tensor):
             return None
-        if not self._recomputing:
-            self._capture_operands(x, module.weight, moment, autocast_dtype(x.device.type))
-            self._watch_weight_gradient(module)
-        self.bound = moment
-        if "grad_input" not in self._tensors or not x.requires_grad or not torch.is_grad_enabled():
-            return None
-        alias = alias_of(x)
-        hang(alias, GradHook(self, "grad_input", moment))
-        return with_input(alias, args, kwargs)
+        if not call.recomputing:
+            self._capture_operands(operands, parameter, call, autocast_dtype(operands[0].device.type))
+            self._watch_parameter_gradient(parameter)
+        return call
 
-    def after_forward(self, output: Any) -> None:
+    def aliases(self, call: Call, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The operands to run the call with: those whose gradients are wanted as views of their own."""
+        if not torch.is_grad_enabled():
+            return operands
+        return tuple(
+            self._alias(call, f"grad_{name}", operand)
+            for name, operand in zip(self.kind.operands, operands, strict=True)
+        )
+
+    def _alias(self, call: Call, gradient: str, operand: Any) -> Any:
+        if gradient not in self._tensors or not isinstance(operand, Tensor) or not operand.requires_grad:
+            return operand
+        alias = alias_of(operand)
+        hang(alias, GradHook(self, gradient, call))
+        return alias
+
+    def end(self, call: Call, result: Any) -> None:
         """Capture the output of the call and hang the gradient hooks on it."""
-        moment, self.bound = self.bound, None
-        if (
-            moment is None
-            or moment.iteration != self.gate.context.iteration
-            or not isinstance(output, Tensor)
-        ):
-            return  # a moment of another iteration is left over from a forward that raised
-        if not self._recomputing and "output" in self._tensors:
-            self._offer(output, "output", moment)
-        recompute.keep(self, moment)
+        output = output_of(result)
+        if call.moment.iteration != self.gate.context.iteration or not isinstance(output, Tensor):
+            return  # a call of another iteration is left over from a forward that raised
+        if not call.recomputing and "output" in self._tensors:
+            self._offer(output, "output", call)
+        recompute.keep(self, call)
         if not torch.is_grad_enabled():
             return
-        if output.requires_grad and not self._tensors.isdisjoint(("grad_output", "grad_weight")):
-            hang(product_of(output), GradHook(self, "grad_output", moment, output.shape))
+        if output.requires_grad and not self._tensors.isdisjoint(
+            ("grad_output", f"grad_{self.kind.parameter}")
+        ):
+            hang(product_of(output), GradHook(self, "grad_output", call, output.shape))
 
-    def graph_call(
-        self, x: Tensor, weight: Optional[Tensor], output: Tensor, autocast: Optional[torch.dtype]
-    ) -> Optional[Moment]:
-        """Capture one call that ran inside a compiled graph; returns its moment if it is a captured one."""
-        module = self.module()
-        moment = None if module is None else self._moment_of_call()
-        if module is None or moment is None:
+    def graph_call(self, tensors: Sequence[Any], autocast: Optional[torch.dtype]) -> Optional[Moment]:
+        """Capture one call that ran inside a compiled graph; returns its moment if it is a captured one.
+
+        tensors: the operands, the parameter (or None) and the output.
+        """
+        *operands, parameter, output = tensors
+        call = None if self.module() is None else self._call("")
+        if call is None:
             return None
-        if not self._recomputing:
-            self._capture_operands(x, weight, moment, autocast)
+        if not call.recomputing:
+            self._capture_operands(operands, parameter, call, autocast)
             if "output" in self._tensors:
-                self._offer(output, "output", moment)
-            self._watch_weight_gradient(module)
-        recompute.keep(self, moment)
-        return moment
+                self._offer(output, "output", call)
+            self._watch_parameter_gradient(getattr(self.module(), self.kind.parameter, None))
+        recompute.keep(self, call)
+        return call.moment
 
     def gradient(
-        self, tensor_name: str, gradient: Tensor, moment: Moment, shape: Optional[torch.Size] = None
+        self, tensor_name: str, gradient: Tensor, call: Call, shape: Optional[torch.Size] = None
     ) -> None:
         """Capture a gradient under the moment of the forward it belongs to, as a tensor of `shape`."""
-        if tensor_name == "grad_output" and "grad_weight" in self._tensors:
-            self._backward = (torch._C._current_graph_task_id(), moment)
+        if tensor_name == "grad_output" and f"grad_{self.kind.parameter}" in self._tensors:
+            self._backward = (torch._C._current_graph_task_id(), call)
         if tensor_name in self._tensors:
             if shape is not None and gradient.shape != shape:
                 gradient = gradient.detach().reshape(shape)
-            self._offer(gradient, tensor_name, msgspec.structs.replace(moment, time_ns=time.time_ns()))
+            moment = msgspec.structs.replace(call.moment, time_ns=time.time_ns())
+            self._offer(gradient, tensor_name, call._replace(moment=moment))
 
-    def weight_gradient(self, gradient: Tensor) -> None:
-        """Capture dW: the sum over the module's calls in this backward, under the moment of the first call.
+    def graph_gradient(self, place: Optional[int], gradient: Tensor, moment: Moment) -> None:
+        """Capture the gradient of the operand at `place`, or of the output, that came out of a compiled graph."""
+        name = "grad_output" if place is None else f"grad_{self.kind.operands[place]}"
+        self.gradient(name, gradient, Call(moment, False))
+
+    def parameter_gradient(self, gradient: Tensor) -> None:
+        """Capture dW: the sum over the calls in this backward, under the moment of the first call.
 
         The gradients of the outputs come before it in the same backward, in reverse order of the calls.
         """
-        (task, moment), self._backward = self._backward, (-1, None)
-        if moment is not None and task == torch._C._current_graph_task_id():
-            self.gradient("grad_weight", gradient, moment)
+        (task, call), self._backward = self._backward, (-1, None)
+        if call is not None and task == torch._C._current_graph_task_id():
+            self.gradient(f"grad_{self.kind.parameter}", gradient, call)
 
     def failed(self, where: str, error: Exception) -> None:
         """Count an error inside capd and go on: nothing leaves a tap."""
@@ -221,71 +242,82 @@ class LinearTap:
     def select(self, tensors: frozenset[str]) -> None:
         """Capture these tensors from now on; none of them: gradients still under way are not captured either."""
         self._tensors = tensors
-        if "grad_weight" not in tensors:
-            self._unhook_weight()
+        if f"grad_{self.kind.parameter}" not in tensors:
+            self._unhook_parameter()
 
     def remove(self) -> None:
         """Stop for good, in compiled graphs too."""
         self.select(frozenset())
         release(self.number)
 
-    def _unhook_weight(self) -> None:
-        if self._weight_handle is not None:
-            self._weight_handle.remove()
-            self._weight_handle = None
+    def _unhook_parameter(self) -> None:
+        if self._parameter_handle is not None:
+            self._parameter_handle.remove()
+            self._parameter_handle = None
 
-    def _moment_of_call(self) -> Optional[Moment]:
-        """The moment that the call about to run belongs to, or None if it is not captured."""
-        self._recomputing = recompute.in_backward()
-        if self._recomputing:
-            return recompute.take(self)
+    def _call(self, metadata: str) -> Optional[Call]:
+        """The call about to run, or None if it is not captured."""
+        if recompute.in_backward():
+            first: Optional[Call] = recompute.take(self)
+            return None if first is None else first._replace(recomputing=True)
         if not self.gate.admits() or not self._tensors:
             return None
         context = self.gate.context
         at = (context.iteration, context.micro_batch)
         self._calls = self._calls + 1 if at == self._at else 0
         self._at = at
-        return context.moment(call=self._calls, recompute=False)
+        return Call(context.moment(call=self._calls, recompute=False), False, metadata)
 
     def _capture_operands(
-        self, x: Tensor, weight: Any, moment: Moment, autocast: Optional[torch.dtype]
+        self, operands: Sequence[Any], parameter: Any, call: Call, autocast: Optional[torch.dtype]
     ) -> None:
-        if "input" in self._tensors:
-            self._offer(x, "input", moment, product_dtype(x, autocast))
-        if "weight" in self._tensors and self._weight_at != moment.iteration and isinstance(weight, Tensor):
-            if self._sink.keeps(moment):  # else it comes with the first call that is kept
-                self._weight_at = moment.iteration
-            self._offer(weight, "weight", moment, product_dtype(weight, autocast))
+        for name, operand in zip(self.kind.operands, operands, strict=True):
+            if name in self._tensors and isinstance(operand, Tensor):
+                self._offer(operand, name, call, product_dtype(operand, autocast))
+        name, iteration = self.kind.parameter, call.moment.iteration
+        if name in self._tensors and self._parameter_at != iteration and isinstance(parameter, Tensor):
+            if self._sink.keeps(call.moment):  # else it comes with the first call that is kept
+                self._parameter_at = iteration
+            self._offer(parameter, name, call, product_dtype(parameter, autocast))
 
-    def _watch_weight_gradient(self, module: nn.Module) -> None:
-        if "grad_weight" not in self._tensors:
+    def _watch_parameter_gradient(self, parameter: Any) -> None:
+        if f"grad_{self.kind.parameter}" not in self._tensors:
             return
-        weight, handle = module.weight, self._weight_handle
-        if not isinstance(weight, Tensor) or not weight.requires_grad:
+        handle = self._parameter_handle
+        if not isinstance(parameter, Tensor) or not parameter.requires_grad:
             return
-        if handle is None or not hangs_on(handle, weight):
-            self._unhook_weight()  # sharding wrappers give a module new weight tensors
-            self._weight_handle = hang(weight, WeightHook(self))
+        if handle is None or not hangs_on(handle, parameter):
+            self._unhook_parameter()  # sharding wrappers give a module new weight tensors
+            self._parameter_handle = hang(parameter, WeightHook(self))
 
     def _offer(
-        self, tensor: Tensor, tensor_name: str, moment: Moment, cast_to: Optional[torch.dtype] = None
+        self, tensor: Tensor, tensor_name: str, call: Call, cast_to: Optional[torch.dtype] = None
     ) -> None:
-        key = self._key(tensor_name, cast_to or tensor.dtype)
-        take = self._slices.get(tensor_name)
-        if cast_to is None:
-            self._sink.offer(tensor, key, moment, take=take)
-        else:
-            attributes = {"cast_from": str(tensor.dtype).removeprefix("torch.")}
-            self._sink.offer(tensor, key, moment, cast_to=cast_to, attributes=attributes, take=take)
+        self._sink.offer(
+            tensor,
+            self._key(tensor_name, cast_to or tensor.dtype),
+            call.moment,
+            cast_to=cast_to,
+            attributes=self._attributes if cast_to is None else self._cast_attributes(tensor.dtype),
+            metadata=call.metadata,
+            take=self._slices.get(tensor_name),
+        )
+
+    def _cast_attributes(self, dtype: torch.dtype) -> dict[str, Any]:
+        found = self._casts.get(dtype)
+        if found is None:
+            cast_from = {"cast_from": str(dtype).removeprefix("torch.")}
+            found = self._casts[dtype] = {**(self._attributes or {}), **cast_from}
+        return found
 
     def _key(self, tensor_name: str, dtype: torch.dtype) -> Key:
         rank = self.gate.context.bind()
         key = self._keys.get((tensor_name, dtype))
         if key is None or key.rank != rank:
-            operation, phase = _PLACEMENT[tensor_name]
+            operation, phase = placement(tensor_name)
             key = self._keys[tensor_name, dtype] = Key(
                 quant_type=self._sink.quant_type(dtype), rank=rank, tensor_name=tensor_name,
-                layer=self._place.layer, phase=phase, layer_type="linear", operation=operation,
-                component="linear", module=self._place.module, stack=self._place.stack,
+                layer=self._place.layer, phase=phase, layer_type=self.kind.layer_type, operation=operation,
+                component=self.kind.component, module=self._place.module, stack=self._place.stack,
             )  # fmt: skip
         return key

@@ -19,20 +19,23 @@ def untraced(function: _Function) -> _Function:
     return _never_compiled(function)
 
 
-def traced_as(stand_in: Callable[..., Any]) -> Callable[[_Function], _Function]:
+def traced_as(
+    stand_in: Callable[..., Any], *, calls_the_job: bool = False
+) -> Callable[[_Function], _Function]:
     """Mark a plain function: a compiled caller has `stand_in` traced in its place, everybody else runs the function.
 
-    It is how `torch.compile` itself marks what it wraps, and costs nothing outside of a trace.
+    It is how `torch.compile` itself marks what it wraps, and costs nothing outside of a trace. calls_the_job: it calls
+    functions of the job, which are compiled as they would be without it.
     """
 
     def mark(function: _Function) -> _Function:
         function._torchdynamo_inline = stand_in  # type: ignore[attr-defined]
-        return _never_compiled(function)
+        return _never_compiled(function, calls_the_job=calls_the_job)
 
     return mark
 
 
-def _never_compiled(function: _Function) -> _Function:
+def _never_compiled(function: _Function, *, calls_the_job: bool = False) -> _Function:
     """Keep its frames, and those it calls, from being compiled by themselves, as they would be after a graph break."""
     try:
         from torch._C._dynamo.eval_frame import (  # type: ignore[attr-defined, unused-ignore]
@@ -42,5 +45,6 @@ def _never_compiled(function: _Function) -> _Function:
         )
     except ImportError:  # an older torch: our frames are left to its own rules
         return function
-    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    others = _FrameAction.DEFAULT if calls_the_job else _FrameAction.SKIP
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, others))
     return function

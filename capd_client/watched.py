@@ -1,6 +1,6 @@
 """The taps of one watched model, which `capd ctl select` narrows and widens while the job runs.
 
-Every Linear module of the model gets its hooks once, also those that `watch(select=...)` leaves out: the compiler
+Every product of the model gets its hooks once, also those that `watch(select=...)` leaves out: the compiler
 guards the hooks that a module has, never those that it lacks, so that the graph of a block without any would run for an
 equal one that is watched, too, and nothing be captured there. Steering only says what each tap captures.
 """
@@ -8,38 +8,48 @@ equal one that is watched, too, and nothing be captured there. Steering only say
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple, Optional
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
+from capd_client.function_sites import FunctionSite
 from capd_client.hook_objects import ForwardHook, PreHook
 from capd_client.naming import Place
+from capd_client.owners import owner_of
 from capd_client.select import matches_any
+from capd_client.sites import Site
 from capd_client.slicing import Slice
 from capd_client.stepping import Gate
-from capd_client.taps import LinearTap, Sink
+from capd_client.taps import Sink, Tap
 from capd_client.tool_messages import Steer
 
 __all__ = ["Watched", "is_tapped"]
 
-_tapped: weakref.WeakKeyDictionary[nn.Module, LinearTap] = weakref.WeakKeyDictionary()
+_Product = tuple[Optional[FunctionSite], str]
+
+_tapped: weakref.WeakKeyDictionary[nn.Module, dict[_Product, Tap]] = weakref.WeakKeyDictionary()
 
 
-def is_tapped(module: nn.Module) -> bool:
-    """Whether some watch captures this module."""
-    return module in _tapped
+def is_tapped(site: Site) -> bool:
+    """Whether some watch captures this product."""
+    return _product(site) in _tapped.get(site.module, {})
+
+
+def _product(site: Site) -> _Product:
+    """What tells the products of one module apart."""
+    return site.function, site.suffix
 
 
 class _Tapped(NamedTuple):
-    tap: LinearTap
+    tap: Tap
+    product: _Product
     place: Place
-    hooks: list[RemovableHandle]
 
 
 class Watched:
-    """One `watch`: `tensors` of its modules, cut by `slices`, while `gate` is open."""
+    """One `watch`: `tensors` of its products, cut by `slices`, while `gate` is open."""
 
     def __init__(self, sink: Sink, gate: Gate, tensors: frozenset[str], slices: Mapping[str, Slice]) -> None:
         self.gate = gate
@@ -48,22 +58,23 @@ class Watched:
         self._slices = slices
         self._own: list[_Tapped] = []
         self._left: list[_Tapped] = []  # those that the job's own selection left out
+        self._undo: list[Callable[[], None]] = []  # takes away what was put on modules and functions
 
     @property
-    def taps(self) -> list[LinearTap]:
-        """Those of the modules that the job selected."""
+    def taps(self) -> list[Tap]:
+        """Those of the products that the job selected."""
         return [own.tap for own in self._own]
 
-    def attach(self, module: nn.Linear, place: Place) -> None:
-        """Tap a module that the job selected."""
-        _tapped[module] = self._tap(module, place, self._tensors, self._own)
+    def attach(self, site: Site, place: Place) -> None:
+        """Tap a product that the job selected."""
+        _claim(self._tap(site, place, self._tensors, self._own))
 
-    def leave_out(self, module: nn.Linear, place: Place) -> None:
-        """Put hooks on a module that the job did not select; they trace nothing into graphs."""
-        self._tap(module, place, frozenset(), self._left)
+    def leave_out(self, site: Site, place: Place) -> None:
+        """Put hooks where the job selected nothing; they trace nothing into graphs."""
+        self._tap(site, place, frozenset(), self._left)
 
     def steer(self, steer: Steer) -> int:
-        """Capture as told from now on, the thread that trains calling; returns how many modules that are."""
+        """Capture as told from now on, the thread that trains calling; returns how many products that are."""
         selection = steer.selection
         takes_part = self.gate.steer(selection, capturing=steer.capturing)
         globs = None if selection is None else selection.modules
@@ -74,41 +85,53 @@ class Watched:
             own.tap.select(frozenset(tensors if wanted else ()))
             chosen += wanted
         for left in self._left:
-            wanted = globs is not None and matches_any(left.place.module, globs) and _claim(left.tap)
+            wanted = globs is not None and matches_any(left.place.module, globs) and _claim(left)
             left.tap.select(frozenset(tensors if wanted else ()))
             if not wanted:
-                _give_up(left.tap)
+                _give_up(left)
             chosen += wanted
         return chosen if takes_part else 0
 
     def remove(self) -> None:
         """Take every hook off again."""
-        for tap, _, hooks in (*self._own, *self._left):
-            for hook in hooks:
-                hook.remove()
-            tap.remove()
-            _give_up(tap)
-        self._own, self._left = [], []
+        for undo in self._undo:
+            undo()
+        for tapped in (*self._own, *self._left):
+            tapped.tap.remove()
+            _give_up(tapped)
+        self._own, self._left, self._undo = [], [], []
 
-    def _tap(
-        self, module: nn.Linear, place: Place, tensors: frozenset[str], taps: list[_Tapped]
-    ) -> LinearTap:
-        tap = LinearTap(module, place, tensors, self._slices, self._sink, self.gate)
-        tapped = _Tapped(tap, place, [])
+    def _tap(self, site: Site, place: Place, tensors: frozenset[str], taps: list[_Tapped]) -> _Tapped:
+        module, tensors = site.module, tensors.intersection(site.kind.tensors)
+        tap = Tap(site, place, tensors, self._slices, self._sink, self.gate)
+        tapped = _Tapped(tap, _product(site), place)
         taps.append(tapped)  # first: what fails half-way is removed with the rest
-        tapped.hooks.append(module.register_forward_pre_hook(PreHook(tap), with_kwargs=True))
-        tapped.hooks.append(module.register_forward_hook(ForwardHook(tap), with_kwargs=True))
-        return tap
+        if site.function is None:
+            self._undo.append(module.register_forward_pre_hook(PreHook(tap, site), with_kwargs=True).remove)
+            self._undo.append(module.register_forward_hook(ForwardHook(tap, site), with_kwargs=True).remove)
+        else:
+            owner = owner_of(module)
+            owner.add(site.function.role, tap)
+            self._undo.append(partial(owner.discard, tap))
+            site.function.install(tap)
+            self._undo.append(site.function.uninstall)
+        return tapped
 
 
-def _claim(tap: LinearTap) -> bool:
-    """Whether `tap` may capture its module: no other watch does."""
-    module: Optional[nn.Module] = tap.module()
-    return module is not None and _tapped.setdefault(module, tap) is tap
+def _claim(tapped: _Tapped) -> bool:
+    """Whether a tap may capture its product: no other watch does."""
+    module = tapped.tap.module()
+    if module is None:
+        return False
+    taps = _tapped.setdefault(module, {})
+    return taps.setdefault(tapped.product, tapped.tap) is tapped.tap
 
 
-def _give_up(tap: LinearTap) -> None:
+def _give_up(tapped: _Tapped) -> None:
     """Undo `_claim`, if it was granted."""
-    module: Optional[nn.Module] = tap.module()
-    if module is not None and _tapped.get(module) is tap:
-        del _tapped[module]
+    module = tapped.tap.module()
+    taps = {} if module is None else _tapped.get(module, {})
+    if module is not None and taps.get(tapped.product) is tapped.tap:
+        del taps[tapped.product]
+        if not taps:
+            del _tapped[module]

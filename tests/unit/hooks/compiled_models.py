@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from capd_client import watch
 from capd_client.context import Context
-from capd_client.select import TENSORS
+from capd_client.kinds import LINEAR
 
 Step = Callable[[Tensor], Tensor]
 
@@ -107,7 +107,7 @@ def reference(
 ) -> tuple[list[Captured], list[Tensor]]:
     """What an uncompiled copy of `model` captures, and what it computes."""
     model = copy.deepcopy(model)
-    handle = watch(model, tensors=TENSORS, select=select)
+    handle = watch(model, tensors=LINEAR.tensors, select=select)
     results = train(model, model, **how)
     handle.remove()
     return taken(sink), results

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from memory_sink import MemorySink
+from torch.nn import functional
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import CheckpointFunction
 from tqdm import tqdm
@@ -28,7 +29,7 @@ def sink(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemorySink]:
 @pytest.fixture(autouse=True)
 def _no_watch_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Removes what the test watched; torch must be as it was before."""
-    forward = CheckpointFunction.forward
+    patched = CheckpointFunction.forward, functional.scaled_dot_product_attention
     optimizer_hooks = dict(torch_optimizer._global_optimizer_post_hooks)
     handles: list[hooks.WatchHandle] = []
     original = hooks.WatchHandle.__init__
@@ -41,7 +42,7 @@ def _no_watch_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for handle in handles:
         handle.remove()
-    assert CheckpointFunction.forward is forward
+    assert (CheckpointFunction.forward, functional.scaled_dot_product_attention) == patched
     assert dict(torch_optimizer._global_optimizer_post_hooks) == optimizer_hooks
     assert not watched._tapped
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from capd_client import watch
-from capd_client.select import TENSORS
+from capd_client.kinds import LINEAR
 
 pytestmark = COMPILING
 
@@ -36,7 +36,7 @@ def test_a_compiled_model_gives_what_it_gives_uncompiled(sink: MemorySink, backe
     model = MODELS[name]()
     torch.manual_seed(5)
     expected, results = reference(sink, model)
-    watch(model, tensors=TENSORS)
+    watch(model, tensors=LINEAR.tensors)
     counter = CompileCounterWithBackend(backend)
 
     torch.manual_seed(5)
@@ -52,7 +52,7 @@ def test_the_default_backend_too(sink: MemorySink) -> None:
     expected, _ = reference(sink, model)
     results = train(torch.compile(bare, fullgraph=True), bare)
     torch.compiler.reset()
-    watch(model, tensors=TENSORS)
+    watch(model, tensors=LINEAR.tensors)
 
     torch.testing.assert_close(train(torch.compile(model, fullgraph=True), model), results)
 
@@ -67,7 +67,7 @@ def test_blocks_compiled_one_by_one_give_the_same(
 ) -> None:
     model = Regional(wrap, nested=nested)
     expected, results = reference(sink, model)
-    watch(model, tensors=TENSORS)
+    watch(model, tensors=LINEAR.tensors)
     for layer in model.layers:
         layer.compile(backend=backend, fullgraph=True)
 
@@ -134,7 +134,7 @@ def test_however_it_is_compiled(
     model = MLP()
     expected, results = reference(sink, model)
 
-    call = way(model, partial(watch, tensors=TENSORS))
+    call = way(model, partial(watch, tensors=LINEAR.tensors))
 
     assert equal(train(call, model), results)
     same(sink.captured, expected)
@@ -154,7 +154,7 @@ def test_a_step_that_is_not_captured_compiles_nothing_and_captures_nothing(sink:
 
 def test_a_removed_watch_leaves_inert_graphs_and_compiles_once_more_at_most(sink: MemorySink) -> None:
     model = MLP()
-    handle = watch(model, tensors=TENSORS)
+    handle = watch(model, tensors=LINEAR.tensors)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     loss = compiled(torch.randn(2, 5, 6)).sum()

@@ -20,8 +20,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from capd_client import graph_ops, graph_taps, watch
 from capd_client.hooks import WatchHandle
+from capd_client.kinds import LINEAR
 from capd_client.notices import Notices
-from capd_client.select import TENSORS, Selection
+from capd_client.select import Selection
 from capd_client.tensors import without_modes
 from capd_client.tool_messages import Steer
 
@@ -65,7 +66,7 @@ def test_where_operators_have_no_effects_compiled_models_train_and_that_is_said(
     model = MLP()
     _, results = reference(sink, model)
     monkeypatch.setattr(graph_ops, "_usable", False)
-    watch(model, tensors=TENSORS)
+    watch(model, tensors=LINEAR.tensors)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
 
     assert equal(train(compiled, model), results)
@@ -79,7 +80,7 @@ def test_errors_in_a_tap_are_counted_and_the_graph_goes_on(
 ) -> None:
     model = MLP()
     _, results = reference(sink, model)
-    watch(model, tensors=TENSORS)
+    watch(model, tensors=LINEAR.tensors)
     failing = {"offer": 0}
 
     def offer(*_: Any, **__: Any) -> None:
@@ -141,7 +142,7 @@ def test_inside_vmap_nothing_is_captured_and_that_is_said(
 def test_compiled_autograd_calls_the_hooks_of_an_uncompiled_forward(sink: MemorySink) -> None:
     model = MLP()
     expected, results = reference(sink, model)
-    watch(model, tensors=TENSORS)
+    watch(model, tensors=LINEAR.tensors)
 
     with torch._dynamo.compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")):
         assert equal(train(model, model), results)
@@ -172,7 +173,7 @@ def test_blocks_that_are_alike_share_a_graph_as_they_do_unwatched(sink: MemorySi
     for watched in (False, True):
         ours = copy.deepcopy(model)
         if watched:
-            watch(ours, tensors=TENSORS)
+            watch(ours, tensors=LINEAR.tensors)
         counter = CompileCounterWithBackend("aot_eager")
         for block in ours:
             block.compile(backend=counter, fullgraph=True)
@@ -191,7 +192,7 @@ def test_blocks_that_are_left_out_do_not_lend_their_graph_to_watched_ones(
     model = nn.Sequential(*(Block() for _ in range(4)))
     expected, results = reference(sink, model, select=select)
     ours = copy.deepcopy(model)
-    watch(ours, tensors=TENSORS, select=select)
+    watch(ours, tensors=LINEAR.tensors, select=select)
     for block in ours:
         block.compile(backend="aot_eager", fullgraph=True)
 
@@ -210,7 +211,7 @@ def test_where_ddp_splits_the_graph_the_model_trains_and_that_is_said(
         model = nn.parallel.DistributedDataParallel(
             nn.Sequential(*(Block(512) for _ in range(3))), bucket_cap_mb=1
         )
-        watch(model, tensors=TENSORS)
+        watch(model, tensors=LINEAR.tensors)
 
         torch.compile(model, backend="aot_eager")(torch.randn(2, 512)).sum().backward()
     finally:
@@ -236,7 +237,7 @@ def test_with_a_memory_budget_the_model_trains_and_that_is_said(
         torch.manual_seed(1)
         model = Blocks()
         if watched:
-            watch(model, tensors=TENSORS)
+            watch(model, tensors=LINEAR.tensors)
         region = partial(getattr(torch.autograd.graph, "region_activation_memory_budget", nullcontext), 0.3)
 
         def forward(x: Tensor) -> Tensor:
@@ -262,7 +263,7 @@ def test_a_compiled_optimizer_compiles_as_much_as_without(sink: MemorySink) -> N
     for watched in (False, True):
         model = MLP()
         if watched:
-            watch(model, tensors=TENSORS)
+            watch(model, tensors=LINEAR.tensors)
         optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
         step = torch.compile(optimizer.step, backend="aot_eager")
         torch._dynamo.utils.counters.clear()
@@ -278,7 +279,7 @@ def test_a_compiled_optimizer_compiles_as_much_as_without(sink: MemorySink) -> N
 
 def test_tensors_without_modes_can_be_handled_inside_compiled_graphs(sink: MemorySink) -> None:
     model = MLP()
-    watch(model, tensors=TENSORS)
+    watch(model, tensors=LINEAR.tensors)
     entered = []
 
     def offer(*_: Any, **__: Any) -> None:

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from capd_client import hooks
 from capd_client.hooks import WatchHandle, watch
-from capd_client.select import TENSORS, Selection
+from capd_client.kinds import LINEAR
+from capd_client.select import Selection
 from capd_client.tool_messages import Steer
 
 KINDS = pytest.mark.parametrize("wrap", [reentrant, non_reentrant])
@@ -31,7 +32,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Capture:
     def run(model: nn.Module, inputs: list[torch.Tensor], order: list[int]) -> Found:
         sink = MemorySink()
         monkeypatch.setattr(hooks, "session", lambda: sink)
-        handle = hooks.watch(model, tensors=TENSORS)
+        handle = hooks.watch(model, tensors=LINEAR.tensors)
         losses = [model(x).square().sum() for x in inputs]
         for i in order:
             losses[i].backward()
@@ -167,7 +168,7 @@ def test_a_segment_that_saves_every_operation_finds_its_own_again(
         torch.manual_seed(1)
         layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
         x = torch.randn(4, 6, requires_grad=True)
-        handle = watch(layers, tensors=TENSORS) if watched else None
+        handle = watch(layers, tensors=LINEAR.tensors) if watched else None
         loss = checkpoint(body, layers, x.sin(), use_reentrant=False, context_fn=contexts).sum()
         if handle is not None:
             before_the_backward(handle, sink)
@@ -176,4 +177,4 @@ def test_a_segment_that_saves_every_operation_finds_its_own_again(
 
     assert all(map(torch.equal, *gradients))
     forward = ("input", "weight", "output")
-    assert sink.names() == dict.fromkeys(TENSORS if before_the_backward is kept else forward, 2)
+    assert sink.names() == dict.fromkeys(LINEAR.tensors if before_the_backward is kept else forward, 2)

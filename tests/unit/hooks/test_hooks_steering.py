@@ -15,8 +15,10 @@ from torch import nn
 
 from capd_client.config import ClientConfig
 from capd_client.hooks import watch
+from capd_client.kinds import LINEAR
 from capd_client.select import Selection
-from capd_client.taps import LinearTap
+from capd_client.sites import Site
+from capd_client.taps import Tap
 from capd_client.tool_messages import Steer
 from capd_client.watched import is_tapped
 
@@ -72,7 +74,7 @@ def test_modules_are_narrowed_and_widened_and_go_back(sink: MemorySink) -> None:
     steer(sink)
     train(model)
     assert taken(sink) == of(3, own, OPERANDS)
-    assert not is_tapped(model.inlet)  # another watch may have it
+    assert not is_tapped(Site(model.inlet, LINEAR))  # another watch may have it
 
 
 def test_other_tensors_are_captured_with_their_hooks_on_the_weight(sink: MemorySink) -> None:
@@ -130,7 +132,7 @@ def test_a_stop_in_mid_step_leaves_the_step_whole_and_costs_nothing_then(
     def reached(*_: object) -> None:
         raise AssertionError("the tap was asked although capture is stopped")
 
-    monkeypatch.setattr(LinearTap, "before_forward", reached)
+    monkeypatch.setattr(Tap, "begin", reached)
     model(torch.randn(2, 6)).sum().backward()
     assert taken(sink) == Counter()
     monkeypatch.undo()

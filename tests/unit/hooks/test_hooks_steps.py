@@ -10,7 +10,7 @@ from torch import nn
 
 from capd_client.config import ClientConfig
 from capd_client.hooks import watch
-from capd_client.taps import LinearTap
+from capd_client.taps import Tap
 
 
 def moments(sink: MemorySink, tensor_name: str = "input") -> list[tuple[int, int, int]]:
@@ -75,8 +75,8 @@ def test_an_uncaptured_step_asks_nothing_of_the_tap(
     def reached(*_: object) -> None:
         raise AssertionError("the tap was asked in a step known not to be captured")
 
-    monkeypatch.setattr(LinearTap, "before_forward", reached)
-    monkeypatch.setattr(LinearTap, "after_forward", reached)
+    monkeypatch.setattr(Tap, "begin", reached)
+    monkeypatch.setattr(Tap, "end", reached)
     model(torch.randn(2, 4)).sum().backward()
 
     assert sink.errors == []

@@ -13,9 +13,9 @@ from small_models import MLP, Projections, Repeated
 from torch import nn
 
 from capd_client.hooks import watch
-from capd_client.select import TENSORS
+from capd_client.kinds import LINEAR
 
-ALL = TENSORS
+ALL = LINEAR.tensors
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ from capd_client.config import ClientConfig
 from capd_client.errors import ConfigError
 from capd_client.hooks import watch
 from capd_client.key import Key
-from capd_client.select import DEFAULT_TENSORS, TENSORS
+from capd_client.kinds import LINEAR
 
 
 def hook_count(model: nn.Module) -> int:
@@ -48,7 +48,7 @@ def test_off_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_remove_takes_everything_away_even_from_a_graph_under_way(sink: MemorySink) -> None:
     model = Blocks()
-    handle = watch(model, tensors=TENSORS)
+    handle = watch(model, tensors=LINEAR.tensors)
     loss = model(torch.randn(2, 6)).sum()
     forward_captures = len(sink.captured)
 
@@ -74,7 +74,7 @@ def test_a_removed_watch_can_be_replaced(sink: MemorySink) -> None:
 
 def test_a_watched_model_is_freed_with_its_last_reference(sink: MemorySink) -> None:
     model = MLP()
-    watch(model, tensors=TENSORS)
+    watch(model, tensors=LINEAR.tensors)
     model(torch.randn(2, 6)).sum().backward()
     reference = weakref.ref(model)
     gc.collect()
@@ -101,7 +101,7 @@ def copies(model: nn.Module) -> dict[str, nn.Module]:
 def test_copies_of_a_watched_model_compute_the_same_and_are_not_captured(sink: MemorySink) -> None:
     model = MLP()
     keys = list(model.state_dict())
-    watch(model, tensors=TENSORS)
+    watch(model, tensors=LINEAR.tensors)
     x = torch.randn(2, 5, 6)
     expected = model(x)
     expected.sum().backward()
@@ -161,7 +161,7 @@ def test_errors_inside_a_tap_are_counted_and_training_goes_on(monkeypatch: pytes
     broken = Broken()
     monkeypatch.setattr(hooks, "session", lambda: broken)
     model = MLP()
-    watch(model, tensors=TENSORS)
+    watch(model, tensors=LINEAR.tensors)
 
     for name, place in WHERE.items():
         failing = {name}
@@ -208,7 +208,7 @@ def test_where_no_tensor_name_is_known_the_default_is_captured(sink: MemorySink)
     watch(model, tensors=["inptu", "weights"])
     model(torch.randn(2, 5, 6)).sum().backward()
 
-    assert set(sink.names()) == set(DEFAULT_TENSORS)
+    assert set(sink.names()) == set(LINEAR.default_tensors)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_where_no_tensor_name_is_known_the_default_is_captured(sink: MemorySink)
             {"slices": {"inputs": "first:1"}},
             "watch(slices=...): no tensor is called inputs; known: input, weight",
         ),
-        ({"select": "encoder.*"}, "leaves none of 2 Linear modules (fc1, fc2"),
+        ({"select": "encoder.*"}, "leaves none of 2 products (fc1, fc2"),
     ],
 )
 def test_unusable_arguments_warn_once_and_raise_only_when_strict(
@@ -283,7 +283,7 @@ def test_slices_cut_activations_and_weights_only_by_name(
 ) -> None:
     sink.config = ClientConfig(steps="all", slice=default)
     model = MLP()
-    watch(model, tensors=TENSORS, slices=slices)
+    watch(model, tensors=LINEAR.tensors, slices=slices)
     x = torch.randn(5, 6, requires_grad=True)
 
     model(x).square().sum().backward()
@@ -305,7 +305,7 @@ def test_watch_says_what_it_captures_and_how_to_widen_it(
         watch(MLP(), steps="0-2")
 
     (line,) = [r.getMessage() for r in caplog.records]
-    assert "2 of 2 Linear modules of MLP" in line
+    assert "2 of 2 products of MLP (2 linear)" in line
     assert 'steps "0-2"' in line
     assert 'steps="all"' in line
     assert "CAPD_STEPS" in line
@@ -352,7 +352,7 @@ def test_a_traced_model_is_as_it_is_unwatched(sink: MemorySink) -> None:
     model = Blocks()
     x = torch.randn(4, 6, requires_grad=True)
     traces = [torch.jit.trace(model, x)]
-    watch(model, tensors=TENSORS)
+    watch(model, tensors=LINEAR.tensors)
     traces.append(torch.jit.trace(model, x))
 
     unwatched, ours = ([node.kind() for node in trace.inlined_graph.nodes()] for trace in traces)
@@ -362,7 +362,7 @@ def test_a_traced_model_is_as_it_is_unwatched(sink: MemorySink) -> None:
 def test_hooks_that_are_moved_to_another_module_do_nothing(sink: MemorySink) -> None:
     """Quantisation in place registers them at the module that it puts in, without keyword arguments."""
     model = MLP()
-    watch(model, tensors=TENSORS)
+    watch(model, tensors=LINEAR.tensors)
     other = nn.Linear(6, 8)
     for hook in model.fc1._forward_pre_hooks.values():
         other.register_forward_pre_hook(hook)

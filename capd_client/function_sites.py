@@ -1,0 +1,147 @@
+"""Functions of libraries whose calls are products: patched while a watch needs them, tapped under their owner."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, Optional
+
+from torch import Tensor
+
+from capd_client.graph_owners import prepare, trace_begin, trace_end
+from capd_client.graph_taps import claim, gradients_of, graph_input
+from capd_client.kinds import Kind
+from capd_client.owners import Hidden, current_tap
+from capd_client.sites import operands_of, output_of, with_operands
+from capd_client.taps import Call, Tap
+from capd_client.untraced import traced_as, untraced
+
+__all__ = ["FunctionSite"]
+
+_Function = Callable[..., Any]
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_lock = threading.RLock()
+
+
+class FunctionSite:
+    """One function, or several that do the same.
+
+    Args:
+        role: what an owner knows its taps by.
+        kind: of the product; its operands, then its parameter, are `arguments`.
+        arguments: names of the function's arguments that they are given as, one behind the other.
+        skip: number of arguments in front of them.
+    """
+
+    def __init__(self, role: str, kind: Kind, arguments: tuple[str, ...], *, skip: int = 0) -> None:
+        self.role = role
+        self.kind = kind
+        self._arguments = arguments
+        self._skip = skip
+        self._users = 0
+        self._undo: list[Callable[[], None]] = []
+        self._asked: Optional[Tensor] = None  # what graphs pass that do not know the owner,
+        self._gradients = 0  # and what they pass it: those that any tap wants
+
+    def patches(self) -> list[tuple[Any, str]]:
+        """Where the function is found when it is called: objects and the names of their attributes."""
+        raise NotImplementedError
+
+    def install(self, tap: Tap) -> None:
+        """Patch the function for `tap`. Calls nest; see `uninstall`."""
+        with _lock:
+            self._users += 1
+            self._gradients |= gradients_of(tap.kind, tap.tensors)
+            if self._users == 1:
+                if self._asked is None:
+                    self._asked = graph_input(claim(self))
+                    prepare()
+                self._undo = [_replace(*place, self.wrap) for place in self.patches()]
+
+    def uninstall(self) -> None:
+        """Undo one `install`; the last one puts the function back, where nobody has patched it after us."""
+        with _lock:
+            self._users -= 1
+            if not self._users:
+                for undo in self._undo:
+                    undo()
+                self._undo, self._gradients = [], 0
+
+    def current(self) -> Optional[Tap]:
+        """The tap that a call on this thread belongs to; None where it is not captured."""
+        return current_tap(self.role)
+
+    def wrap(self, function: _Function) -> _Function:
+        """`function` with taps on its calls."""
+
+        def in_graph(*args: Any, **kwargs: Any) -> Any:
+            if self._asked is None:
+                return function(*args, **kwargs)
+            *given, parameter = self._operands(args, kwargs)
+            operands = trace_begin(self.role, self._asked, self._gradients, *given)
+            args, kwargs = self._with(operands, args, kwargs)
+            result = function(*args, **kwargs)
+            trace_end(*operands, parameter, output_of(result))
+            return result
+
+        @traced_as(in_graph, calls_the_job=True)
+        @functools.wraps(function)
+        def tapped(*args: Any, **kwargs: Any) -> Any:
+            tap = self.current()
+            if tap is None:
+                return function(*args, **kwargs)
+            call, args, kwargs = self._begin(tap, args, kwargs)
+            with Hidden():
+                result = function(*args, **kwargs)
+            if call is not None:
+                _end(tap, call, result)
+            return result
+
+        return tapped
+
+    @untraced
+    def _begin(
+        self, tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Optional[Call], tuple[Any, ...], dict[str, Any]]:
+        try:
+            module = tap.module()
+            *operands, parameter = self._operands(args, kwargs)
+            call = None if module is None else tap.begin(module, operands, parameter)
+            if call is None:
+                return None, args, kwargs
+            return call, *self._with(tap.aliases(call, tuple(operands)), args, kwargs)
+        except Exception as error:
+            tap.failed(f"{self.role} call", error)
+            return None, args, kwargs
+
+    def _operands(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The operands and the parameter, None where the kind has none."""
+        given = operands_of(self._arguments, args[self._skip :], kwargs)
+        return given if self.kind.parameter else (*given, None)
+
+    def _with(self, operands: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
+        names = self._arguments[: len(operands)]
+        rest, kwargs = with_operands(names, operands, args[self._skip :], kwargs)
+        return (*args[: self._skip], *rest), kwargs
+
+
+@untraced
+def _end(tap: Tap, call: Call, result: Any) -> None:
+    try:
+        tap.end(call, result)
+    except Exception as error:
+        tap.failed("call", error)
+
+
+def _replace(holder: Any, name: str, wrap: Callable[[_Function], _Function]) -> Callable[[], None]:
+    """Put the wrapped function in the place of the function; returns what undoes it."""
+    function = getattr(holder, name)
+    ours = wrap(function)
+    setattr(holder, name, ours)
+
+    def undo() -> None:
+        if getattr(holder, name) is ours:
+            setattr(holder, name, function)
+
+    return undo

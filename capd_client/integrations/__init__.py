@@ -1,0 +1,26 @@
+"""Where products are tapped in the models of each framework. No framework is ever imported from here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from capd_client.integrations import torch_nn
+from capd_client.sites import Site
+
+__all__ = ["find_sites"]
+
+_FINDERS: tuple[Callable[[nn.Module], dict[str, list[Site]]], ...] = (torch_nn.find_sites,)
+"""From the most specific one on: a module and function that one of them has claimed is not asked of the next."""
+
+
+def find_sites(model: nn.Module) -> dict[str, list[Site]]:
+    """Every product of `model` that can be tapped, by the qualified name of its module, in the model's order."""
+    found: dict[str, list[Site]] = {}
+    for find in _FINDERS:
+        for name, sites in find(model).items():
+            known = found.setdefault(name, [])
+            taken = {(site.function, site.suffix) for site in known}
+            known.extend(site for site in sites if (site.function, site.suffix) not in taken)
+    return {name: found[name] for name, _ in model.named_modules() if found.get(name)}

@@ -1,0 +1,74 @@
+"""Which classes of modules call a function, by the names in their code: nothing is run to find out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from torch import nn
+
+__all__ = ["calls"]
+
+_MAX_DEPTH = 4  # functions between a module's method and the one that is looked for
+
+
+@lru_cache(maxsize=4096)
+def calls(kind: type, name: str) -> bool:
+    """Whether a method of `kind`, or a function that its methods call by a global name, mentions `name`.
+
+    The methods of torch.nn's own classes count only for those classes themselves: every model inherits nn.Module.
+    """
+    methods = (
+        value
+        for base in kind.__mro__
+        if base is not nn.Module and base is not object
+        for value in vars(base).values()
+    )
+    seen: set[CodeType] = set()
+    return any(_mentions(function, name, _MAX_DEPTH, seen) for function in map(_plain, methods) if function)
+
+
+def _plain(value: Any) -> FunctionType | None:
+    """The function behind a method, whatever decorates it."""
+    value = getattr(value, "__func__", value)  # static and class methods
+    value = getattr(value, "fget", value)  # properties
+    while hasattr(value, "__wrapped__"):
+        value = value.__wrapped__
+    return value if isinstance(value, FunctionType) else None
+
+
+def _mentions(function: FunctionType, name: str, depth: int, seen: set[CodeType]) -> bool:
+    if function.__code__ in seen:
+        return False
+    seen.add(function.__code__)
+    names = set(_names(function.__code__))
+    if name in names:
+        return True
+    return depth > 0 and any(_mentions(callee, name, depth - 1, seen) for callee in _callees(function, names))
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Global names and attributes that a function uses, those in the functions inside it too."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _callees(function: FunctionType, names: set[str]) -> Iterator[FunctionType]:
+    """The functions of the job that these names may mean: globals, and members of imported modules."""
+    for name in names:
+        value = function.__globals__.get(name)
+        in_module = isinstance(value, ModuleType)
+        members = [getattr(value, other, None) for other in names] if in_module else [value]
+        for member in map(_plain, members):
+            if member is not None and not _is_torch(member):
+                yield member
+
+
+def _is_torch(function: FunctionType) -> bool:
+    package = (function.__module__ or "").partition(".")[0]
+    return package in sys.stdlib_module_names or package == "torch"

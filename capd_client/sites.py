@@ -1,0 +1,56 @@
+"""Where in a model products can be tapped, as the integrations find them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+
+from torch import nn
+
+from capd_client.kinds import Kind
+
+if TYPE_CHECKING:
+    from capd_client.function_sites import FunctionSite
+
+__all__ = ["Site", "operands_of", "output_of", "with_operands"]
+
+
+class Site(NamedTuple):
+    """One product of one module.
+
+    Either the module's own arguments are the operands, and `arguments` names them: they are the first of its forward,
+    in the order of `kind.operands`. Or the product is a call of `function` somewhere in the module's forward.
+
+    suffix: behind the module's name, where a module holds several products. attributes: what is constant about its
+    tensors (layout, coordinates): JSON values that can be hashed.
+    """
+
+    module: nn.Module
+    kind: Kind
+    arguments: tuple[str, ...] = ()
+    function: Optional[FunctionSite] = None
+    suffix: str = ""
+    attributes: tuple[tuple[str, Any], ...] = ()
+
+
+def operands_of(
+    arguments: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """The values given for the first arguments of a call, by position or by name; None for those not given."""
+    return tuple(
+        args[place] if place < len(args) else kwargs.get(name) for place, name in enumerate(arguments)
+    )
+
+
+def with_operands(
+    arguments: tuple[str, ...], operands: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with others in the place of its operands."""
+    named = zip(arguments[len(args) :], operands[len(args) :], strict=True)
+    given = {name: value for name, value in named if name in kwargs}
+    return (*operands[: len(args)], *args[len(operands) :]), {**kwargs, **given}
+
+
+def output_of(result: Any) -> Any:
+    """The product's output in what a module or function returns: the first of several."""
+    return result[0] if isinstance(result, tuple) and result else result
