@@ -1,9 +1,9 @@
 """Records the same tensors as capd does in `train_text.py`, by plain hooks and `torch.save`, without capd.
 
 It is what tests compare a store with: for every captured step, each Linear's input and weight in the dtype its
-product used, its output and the gradient of its output, and each attention's query, key, value and output.
-The file holds a list of (module, tensor_name, iteration, micro_batch, tensor). It keeps everything in memory
-until `save`, so it is for short runs.
+product used, its output and the gradient of its output, and the same of each attention's query, key and value. The file
+holds a list of (module, tensor_name, iteration, micro_batch, tensor). It keeps everything in memory until `save`, so
+it is for short runs.
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ class PlainRecorder:
                 (module, tensor_name, *at, tensor.detach().clone(memory_format=torch.contiguous_format))
             )
 
+    def _record_gradient(self, module: str, output: Tensor, at: tuple[int, int]) -> None:
+        output.register_hook(lambda gradient: self._record(module, "grad_output", gradient, at))
+
     def _hook_linear(self, name: str, linear: nn.Linear) -> None:
         def after(module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
             at = self._at
@@ -59,7 +62,7 @@ class PlainRecorder:
             if at[1] == 0:
                 self._record(name, "weight", module.weight.to(output.dtype), at)
             self._record(name, "output", output, at)
-            output.register_hook(lambda gradient: self._record(name, "grad_output", gradient, at))
+            self._record_gradient(name, output, at)
 
         linear.register_forward_hook(after)
 
@@ -70,8 +73,10 @@ class PlainRecorder:
         attention.register_forward_pre_hook(before)
 
     def _recorded_attention(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        name, at = self._attention, self._at
         for tensor_name, tensor in (("query", query), ("key", key), ("value", value)):
-            self._record(self._attention, tensor_name, tensor, self._at)
+            self._record(name, tensor_name, tensor, at)
         output = self._plain_attention(query, key, value, **options)
-        self._record(self._attention, "output", output, self._at)
+        self._record(name, "output", output, at)
+        self._record_gradient(name, output, at)
         return output

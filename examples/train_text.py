@@ -4,9 +4,9 @@
     capd run -- torchrun --nproc-per-node 2 examples/train_text.py            # two ranks, captured
 
 Byte-level, causal attention, bf16 autocast, AdamW, gradient accumulation; DistributedDataParallel over gloo
-when torchrun starts it. Two things make it a captured job: `capd_client.watch(model)` takes the operands of
-every Linear, and the `capd_client.capture(...)` calls in `Attention` take query, key, value and output. Both do
-nothing when CAPD_ENDPOINT is unset. Losses are the same, bit for bit, with capture on and off.
+when torchrun starts it. One line makes it a captured job: `capd_client.watch(model)` takes the operands of every
+Linear and of attention. It does nothing when CAPD_ENDPOINT is unset. Losses are the same, bit for bit, with capture on
+and off.
 """
 
 from __future__ import annotations
@@ -35,43 +35,30 @@ VOCABULARY = 256  # one token per byte
 class Attention(nn.Module):
     """Causal multi-head self-attention. Shapes: B batch, S sequence, H heads, D features per head."""
 
-    def __init__(self, d_model: int, heads: int, layer: int) -> None:
+    def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
         self.q = nn.Linear(d_model, d_model)
         self.k = nn.Linear(d_model, d_model)
         self.v = nn.Linear(d_model, d_model)
         self.out = nn.Linear(d_model, d_model)
         self.heads = heads
-        self.layer = layer
-        self.captured = False  # whether this step's query, key, value and output are captured
 
     def forward(self, x: Tensor) -> Tensor:
         q_BHSD, k_BHSD, v_BHSD = (self._split(linear(x)) for linear in (self.q, self.k, self.v))
-        self._capture("pre", query=q_BHSD, key=k_BHSD, value=v_BHSD)
         y_BHSD = F.scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, is_causal=True)
-        self._capture("post", output=y_BHSD)
         return self.out(y_BHSD.transpose(1, 2).flatten(2))
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
-    def _capture(self, phase: str, **tensors: Tensor) -> None:
-        if not self.captured:
-            return
-        for name, tensor in tensors.items():
-            capd_client.capture(
-                tensor, tensor_name=name, layer_type="attention", component="FA", operation="forward",
-                phase=phase, layer=self.layer, module=f"layers.{self.layer}.attention",
-            )  # fmt: skip
-
 
 class Block(nn.Module):
     """Attention and MLP, each behind a LayerNorm and around a skip connection."""
 
-    def __init__(self, d_model: int, heads: int, layer: int) -> None:
+    def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(d_model)
-        self.attention = Attention(d_model, heads, layer)
+        self.attention = Attention(d_model, heads)
         self.mlp_norm = nn.LayerNorm(d_model)
         self.up = nn.Linear(d_model, 4 * d_model)
         self.down = nn.Linear(4 * d_model, d_model)
@@ -88,7 +75,7 @@ class GPT(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, d_model)
         self.positions = nn.Embedding(max_seq, d_model)
-        self.layers = nn.ModuleList(Block(d_model, heads, i) for i in range(layers))
+        self.layers = nn.ModuleList(Block(d_model, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(d_model)
         self.lm_head = nn.Linear(d_model, VOCABULARY, bias=False)
 
@@ -97,11 +84,6 @@ class GPT(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.lm_head(self.norm(x))
-
-    def capture_attention(self, captured: bool) -> None:
-        """Switch the explicit captures of all attention layers."""
-        for layer in self.layers:
-            layer.attention.captured = captured
 
 
 def read_corpus(max_nbytes: int) -> Tensor:
@@ -133,13 +115,11 @@ def train(args: argparse.Namespace, rank: int, world_size: int) -> list[float]:
     generator = torch.Generator().manual_seed(args.seed + 1 + rank)
 
     capd_client.watch(model, steps=args.capture_steps)
-    captured_steps = Ranges(args.capture_steps if args.attention else "")
     reference = start_reference(gpt, args, rank)
 
     losses: list[float] = []
     for step in range(args.steps):
         started = time.perf_counter()
-        gpt.capture_attention(step in captured_steps)
         for micro_batch in range(args.micro_batches):
             if reference is not None:
                 reference.at(step, micro_batch)
@@ -191,9 +171,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--corpus-bytes", type=int, default=4 << 20)
     parser.add_argument(
         "--capture-steps", default=os.environ.get("CAPD_STEPS", "0-1"), help='as in "0-2,100-:100" or "all"'
-    )
-    parser.add_argument(
-        "--attention", action=argparse.BooleanOptionalAction, default=True, help="capture q, k, v and output"
     )
     parser.add_argument("--dump-losses", type=Path, metavar="FILE")
     parser.add_argument(

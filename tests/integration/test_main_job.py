@@ -95,7 +95,7 @@ def expected_moments() -> set[Moment]:
                     for tensor_name in ("input", "output", "grad_output"):
                         moments.add((rank, module, tensor_name, step, micro_batch))
                 for layer in range(LAYERS):
-                    for tensor_name in ("query", "key", "value", "output"):
+                    for tensor_name in ("query", "key", "value", "output", "grad_output"):
                         moments.add((rank, f"layers.{layer}.attention", tensor_name, step, micro_batch))
     return moments
 
