@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from capd_client import recompute
 from capd_client.api import session
 from capd_client.errors import ConfigError
+from capd_client.gate import Gate
 from capd_client.hook_objects import RootHook
 from capd_client.integrations import find_sites
 from capd_client.late_watch import LateWatch
@@ -25,7 +26,7 @@ from capd_client.select import DEFAULT_TENSORS, TENSORS, Ranges, matches_any
 from capd_client.sites import Site
 from capd_client.slicing import Slice, parse_slices
 from capd_client.steering import Steering
-from capd_client.stepping import Clock, Gate, clock_of
+from capd_client.stepping import Clock, clock_of
 from capd_client.taps import Settings, Sink
 from capd_client.watched import Watched, is_tapped
 

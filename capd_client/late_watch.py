@@ -12,11 +12,12 @@ import weakref
 
 from torch import nn
 
+from capd_client.gate import Gate
 from capd_client.graph_ops import usable
 from capd_client.graph_taps import refused
 from capd_client.hook_objects import RootHook
 from capd_client.notices import Notices
-from capd_client.stepping import Clock, Gate
+from capd_client.stepping import Clock
 from capd_client.taps import Tap
 
 __all__ = ["LateWatch"]

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Optional, Protocol
+from typing import TYPE_CHECKING, Any, Optional, Protocol
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from capd_client.key import Moment
-from capd_client.select import Ranges, Selection
 from capd_client.untraced import untraced
 
-__all__ = ["Clock", "Context", "Gate", "clock_of"]
+if TYPE_CHECKING:
+    from capd_client.gate import Gate
+
+__all__ = ["Clock", "Context", "clock_of"]
 
 
 class Context(Protocol):
@@ -36,71 +38,6 @@ class Context(Protocol):
     def begin_if_dirty(self) -> None: ...
     def optimizer_stepped(self) -> None: ...
     def moment(self, *, call: int = 0, recompute: bool = False) -> Moment: ...
-
-
-class Gate:
-    """Whether the current step is captured, for the taps of one watch.
-
-    A tap's first question is `gate.closed_at == gate.context.iteration`: one comparison when the answer is
-    "not captured". Everything else is asked behind it.
-    """
-
-    __slots__ = ("_micro_batches", "_open_at", "_own", "_ranks", "_steps", "closed_at", "context")
-
-    def __init__(
-        self,
-        context: Context,
-        steps: Ranges,
-        *,
-        micro_batches: Ranges | None = None,
-        ranks: Ranges | None = None,
-    ) -> None:
-        self.context = context
-        self.closed_at = -1  # the iteration known not to be captured
-        self._open_at = -1  # the iteration known to be captured
-        self._steps = steps
-        self._micro_batches = micro_batches
-        self._ranks = ranks
-        self._own = (steps, micro_batches, ranks)
-
-    def selects(self, iteration: int) -> bool:
-        """Whether all micro-batches of `iteration` are captured on this rank."""
-        return self._micro_batches is None and self._chosen(iteration)
-
-    def _chosen(self, iteration: int) -> bool:
-        return iteration in self._steps and (self._ranks is None or self.context.rank in self._ranks)
-
-    def admits(self) -> bool:
-        """Decide for the current moment. Call it in training forwards only, outside a recompute."""
-        context = self.context
-        if self._open_at != context.iteration:
-            context.begin_if_dirty()
-            iteration = context.iteration
-            if not self._chosen(iteration):
-                self.closed_at = iteration
-                return False
-            self._open_at = iteration
-        return self._micro_batches is None or context.micro_batch in self._micro_batches
-
-    def steer(self, selection: Optional[Selection], *, capturing: bool) -> bool:
-        """Put `selection` in the place of the gate's own ranges; returns whether this rank may pass at all."""
-        steps, micro_batches, ranks = self._own
-        if selection is not None:
-            steps = steps if selection.steps is None else Ranges(selection.steps)
-            micro_batches = (
-                micro_batches if selection.micro_batches is None else Ranges(selection.micro_batches)
-            )
-            ranks = ranks if selection.ranks is None else Ranges(selection.ranks)
-        self._steps, self._micro_batches, self._ranks = steps if capturing else _NEVER, micro_batches, ranks
-        self.forget()
-        return capturing and (ranks is None or self.context.rank in ranks)
-
-    def forget(self) -> None:
-        """Ask again at the next forward: an optimizer has stepped."""
-        self.closed_at = self._open_at = -1
-
-
-_NEVER = Ranges("")
 
 
 class Clock:

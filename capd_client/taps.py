@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from capd_client import recompute
+from capd_client.gate import Gate
 from capd_client.graph_taps import claim, release
 from capd_client.hook_objects import GradHook, WeightHook
 from capd_client.key import Key, Moment
@@ -33,7 +34,7 @@ from capd_client.products import alias_of, autocast_dtype, hang, hangs_on, produ
 from capd_client.sites import Site, output_of
 from capd_client.slicing import Slice
 from capd_client.steering import Steering
-from capd_client.stepping import Context, Gate
+from capd_client.stepping import Context
 from capd_client.tensors import is_tracing
 
 __all__ = ["Call", "Settings", "Sink", "Tap"]

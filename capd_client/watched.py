@@ -15,13 +15,13 @@ from typing import NamedTuple, Optional
 from torch import nn
 
 from capd_client.function_sites import FunctionSite
+from capd_client.gate import Gate
 from capd_client.hook_objects import ForwardHook, PreHook
 from capd_client.naming import Place
 from capd_client.owners import owner_of
 from capd_client.select import matches_any
 from capd_client.sites import Site
 from capd_client.slicing import Slice
-from capd_client.stepping import Gate
 from capd_client.taps import Sink, Tap
 from capd_client.tool_messages import Steer
 
