@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Optional
 
-from capd_client.books import Books
+from capd_client.accounts import Accounts
 from capd_client.counter_page import DropReason
 from capd_client.definitions import Definition
 from capd_client.errors import Counted
@@ -17,7 +17,7 @@ __all__ = ["Refusing"]
 class Refusing:
     """Drops in front of the books, each told of at most every 20 s and reason."""
 
-    def __init__(self, books: Books, notices: Notices) -> None:
+    def __init__(self, books: Accounts, notices: Notices) -> None:
         self._books = books
         self._notices = notices
 

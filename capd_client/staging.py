@@ -1,4 +1,4 @@
-"""Puts one copy of a tensor into the arena: checks it, gets a slot, copies, and marks the capture ready.
+"""Puts one copy of a described tensor into the arena: gets a slot, copies, and marks the capture ready.
 
 CPU tensors are copied by `capd_client.host_copy`, device tensors go the way of `capd_client.device_way`, and what is
 too large for either goes in parts (`capd_client.large`). Errors are caught in `capd_client.session`, which counts and
@@ -17,26 +17,25 @@ from capd_client.arena import Arena
 from capd_client.books import Books
 from capd_client.counter_page import DropReason
 from capd_client.definitions import Definition
+from capd_client.describing import Describing
 from capd_client.device import DeviceStager
 from capd_client.device_way import DeviceWay
-from capd_client.errors import ConfigError
 from capd_client.host_copy import GIL_HELD_NBYTES, MEMMOVE_NBYTES, HostCopy, move, move_holding_gil
 from capd_client.in_flight import READY
 from capd_client.key import MAX_NDIM, Key, Moment
 from capd_client.large import stage_in_parts
 from capd_client.notices import Notices
 from capd_client.parts import PartCapture, Record
-from capd_client.protocol import MAX_METADATA_NBYTES, Descriptor
+from capd_client.protocol import Descriptor
 from capd_client.reducing import write_row
-from capd_client.refusing import Refusing
 from capd_client.room import RoomNotices
 from capd_client.slicing import Slice
-from capd_client.tensors import PLAIN_TYPES, modes_active, problem_of, unwrap, without_modes
+from capd_client.tensors import PLAIN_TYPES, without_modes
 
 __all__ = ["Stager"]
 
 
-class Stager:
+class Stager(Describing):
     """The way of one tensor from the job into the arena.
 
     devices: makes the DeviceStager of a device at its first capture, or says why not. payload: whether tensors are
@@ -52,16 +51,15 @@ class Stager:
         *,
         payload: bool = True,
     ) -> None:
-        self._books = books
+        super().__init__(books, notices, payload=payload)
+        self._books: Books = books
         self._buffer = arena.buffer
         self._host = HostCopy(arena.buffer, arena.address)
         self._small_nbytes = min(MEMMOVE_NBYTES, books.slots.capacity)
         self._address = arena.address
         self._notices = notices
         self._room = RoomNotices(books, notices)
-        self._refuse = Refusing(books, notices).refuse
         self._device_way = DeviceWay(books, notices, devices)
-        self._describe = Descriptor if payload else partial(Descriptor, payload=False)
 
     def stage(
         self,
@@ -83,11 +81,7 @@ class Stager:
             definition = self._books.definitions.found.get((id(key), tensor.dtype))
             if definition is not None and self._stage_small(tensor, definition, moment):
                 return
-        if modes_active():
-            with without_modes():
-                self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable)
-        else:
-            self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable)
+        super().stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable)
 
     def _stage_small(self, tensor: torch.Tensor, definition: Definition, moment: Moment) -> bool:
         """The common case with as few calls as there can be; False, and nothing done, where it is not that case.
@@ -131,67 +125,18 @@ class Stager:
             self._books.break_off(descriptor, error)
         return True
 
-    def _stage(
+    def _put(
         self,
-        tensor: torch.Tensor,
-        key: Key,
-        moment: Moment,
-        cast_to: Optional[torch.dtype],
-        attributes: Optional[dict[str, Any]],
-        metadata: str,
-        take: Optional[Slice],
+        source: torch.Tensor,
+        dtype: torch.dtype,
+        definition: Definition,
+        descriptor: Descriptor,
         immutable: bool,
     ) -> None:
-        source, problem = (tensor, "") if type(tensor) in PLAIN_TYPES else unwrap(tensor)
-        if source is None:
-            self._refuse(None, DropReason.UNSUPPORTED, moment, problem, name=str(key.tensor_name)[:80])
-            return
-        dtype = source.dtype if cast_to is None else cast_to
-        definition = self._define(key, dtype, attributes, moment)
-        if definition is None:
-            return
-        problem = problem_of(source)
-        if problem or not definition.item_nbytes:
-            problem = problem or f"dtype {dtype} is not kept"
-            self._refuse(definition, DropReason.UNSUPPORTED, moment, problem)
-            return
-        if take is not None:
-            try:
-                source, metadata = take.apply(source, metadata)
-            except ConfigError as error:
-                self._refuse(definition, DropReason.INVALID_KEY, moment, str(error))
-                return
-        text = _utf8(metadata) if metadata else b""
-        if text is None:
-            self._refuse(
-                definition, DropReason.INVALID_KEY, moment, f"metadata above {MAX_METADATA_NBYTES} bytes"
-            )
-            return
-        descriptor = self._describe(
-            sequence=0,
-            offset=0,
-            nbytes=source.numel() * definition.item_nbytes,
-            key_id=definition.id,
-            shape=tuple(source.shape),
-            moment=moment,
-            device="cpu" if source.is_cpu else str(source.device),
-            requires_grad=tensor.requires_grad,
-            is_leaf=tensor.is_leaf,
-            metadata=text,
-        )
         if source.is_cpu:
             self._from_host(source, dtype, definition, descriptor)
         else:
             self._device_way.take(source, dtype, definition, descriptor, immutable)
-
-    def _define(
-        self, key: Key, dtype: torch.dtype, attributes: Optional[dict[str, Any]], moment: Moment
-    ) -> Optional[Definition]:
-        try:
-            return self._books.define(key, dtype, attributes)
-        except ConfigError as error:
-            self._refuse(None, DropReason.INVALID_KEY, moment, str(error), name=str(key.tensor_name)[:80])
-            return None
 
     def _from_host(
         self, source: torch.Tensor, dtype: torch.dtype, definition: Definition, descriptor: Descriptor
@@ -220,12 +165,3 @@ class Stager:
         """Write the statistics of a CPU tensor that found no room to the place that `admit` found for them."""
         write_row(self._buffer, source, dtype, row_offset)
         self._room.reduced(source.nbytes)
-
-
-def _utf8(metadata: str) -> Optional[bytes]:
-    """The metadata as it is sent; None where that is above the limit, or where it has no UTF-8."""
-    try:
-        text = metadata.encode()
-    except UnicodeEncodeError:
-        return None
-    return text if len(text) <= MAX_METADATA_NBYTES else None

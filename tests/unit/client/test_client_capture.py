@@ -320,7 +320,7 @@ def test_an_error_inside_capd_is_counted_and_not_raised(
     offer(session, torch.ones(3))  # the short way
     monkeypatch.setattr("capd_client.host_copy.move", broken)
     offer(session, torch.ones(3), metadata="{}")
-    monkeypatch.setattr("capd_client.staging.problem_of", broken)
+    monkeypatch.setattr("capd_client.describing.problem_of", broken)
     offer(session, torch.ones(3).t())
     offer(session, torch.ones(2, 3).t())
     offer(session, object())
@@ -335,7 +335,7 @@ def test_an_error_inside_capd_is_counted_and_not_raised(
 
 
 def test_strict_raises_what_is_otherwise_counted(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("capd_client.staging.problem_of", broken)
+    monkeypatch.setattr("capd_client.describing.problem_of", broken)
     with pytest.raises(RuntimeError, match="a fault"):
         offer(session, torch.ones(2, 3).t())
     assert session.snapshot().dropped == {DropReason.INTERNAL.value: 1}
