@@ -131,9 +131,10 @@ class ForwardHook(Hook):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
     ) -> None:
         tap = self._tap
-        call, tap.bound = tap.bound, None
+        call = tap.bound
         if call is None:
             return
+        tap.bound = None
         try:
             tap.end(call, output)
         except Exception as error:

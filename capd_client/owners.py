@@ -95,7 +95,10 @@ class Owner:
 
     def is_open(self) -> bool:
         """Whether this step is captured, for any of the taps."""
-        return any(tap.gate.closed_at != tap.gate.context.iteration for _, tap in self._taps)
+        for _, tap in self._taps:  # noqa: SIM110 - any() costs three times as much, in every forward
+            if tap.gate.closed_at != tap.gate.context.iteration:
+                return True
+        return False
 
     def _changed(self, taps: list[tuple[str, Tap]]) -> None:
         self._taps = taps
