@@ -32,10 +32,13 @@ def product_dtype(operand: Tensor, autocast: Optional[torch.dtype]) -> Optional[
 def product_of(output: Tensor) -> Tensor:
     """The tensor that the product itself made, of which `output` is a view where the input had a batch.
 
-    A hook on that view would be lost: an in-place change of a view gives it a new place in the graph.
+    A hook on that view would be lost: an in-place change of a view gives it a new place in the graph. A view that
+    changes the order of the elements, as attention returns it, is taken as it is: so is its gradient.
     """
     base: Optional[Tensor] = output._base
-    return output if base is None or base.grad_fn is None or base.numel() != output.numel() else base
+    if base is None or base.grad_fn is None or base.numel() != output.numel():
+        return output
+    return base if base.is_contiguous() and output.is_contiguous() else output
 
 
 def alias_of(tensor: Tensor) -> Tensor:
