@@ -19,8 +19,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from capd.amounts import parse_amount
 from capd.errors import ConfigError
+from capd_client.amounts import parse_amount
 from capd_client.config import VARIABLES
 from capd_client.settings_file import read_settings_file
 from capd_client.sizes import parse_size

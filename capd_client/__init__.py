@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from capd_client.api import capture, close, counters, flush, set_moment
     from capd_client.hooks import watch
+    from capd_client.planning.model import plan
     from capd_client.replays import static_tap
 
-__all__ = ["capture", "close", "counters", "flush", "set_moment", "static_tap", "watch"]
+__all__ = ["capture", "close", "counters", "flush", "plan", "set_moment", "static_tap", "watch"]
 
 _HOMES = {
     "capture": "capd_client.api",
     "close": "capd_client.api",
     "counters": "capd_client.api",
     "flush": "capd_client.api",
+    "plan": "capd_client.planning.model",
     "set_moment": "capd_client.api",
     "static_tap": "capd_client.replays",
     "watch": "capd_client.hooks",

@@ -9,7 +9,7 @@ import atexit
 import os
 import threading
 from collections.abc import Mapping
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import msgspec
 import torch
@@ -22,36 +22,40 @@ from capd_client.errors import CapdError, ConfigError
 from capd_client.graph_capture import capture_in_graph
 from capd_client.key import Key, Moment
 from capd_client.notices import Notices, show
+from capd_client.planning.session import PlanSession
 from capd_client.recompute import repeating
 from capd_client.session import Session
 from capd_client.slicing import parse_slice
 from capd_client.untraced import traced_as, untraced
 
-__all__ = ["Session", "capture", "close", "counters", "flush", "session", "set_moment"]
+__all__ = ["AnySession", "capture", "close", "counters", "flush", "session", "set_moment"]
 
 _graph_task = torch._C._current_graph_task_id  # -1 outside of a backward; see recompute
 _MAX_KEYS_REMEMBERED = 1 << 16
 _NO_OVERRIDES = (None,) * len(MOMENT_FIELDS)
 
+AnySession = Union[Session, PlanSession]
+"""One that captures, or under `capd plan` one that says what would be captured."""
+
 _lock = threading.RLock()
 _resolved = False  # whether this process knows if it captures
 _starting = False
-_session: Optional[Session] = None  # None: off
-_closed: Optional[Session] = None  # the session that `close` ended, for its counters
+_session: Optional[AnySession] = None  # None: off
+_closed: Optional[AnySession] = None  # the session that `close` ended, for its counters
 _keys: dict[tuple[Any, ...], Key] = {}
 _notices = Notices()
 _handlers_registered = False
 _fork_handler_registered = False
 
 
-def session() -> Optional[Session]:
+def session() -> Optional[AnySession]:
     """The session of this process, started at the first call; None when capture is off, or over."""
     if _resolved:
         return _session
     return _start()
 
 
-def _start() -> Optional[Session]:
+def _start() -> Optional[AnySession]:
     """Resolve the session, once; other threads' captures wait for it, those that starting itself causes do not."""
     global _resolved, _session, _starting
     _register_fork_handler()  # first: a child forked meanwhile must not inherit the lock as it is
@@ -66,14 +70,14 @@ def _start() -> Optional[Session]:
         return _session
 
 
-def _make_session() -> Optional[Session]:
+def _make_session() -> Optional[AnySession]:
     config = load_config()
     if config.log is not None:
         show(config.log)
     if not config.enabled or _in_data_worker():
         return None
     try:
-        made = Session(config)
+        made: AnySession = Session(config) if config.plan is None else PlanSession(config)
     except Exception as error:  # also no thread, or a broken installation: nothing of it ends the job
         _notices.warn("start", "capture is off: %s", error if isinstance(error, CapdError) else repr(error))
         if config.strict:
@@ -194,7 +198,7 @@ def capture(
         current.offer(tensor, key, moment, metadata=text, take=take, immutable=immutable)
 
 
-def _key(current: Session, names: tuple[Any, ...], dtype: torch.dtype) -> Key:
+def _key(current: AnySession, names: tuple[Any, ...], dtype: torch.dtype) -> Key:
     rank = current.context.bind()
     tensor_name, layer_type, component, operation, phase, layer, module, stack, quant_type = names
     for name in (tensor_name, layer_type, component, operation, phase, module, stack):

@@ -42,6 +42,8 @@ class ClientConfig:
     steps, micro_batches, ranks: what `watch` captures, in the notation of `capd_client.select.Ranges`. slice: the rows
     that it keeps of activations and their gradients (`capd_client.slicing`), None for all.
     iteration, sample_idx: where the counting starts. ping_s: seconds between two PINGs.
+    plan: under `capd plan`, the directory for what this process would capture; then nothing is captured, whatever
+    `endpoint` says. plan_steps: iterations that are planned.
     """
 
     endpoint: Optional[str] = None
@@ -63,12 +65,14 @@ class ClientConfig:
     ping_s: float = 5.0
     iteration: int = 0
     sample_idx: Optional[int] = None
+    plan: Optional[str] = None
+    plan_steps: int = 3
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def enabled(self) -> bool:
-        """Whether captures go anywhere."""
-        return self.endpoint is not None
+        """Whether captures go anywhere, or are planned."""
+        return self.endpoint is not None or self.plan is not None
 
     @property
     def max_block_s(self) -> float:
@@ -122,6 +126,8 @@ _SETTINGS: dict[str, _Setting] = {
     "max_d2h_gbps": _Setting(("CAPD_MAX_D2H_GBPS",), "max_d2h_gbps", values.size_in("GB", 0.001, 1e6)),
     "max_block_ms": _Setting(("CAPD_MAX_BLOCK_MS",), "max_block_ms", values.number(0, 86_400_000)),
     "ping_s": _Setting(("CAPD_PING_S",), None, values.number(0.01, 3600)),
+    "plan": _Setting(("CAPD_PLAN",), None, str),
+    "plan_steps": _Setting(("CAPD_PLAN_STEPS",), None, values.integer(1, 1000)),
     "iteration": _Setting(("TENSOR_SAVER_ITERATION",), None, values.integer(0, MAX_INDEX)),
     "sample_idx": _Setting(("CURRENT_SAMPLE_IDX",), None, values.integer(0, MAX_INDEX)),
 }

@@ -13,13 +13,16 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from itertools import count
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
 from capd_client.errors import ConfigError
 from capd_client.key import MAX_INDEX, Moment
 from capd_client.ranks import RankInfo, distributed_ready, find_rank
+
+if TYPE_CHECKING:
+    from capd_client.stepping import Clock
 
 __all__ = ["MOMENT_FIELDS", "Context", "as_index"]
 
@@ -67,6 +70,7 @@ class Context:
         self._first = True  # no iteration has begun yet
         self._reached = -1  # the iteration that began last, or was named by a capture since
         self._fresh = True  # no root forward has run in this micro-batch yet
+        self.clock: Optional[Clock] = None  # see `capd_client.stepping.clock_of`
         self._environ = environ
         self._info = find_rank(environ)
         self._bound = False

@@ -35,6 +35,11 @@ class Gate:
         self._ranks = ranks
         self._own = (steps, micro_batches, ranks)
 
+    @property
+    def own_steps(self) -> Ranges:
+        """The steps that the job selected, whatever it was told since."""
+        return self._own[0]
+
     def selects(self, iteration: int) -> bool:
         """Whether all micro-batches of `iteration` are captured on this rank."""
         return self._micro_batches is None and self._chosen(iteration)

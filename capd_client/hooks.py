@@ -25,9 +25,9 @@ from capd_client.notices import Notices
 from capd_client.select import DEFAULT_TENSORS, TENSORS, Ranges, matches_any
 from capd_client.sites import Site
 from capd_client.slicing import Slice, parse_slices
-from capd_client.steering import Steering
+from capd_client.steering import Watches
 from capd_client.stepping import Clock, clock_of
-from capd_client.taps import Settings, Sink
+from capd_client.taps import Settings, Sink, Tap
 from capd_client.watched import Watched, is_tapped
 
 __all__ = ["WatchHandle", "watch"]
@@ -44,8 +44,13 @@ class WatchHandle:
         self._root_handle: Optional[RemovableHandle] = None
         self._clock: Optional[Clock] = None
         self._watched: Optional[Watched] = None
-        self._steering: Optional[Steering] = None
+        self._steering: Optional[Watches] = None
         self._late: Optional[LateWatch] = None
+
+    @property
+    def taps(self) -> list[Tap]:
+        """Those that capture."""
+        return [] if self._watched is None else self._watched.taps
 
     def attach_root(self, model: nn.Module, watched: Watched, sink: Sink) -> None:
         """Let the forwards of `model` begin micro-batches. First, so that it runs before the taps."""
@@ -55,7 +60,7 @@ class WatchHandle:
         self._root = RootHook(model, self._clock, sink)
         self._root_handle = model.register_forward_pre_hook(self._root, prepend=True)
 
-    def follow(self, steering: Steering) -> None:
+    def follow(self, steering: Watches) -> None:
         """Let `capd ctl` change what is captured, now that everything is tapped."""
         if self._watched is not None:
             self._steering = steering

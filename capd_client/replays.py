@@ -21,7 +21,7 @@ from typing import Any, Optional, Union
 
 import torch
 
-from capd_client.api import Session, capture, session
+from capd_client.api import AnySession, capture, session
 from capd_client.counter_page import DropReason
 from capd_client.tensors import local_part, problem_of, without_modes
 from capd_client.untraced import untraced
@@ -51,7 +51,7 @@ class StaticTap:
         except Exception as error:
             current.drop_internal("StaticTap.copy", error)
 
-    def _copy(self, buffer: torch.Tensor, tensor: torch.Tensor, current: Session) -> None:
+    def _copy(self, buffer: torch.Tensor, tensor: torch.Tensor, current: AnySession) -> None:
         ours, theirs = (
             (tuple(t.shape), t.dtype, t.device) if isinstance(t, torch.Tensor) else type(t).__name__
             for t in (buffer, tensor)
@@ -130,7 +130,7 @@ def _buffer(
     like: Union[torch.Tensor, Sequence[int]],
     dtype: Optional[torch.dtype],
     device: Union[torch.device, str, None],
-    current: Session,
+    current: AnySession,
 ) -> Optional[torch.Tensor]:
     from capd_client.cuda import is_capturing
 

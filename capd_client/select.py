@@ -58,6 +58,11 @@ class Ranges:
             for first, last, stride in self._parts
         )
 
+    @property
+    def first(self) -> Optional[int]:
+        """The smallest member; None: there is none."""
+        return min((part.first for part in self._parts), default=None)
+
     def __repr__(self) -> str:
         return f"Ranges({self.text!r})"
 

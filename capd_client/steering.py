@@ -14,10 +14,11 @@ from typing import Optional, Protocol
 from msgspec.structs import replace
 
 from capd_client.errors import ConfigError
+from capd_client.key import Key
 from capd_client.notices import Notices
 from capd_client.tool_messages import Steer, Steered
 
-__all__ = ["Steering", "Watch"]
+__all__ = ["Steering", "Watch", "Watches"]
 
 _MAX_PROBLEM_CHARS = 1000
 
@@ -28,6 +29,17 @@ class Watch(Protocol):
     def steer(self, steer: Steer) -> int:
         """Capture as told from now on; returns how many modules that are."""
         ...
+
+    def steps_of(self, key: Key) -> Optional[str]:
+        """The steps in which it captures, by its own selection, what has this key; None: that is not its own."""
+        ...
+
+
+class Watches(Protocol):
+    """Who is told of every `watch`: a session's `Steering`, or a plan."""
+
+    def add(self, watch: Watch) -> None: ...
+    def discard(self, watch: Watch) -> None: ...
 
 
 class Steering:

@@ -27,6 +27,8 @@ __all__ = ["Clock", "Context", "clock_of"]
 class Context(Protocol):
     """What stepping needs of `capd_client.context`."""
 
+    clock: Optional[Clock]
+
     @property
     def iteration(self) -> int: ...
     @property
@@ -95,12 +97,8 @@ class Clock:
             called()
 
 
-_clock: Optional[Clock] = None
-
-
 def clock_of(context: Context) -> Clock:
-    """The process's clock of `context`; a new session has a new context and so a new clock."""
-    global _clock
-    if _clock is None or _clock.context is not context:
-        _clock = Clock(context)
-    return _clock
+    """The clock of `context`, which all watches of a session share; a plan beside it has a context of its own."""
+    if context.clock is None:
+        context.clock = Clock(context)
+    return context.clock

@@ -33,7 +33,7 @@ from capd_client.naming import Place
 from capd_client.products import alias_of, autocast_dtype, hang, hangs_on, product_dtype, product_of
 from capd_client.sites import Site, output_of
 from capd_client.slicing import Slice
-from capd_client.steering import Steering
+from capd_client.steering import Watches
 from capd_client.stepping import Context
 from capd_client.tensors import is_tracing
 
@@ -63,7 +63,7 @@ class Sink(Protocol):
     @property
     def context(self) -> Context: ...
     @property
-    def steering(self) -> Steering: ...
+    def steering(self) -> Watches: ...
     def offer(
         self,
         tensor: Tensor,
@@ -94,7 +94,7 @@ class Tap:
 
     __slots__ = (
         "__weakref__", "_at", "_attributes", "_backward", "_calls", "_casts", "_keys", "_parameter_at",
-        "_parameter_handle", "_place", "_sink", "_slices", "_tensors", "bound", "gate", "kind", "module", "number",
+        "_parameter_handle", "_sink", "_slices", "_tensors", "bound", "gate", "kind", "module", "number", "place",
     )  # fmt: skip
 
     def __init__(
@@ -109,7 +109,7 @@ class Tap:
         self.module: weakref.ref[nn.Module] = weakref.ref(site.module)
         self.kind: Kind = site.kind
         self.gate = gate
-        self._place = place
+        self.place = place
         self._tensors = tensors
         self._slices = slices
         self._sink = sink
@@ -136,7 +136,12 @@ class Tap:
     @property
     def name(self) -> str:
         """The module's name, as the keys carry it."""
-        return self._place.module
+        return self.place.module
+
+    def shape_of(self, tensor_name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of what is kept of a tensor of this shape."""
+        take = self._slices.get(tensor_name)
+        return shape if take is None else take.shape_of(shape)
 
     @property
     def captured_at(self) -> int:
@@ -238,7 +243,7 @@ class Tap:
 
     def failed(self, where: str, error: Exception) -> None:
         """Count an error inside capd and go on: nothing leaves a tap."""
-        self._sink.drop_internal(f"{where} of {self._place.module}", error)
+        self._sink.drop_internal(f"{where} of {self.place.module}", error)
 
     def select(self, tensors: frozenset[str]) -> None:
         """Capture these tensors from now on; none of them: gradients still under way are not captured either."""
@@ -318,7 +323,7 @@ class Tap:
             operation, phase = placement(tensor_name)
             key = self._keys[tensor_name, dtype] = Key(
                 quant_type=self._sink.quant_type(dtype), rank=rank, tensor_name=tensor_name,
-                layer=self._place.layer, phase=phase, layer_type=self.kind.layer_type, operation=operation,
-                component=self.kind.component, module=self._place.module, stack=self._place.stack,
+                layer=self.place.layer, phase=phase, layer_type=self.kind.layer_type, operation=operation,
+                component=self.kind.component, module=self.place.module, stack=self.place.stack,
             )  # fmt: skip
         return key

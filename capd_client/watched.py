@@ -17,6 +17,7 @@ from torch import nn
 from capd_client.function_sites import FunctionSite
 from capd_client.gate import Gate
 from capd_client.hook_objects import ForwardHook, PreHook
+from capd_client.key import Key
 from capd_client.naming import Place
 from capd_client.owners import owner_of
 from capd_client.select import matches_any
@@ -91,6 +92,16 @@ class Watched:
                 _give_up(left)
             chosen += wanted
         return chosen if takes_part else 0
+
+    def steps_of(self, key: Key) -> Optional[str]:
+        """The steps in which the job itself has this watch capture what has this key; None: it does not."""
+        own = any(
+            own.place.module == key.module
+            and own.tap.kind.component == key.component
+            and key.tensor_name in self._tensors
+            for own in self._own
+        )
+        return self.gate.own_steps.text if own else None
 
     def remove(self) -> None:
         """Take every hook off again."""

@@ -29,6 +29,9 @@ class _Verb(NamedTuple):
 VERBS: dict[str, _Verb] = {
     "serve": _Verb("capd.cli.serve", "serve", "Run the daemon of this node."),
     "run": _Verb("capd.cli.run", "run", "Run a training job with a daemon beside it, and print a summary."),
+    "plan": _Verb(
+        "capd.cli.plan", "plan", "Say what a job would capture, and what that takes; capture nothing."
+    ),
     "ctl": _Verb("capd.cli.ctl", "app", "Stop, start and re-select capture in a running job."),
     "stats": _Verb("capd.cli.stats", "stats", "Counters: offered, committed, in flight, dropped, disk left."),
     "ls": _Verb("capd.cli.ls", "ls", "List the series of a run, or count them by a field."),
@@ -57,7 +60,7 @@ class _Verbs(TyperGroup):
         if not isinstance(target, typer.Typer):
             single = typer.Typer(add_completion=False, rich_markup_mode=None)
             # `capd run CMD -x`: everything from CMD on belongs to the job.
-            settings = {"allow_interspersed_args": cmd_name != "run"}
+            settings = {"allow_interspersed_args": cmd_name not in ("run", "plan")}
             single.command(name=cmd_name, context_settings=settings)(target)
             target = single
         return typer.main.get_command(target)

@@ -173,7 +173,7 @@ def check_store(settings: DaemonSettings) -> Iterator[Finding]:
 
 
 def _room(settings: DaemonSettings, free: int, total: int, where: str) -> Iterator[Finding]:
-    from capd.amounts import amount_nbytes
+    from capd_client.amounts import amount_nbytes
 
     kept = amount_nbytes(settings.keep_free, total)
     detail = f"{where}, of which {human_nbytes(kept)} are kept"

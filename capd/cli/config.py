@@ -21,6 +21,7 @@ _UNSET = {
     "max_d2h_gbps": "no limit",
     "sample_idx": "none",
     "log": "warnings",
+    "plan": "no",
 }
 """What it means that nobody gave a setting; capd picks the others by itself."""
 

@@ -11,6 +11,7 @@ from importlib import metadata
 from typing import Any
 
 from capd._version import __version__
+from capd_client.texts import human_count, human_nbytes, table_lines
 
 __all__ = [
     "human_count", "human_nbytes", "human_number", "json_number", "note", "print_json",
@@ -47,36 +48,6 @@ def note(message: str) -> None:
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[str] = ()) -> None:
     """Print an aligned table without boxes or colour; columns named in `right` are right-aligned."""
     print_lines(table_lines(header, rows, right))
-
-
-def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[str] = ()) -> list[str]:
-    """The lines of `print_table`."""
-    to_right = [name in set(right) for name in header]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if right_aligned else cell.ljust(width)
-            for cell, width, right_aligned in zip(row, widths, to_right, strict=True)
-        ).rstrip()
-        for row in (header, *rows)
-    ]
-
-
-def human_nbytes(nbytes: float) -> str:
-    """Bytes for people: 999 B, 1.5 MiB, 3.2 GiB."""
-    if nbytes < 1024:
-        return f"{nbytes:.0f} B"
-    value = float(nbytes)
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        value /= 1024
-        if value < 1023.95:
-            return f"{value:.1f} {unit}"
-    return f"{value / 1024:.1f} PiB"
-
-
-def human_count(count: int) -> str:
-    """A count with thousands separators."""
-    return f"{count:,}"
 
 
 def human_number(value: float | None) -> str:

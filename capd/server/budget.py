@@ -13,26 +13,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from capd.amounts import amount_nbytes
+from capd_client.amounts import amount_nbytes
 from capd_client.memory import available_nbytes
 
 __all__ = [
-    "DiskBudget", "default_max_disk", "encode_threads", "raise_open_files", "staging_within", "usable_cpus",
+    "DiskBudget", "encode_threads", "raise_open_files", "staging_within", "usable_cpus",
 ]  # fmt: skip
 
 _REFRESH_S = 1.0
-_DEFAULT_MAX_DISK = 200 * 10**9
 _STAGING_SHARE = 4  # one of so many parts of the available memory, which others need as well
 _NEW_SERIES_INODES = 16  # groups, array, metadata, `.partial`, and what sealing it takes
 _SEAL_INODES = 8  # of these: directories of the shard, and metadata before it is renamed
 _MIN_KEPT_INODES = 512
 _CGROUP = Path("/sys/fs/cgroup")
-
-
-def default_max_disk(root: Path) -> int:
-    """min(200 GB, half of what is free now on the file system of `root`), in bytes."""
-    found = os.statvfs(root)
-    return min(_DEFAULT_MAX_DISK, found.f_bavail * found.f_frsize // 2)
 
 
 class DiskBudget:

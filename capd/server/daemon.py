@@ -18,14 +18,12 @@ import uuid
 from pathlib import Path
 
 from capd._version import __version__
-from capd.amounts import amount_nbytes
 from capd.config import DaemonSettings
 from capd.errors import CapdError
 from capd.metrics import DaemonStats
 from capd.server import endpoint
 from capd.server.budget import (
     DiskBudget,
-    default_max_disk,
     encode_threads,
     raise_open_files,
     staging_within,
@@ -42,6 +40,7 @@ from capd.server.registry import Registry
 from capd.server.stopping import StopRequests
 from capd.server.tools import ToolContext
 from capd.store.options import StoreOptions, open_files_within
+from capd_client.amounts import amount_nbytes, default_max_disk
 
 __all__ = ["Daemon", "node_name"]
 

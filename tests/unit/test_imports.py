@@ -31,7 +31,10 @@ def test_importing_capd_loads_nothing_heavy() -> None:
 
 
 def test_the_shared_half_of_the_client_needs_no_torch() -> None:
-    shared = ("protocol", "key", "select", "dtypes", "errors", "config", "statistics_row")
+    shared = (
+        "protocol", "key", "select", "dtypes", "errors", "config", "statistics_row", "planning.whole", "planning.text",
+        "planning.disk",
+    )  # fmt: skip
     code = f"import {', '.join(f'capd_client.{name}' for name in shared)}"
 
     assert loaded_by(code, (*HEAVY, "numpy", "pydantic", "capd")) == []

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from capd.server import budget
-from capd.server.budget import DiskBudget, default_max_disk, encode_threads, usable_cpus
+from capd.server.budget import DiskBudget, encode_threads, usable_cpus
+from capd_client.amounts import default_max_disk
 
 
 class Clock:

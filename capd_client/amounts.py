@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 from capd_client.sizes import SIZE_HELP, parse_size
 
-__all__ = ["amount_nbytes", "parse_amount"]
+__all__ = ["amount_nbytes", "default_max_disk", "parse_amount"]
 
+_DEFAULT_MAX_DISK = 200 * 10**9
 _SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*%")
 _HELP = f"{SIZE_HELP}; or a percentage of the file system: 10%"
 
@@ -33,3 +35,9 @@ def parse_amount(value: object) -> int | float:
 def amount_nbytes(amount: int | float, file_system_nbytes: int) -> int:
     """A parsed amount in bytes, on a file system of the given total size."""
     return int(amount * file_system_nbytes) if isinstance(amount, float) else amount
+
+
+def default_max_disk(root: str | os.PathLike[str]) -> int:
+    """min(200 GB, half of what is free now on the file system of `root`), in bytes."""
+    found = os.statvfs(root)
+    return min(_DEFAULT_MAX_DISK, found.f_bavail * found.f_frsize // 2)

@@ -1,0 +1,176 @@
+"""`capd plan -- CMD…`: what a job would capture, from its own first steps, before anything is captured."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from capd.cli.output import note, print_json, print_lines
+
+if TYPE_CHECKING:
+    from capd.config import DaemonSettings
+    from capd_client.planning.seen import RankSeen
+
+__all__ = ["plan"]
+
+
+def plan(
+    command: Annotated[list[str], typer.Argument(metavar="-- CMD…", help="The job and its arguments.")],
+    store: Annotated[
+        Path | None, typer.Option("--store", help="Directory that is to hold the runs [default: captures].")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", help="Settings file [default: CAPD_CONFIG, else ./capd.toml, if there is one]."
+        ),
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option("--policy", help="When there is no room: drop, block, thin or stats [default: block]."),
+    ] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option("--mode", help="What is kept: tensor, stats or sample:1/N [default: tensor]."),
+    ] = None,
+    steps: Annotated[
+        str | None,
+        typer.Option("--steps", help='Training steps that watch captures, "0-2,100-:100" or "all".'),
+    ] = None,
+    slice_: Annotated[
+        str | None,
+        typer.Option("--slice", help="Rows of activations: first:64, stride:8, tokens:0-127 [default: all]."),
+    ] = None,
+    quant_type: Annotated[
+        str | None, typer.Option("--quant-type", help="Label of the captures, such as mxfp8.")
+    ] = None,
+    iterations: Annotated[
+        int, typer.Option("--iterations", min=1, max=1000, help="Steps that the job trains for the plan.")
+    ] = 3,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=1.0, help="Seconds after which the job is ended in any case.")
+    ] = 1800.0,
+    shared: Annotated[
+        Path | None,
+        typer.Option("--shared", help="Directory that all nodes see: plan the ranks of all of them."),
+    ] = None,
+    every_series: Annotated[
+        bool, typer.Option("--all", help="A line for each series, instead of groups of layers.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what a job would capture: series, shapes, bytes, link time, disk, memory. Nothing is captured.
+
+    The job really trains, without a daemon or a store, until every rank has finished its first steps; then it is ended
+    by SIGTERM. What a script writes in its first steps, or on SIGTERM, it writes here too. Its output goes to stderr.
+    """
+    from capd.cli.companion import Companion
+    from capd.cli.job import find_command
+    from capd.cli.run import _check_environment, _checked, _job_environment
+    from capd.config import misspelt_variables, resolve_daemon
+    from capd_client.planning.text import plan_lines
+    from capd_client.settings_file import read_settings_file
+
+    program = find_command(command[0])
+    resolved = resolve_daemon({"store": store}, path=config)
+    file = read_settings_file(str(resolved.path), must_exist=True)[0] if resolved.path else {}
+    flags = {"policy": policy, "mode": mode, "steps": steps, "slice": slice_, "quant_type": quant_type}
+    job_flags = _checked({name: value for name, value in flags.items() if value is not None})
+    if config is not None:
+        job_flags["CAPD_CONFIG"] = str(config.absolute())
+    _check_environment({**os.environ, **job_flags})
+    for line in misspelt_variables():
+        note(line)
+    with _directory(shared) as directory:
+        companion = Companion(f"unix:{directory}/none.sock", None, resolved.settings.store.absolute())
+        environ = _job_environment(os.environ, companion, job_flags, file)
+        environ |= {"CAPD_PLAN": str(directory), "CAPD_PLAN_STEPS": str(iterations)}
+        seen, code = _train(
+            [program, *command[1:]], environ, directory, timeout_s, all_nodes=shared is not None
+        )
+    _check_seen(seen, code, timeout_s)
+    found = _plan(seen, resolved.settings, ended=code == 0)
+    if as_json:
+        print_json(found)
+    else:
+        print_lines(plan_lines(found, every_series=every_series))
+    if not all(rank["complete"] for rank in found["ranks"]):
+        note("no step of some ranks was finished: their figures are of what was seen until then")
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _directory(shared: Path | None) -> Iterator[Path]:
+    """Where the ranks leave their documents: this user's alone, and gone afterwards."""
+    made = Path(tempfile.mkdtemp(prefix="capd-plan-", dir=shared)).absolute()
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _train(
+    command: list[str], environ: dict[str, str], directory: Path, timeout_s: float, *, all_nodes: bool
+) -> tuple[list[RankSeen], int | None]:
+    """What the ranks saw, and the job's exit code if it ended by itself."""
+    from capd.cli.planned_job import PlannedJob, documents
+
+    try:
+        job = PlannedJob(command, environ, directory)
+    except OSError as error:
+        note(f"{command[0]} cannot be executed: {error.strerror or error}")
+        raise typer.Exit(126) from None
+    with job:
+        code = job.wait(timeout_s, all_nodes=all_nodes)
+        if code is None:
+            note("planned; the job is ended by SIGTERM")
+        seen = documents(directory)
+    return seen, code
+
+
+def _check_seen(seen: list[RankSeen], code: int | None, timeout_s: float) -> None:
+    """Raise an error that says why, if there is nothing to plan from."""
+    from capd.errors import CapdError, NothingMatched
+
+    how = (
+        f"the job ran for {timeout_s:g} s (--timeout)"
+        if code is None
+        else f"the job ended with exit code {code}"
+    )
+    if any(one.series for one in seen):
+        if code:
+            note(how)
+        return
+    if code != 0:
+        raise CapdError(f"{how} before anything was to be captured")
+    if not seen:
+        raise NothingMatched(
+            f"{how} and never asked for a capture: it calls neither capd_client.watch nor capture"
+        )
+    trained = max(len(one.iterations) for one in seen)
+    raise NothingMatched(f"{how} and offered nothing to capture in the {trained} steps that were seen")
+
+
+def _plan(seen: list[RankSeen], settings: DaemonSettings, *, ended: bool) -> dict[str, Any]:
+    """The plan, with what this node's daemon and disk would add."""
+    from capd.server.budget import encode_threads
+    from capd_client.planning.disk import disk_plan, write_speed
+    from capd_client.planning.whole import whole_plan
+
+    host, store = socket.gethostname(), str(settings.store)
+    disk = {
+        **disk_plan(store, settings.max_disk, settings.keep_free),
+        "write_bytes_per_s": write_speed(store),
+    }
+    found = whole_plan(seen, host=host, disk=disk, ended=ended)
+    for node in found["nodes"]:
+        node["encode_threads"] = (settings.threads or encode_threads()) if node["host"] == host else None
+    return found

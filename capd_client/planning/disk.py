@@ -1,0 +1,65 @@
+"""The disk that a plan's captures would go to: what is free there, and what capd may take of it. No torch."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any, Optional
+
+from capd_client.amounts import amount_nbytes, default_max_disk, parse_amount
+from capd_client.errors import ConfigError
+
+__all__ = ["disk_plan", "disk_settings", "write_speed"]
+
+_KEEP_FREE = 0.1
+_TRIAL_NBYTES = 64 << 20
+
+
+def disk_settings(environ: Mapping[str, str]) -> tuple[str, Optional[Any], Any]:
+    """store, max_disk and keep_free as variables say them, for a job, which knows no table of the daemon's."""
+    store = environ.get("CAPD_STORE") or environ.get("TENSOR_SAVE_DIR") or "captures"
+    try:
+        max_disk, keep_free = (
+            parse_amount(text) if text else None
+            for text in (environ.get("CAPD_MAX_DISK"), environ.get("CAPD_KEEP_FREE"))
+        )
+    except ValueError as error:
+        raise ConfigError(f"CAPD_MAX_DISK, CAPD_KEEP_FREE: {error}") from None
+    return store, max_disk, _KEEP_FREE if keep_free is None else keep_free
+
+
+def disk_plan(store: str, max_disk: Optional[Any], keep_free: Any) -> dict[str, Any]:
+    """What is free, in bytes. max_disk and keep_free: as `parse_amount` gives them; max_disk None is capd's default."""
+    place = _existing(store)
+    found = os.statvfs(place)
+    total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    return {
+        "store": os.path.abspath(store),
+        "free_bytes": free,
+        "max_disk": default_max_disk(place) if max_disk is None else amount_nbytes(max_disk, total),
+        "keep_free": amount_nbytes(keep_free, total),
+    }
+
+
+def write_speed(store: str) -> Optional[float]:
+    """Bytes per second of a trial: 64 MiB written to a nameless file on the store's disk, and synced. None: refused."""
+    block = os.urandom(1 << 20)
+    try:
+        with tempfile.TemporaryFile(dir=_existing(store)) as file:
+            began = time.monotonic()
+            for _ in range(_TRIAL_NBYTES // len(block)):
+                file.write(block)
+            file.flush()
+            os.fdatasync(file.fileno())
+            return _TRIAL_NBYTES / (time.monotonic() - began)
+    except OSError:
+        return None
+
+
+def _existing(store: str) -> str:
+    place = os.path.abspath(store)
+    while not os.path.isdir(place):
+        place = os.path.dirname(place)
+    return place

@@ -1,0 +1,51 @@
+"""How fast captures can leave the tensors' memory: what is configured, else what one small copy takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import Optional
+
+import torch
+
+__all__ = ["link_of"]
+
+_NBYTES = 64 << 20
+_ROUNDS = 3
+
+
+def link_of(devices: Collection[torch.device], max_d2h_gbps: Optional[float]) -> tuple[Optional[float], str]:
+    """Bytes per second of one rank, and what that is; (None, why) where it cannot be measured."""
+    if devices and max_d2h_gbps is not None:
+        return max_d2h_gbps * 1e9, "max_d2h_gbps"
+    try:
+        if devices:
+            return _from_device(min(devices, key=str)), "device to pinned memory, measured"
+        return _on_host(), "copy in memory, measured"
+    except (RuntimeError, MemoryError) as error:
+        return None, f"not measured: {str(error).splitlines()[0]}"
+
+
+def _from_device(device: torch.device) -> float:
+    nbytes = min(_NBYTES, torch.cuda.mem_get_info(device)[0] // 4)
+    source = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    best = float("inf")
+    for _ in range(_ROUNDS):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        host.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return nbytes / best
+
+
+def _on_host() -> float:
+    """One thread, as the capturing one is; the pages are there before, as the arena's are."""
+    source, target = memoryview(bytearray(_NBYTES)), memoryview(bytearray(_NBYTES))
+    best = float("inf")
+    for _ in range(_ROUNDS):
+        began = time.perf_counter()
+        target[:] = source
+        best = min(best, time.perf_counter() - began)
+    return _NBYTES / best

@@ -1,0 +1,63 @@
+"""The session of a job under `capd plan`: plans its first iterations and leaves a document per process."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Optional
+
+import msgspec
+
+from capd_client.config import ClientConfig
+from capd_client.counting import Snapshot
+from capd_client.planning.sink import PlanSink
+
+__all__ = ["PlanSession"]
+
+
+class PlanSession(PlanSink):
+    """Stands where `capd_client.session.Session` does; has neither daemon nor arena, and copies nothing.
+
+    `config.plan` is the directory of the documents. A document is written when the session begins, whenever an
+    iteration is over, and at the end. Errors are logged; none reaches the job.
+    """
+
+    def __init__(self, config: ClientConfig) -> None:
+        super().__init__(config)
+        name = f"{socket.gethostname().replace(os.sep, '_')}.{os.getpid()}.json"
+        self._path = os.path.join(config.plan or "", name)
+        self._write("running")
+
+    def on_boundary(self) -> None:
+        """Leave what was seen until now."""
+        self._write("running" if self.enabled else "complete")
+
+    def flush(self, timeout_s: float) -> bool:
+        """Nothing is ever on its way."""
+        return True
+
+    def close(self, timeout_s: Optional[float] = None) -> bool:
+        """The job is over: leave what was seen. Idempotent."""
+        if self.enabled:
+            self.enabled = False
+            self._write("ended")
+        return True
+
+    def forked(self) -> None:
+        """In a forked child: plan nothing, write nothing."""
+        self.enabled = False
+
+    def snapshot(self) -> Snapshot:
+        """The counters: nothing is captured; what could not be is counted as it would be."""
+        return self._accounts.snapshot()
+
+    def _write(self, state: str) -> None:
+        """Replace the document, readable by this user alone."""
+        temporary = f"{self._path}.tmp"
+        try:
+            content = msgspec.json.encode(self.seen(state))
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(content)
+            os.replace(temporary, self._path)
+        except Exception as error:
+            self.notices.warn("plan", "the plan cannot be written to %s: %s", self.config.plan, error)

@@ -1,0 +1,188 @@
+"""Prints a plan: series grouped over layers, ranks that are alike together, then sums, disk and warnings. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Optional
+
+from capd_client.texts import human_count, human_nbytes, table_lines
+
+__all__ = ["expected_lines", "plan_lines"]
+
+_LAYER = re.compile(r"(?<=\.)\d+(?![^.])")  # a part of a module's name that is a number
+_EXPERT = re.compile(r"(?<=experts\.)\d+(?![^.])")
+_SHORT_S = 120.0
+_RATIO = " (bf16 is stored at about 1 : 1.4)"  # docs/measurements.md
+_RIGHT = ("series", "records", "bytes", "step", "link", "arena holds")
+
+Plan = Mapping[str, Any]
+
+
+def plan_lines(plan: Plan, *, every_series: bool = False) -> Iterator[str]:
+    """The lines of a plan as `docs/cli.md` describes its JSON. every_series: one line each, instead of grouped."""
+    yield from _tables(plan["ranks"], every_series)
+    yield ""
+    yield from table_lines(
+        ("rank", "host", "series", "records", "bytes", "step", "link", "arena holds"),
+        [_rank_row(rank) for rank in plan["ranks"]],
+        _RIGHT,
+    )
+    yield "(records and bytes of one captured step, raw; link: the time that its bytes take)"
+    yield ""
+    for node in plan["nodes"]:
+        yield from _node_lines(node, plan)
+    for warning in plan["warnings"]:
+        yield f"warning: {warning}"
+
+
+def expected_lines(expected: Sequence[Plan]) -> Iterator[str]:
+    """What is known before a step has run."""
+    rows = [
+        row[:5] for row in _rows([{**one, "records": 0, "bytes": 0} for one in expected], every_series=False)
+    ]
+    yield f"{len(expected)} series would be captured"
+    if rows:
+        yield from table_lines(("module", "tensor", "series", "dtype", "shape"), rows, _RIGHT)
+        yield "(dtypes as the parameters are now, autocast changes them; run a training step for shapes and bytes)"
+
+
+def _tables(ranks: Sequence[Plan], every_series: bool) -> Iterator[str]:
+    """One table for all ranks with the same one."""
+    tables: dict[tuple[tuple[str, ...], ...], list[int]] = {}
+    for rank in ranks:
+        tables.setdefault(_rows(rank["series"], every_series), []).append(rank["rank"])
+    for number, (rows, alike) in enumerate(tables.items()):
+        each = ", each" if len(alike) > 1 else ""
+        yield from ([""] if number else [])
+        yield f"one captured step of rank{'s' if each else ''} {_ranges(alike)}{each}:"
+        if not rows:
+            yield "nothing"
+            continue
+        header = ("module", "tensor", "series", "dtype", "shape", "records", "bytes", "steps")
+        columns = len(header) if len({row[-1] for row in rows}) > 1 else len(header) - 1
+        yield from table_lines(header[:columns], [row[:columns] for row in rows], _RIGHT)
+
+
+def _rows(series: Sequence[Plan], every_series: bool) -> tuple[tuple[str, ...], ...]:
+    """The rows of a table, those of one module together, in the order in which modules first come."""
+    groups: dict[str, dict[tuple[str, ...], list[Plan]]] = {}
+    for one in series:
+        name = one["module"] or one["component"] or one["layer_type"] or "-"
+        pattern = name if every_series else _pattern(name, one)
+        ndim = len((one["shapes"] or [[]])[0])
+        at = (one["operation"], one["tensor_name"], one["dtype"], one["kept"], str(one["steps"]), str(ndim))
+        groups.setdefault(pattern, {}).setdefault(at, []).append(one)
+    return tuple(_row(pattern, alike) for pattern, found in groups.items() for alike in found.values())
+
+
+def _pattern(name: str, one: Plan) -> str:
+    """The name for all layers and experts alike; other numbers, as those of nn.Sequential, stay."""
+    if one["layer"] is not None:
+        behind = len(one["stack"]) if name.startswith(one["stack"]) else 0
+        name = name[:behind] + _LAYER.sub("*", name[behind:], count=1)
+    return _EXPERT.sub("*", name)
+
+
+def _row(pattern: str, alike: Sequence[Plan]) -> tuple[str, ...]:
+    first = alike[0]
+    shapes = [shape for one in alike for shape in one["shapes"]]
+    records, nbytes = (sum(one[name] for one in alike) for name in ("records", "bytes"))
+    return (
+        first["module"] or pattern if len(alike) == 1 else pattern,
+        first["tensor_name"] + ("" if first["kept"] == "tensor" else " (statistics)"),
+        human_count(len(alike)), first["dtype"], _shape(shapes), _count(records), human_nbytes(nbytes),
+        "capture()" if first["steps"] is None else first["steps"],
+    )  # fmt: skip
+
+
+def _shape(shapes: Sequence[Sequence[Any]]) -> str:
+    """One shape, or per axis from the smallest to the largest."""
+    axes = zip(*shapes, strict=True)
+    return "[" + ", ".join(_axis(list(dict.fromkeys(axis))) for axis in axes) + "]"
+
+
+def _axis(sizes: list[Any]) -> str:
+    if len(sizes) == 1:
+        return str(sizes[0])
+    return f"{min(sizes)}-{max(sizes)}" if all(isinstance(size, int) for size in sizes) else "…"
+
+
+def _rank_row(rank: Plan) -> tuple[str, ...]:
+    arena = "-" if rank["arena_steps"] is None else f"{rank['arena_steps']:.3g} steps"
+    if rank["arena_steps"] is not None and rank["step_s"]:
+        arena += f" ({_seconds(rank['arena_steps'] * rank['step_s'])})"
+    return (
+        str(rank["rank"]), rank["host"], human_count(len(rank["series"])), _count(rank["records"]),
+        human_nbytes(rank["bytes"]), _seconds(rank["step_s"]), _seconds(rank["link_s"]), arena,
+    )  # fmt: skip
+
+
+def _node_lines(node: Plan, plan: Plan) -> Iterator[str]:
+    ranks = [rank for rank in plan["ranks"] if rank["host"] == node["host"]]
+    first = ranks[0]
+    selected = (
+        ", ".join(f'"{text}"' for text in dict.fromkeys(text for rank in ranks for text in rank["steps"]))
+        or "none"
+    )
+    most = max(rank["steps_per_1000"] for rank in ranks)
+    yield f"{node['host']}: {len(ranks)} rank{'s' if len(ranks) > 1 else ''}, steps {selected}: {most} of 1,000"
+    if node["bytes_in_all"] is not None:
+        yield f"  disk       {human_nbytes(node['bytes_in_all'])} in all, raw{_RATIO}"
+    else:
+        per_hour = node["bytes_per_hour"]
+        rate = "" if per_hour is None else f", {human_nbytes(per_hour)} per hour"
+        yield f"  disk       {human_nbytes(node['bytes_per_1000_steps'])} in 1,000 steps{rate}, raw{_RATIO}"
+    yield from _disk_lines(node)
+    speed = "unknown" if not first["link_bytes_per_s"] else f"{human_nbytes(first['link_bytes_per_s'])}/s"
+    yield f"  link       {speed} per rank ({first['link'] or 'not measured'})"
+    ring = "" if first["ring_bytes"] is None else f", device ring {human_nbytes(first['ring_bytes'])}"
+    threads = (
+        f"; {node['encode_threads']} encode thread(s) in the daemon" if node.get("encode_threads") else ""
+    )
+    yield f"  memory     arena {human_nbytes(first['arena_bytes'])}{ring} per rank{threads}"
+
+
+def _disk_lines(node: Plan) -> Iterator[str]:
+    disk = node["disk"]
+    if disk is None:
+        return
+    limits = f"max_disk {human_nbytes(disk['max_disk'])}, keep_free {human_nbytes(disk['keep_free'])}"
+    hours = node["hours_until_full"]
+    until = "" if hours is None else f": full after {_hours(hours)}"
+    speed = disk.get("write_bytes_per_s")
+    writes = "" if speed is None else f"; writes {human_nbytes(speed)}/s (64 MiB, measured)"
+    yield f"  room       {human_nbytes(node['room_bytes'])} in {disk['store']} ({limits}){until}{writes}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """0-3, 7."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+
+
+def _count(number: float) -> str:
+    return human_count(number) if isinstance(number, int) else f"{number:.1f}"
+
+
+def _seconds(seconds: Optional[float]) -> str:
+    if seconds is None:
+        return "-"
+    return (
+        f"{seconds * 1e3:.3g} ms"
+        if seconds < 1
+        else f"{seconds:.3g} s"
+        if seconds < _SHORT_S
+        else _hours(seconds / 3600)
+    )
+
+
+def _hours(hours: float) -> str:
+    return (
+        f"{hours * 60:.3g} min" if hours < 2 else f"{hours:.3g} h" if hours < 48 else f"{hours / 24:.3g} days"
+    )

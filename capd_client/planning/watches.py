@@ -1,0 +1,35 @@
+"""The watches of a planned job: each captures every step, and is asked which steps it would have captured."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+from capd_client.key import Key
+from capd_client.select import Selection
+from capd_client.steering import Watch
+from capd_client.tool_messages import Steer
+
+__all__ = ["PlannedWatches"]
+
+_EVERY_STEP = Steer(id=1, from_iteration=0, selection=Selection(steps="all"))
+
+
+class PlannedWatches:
+    """Stands where a session's `Steering` does."""
+
+    def __init__(self) -> None:
+        self._watches: list[Watch] = []
+
+    def add(self, watch: Watch) -> None:
+        """A model is watched: its first steps show what a selected one captures."""
+        self._watches.append(watch)
+        watch.steer(_EVERY_STEP)
+
+    def discard(self, watch: Watch) -> None:
+        """It is no more."""
+        self._watches.remove(watch)
+
+    def steps_of(self, key: Key) -> Optional[str]:
+        """The steps in which a watch captures what has this key; None: the job captures it itself."""
+        found = (watch.steps_of(key) for watch in self._watches)
+        return next((steps for steps in found if steps is not None), None)

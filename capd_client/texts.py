@@ -1,0 +1,37 @@
+"""Tables, sizes and counts for people, the same in the job and on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+__all__ = ["human_count", "human_nbytes", "table_lines"]
+
+
+def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[str] = ()) -> list[str]:
+    """The lines of `print_table`."""
+    to_right = [name in set(right) for name in header]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if right_aligned else cell.ljust(width)
+            for cell, width, right_aligned in zip(row, widths, to_right, strict=True)
+        ).rstrip()
+        for row in (header, *rows)
+    ]
+
+
+def human_nbytes(nbytes: float) -> str:
+    """Bytes for people: 999 B, 1.5 MiB, 3.2 GiB."""
+    if nbytes < 1024:
+        return f"{nbytes:.0f} B"
+    value = float(nbytes)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        value /= 1024
+        if value < 1023.95:
+            return f"{value:.1f} {unit}"
+    return f"{value / 1024:.1f} PiB"
+
+
+def human_count(count: int) -> str:
+    """A count with thousands separators."""
+    return f"{count:,}"

@@ -1,0 +1,143 @@
+"""`capd_client.plan(model)`: what `watch` would capture, from the model and from steps that run under the plan."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from memory_sink import MemorySink
+from torch import nn
+from torch.nn import functional
+
+import capd_client
+
+
+class Attention(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(x, x, x)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.attention = Attention()
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.attention(x))
+
+
+def train(model: nn.Module, micro_batches: int = 2) -> None:
+    for _ in range(micro_batches):
+        model(torch.ones(3, 5, 8)).square().sum().backward()
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def series(plan: capd_client.plan) -> dict[tuple[str, str], Any]:
+    [rank] = plan.as_dict()["ranks"]
+    return {(one["module"], one["tensor_name"]): one for one in rank["series"]}
+
+
+def test_before_a_step_a_plan_names_what_the_model_tells() -> None:
+    model = Block()
+
+    plan = capd_client.plan(model, select=["layers.*", "head"], slices={"weight": "first:2"})
+    expected = {(one["module"], one["tensor_name"]): one["shapes"] for one in plan.as_dict()["expected"]}
+    text = str(plan).splitlines()
+    plan.remove()
+
+    assert expected["layers.0", "weight"] == [[2, 8]]
+    assert expected["head", "input"] == [["rows", 8]]
+    assert expected["head", "grad_output"] == [["rows", 4]]
+    assert len(expected) == 3 * 4
+    assert text[0] == "12 series would be captured"
+    assert ["layers.*", "output", "2", "float32", "[rows,", "8]"] in [line.split() for line in text]
+    assert plan.as_dict()["ranks"][0]["series"] == []
+
+
+def test_a_step_gives_shapes_records_and_bytes_also_after_the_plan_has_ended() -> None:
+    model = Block()
+
+    with capd_client.plan(model, steps="4-:2") as plan:
+        train(model)
+    found = series(plan)
+
+    assert found["layers.0", "input"]["shapes"] == [[3, 5, 8]]
+    assert (found["layers.0", "input"]["records"], found["layers.0", "input"]["bytes"]) == (
+        2,
+        2 * 3 * 5 * 8 * 4,
+    )
+    assert found["layers.0", "weight"]["records"] == 1
+    assert found["attention", "query"]["records"] == 2
+    assert found["layers.0", "input"]["steps"] == "4-:2"
+    [rank] = plan.as_dict()["ranks"]
+    assert rank["steps_per_1000"] == 500
+    assert rank["bytes_per_1000_steps"] == 500 * rank["bytes"]
+    assert "one captured step of rank 0:" in str(plan)
+
+
+def test_a_plan_changes_no_number_and_leaves_nothing_behind() -> None:
+    torch.manual_seed(0)
+    model = Block()
+    twin = copy.deepcopy(model)
+    before, sdpa = hooks_of(model), functional.scaled_dot_product_attention
+    state = torch.get_rng_state()
+
+    with capd_client.plan(model, tensors=("input", "grad_input", "grad_weight")):
+        train(model)
+        copied = copy.deepcopy(model)
+    train(twin)
+
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(
+        torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True)
+    )
+    assert hooks_of(model) == before
+    assert functional.scaled_dot_product_attention is sdpa
+    assert pickle.dumps(model)
+    assert capd_client.counters()["offered"] == 0
+    train(copied)
+
+
+def test_a_plan_beside_watches_leaves_their_steps_alone(sink: MemorySink) -> None:
+    model, planned = Block(), Block()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    capd_client.watch(model, select="layers.0")
+    plan = capd_client.plan(planned)
+    capd_client.watch(model, select="head")
+
+    for _ in range(2):
+        train(planned)
+        train(model)
+        assert sink.context.micro_batch == 1
+        optimizer.step()
+
+    assert sink.context.iteration == 1
+    assert {c.key.module for c in sink.captured} == {"layers.0", "head"}
+    assert [i["iteration"] for i in plan.as_dict()["ranks"][0]["iterations"]] == [0, 1]
+
+
+def test_modes_are_planned_as_they_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Block()
+    monkeypatch.setenv("CAPD_MODE", "stats")
+    with capd_client.plan(model, select="head") as plan:
+        train(model)
+    assert {one["kept"] for one in series(plan).values()} == {"statistics"}
+    assert series(plan)["head", "output"]["bytes"] == 2 * 2120
+
+    monkeypatch.setenv("CAPD_MODE", "sample:1/2")
+    with capd_client.plan(model, select="head", steps="all") as plan:
+        train(model)
+    assert {name: one["records"] for (_, name), one in series(plan).items()} == {
+        "input": 1, "weight": 1, "output": 1, "grad_output": 1,
+    }  # fmt: skip
