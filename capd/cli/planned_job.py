@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,12 +28,14 @@ _FORWARDED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def documents(directory: Path) -> list[RankSeen]:
-    """What the ranks have left until now."""
-    found = []
+    """What the processes of the job have left until now; of those of one rank (restarts), all that got farthest."""
+    of_rank: dict[int, dict[tuple[bool, bool], list[RankSeen]]] = {}
     for path in sorted(directory.glob("*.json")):
         with contextlib.suppress(FileNotFoundError):
-            found.append(msgspec.json.decode(path.read_bytes(), type=RankSeen))
-    return found
+            one = msgspec.json.decode(path.read_bytes(), type=RankSeen)
+            far = (one.state == "complete", bool(one.series))
+            of_rank.setdefault(one.rank, {}).setdefault(far, []).append(one)
+    return [one for found in of_rank.values() for one in found[max(found)]]
 
 
 class PlannedJob:
@@ -79,7 +82,7 @@ class PlannedJob:
             if complete and not first_complete:
                 first_complete = time.monotonic()
             wanted = max((one.world_size if all_nodes else one.local_world_size for one in seen), default=1)
-            if len(complete) >= wanted and all(one.state != "running" for one in seen):
+            if len(complete) >= wanted and not any(self._trains(one) for one in seen):
                 return None
             if first_complete and time.monotonic() - first_complete > _patience(complete):
                 return None
@@ -99,9 +102,20 @@ class PlannedJob:
             process.wait()
         self._signal(signal.SIGKILL)  # what the job itself left behind
         for seen in documents(self._directory):
-            if _is_planned(seen.pid, self._directory):
+            if self._is_alive(seen):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(seen.pid, signal.SIGKILL)
+
+    def _trains(self, one: RankSeen) -> bool:
+        """Whether a rank is still to be waited for."""
+        return one.state == "running" and (one.host != socket.gethostname() or self._is_alive(one))
+
+    def _is_alive(self, one: RankSeen) -> bool:
+        """Whether this process is there and is one of the job's: its environment names the directory."""
+        with contextlib.suppress(OSError):
+            variables = Path(f"/proc/{one.pid}/environ").read_bytes().split(b"\0")
+            return os.fsencode(f"CAPD_PLAN={self._directory}") in variables
+        return False
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -118,10 +132,3 @@ def _leave(number: int, _frame: FrameType | None) -> None:
 def _patience(complete: Sequence[RankSeen]) -> float:
     longest = max((i.seconds or 0.0 for one in complete for i in one.iterations), default=0.0)
     return max(_STRAGGLER_S, 2 * longest)
-
-
-def _is_planned(pid: int, directory: Path) -> bool:
-    """Whether this process is one of the job's: its environment names the directory."""
-    with contextlib.suppress(OSError):
-        return os.fsencode(f"CAPD_PLAN={directory}") in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return False

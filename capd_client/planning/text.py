@@ -109,7 +109,7 @@ def _axis(sizes: list[Any]) -> str:
 
 
 def _rank_row(rank: Plan) -> tuple[str, ...]:
-    arena = "-" if rank["arena_steps"] is None else f"{rank['arena_steps']:.3g} steps"
+    arena = "-" if rank["arena_steps"] is None else f"{_steps(rank['arena_steps'])} steps"
     if rank["arena_steps"] is not None and rank["step_s"]:
         arena += f" ({_seconds(rank['arena_steps'] * rank['step_s'])})"
     return (
@@ -125,8 +125,9 @@ def _node_lines(node: Plan, plan: Plan) -> Iterator[str]:
         ", ".join(f'"{text}"' for text in dict.fromkeys(text for rank in ranks for text in rank["steps"]))
         or "none"
     )
-    most = max(rank["steps_per_1000"] for rank in ranks)
-    yield f"{node['host']}: {len(ranks)} rank{'s' if len(ranks) > 1 else ''}, steps {selected}: {most} of 1,000"
+    most = human_count(max(rank["steps_per_1000"] for rank in ranks))
+    of = "of 1,000" if node["bytes_in_all"] is None else "in all"
+    yield f"{node['host']}: {len(ranks)} rank{'s' if len(ranks) > 1 else ''}, steps {selected}: {most} {of}"
     if node["bytes_in_all"] is not None:
         yield f"  disk       {human_nbytes(node['bytes_in_all'])} in all, raw{_RATIO}"
     else:
@@ -168,6 +169,10 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _count(number: float) -> str:
     return human_count(number) if isinstance(number, int) else f"{number:.1f}"
+
+
+def _steps(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _seconds(seconds: Optional[float]) -> str:
