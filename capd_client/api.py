@@ -14,7 +14,7 @@ from typing import Any, Optional, Union
 import msgspec
 import torch
 
-from capd_client import recompute
+from capd_client import optimizer_steps, recompute
 from capd_client.config import load_config
 from capd_client.context import MOMENT_FIELDS, Context, as_index
 from capd_client.counter_page import DropReason
@@ -84,6 +84,7 @@ def _make_session() -> Optional[AnySession]:
             raise
         return None
     recompute.install()
+    optimizer_steps.listen(_optimizer_stepped)
     _register_handlers()
     return made
 
@@ -100,10 +101,7 @@ def _register_handlers() -> None:
     if _handlers_registered:
         return
     _handlers_registered = True
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
     atexit.register(close)
-    register_optimizer_step_post_hook(_optimizer_stepped)
 
 
 def _register_fork_handler() -> None:
@@ -113,8 +111,7 @@ def _register_fork_handler() -> None:
         os.register_at_fork(after_in_child=_forked)
 
 
-@untraced  # compiled optimizers trace hooks
-def _optimizer_stepped(*_: Any) -> None:
+def _optimizer_stepped() -> None:
     if _session is not None:
         _session.context.optimizer_stepped()
 
@@ -283,6 +280,7 @@ def close(timeout_s: Optional[float] = None) -> None:
         if current is not None:
             _closed = current
             recompute.uninstall()
+            optimizer_steps.forget(_optimizer_stepped)
     if current is not None:
         try:
             current.close(timeout_s)

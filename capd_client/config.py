@@ -128,7 +128,7 @@ _SETTINGS: dict[str, _Setting] = {
     "ping_s": _Setting(("CAPD_PING_S",), None, values.number(0.01, 3600)),
     "plan": _Setting(("CAPD_PLAN",), None, str),
     "plan_steps": _Setting(("CAPD_PLAN_STEPS",), None, values.integer(1, 1000)),
-    "iteration": _Setting(("TENSOR_SAVER_ITERATION",), None, values.integer(0, MAX_INDEX)),
+    "iteration": _Setting(("CAPD_ITERATION", "TENSOR_SAVER_ITERATION"), None, values.integer(0, MAX_INDEX)),
     "sample_idx": _Setting(("CURRENT_SAMPLE_IDX",), None, values.integer(0, MAX_INDEX)),
 }
 

@@ -2,7 +2,8 @@
 
 The moment moves on by itself: an optimizer step marks the iteration as finished, the next training forward of a
 watched root (or the next capture outside one) begins a new one, every further forward of a root begins a
-micro-batch. What `set_moment` sets wins and stays until it is set again.
+micro-batch. While a framework counts (`follow`), its numbers stand in the place of that. What `set_moment` sets wins
+over both and stays until it is set again.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from capd_client.ranks import RankInfo, distributed_ready, find_rank
 if TYPE_CHECKING:
     from capd_client.stepping import Clock
 
-__all__ = ["MOMENT_FIELDS", "Context", "as_index"]
+__all__ = ["MOMENT_FIELDS", "Context", "Counter", "as_index"]
 
 logger = logging.getLogger("capd_client")
 
 MOMENT_FIELDS = ("iteration", "micro_batch", "sample_idx", "batch_idx", "sequence_idx")
+Counter = Callable[
+    [], tuple[Optional[int], Optional[int]]
+]  # iteration and micro-batch; None: it does not know
 _REMEMBERED = 64  # micro-batches whose call ordinals are remembered
 
 
@@ -71,6 +75,11 @@ class Context:
         self._reached = -1  # the iteration that began last, or was named by a capture since
         self._fresh = True  # no root forward has run in this micro-batch yet
         self.clock: Optional[Clock] = None  # see `capd_client.stepping.clock_of`
+        self.counted = False  # a framework counts the micro-batches: root forwards do not
+        self.evaluating = False  # in a forward that trains nothing, though its root is in training mode
+        self._counter: Optional[Counter] = None
+        self._told = -1  # the framework's iteration that was read last
+        self._offset = 0  # of its micro-batches, where the job set the iteration
         self._environ = environ
         self._info = find_rank(environ)
         self._bound = False
@@ -146,25 +155,66 @@ class Context:
             self._manual.discard("micro_batch")
             self._fresh = True
             self._dirty = False
+            self._offset = 0
             self._begin()
+
+    def follow(self, counter: Optional[Counter]) -> None:
+        """A framework begins a micro-batch and counts until further notice; None: it counts no longer.
+
+        `counter` is asked now, and again in the first forward behind every optimizer step. What it does not know
+        goes on being counted here.
+        """
+        self._counter = counter
+        if counter is None:
+            self.counted = False
+        else:
+            self._read(counter)
+
+    def _read(self, counter: Counter) -> None:
+        iteration, micro_batch = counter()
+        self.counted = micro_batch is not None
+        own = "iteration" in self._manual
+        if self._dirty if iteration is None else iteration != self._told:
+            self._told = -1 if iteration is None else iteration
+            # what the job calls one iteration may be several of the framework's
+            self._offset = self.micro_batch + 1 if own and not self._fresh else 0
+        if iteration is None or own:
+            if self._dirty:
+                self._next_iteration()
+        elif self._first or iteration != self.iteration:
+            self.iteration = iteration
+            self._fresh, self._dirty = True, False
+            if "micro_batch" not in self._manual:
+                self.micro_batch = 0
+            self._begin()
+        if micro_batch is not None:
+            self._fresh = False
+            if "micro_batch" not in self._manual:
+                self.micro_batch = micro_batch + self._offset
 
     def begin_micro_batch(self) -> None:
         """A watched root starts a training forward."""
-        if self._dirty:
-            self._next_iteration()
-        elif not self._fresh and "micro_batch" not in self._manual:
+        self.begin_if_dirty()
+        if self.counted:
+            return
+        if not self._fresh and "micro_batch" not in self._manual:
             self.micro_batch += 1
         self._fresh = False
 
     def begin_if_dirty(self) -> None:
         """Something is captured outside a root's forward: it belongs to a new iteration if one is due."""
-        if self._dirty:
+        if not self._dirty:
+            return
+        if self._counter is None:
             self._next_iteration()
+        else:
+            self._read(self._counter)
 
     def optimizer_stepped(self) -> None:
         """An optimizer has stepped: what comes next belongs to the next iteration."""
         self._dirty = True
         self._first = False
+        self.evaluating = False  # where one ended without a word
 
     def reach(self, iteration: int) -> None:
         """A capture names its own iteration; in a job that captures only so, that is how iterations begin."""

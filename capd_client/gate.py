@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Optional
 
+from capd_client.notices import Notices
 from capd_client.select import Ranges, Selection
 from capd_client.stepping import Context
 
 __all__ = ["Gate"]
+
+_notices = Notices()
 
 
 class Gate:
@@ -17,7 +20,7 @@ class Gate:
     "not captured". Everything else is asked behind it.
     """
 
-    __slots__ = ("_micro_batches", "_open_at", "_own", "_ranks", "_steps", "closed_at", "context")
+    __slots__ = ("_micro_batches", "_open_at", "_own", "_ranks", "_silent", "_steps", "closed_at", "context")
 
     def __init__(
         self,
@@ -34,6 +37,7 @@ class Gate:
         self._micro_batches = micro_batches
         self._ranks = ranks
         self._own = (steps, micro_batches, ranks)
+        self._silent = True  # it was never open, and why was not said
 
     @property
     def own_steps(self) -> Ranges:
@@ -50,14 +54,34 @@ class Gate:
     def admits(self) -> bool:
         """Decide for the current moment. Call it in training forwards only, outside a recompute."""
         context = self.context
+        if context.evaluating:
+            return False
         if self._open_at != context.iteration:
             context.begin_if_dirty()
             iteration = context.iteration
             if not self._chosen(iteration):
                 self.closed_at = iteration
+                self._say_if_over(iteration)
                 return False
             self._open_at = iteration
+            self._silent = False
         return self._micro_batches is None or context.micro_batch in self._micro_batches
+
+    def _say_if_over(self, iteration: int) -> None:
+        """A job that was resumed begins behind the steps that were meant, as a rule."""
+        if not self._silent or self._steps is _NEVER or self._steps.reaches(iteration):
+            return
+        self._silent = False
+        if self._ranks is None or self.context.rank in self._ranks:
+            _notices.warn(
+                "over",
+                'nothing is captured: the job is at iteration %d, and steps "%s" lie before it. A resumed job '
+                'counts on from where it was: choose watch(steps="%d"), CAPD_STEPS=%d, [when] steps, or "all"',
+                iteration,
+                self._steps.text,
+                iteration,
+                iteration,
+            )
 
     def steer(self, selection: Optional[Selection], *, capturing: bool) -> bool:
         """Put `selection` in the place of the gate's own ranges; returns whether this rank may pass at all."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GRAD_OUTPUT", "claim", "gradients_of", "graph_aliases", "graph_input", "refused", "release", "trace_call",
     "trace_root",
+    "trace_root_end",
 ]  # fmt: skip
 
 GRAD_OUTPUT = 1
@@ -52,6 +53,7 @@ def claim(target: object) -> int:
         return -1
     in_graphs(trace_call)
     in_graphs(trace_root)
+    in_graphs(trace_root_end)
     number = next(_numbers)
     _targets[number] = weakref.ref(target, lambda _: release(number))
     return number
@@ -116,11 +118,20 @@ def _target(number: int) -> Any:
 # -- at trace time ----------------------------------------------------------------------------------------
 
 
-def trace_root(number: Tensor) -> None:
+def trace_root(number: Tensor, with_gradients: bool) -> None:
     """Put the beginning of a root's forward into the graph."""
     try:
         if _takes_operators():
-            _BEGIN(number)
+            _BEGIN(number, with_gradients)
+    except Exception as error:
+        _not_in_graph("the root", error)
+
+
+def trace_root_end(number: Tensor) -> None:
+    """Put the end of a root's forward into the graph. Only that of an evaluation needs it."""
+    try:
+        if _takes_operators():
+            _END(number)
     except Exception as error:
         _not_in_graph("the root", error)
 
@@ -189,10 +200,16 @@ def _not_in_graph(what: str, error: Exception) -> None:
 # -- at run time, as operators ----------------------------------------------------------------------------
 
 
-def _begin(number: Tensor) -> None:
+def _begin(number: Tensor, with_gradients: bool) -> None:
     root: Optional[RootHook] = _target(int(number))
     if root is not None:
-        root.begin()
+        root.begin(with_gradients)
+
+
+def _end(number: Tensor) -> None:
+    root: Optional[RootHook] = _target(int(number))
+    if root is not None:
+        root.end()
 
 
 def _tap(tensors: list[Any], number: Tensor, flags: int, autocast: Optional[torch.dtype]) -> Tensor:
@@ -227,7 +244,8 @@ def _place_of(which: int) -> Optional[int]:
     return None if which == GRAD_OUTPUT else which.bit_length() - 2
 
 
-_BEGIN = Operator("begin(Tensor root) -> ()", _begin, lambda root: None)
+_BEGIN = Operator("begin(Tensor root, bool with_gradients) -> ()", _begin, lambda *_: None)
+_END = Operator("end(Tensor root) -> ()", _end, lambda _: None)
 _TAP = Operator(
     "tap(Tensor?[] tensors, Tensor tap, int flags, ScalarType? autocast) -> Tensor",
     _tap,

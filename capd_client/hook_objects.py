@@ -25,6 +25,7 @@ from capd_client.graph_taps import (
     release,
     trace_call,
     trace_root,
+    trace_root_end,
 )
 from capd_client.sites import Site, operands_of, output_of, with_operands
 from capd_client.tensors import is_tracing
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from capd_client.stepping import Clock
     from capd_client.taps import Call, Sink, Tap
 
-__all__ = ["ForwardHook", "GradHook", "Hook", "PreHook", "RootHook", "WeightHook"]
+__all__ = ["ForwardHook", "GradHook", "Hook", "PreHook", "RootEnd", "RootHook", "WeightHook"]
 
 PreHookResult = Optional[tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -180,36 +181,58 @@ class WeightHook(Hook):
 
 
 class RootHook(Hook):
-    """Forward pre-hook of the watched model: every training forward begins a micro-batch."""
+    """Forward pre-hook of the watched model: every training forward begins a micro-batch.
 
-    __slots__ = ("__weakref__", "_clock", "_input", "_number", "_root", "_sink", "forwards")
+    A forward without gradients is an evaluation, also where the job left the model in training mode: nothing in it
+    is captured. The first pass of a checkpointed segment is none.
+    """
+
+    __slots__ = ("__weakref__", "_clock", "_input", "_number", "_outer", "_root", "_sink", "forwards")
 
     def __init__(self, root: nn.Module, clock: Clock, sink: Sink) -> None:
         self._root = weakref.ref(root)
         self._clock = clock
         self._sink = sink
-        self.forwards = 0  # those that it has seen
+        self.forwards = 0  # the training forwards that it has seen
+        self._outer: Optional[bool] = (
+            None  # whether the forward under way lies in an evaluation; None: there is none
+        )
         self._number = claim(self)
         self._input = graph_input(self._number)
 
     def in_graph(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """What is compiled in its place."""
         if self._input is not None and module.training:
-            trace_root(self._input)
+            trace_root(self._input, torch.is_grad_enabled())
 
     @traced_as(in_graph)
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if module.training and not is_compiling() and self._root() is module and not is_tracing():
-            self.begin()
+            self.begin(torch.is_grad_enabled())
 
-    def begin(self) -> None:
-        """A training forward of the root starts."""
+    def begin(self, with_gradients: bool) -> None:
+        """A forward of the root in training mode starts."""
         try:
-            if not recompute.in_backward():
+            if recompute.in_backward():
+                return
+            self._outer = self._clock.context.evaluating
+            if with_gradients or recompute.in_segment():
                 self.forwards += 1
                 self._clock.begin_forward(self)
+            else:
+                self._clock.begin_evaluation()
         except Exception as error:
             self.failed("root forward pre-hook", error)
+
+    def end(self) -> None:
+        """The forward ends, or has raised."""
+        if self._outer is not None:
+            self._clock.context.evaluating, self._outer = self._outer, None
+
+    def end_in_graph(self, module: nn.Module) -> None:
+        """What is compiled in the place of `end`."""
+        if self._input is not None and module.training and not torch.is_grad_enabled():
+            trace_root_end(self._input)
 
     def failed(self, where: str, error: Exception) -> None:
         """Count an error inside capd and go on."""
@@ -218,3 +241,20 @@ class RootHook(Hook):
     def remove(self) -> None:
         """Stop for good, in compiled graphs too."""
         release(self._number)
+
+
+class RootEnd(Hook):
+    """Forward hook of the watched model; it also runs when the forward raises."""
+
+    __slots__ = ("_root",)
+
+    def __init__(self, root: RootHook) -> None:
+        self._root = root
+
+    def in_graph(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """What is compiled in its place."""
+        self._root.end_in_graph(module)
+
+    @traced_as(in_graph)
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._root.end()

@@ -17,8 +17,8 @@ from capd_client import recompute
 from capd_client.api import session
 from capd_client.errors import ConfigError
 from capd_client.gate import Gate
-from capd_client.hook_objects import RootHook
-from capd_client.integrations import find_sites
+from capd_client.hook_objects import RootEnd, RootHook
+from capd_client.integrations import find_sites, step_counters
 from capd_client.late_watch import LateWatch
 from capd_client.naming import Place, place_modules
 from capd_client.notices import Notices
@@ -41,7 +41,7 @@ class WatchHandle:
     def __init__(self) -> None:
         self.modules: tuple[str, ...] = ()
         self._root: Optional[RootHook] = None
-        self._root_handle: Optional[RemovableHandle] = None
+        self._root_handles: tuple[RemovableHandle, ...] = ()
         self._clock: Optional[Clock] = None
         self._watched: Optional[Watched] = None
         self._steering: Optional[Watches] = None
@@ -55,10 +55,15 @@ class WatchHandle:
     def attach_root(self, model: nn.Module, watched: Watched, sink: Sink) -> None:
         """Let the forwards of `model` begin micro-batches. First, so that it runs before the taps."""
         recompute.install()
+        step_counters.install()
         self._watched, self._clock = watched, clock_of(sink.context)
+        self._clock.before_forward = step_counters.look_again
         self._clock.add(watched.gate)
         self._root = RootHook(model, self._clock, sink)
-        self._root_handle = model.register_forward_pre_hook(self._root, prepend=True)
+        self._root_handles = (
+            model.register_forward_pre_hook(self._root, prepend=True),
+            model.register_forward_hook(RootEnd(self._root), always_call=True),
+        )
 
     def follow(self, steering: Watches) -> None:
         """Let `capd ctl` change what is captured, now that everything is tapped."""
@@ -82,12 +87,13 @@ class WatchHandle:
             if self._clock is not None:
                 self._clock.discard(self._watched.gate)
                 recompute.uninstall()
+                step_counters.uninstall()
             self._watched.remove()
         if self._root is not None:
             self._root.remove()
-        if self._root_handle is not None:
-            self._root_handle.remove()
-        self._root, self._root_handle, self._clock = None, None, None
+        for handle in self._root_handles:
+            handle.remove()
+        self._root, self._root_handles, self._clock = None, (), None
         self._watched, self._steering, self._late = None, None, None
 
 

@@ -14,7 +14,14 @@ from torch import nn
 
 __all__ = ["Place", "clean_name", "place_modules"]
 
-_WRAPPER_PARTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_WRAPPER_PARTS = frozenset(
+    {
+        "_orig_mod",
+        "_fsdp_wrapped_module",
+        "_checkpoint_wrapped_module",
+        "_forward_module",
+    }  # the last is Fabric's
+)
 _PEFT_PREFIX = "base_model.model."
 _LAYER_IN_NAME = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block|resblocks)\.(\d+)(?=\.|$)")
 

@@ -24,7 +24,7 @@ import torch
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
-__all__ = ["Segment", "in_backward", "install", "keep", "repeating", "take", "uninstall"]
+__all__ = ["Segment", "in_backward", "in_segment", "install", "keep", "repeating", "take", "uninstall"]
 
 
 class _Local(threading.local):
@@ -46,6 +46,11 @@ _original_generator: Callable[..., Generator[None, None, None]] = (
 def in_backward() -> bool:
     """Whether autograd is running on this thread; in a forward that means: this is a recompute."""
     return torch._C._current_graph_task_id() != -1
+
+
+def in_segment() -> bool:
+    """Whether this thread runs a pass of a checkpointed segment: the first one is without gradients, if reentrant."""
+    return _local.segment is not None
 
 
 def repeating() -> bool:

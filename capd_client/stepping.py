@@ -2,26 +2,35 @@
 
 Needs no change in the job: an optimizer step marks the iteration as finished, the next training forward of a
 watched root begins a new one, and every further forward of that root begins a micro-batch. A mark and not a
-count, so that several optimizers, or one that steps in parts, still end one iteration. A step that a gradient
-scaler skips extends its iteration.
+count, so that several optimizers, or one that steps in parts, still end one iteration.
+
+A framework that counts for itself knows better: an adapter wraps whatever runs the forward of a micro-batch in
+`counting`, or calls `begin_counted` and `end_counted` around it. In between its numbers hold, outside of it the
+counting goes on from them.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Optional, Protocol
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Optional, Protocol
 
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
-
+from capd_client import optimizer_steps
+from capd_client.context import Counter, as_index
 from capd_client.key import Moment
-from capd_client.untraced import untraced
+from capd_client.notices import Notices
+from capd_client.signal_errors import is_interruption
 
 if TYPE_CHECKING:
     from capd_client.gate import Gate
 
-__all__ = ["Clock", "Context", "clock_of"]
+__all__ = ["Clock", "Context", "begin_counted", "clock_of", "counting", "end_counted"]
+
+_UNSTEPPED = 256  # micro-batches without any optimizer step after which that is worth a line
+
+_notices = Notices()
 
 
 class Context(Protocol):
@@ -35,9 +44,15 @@ class Context(Protocol):
     def micro_batch(self) -> int: ...
     @property
     def rank(self) -> int: ...
+    @property
+    def counted(self) -> bool: ...
+
+    evaluating: bool
+
     def bind(self) -> int: ...
     def begin_micro_batch(self) -> None: ...
     def begin_if_dirty(self) -> None: ...
+    def follow(self, counter: Optional[Counter]) -> None: ...
     def optimizer_stepped(self) -> None: ...
     def moment(self, *, call: int = 0, recompute: bool = False) -> Moment: ...
 
@@ -49,11 +64,15 @@ class Clock:
         self.context = context
         self._gates: list[Gate] = []
         self._lock = threading.Lock()
-        self._handle: Optional[RemovableHandle] = None
         self._iteration = -1
         self._forwards: dict[object, int] = {}  # forwards of each root in this iteration
         self._most_forwards = 0
+        self._stepped = False  # whether any optimizer ever did
+        self.before_forward: Callable[[], None] = lambda: None  # called in training forwards; must not raise
         self.after_step: list[Callable[[], None]] = []  # called after optimizer steps; must not raise
+        _clocks.add(self)
+        if _counters:
+            context.follow(_reading)
 
     def begin_forward(self, root: object) -> None:
         """A watched root starts a training forward.
@@ -61,6 +80,11 @@ class Clock:
         With several roots (an encoder and a decoder watched apart, a model watched inside another) the
         root that is called most often counts the micro-batches.
         """
+        self.context.evaluating = False
+        self.before_forward()
+        if self.context.counted:
+            self.context.begin_if_dirty()
+            return
         if self.context.iteration != self._iteration:
             self._forwards.clear()
             self._most_forwards = 0
@@ -69,26 +93,39 @@ class Clock:
         if count > self._most_forwards:
             self._most_forwards = count
             self.context.begin_micro_batch()
+            if count == _UNSTEPPED and not self._stepped:
+                _say_unstepped()
         self._iteration = self.context.iteration
 
+    def begin_evaluation(self) -> None:
+        """A watched root starts a forward without gradients, in training mode."""
+        global _evaluation_said
+        self.context.evaluating = True
+        if not _evaluation_said:
+            _evaluation_said = True
+            _notices.warn(
+                "evaluation",
+                "forwards without gradients are taken for evaluation, in training mode, too: not captured, not counted",
+            )
+
     def add(self, gate: Gate) -> None:
-        """Let `gate` hear of optimizer steps; the first one installs torch's global hook."""
+        """Let `gate` hear of optimizer steps."""
         with self._lock:
+            if not self._gates:
+                optimizer_steps.listen(self._optimizer_stepped)
             self._gates.append(gate)
-            if self._handle is None:
-                self._handle = register_optimizer_step_post_hook(self._optimizer_stepped)
 
     def discard(self, gate: Gate) -> None:
-        """Undo `add`; the last one removes the global hook."""
+        """Undo `add`."""
         with self._lock:
-            if gate in self._gates:
-                self._gates.remove(gate)
-            if not self._gates and self._handle is not None:
-                self._handle.remove()
-                self._handle = None
+            if gate not in self._gates:
+                return
+            self._gates.remove(gate)
+            if not self._gates:
+                optimizer_steps.forget(self._optimizer_stepped)
 
-    @untraced  # compiled optimizers trace hooks
-    def _optimizer_stepped(self, *_: Any) -> None:
+    def _optimizer_stepped(self) -> None:
+        self._stepped = True
         self.context.optimizer_stepped()
         self._iteration = -1  # whichever root is called first now begins the next one
         for gate in self._gates:
@@ -97,8 +134,78 @@ class Clock:
             called()
 
 
+def _say_unstepped() -> None:
+    _notices.warn(
+        "unstepped",
+        "%d forwards and no step of a torch.optim.Optimizer: they count as micro-batches of one iteration. Where "
+        "something else updates the parameters, call capd_client.set_moment(iteration=...) in every iteration",
+        _UNSTEPPED,
+    )
+
+
+_clocks: weakref.WeakSet[Clock] = weakref.WeakSet()  # of this process: a plan beside a session has its own
+_evaluation_said = False
+_counters: list[Counter] = []  # of frameworks that count at the moment, the innermost last
+
+
 def clock_of(context: Context) -> Clock:
     """The clock of `context`, which all watches of a session share; a plan beside it has a context of its own."""
     if context.clock is None:
         context.clock = Clock(context)
     return context.clock
+
+
+def begin_counted(counter: Counter) -> None:
+    """A framework begins a micro-batch: until `end_counted`, iteration and micro-batch are what `counter` returns.
+
+    It is asked at once, and again in the first forward behind every optimizer step. Iterations are the steps
+    finished before, so that the first is 0. What it returns None for is counted as ever. Of frameworks inside each
+    other (a Trainer that runs DeepSpeed) the outermost tells the iteration, the innermost the micro-batch. Called
+    again with a counter that counts already, its next micro-batch begins. Never raises.
+    """
+    if counter not in _counters:
+        _counters.append(counter)
+    _tell()
+
+
+def end_counted(counter: Counter) -> None:
+    """Undo `begin_counted`; does nothing where that was not called. Never raises."""
+    if counter in _counters:
+        _counters.remove(counter)
+        _tell()
+
+
+@contextmanager
+def counting(counter: Counter) -> Iterator[None]:
+    """`begin_counted` and `end_counted` around a block."""
+    begin_counted(counter)
+    try:
+        yield
+    finally:
+        end_counted(counter)
+
+
+def _tell() -> None:
+    for clock in tuple(_clocks):
+        clock.context.follow(_reading if _counters else None)
+
+
+def _reading() -> tuple[Optional[int], Optional[int]]:
+    """Where the frameworks that count say the job is."""
+    iteration, micro_batch = None, None
+    try:
+        for counter in _counters:
+            its_iteration, its_micro_batch = counter()
+            iteration = its_iteration if iteration is None else iteration
+            micro_batch = micro_batch if its_micro_batch is None else its_micro_batch
+        return (
+            None if iteration is None else as_index("iteration", iteration),
+            None if micro_batch is None else as_index("micro_batch", micro_batch),
+        )
+    except Exception as error:  # a framework never seen
+        if is_interruption(error):
+            raise
+        _notices.warn(
+            "counter", "a framework does not say where it is, so forwards and steps are counted: %r", error
+        )
+        return None, None

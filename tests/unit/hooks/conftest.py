@@ -30,6 +30,7 @@ def sink(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemorySink]:
 def _no_watch_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Removes what the test watched; torch must be as it was before."""
     patched = CheckpointFunction.forward, functional.scaled_dot_product_attention
+    scaler_step = torch.amp.GradScaler.step
     optimizer_hooks = dict(torch_optimizer._global_optimizer_post_hooks)
     handles: list[hooks.WatchHandle] = []
     original = hooks.WatchHandle.__init__
@@ -44,6 +45,7 @@ def _no_watch_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         handle.remove()
     assert (CheckpointFunction.forward, functional.scaled_dot_product_attention) == patched
     assert dict(torch_optimizer._global_optimizer_post_hooks) == optimizer_hooks
+    assert torch.amp.GradScaler.step is scaler_step
     assert not watched._tapped
 
 

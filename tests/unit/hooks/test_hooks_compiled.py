@@ -191,22 +191,29 @@ def test_only_what_was_asked_for_is_in_the_graph(sink: MemorySink) -> None:
     assert sink.names() == {"output": 4}
 
 
-def test_an_eval_pass_and_one_without_gradients(sink: MemorySink) -> None:
+@pytest.mark.parametrize("part", ["", "fc1"])  # the root, or one of its modules
+def test_an_eval_pass_and_one_without_gradients_leave_no_trace(sink: MemorySink, part: str) -> None:
     model = MLP()
     watch(model)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    module = model.get_submodule(part)
+    module.compile(backend="aot_eager", fullgraph=True)
 
+    def train() -> None:
+        model(torch.randn(2, 6)).sum().backward()
+
+    train()
     model.eval()
-    compiled(torch.randn(2, 6))
-    assert sink.captured == []
+    model(torch.randn(2, 6))
     model.train()
-    with torch.no_grad():
-        compiled(torch.randn(2, 6))
-    with torch.inference_mode():
-        compiled(torch.randn(2, 6))
+    for without in (torch.no_grad, torch.inference_mode):
+        with without():
+            model(torch.randn(2, 6))
+        train()
 
-    assert sink.names() == {"input": 4, "weight": 2, "output": 4}
-    assert [c.moment.micro_batch for c in sink.of("fc1", "output")] == [0, 1]
+    expected = [(0, m, 0) for m in range(3)]
+    for name in ("input", "output", "grad_output"):
+        assert [c.at for c in sink.of("fc1", name)] == expected
+        assert [c.at for c in sink.of("fc2", name)] == expected
 
 
 @pytest.mark.parametrize("inside", [False, True])
