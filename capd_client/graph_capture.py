@@ -33,6 +33,7 @@ from capd_client.graph_ops import (
     restored,
     usable,
 )
+from capd_client.placements import placements_of
 from capd_client.recompute import in_backward, repeating
 from capd_client.tensors import local_part
 from capd_client.untraced import untraced
@@ -170,7 +171,7 @@ def trace_capture(tensor: torch.Tensor, *arguments: Any) -> None:
                 _refuse(f"in a compiled graph: {problem}", DropReason.UNSUPPORTED)
             return
         note(arguments)
-        _CAPTURE(local_part(tensor), flags_of(tensor), *arguments)
+        _CAPTURE(local_part(tensor), flags_of(tensor), placements_of(tensor), *arguments)
     except Exception as error:
         _refuse(f"in a compiled graph: {error}")
 
@@ -192,14 +193,14 @@ def _left_out(_: torch.Tensor) -> None:
         current.drop_invalid(_CROWDED, DropReason.UNSUPPORTED)
 
 
-def _capture(tensor: torch.Tensor, flags: int, *arguments: Any) -> None:
+def _capture(tensor: torch.Tensor, flags: int, placements: str, *arguments: Any) -> None:
     """The operator at run time."""
     from capd_client.api import capture
 
     named = dict(zip(_ARGUMENTS, arguments, strict=True))
     if named["metadata"] is not None:
         named["metadata"] = msgspec.json.decode(named["metadata"])
-    capture(restored(tensor, flags), **named)
+    capture(restored(tensor, flags, placements), **named)
 
 
 _CROWDED = (
@@ -213,9 +214,9 @@ _ARGUMENTS = (
 )  # fmt: skip
 
 _CAPTURE = Operator(
-    "capture(Tensor tensor, int flags, str tensor_name, str layer_type, str component, str operation, str phase, "
-    "SymInt? layer, str module, str stack, str? quant_type, str? metadata, str? slice, SymInt? iteration, "
-    "SymInt? micro_batch, SymInt? sample_idx, SymInt? batch_idx, SymInt? sequence_idx) -> ()",
+    "capture(Tensor tensor, int flags, str placements, str tensor_name, str layer_type, str component, "
+    "str operation, str phase, SymInt? layer, str module, str stack, str? quant_type, str? metadata, str? slice, "
+    "SymInt? iteration, SymInt? micro_batch, SymInt? sample_idx, SymInt? batch_idx, SymInt? sequence_idx) -> ()",
     _capture,
     lambda *_: None,
 )

@@ -16,6 +16,8 @@ from typing import Any, Optional
 
 import torch
 
+from capd_client.placements import mark
+
 __all__ = [
     "Operator",
     "exporting",
@@ -168,13 +170,15 @@ def flags_of(*tensors: Optional[torch.Tensor]) -> int:
     return flags
 
 
-def restored(tensor: Optional[torch.Tensor], flags: int) -> Any:
-    """`tensor` with what `flags_of` noted of it; the values are shared."""
-    if tensor is None or not flags & 1 or not tensor.is_floating_point():
-        return tensor
+def restored(tensor: Optional[torch.Tensor], flags: int, placements: str = "") -> Any:
+    """`tensor` with what `flags_of` and `placements_of` noted of it; the values are shared."""
+    if tensor is None:
+        return None
+    if not flags & 1 or not tensor.is_floating_point():
+        return mark(tensor, placements)
     with torch.inference_mode(False), torch.enable_grad():
         leaf = tensor.detach().requires_grad_()
-        return leaf if flags & 2 else leaf.view_as(leaf)
+        return mark(leaf if flags & 2 else leaf.view_as(leaf), placements)
 
 
 def _tags() -> tuple[torch.Tag, ...]:

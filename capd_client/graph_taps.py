@@ -22,6 +22,7 @@ from capd_client.graph_ops import Operator, exporting, flags_of, in_graphs, obst
 from capd_client.key import Moment
 from capd_client.kinds import Kind
 from capd_client.notices import Notices
+from capd_client.placements import mark, placements_of
 from capd_client.products import autocast_dtype, hang, product_of
 from capd_client.tensors import local_part, without_modes
 
@@ -163,7 +164,9 @@ def _trace_call(number: Tensor, gradients: int, *tensors: Any) -> None:
         _refuse("vmap", "inside vmap nothing is captured in compiled graphs")
         return
     autocast = autocast_dtype(operands[0].device.type)
-    moment = _TAP([local_part(t) for t in tensors], number, flags_of(*tensors), autocast)
+    placements = [placements_of(t) for t in tensors]
+    local = [local_part(t) for t in tensors]
+    moment = _TAP(local, number, flags_of(*tensors), autocast, placements if any(placements) else [])
     if not torch.is_grad_enabled():
         return
     if torch._dynamo.config.compiled_autograd:
@@ -185,7 +188,7 @@ def _gradient_hook(
     def hook(gradient: Tensor) -> None:
         try:
             whole = gradient if shape is None else gradient.reshape(shape)
-            _GRADIENT(local_part(whole), moment, which)
+            _GRADIENT(local_part(whole), moment, which, placements_of(whole))
         except Exception as error:
             _not_in_graph("a gradient", error)
 
@@ -212,13 +215,21 @@ def _end(number: Tensor) -> None:
         root.end()
 
 
-def _tap(tensors: list[Any], number: Tensor, flags: int, autocast: Optional[torch.dtype]) -> Tensor:
+def _tap(
+    tensors: list[Any],
+    number: Tensor,
+    flags: int,
+    autocast: Optional[torch.dtype],
+    placements: list[str],
+) -> Tensor:
     target = _target(int(number))
     tap: Optional[Tap] = None if target is None else target.current()
     moment = None
     if tap is not None and tap.gate.closed_at != tap.gate.context.iteration:
         try:
-            moment = tap.graph_call([restored(t, flags >> 2 * i) for i, t in enumerate(tensors)], autocast)
+            noted = placements or [""] * len(tensors)
+            whole = [restored(t, flags >> 2 * i, noted[i]) for i, t in enumerate(tensors)]
+            moment = tap.graph_call(whole, autocast)
         except Exception as error:
             tap.failed("compiled forward", error)
     if tap is None or moment is None:
@@ -227,14 +238,14 @@ def _tap(tensors: list[Any], number: Tensor, flags: int, autocast: Optional[torc
     return torch.tensor([tap.number, *numbers], dtype=torch.int64, device="cpu")
 
 
-def _gradient(gradient: Tensor, moment: Tensor, which: int) -> None:
+def _gradient(gradient: Tensor, moment: Tensor, which: int, placements: str) -> None:
     number, *values = moment.tolist()
     tap: Optional[Tap] = _target(number)
     if tap is None:
         return
     try:
         given: dict[str, Any] = {n: v for n, v in zip(_FIELDS, values, strict=True) if v >= 0}
-        tap.graph_gradient(_place_of(which), gradient, Moment(**given))
+        tap.graph_gradient(_place_of(which), mark(gradient, placements), Moment(**given))
     except Exception as error:
         tap.failed("compiled gradient hook", error)
 
@@ -247,8 +258,10 @@ def _place_of(which: int) -> Optional[int]:
 _BEGIN = Operator("begin(Tensor root, bool with_gradients) -> ()", _begin, lambda *_: None)
 _END = Operator("end(Tensor root) -> ()", _end, lambda _: None)
 _TAP = Operator(
-    "tap(Tensor?[] tensors, Tensor tap, int flags, ScalarType? autocast) -> Tensor",
+    "tap(Tensor?[] tensors, Tensor tap, int flags, ScalarType? autocast, str[] placements) -> Tensor",
     _tap,
     lambda *_: torch.empty(len(_NOT_CAPTURED), dtype=torch.int64, device="cpu"),
 )
-_GRADIENT = Operator("gradient(Tensor gradient, Tensor moment, int which) -> ()", _gradient, lambda *_: None)
+_GRADIENT = Operator(
+    "gradient(Tensor gradient, Tensor moment, int which, str placements) -> ()", _gradient, lambda *_: None
+)

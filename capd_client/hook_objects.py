@@ -187,12 +187,13 @@ class RootHook(Hook):
     is captured. The first pass of a checkpointed segment is none.
     """
 
-    __slots__ = ("__weakref__", "_clock", "_input", "_number", "_outer", "_root", "_sink", "forwards")
+    __slots__ = ("__weakref__", "_clock", "_first", "_input", "_number", "_outer", "_root", "_sink", "forwards")
 
-    def __init__(self, root: nn.Module, clock: Clock, sink: Sink) -> None:
+    def __init__(self, root: nn.Module, clock: Clock, sink: Sink, first: Callable[[], None]) -> None:
         self._root = weakref.ref(root)
         self._clock = clock
         self._sink = sink
+        self._first = first  # called when the first training forward starts
         self.forwards = 0  # the training forwards that it has seen
         self._outer: Optional[bool] = (
             None  # whether the forward under way lies in an evaluation; None: there is none
@@ -217,6 +218,8 @@ class RootHook(Hook):
                 return
             self._outer = self._clock.context.evaluating
             if with_gradients or recompute.in_segment():
+                if not self.forwards:
+                    self._first()
                 self.forwards += 1
                 self._clock.begin_forward(self)
             else:

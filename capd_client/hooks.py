@@ -59,7 +59,7 @@ class WatchHandle:
         self._watched, self._clock = watched, clock_of(sink.context)
         self._clock.before_forward = step_counters.look_again
         self._clock.add(watched.gate)
-        self._root = RootHook(model, self._clock, sink)
+        self._root = RootHook(model, self._clock, sink, watched.settle)
         self._root_handles = (
             model.register_forward_pre_hook(self._root, prepend=True),
             model.register_forward_hook(RootEnd(self._root), always_call=True),
@@ -109,8 +109,9 @@ def watch(
     """Capture the operands of the matrix products of `model`: of a Linear X, W (once per step), Y and dY; of attention
     query, key, value, the output and its gradient.
 
-    Call it on the model that the training loop calls, before or after wrapping it in DDP or FSDP, and after
-    parallelising its modules. Only training forwards are captured, recomputes never.
+    Call it on the model that the training loop calls, before or after wrapping, sharding or parallelising it. Only
+    training forwards are captured, recomputes never.
+
 
     Args:
         model: its forwards begin the micro-batches.

@@ -31,12 +31,14 @@ from capd_client.key import Key, Moment
 from capd_client.link import Link
 from capd_client.memory import arena_nbytes
 from capd_client.notices import Notices
+from capd_client.placements import with_placements
 from capd_client.policies import make_books
 from capd_client.protocol import HANDSHAKE_TIMEOUT_S, PROTOCOL_VERSION, Hello
 from capd_client.signal_errors import is_interruption
 from capd_client.slicing import Slice
 from capd_client.staging import Stager
 from capd_client.steering import Steering
+from capd_client.tensors import PLAIN_TYPES
 from capd_client.transport import State, Transport
 from capd_client.untraced import untraced
 
@@ -121,9 +123,9 @@ class Session:
         """Take one tensor as it is now. Counted exactly once, whatever happens.
 
         cast_to: record the tensor in this dtype (the snapshot copy casts). attributes: what is constant for the key,
-        the same small dict every time. metadata: a JSON object, or empty. take: the rows to record, None for all.
-        immutable: nothing writes to the tensor's memory before the capture is done, so that on a device no snapshot
-        of it is needed.
+        the same small dict every time; those of a distributed tensor are added. metadata: a JSON object, or empty.
+        take: the rows to record, None for all. immutable: nothing writes to the tensor's memory before the capture is
+        done, so that on a device no snapshot of it is needed.
         """
         if not self.enabled:
             return
@@ -131,6 +133,8 @@ class Session:
             self._interrupting.refuse(tensor, key, moment, cast_to, attributes, take)
             return
         try:
+            if type(tensor) not in PLAIN_TYPES:
+                attributes = with_placements(tensor, attributes)
             self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable)
         except Counted as error:
             self._hand_on("a capture", error.__cause__ or error)

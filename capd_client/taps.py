@@ -164,7 +164,7 @@ class Tap:
             return None
         if not call.recomputing:
             self._capture_operands(operands, parameter, call, autocast_dtype(operands[0].device.type))
-            self._watch_parameter_gradient(parameter)
+        self._watch_parameter_gradient(parameter)  # in a recompute, too: FSDP makes another weight for it
         return call
 
     def aliases(self, call: Call, operands: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -211,7 +211,7 @@ class Tap:
             self._capture_operands(operands, parameter, call, autocast)
             if "output" in self._tensors:
                 self._offer(output, "output", call)
-            self._watch_parameter_gradient(getattr(self.module(), self.kind.parameter, None))
+        self._watch_parameter_gradient(getattr(self.module(), self.kind.parameter, None))
         recompute.keep(self, call)
         return call.moment
 

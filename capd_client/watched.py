@@ -13,6 +13,7 @@ from functools import partial
 from typing import NamedTuple, Optional
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from capd_client.function_sites import FunctionSite
 from capd_client.gate import Gate
@@ -60,6 +61,7 @@ class Watched:
         self._own: list[_Tapped] = []
         self._left: list[_Tapped] = []  # those that the job's own selection left out
         self._undo: list[Callable[[], None]] = []  # takes away what was put on modules and functions
+        self._last: list[RemovableHandle] = []  # hooks that are to run last in front of a forward
 
     @property
     def taps(self) -> list[Tap]:
@@ -73,6 +75,16 @@ class Watched:
     def leave_out(self, site: Site, place: Place) -> None:
         """Put hooks where the job selected nothing; they trace nothing into graphs."""
         self._tap(site, place, frozenset(), self._left)
+
+    def settle(self) -> None:
+        """The first forward begins: what was put on the modules since may change the operands, so taps go behind it.
+
+        Tensor parallelism and parameters that are gathered for each forward work by hooks on the modules.
+        """
+        for handle in self._last:
+            hooks = handle.hooks_dict_ref()
+            if hooks and handle.id in hooks and next(reversed(hooks)) != handle.id:
+                hooks.move_to_end(handle.id)
 
     def steer(self, steer: Steer) -> int:
         """Capture as told from now on, the thread that trains calling; returns how many products that are."""
@@ -110,7 +122,7 @@ class Watched:
         for tapped in (*self._own, *self._left):
             tapped.tap.remove()
             _give_up(tapped)
-        self._own, self._left, self._undo = [], [], []
+        self._own, self._left, self._undo, self._last = [], [], [], []
 
     def _tap(self, site: Site, place: Place, tensors: frozenset[str], taps: list[_Tapped]) -> _Tapped:
         module, tensors = site.module, tensors.intersection(site.kind.tensors)
@@ -118,8 +130,11 @@ class Watched:
         tapped = _Tapped(tap, _product(site), place)
         taps.append(tapped)  # first: what fails half-way is removed with the rest
         if site.function is None:
-            self._undo.append(module.register_forward_pre_hook(PreHook(tap, site), with_kwargs=True).remove)
-            self._undo.append(module.register_forward_hook(ForwardHook(tap, site), with_kwargs=True).remove)
+            before = module.register_forward_pre_hook(PreHook(tap, site), with_kwargs=True)
+            self._undo.append(before.remove)
+            self._last.append(before)
+            after = module.register_forward_hook(ForwardHook(tap, site), with_kwargs=True, prepend=True)
+            self._undo.append(after.remove)
         else:
             owner = owner_of(module)
             owner.add(site.function.role, tap)

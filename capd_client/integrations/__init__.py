@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
 from capd_client.integrations import torch_nn
+from capd_client.placements import coordinates
 from capd_client.sites import Site
 
 __all__ = ["find_sites"]
@@ -23,4 +25,12 @@ def find_sites(model: nn.Module) -> dict[str, list[Site]]:
             known = found.setdefault(name, [])
             taken = {(site.function, site.suffix) for site in known}
             known.extend(site for site in sites if (site.function, site.suffix) not in taken)
-    return {name: found[name] for name, _ in model.named_modules() if found.get(name)}
+    place = coordinates(model.parameters())
+    return {name: _at(place, found[name]) for name, _ in model.named_modules() if found.get(name)}
+
+
+def _at(place: tuple[tuple[str, Any], ...], sites: list[Site]) -> list[Site]:
+    """The sites with this rank's place in the model's device mesh; what a framework says itself goes before."""
+    return [
+        site._replace(attributes=tuple({**dict(place), **dict(site.attributes)}.items())) for site in sites
+    ]

@@ -13,8 +13,10 @@ from capd_client.config import ClientConfig
 from capd_client.context import Context
 from capd_client.key import Key, Moment
 from capd_client.notices import Notices
+from capd_client.placements import with_placements
 from capd_client.slicing import Slice
 from capd_client.steering import Steering
+from capd_client.tensors import unwrap
 
 
 @dataclass
@@ -61,8 +63,11 @@ class MemorySink:
         metadata: str = "",
         take: Optional[Slice] = None,
     ) -> None:
+        attributes = with_placements(tensor, attributes)
+        plain, problem = unwrap(tensor)
+        assert plain is not None, problem
         with torch.no_grad():
-            value = tensor.detach() if take is None else take.apply(tensor, metadata)[0]
+            value = plain.detach() if take is None else take.apply(plain, metadata)[0]
             value = value.to(dtype=cast_to or tensor.dtype, copy=True)
         self.captured.append(Captured(key, moment, value, tensor.requires_grad, attributes or {}))
 

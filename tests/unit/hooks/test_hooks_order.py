@@ -1,0 +1,54 @@
+"""Taps stand next to the product: what other hooks make of its input and output is what they make of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from memory_sink import MemorySink
+from torch import Tensor, nn
+
+from capd_client.hooks import watch
+from capd_client.kinds import LINEAR
+
+
+def convert(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (args[0] * 2,)
+
+
+def reduce(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 3
+
+
+def algebra_holds(sink: MemorySink, model: nn.Sequential) -> None:
+    one = {name: sink.one("0", name) for name in LINEAR.tensors}
+    assert torch.equal(one["output"], F.linear(one["input"], one["weight"]))
+    assert torch.equal(one["grad_input"], one["grad_output"] @ one["weight"])
+    assert torch.equal(one["grad_weight"], one["grad_output"].T @ one["input"])
+
+
+def test_hooks_put_on_before_the_watch_work_outside_of_the_taps(sink: MemorySink) -> None:
+    model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.ReLU())
+    model[0].register_forward_pre_hook(convert)
+    model[0].register_forward_hook(reduce)
+    watch(model, tensors=LINEAR.tensors)
+
+    x = torch.randn(5, 4, requires_grad=True)
+    model(x).sum().backward()
+
+    assert torch.equal(sink.one("0", "input"), x * 2)
+    algebra_holds(sink, model)
+
+
+def test_hooks_put_on_behind_the_watch_work_outside_of_the_taps_too(sink: MemorySink) -> None:
+    model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.ReLU())
+    watch(model, tensors=LINEAR.tensors)
+    model[0].register_forward_pre_hook(convert)
+    model[0].register_forward_hook(reduce)
+
+    x = torch.randn(5, 4, requires_grad=True)
+    model(x).sum().backward()
+
+    assert torch.equal(sink.one("0", "input"), x * 2)
+    algebra_holds(sink, model)
