@@ -8,12 +8,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Optional
 
+import msgspec
 import torch
 
 from capd_client.accounts import Accounts
 from capd_client.counter_page import DropReason
-from capd_client.definitions import Definition
+from capd_client.definitions import Definition, short_name
 from capd_client.errors import ConfigError
+from capd_client.inner import context_of, inner_tensors
 from capd_client.key import Key, Moment
 from capd_client.notices import Notices
 from capd_client.protocol import MAX_METADATA_NBYTES, Descriptor
@@ -73,7 +75,23 @@ class Describing:
         take: Optional[Slice],
         immutable: bool,
     ) -> None:
-        source, problem = (tensor, "") if type(tensor) in PLAIN_TYPES else unwrap(tensor)
+        plain = type(tensor) in PLAIN_TYPES
+        inner = [] if plain else list(inner_tensors(tensor))
+        if inner:  # each as it is: neither cast nor cut
+            context = {**(attributes or {}), **context_of(tensor)}
+            for name, part in inner:
+                self._stage(
+                    part,
+                    _key_of_part(key, tensor, name, part),
+                    moment,
+                    None,
+                    context,
+                    metadata,
+                    None,
+                    immutable,
+                )
+            return
+        source, problem = (tensor, "") if plain else unwrap(tensor)
         if source is None:
             self._refuse(None, DropReason.UNSUPPORTED, moment, problem, name=str(key.tensor_name)[:80])
             return
@@ -120,6 +138,12 @@ class Describing:
         except ConfigError as error:
             self._refuse(None, DropReason.INVALID_KEY, moment, str(error), name=str(key.tensor_name)[:80])
             return None
+
+
+def _key_of_part(key: Key, tensor: torch.Tensor, name: str, part: torch.Tensor) -> Key:
+    """The key of a tensor inside `tensor`, labelled with its own dtype where the key has that of the whole."""
+    label = short_name(part.dtype) if key.quant_type == short_name(tensor.dtype) else key.quant_type
+    return msgspec.structs.replace(key, tensor_name=f"{key.tensor_name}{name}", quant_type=label)
 
 
 def _utf8(metadata: str) -> Optional[bytes]:

@@ -187,7 +187,9 @@ class RootHook(Hook):
     is captured. The first pass of a checkpointed segment is none.
     """
 
-    __slots__ = ("__weakref__", "_clock", "_first", "_input", "_number", "_outer", "_root", "_sink", "forwards")
+    __slots__ = (
+        "__weakref__", "_clock", "_first", "_input", "_number", "_outer", "_root", "_sink", "forwards",
+    )  # fmt: skip
 
     def __init__(self, root: nn.Module, clock: Clock, sink: Sink, first: Callable[[], None]) -> None:
         self._root = weakref.ref(root)

@@ -67,7 +67,10 @@ class LateWatch:
                 self._warn(len(self._taps))
         elif self._forwards > before and self._gate.selects(iteration):
             self.cancel()
-            silent = [tap for tap in self._taps if tap.captured_at != iteration]
+            heard = {id(tap.module()) for tap in self._taps if tap.captured_at == iteration}
+            silent = [
+                tap for tap in self._taps if id(tap.module()) not in heard
+            ]  # not every product of a module runs
             all_in_one_graph = len(silent) == len(self._taps) and _something_is_compiled()
             count = sum(all_in_one_graph or tap.module() in self._compiled for tap in silent)
             if count:

@@ -22,7 +22,7 @@ _WRAPPER_PARTS = frozenset(
         "_forward_module",
     }  # the last is Fabric's
 )
-_PEFT_PREFIX = "base_model.model."
+_PEFT = ["base_model", "model"]
 _LAYER_IN_NAME = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block|resblocks)\.(\d+)(?=\.|$)")
 
 
@@ -47,7 +47,9 @@ def clean_name(qualified: str) -> str:
     parts = [part for part in qualified.split(".") if part not in _WRAPPER_PARTS]
     while parts[:1] == ["module"]:
         del parts[0]
-    return ".".join(parts).removeprefix(_PEFT_PREFIX)
+    if parts[:2] == _PEFT:
+        del parts[:2]
+    return ".".join(parts)
 
 
 def place_modules(model: nn.Module, qualified_names: list[str], *, prefix: str = "") -> dict[str, Place]:

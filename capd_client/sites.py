@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
-from torch import nn
+from torch import Tensor, nn
 
 from capd_client.kinds import Kind
 
 if TYPE_CHECKING:
     from capd_client.function_sites import FunctionSite
 
-__all__ = ["Site", "operands_of", "output_of", "with_operands"]
+__all__ = ["Site", "State", "operands_of", "output_of", "with_operands"]
+
+
+class State(NamedTuple):
+    """What a module keeps besides a quantised parameter to read it by: tensors by name, and JSON values."""
+
+    tensors: dict[str, Tensor]
+    attributes: dict[str, Any]
 
 
 class Site(NamedTuple):
@@ -22,7 +29,8 @@ class Site(NamedTuple):
     in the order of `kind.operands`. Or the product is a call of `function` somewhere in the module's forward.
 
     suffix: behind the module's name, where a module holds several products. attributes: what is constant about its
-    tensors (layout, coordinates): JSON values that can be hashed.
+    tensors (layout, coordinates): JSON values that can be hashed. computed: the parameter is made anew for every call.
+    state: what is captured with the parameter.
     """
 
     module: nn.Module
@@ -31,6 +39,8 @@ class Site(NamedTuple):
     function: Optional[FunctionSite] = None
     suffix: str = ""
     attributes: tuple[tuple[str, Any], ...] = ()
+    computed: bool = False
+    state: Optional[Callable[[nn.Module], State]] = None
 
 
 def operands_of(

@@ -93,8 +93,9 @@ class Tap:
     """Captures one product. Its methods may raise; who calls them hands errors on to `failed`."""
 
     __slots__ = (
-        "__weakref__", "_at", "_attributes", "_backward", "_calls", "_casts", "_keys", "_parameter_at",
-        "_parameter_handle", "_sink", "_slices", "_tensors", "bound", "gate", "kind", "module", "number", "place",
+        "__weakref__", "_at", "_attributes", "_backward", "_calls", "_casts", "_computed", "_keys", "_parameter_at",
+        "_parameter_handle", "_sink", "_slices", "_state", "_tensors", "bound", "gate", "kind", "module", "number",
+        "place",
     )  # fmt: skip
 
     def __init__(
@@ -112,6 +113,8 @@ class Tap:
         self.place = place
         self._tensors = tensors
         self._slices = slices
+        self._computed = site.computed
+        self._state = site.state
         self._sink = sink
         self._attributes: Optional[dict[str, Any]] = dict(site.attributes) or None
         self._casts: dict[torch.dtype, dict[str, Any]] = {}
@@ -165,6 +168,8 @@ class Tap:
         if not call.recomputing:
             self._capture_operands(operands, parameter, call, autocast_dtype(operands[0].device.type))
         self._watch_parameter_gradient(parameter)  # in a recompute, too: FSDP makes another weight for it
+        if self._computed and isinstance(parameter, Tensor) and parameter.grad_fn is not None:
+            self._hang_on_operand(call, f"grad_{self.kind.parameter}", parameter)
         return call
 
     def aliases(self, call: Call, operands: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -180,8 +185,13 @@ class Tap:
         if gradient not in self._tensors or not isinstance(operand, Tensor) or not operand.requires_grad:
             return operand
         alias = alias_of(operand)
-        hang(alias, GradHook(self, gradient, call))
+        self._hang_on_operand(call, gradient, alias)
         return alias
+
+    def _hang_on_operand(self, call: Call, gradient: str, operand: Tensor) -> None:
+        """Have the gradient of what only this call uses captured, if it is wanted."""
+        if gradient in self._tensors and operand.requires_grad and torch.is_grad_enabled():
+            hang(operand, GradHook(self, gradient, call))
 
     def end(self, call: Call, result: Any) -> None:
         """Capture the output of the call and hang the gradient hooks on it."""
@@ -282,9 +292,22 @@ class Tap:
                 self._offer(operand, name, call, product_dtype(operand, autocast))
         name, iteration = self.kind.parameter, call.moment.iteration
         if name in self._tensors and self._parameter_at != iteration and isinstance(parameter, Tensor):
-            if self._sink.keeps(call.moment):  # else it comes with the first call that is kept
+            if (
+                self._sink.keeps(call.moment) and not self._computed
+            ):  # else it comes with the first call that is kept
                 self._parameter_at = iteration
-            self._offer(parameter, name, call, product_dtype(parameter, autocast))
+            self._offer_parameter(parameter, call, product_dtype(parameter, autocast))
+
+    def _offer_parameter(self, parameter: Tensor, call: Call, cast_to: Optional[torch.dtype]) -> None:
+        name, module = self.kind.parameter, self.module()
+        if self._state is None or module is None:
+            self._offer(parameter, name, call, cast_to)
+            return
+        state = self._state(module)
+        attributes = {**(self._attributes or {}), **state.attributes}
+        self._offer(parameter, name, call, None, attributes)
+        for suffix, tensor in state.tensors.items():
+            self._offer(tensor, f"{name}.{suffix}", call, None, attributes)
 
     def _watch_parameter_gradient(self, parameter: Any) -> None:
         if f"grad_{self.kind.parameter}" not in self._tensors:
@@ -292,19 +315,28 @@ class Tap:
         handle = self._parameter_handle
         if not isinstance(parameter, Tensor) or not parameter.requires_grad:
             return
+        if self._computed and parameter.grad_fn is not None:
+            return  # it is an operand like any other
         if handle is None or not hangs_on(handle, parameter):
             self._unhook_parameter()  # sharding wrappers give a module new weight tensors
             self._parameter_handle = hang(parameter, WeightHook(self))
 
     def _offer(
-        self, tensor: Tensor, tensor_name: str, call: Call, cast_to: Optional[torch.dtype] = None
+        self,
+        tensor: Tensor,
+        tensor_name: str,
+        call: Call,
+        cast_to: Optional[torch.dtype] = None,
+        attributes: Optional[dict[str, Any]] = None,
     ) -> None:
+        if attributes is None:
+            attributes = self._attributes if cast_to is None else self._cast_attributes(tensor.dtype)
         self._sink.offer(
             tensor,
             self._key(tensor_name, cast_to or tensor.dtype),
             call.moment,
             cast_to=cast_to,
-            attributes=self._attributes if cast_to is None else self._cast_attributes(tensor.dtype),
+            attributes=attributes,
             metadata=call.metadata,
             take=self._slices.get(tensor_name),
         )

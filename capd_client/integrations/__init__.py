@@ -7,13 +7,16 @@ from typing import Any
 
 from torch import nn
 
-from capd_client.integrations import torch_nn
+from capd_client.integrations import linears, torch_nn
 from capd_client.placements import coordinates
 from capd_client.sites import Site
 
 __all__ = ["find_sites"]
 
-_FINDERS: tuple[Callable[[nn.Module], dict[str, list[Site]]], ...] = (torch_nn.find_sites,)
+_FINDERS: tuple[Callable[[nn.Module], dict[str, list[Site]]], ...] = (
+    linears.find_sites,
+    torch_nn.find_sites,
+)
 """From the most specific one on: a module and function that one of them has claimed is not asked of the next."""
 
 

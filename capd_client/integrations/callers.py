@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["calls"]
+__all__ = ["calls", "importers_of", "names_in"]
 
 _MAX_DEPTH = 4  # functions between a module's method and the one that is looked for
 
@@ -31,6 +31,21 @@ def calls(kind: type, name: str) -> bool:
     return any(_mentions(function, name, _MAX_DEPTH, seen) for function in map(_plain, methods) if function)
 
 
+def importers_of(function: Any) -> list[tuple[Any, str]]:
+    """The modules outside torch that hold `function`, and the names that they have it under."""
+    found: list[tuple[Any, str]] = []
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType) and (module.__name__ or "").partition(".")[0] != "torch":
+            found += [(module, name) for name, value in list(vars(module).items()) if value is function]
+    return found
+
+
+def names_in(function: Any) -> set[str]:
+    """The names that the code of a method uses."""
+    plain = _plain(function)
+    return set() if plain is None else set(_names(plain.__code__))
+
+
 def _plain(value: Any) -> FunctionType | None:
     """The function behind a method, whatever decorates it."""
     value = getattr(value, "__func__", value)  # static and class methods
@@ -45,7 +60,7 @@ def _mentions(function: FunctionType, name: str, depth: int, seen: set[CodeType]
         return False
     seen.add(function.__code__)
     names = set(_names(function.__code__))
-    if name in names:
+    if name in names or any(_is_named(function.__globals__.get(used), name) for used in names):
         return True
     return depth > 0 and any(_mentions(callee, name, depth - 1, seen) for callee in _callees(function, names))
 
@@ -58,12 +73,17 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
+def _is_named(value: Any, name: str) -> bool:
+    """Whether a function was imported under another name than its own."""
+    return callable(value) and getattr(value, "__name__", None) == name
+
+
 def _callees(function: FunctionType, names: set[str]) -> Iterator[FunctionType]:
     """The functions of the job that these names may mean: globals, and members of imported modules."""
     for name in names:
         value = function.__globals__.get(name)
         in_module = isinstance(value, ModuleType)
-        members = [getattr(value, other, None) for other in names] if in_module else [value]
+        members = [vars(value).get(other) for other in names] if in_module else [value]
         for member in map(_plain, members):
             if member is not None and not _is_torch(member):
                 yield member

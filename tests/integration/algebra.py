@@ -78,6 +78,11 @@ class Captures:
                 found.append(Entry(where, k, series.torch(i), dict(record.attributes)))
         return cls(found)
 
+    def of(self, *modules: str) -> Captures:
+        """Those of these modules and of the modules inside them."""
+        inside = tuple(f"{module}." for module in modules)
+        return self.without(lambda r: r.call.module not in modules and not r.call.module.startswith(inside))
+
     def without(self, unwanted: Callable[[Record], bool]) -> Captures:
         """Those whose record is not `unwanted`."""
         return Captures(entry for entry in self.entries if not unwanted(entry.record))
@@ -93,14 +98,13 @@ class Captures:
                 products[call][name] = entry.tensor
         return dict(products)
 
-    def weights(self) -> dict[tuple[int, str, int], Tensor]:
-        """(rank, module, iteration) → the weight that the products of the iteration had."""
-        found: dict[tuple[int, str, int], Tensor] = {}
+    def weights(self) -> dict[Call, Tensor]:
+        """The weights, by the call that each was captured with (see `_weight_of`)."""
+        found: dict[Call, Tensor] = {}
         for (call, _, name), _, tensor, _ in self.entries:
             if name == "weight":
-                at = (call.rank, call.module, call.iteration)
-                assert at not in found, f"the weight of {call} was captured twice"
-                found[at] = tensor
+                assert call not in found, f"captured twice: the weight of {call}"
+                found[call] = tensor
         return found
 
     def one(self, module: str, tensor_name: str, at: tuple[int, int, int] = (0, 0, 0), **call: Any) -> Tensor:
@@ -116,6 +120,12 @@ class Captures:
         ]  # fmt: skip
         assert len(found) == 1, (module, tensor_name, at, len(found))
         return found[0]
+
+
+def _weight_of(call: Call, weights: dict[Call, Tensor]) -> Tensor | None:
+    """That of the call itself, where every call has its own; else the one of its iteration."""
+    own = weights.get(call)
+    return weights.get(call._replace(micro_batch=0, call=0)) if own is None else own
 
 
 def _unambiguous(record: Record) -> str:
@@ -170,7 +180,7 @@ def check_linear(
     gradients: dict[Call, Tensor] = {}  # first call of each micro-batch → Σ dYᵀX
     for call in sorted(products, key=lambda call: -call.call):  # autograd adds up the last call first
         tensors = products[call]
-        w = weights.get((call.rank, call.module, call.iteration))
+        w = _weight_of(call, weights)
         flip = transposed(call.module)
         x, y = tensors.get("input"), tensors.get("output")
         dy, dx = tensors.get("backward grad_output"), tensors.get("backward grad_input")
@@ -182,7 +192,7 @@ def check_linear(
         if dy is not None and x is not None:
             rows_x, rows_dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
             dw = rows_x.t().mm(rows_dy) if flip else rows_dy.t().mm(rows_x)
-            first = call._replace(call=0)
+            first = call if call in weights else call._replace(call=0)
             gradients[first] = dw if first not in gradients else gradients[first] + dw
     for call, tensors in products.items():
         if "backward grad_weight" in tensors and call.module not in tied:

@@ -42,19 +42,22 @@ class Expected:
         calls: int = 1,
         tensors: Iterable[str] = LINEAR,
         transposed: bool = False,
+        computed: bool = False,
         at: tuple[int | None, str] = (None, ""),
         ranks: Iterable[int] | None = None,
     ) -> None:
         """A linear of `calls` calls per micro-batch.
 
-        `rows`: the shape of X without its last axis; None: not checked. `at`: layer and stack.
+        `rows`: the shape of X without its last axis; None: not checked. `computed`: every call has a weight of its own.
+        `at`: layer and stack.
         """
         weight = (inputs, outputs) if transposed else (outputs, inputs)
         shapes: dict[str, Shape] = {"weight": weight, "grad_weight": weight}
         if rows is not None:
             shapes |= dict.fromkeys(("input", "grad_input"), (*rows, inputs))
             shapes |= dict.fromkeys(("output", "grad_output"), (*rows, outputs))
-        self._add(module, "linear", tensors, shapes, calls, at, ranks)
+        once = () if computed else ("weight", "grad_weight")
+        self._add(module, "linear", tensors, shapes, calls, at, ranks, once)
 
     def attention(
         self,
@@ -71,6 +74,11 @@ class Expected:
         known |= {f"grad_{name}": shape for name, shape in known.items()}
         self._add(module, "attention", tensors, known, calls, at, ranks)
 
+    def parameters(self, module: str, **shapes: Shape) -> None:
+        """What a linear keeps once per step, as in `weight=(8, 4)`; dots as double underscores."""
+        named = {name.replace("__", "."): shape for name, shape in shapes.items()}
+        self._add(module, "linear", named, named, 1, self.layers.get(module, (None, "")), None, list(named))
+
     def _add(
         self,
         module: str,
@@ -80,18 +88,19 @@ class Expected:
         calls: int,
         at: tuple[int | None, str],
         ranks: Iterable[int] | None,
+        once: Sequence[str] = (),
     ) -> None:
         self.layers[module] = at
         for name in tensors:
             if name in shapes:
                 self.shapes[module, layer_type, name] = shapes[name]
-            micro_batches = 1 if name == "weight" else self._micro_batches
+            micro_batches = 1 if name in once and name.startswith("weight") else self._micro_batches
             for call in (
                 Call(rank, module, layer_type, step, micro_batch, number)
                 for rank in (self._ranks if ranks is None else ranks)
                 for step in self._steps
                 for micro_batch in range(micro_batches)
-                for number in range(1 if name in ("weight", "grad_weight") else calls)
+                for number in range(1 if name in once else calls)
             ):
                 self.records[Record(call, placement(name)[0], name)] += 1
 

@@ -19,14 +19,14 @@ from tests.integration import plain_models as models
 
 STEPS, MICRO_BATCHES = 2, 2
 GRADIENTS = ("grad_output", "grad_input", "grad_weight", "grad_query", "grad_key", "grad_value")
-TENSORS = ("input", "weight", "output", "grad_output", "grad_input", "grad_weight")
+TENSORS = ("input", "weight", "query", "key", "value", "output", *GRADIENTS)
 
 
 class Case(NamedTuple):
     """A model and the loss of one micro-batch of it."""
 
     build: Callable[[], nn.Module]
-    loss: Callable[[nn.Module, torch.Generator], Tensor]
+    loss: Callable[[nn.Module, torch.Generator, int], Tensor]
 
 
 def tokens(generator: torch.Generator) -> Tensor:
@@ -37,24 +37,41 @@ def vectors(generator: torch.Generator) -> Tensor:
     return torch.randn(models.BATCH, models.SEQUENCE, models.WIDTH, generator=generator)
 
 
-def language_loss(model: nn.Module, generator: torch.Generator) -> Tensor:
+def language_loss(model: nn.Module, generator: torch.Generator, micro_batch: int) -> Tensor:
     t = tokens(generator)
     return F.cross_entropy(model(t).flatten(0, 1), t.roll(-1, 1).flatten())
 
 
-def square_loss(model: nn.Module, generator: torch.Generator) -> Tensor:
-    return model(vectors(generator)).square().mean()
+def square_loss(model: nn.Module, generator: torch.Generator, micro_batch: int) -> Tensor:
+    x = vectors(generator)
+    return F.mse_loss(model(x), x.roll(1, -1))
 
 
-def choice_of(iteration: int, micro_batch: int) -> Tensor:
-    """Which expert each row goes to: the last one gets rows in odd micro-batches only."""
-    rows = torch.arange(models.BATCH * models.SEQUENCE)
-    return rows % (2 + micro_batch % 2)
+def gpt2_loss(model: nn.Module, generator: torch.Generator, micro_batch: int) -> Tensor:
+    t = tokens(generator)
+    return model(input_ids=t, labels=t).loss
+
+
+def rows_of(micro_batch: int) -> tuple[int, int, int]:
+    """How many rows each expert gets."""
+    return ((7, 5, 0), (2, 3, 7))[micro_batch]
+
+
+def experts_loss(model: nn.Module, generator: torch.Generator, micro_batch: int) -> Tensor:
+    choice = torch.repeat_interleave(torch.arange(3), torch.tensor(rows_of(micro_batch)))
+    return model(vectors(generator).flatten(0, 1), choice).square().mean()
 
 
 CASES: dict[str, Case] = {
     "decoder": Case(models.Decoder, language_loss),
     "variants": Case(models.Variants, square_loss),
+    "experts": Case(models.Experts, experts_loss),
+    "attentions": Case(models.Attentions, square_loss),
+    "translator": Case(models.Translator, square_loss),
+    "odd": Case(models.Odd, square_loss),
+    "gpt2": Case(models.gpt2, gpt2_loss),
+    "adapted": Case(models.adapted, language_loss),
+    "quantised": Case(models.Quantised, square_loss),
 }
 
 
@@ -71,7 +88,7 @@ def train(name: str, case: Case, biases: dict[tuple[str, int, str], Tensor], fir
                 biases[name, step, key] = parameter.detach().clone()
         for micro_batch in range(MICRO_BATCHES):
             generator = torch.Generator().manual_seed(100 * step + micro_batch)
-            loss = case.loss(model, generator) / MICRO_BATCHES
+            loss = case.loss(model, generator, micro_batch) / MICRO_BATCHES
             loss.backward()
             losses.append(loss.item())
         optimizer.step()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from torch.nn.functional import (
 BATCH, SEQUENCE, WIDTH, HEADS, HIDDEN, VOCABULARY = 2, 6, 16, 4, 24, 32
 HEAD_SIZE = WIDTH // HEADS
 LAYERS, CHUNKS = 2, 2
+QUANTISED = 64  # bitsandbytes has one scale for 64 elements
 
 
 class Attention(nn.Module):
@@ -151,3 +154,115 @@ class Experts(nn.Module):
         x = self.inlet(x)
         parts = [expert(x[choice == number]) for number, expert in enumerate(self.experts)]
         return torch.cat(parts)
+
+
+class Attentions(nn.Module):
+    """nn.MultiheadAttention in all its ways: what it projects, and how it attends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mha = partial(nn.MultiheadAttention, WIDTH, HEADS, batch_first=True)
+        self.packed = mha()  # q, k and v in one product
+        self.memory = mha(bias=False)  # k and v in one product
+        self.apart = mha()  # one product each, of parts of one weight
+        self.sizes = mha(kdim=HIDDEN, vdim=HEAD_SIZE)  # one weight each
+        self.weighing = mha(dropout=0.2)  # returns its weights, so does not call scaled_dot_product_attention
+        self.longer = nn.MultiheadAttention(WIDTH, HEADS, add_bias_kv=True, add_zero_attn=True)
+        self.to_hidden = nn.Linear(WIDTH, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        late = x[:, : SEQUENCE - 2]
+        mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+        y = self.packed(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0]
+        y = y + self.memory(x, late, late, need_weights=False)[0]
+        y = y + self.apart(x, late, late * 2, need_weights=False)[0]
+        y = y + self.sizes(x, self.to_hidden(x), x[..., :HEAD_SIZE], need_weights=False)[0]
+        weighed, weights = self.weighing(x, x, x, attn_mask=mask)
+        y = y + weighed + weights.sum(-1, keepdim=True)
+        t = x.transpose(0, 1)
+        return y + self.longer(t, t, t, need_weights=False)[0].transpose(0, 1)
+
+
+class Translator(nn.Module):
+    """The layers that torch brings: an encoder of two and a decoder of one, pre-norm and post-norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, HEADS, HIDDEN, dropout=0.1, batch_first=True, norm_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+        self.decoder = nn.TransformerDecoderLayer(WIDTH, HEADS, HIDDEN, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(x, self.encoder(x))
+
+
+class Own(nn.Linear):
+    """A Linear with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * 2, self.bias).tanh()
+
+
+class Odd(nn.Module):
+    """Linears whose product is not that of their input and their weight as they stand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = Own(WIDTH, WIDTH)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, HIDDEN))
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(HIDDEN, WIDTH, bias=False))
+        self.low = LowRank(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.low(self.spectral(self.normed(self.own(x))))
+
+
+class LowRank(nn.Module):
+    """Low-rank adaptation of a frozen Linear."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Linear(base.in_features, 2, bias=False)
+        self.b = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+def gpt2() -> nn.Module:
+    """GPT-2 as transformers builds it: its products are those of Conv1D."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=SEQUENCE, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def adapted() -> nn.Module:
+    """The decoder with PEFT's adapters on q and v of every layer, everything else frozen."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(Decoder(), LoraConfig(target_modules=["q", "v"], r=2, lora_dropout=0.1))
+
+
+class Quantised(nn.Module):
+    """Frozen linears of bitsandbytes, of four bits (its scales quantised, too) and of eight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+        self.inlet = nn.Linear(WIDTH, QUANTISED)
+        self.four = Linear4bit(QUANTISED, QUANTISED, quant_type="nf4", compress_statistics=True)
+        self.eight = Linear8bitLt(QUANTISED, WIDTH, has_fp16_weights=False)
+        for frozen in (self.four, self.eight):
+            frozen.requires_grad_(False)
+        self.to("cpu")  # quantises
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.eight(F.relu(self.four(self.inlet(x))))

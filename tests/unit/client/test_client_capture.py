@@ -124,29 +124,6 @@ class Shouting(torch.Tensor):
     """A plain subclass, as datasets and libraries make them."""
 
 
-class Wrapping(torch.Tensor):
-    """A subclass whose bytes are in other tensors, as quantised tensors are."""
-
-    inner: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Wrapping:
-        wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-        wrapper.inner = inner
-        return wrapper
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["inner"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], *_: Any) -> Wrapping:
-        return Wrapping(inner["inner"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError(func)
-
-
 def freed(step: int = 1) -> torch.Tensor:
     tensor = torch.ones(1000)
     view = tensor[10::step]
@@ -166,7 +143,6 @@ def freed(step: int = 1) -> torch.Tensor:
         (freed, "freed"),
         (lambda: freed(2), "freed"),
         (lambda: torch.ones((1,) * 17), "17 dimensions"),
-        (lambda: Wrapping(torch.ones(2)), "Wrapping"),
     ],
 )
 def test_what_capd_does_not_keep_is_dropped_with_its_reason(

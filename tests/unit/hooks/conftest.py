@@ -29,7 +29,7 @@ def sink(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemorySink]:
 @pytest.fixture(autouse=True)
 def _no_watch_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Removes what the test watched; torch must be as it was before."""
-    patched = CheckpointFunction.forward, functional.scaled_dot_product_attention
+    patched = _patched()
     scaler_step = torch.amp.GradScaler.step
     optimizer_hooks = dict(torch_optimizer._global_optimizer_post_hooks)
     handles: list[hooks.WatchHandle] = []
@@ -43,10 +43,16 @@ def _no_watch_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for handle in handles:
         handle.remove()
-    assert (CheckpointFunction.forward, functional.scaled_dot_product_attention) == patched
+    assert _patched() == patched
     assert dict(torch_optimizer._global_optimizer_post_hooks) == optimizer_hooks
     assert torch.amp.GradScaler.step is scaler_step
     assert not watched._tapped
+
+
+def _patched() -> list[object]:
+    """What of torch a watch puts its own in the place of."""
+    names = ("linear", "multi_head_attention_forward", "scaled_dot_product_attention")
+    return [CheckpointFunction.forward, *(getattr(functional, name) for name in names)]
 
 
 @pytest.fixture

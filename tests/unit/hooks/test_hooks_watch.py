@@ -311,32 +311,6 @@ def test_watch_says_what_it_captures_and_how_to_widen_it(
     assert "CAPD_STEPS" in line
 
 
-class Doubling(nn.Linear):
-    """A subclass with a product of its own."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - nn.Linear's own name
-        return 2 * super().forward(input)
-
-
-class Renamed(nn.Linear):
-    """A subclass that keeps nn.Linear's product."""
-
-
-def test_only_modules_with_the_product_of_linear_are_tapped(sink: MemorySink) -> None:
-    normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-    model = nn.ModuleDict(
-        {
-            "plain": nn.Linear(4, 4),
-            "renamed": Renamed(4, 4),
-            "doubling": Doubling(4, 4),
-            "normed": normed,
-            "attention": nn.MultiheadAttention(4, 2),
-        }
-    )
-
-    assert watch(model).modules == ("plain", "renamed")
-
-
 def test_the_devices_of_the_model_are_set_up_at_watch_on_ranks_that_capture(sink: MemorySink) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
     watch(model)

@@ -1,0 +1,108 @@
+"""Linears that are not nn.Linear as it stands: GPT-2's Conv1D, quantised ones, those with a forward of their own.
+
+A parametrised weight is computed anew by every read, so reading it here could change the job's random numbers: of
+those, and of subclasses whose own forward calls F.linear, the operands of that very call are captured.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+from torch import nn
+from torch.nn import functional
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import is_parametrized
+
+from capd_client.function_sites import FunctionSite
+from capd_client.integrations.callers import names_in
+from capd_client.kinds import LINEAR
+from capd_client.sites import Site, State
+
+__all__ = ["find_sites", "is_plain"]
+
+
+class _FunctionalLinear(FunctionSite):
+    def patches(self) -> list[tuple[Any, str]]:
+        return [(functional, "linear")]
+
+
+_LINEAR = _FunctionalLinear("linear", LINEAR, ("input", "weight"))
+
+_IN_OUT = (("weight_layout", "in_out"),)
+_BEFORE_CAST = (("operands", "before the cast to float8"),)
+
+
+def find_sites(model: nn.Module) -> dict[str, list[Site]]:
+    """The linears of `model` that are no plain nn.Linear."""
+    found = ((name, _site_of(module)) for name, module in model.named_modules())
+    return {name: [site] for name, site in found if site is not None}
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether the module's product is F.linear(input, self.weight).
+
+    Subclasses count while they keep nn.Linear's forward (FSDP2 makes such classes). nn.MultiheadAttention never calls
+    its NonDynamicallyQuantizableLinear.
+    """
+    return (
+        isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and not isinstance(module, NonDynamicallyQuantizableLinear)
+        and not is_parametrized(module)
+    )
+
+
+def _site_of(module: nn.Module) -> Optional[Site]:
+    origin = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(module).__mro__}
+    if "transformers.Conv1D" in origin:
+        return Site(module, LINEAR, ("x",), attributes=_IN_OUT)
+    if "bitsandbytes.Linear4bit" in origin:
+        return Site(module, LINEAR, ("x",), state=_state_of_4bit)
+    if "bitsandbytes.Linear8bitLt" in origin:
+        return Site(module, LINEAR, ("x",), state=_state_of_8bit)
+    if "torchao.Float8Linear" in origin:
+        return Site(module, LINEAR, ("input",), attributes=_BEFORE_CAST)
+    if _calls_linear(module):
+        return Site(module, LINEAR, function=_LINEAR, computed=True)
+    return None
+
+
+def _calls_linear(module: nn.Module) -> bool:
+    """Whether the call of F.linear in the forward of a Linear is the module's own product."""
+    if (
+        not isinstance(module, nn.Linear)
+        or is_plain(module)
+        or isinstance(module, NonDynamicallyQuantizableLinear)
+    ):
+        return False
+    inside = (other for other in module.modules() if other is not module)
+    if any(isinstance(other, nn.Linear) for other in inside):
+        return False
+    names = names_in(type(module).forward)
+    return "linear" in names or "forward" in names  # that of the class that it comes from
+
+
+def _state_of_4bit(module: Any) -> State:
+    """What turns the bytes of a 4-bit weight into numbers, as bitsandbytes names it in checkpoints."""
+    known = module.weight.quant_state
+    if known is None:  # not quantised yet
+        return State({}, {})
+    tensors = {"absmax": known.absmax, "quant_map": known.code}
+    attributes = {
+        "quant_type": known.quant_type, "blocksize": known.blocksize, "shape": tuple(known.shape),
+        "dtype": str(known.dtype).removeprefix("torch."),
+    }  # fmt: skip
+    if known.nested:
+        tensors |= {
+            "nested_absmax": known.state2.absmax,
+            "nested_quant_map": known.state2.code,
+            "nested_offset": known.offset,
+        }
+        attributes |= {"nested_blocksize": known.state2.blocksize}
+    return State(tensors, attributes)
+
+
+def _state_of_8bit(module: Any) -> State:
+    """The scale of each row of an 8-bit weight: W = payload * SCB / 127."""
+    scale = module.weight.SCB if module.weight.SCB is not None else module.state.SCB
+    return State({} if scale is None else {"SCB": scale}, {"row_scale_divisor": 127})

@@ -1,0 +1,214 @@
+"""nn.MultiheadAttention: products in the middle of one function of torch, F.multi_head_attention_forward.
+
+While one is watched, that function runs with other names for what it calls: it is torch's own code, in which the
+linears are tapped. So nobody else's products pass through here, and the numbers are torch's.
+
+Where the weights of the attention are asked for (`need_weights`, the default), it is two batched products: Q·scale by
+Kᵀ, and the weights by V. Their operands are the query (scaled already), key and value then. In compiled graphs
+these two are not tapped; the linears are.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, Optional
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from capd_client.function_sites import FunctionSite
+from capd_client.hook_objects import GradHook
+from capd_client.kinds import LINEAR
+from capd_client.owners import current_tap
+from capd_client.products import hang
+from capd_client.sites import Site
+from capd_client.taps import Call, Tap
+from capd_client.tensors import without_modes
+from capd_client.untraced import traced_as, untraced
+
+if TYPE_CHECKING:
+    from typing import TypeGuard
+
+__all__ = ["linears_of"]
+
+_PACKED = ("in_proj", "in_proj_q", "in_proj_kv", "in_proj_k", "in_proj_v")
+_APART = ("q_proj", "k_proj", "v_proj")
+_OUT = "out_proj"
+
+_linears = SimpleNamespace(**dict.fromkeys((*_PACKED, *_APART, _OUT), functional.linear))
+"""The function that computes each of the linears: torch's, tapped while it is watched."""
+
+
+class _Local(threading.local):
+    heads = 0  # of the call under way
+    scored: Optional[tuple[Tensor, Tensor]] = None  # the operands of its first batched product
+
+
+_local = _Local()
+
+
+class _Linear(FunctionSite):
+    """One of the linears, by its role."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__(role, LINEAR, ("input", "weight"))
+
+    def patches(self) -> list[tuple[Any, str]]:
+        whole = [(functional, "multi_head_attention_forward")] if self.role == _OUT else []
+        return [(_linears, self.role), *whole]
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return super().wrap(function) if function is functional.linear else _with_taps(function)
+
+
+_SITES = {role: _Linear(role) for role in vars(_linears)}
+
+
+def linears_of(module: nn.Module) -> list[Site]:
+    """The linears of a module that calls F.multi_head_attention_forward.
+
+    A packed weight is used whole where query, key and value are one tensor, in two parts where key and value are, and
+    in three otherwise; which it is, a call decides.
+    """
+    packed = getattr(module, "in_proj_weight", None) is not None
+    roles = (*(_PACKED if packed else _APART), _OUT)
+    return [Site(module, LINEAR, function=_SITES[role], suffix=role) for role in roles]
+
+
+def _with_taps(function: Callable[..., Any]) -> Callable[..., Any]:
+    """F.multi_head_attention_forward with taps; as it is where another library has put its own there."""
+    packed = vars(functional).get("_in_projection_packed")
+    if not _is_torchs(function) or not _is_torchs(packed):
+        return function
+    _linears.packed = _adopted(packed, "packed", {"linear": _part_of_packed})
+    ours = {
+        "_in_projection": _in_projection,
+        "_in_projection_packed": _in_projection_packed,
+        "linear": lambda *args: _linears.out_proj(*args),
+        "scaled_dot_product_attention": lambda *args: functional.scaled_dot_product_attention(*args),
+    }
+    run = _adopted(function, "run", {**ours, "torch": _Torch()})
+    in_graph = _adopted(function, "in_graph", ours)
+
+    @traced_as(in_graph, calls_the_job=True)
+    @functools.wraps(function)
+    def tapped(*args: Any, **kwargs: Any) -> Any:
+        if all(current_tap(role) is None for role in ("attention", *_SITES)):
+            return function(*args, **kwargs)
+        _local.heads, _local.scored = kwargs["num_heads"] if "num_heads" in kwargs else args[4], None
+        return run(*args, **kwargs)
+
+    return tapped
+
+
+def _is_torchs(function: Any) -> TypeGuard[FunctionType]:
+    return isinstance(function, FunctionType) and function.__globals__ is vars(functional)
+
+
+def _adopted(function: FunctionType, name: str, ours: dict[str, Any]) -> Callable[..., Any]:
+    """`function` with other values for some of the names it uses.
+
+    They are those of a module: there the compiler looks them up.
+    """
+    module = ModuleType(f"{__name__}.{name}")
+    vars(module).update({**vars(functional), **ours, "__name__": module.__name__})
+    sys.modules[module.__name__] = module
+    adopted = FunctionType(function.__code__, vars(module), function.__name__, function.__defaults__)
+    adopted.__kwdefaults__ = function.__kwdefaults__
+    return adopted
+
+
+def _in_projection(
+    q: Tensor, k: Tensor, v: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, b_q: Any, b_k: Any, b_v: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _linears.q_proj(q, w_q, b_q), _linears.k_proj(k, w_k, b_k), _linears.v_proj(v, w_v, b_v)
+
+
+def _in_projection_packed(
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Optional[Tensor] = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    if k is v:
+        return _linears.packed(q, k, v, w, b)  # type: ignore[no-any-return]
+    w_q, w_k, w_v = w.chunk(3)
+    b_q, b_k, b_v = (None, None, None) if b is None else b.chunk(3)
+    return _linears.in_proj_q(q, w_q, b_q), _linears.in_proj_k(k, w_k, b_k), _linears.in_proj_v(v, w_v, b_v)
+
+
+def _part_of_packed(x: Tensor, w: Tensor, b: Optional[Tensor] = None) -> Tensor:
+    """The linear of a packed weight or of a part of it; only q is as high as it is wide."""
+    parts = w.shape[0] // w.shape[1]
+    found = _linears.in_proj_q if parts == 1 else _linears.in_proj_kv if parts == 2 else _linears.in_proj
+    return found(x, w, b)  # type: ignore[no-any-return]
+
+
+class _Torch:
+    """torch, but for the batched products of an attention whose weights are asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def baddbmm(mask: Tensor, q: Tensor, k_t: Tensor) -> Tensor:
+        _local.scored = (q, k_t)
+        return torch.baddbmm(mask, q, k_t)
+
+    @staticmethod
+    def bmm(left: Tensor, right: Tensor) -> Tensor:
+        scored, _local.scored = _local.scored, None
+        if scored is None:
+            _local.scored = (left, right)
+            return torch.bmm(left, right)
+        tap = current_tap("attention")
+        call = None if tap is None else _begin(tap, *scored, right)
+        output = torch.bmm(left, right)
+        if tap is not None and call is not None:
+            _end(tap, call, output)
+        return output
+
+
+@untraced
+def _begin(tap: Tap, q: Tensor, k_t: Tensor, v: Tensor) -> Optional[Call]:
+    try:
+        with without_modes():
+            operands = [_by_head(t) for t in (q, k_t.transpose(-2, -1), v)]
+        module = tap.module()
+        call = None if module is None else tap.begin(module, operands, None)
+        if call is not None and torch.is_grad_enabled():
+            _watch_gradients(tap, call, (q, k_t, v), operands)
+        return call
+    except Exception as error:
+        tap.failed("attention call", error)
+        return None
+
+
+def _watch_gradients(tap: Tap, call: Call, used: tuple[Tensor, ...], operands: list[Tensor]) -> None:
+    """Nothing but the products uses these tensors: their gradients are the operands' own, without an alias."""
+    for name, tensor, operand in zip(tap.kind.operands, used, operands, strict=True):
+        if f"grad_{name}" in tap.tensors and tensor.requires_grad:
+            hook = GradHook(tap, f"grad_{name}", call, operand.shape)
+            hang(tensor, _turned(hook) if name == "key" else hook)
+
+
+def _turned(hook: GradHook) -> Callable[[Tensor], None]:
+    return lambda gradient: hook(gradient.transpose(-2, -1))
+
+
+@untraced
+def _end(tap: Tap, call: Call, output: Tensor) -> None:
+    try:
+        with without_modes():
+            whole = _by_head(output)
+        tap.end(call, whole)
+    except Exception as error:
+        tap.failed("attention call", error)
+
+
+def _by_head(tensor: Tensor) -> Tensor:
+    """[batch · heads, tokens, width] as [batch, heads, tokens, width]."""
+    heads = _local.heads
+    return tensor.view(tensor.shape[0] // heads, heads, *tensor.shape[1:])

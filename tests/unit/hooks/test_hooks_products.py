@@ -1,0 +1,325 @@
+"""Products that are not nn.Linear's: in nn.MultiheadAttention, Conv1D's, those of a forward or weight of their own."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compiled_models import COMPILING, taken
+from memory_sink import MemorySink
+from small_models import reentrant
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as attend_early
+
+from capd_client.hooks import watch
+from capd_client.integrations.callers import calls
+from capd_client.select import TENSORS
+
+WIDTH = 4
+
+lazy = ModuleType("lazy")
+
+
+class Conv1D(nn.Module):
+    """As transformers has it: nothing of that library is imported to know it."""
+
+    __module__ = "transformers.pytorch_utils"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH))
+        self.bias = nn.Parameter(torch.randn(2 * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
+
+
+class Scaling(nn.Linear):
+    """A forward that computes the weight of its product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * 2, self.bias)
+
+
+class Doubling(nn.Linear):
+    """A forward around that of nn.Linear."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Renamed(nn.Linear):
+    """A subclass that keeps nn.Linear's forward."""
+
+
+class Apart(nn.Linear):
+    """A forward whose product is none of F.linear's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t()
+
+
+class Holder(nn.Linear):
+    """A Linear with another one inside: F.linear in its forward is not only its own."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.inner(x), self.weight)
+
+
+class Drifting(nn.Module):
+    """A parametrisation that gives two weights in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.times += 1
+        return weight * (1 + self.times % 2)
+
+
+class Early(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return attend_early(x, x, x)
+
+
+class Everything(nn.Module):
+    """One of each that is tapped by more than hooks on a Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.scaling = Scaling(WIDTH, WIDTH)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.early = Early()
+        self.wide = Conv1D()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention(x, x, x, need_weights=False)[0]
+        return self.wide(self.early(self.normed(self.scaling(x)))).square().sum()
+
+
+def test_which_products_a_model_has(sink: MemorySink) -> None:
+    model = nn.ModuleDict(
+        {
+            "plain": nn.Linear(4, 4),
+            "renamed": Renamed(4, 4),
+            "doubling": Doubling(4, 4),
+            "scaling": Scaling(4, 4),
+            "normed": nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+            "wide": Conv1D(),
+            "apart": Apart(4, 4),
+            "holder": Holder(),
+            "early": Early(),
+            "attention": nn.MultiheadAttention(4, 2, kdim=3),
+            "bilinear": nn.Bilinear(4, 4, 4),
+            "embedding": nn.Embedding(4, 4),
+            "convolution": nn.Conv2d(4, 4, 1),
+        }
+    )
+
+    handle = watch(model)
+
+    linears = ("plain", "renamed", "doubling", "scaling", "normed", "wide", "holder.inner")
+    inside = [f"attention.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj")]
+    assert sorted(handle.modules) == sorted((*linears, "early", "attention", *inside))
+
+
+def test_the_product_is_what_torch_computed_not_what_the_module_made_of_it(sink: MemorySink) -> None:
+    model = nn.Sequential(Doubling(WIDTH, WIDTH), Scaling(WIDTH, WIDTH))
+    watch(model, tensors=TENSORS)
+    x = torch.randn(3, WIDTH)
+
+    y = model(x)
+    y.sum().backward()
+
+    assert torch.equal(sink.one("0", "output") * 2, sink.one("1", "input"))
+    assert torch.equal(sink.one("1", "weight"), model[1].weight * 2)
+    dy, dw = sink.one("1", "grad_output"), sink.one("1", "grad_weight")
+    assert torch.equal(dw, dy.t() @ sink.one("1", "input"))
+    assert torch.equal(model[1].weight.grad, 2 * dw)
+    assert torch.equal(sink.one("1", "grad_input"), dy @ sink.one("1", "weight"))
+
+
+@pytest.mark.parametrize("wrap", [lambda f, x: f(x), reentrant])
+def test_a_weight_that_is_computed_belongs_to_its_call(sink: MemorySink, wrap: Callable[..., Any]) -> None:
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+    nn.utils.parametrize.register_parametrization(model, "weight", Drifting(), unsafe=True)
+    root = nn.ModuleList([model])
+    root.forward = lambda x: wrap(lambda y: model(torch.tanh(model(y))), x)  # type: ignore[method-assign]
+    watch(root, tensors=TENSORS)
+
+    root(torch.randn(3, WIDTH, requires_grad=True)).sum().backward()
+
+    weights = [sink.one("0", "weight", (0, 0, call)) for call in (0, 1)]
+    assert not torch.equal(*weights)
+    for call, weight in enumerate(weights):
+        x, y = (sink.one("0", name, (0, 0, call)) for name in ("input", "output"))
+        dy, dx, dw = (sink.one("0", f"grad_{n}", (0, 0, call)) for n in ("output", "input", "weight"))
+        assert torch.equal(y, F.linear(x, weight))
+        assert torch.equal(dw, dy.t() @ x)
+        assert torch.equal(dx, dy @ weight)
+
+
+def numbers(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """The loss and all gradients of one step."""
+    model.zero_grad()
+    loss = model(x)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_watched_model_computes_the_same_bits(sink: MemorySink) -> None:
+    model, x = Everything(), torch.randn(2, 3, WIDTH)
+    without = numbers(copy.deepcopy(model), x)
+
+    handle = watch(model, tensors=TENSORS, steps="all")
+
+    assert same(numbers(model, x), without)
+    assert set(sink.names()) == set(TENSORS)
+    handle.remove()
+    sink.captured.clear()
+    assert same(numbers(model, x), without)
+    assert sink.captured == []
+
+
+def copies(model: nn.Module) -> dict[str, nn.Module]:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return {
+        "deepcopy": copy.deepcopy(model),
+        "pickle": pickle.loads(pickle.dumps(model)),  # noqa: S301
+        "saved whole": torch.load(file, weights_only=False),
+        "of every module, as DataParallel makes them": replica(model),
+    }
+
+
+def replica(model: nn.Module) -> nn.Module:
+    """What torch.nn.parallel.replicate makes of a model: shallow copies of its modules."""
+    made = model._replicate_for_data_parallel()
+    for name, child in model._modules.items():
+        made._modules[name] = replica(child)
+    for name, parameter in model._parameters.items():
+        made._parameters[name] = parameter
+    return made
+
+
+class Copied(Everything):
+    """Without the parametrised one: torch itself refuses to pickle those."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed = nn.Identity()
+
+
+def test_copies_of_every_kind_compute_the_same_and_are_not_captured(
+    sink: MemorySink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = ModuleType(Conv1D.__module__)
+    library.Conv1D = Conv1D  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, Conv1D.__module__, library)  # where pickle finds it
+    model, x = Copied(), torch.randn(2, 3, WIDTH)
+    watch(model, steps="all")
+    expected = numbers(model, x)
+
+    for kind, twin in copies(model).items():
+        sink.captured.clear()
+        assert list(twin.state_dict()) == list(model.state_dict()), kind
+        assert torch.equal(twin(x), expected[0]), kind
+        assert sink.captured == [], kind
+
+
+def transforms(model: nn.Module, x: Tensor) -> dict[str, Any]:
+    parameters = dict(model.named_parameters())
+    call = functools.partial(torch.func.functional_call, model)
+    return {
+        "functional_call": lambda: call(parameters, (x,)),
+        "grad": lambda: torch.func.grad(call)(parameters, (x,))["scaling.weight"],
+        "vmap": lambda: torch.func.vmap(lambda one: call(parameters, (one[None],)))(x),
+        "trace": lambda: torch.jit.trace(model, (x,), check_trace=False)(x),
+        "fx": lambda: torch.fx.symbolic_trace(model.scaling)(x),
+        "checkpoint": lambda: reentrant(model, x.clone().requires_grad_()),
+        "no gradients": lambda: torch.no_grad()(model)(x),
+        "inference": lambda: torch.inference_mode()(model)(x).clone(),
+        "evaluation": lambda: copy.deepcopy(model).eval()(x),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Converting a tensor to a Python:torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("name", list(transforms(Everything(), torch.zeros(1, 1, WIDTH))))
+def test_what_else_is_done_with_a_model_gives_what_it_gives_unwatched(sink: MemorySink, name: str) -> None:
+    model, x = Everything(), torch.randn(2, 3, WIDTH)
+    expected = transforms(copy.deepcopy(model), x)[name]()
+
+    watch(model, tensors=TENSORS, steps="all")
+
+    assert torch.equal(transforms(model, x)[name](), expected)
+
+
+class Blocks(nn.Module):
+    """Attention as torch has it, once for itself and once beside another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.memory = nn.MultiheadAttention(WIDTH, 2, batch_first=True, kdim=WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.packed(x, x, x, need_weights=False)[0]
+        return self.memory(x, x * 2, x, need_weights=False)[0].square().sum()
+
+
+@pytest.mark.usefixtures("forget_graphs")
+class TestCompiled:
+    pytestmark = COMPILING
+
+    def test_multihead_attention_in_a_graph_is_captured_as_outside_of_it(self, sink: MemorySink) -> None:
+        model, x = Blocks(), torch.randn(2, 3, WIDTH)
+        handle = watch(model)
+        model(x).backward()
+        handle.remove()
+        eager = {(c.key.module, c.key.layer_type, c.key.tensor_name): c.value for c in taken(sink)}
+
+        watch(model)
+        torch.compile(model, backend="aot_eager", fullgraph=True)(x).backward()
+
+        found = {(c.key.module, c.key.layer_type, c.key.tensor_name): c.value for c in sink.captured}
+        assert found.keys() == eager.keys()
+        assert {name: torch.equal(value, eager[name]) for name, value in found.items()} == dict.fromkeys(
+            eager, True
+        )
+
+
+class Asking(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return lazy.function(x)
+
+
+def test_looking_for_callers_asks_no_module_for_what_it_has_not_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(lazy, "__getattr__", asked.append, raising=False)
+
+    assert not calls(Asking, "scaled_dot_product_attention")
+    assert asked == []
