@@ -141,3 +141,17 @@ def test_modes_are_planned_as_they_keep(monkeypatch: pytest.MonkeyPatch) -> None
     assert {name: one["records"] for (_, name), one in series(plan).items()} == {
         "input": 1, "weight": 1, "output": 1, "grad_output": 1,
     }  # fmt: skip
+
+
+def test_an_error_inside_a_plan_is_counted_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr("capd_client.describing.problem_of", broken)
+    model = Block()
+
+    with capd_client.plan(model, select="head", tensors=("input", "output")) as plan:
+        train(model)
+
+    assert plan.as_dict()["ranks"][0]["refused"] == {"internal": 4}
+    assert model.head.weight.grad is not None

@@ -1,0 +1,87 @@
+"""What `capd plan` makes of the documents that the processes of a job leave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from capd.cli.plan import _check_seen
+from capd.cli.planned_job import documents
+from capd.errors import CapdError, NothingMatched
+from capd_client.key import Key
+from capd_client.planning.seen import Calls, IterationSeen, RankSeen, SeriesSeen
+from capd_client.planning.text import plan_lines
+from capd_client.planning.whole import whole_plan
+
+SERIES = SeriesSeen(
+    key=Key(quant_type="fp32", rank=0, tensor_name="x"), dtype="float32", payload=True, device="cpu", steps=None,
+    once=False, iterations={0: [Calls(0, (2,), 8, 1)]},
+)  # fmt: skip
+
+
+def seen(pid: int, **changes: Any) -> RankSeen:
+    values: dict[str, Any] = {
+        "rank": 0, "world_size": 2, "local_world_size": 2, "host": "a", "pid": pid, "state": "complete",
+        "iterations": [IterationSeen(0, 1.0)], "series": [SERIES], "refused": {}, "sample_every": 1,
+        "policy": "block", "max_step_nbytes": None, "arena_nbytes": 1 << 20, "ring_nbytes": None,
+        "link_bytes_per_s": None, "link_how": "",
+    }  # fmt: skip
+    return RankSeen(**{**values, **changes})
+
+
+def test_of_a_restarted_ranks_processes_the_one_that_got_farthest_counts(tmp_path: Path) -> None:
+    left = [
+        seen(1, state="running"),
+        seen(2),
+        seen(3, state="ended", series=[]),
+        seen(4, rank=1, state="running"),
+    ]
+    for one in left:
+        (tmp_path / f"a.{one.pid}.json").write_bytes(msgspec.json.encode(one))
+    (tmp_path / "a.5.json.tmp").write_text("half")
+
+    assert sorted(one.pid for one in documents(tmp_path)) == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("found", "code", "error", "words"),
+    [
+        ([], 0, NothingMatched, "calls neither capd_client.watch nor capture"),
+        ([seen(1, series=[])], 0, NothingMatched, "in the 1 steps"),
+        ([], 3, CapdError, "exit code 3"),
+        ([], None, CapdError, "--timeout"),
+    ],
+)
+def test_a_job_that_offers_nothing_is_told_why(
+    found: list[RankSeen], code: int | None, error: type[CapdError], words: str
+) -> None:
+    with pytest.raises(error, match=words) as raised:
+        _check_seen(found, code, 5.0)
+    assert type(raised.value) is error
+
+
+def test_a_rank_that_captures_nothing_is_a_line_of_its_own() -> None:
+    plan = whole_plan([seen(1), seen(2, rank=1, series=[])], host="b", disk=None, ended=True)
+
+    lines = list(plan_lines(plan))
+
+    at = lines.index("one captured step of rank 1:")
+    assert lines[at + 1] == "nothing"
+    assert plan["nodes"][0]["bytes"] == 8
+
+
+def test_every_json_field_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    text = text[text.index("## capd plan") : text.index("## capd serve")]
+    disk = {"store": "/s", "free_bytes": 9, "max_disk": 9, "keep_free": 0, "write_bytes_per_s": None}
+    plan = whole_plan([seen(1)], host="a", disk=disk, ended=True)
+    [rank], [node] = plan["ranks"], plan["nodes"]
+
+    fields = {*plan, *rank, *node, *disk, *rank["iterations"][0], *rank["series"][0]} - set(
+        Key.__struct_fields__
+    )
+
+    assert {field for field in fields if f"`{field}`" not in text} == set()
