@@ -23,6 +23,7 @@ logger = logging.getLogger("capd_client")
 
 POLICIES = ("drop", "block", "thin", "stats")
 MODES = ("tensor", "stats")
+WATCH = ("auto", "off")
 DEFAULT_MAX_BLOCK_MS = 30_000.0
 MAX_SOCKET_PATH = 107  # sun_path holds 108 bytes, the last one is NUL
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
@@ -39,6 +40,7 @@ class ClientConfig:
     max_mb_per_step: 10⁶ bytes that the captures of one iteration may take together, None for no limit.
     max_d2h_gbps: 10⁹ bytes per second that captures may take of the link from the GPUs, None for no limit.
     mode: what is kept: "tensor", "stats" for statistics alone, or "sample:1/N" for tensors of every Nth call.
+    watch: "off" leaves a job that never calls `watch` alone also where `capd run` would find its models.
     steps, micro_batches, ranks: what `watch` captures, in the notation of `capd_client.select.Ranges`. slice: the rows
     that it keeps of activations and their gradients (`capd_client.slicing`), None for all.
     iteration, sample_idx: where the counting starts. ping_s: seconds between two PINGs.
@@ -50,6 +52,7 @@ class ClientConfig:
     run_id: Optional[str] = None
     policy: str = "drop"
     mode: str = "tensor"
+    watch: str = "auto"
     steps: str = "0"
     micro_batches: str = "all"
     ranks: str = "all"
@@ -112,6 +115,7 @@ _SETTINGS: dict[str, _Setting] = {
     "run_id": _Setting(("CAPD_RUN_ID",), None, values.run_id),
     "policy": _Setting(("CAPD_POLICY",), "policy", values.one_of(POLICIES)),
     "mode": _Setting(("CAPD_MODE",), "mode", values.mode(MODES)),
+    "watch": _Setting(("CAPD_WATCH",), "watch", values.one_of(WATCH)),
     "steps": _Setting(("CAPD_STEPS",), "when.steps", values.ranges),
     "micro_batches": _Setting((), "when.micro_batches", values.ranges),
     "ranks": _Setting((), "when.ranks", values.ranges),

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from capd_client import recompute
 from capd_client.api import session
+from capd_client.auto_watch import give_way
 from capd_client.errors import ConfigError
 from capd_client.gate import Gate
 from capd_client.hook_objects import RootEnd, RootHook
@@ -132,6 +133,7 @@ def watch(
         ConfigError: only with CAPD_STRICT=1, for an unknown tensor name, an unreadable range or slice, or a
             selection that matches nothing. Otherwise these are one warning each.
     """
+    give_way()
     sink = session()
     if sink is None:
         return WatchHandle()
@@ -224,22 +226,36 @@ def _restricting(text: str) -> Optional[Ranges]:
     return None if text.strip() == "all" else Ranges(text)
 
 
-def _attach(sink: Sink, model: nn.Module, handle: WatchHandle, plan: _Plan, *, name: str = "") -> None:
-    """Put the hooks of `plan` on `model` and note them in `handle`."""
+def _attach(
+    sink: Sink,
+    model: nn.Module,
+    handle: WatchHandle,
+    plan: _Plan,
+    *,
+    name: str = "",
+    called: Optional[nn.Module] = None,
+) -> None:
+    """Put the hooks of `plan` on `model` and note them in `handle`.
+
+    called: where nobody asked for this watch by name, the part of `model` whose forwards begin the micro-batches; then
+    nothing is said of what it leaves out.
+    """
     products = _products_of(model, name)
     chosen = [(s, p) for s, p in products if not plan.select or matches_any(p.module, plan.select)]
     fresh = [(site, place) for site, place in chosen if not is_tapped(site)]
-    if len(fresh) < len(chosen):
+    if len(fresh) < len(chosen) and called is None:
         plan.report(
             "twice",
             f"{len(chosen) - len(fresh)} modules are watched already; remove() that handle to change it",
         )
     if not fresh:
+        if called is not None:
+            return
         plan.report("empty", _nothing_to_watch(model, plan, [place.module for _, place in products]))
         return
     gate = Gate(sink.context, plan.steps, micro_batches=plan.micro_batches, ranks=plan.ranks)
     watched = Watched(sink, gate, plan.tensors, plan.slices)
-    handle.attach_root(model, watched, sink)
+    handle.attach_root(model if called is None else called, watched, sink)
     for site, place in fresh:
         watched.attach(site, place)
     for site, place in products:

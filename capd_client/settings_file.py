@@ -1,6 +1,6 @@
 """Reads capd.toml for the client: the layout, unknown keys refused, the daemon's table ignored.
 
-Top level: quant_type, policy, mode, slice, max_block_ms, arena_bytes, max_mb_per_step, max_d2h_gbps,
+Top level: quant_type, policy, mode, watch, slice, max_block_ms, arena_bytes, max_mb_per_step, max_d2h_gbps,
 exit_timeout_s. Table [when]: steps, micro_batches, ranks. Table [daemon] belongs to `capd serve` and is not looked
 into here.
 """
@@ -37,6 +37,7 @@ class FileSettings(msgspec.Struct, forbid_unknown_fields=True):
     quant_type: Optional[str] = None
     policy: Optional[str] = None
     mode: Optional[str] = None
+    watch: Optional[str] = None
     slice: Optional[str] = None
     max_block_ms: Union[int, float, None] = None
     arena_bytes: Union[int, str, None] = None

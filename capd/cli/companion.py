@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import typer
 
@@ -34,6 +35,12 @@ REST_S = 10.0  # after the job: until the daemon has noted that every rank is go
 SEAL_S = 600.0
 STOP_MARGIN_S = 30.0  # what a daemon may need beyond its shutdown timeout
 _SOCKET_NAME = "capd.sock"
+
+
+class WhyNothing(Protocol):
+    """Says why a job has captured nothing; connected: whether some rank was there."""
+
+    def __call__(self, *, connected: bool) -> str: ...
 
 
 class Companion:
@@ -58,14 +65,21 @@ class Companion:
         if self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
 
-    def finish(self) -> None:
-        """The job is over: wait until its ranks are accounted for, seal its run, print the summary."""
+    def finish(self, why_nothing: WhyNothing) -> None:
+        """The job is over: wait until its ranks are accounted for, seal its run, print the summary.
+
+        why_nothing: asked where nothing was captured.
+        """
         try:
             stats = self._seal()
         except EndpointError as error:
             note(self._lost(error))
             return
-        _summarise(stats, self.run_id)
+        run = next((run for run in stats.runs if run.run_id == self.run_id), None)
+        for line in [] if run is None else summary(run):
+            note(line)
+        if run is None or not run.offered:
+            note(f"nothing was captured: {why_nothing(connected=run is not None)}")
 
     def _seal(self) -> DaemonStats:
         with connect(parse(self.endpoint)) as tool:
@@ -183,15 +197,6 @@ def _stats(reply: object) -> DaemonStats:
         return DaemonStats.model_validate(reply.stats)
     except ValueError as error:
         raise EndpointError("the daemon's counters have another layout; use its capd version") from error
-
-
-def _summarise(stats: DaemonStats, run_id: str | None) -> None:
-    run = next((run for run in stats.runs if run.run_id == run_id), None)
-    if run is None:
-        note("no rank connected, so nothing was captured; does the job call capd_client.watch or capture?")
-        return
-    for line in summary(run):
-        note(line)
 
 
 def summary(run: RunStats) -> list[str]:

@@ -16,6 +16,7 @@ import typer
 from capd.cli.output import note, print_json, print_lines
 
 if TYPE_CHECKING:
+    from capd.cli.companion import WhyNothing
     from capd.config import DaemonSettings
     from capd_client.planning.seen import RankSeen
 
@@ -75,6 +76,7 @@ def plan(
     from capd.cli.companion import Companion
     from capd.cli.job import find_command
     from capd.cli.run import _check_environment, _checked, _job_environment
+    from capd.cli.startup import Startup
     from capd.config import misspelt_variables, resolve_daemon
     from capd_client.planning.text import plan_lines
     from capd_client.settings_file import read_settings_file
@@ -86,17 +88,18 @@ def plan(
     job_flags = _checked({name: value for name, value in flags.items() if value is not None})
     if config is not None:
         job_flags["CAPD_CONFIG"] = str(config.absolute())
-    _check_environment({**os.environ, **job_flags})
+    startup = Startup(_check_environment({**os.environ, **job_flags}).watch)
     for line in misspelt_variables():
         note(line)
-    with _directory(shared) as directory:
+    with _directory(shared) as directory, startup:
         companion = Companion(f"unix:{directory}/none.sock", None, resolved.settings.store.absolute())
         environ = _job_environment(os.environ, companion, job_flags, file)
         environ |= {"CAPD_PLAN": str(directory), "CAPD_PLAN_STEPS": str(iterations)}
+        startup.put_into(environ)
         seen, code = _train(
             [program, *command[1:]], environ, directory, timeout_s, all_nodes=shared is not None
         )
-    _check_seen(seen, code, timeout_s)
+        _check_seen(seen, code, timeout_s, startup.why_nothing)
     found = _plan(seen, resolved.settings, ended=code == 0)
     if as_json:
         print_json(found)
@@ -136,7 +139,7 @@ def _train(
     return seen, code
 
 
-def _check_seen(seen: list[RankSeen], code: int | None, timeout_s: float) -> None:
+def _check_seen(seen: list[RankSeen], code: int | None, timeout_s: float, why_nothing: WhyNothing) -> None:
     """Raise an error that says why, if there is nothing to plan from."""
     from capd.errors import CapdError, NothingMatched
 
@@ -152,9 +155,7 @@ def _check_seen(seen: list[RankSeen], code: int | None, timeout_s: float) -> Non
     if code != 0:
         raise CapdError(f"{how} before anything was to be captured")
     if not seen:
-        raise NothingMatched(
-            f"{how} and never asked for a capture: it calls neither capd_client.watch nor capture"
-        )
+        raise NothingMatched(f"{how}, and nothing was to be captured: {why_nothing(connected=False)}")
     trained = max(len(one.iterations) for one in seen)
     raise NothingMatched(f"{how} and offered nothing to capture in the {trained} steps that were seen")
 

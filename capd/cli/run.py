@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from capd.cli.output import note
+from capd.cli.startup import Startup
 
 if TYPE_CHECKING:
     from capd.cli.companion import Companion
+    from capd_client.config import ClientConfig
 
 __all__ = ["run"]
 
@@ -53,16 +55,23 @@ def run(
     quant_type: Annotated[
         str | None, typer.Option("--quant-type", help="Label of the captures, such as mxfp8.")
     ] = None,
+    no_watch: Annotated[
+        bool, typer.Option("--no-watch", help="Capture only what the job asks for with capd_client itself.")
+    ] = False,
+    attach: Annotated[
+        bool,
+        typer.Option("--attach", help="Join the node's daemon (CAPD_ENDPOINT, else the default endpoint)."),
+    ] = False,
 ) -> None:
     """Run a training job with a daemon beside it, then seal the store and print a summary.
 
-    The job gets CAPD_ENDPOINT, CAPD_STORE, CAPD_RUN_ID and what is given here; it runs in the foreground, signals
-    reach it, and its exit code is this command's (128+N after signal N). With CAPD_ENDPOINT set, the daemon
-    there is joined instead of starting one. All other settings come from CAPD_* variables and capd.toml:
-    `capd config show` lists them.
+    The models that the job trains are found and watched, unless it imports capd_client itself. It gets
+    CAPD_ENDPOINT, CAPD_STORE, CAPD_RUN_ID and what is given here, and runs in the foreground; signals reach it, and its
+    exit code is this command's (128+N after signal N). With CAPD_ENDPOINT set, or --attach, the daemon there is
+    joined instead of starting one. All other settings come from CAPD_* variables and capd.toml: `capd config show`
+    lists them.
     """
-    from capd.cli.companion import join, start
-    from capd.cli.job import Job, find_command
+    from capd.cli.job import find_command
     from capd.config import misspelt_variables, resolve_daemon
     from capd_client.settings_file import read_settings_file
 
@@ -70,27 +79,64 @@ def run(
     resolved = resolve_daemon({"store": store, "run_id": run_id}, path=config)
     file = read_settings_file(str(resolved.path), must_exist=True)[0] if resolved.path else {}
     flags = {"policy": policy, "mode": mode, "steps": steps, "slice": slice_, "quant_type": quant_type}
+    flags["watch"] = "off" if no_watch else None
     job_flags = _checked({name: value for name, value in flags.items() if value is not None})
     if config is not None:
         job_flags["CAPD_CONFIG"] = str(config.absolute())
-    _check_environment({**os.environ, **job_flags})
+    settings = _check_environment({**os.environ, **job_flags})
     for line in misspelt_variables():
         note(line)
-    endpoint = os.environ.get("CAPD_ENDPOINT", "").strip()
-    if endpoint.lower() == "off":
-        note("CAPD_ENDPOINT=off: the job runs without capture")
-        with Job() as job:
-            raise typer.Exit(job.run([program, *command[1:]], dict(os.environ)))
     named = resolved.settings.run_id or shared_run_id(os.environ)
-    if named is None:
+    endpoint = _endpoint(os.environ, attach=attach, store=store)
+    if endpoint == "off":
+        note("CAPD_ENDPOINT=off: the job runs without capture")
+    elif named is None:
         refuse_several_nodes(os.environ, command)
+    place = Place(endpoint, Path(resolved.settings.store), named, config)
+    raise typer.Exit(_run([program, *command[1:]], place, Startup(settings.watch), job_flags, file))
+
+
+class Place(NamedTuple):
+    """Where a job captures to: at a daemon's endpoint ("": one of its own, "off": nowhere)."""
+
+    endpoint: str
+    store: Path
+    run_id: str | None
+    config: Path | None
+
+
+def _run(
+    command: list[str], place: Place, startup: Startup, flags: Mapping[str, str], file: Mapping[str, Any]
+) -> int:
+    """Run the job beside its daemon; returns its exit code."""
+    from capd.cli.companion import join, start
+    from capd.cli.job import Job
+
+    endpoint, store, run_id, config = place
     with Job() as job:
-        store_root = Path(resolved.settings.store)
-        with join(endpoint, named) if endpoint else start(store_root, named, config) as companion:
-            environ = _job_environment(os.environ, companion, job_flags, file)
-            code = job.run([program, *command[1:]], environ)
-            companion.finish()
-    raise typer.Exit(code)
+        if endpoint == "off":
+            return job.run(command, dict(os.environ))
+        with startup, join(endpoint, run_id) if endpoint else start(store, run_id, config) as companion:
+            environ = _job_environment(os.environ, companion, flags, file)
+            startup.put_into(environ)
+            code = job.run(command, environ)
+            companion.finish(startup.why_nothing)
+    return code
+
+
+def _endpoint(environ: Mapping[str, str], *, attach: bool, store: Path | None) -> str:
+    """The endpoint of the daemon to join, "" to start one, "off" for none; raises ConfigError for a contradiction."""
+    from capd.errors import ConfigError
+    from capd.server.endpoint import default_path
+
+    endpoint = environ.get("CAPD_ENDPOINT", "").strip()
+    if endpoint.lower() == "off":
+        return "off"
+    if attach and store is not None:
+        raise ConfigError(
+            "--store belongs to a daemon that is started here; with --attach the daemon has its own"
+        )
+    return endpoint or (f"unix:{default_path(environ)}" if attach else "")
 
 
 def _checked(flags: Mapping[str, str]) -> dict[str, str]:
@@ -106,11 +152,11 @@ def _checked(flags: Mapping[str, str]) -> dict[str, str]:
     return {f"CAPD_{name.upper()}": value for name, value in flags.items()}
 
 
-def _check_environment(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError for what the job itself would only warn of, while there is nothing to lose yet."""
+def _check_environment(environ: Mapping[str, str]) -> ClientConfig:
+    """The job's settings; raises ConfigError for what it would only warn of, while there is nothing to lose yet."""
     from capd_client.config import load_config
 
-    load_config({**environ, "CAPD_STRICT": "1", "CAPD_ENDPOINT": "off"})
+    return load_config({**environ, "CAPD_STRICT": "1", "CAPD_ENDPOINT": "off"})
 
 
 def _job_environment(

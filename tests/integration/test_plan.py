@@ -173,7 +173,7 @@ def test_a_job_that_asks_for_nothing_fails_or_hangs_is_told_of_and_nothing_is_le
     assert [nothing.returncode, failed.returncode, hung.returncode, absent.returncode] == [5, 1, 1, 127]
     assert [nothing.stdout, failed.stdout, hung.stdout] == ["", "", ""]
     assert "hello" in nothing.stderr
-    assert "calls neither capd_client.watch nor capture" in nothing.stderr
+    assert "nothing was to be captured: no process of the job imported torch" in nothing.stderr
     assert "exit code 9" in failed.stderr
     assert "--timeout" in hung.stderr
     pid = int(hung.stderr.split()[0])

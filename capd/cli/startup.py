@@ -1,0 +1,100 @@
+"""What `capd run` puts into a job's environment so that its models are found, and what it hears of that.
+
+A directory in front of PYTHONPATH has every Python of the job read capd_client/bootstrap/sitecustomize.py at its start.
+Each process notes how far it came in one file, for the case that nothing is captured and the user asks why.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+import capd_client
+
+__all__ = ["BOOTSTRAP", "Startup"]
+
+BOOTSTRAP = Path(capd_client.__file__).absolute().parent / "bootstrap"
+_MAX_NOTES_NBYTES = 1 << 20
+
+
+class Startup:
+    """A context manager; inside, processes of the job may note how far they came. watch: the setting, auto or off."""
+
+    def __init__(self, watch: str) -> None:
+        self._watch = watch
+        self._notes: Path | None = None
+
+    def __enter__(self) -> Startup:
+        if self._watch != "off":
+            descriptor, name = tempfile.mkstemp(prefix="capd-run-", suffix=".notes")
+            os.close(descriptor)
+            self._notes = Path(name)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._notes is not None:
+            self._notes.unlink(missing_ok=True)
+
+    def put_into(self, environ: dict[str, str]) -> None:
+        """Add what a Python process of the job needs to find this; nothing with `watch` off."""
+        if self._notes is None:
+            return
+        before = environ.get("PYTHONPATH", "")
+        parts = [part for part in before.split(os.pathsep) if part != str(BOOTSTRAP)]
+        # Of an empty entry Python makes the working directory: none may come of ours.
+        environ["PYTHONPATH"] = os.pathsep.join([str(BOOTSTRAP), *parts] if before else [str(BOOTSTRAP)])
+        environ["CAPD_RUN_NOTES"] = str(self._notes)
+
+    def why_nothing(self, *, connected: bool) -> str:
+        """Why the job has captured nothing, as far as its processes have told. connected: some rank was there."""
+        if connected:
+            return "no step was reached that is selected (--steps, CAPD_STEPS, [when] or watch(steps=...))"
+        if self._notes is None:
+            return "the job calls neither capd_client.watch nor capture, and watch is off (CAPD_WATCH)"
+        notes = self._read()
+        problems = [line.removeprefix("problem ") for line in notes if line.startswith("problem ")]
+        if problems:
+            return problems[0]
+        for passed, meaning in _STAGES:
+            if passed not in notes:
+                return meaning
+        return next(
+            (meaning for seen, meaning in _SEEN if seen in notes), "no rank connected; see the job's log"
+        )
+
+    def _read(self) -> list[str]:
+        try:
+            with self._notes.open("rb") as file:  # type: ignore[union-attr]  # asked only where there is one
+                return file.read(_MAX_NOTES_NBYTES).decode(errors="replace").splitlines()
+        except OSError:
+            return []
+
+
+_STAGES = (
+    (
+        "python",
+        "no Python of the job read capd's start-up file (python -I, -E or -S, or a launcher that sets PYTHONPATH "
+        "anew); call capd_client.watch(model) in the script",
+    ),
+    ("torch", "no process of the job imported torch"),
+    (
+        "forward",
+        "no training forward was seen: of a model in training mode, with parameters to train and gradients enabled",
+    ),
+)
+
+_SEEN = (
+    (
+        "empty",
+        "the models that trained hold nothing that capd knows; use capd_client.capture() for their tensors",
+    ),
+    (
+        "own",
+        "the job imports capd_client, so it is to say what it wants, but calls neither watch nor capture",
+    ),
+    ("off", "capture is off in the job's processes: see its log"),
+)

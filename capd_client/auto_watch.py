@@ -1,0 +1,53 @@
+"""The watches that nobody asked for by name: of the models that `capd run` finds in a job that never calls `watch`.
+
+An explicit `watch` ends them, at whatever time it comes: the job is captured exactly as it says.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from capd_client.api import session
+
+if TYPE_CHECKING:
+    from capd_client.hooks import WatchHandle
+
+__all__ = ["give_way", "watch_found"]
+
+_handles: list[WatchHandle] = []
+
+
+def watch_found(model: nn.Module, *, called: nn.Module, name: str) -> str:
+    """Watch `model`, which is about to train: the forwards of `called`, a part of it or itself, are its micro-batches.
+
+    Returns "watched"; "empty" where there is nothing in it to capture, or nothing that is not captured already; "off"
+    where nothing is captured in this process, or not without being asked (CAPD_WATCH=off).
+    """
+    from capd_client import hooks  # which imports this module
+
+    sink = session()
+    if sink is None or sink.config.watch == "off":
+        return "off"
+    handle = hooks.WatchHandle()
+    try:
+        hooks._attach(sink, model, handle, hooks._Plan(sink.config), name=name, called=called)
+    except Exception as error:
+        handle.remove()
+        sink.drop_internal("watch", error)
+        return "empty"
+    if not handle.modules:
+        return "empty"
+    _handles.append(handle)
+    return "watched"
+
+
+def give_way() -> None:
+    """The job calls `watch` itself: take away what is watched without its asking, and search no more."""
+    roots = sys.modules.get("_capd_roots")
+    if roots is not None:
+        roots.end()
+    while _handles:
+        _handles.pop().remove()

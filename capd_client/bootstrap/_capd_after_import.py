@@ -1,0 +1,86 @@
+"""Calls a function once a module has been imported, whenever that is, and leaves no trace in the import system.
+
+A finder in front of `sys.meta_path` lets the others find the module, and puts its own `exec_module` on that one loader
+until it runs. Who only looks (`importlib.util.find_spec`), loads lazily or reloads sees what is there without it. The
+finder goes when nothing is waited for any more.
+
+Depends on nothing: it runs at the start of every Python of a job, before anything else is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+__all__ = ["after_import"]
+
+
+def after_import(name: str, function: Callable[[], None]) -> None:
+    """Call `function` after the import of module `name`; at once where it has been imported already.
+
+    It is called on the importing thread, at the end of the import. What it raises reaches nobody.
+    """
+    module = sys.modules.get(name)
+    if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
+        _call(function)
+    else:
+        _finder.wait(name, function)
+
+
+def _call(function: Callable[[], None]) -> None:
+    try:
+        function()
+    except Exception as error:
+        import os
+
+        if os.environ.get("CAPD_LOG", "").lower() == "debug":
+            sys.stderr.write(f"capd: {getattr(function, '__qualname__', function)}: {error!r}\n")
+
+
+class _Finder:
+    def __init__(self) -> None:
+        self._waiting: dict[str, list[Callable[[], None]]] = {}
+
+    def wait(self, name: str, function: Callable[[], None]) -> None:
+        self._waiting.setdefault(name, []).append(function)
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self._waiting:
+            return None
+        for finder in tuple(sys.meta_path):
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = None if find is None else find(name, path, target)
+            if spec is not None:
+                self._follow(name, spec.loader)
+                return spec
+        return None
+
+    def _follow(self, name: str, loader: object) -> None:
+        run = getattr(loader, "exec_module", None)
+
+        def exec_module(module: ModuleType) -> None:
+            vars(loader).pop("exec_module", None)
+            run(module)  # type: ignore[misc]  # not None: see below
+            self._imported(name)
+
+        if run is not None and type(getattr(loader, "__dict__", None)) is dict:  # an instance, ours alone
+            vars(loader)["exec_module"] = exec_module
+
+    def _imported(self, name: str) -> None:
+        functions = self._waiting.pop(name, ())
+        if not self._waiting and self in sys.meta_path:
+            sys.meta_path.remove(self)
+        for function in functions:
+            _call(function)
+
+
+_finder = _Finder()

@@ -1,0 +1,223 @@
+"""Finds the models that a job trains, at their first training forward, for a job that never calls `watch`.
+
+A global forward pre-hook of torch sees every module that is called. The first one in training mode, with gradients
+enabled, outside of a backward, that has parameters to train, is what the loop calls: DDP, FSDP, or the model itself.
+Where a method of a larger model called it (a LightningModule's training_step, an agent's act), the larger one is
+watched, and the called part begins its micro-batches.
+
+The search ends when an optimizer steps for the second time, so that models that take turns are all found; with an
+explicit `watch`; and where the job has imported capd_client itself: then it says what it wants.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from _capd_compiled import Compiling
+from _capd_owners import name_of, owner_of
+from _capd_startup import note
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.data import get_worker_info
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["begin", "end"]
+
+_MAX_CALLS = 200_000  # of modules in training mode, in a job whose optimizers never step as torch's do
+_UNREAL = frozenset({"FakeTensor", "FunctionalTensor", "Proxy"})  # a forward with these computes nothing
+
+
+class _Search:
+    def __init__(self) -> None:
+        self.running = False
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # watched, or nothing in them to watch
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._handle: RemovableHandle | None = None
+        self._pauses = 0
+        self._calls = 0
+        self._seen = False  # a training forward, from which on capd_client is there by our import
+        self._names: list[str] = []  # of the models that are watched; the first one needs none
+        self._lock = threading.Lock()
+        self._compiling = Compiling(self)
+
+    def begin(self) -> None:
+        """Hook into torch."""
+        self.running = True
+        self._compiling.begin()
+        self._hook()
+        # Never taken away: it might be while torch iterates over the hooks, and compiled optimizers guard them.
+        register_optimizer_step_post_hook(_hook_of_optimizers(self))
+
+    def end(self) -> None:
+        """Leave torch as it was. May be called twice, and while a call of ours is under way."""
+        self.running = False
+        self._compiling.end()
+        self._unhook()
+
+    def _hook(self) -> None:
+        self._handle = register_module_forward_pre_hook(_hook_of_modules(self))
+
+    def _unhook(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.remove()
+
+    @contextmanager
+    def paused(self) -> Generator[None, None, None]:
+        """Run what is compiled as if nobody searched: hooks would be traced, and guarded."""
+        self._pauses += 1
+        self._unhook()
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            if self.running and not self._pauses:
+                self._hook()
+
+    def called(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """A module is called, in training mode and with gradients enabled."""
+        self._calls += 1
+        if self._calls > _MAX_CALLS:
+            self.end()
+        before = frozenset(module._forward_pre_hooks)
+        if module in self._known or not self.look_at(module, args):
+            return None
+        return _run_hooks_after(module, before, args)
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped. Steps without a forward only make its state."""
+        if not self._seen or not self.running:
+            return
+        if optimizer in self._stepped:
+            self.end()
+        self._stepped.add(optimizer)
+
+    def look_at(self, module: nn.Module, args: tuple[Any, ...]) -> bool:
+        """Watch `module` if it is what we search for; returns whether it is. Never raises."""
+        if not self._lock.acquire(blocking=False):
+            return False  # another thread looks, or `watch` has a module called
+        try:
+            return self._is_trained(module, args) and self._watch(module)
+        except Exception as error:
+            note(f"problem {_problem(error)}")
+            self.end()
+            raise
+        finally:
+            self._lock.release()
+
+    def _is_trained(self, module: nn.Module, args: tuple[Any, ...]) -> bool:
+        if module in self._known or not module.training or not torch.is_grad_enabled():
+            return False
+        if torch._C._current_graph_task_id() != -1 or torch.compiler.is_compiling():
+            return False
+        if torch._C._get_tracing_state() is not None or _unreal(args):
+            return False
+        parameter = next((p for p in module.parameters() if p.requires_grad), None)
+        if parameter is None:  # a loss, or frozen
+            self._known.update(module.modules())
+            return False
+        return not parameter.is_meta and not _unreal((parameter,))
+
+    def _watch(self, module: nn.Module) -> bool:
+        if get_worker_info() is not None:
+            self.end()
+            return False
+        if not self._seen:
+            self._seen = True
+            note("forward")
+            if "capd_client" in sys.modules:
+                note("own")
+                self.end()
+                return False
+        from capd_client.auto_watch import watch_found
+
+        owner = owner_of(module)
+        self._known.update(owner.modules())
+        self._known.add(module)
+        name = self._fresh_name(owner) if self._names else ""
+        done = watch_found(owner, called=module, name=name)
+        note(done)
+        if done == "off":
+            self.end()
+        if done == "watched":
+            self._names.append(name)
+        return done == "watched"
+
+    def _fresh_name(self, module: nn.Module) -> str:
+        """What tells the keys of a further model from those of the ones before."""
+        name = name_of(module)
+        taken = sum(used.partition("#")[0] == name for used in self._names)
+        return f"{name}#{taken}" if taken else name
+
+
+def _problem(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return (
+            f"{sys.executable} has no {error.name}; install it: {sys.executable} -m pip install {error.name}"
+        )
+    return repr(error)
+
+
+def _unreal(values: tuple[Any, ...]) -> bool:
+    return any(type(value).__name__ in _UNREAL for value in values)
+
+
+def _nothing(*_: Any) -> None:
+    """What a trace sees of the hooks below, if one comes upon them after all."""
+
+
+def _hook_of_modules(search: _Search) -> Any:
+    def called(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not module.training or not torch.is_grad_enabled():
+            return None
+        try:
+            return search.called(module, args)
+        except Exception:
+            return None  # noted where it happened
+
+    called._torchdynamo_inline = _nothing  # type: ignore[attr-defined]
+    return called
+
+
+def _hook_of_optimizers(search: _Search) -> Any:
+    def stepped(optimizer: Optimizer, *_: Any) -> None:
+        search.stepped(optimizer)
+
+    stepped._torchdynamo_inline = _nothing  # type: ignore[attr-defined]
+    return stepped
+
+
+def _run_hooks_after(
+    module: nn.Module, before: frozenset[int], args: tuple[Any, ...]
+) -> tuple[Any, ...] | None:
+    """Run what `watch` has put on a module that is being called: torch has listed its hooks already."""
+    changed = False
+    for number, hook in list(module._forward_pre_hooks.items()):
+        if number in before:
+            continue
+        if number in module._forward_pre_hooks_with_kwargs:
+            result = hook(module, args, {})
+            args, changed = (args, changed) if result is None else (result[0], True)
+        else:
+            hook(module, args)
+    return args if changed else None
+
+
+_search = _Search()
+
+
+def begin() -> None:
+    """Search from now on."""
+    _search.begin()
+
+
+def end() -> None:
+    """Search no more: the job calls `watch` itself."""
+    _search.end()

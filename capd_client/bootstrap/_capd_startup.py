@@ -1,0 +1,74 @@
+"""The start of a Python process in a job of `capd run`: it has capd at hand, and waits for `import torch`.
+
+Most processes of a job never import torch, or never train; what they pay is this file. capd_client itself is imported
+with the first training forward of a model, so that until then its presence says that the job imported it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from _capd_after_import import after_import
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+__all__ = ["begin", "note"]
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def begin() -> None:
+    """Called once, by `sitecustomize`."""
+    note("python")
+    sys.meta_path.append(_Spare())
+    if os.environ.get("CAPD_WATCH", "").strip().lower() != "off":
+        after_import("torch", _torch_imported)
+
+
+def note(what: str) -> None:
+    """Tell `capd run` how far this process came, for the case that nothing is captured."""
+    path = os.environ.get("CAPD_RUN_NOTES")
+    if not path:
+        return
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    except OSError:
+        return  # the job outlives its `capd run`, or runs elsewhere
+    try:
+        if what != "python" or os.fstat(file).st_size == 0:  # one of thousands of processes is enough
+            os.write(file, what.replace("\n", " ")[:1000].encode() + b"\n")
+    except OSError:
+        pass
+    finally:
+        os.close(file)
+
+
+def _torch_imported() -> None:
+    note("torch")
+    sys.path.insert(0, _HERE)
+    try:
+        import _capd_roots
+    finally:
+        sys.path.remove(_HERE)
+    _capd_roots.begin()
+
+
+class _Spare:
+    """Finds capd_client beside this file where the job's Python has none of its own: last, it shadows nothing."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != "capd_client":
+            return None
+        from importlib.util import spec_from_file_location
+
+        package = os.path.dirname(_HERE)
+        return spec_from_file_location(
+            name, os.path.join(package, "__init__.py"), submodule_search_locations=[package]
+        )
