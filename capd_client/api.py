@@ -26,6 +26,7 @@ from capd_client.planning.session import PlanSession
 from capd_client.recompute import repeating
 from capd_client.session import Session
 from capd_client.slicing import parse_slice
+from capd_client.trials import trying
 from capd_client.untraced import traced_as, untraced
 
 __all__ = ["AnySession", "capture", "close", "counters", "flush", "session", "set_moment"]
@@ -164,6 +165,8 @@ def capture(
     in_backward = _graph_task() != -1
     if in_backward and repeating():
         return  # what activation checkpointing runs again was captured the first time
+    if trying():
+        return
     try:
         offered: object = tensor  # whatever the job passes
         if not isinstance(offered, torch.Tensor):

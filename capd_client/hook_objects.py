@@ -216,7 +216,7 @@ class RootHook(Hook):
     def begin(self, with_gradients: bool) -> None:
         """A forward of the root in training mode starts."""
         try:
-            if recompute.in_backward():
+            if recompute.in_backward() or trying():
                 return
             self._outer = self._clock.context.evaluating
             if with_gradients or recompute.in_segment():

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from capd_client.untraced import untraced
 
-__all__ = ["forget", "listen"]
+__all__ = ["count", "forget", "listen"]
 
 _lock = threading.Lock()
 _listeners: list[Callable[[], None]] = []
@@ -53,6 +53,11 @@ def forget(listener: Callable[[], None]) -> None:
         _handle = None
         if GradScaler.step is _scaler_step:
             GradScaler.step, _patched = _original, False  # type: ignore[method-assign]
+
+
+def count() -> int:
+    """The optimizer steps so far, of those that somebody listened to."""
+    return _steps
 
 
 @untraced  # compiled optimizers trace hooks

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from capd_client import recompute
+from capd_client import recompute, split_backward
 from capd_client.gate import Gate
 from capd_client.graph_taps import claim, release
 from capd_client.hook_objects import GradHook, WeightHook
@@ -36,6 +36,7 @@ from capd_client.slicing import Slice
 from capd_client.steering import Watches
 from capd_client.stepping import Context
 from capd_client.tensors import is_tracing
+from capd_client.trials import trying
 
 __all__ = ["Call", "Settings", "Sink", "Tap"]
 
@@ -93,8 +94,8 @@ class Tap:
     """Captures one product. Its methods may raise; who calls them hands errors on to `failed`."""
 
     __slots__ = (
-        "__weakref__", "_at", "_attributes", "_backward", "_calls", "_casts", "_computed", "_keys", "_parameter_at",
-        "_parameter_handle", "_sink", "_slices", "_state", "_tensors", "bound", "gate", "kind", "module", "number",
+        "__weakref__", "_at", "_attributes", "_backward", "_calls", "_casts", "_computed", "_deferred", "_keys",
+        "_parameter_at", "_parameter_handle", "_sink", "_slices", "_state", "_tensors", "bound", "gate", "kind", "module", "number",
         "place",
     )  # fmt: skip
 
@@ -124,6 +125,7 @@ class Tap:
         self._parameter_at = -1  # the iteration whose parameter is captured
         self.bound: Optional[Call] = None  # between the pre-hook and the forward hook of one call
         self._backward: tuple[int, Optional[Call]] = (-1, None)  # graph task and call of the last dY
+        self._deferred: dict[int, Call] = {}  # micro-batch → call whose dW a later backward computes
         self._parameter_handle: Optional[RemovableHandle] = None
         self.number = claim(self) if tensors else -1  # what compiled graphs know it by; -1: not at all
 
@@ -154,7 +156,7 @@ class Tap:
     @property
     def expects_parameter_gradient(self) -> bool:
         """Whether a captured dY came through and its dW did not yet."""
-        return self._backward[1] is not None
+        return self._backward[1] is not None or bool(self._deferred)
 
     def begin(
         self, module: nn.Module, operands: Sequence[Any], parameter: Any, metadata: str = ""
@@ -229,8 +231,11 @@ class Tap:
         self, tensor_name: str, gradient: Tensor, call: Call, shape: Optional[torch.Size] = None
     ) -> None:
         """Capture a gradient under the moment of the forward it belongs to, as a tensor of `shape`."""
-        if tensor_name == "grad_output" and f"grad_{self.kind.parameter}" in self._tensors:
-            self._backward = (torch._C._current_graph_task_id(), call)
+        if tensor_name == "grad_output":
+            if split_backward.weights_of() is not None:
+                return  # it came in the first part
+            if f"grad_{self.kind.parameter}" in self._tensors:
+                self._expect_parameter_gradient(call)
         if tensor_name in self._tensors:
             if shape is not None and gradient.shape != shape:
                 gradient = gradient.detach().reshape(shape)
@@ -247,9 +252,20 @@ class Tap:
 
         The gradients of the outputs come before it in the same backward, in reverse order of the calls.
         """
-        (task, call), self._backward = self._backward, (-1, None)
-        if call is not None and task == torch._C._current_graph_task_id():
+        micro_batch = split_backward.weights_of()
+        if micro_batch is None:
+            (task, call), self._backward = self._backward, (-1, None)
+            call = call if task == torch._C._current_graph_task_id() else None
+        else:
+            call = self._deferred.pop(micro_batch, None)
+        if call is not None:
             self.gradient(f"grad_{self.kind.parameter}", gradient, call)
+
+    def _expect_parameter_gradient(self, call: Call) -> None:
+        if split_backward.only_inputs():
+            self._deferred[call.moment.micro_batch] = call
+        else:
+            self._backward = (torch._C._current_graph_task_id(), call)
 
     def failed(self, where: str, error: Exception) -> None:
         """Count an error inside capd and go on: nothing leaves a tap."""
@@ -276,7 +292,7 @@ class Tap:
         if recompute.in_backward():
             first: Optional[Call] = recompute.take(self)
             return None if first is None else first._replace(recomputing=True)
-        if not self.gate.admits() or not self._tensors:
+        if trying() or not self.gate.admits() or not self._tensors:
             return None
         context = self.gate.context
         at = (context.iteration, context.micro_batch)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Optional
 
 from capd_client import optimizer_steps
 from capd_client.context import Counter
+from capd_client.integrations import pipelining
 from capd_client.notices import Notices
 from capd_client.signal_errors import is_interruption
 from capd_client.stepping import begin_counted, counting, end_counted
@@ -243,6 +244,7 @@ _PATCHES = (
         )
     ),
     _counted("deepspeed.runtime.engine", "DeepSpeedEngine", "forward", _deepspeed),
+    *(_Patch(pipelining.MODULE, *wrap) for wrap in pipelining.WRAPS),
     *(
         _counted(module, "Trainer", method, counter_of)
         for module in ("torchtitan.trainer", "torchtitan.train")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -217,5 +216,4 @@ def main(path: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     main(Path(sys.argv[1]))

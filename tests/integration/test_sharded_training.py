@@ -7,9 +7,6 @@ rank for itself, and over the ranks for the whole tensors that the recorded plac
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
@@ -32,6 +29,7 @@ from tests.integration.algebra import (
     error_of,
 )
 from tests.integration.expected import Expected
+from tests.integration.launching import run_ranks
 from tests.integration.sharded_models import (
     HEADS,
     LAYERS,
@@ -44,7 +42,6 @@ from tests.integration.sharded_models import (
     WORDS,
 )
 
-REPOSITORY = Path(__file__).parents[2]
 WAYS = (
     "ddp", "ddp_compiled", "fsdp1", "fsdp2", "fsdp2_bf16", "fsdp2_compiled", "tp", "tp_sequence", "tp_compiled",
     "fsdp2_tp",
@@ -60,21 +57,7 @@ pytestmark = pytest.mark.timeout(400)
 def captures() -> Iterator[Captures]:
     """Everything that the ranks captured, of all ways."""
     with tempfile.TemporaryDirectory(prefix="capd-sharded-") as name:
-        yield Captures.of_store(run_job(Path(name), RANKS))
-
-
-def run_job(directory: Path, ranks: int) -> Path:
-    """Run sharded_job.py on `ranks` ranks; returns the store."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("CAPD_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "capd", "run", "--store", str(directory), "--run-id", "job", "--policy", "block", "--",
-         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
-         str(REPOSITORY / "tests" / "integration" / "sharded_job.py"), str(directory / "told")],
-        env={**environment, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=380,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return directory / "job.zarr"
+        yield Captures.of_store(run_ranks("sharded_job.py", RANKS, Path(name)))
 
 
 def of(captures: Captures, way: str) -> Captures:

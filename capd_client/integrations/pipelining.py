@@ -1,0 +1,107 @@
+"""torch.distributed.pipelining: its schedules say which micro-batch a forward belongs to, and which belongs to none.
+
+Before the first step every stage runs a forward and a backward to learn shapes: those are trials. Zero-bubble schedules
+run backwards in two parts. All of these are methods of the stages' classes, which step_counters patches.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from capd_client import optimizer_steps
+from capd_client.split_backward import inputs_only, weights_only
+from capd_client.stepping import counting
+from capd_client.trials import trial
+
+__all__ = ["MODULE", "WRAPS"]
+
+MODULE = "torch.distributed.pipelining.stage"
+
+_Method = Callable[..., Any]
+
+
+class _Rounds:
+    """Numbers the micro-batches of a stage through all schedule steps of one iteration."""
+
+    def __init__(self) -> None:
+        # stage → optimizer steps before, micro-batches of earlier schedule steps, last chunk
+        self._at: weakref.WeakKeyDictionary[Any, tuple[int, int, int]] = weakref.WeakKeyDictionary()
+
+    def begin(self, stage: Any, chunk: int) -> int:
+        """A stage begins the forward of a chunk; every schedule step counts them from 0 on."""
+        steps = optimizer_steps.count()
+        begun, before, last = self._at.get(stage, (steps, 0, -1))
+        if begun != steps:
+            before = 0
+        elif chunk <= last:
+            before += last + 1
+        self._at[stage] = steps, before, chunk
+        return before + chunk
+
+    def of(self, stage: Any, chunk: int) -> int:
+        """The micro-batch of a chunk of the schedule step under way."""
+        _, before, _ = self._at.get(stage, (0, 0, 0))
+        return before + chunk
+
+
+_rounds = _Rounds()
+_weights: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""The micro-batch of each stage the gradients of whose weights are computed, or were last."""
+
+
+def _forward_one_chunk(method: _Method) -> _Method:
+    @functools.wraps(method)
+    def forward_one_chunk(stage: Any, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        if not stage.has_backward:
+            return method(stage, fwd_chunk_id, *args, **kwargs)
+        micro_batch = _rounds.begin(stage, fwd_chunk_id)
+        with counting(lambda: (None, micro_batch)):
+            return method(stage, fwd_chunk_id, *args, **kwargs)
+
+    return forward_one_chunk
+
+
+def _prepare(method: _Method) -> _Method:
+    @functools.wraps(method)
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        with trial():
+            return method(*args, **kwargs)
+
+    return prepare
+
+
+def _backward_weight_one_chunk(method: _Method) -> _Method:
+    @functools.wraps(method)
+    def backward_weight_one_chunk(stage: Any, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        _weights[stage] = _rounds.of(stage, bwd_chunk_id)
+        return method(stage, bwd_chunk_id, *args, **kwargs)
+
+    return backward_weight_one_chunk
+
+
+def _backward(method: _Method) -> _Method:
+    @functools.wraps(method)
+    def backward_maybe_with_nosync(stage: Any, backward_type: str, *args: Any, **kwargs: Any) -> Any:
+        if backward_type == "input":
+            with inputs_only():
+                return method(stage, backward_type, *args, **kwargs)
+        if backward_type == "weight" and stage in _weights:
+            with weights_only(_weights[stage]):
+                return method(stage, backward_type, *args, **kwargs)
+        return method(stage, backward_type, *args, **kwargs)
+
+    return backward_maybe_with_nosync
+
+
+WRAPS: tuple[tuple[str, str, Callable[[_Method], _Method]], ...] = (
+    ("_PipelineStageBase", "forward_one_chunk", _forward_one_chunk),
+    ("_PipelineStageBase", "backward_weight_one_chunk", _backward_weight_one_chunk),
+    ("_PipelineStageBase", "backward_maybe_with_nosync", _backward),
+    ("PipelineStage", "_prepare_forward_infra", _prepare),
+    ("PipelineStage", "_prepare_backward_infra", _prepare),
+    ("_PipelineStage", "_prepare_forward_infra", _prepare),
+)
+"""Class, method, and what makes of the method what stands in its place."""
