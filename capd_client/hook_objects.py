@@ -29,6 +29,7 @@ from capd_client.graph_taps import (
 )
 from capd_client.sites import Site, operands_of, output_of, with_operands
 from capd_client.tensors import is_tracing
+from capd_client.trials import trying
 from capd_client.untraced import traced_as, untraced
 
 if TYPE_CHECKING:

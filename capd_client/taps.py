@@ -95,8 +95,8 @@ class Tap:
 
     __slots__ = (
         "__weakref__", "_at", "_attributes", "_backward", "_calls", "_casts", "_computed", "_deferred", "_keys",
-        "_parameter_at", "_parameter_handle", "_sink", "_slices", "_state", "_tensors", "bound", "gate", "kind", "module", "number",
-        "place",
+        "_parameter_at", "_parameter_handle", "_sink", "_slices", "_state", "_tensors", "bound", "gate", "kind",
+        "module", "number", "place",
     )  # fmt: skip
 
     def __init__(
