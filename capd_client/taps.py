@@ -308,9 +308,8 @@ class Tap:
                 self._offer(operand, name, call, product_dtype(operand, autocast))
         name, iteration = self.kind.parameter, call.moment.iteration
         if name in self._tensors and self._parameter_at != iteration and isinstance(parameter, Tensor):
-            if (
-                self._sink.keeps(call.moment) and not self._computed
-            ):  # else it comes with the first call that is kept
+            # Otherwise it comes with the first call that is kept.
+            if not self._computed and self._sink.keeps(call.moment):
                 self._parameter_at = iteration
             self._offer_parameter(parameter, call, product_dtype(parameter, autocast))
 

@@ -110,7 +110,7 @@ class Watched:
         own = any(
             own.place.module == key.module
             and own.tap.kind.component == key.component
-            and key.tensor_name in self._tensors
+            and key.tensor_name.partition(".")[0] in self._tensors  # "weight.absmax": of a quantised one
             for own in self._own
         )
         return self.gate.own_steps.text if own else None

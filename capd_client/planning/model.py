@@ -102,8 +102,10 @@ def plan(
 
 
 def _is_linear(parameter: Any, module: Any) -> TypeGuard[Tensor]:
-    """Whether the parameter is [out, in]; that of sharding wrappers may be a flat part of it."""
-    return isinstance(module, nn.Linear) and isinstance(parameter, Tensor) and parameter.ndim == 2
+    """Whether the parameter is [out, in]; a sharded one may be flat, a quantised one packed."""
+    if not isinstance(module, nn.Linear) or not isinstance(parameter, Tensor):
+        return False
+    return parameter.ndim == 2 and parameter.is_floating_point()
 
 
 def _expected(tap: Any, sink: PlanSink) -> list[dict[str, Any]]:

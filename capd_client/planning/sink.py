@@ -23,12 +23,14 @@ from capd_client.errors import Counted
 from capd_client.key import Key, Moment
 from capd_client.memory import arena_nbytes
 from capd_client.notices import Notices
+from capd_client.placements import with_placements
 from capd_client.planning.link import link_of
 from capd_client.planning.seen import Calls, IterationSeen, RankSeen, SeriesSeen
 from capd_client.planning.watches import PlannedWatches
 from capd_client.protocol import Descriptor
 from capd_client.ring import ring_nbytes
 from capd_client.slicing import Slice
+from capd_client.tensors import PLAIN_TYPES
 from capd_client.untraced import untraced
 
 __all__ = ["PlanSink"]
@@ -44,7 +46,7 @@ class _Described(Describing):
     ) -> None:
         super().__init__(books, notices, payload=payload)
         self._steps_of = steps_of
-        self.once: Optional[Moment] = None  # the moment of which the sink was asked whether it is kept
+        self.once: Optional[str] = None  # the tensor on offer if it is kept once per step
         self.seen: dict[_Series, dict[int, Counter[tuple[int, tuple[int, ...], int]]]] = {}
         self.steps: dict[_Series, Optional[str]] = {}  # asked while the watch is there
         self.seen_once: set[_Series] = set()
@@ -63,7 +65,7 @@ class _Described(Describing):
             self._refuse(definition, DropReason.STREAM_CAPTURE, moment, problem, descriptor.nbytes)
             return
         series = (definition.key, definition.define.dtype, descriptor.payload, descriptor.device)
-        if moment is self.once:
+        if self.once is not None:
             self.seen_once.add(series)
         if series not in self.seen:
             self.steps[series] = self._steps_of(definition.key)
@@ -88,6 +90,8 @@ class PlanSink:
         self._described = _Described(self._accounts, self.notices, self.steering.steps_of, payload=payload)
         self._devices: set[torch.device] = set()
         self._ring_nbytes: Optional[int] = None
+        self._asked: Optional[Moment] = None  # of which was asked last whether it is kept
+        self._once: Optional[str] = None  # the name of what then came
         self._began = 0.0
         self.iterations: list[IterationSeen] = []
         self.context.on_iteration = self._begin
@@ -128,19 +132,29 @@ class PlanSink:
         """Note one tensor; arguments as for `Session.offer`."""
         if not self.enabled:
             return
+        self._described.once = self._once_name(key, moment)
         try:
+            if type(tensor) not in PLAIN_TYPES:
+                attributes = with_placements(tensor, attributes)
             self._described.stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable)
         except Counted as error:
             self._tell("a capture", error.__cause__ or error)
         except Exception as error:
             self.drop_internal("a capture", error)
-        finally:
-            self._described.once = None
 
     def keeps(self, moment: Moment) -> bool:
         """Asked before what is kept once per step. Under sampling every call is to be seen: none is kept for good."""
-        self._described.once = moment
+        self._asked, self._once = moment, None
         return self.config.sample_every == 1
+
+    def _once_name(self, key: Key, moment: Moment) -> Optional[str]:
+        """What was asked for comes next: a parameter, and with the same moment and in its name, what belongs to it."""
+        name = key.tensor_name.partition(".")[0]
+        if self._asked is not moment or name != (self._once or name):
+            self._asked = None
+            return None
+        self._once = name
+        return name
 
     def quant_type(self, dtype: torch.dtype) -> str:
         """The label of a capture that was given none."""

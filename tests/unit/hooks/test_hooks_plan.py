@@ -11,6 +11,7 @@ import torch
 from memory_sink import MemorySink
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations
 
 import capd_client
 
@@ -140,6 +141,18 @@ def test_modes_are_planned_as_they_keep(monkeypatch: pytest.MonkeyPatch) -> None
         train(model)
     assert {name: one["records"] for (_, name), one in series(plan).items()} == {
         "input": 1, "weight": 1, "output": 1, "grad_output": 1,
+    }  # fmt: skip
+
+
+def test_under_sampling_only_parameters_that_lie_still_are_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CAPD_MODE", "sample:1/2")
+    model = nn.Sequential(nn.Linear(8, 8), parametrizations.weight_norm(nn.Linear(8, 4)))
+
+    with capd_client.plan(model, steps="all") as plan:
+        train(model, micro_batches=4)
+
+    assert {names: one["records"] for names, one in series(plan).items() if names[1] in ("weight", "output")} == {
+        ("0", "weight"): 1, ("0", "output"): 2, ("1", "weight"): 2, ("1", "output"): 2,
     }  # fmt: skip
 
 
