@@ -53,6 +53,9 @@ def plan(
     quant_type: Annotated[
         str | None, typer.Option("--quant-type", help="Label of the captures, such as mxfp8.")
     ] = None,
+    no_watch: Annotated[
+        bool, typer.Option("--no-watch", help="Plan only what the job asks for with capd_client itself.")
+    ] = False,
     iterations: Annotated[
         int, typer.Option("--iterations", min=1, max=1000, help="Steps that the job trains for the plan.")
     ] = 3,
@@ -85,6 +88,7 @@ def plan(
     resolved = resolve_daemon({"store": store}, path=config)
     file = read_settings_file(str(resolved.path), must_exist=True)[0] if resolved.path else {}
     flags = {"policy": policy, "mode": mode, "steps": steps, "slice": slice_, "quant_type": quant_type}
+    flags["watch"] = "off" if no_watch else None
     job_flags = _checked({name: value for name, value in flags.items() if value is not None})
     if config is not None:
         job_flags["CAPD_CONFIG"] = str(config.absolute())
@@ -152,12 +156,9 @@ def _check_seen(seen: list[RankSeen], code: int | None, timeout_s: float, why_no
         if code:
             note(how)
         return
-    if code != 0:
-        raise CapdError(f"{how} before anything was to be captured")
-    if not seen:
-        raise NothingMatched(f"{how}, and nothing was to be captured: {why_nothing(connected=False)}")
-    trained = max(len(one.iterations) for one in seen)
-    raise NothingMatched(f"{how} and offered nothing to capture in the {trained} steps that were seen")
+    trained = max((len(one.iterations) for one in seen), default=0)
+    why = f"nothing in {trained} steps was to be captured" if trained else why_nothing(connected=False)
+    raise (CapdError if code != 0 else NothingMatched)(f"nothing is planned: {how}, and {why}")
 
 
 def _plan(seen: list[RankSeen], settings: DaemonSettings, *, ended: bool) -> dict[str, Any]:

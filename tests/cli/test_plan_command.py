@@ -10,6 +10,7 @@ import pytest
 
 from capd.cli.plan import _check_seen
 from capd.cli.planned_job import documents
+from capd.cli.startup import Startup
 from capd.errors import CapdError, NothingMatched
 from capd_client.key import Key
 from capd_client.planning.seen import Calls, IterationSeen, RankSeen, SeriesSeen
@@ -50,7 +51,7 @@ def test_of_a_restarted_ranks_processes_the_one_that_got_farthest_counts(tmp_pat
     ("found", "code", "error", "words"),
     [
         ([], 0, NothingMatched, "calls neither capd_client.watch nor capture"),
-        ([seen(1, series=[])], 0, NothingMatched, "in the 1 steps"),
+        ([seen(1, series=[])], 0, NothingMatched, "in 1 steps"),
         ([], 3, CapdError, "exit code 3"),
         ([], None, CapdError, "--timeout"),
     ],
@@ -59,7 +60,7 @@ def test_a_job_that_offers_nothing_is_told_why(
     found: list[RankSeen], code: int | None, error: type[CapdError], words: str
 ) -> None:
     with pytest.raises(error, match=words) as raised:
-        _check_seen(found, code, 5.0)
+        _check_seen(found, code, 5.0, Startup("off").why_nothing)
     assert type(raised.value) is error
 
 
