@@ -32,13 +32,18 @@ class FunctionSite:
         kind: of the product; its operands, then its parameter, are `arguments`.
         arguments: names of the function's arguments that they are given as, one behind the other.
         skip: number of arguments in front of them.
+        asks: whether compiled graphs that do not know the owner of a call ask for it whenever they run. A function
+            that is called everywhere does not.
     """
 
-    def __init__(self, role: str, kind: Kind, arguments: tuple[str, ...], *, skip: int = 0) -> None:
+    def __init__(
+        self, role: str, kind: Kind, arguments: tuple[str, ...], *, skip: int = 0, asks: bool = True
+    ) -> None:
         self.role = role
         self.kind = kind
         self._arguments = arguments
         self._skip = skip
+        self._asks = asks
         self._users = 0
         self._undo: list[Callable[[], None]] = []
         self._asked: Optional[Tensor] = None  # what graphs pass that do not know the owner,
@@ -79,7 +84,8 @@ class FunctionSite:
             if self._asked is None:
                 return function(*args, **kwargs)
             *given, parameter = self._operands(args, kwargs)
-            operands = trace_begin(self.role, self._asked, self._gradients, *given)
+            asked = self._asked if self._asks else None
+            operands = trace_begin(self.role, asked, self._gradients, *given)
             args, kwargs = self._with(operands, args, kwargs)
             result = function(*args, **kwargs)
             trace_end(*operands, parameter, output_of(result))

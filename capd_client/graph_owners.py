@@ -58,13 +58,13 @@ def trace_leave() -> None:
         stack.pop()
 
 
-def trace_begin(role: str, asked: Tensor, gradients: int, *operands: Any) -> tuple[Any, ...]:
+def trace_begin(role: str, asked: Optional[Tensor], gradients: int, *operands: Any) -> tuple[Any, ...]:
     """A call of the function `role` begins: the operands to call it with.
 
-    asked, gradients: the number of who knows the owner at run time, and what any owner may want.
+    asked, gradients: the number of who knows the owner at run time, if somebody does, and what any owner may want.
     """
     stack = _stack()
-    known = stack[-1].get(role) if stack else _Known(asked, gradients)
+    known = stack[-1].get(role) if stack else None if asked is None else _Known(asked, gradients)
     stack.append({} if known is None else {_CALL: known})
     return operands if known is None else graph_aliases(known.gradients, operands)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
-from types import CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -75,7 +75,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 def _is_named(value: Any, name: str) -> bool:
     """Whether a function was imported under another name than its own."""
-    return callable(value) and getattr(value, "__name__", None) == name
+    return isinstance(value, (FunctionType, BuiltinFunctionType)) and value.__name__ == name
 
 
 def _callees(function: FunctionType, names: set[str]) -> Iterator[FunctionType]:

@@ -26,7 +26,7 @@ class _FunctionalLinear(FunctionSite):
         return [(functional, "linear")]
 
 
-_LINEAR = _FunctionalLinear("linear", LINEAR, ("input", "weight"))
+_LINEAR = _FunctionalLinear("linear", LINEAR, ("input", "weight"), asks=False)
 
 _IN_OUT = (("weight_layout", "in_out"),)
 _BEFORE_CAST = (("operands", "before the cast to float8"),)

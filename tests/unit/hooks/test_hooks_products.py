@@ -15,9 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compiled_models import COMPILING, taken
+from functorch.compile import make_boxed_func
 from memory_sink import MemorySink
 from small_models import reentrant
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn.functional import scaled_dot_product_attention as attend_early
 
 from capd_client.hooks import watch
@@ -308,6 +310,22 @@ class TestCompiled:
         assert {name: torch.equal(value, eager[name]) for name, value in found.items()} == dict.fromkeys(
             eager, True
         )
+
+    def test_a_computed_weight_in_a_graph_puts_nothing_beside_other_linears(self, sink: MemorySink) -> None:
+        model = nn.Sequential(Scaling(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        taps: list[int] = []
+
+        def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+            taps.append(graph.code.count("capd.tap"))
+            return make_boxed_func(graph.forward)
+
+        watch(model)
+        compiled = torch.compile(model, backend=aot_autograd(fw_compiler=count), fullgraph=True)
+        compiled(torch.randn(2, WIDTH)).sum().backward()
+
+        assert sink.names() == dict.fromkeys(("input", "weight", "output", "grad_output"), 2)
+        assert torch.equal(sink.one("0", "weight"), model[0].weight * 2)
+        assert taps[0] == 2
 
 
 class Asking(nn.Module):
