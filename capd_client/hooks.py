@@ -20,6 +20,7 @@ from capd_client.errors import ConfigError
 from capd_client.gate import Gate
 from capd_client.hook_objects import RootEnd, RootHook
 from capd_client.integrations import find_sites, step_counters
+from capd_client.integrations.linears import left_out
 from capd_client.late_watch import LateWatch
 from capd_client.naming import Place, place_modules
 from capd_client.notices import Notices
@@ -271,6 +272,9 @@ def _attach(
         len(fresh), len(products), type(model).__name__, _counted(fresh), ", ".join(plan.told(fresh)), plan.steps.text,
         "" if plan.steps.text == "all" else '; widen it with steps="all", CAPD_STEPS or [when] steps in capd.toml',
     )  # fmt: skip
+    others = left_out(model, (site.module for site, _ in products))
+    if others:
+        _notices.info("not captured, for they multiply in ways of their own: %s", ", ".join(others[:5]))
 
 
 def _products_of(model: nn.Module, prefix: str) -> list[tuple[Site, Place]]:

@@ -6,6 +6,7 @@ those, and of subclasses whose own forward calls F.linear, the operands of that 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Optional
 
 from torch import nn
@@ -18,7 +19,7 @@ from capd_client.integrations.callers import names_in
 from capd_client.kinds import LINEAR
 from capd_client.sites import Site, State
 
-__all__ = ["find_sites", "is_plain"]
+__all__ = ["find_sites", "is_plain", "left_out"]
 
 
 class _FunctionalLinear(FunctionSite):
@@ -50,6 +51,18 @@ def is_plain(module: nn.Module) -> bool:
         and not isinstance(module, NonDynamicallyQuantizableLinear)
         and not is_parametrized(module)
     )
+
+
+def left_out(model: nn.Module, tapped: Iterable[nn.Module]) -> list[str]:
+    """The Linears of `model` whose product nobody knows, those `tapped` apart: "name (class)"."""
+    known = {id(module) for module in tapped}
+    return [
+        f"{name} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and id(module) not in known
+        and not isinstance(module, NonDynamicallyQuantizableLinear)
+    ]
 
 
 def _site_of(module: nn.Module) -> Optional[Site]:

@@ -24,7 +24,7 @@ from torch.nn import functional
 from capd_client.function_sites import FunctionSite
 from capd_client.hook_objects import GradHook
 from capd_client.kinds import LINEAR
-from capd_client.owners import current_tap
+from capd_client.owners import current_tap, is_owned
 from capd_client.products import hang
 from capd_client.sites import Site
 from capd_client.taps import Call, Tap
@@ -98,7 +98,7 @@ def _with_taps(function: Callable[..., Any]) -> Callable[..., Any]:
     @traced_as(in_graph, calls_the_job=True)
     @functools.wraps(function)
     def tapped(*args: Any, **kwargs: Any) -> Any:
-        if all(current_tap(role) is None for role in ("attention", *_SITES)):
+        if not is_owned():
             return function(*args, **kwargs)
         _local.heads, _local.scored = kwargs["num_heads"] if "num_heads" in kwargs else args[4], None
         return run(*args, **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import logging
 import pickle
 import sys
 from collections.abc import Callable
@@ -22,8 +23,10 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn.functional import scaled_dot_product_attention as attend_early
 
+from capd_client import hooks
 from capd_client.hooks import watch
 from capd_client.integrations.callers import calls
+from capd_client.notices import Notices
 from capd_client.select import TENSORS
 
 WIDTH = 4
@@ -114,7 +117,11 @@ class Everything(nn.Module):
         return self.wide(self.early(self.normed(self.scaling(x)))).square().sum()
 
 
-def test_which_products_a_model_has(sink: MemorySink) -> None:
+def test_which_products_a_model_has_and_which_of_its_linears_are_left_out(
+    sink: MemorySink, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "_notices", Notices())
+    caplog.set_level(logging.INFO)
     model = nn.ModuleDict(
         {
             "plain": nn.Linear(4, 4),
@@ -138,6 +145,7 @@ def test_which_products_a_model_has(sink: MemorySink) -> None:
     linears = ("plain", "renamed", "doubling", "scaling", "normed", "wide", "holder.inner")
     inside = [f"attention.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj")]
     assert sorted(handle.modules) == sorted((*linears, "early", "attention", *inside))
+    assert "ways of their own: apart (Apart), holder (Holder)" in caplog.text
 
 
 def test_the_product_is_what_torch_computed_not_what_the_module_made_of_it(sink: MemorySink) -> None:
