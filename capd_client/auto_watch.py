@@ -33,7 +33,7 @@ def watch_found(model: nn.Module, *, called: nn.Module, name: str) -> str:
         return "off"
     handle = hooks.WatchHandle()
     try:
-        hooks._attach(sink, model, handle, hooks._Plan(sink.config), name=name, called=called)
+        hooks._attach(sink, (model,), handle, hooks._Plan(sink.config), name=name, called=called)
     except Exception as error:
         handle.remove()
         sink.drop_internal("watch", error)

@@ -113,7 +113,7 @@ class FunctionSite:
         try:
             module = tap.module()
             *operands, parameter = self._operands(args, kwargs)
-            call = None if module is None else tap.begin(module, operands, parameter)
+            call = None if module is None else tap.begin(module, operands, parameter, args, kwargs)
             if call is None:
                 return None, args, kwargs
             return call, *self._with(tap.aliases(call, tuple(operands)), args, kwargs)

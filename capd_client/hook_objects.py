@@ -92,7 +92,7 @@ class PreHook(Hook):
             tap.bound = None
             operands = operands_of(self._arguments, args, kwargs)
             parameter = getattr(module, self._parameter) if self._parameter else None
-            call = tap.begin(module, operands, parameter)
+            call = tap.begin(module, operands, parameter, args, kwargs)
             if call is None:
                 return None
             tap.bound = call

@@ -19,11 +19,12 @@ from capd_client.auto_watch import give_way
 from capd_client.errors import ConfigError
 from capd_client.gate import Gate
 from capd_client.hook_objects import RootEnd, RootHook
-from capd_client.integrations import find_sites, step_counters
+from capd_client.integrations import step_counters
 from capd_client.integrations.linears import left_out
 from capd_client.late_watch import LateWatch
-from capd_client.naming import Place, place_modules
+from capd_client.naming import Place
 from capd_client.notices import Notices
+from capd_client.placing import find_products
 from capd_client.select import DEFAULT_TENSORS, TENSORS, Ranges, matches_any
 from capd_client.sites import Site
 from capd_client.slicing import Slice, parse_slices
@@ -42,30 +43,32 @@ class WatchHandle:
 
     def __init__(self) -> None:
         self.modules: tuple[str, ...] = ()
-        self._root: Optional[RootHook] = None
-        self._root_handles: tuple[RemovableHandle, ...] = ()
+        self._roots: list[RootHook] = []
+        self._root_handles: list[RemovableHandle] = []
         self._clock: Optional[Clock] = None
         self._watched: Optional[Watched] = None
         self._steering: Optional[Watches] = None
-        self._late: Optional[LateWatch] = None
+        self._late: list[LateWatch] = []
 
     @property
     def taps(self) -> list[Tap]:
         """Those that capture."""
         return [] if self._watched is None else self._watched.taps
 
-    def attach_root(self, model: nn.Module, watched: Watched, sink: Sink) -> None:
-        """Let the forwards of `model` begin micro-batches. First, so that it runs before the taps."""
+    def attach_roots(self, models: Sequence[nn.Module], watched: Watched, sink: Sink) -> None:
+        """Let the forwards of the models begin micro-batches. First, so that it runs before the taps."""
         recompute.install()
         step_counters.install()
         self._watched, self._clock = watched, clock_of(sink.context)
         self._clock.before_forward = step_counters.look_again
         self._clock.add(watched.gate)
-        self._root = RootHook(model, self._clock, sink, watched.settle)
-        self._root_handles = (
-            model.register_forward_pre_hook(self._root, prepend=True),
-            model.register_forward_hook(RootEnd(self._root), always_call=True),
-        )
+        for model in models:
+            root = RootHook(model, self._clock, sink, watched.settle)
+            self._roots.append(root)
+            self._root_handles += [
+                model.register_forward_pre_hook(root, prepend=True),
+                model.register_forward_hook(RootEnd(root), always_call=True),
+            ]
 
     def follow(self, steering: Watches) -> None:
         """Let `capd ctl` change what is captured, now that everything is tapped."""
@@ -73,16 +76,21 @@ class WatchHandle:
             self._steering = steering
             steering.add(self._watched)
 
-    def look_for_late_watch(self, model: nn.Module) -> None:
+    def look_for_late_watch(self, models: Sequence[nn.Module]) -> None:
         """Have it said if graphs compiled before now keep the taps from seeing anything."""
-        if self._root is not None and self._watched is not None and self._clock is not None:
-            watched = self._watched
-            self._late = LateWatch(model, self._root, watched.gate, self._clock, watched.taps)
+        watched, clock = self._watched, self._clock
+        if watched is None or clock is None:
+            return
+        for model, root in zip(models, self._roots, strict=True):
+            inside = set(model.modules())
+            taps = [tap for tap in watched.taps if tap.module() in inside]
+            if taps:
+                self._late.append(LateWatch(model, root, watched.gate, clock, taps))
 
     def remove(self) -> None:
         """Take every hook off again, also those waiting in a graph for its backward. May be called twice."""
-        if self._late is not None:
-            self._late.cancel()
+        for late in self._late:
+            late.cancel()
         if self._watched is not None:
             if self._steering is not None:
                 self._steering.discard(self._watched)
@@ -91,16 +99,16 @@ class WatchHandle:
                 recompute.uninstall()
                 step_counters.uninstall()
             self._watched.remove()
-        if self._root is not None:
-            self._root.remove()
+        for root in self._roots:
+            root.remove()
         for handle in self._root_handles:
             handle.remove()
-        self._root, self._root_handles, self._clock = None, (), None
-        self._watched, self._steering, self._late = None, None, None
+        self._clock, self._watched, self._steering = None, None, None
+        self._roots, self._root_handles, self._late = [], [], []
 
 
 def watch(
-    model: nn.Module,
+    model: Union[nn.Module, Sequence[nn.Module]],
     *,
     name: Optional[str] = None,
     steps: Optional[str] = None,
@@ -114,9 +122,9 @@ def watch(
     Call it on the model that the training loop calls, before or after wrapping, sharding or parallelising it. Only
     training forwards are captured, recomputes never.
 
-
     Args:
-        model: its forwards begin the micro-batches.
+        model: its forwards begin the micro-batches. Or several: the chunks of a virtual pipeline, as Megatron's
+            `get_model` returns them.
         name: put in front of the module names; tells several watched models apart.
         steps: iterations to capture, as in "0-2,100-:100" or "all". Default: CAPD_STEPS, else [when] steps
             in capd.toml, else "0".
@@ -141,7 +149,8 @@ def watch(
     handle = WatchHandle()
     try:
         plan = _Plan(sink.config, steps=steps, tensors=tensors, select=select, slices=slices)
-        _attach(sink, model, handle, plan, name=name or "")
+        models = (model,) if isinstance(model, nn.Module) else tuple(model)
+        _attach(sink, models, handle, plan, name=name or "")
     except ConfigError:
         handle.remove()
         raise
@@ -229,19 +238,20 @@ def _restricting(text: str) -> Optional[Ranges]:
 
 def _attach(
     sink: Sink,
-    model: nn.Module,
+    models: Sequence[nn.Module],
     handle: WatchHandle,
     plan: _Plan,
     *,
     name: str = "",
     called: Optional[nn.Module] = None,
 ) -> None:
-    """Put the hooks of `plan` on `model` and note them in `handle`.
+    """Put the hooks of `plan` on the models and note them in `handle`.
 
-    called: where nobody asked for this watch by name, the part of `model` whose forwards begin the micro-batches; then
-    nothing is said of what it leaves out.
+    called: where nobody asked for this watch by name, the part of the one model whose forwards begin the
+    micro-batches; then nothing is said of what it leaves out.
     """
-    products = _products_of(model, name)
+    products = find_products(models, name)
+    told = ", ".join(dict.fromkeys(type(model).__name__ for model in models))
     chosen = [(s, p) for s, p in products if not plan.select or matches_any(p.module, plan.select)]
     fresh = [(site, place) for site, place in chosen if not is_tapped(site)]
     if len(fresh) < len(chosen) and called is None:
@@ -252,35 +262,37 @@ def _attach(
     if not fresh:
         if called is not None:
             return
-        plan.report("empty", _nothing_to_watch(model, plan, [place.module for _, place in products]))
+        plan.report("empty", _nothing_to_watch(told, plan, [place.module for _, place in products]))
         return
     gate = Gate(sink.context, plan.steps, micro_batches=plan.micro_batches, ranks=plan.ranks)
     watched = Watched(sink, gate, plan.tensors, plan.slices)
-    handle.attach_root(model if called is None else called, watched, sink)
+    handle.attach_roots(models if called is None else (called,), watched, sink)
     for site, place in fresh:
         watched.attach(site, place)
     for site, place in products:
         if (site, place) not in chosen:
             watched.leave_out(site, place)
     if plan.ranks is None or sink.context.rank in plan.ranks:
-        sink.prepare({parameter.device for parameter in model.parameters()})
-    handle.look_for_late_watch(model)
+        sink.prepare({parameter.device for model in models for parameter in model.parameters()})
+    handle.look_for_late_watch(models)
     handle.follow(sink.steering)
     handle.modules = tuple(place.module for _, place in fresh)
+    _say_what_lacks(plan, fresh)
     _notices.info(
         'watching %d of %d products of %s (%s): %s in steps "%s"%s',
-        len(fresh), len(products), type(model).__name__, _counted(fresh), ", ".join(plan.told(fresh)), plan.steps.text,
+        len(fresh), len(products), told, _counted(fresh), ", ".join(plan.told(fresh)), plan.steps.text,
         "" if plan.steps.text == "all" else '; widen it with steps="all", CAPD_STEPS or [when] steps in capd.toml',
     )  # fmt: skip
-    others = left_out(model, (site.module for site, _ in products))
+    of_products = frozenset(site.module for site, _ in products)
+    others = [name for model in models for name in left_out(model, of_products)]
     if others:
         _notices.info("not captured, for they multiply in ways of their own: %s", ", ".join(others[:5]))
 
 
-def _products_of(model: nn.Module, prefix: str) -> list[tuple[Site, Place]]:
-    sites = find_sites(model)
-    places = place_modules(model, list(sites), prefix=prefix)
-    return [(site, places[name].of(site.suffix)) for name, of_module in sites.items() for site in of_module]
+def _say_what_lacks(plan: _Plan, products: list[tuple[Site, Place]]) -> None:
+    asked = Counter(lack for site, _ in products for lack in site.lacks if lack[0] in plan.tensors)
+    for (tensor, reason), count in asked.items():
+        _notices.warn(f"lacks {tensor}", "%s of %d products is not captured: %s", tensor, count, reason)
 
 
 def _counted(products: list[tuple[Site, Place]]) -> str:
@@ -289,8 +301,10 @@ def _counted(products: list[tuple[Site, Place]]) -> str:
     return ", ".join(f"{count} {layer_type}" for layer_type, count in counts.items())
 
 
-def _nothing_to_watch(model: nn.Module, plan: _Plan, names: list[str]) -> str:
+def _nothing_to_watch(told: str, plan: _Plan, names: list[str]) -> str:
     if not names:
-        return f"{type(model).__name__} has no product that capd knows; use capd_client.capture() for its tensors"
+        return (
+            f"{told or 'nothing'} has no product that capd knows; use capd_client.capture() for its tensors"
+        )
     some = ", ".join(names[:3])
     return f"watch(select={list(plan.select)!r}) leaves none of {len(names)} products ({some}, ...)"

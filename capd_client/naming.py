@@ -57,9 +57,10 @@ def place_modules(model: nn.Module, qualified_names: list[str], *, prefix: str =
 
     `prefix` (the name given to `watch`) goes in front of every module and stack name. Where removing
     wrapper parts would give two modules one name, those keep their full names. A model that is itself
-    the watched module (its qualified name is empty) is named after its class.
+    the watched module (its qualified name is empty) is named after its class. The layers of a pipeline
+    stage, whose list starts at 0 on every rank, have the names that they have in the whole model.
     """
-    cleaned = {name: clean_name(name) for name in qualified_names}
+    cleaned = {name: clean_name(_in_whole_model(model, name)) for name in qualified_names}
     uses = Counter(cleaned.values())
     places = {}
     for name in qualified_names:
@@ -92,10 +93,28 @@ def _layer_and_stack(model: nn.Module, qualified: str) -> tuple[Optional[int], s
     return int(match[1]), clean_name(qualified)[: match.start()]
 
 
+def _in_whole_model(model: nn.Module, qualified: str) -> str:
+    """The name with the number that a pipeline stage's layer has in all of the model."""
+    module, path = model, qualified.split(".")
+    for depth, part in enumerate(path):
+        child = module._modules.get(part)
+        if child is None:
+            break
+        if isinstance(module, nn.ModuleList) and _global_number(child) is not None:
+            return ".".join((*path[:depth], str(_global_number(child)), *path[depth + 1 :]))
+        module = child
+    return qualified
+
+
+def _global_number(layer: nn.Module) -> Optional[int]:
+    number = getattr(layer, "layer_number", None)  # Megatron: global, 1-based
+    return number - 1 if type(number) is int and number >= 1 else None
+
+
 def _declared_layer(layer: nn.Module, position: int) -> int:
     """The number a framework gives its layer, which pipeline stages need: their lists all start at 0."""
-    number = getattr(layer, "layer_number", None)  # Megatron: global, 1-based
-    if type(number) is int and number >= 1:
-        return number - 1
+    number = _global_number(layer)
+    if number is not None:
+        return number
     index = getattr(layer, "layer_idx", None)  # transformers: 0-based
     return index if type(index) is int and index >= 0 else position

@@ -6,6 +6,8 @@ first. Every segment therefore keeps, per tap, a queue of the moments of its fir
 the segment and not to the module: whatever order a schedule runs its backwards in, and however often a
 module is called, the second pass finds its own moments and nobody else's.
 
+Megatron's own checkpointing is of this kind, too, whole layers as well as the functions whose output it discards.
+
 The non-reentrant kind keeps the graph of its first pass, and the hooks with it; only what a compiled graph saved for
 its backward, the moments among it, is that of the second pass. Its segments are there for those.
 """
@@ -17,12 +19,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from types import FrameType, GeneratorType
+from types import FrameType, GeneratorType, ModuleType
 from typing import Any, Optional
 
 import torch
-from torch.utils import checkpoint
-from torch.utils.checkpoint import CheckpointFunction
+import torch.utils.checkpoint
 
 __all__ = ["Segment", "in_backward", "in_segment", "install", "keep", "repeating", "take", "uninstall"]
 
@@ -34,13 +35,7 @@ class _Local(threading.local):
 _local = _Local()
 _lock = threading.Lock()
 _users = 0
-_installed = False
-_original: Callable[..., Any] = (
-    CheckpointFunction.forward
-)  # what ours call; never cleared, calls may be under way
-_original_generator: Callable[..., Generator[None, None, None]] = (
-    checkpoint._checkpoint_without_reentrant_generator
-)
+_patches: dict[tuple[Any, ...], _Patch] = {}
 
 
 def in_backward() -> bool:
@@ -124,65 +119,98 @@ def take(tap: object) -> Optional[Any]:
     return None if _local.segment is None else _local.segment.take(tap)
 
 
-def _forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-    return _original(ctx, Segment(run_function) if _users else run_function, *args)
+class _Patch:
+    """A function that runs segments, with ours in its place. It is called as (holder, function of the segment, ...)."""
+
+    def __init__(self, holder: Any, name: str) -> None:
+        self._holder, self._name = holder, name
+        self._raw = vars(holder)[name]
+        self.original: Callable[..., Any] = getattr(holder, name)
+        self._ours = self._replacement()
+        setattr(holder, name, staticmethod(self._ours) if isinstance(self._raw, staticmethod) else self._ours)
+
+    def _replacement(self) -> Callable[..., Any]:
+        original = self.original
+
+        def run(holder: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return original(holder, Segment(function) if _users else function, *args, **kwargs)
+
+        return run
+
+    def undo(self) -> bool:
+        """Put the original back; False where someone has patched it after us: ours stays below theirs."""
+        if getattr(self._holder, self._name) is not self._ours:
+            return False
+        setattr(self._holder, self._name, self._raw)
+        return True
 
 
-def _generator(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None, None, None]:
-    if not _users:
-        return _original_generator(fn, *args, **kwargs)
-    segment = Segment(fn)
-    return segment.first_pass(_original_generator(segment, *args, **kwargs))
+class _GeneratorPatch(_Patch):
+    """The generator of torch's non-reentrant kind: around the first pass, which torch itself runs amid it."""
+
+    def _replacement(self) -> Callable[..., Any]:
+        original = self.original
+
+        def generate(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if not _users:
+                return original(function, *args, **kwargs)
+            segment = Segment(function)
+            run: Generator[None, None, None] = original(segment, *args, **kwargs)
+            return segment.first_pass(run)
+
+        return generate
+
+
+_TARGETS: tuple[tuple[type[_Patch], str, str, str], ...] = (
+    (_Patch, "torch.utils.checkpoint", "CheckpointFunction", "forward"),
+    (_GeneratorPatch, "torch.utils.checkpoint", "", "_checkpoint_without_reentrant_generator"),
+    (_Patch, "megatron.core.tensor_parallel.random", "CheckpointFunction", "forward"),
+    (_Patch, "megatron.core.tensor_parallel.random", "CheckpointWithoutOutput", "checkpoint"),
+)
 
 
 def install() -> None:
-    """Let torch's checkpointing run its functions as Segments. Calls nest; see `uninstall`."""
-    global _users, _installed, _original, _original_generator
+    """Let the checkpointing of the loaded libraries run its functions as Segments. Calls nest; see `uninstall`."""
+    global _users
     with _lock:
         _users += 1
-        if not _installed:
-            _original = CheckpointFunction.forward
-            CheckpointFunction.forward = staticmethod(_forward)  # type: ignore[method-assign]  # meant
-            _original_generator = checkpoint._checkpoint_without_reentrant_generator
-            checkpoint._checkpoint_without_reentrant_generator = _generator
-            _installed = True
-            _adopt()
+        for target in _TARGETS:
+            kind, module, holder, name = target
+            if target not in _patches and module in sys.modules:
+                library = sys.modules[module]
+                _patches[target] = kind(getattr(library, holder) if holder else library, name)
+                _adopt(library)
 
 
-def _adopt() -> None:
+def _adopt(library: ModuleType) -> None:
     """Make Segments of those whose first pass this thread is in: the first capture of a process may lie there.
 
-    torch's own frames hold what it will call in the backward.
+    The library's own frames hold what it will call in the backward.
     """
     frame: Optional[FrameType] = sys._getframe()
     while frame is not None:
-        if frame.f_globals is vars(checkpoint):
+        if frame.f_globals is vars(library):
             held = frame.f_locals
-            if frame.f_code.co_name == "forward" and hasattr(held.get("ctx"), "run_function"):
-                held["ctx"].run_function = Segment(held["ctx"].run_function, passes=1)
+            for owner in (held.get("ctx"), held.get("self")):
+                _adopt_function(owner, "run_function")
             for value in tuple(held.values()):
                 if isinstance(value, GeneratorType) and value.gi_frame is not None:
-                    _adopt_frame(value.gi_frame.f_locals.get("new_frame"))
+                    _adopt_function(value.gi_frame.f_locals.get("new_frame"), "recompute_fn")
         frame = frame.f_back
 
 
-def _adopt_frame(frame: Any) -> None:
-    if hasattr(frame, "recompute_fn"):
-        frame.recompute_fn = Segment(frame.recompute_fn, passes=1)
+def _adopt_function(owner: Any, name: str) -> None:
+    function = getattr(owner, name, None)
+    if function is not None and not isinstance(function, Segment):
+        setattr(owner, name, Segment(function, passes=1))
 
 
 def uninstall() -> None:
-    """Undo one `install`; the last one restores torch's own functions.
-
-    Where someone patched them after us, ours stay below theirs and pass everything through.
-    """
-    global _users, _installed
+    """Undo one `install`; the last one restores the libraries' own functions."""
+    global _users
     with _lock:
         _users -= 1
-        if _users:
-            return
-        ours = (CheckpointFunction.forward, checkpoint._checkpoint_without_reentrant_generator)
-        if ours == (_forward, _generator):
-            CheckpointFunction.forward = staticmethod(_original)  # type: ignore[method-assign]  # meant
-            checkpoint._checkpoint_without_reentrant_generator = _original_generator
-            _installed = False
+        if not _users:
+            for target, patch in tuple(_patches.items()):
+                if patch.undo():
+                    del _patches[target]

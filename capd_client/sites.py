@@ -12,7 +12,9 @@ from capd_client.kinds import Kind
 if TYPE_CHECKING:
     from capd_client.function_sites import FunctionSite
 
-__all__ = ["Site", "State", "operands_of", "output_of", "with_operands"]
+__all__ = ["Attributes", "Site", "State", "operands_of", "output_of", "with_operands"]
+
+Attributes = tuple[tuple[str, Any], ...]
 
 
 class State(NamedTuple):
@@ -28,8 +30,12 @@ class Site(NamedTuple):
     Either the module's own arguments are the operands, and `arguments` names them: they are the first of its forward,
     in the order of `kind.operands`. Or the product is a call of `function` somewhere in the module's forward.
 
-    suffix: behind the module's name, where a module holds several products. attributes: what is constant about its
-    tensors (layout, coordinates): JSON values that can be hashed. computed: the parameter is made anew for every call.
+    suffix: behind the module's name, where a module holds several products.
+    attributes: what is constant about its tensors (layout, coordinates): JSON values that can be hashed.
+    of_tensor: the same, for single tensors by their names.
+    describe: given a call's args and kwargs, what its records say in their metadata.
+    lacks: tensors that this product does not have, each with the reason.
+    computed: the parameter is made anew for every call.
     state: what is captured with the parameter.
     """
 
@@ -38,7 +44,10 @@ class Site(NamedTuple):
     arguments: tuple[str, ...] = ()
     function: Optional[FunctionSite] = None
     suffix: str = ""
-    attributes: tuple[tuple[str, Any], ...] = ()
+    attributes: Attributes = ()
+    of_tensor: tuple[tuple[str, Attributes], ...] = ()
+    describe: Optional[Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]] = None
+    lacks: tuple[tuple[str, str], ...] = ()
     computed: bool = False
     state: Optional[Callable[[nn.Module], State]] = None
 

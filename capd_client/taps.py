@@ -94,9 +94,9 @@ class Tap:
     """Captures one product. Its methods may raise; who calls them hands errors on to `failed`."""
 
     __slots__ = (
-        "__weakref__", "_at", "_attributes", "_backward", "_calls", "_casts", "_computed", "_deferred", "_keys",
-        "_parameter_at", "_parameter_handle", "_sink", "_slices", "_state", "_tensors", "bound", "gate", "kind",
-        "module", "number", "place",
+        "__weakref__", "_at", "_attributes", "_backward", "_calls", "_common", "_computed", "_deferred", "_describe",
+        "_keys", "_lacks", "_of_tensor", "_parameter_at", "_parameter_handle", "_sink", "_slices", "_state",
+        "_tensors", "bound", "gate", "kind", "module", "number", "place",
     )  # fmt: skip
 
     def __init__(
@@ -112,22 +112,25 @@ class Tap:
         self.kind: Kind = site.kind
         self.gate = gate
         self.place = place
-        self._tensors = tensors
+        self._lacks = frozenset(name for name, _ in site.lacks)
+        self._tensors = self._had(tensors)
         self._slices = slices
         self._computed = site.computed
         self._state = site.state
         self._sink = sink
-        self._attributes: Optional[dict[str, Any]] = dict(site.attributes) or None
-        self._casts: dict[torch.dtype, dict[str, Any]] = {}
+        self._describe = site.describe
+        self._common = site.attributes
+        self._of_tensor = dict(site.of_tensor)
+        self._attributes: dict[tuple[str, Optional[torch.dtype]], Optional[dict[str, Any]]] = {}
         self._keys: dict[tuple[str, torch.dtype], Key] = {}
-        self._at = (-1, -1)  # the iteration and micro-batch that _calls counts in
-        self._calls = 0
+        self._at = -1  # the iteration that _calls counts in
+        self._calls: dict[int, int] = {}  # calls in each of its micro-batches
         self._parameter_at = -1  # the iteration whose parameter is captured
         self.bound: Optional[Call] = None  # between the pre-hook and the forward hook of one call
         self._backward: tuple[int, Optional[Call]] = (-1, None)  # graph task and call of the last dY
         self._deferred: dict[int, Call] = {}  # micro-batch → call whose dW a later backward computes
         self._parameter_handle: Optional[RemovableHandle] = None
-        self.number = claim(self) if tensors else -1  # what compiled graphs know it by; -1: not at all
+        self.number = claim(self) if self._tensors else -1  # what compiled graphs know it by; -1: not at all
 
     @property
     def tensors(self) -> frozenset[str]:
@@ -151,7 +154,7 @@ class Tap:
     @property
     def captured_at(self) -> int:
         """The last iteration in which a call was captured; -1 before the first."""
-        return self._at[0]
+        return self._at
 
     @property
     def expects_parameter_gradient(self) -> bool:
@@ -159,15 +162,27 @@ class Tap:
         return self._backward[1] is not None or bool(self._deferred)
 
     def begin(
-        self, module: nn.Module, operands: Sequence[Any], parameter: Any, metadata: str = ""
+        self,
+        module: nn.Module,
+        operands: Sequence[Any],
+        parameter: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Optional[dict[str, Any]] = None,
     ) -> Optional[Call]:
-        """Bind the moment of a call that is about to run, and capture its operands; None if it is not captured."""
+        """Bind the moment of a call that is about to run, and capture its operands; None if it is not captured.
+
+        args, kwargs: what the module or the function was called with, where the site describes calls.
+        """
         if not module.training or self.module() is not module or is_tracing():
             return None
-        call = self._call(metadata)
+        call = self._call()
         if call is None or not isinstance(operands[0], Tensor):
             return None
         if not call.recomputing:
+            if self._describe is not None:
+                call = call._replace(
+                    metadata=msgspec.json.encode(self._describe(args, kwargs or {})).decode()
+                )
             self._capture_operands(operands, parameter, call, autocast_dtype(operands[0].device.type))
         self._watch_parameter_gradient(parameter)  # in a recompute, too: FSDP makes another weight for it
         if self._computed and isinstance(parameter, Tensor) and parameter.grad_fn is not None:
@@ -216,7 +231,7 @@ class Tap:
         tensors: the operands, the parameter (or None) and the output.
         """
         *operands, parameter, output = tensors
-        call = None if self.module() is None else self._call("")
+        call = None if self.module() is None else self._call()
         if call is None:
             return None
         if not call.recomputing:
@@ -273,7 +288,7 @@ class Tap:
 
     def select(self, tensors: frozenset[str]) -> None:
         """Capture these tensors from now on; none of them: gradients still under way are not captured either."""
-        self._tensors = tensors
+        self._tensors = self._had(tensors)
         if f"grad_{self.kind.parameter}" not in tensors:
             self._unhook_parameter()
 
@@ -282,12 +297,15 @@ class Tap:
         self.select(frozenset())
         release(self.number)
 
+    def _had(self, tensors: frozenset[str]) -> frozenset[str]:
+        return tensors.intersection(self.kind.tensors) - self._lacks
+
     def _unhook_parameter(self) -> None:
         if self._parameter_handle is not None:
             self._parameter_handle.remove()
             self._parameter_handle = None
 
-    def _call(self, metadata: str) -> Optional[Call]:
+    def _call(self) -> Optional[Call]:
         """The call about to run, or None if it is not captured."""
         if recompute.in_backward():
             first: Optional[Call] = recompute.take(self)
@@ -295,10 +313,12 @@ class Tap:
         if trying() or not self.gate.admits() or not self._tensors:
             return None
         context = self.gate.context
-        at = (context.iteration, context.micro_batch)
-        self._calls = self._calls + 1 if at == self._at else 0
-        self._at = at
-        return Call(context.moment(call=self._calls, recompute=False), False, metadata)
+        if context.iteration != self._at:
+            self._at = context.iteration
+            self._calls.clear()
+        number = self._calls.get(context.micro_batch, 0)
+        self._calls[context.micro_batch] = number + 1
+        return Call(context.moment(call=number, recompute=False), False)
 
     def _capture_operands(
         self, operands: Sequence[Any], parameter: Any, call: Call, autocast: Optional[torch.dtype]
@@ -319,7 +339,7 @@ class Tap:
             self._offer(parameter, name, call, cast_to)
             return
         state = self._state(module)
-        attributes = {**(self._attributes or {}), **state.attributes}
+        attributes = {**(self._attributes_of(name, None) or {}), **state.attributes}
         self._offer(parameter, name, call, None, attributes)
         for suffix, tensor in state.tensors.items():
             self._offer(tensor, f"{name}.{suffix}", call, None, attributes)
@@ -345,7 +365,7 @@ class Tap:
         attributes: Optional[dict[str, Any]] = None,
     ) -> None:
         if attributes is None:
-            attributes = self._attributes if cast_to is None else self._cast_attributes(tensor.dtype)
+            attributes = self._attributes_of(tensor_name, None if cast_to is None else tensor.dtype)
         self._sink.offer(
             tensor,
             self._key(tensor_name, cast_to or tensor.dtype),
@@ -356,12 +376,14 @@ class Tap:
             take=self._slices.get(tensor_name),
         )
 
-    def _cast_attributes(self, dtype: torch.dtype) -> dict[str, Any]:
-        found = self._casts.get(dtype)
-        if found is None:
-            cast_from = {"cast_from": str(dtype).removeprefix("torch.")}
-            found = self._casts[dtype] = {**(self._attributes or {}), **cast_from}
-        return found
+    def _attributes_of(self, tensor_name: str, cast_from: Optional[torch.dtype]) -> Optional[dict[str, Any]]:
+        asked = (tensor_name, cast_from)
+        if asked not in self._attributes:
+            found = dict((*self._common, *self._of_tensor.get(tensor_name, ())))
+            if cast_from is not None:
+                found["cast_from"] = str(cast_from).removeprefix("torch.")
+            self._attributes[asked] = found or None
+        return self._attributes[asked]
 
     def _key(self, tensor_name: str, dtype: torch.dtype) -> Key:
         rank = self.gate.context.bind()

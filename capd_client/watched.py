@@ -125,7 +125,7 @@ class Watched:
         self._own, self._left, self._undo, self._last = [], [], [], []
 
     def _tap(self, site: Site, place: Place, tensors: frozenset[str], taps: list[_Tapped]) -> _Tapped:
-        module, tensors = site.module, tensors.intersection(site.kind.tensors)
+        module = site.module
         tap = Tap(site, place, tensors, self._slices, self._sink, self.gate)
         tapped = _Tapped(tap, _product(site), place)
         taps.append(tapped)  # first: what fails half-way is removed with the rest

@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from capd_client.integrations import linears, torch_nn
+from capd_client.integrations import linears, megatron, torch_nn
 from capd_client.placements import coordinates
 from capd_client.sites import Site
 
 __all__ = ["find_sites"]
 
 _FINDERS: tuple[Callable[[nn.Module], dict[str, list[Site]]], ...] = (
+    megatron.find_sites,
     linears.find_sites,
     torch_nn.find_sites,
 )

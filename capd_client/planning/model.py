@@ -94,7 +94,7 @@ def plan(
     handle = hooks.WatchHandle()
     try:
         settings = hooks._Plan(sink.config, steps=steps, tensors=tensors, select=select, slices=slices)
-        hooks._attach(sink, model, handle, settings, name=name or "")
+        hooks._attach(sink, (model,), handle, settings, name=name or "")
         return Plan(sink, handle)
     except BaseException:
         handle.remove()

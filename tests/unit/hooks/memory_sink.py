@@ -28,6 +28,7 @@ class Captured:
     value: torch.Tensor
     requires_grad: bool
     attributes: dict[str, Any]
+    metadata: str = ""
 
     @property
     def at(self) -> tuple[int, int, int]:
@@ -69,7 +70,7 @@ class MemorySink:
         with torch.no_grad():
             value = plain.detach() if take is None else take.apply(plain, metadata)[0]
             value = value.to(dtype=cast_to or tensor.dtype, copy=True)
-        self.captured.append(Captured(key, moment, value, tensor.requires_grad, attributes or {}))
+        self.captured.append(Captured(key, moment, value, tensor.requires_grad, attributes or {}, metadata))
 
     def keeps(self, moment: Moment) -> bool:
         return True

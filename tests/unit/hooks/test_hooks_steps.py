@@ -238,3 +238,14 @@ def test_losses_gradients_and_random_numbers_are_bit_identical_with_and_without(
     assert sink.captured
     assert len(with_capture) == len(without)
     assert all(torch.equal(a, b) for a, b in zip(with_capture, without, strict=True))
+
+
+def test_a_micro_batch_that_runs_again_in_its_iteration_goes_on_counting_calls(sink: MemorySink) -> None:
+    model = MLP()
+    watch(model, steps="all")
+
+    for micro_batch in (0, 1, 0, 1):
+        sink.context.set_moment(micro_batch=micro_batch)
+        model(torch.randn(2, 6))
+
+    assert [c.at for c in sink.of("fc1", "input")] == [(0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)]

@@ -347,3 +347,22 @@ def test_hooks_that_are_moved_to_another_module_do_nothing(sink: MemorySink) -> 
     torch.compile(other, backend="eager", fullgraph=True)(torch.randn(2, 6)).sum().backward()
 
     assert sink.captured == []
+
+
+def test_several_models_are_one_watch(sink: MemorySink) -> None:
+    chunks = [MLP(), MLP()]
+
+    handle = watch(chunks, name="stage")
+    for chunk in chunks:
+        chunk(torch.randn(2, 6)).sum().backward()
+
+    assert handle.modules == ("stage.0.fc1", "stage.0.fc2", "stage.1.fc1", "stage.1.fc2")
+    assert [c.at for name in handle.modules for c in sink.of(name, "input")] == [(0, 0, 0)] * 4
+    handle.remove()
+    assert [hook_count(chunk) for chunk in chunks] == [0, 0]
+
+
+def test_several_models_without_names_in_common_keep_theirs(sink: MemorySink) -> None:
+    first, last = nn.Sequential(nn.Linear(6, 6)), nn.ModuleDict({"head": nn.Linear(6, 2)})
+
+    assert watch([first, last]).modules == ("0", "head")

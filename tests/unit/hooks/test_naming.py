@@ -86,6 +86,19 @@ def test_a_number_that_the_framework_declares_wins(attribute: str, value: int, l
     assert place_modules(model, ["layers.0.fc"])["layers.0.fc"].layer == layer
 
 
+def test_the_layers_of_a_pipeline_stage_are_named_as_in_the_whole_model() -> None:
+    stage = nn.Module()
+    stage.decoder = nn.Module()
+    stage.decoder.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    for number, layer in enumerate(stage.decoder.layers, start=5):  # 1-based, as Megatron counts
+        layer.layer_number = number
+
+    places = place_modules(stage, ["decoder.layers.0", "decoder.layers.1"])
+
+    assert [place.module for place in places.values()] == ["decoder.layers.4", "decoder.layers.5"]
+    assert [place.layer for place in places.values()] == [4, 5]
+
+
 def test_names_that_would_collide_without_their_wrapper_parts_keep_them() -> None:
     model = nn.Module()
     model.fc = nn.Linear(2, 2)

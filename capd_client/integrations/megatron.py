@@ -1,0 +1,133 @@
+"""Megatron-LM, megatron-core 0.12 to 0.20: linears, core attention and the router, as their products see them.
+
+The linears are tapped at the functions that compute them: what a module returns is reduced or scattered over the tensor
+parallel ranks already. A weight that a layer is given as an argument (an output layer that shares the embedding's) is
+the one that it was given. Under sequence parallelism the input is the rank's part of the sequence, as the function is
+given it: the whole lies in a buffer that the next layer writes to.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, Optional
+
+from torch import nn
+
+from capd_client.function_sites import FunctionSite
+from capd_client.integrations import megatron_ranks as ranks
+from capd_client.kinds import ATTENTION, LINEAR
+from capd_client.sites import Attributes, Site, operands_of
+
+__all__ = ["find_sites"]
+
+_LAYERS = "megatron.core.tensor_parallel.layers"
+_ROUTER = "megatron.core.transformer.moe.router"
+_ATTENTIONS = (
+    ("megatron.core.transformer.dot_product_attention", "DotProductAttention"),
+    ("megatron.core.extensions.transformer_engine", "TEDotProductAttention"),
+)
+_FUSED_GRADIENT = (
+    "gradient_accumulation_fusion adds it to main_grad and hands on a placeholder; it is grad_outputᵀ · input"
+)
+
+
+class _LinearFunction(FunctionSite):
+    def patches(self) -> list[tuple[Any, str]]:
+        """Both are looked up when a layer's forward runs, in every version."""
+        names = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
+        return [(sys.modules[_LAYERS], name) for name in names]
+
+
+class _Gating(FunctionSite):
+    def patches(self) -> list[tuple[Any, str]]:
+        """The method of routers: what it calls is another function in each version."""
+        return [(_class(_ROUTER, "Router"), "gating")]
+
+    def _operands(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        return (*operands_of(("input",), args[1:], kwargs), args[0].weight)
+
+
+_LINEAR = _LinearFunction("megatron linear", LINEAR, ("input", "weight"))
+_GATING = _Gating("megatron router", LINEAR, ("input",), skip=1)
+
+
+def find_sites(model: nn.Module) -> dict[str, list[Site]]:
+    """The parallel linears, core attentions and routers of `model`, by their qualified names."""
+    makers = _makers()
+    found: dict[str, list[Site]] = {}
+    common: Optional[Attributes] = None
+    for name, module in model.named_modules():
+        make = next((make for kind, make in makers if isinstance(module, kind)), None)
+        if make is not None:
+            common = ranks.coordinates(model) if common is None else common
+            found[name] = [make(module, (*common, *ranks.expert(model, name)))]
+    return found
+
+
+def _makers() -> list[tuple[type[nn.Module], Callable[[Any, Attributes], Site]]]:
+    """Classes of megatron that the job has imported, and what makes a site of their modules."""
+    wanted = [
+        (_LAYERS, "ColumnParallelLinear", _column),
+        (_LAYERS, "RowParallelLinear", _row),
+        (_ROUTER, "Router", _router),
+        *((*where, _attention) for where in _ATTENTIONS),
+    ]
+    found = ((_class(module, name), make) for module, name, make in wanted)
+    return [(kind, make) for kind, make in found if kind is not None]
+
+
+def _class(module: str, name: str) -> Any:
+    """None where the job has not imported it, or something else has its name: a mock, without TransformerEngine."""
+    found = getattr(sys.modules.get(module), name, None)
+    return found if isinstance(found, type) else None
+
+
+def _column(module: Any, attributes: Attributes) -> Site:
+    return _linear(module, attributes, ranks.column_placements(module))
+
+
+def _row(module: Any, attributes: Attributes) -> Site:
+    return _linear(module, attributes, ranks.row_placements(module))
+
+
+def _linear(module: Any, attributes: Attributes, placements: ranks.OfTensor) -> Site:
+    fused = module.gradient_accumulation_fusion
+    return Site(
+        module, LINEAR, function=_LINEAR, attributes=attributes, of_tensor=placements, describe=_describe_linear,
+        lacks=(("grad_weight", _FUSED_GRADIENT),) if fused else (),
+    )  # fmt: skip
+
+
+def _describe_linear(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    weight = operands_of(("input", "weight"), args, kwargs)[1]
+    group = kwargs.get("tp_group")
+    deferred = kwargs.get("grad_output_buffer") is not None
+    return {
+        "sequence_parallel": bool(kwargs.get("sequence_parallel")),
+        "use_bias": kwargs.get("bias") is not None,
+        "wgrad_compute": bool(weight.requires_grad) and not deferred,
+        "tp_group_size": None if group is None else group.size(),
+    }
+
+
+def _router(module: Any, attributes: Attributes) -> Site:
+    return Site(
+        module, LINEAR, function=_GATING, attributes=attributes, of_tensor=ranks.router_placements(module)
+    )
+
+
+def _attention(module: Any, attributes: Attributes) -> Site:
+    return Site(
+        module, ATTENTION, ("query", "key", "value"), attributes=(("layout", "sbhd"), *attributes),
+        of_tensor=ranks.attention_placements(module), describe=_describe_attention,
+    )  # fmt: skip
+
+
+def _describe_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = ("query", "key", "value", "attention_mask", "attn_mask_type")
+    *_, mask, mask_type = operands_of(names, args, kwargs)
+    return {
+        "attention_mask_shape": None if mask is None else list(mask.shape),
+        "attn_mask_type": None if mask_type is None else str(mask_type),
+    }

@@ -1,0 +1,220 @@
+"""Trains tiny GPTs by megatron-core's own schedules, one mode after the other, captured and not captured.
+
+    torchrun --nproc-per-node 2 megatron_job.py RESULT MODE ...
+
+RESULT: directory for one JSON file per rank: the losses of every mode, with capture and without. Every mode is
+watched under its own name, so that all of them lie in one store.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import capd_client
+from tests.integration import megatron_cpu
+
+LAYERS, HIDDEN, HEADS, GROUPS, FFN = 4, 16, 4, 2, 24
+VOCABULARY, SEQUENCE, MICRO_BATCH_SIZE = 32, 8, 2
+STEPS, MICRO_BATCHES = 2, 4
+EXPERTS = 4
+TENSORS = (
+    "input", "weight", "output", "grad_output", "grad_input", "grad_weight",
+    "query", "key", "value", "grad_query", "grad_key", "grad_value",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to run the model: parallel sizes, and what else is configured."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def sp(self) -> bool:
+        return bool(self.config.get("sequence_parallel"))
+
+    @property
+    def experts(self) -> int:
+        return int(self.config.get("num_moe_experts", 0))
+
+    def layers(self, pp_rank: int, chunk: int) -> range:
+        """The layers of a chunk, 0-based over the whole model."""
+        count = LAYERS // (self.pp * self.vpp)
+        first = chunk * LAYERS // self.vpp + pp_rank * count
+        return range(first, first + count)
+
+
+MOE = {"num_moe_experts": EXPERTS, "moe_router_topk": 1, "moe_token_dispatcher_type": "alltoall",
+       "moe_router_load_balancing_type": "none", "moe_router_pre_softmax": True}  # fmt: skip
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+MODES = {
+    "dp2": Mode(),
+    "tp2": Mode(tp=2),
+    "tp2sp": Mode(tp=2, config={"sequence_parallel": True}),
+    "pp2": Mode(pp=2),
+    "vpp": Mode(pp=2, vpp=2),
+    "full": Mode(pp=2, config=FULL),
+    "selective": Mode(config={"recompute_granularity": "selective"}),
+    "moe": Mode(config=MOE),
+    "moefull": Mode(pp=2, config={**MOE, **FULL}),
+}
+
+
+def main(result: Path, names: list[str]) -> None:
+    megatron_cpu.install()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    results = {}
+    logging.getLogger("megatron").setLevel(logging.ERROR)  # one generator stands for those of CPU and GPU
+    for name in names:
+        mode = MODES[name]
+        losses = {
+            "off": [loss.hex() for loss in train(mode)],
+            "on": [loss.hex() for loss in train(mode, watch=name)],
+        }
+        results[name] = losses
+    (result / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
+    capd_client.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train(mode: Mode, watch: str = "") -> list[float]:
+    """Losses of all micro-batches, those of the evaluation passes between the steps too; [] on first stages."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=mode.tp,
+        pipeline_model_parallel_size=mode.pp,
+        virtual_pipeline_model_parallel_size=mode.vpp if mode.vpp > 1 else None,
+    )
+    torch.manual_seed(5)
+    model_parallel_cuda_manual_seed(5)
+    chunks = build(mode)
+    optimizer = make_optimizer(chunks)
+    handle = None
+    if watch:
+        handle = capd_client.watch(chunks, name=watch, steps="all", tensors=TENSORS)
+    losses: list[float] = []
+    data_rank = parallel_state.get_data_parallel_rank()
+    for step in range(STEPS):
+        for forward_only in (False, True):
+            for chunk in chunks:
+                chunk.train(not forward_only)
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            reduced = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=[batches(data_rank, step) for _ in chunks],
+                model=chunks,
+                num_microbatches=MICRO_BATCHES,
+                seq_length=SEQUENCE,
+                micro_batch_size=MICRO_BATCH_SIZE,
+                forward_only=forward_only,
+            )
+            losses += [float(loss["loss"]) for loss in reduced]
+            if not forward_only:
+                optimizer.step()
+    if handle is not None:
+        handle.remove()
+    parallel_state.destroy_model_parallel()
+    return losses
+
+
+def build(mode: Mode) -> list[Any]:
+    """The chunks of this rank, wrapped as megatron's own training script wraps them."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, num_query_groups=GROUPS,
+        ffn_hidden_size=FFN, tensor_model_parallel_size=mode.tp, pipeline_model_parallel_size=mode.pp,
+        virtual_pipeline_model_parallel_size=mode.vpp if mode.vpp > 1 else None,
+        pipeline_dtype=torch.float32, use_cpu_initialization=True, gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False, bias_activation_fusion=False, bias_dropout_fusion=False,
+        apply_rope_fusion=False, add_bias_linear=False, init_method_std=0.5, attention_dropout=0.0, hidden_dropout=0.1,
+        deallocate_pipeline_outputs=True, **mode.config,
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec(num_experts=mode.config.get("num_moe_experts"))
+    chunks = []
+    for stage in range(mode.vpp):
+        virtual: dict[str, Any] = {}
+        if mode.vpp > 1:
+            parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
+            virtual = {"ignore_virtual": False}
+            if "vp_stage" in GPTModel.__init__.__annotations__:
+                virtual["vp_stage"] = stage
+        at: dict[str, Any] = {"vp_stage": stage} if "vp_stage" in virtual else {}
+        model = GPTModel(
+            config=config, transformer_layer_spec=spec, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE,
+            pre_process=parallel_state.is_pipeline_first_stage(**virtual),
+            post_process=parallel_state.is_pipeline_last_stage(**virtual),
+            share_embeddings_and_output_weights=False, position_embedding_type="rope", **at,
+        )  # fmt: skip
+        ddp = DistributedDataParallelConfig(overlap_grad_reduce=False, use_distributed_optimizer=False)
+        starve_last_expert(model)
+        chunks.append(DistributedDataParallel(config, ddp, model))
+    config.finalize_model_grads_func = finalize_model_grads
+    config.no_sync_func = chunks[0].no_sync if len(chunks) == 1 else [chunk.no_sync for chunk in chunks]
+    return chunks
+
+
+def starve_last_expert(model: torch.nn.Module) -> None:
+    """Its logit is the mean of two others', so no token chooses it."""
+    for name, module in model.named_modules():
+        if name.endswith(".router"):
+            with torch.no_grad():
+                module.weight[-1] = module.weight[:2].mean(0)
+
+
+def make_optimizer(chunks: list[Any]) -> Any:
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    config = OptimizerConfig(optimizer="adam", lr=0.01, clip_grad=0.0, use_distributed_optimizer=False)
+    return get_megatron_optimizer(config, chunks)
+
+
+def batches(data_rank: int, step: int) -> Iterator[torch.Tensor]:
+    """Tokens of the micro-batches of one step, one longer than a sequence."""
+    for micro_batch in range(MICRO_BATCHES):
+        generator = torch.Generator().manual_seed(1000 * data_rank + 10 * step + micro_batch)
+        yield torch.randint(0, VOCABULARY, (MICRO_BATCH_SIZE, SEQUENCE + 1), generator=generator)
+
+
+def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    tokens = next(data)
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    positions = torch.arange(SEQUENCE).expand_as(inputs)
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    output = model(inputs, positions, mask, labels=labels)
+    return output, mean_loss
+
+
+def mean_loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = output.float().mean()
+    return loss, {"loss": loss.detach()}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
