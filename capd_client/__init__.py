@@ -15,10 +15,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from capd_client.api import capture, close, counters, flush, set_moment
     from capd_client.hooks import watch
+    from capd_client.integrations.te_inspection import te_features
     from capd_client.planning.model import plan
     from capd_client.replays import static_tap
 
-__all__ = ["capture", "close", "counters", "flush", "plan", "set_moment", "static_tap", "watch"]
+__all__ = [
+    "capture",
+    "close",
+    "counters",
+    "flush",
+    "plan",
+    "set_moment",
+    "static_tap",
+    "te_features",
+    "watch",
+]
 
 _HOMES = {
     "capture": "capd_client.api",
@@ -28,6 +39,7 @@ _HOMES = {
     "plan": "capd_client.planning.model",
     "set_moment": "capd_client.api",
     "static_tap": "capd_client.replays",
+    "te_features": "capd_client.integrations.te_inspection",
     "watch": "capd_client.hooks",
 }
 

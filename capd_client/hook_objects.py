@@ -91,7 +91,7 @@ class PreHook(Hook):
         try:
             tap.bound = None
             operands = operands_of(self._arguments, args, kwargs)
-            parameter = getattr(module, self._parameter) if self._parameter else None
+            parameter = getattr(module, self._parameter, None) if self._parameter else None
             call = tap.begin(module, operands, parameter, args, kwargs)
             if call is None:
                 return None

@@ -1,7 +1,8 @@
 """The plain tensors inside a tensor subclass: a quantised weight's payload, scales and zero points.
 
 Classes that torch calls traceable wrappers tell them by `__tensor_flatten__`, with the context that puts them together
-again. They are captured as they are, each under its own name behind the tensor's ("weight.qdata", "weight.scale").
+again; TransformerEngine's quantised tensors did so by a `get_metadata` of their own before 2.20. They are captured as
+they are, each under its own name behind the tensor's ("weight.qdata", "weight.scale", "weight.rowwise_data").
 """
 
 from __future__ import annotations
@@ -25,20 +26,35 @@ def inner_tensors(tensor: Tensor, name: str = "") -> Iterator[tuple[str, Tensor]
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     held: Any = local_part(tensor)
-    if type(held).__name__ in _TAKEN_WHOLE or not is_traceable_wrapper_subclass(held):
+    if _is_of_old_engine(held):
+        for inner, value in held.get_metadata().items():
+            if isinstance(value, Tensor):
+                yield f"{name}.{inner}", value
+    elif type(held).__name__ in _TAKEN_WHOLE or not is_traceable_wrapper_subclass(held):
         if name:
             yield name, held
-        return
-    names, _ = held.__tensor_flatten__()
-    for inner in names:
-        yield from inner_tensors(getattr(held, inner), f"{name}.{inner}")
+    else:
+        for inner in held.__tensor_flatten__()[0]:
+            value = getattr(held, inner)
+            if value is not None:
+                yield from inner_tensors(value, f"{name}.{inner.lstrip('_')}")
+
+
+def _is_of_old_engine(tensor: Any) -> bool:
+    kind = type(tensor)
+    named = kind.__module__.startswith("transformer_engine.") and hasattr(kind, "get_metadata")
+    return named and not hasattr(kind, "__tensor_flatten__")
 
 
 def context_of(tensor: Tensor) -> dict[str, Any]:
     """What a reader needs besides the inner tensors: class, shape and dtype shown to the outside, and the context."""
     tensor = local_part(tensor)
     kind: Any = type(tensor)
-    _, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # a traceable wrapper has it
+    if _is_of_old_engine(tensor):
+        held: Any = tensor
+        context: Any = {k: v for k, v in held.get_metadata().items() if not isinstance(v, Tensor)}
+    else:
+        _, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # a traceable wrapper has it
     return {
         "tensor_class": f"{kind.__module__}.{kind.__qualname__}",
         "tensor_shape": tuple(

@@ -12,7 +12,7 @@ from typing import NamedTuple, Optional
 
 from torch import nn
 
-__all__ = ["Place", "clean_name", "place_modules"]
+__all__ = ["Place", "clean_name", "place_modules", "place_of"]
 
 _WRAPPER_PARTS = frozenset(
     {
@@ -73,6 +73,12 @@ def place_modules(model: nn.Module, qualified_names: list[str], *, prefix: str =
     return places
 
 
+def place_of(qualified: str) -> Place:
+    """The place of a module of which only the name is known."""
+    name = clean_name(qualified)
+    return Place(name, *_layer_in_name(name))
+
+
 def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
@@ -87,10 +93,12 @@ def _layer_and_stack(model: nn.Module, qualified: str) -> tuple[Optional[int], s
         if part.isdigit() and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             return _declared_layer(child, int(part)), ".".join(path[: depth - 1])
         module = child
-    match = _LAYER_IN_NAME.search(clean_name(qualified))
-    if match is None:
-        return None, ""
-    return int(match[1]), clean_name(qualified)[: match.start()]
+    return _layer_in_name(clean_name(qualified))
+
+
+def _layer_in_name(name: str) -> tuple[Optional[int], str]:
+    match = _LAYER_IN_NAME.search(name)
+    return (None, "") if match is None else (int(match[1]), name[: match.start()])
 
 
 def _in_whole_model(model: nn.Module, qualified: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from capd_client.integrations import linears, megatron, torch_nn
+from capd_client.integrations import linears, megatron, torch_nn, transformer_engine
 from capd_client.placements import coordinates
 from capd_client.sites import Site
 
@@ -15,10 +15,11 @@ __all__ = ["find_sites"]
 
 _FINDERS: tuple[Callable[[nn.Module], dict[str, list[Site]]], ...] = (
     megatron.find_sites,
+    transformer_engine.find_sites,
     linears.find_sites,
     torch_nn.find_sites,
 )
-"""From the most specific one on: a module and function that one of them has claimed is not asked of the next."""
+"""From the most specific one on: a product that one of them has found is not asked of the next."""
 
 
 def find_sites(model: nn.Module) -> dict[str, list[Site]]:
@@ -27,8 +28,8 @@ def find_sites(model: nn.Module) -> dict[str, list[Site]]:
     for find in _FINDERS:
         for name, sites in find(model).items():
             known = found.setdefault(name, [])
-            taken = {(site.function, site.suffix) for site in known}
-            known.extend(site for site in sites if (site.function, site.suffix) not in taken)
+            taken = {(site.kind, site.suffix) for site in known}
+            known.extend(site for site in sites if (site.kind, site.suffix) not in taken)
     place = coordinates(model.parameters())
     return {name: _at(place, found[name]) for name, _ in model.named_modules() if found.get(name)}
 

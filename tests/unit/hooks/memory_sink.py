@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+import msgspec
 import torch
 
 from capd_client.config import ClientConfig
 from capd_client.context import Context
+from capd_client.inner import context_of, inner_tensors
 from capd_client.key import Key, Moment
 from capd_client.notices import Notices
 from capd_client.placements import with_placements
@@ -65,6 +67,12 @@ class MemorySink:
         take: Optional[Slice] = None,
     ) -> None:
         attributes = with_placements(tensor, attributes)
+        inner = list(inner_tensors(tensor))
+        for name, part in inner:
+            of_part = msgspec.structs.replace(key, tensor_name=key.tensor_name + name)
+            self.offer(part, of_part, moment, attributes={**(attributes or {}), **context_of(tensor)})
+        if inner:
+            return
         plain, problem = unwrap(tensor)
         assert plain is not None, problem
         with torch.no_grad():
@@ -76,7 +84,9 @@ class MemorySink:
         return True
 
     def quant_type(self, dtype: torch.dtype) -> str:
-        return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64"}[dtype]
+        return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64", torch.uint8: "uint8"}[
+            dtype
+        ]
 
     def prepare(self, devices: Iterable[torch.device]) -> None:
         self.prepared.append(set(devices))

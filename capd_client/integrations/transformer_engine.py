@@ -1,0 +1,123 @@
+"""TransformerEngine's modules, as a hook sees them: in front of the cast to low precision, behind the communication.
+
+What a product of theirs multiplies is made inside the module; `capd_client.te_features()` captures that, through
+TransformerEngine's own inspection. While that is at work, linears are left to it. Written against the sources of
+2.0 to 2.20; Megatron's attention on top of it is megatron.py's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from capd_client.integrations.te_inspection import inspects
+from capd_client.kinds import ATTENTION, LINEAR, Kind
+from capd_client.sites import Attributes, Site, operands_of
+
+__all__ = ["find_sites"]
+
+_BLOCK = Kind("mlp", "layernorm_mlp", ("input",))
+_GROUPED = Kind("linear", "grouped_linear", ("input",))
+
+_BEFORE_CAST: Attributes = (("operands", "before the cast to low precision"),)
+_BEFORE_NORM: Attributes = (("operands", "input before the normalisation"),)
+_FUSED = "fuse_wgrad_accumulation adds it to main_grad and hands on a placeholder; it is grad_outputᵀ · input"
+_SPLIT = "it is held in several parameters"
+
+
+def find_sites(model: nn.Module) -> dict[str, list[Site]]:
+    """The modules of TransformerEngine in `model`, by their qualified names."""
+    if "transformer_engine.pytorch" not in sys.modules:
+        return {}
+    found = {name: _maker_of(type(module)) for name, module in model.named_modules()}
+    return {name: [make(model.get_submodule(name))] for name, make in found.items() if make is not None}
+
+
+def _maker_of(kind: type[nn.Module]) -> Callable[[Any], Site] | None:
+    for base in kind.__mro__:
+        make = _MAKERS.get(base.__name__) if base.__module__.startswith("transformer_engine.") else None
+        if make is not None:
+            return None if make is not _attention and inspects() else make
+    return None
+
+
+def _linear(module: Any, attributes: Attributes = _BEFORE_CAST) -> Site:
+    lacks = [("grad_weight", _FUSED)] if module.fuse_wgrad_accumulation else []
+    if not hasattr(module, "weight"):
+        lacks += [("weight", _SPLIT), ("grad_weight", _SPLIT)]
+    return Site(
+        module, LINEAR, _arguments(module, 1), attributes=attributes, describe=_description_of(module),
+        lacks=tuple(lacks),
+    )  # fmt: skip
+
+
+def _normalised_linear(module: Any) -> Site:
+    return _linear(module, _BEFORE_NORM)
+
+
+def _normalised_mlp(module: Any) -> Site:
+    return Site(module, _BLOCK, _arguments(module, 1), attributes=_BEFORE_NORM)
+
+
+def _grouped(module: Any) -> Site:
+    names = _arguments(module, 2)
+
+    def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        splits = operands_of(names, args, kwargs)[1]
+        on_device = getattr(splits, "is_cuda", False)  # reading it would wait for the device
+        return {} if splits is None or on_device else {"m_splits": [int(split) for split in splits]}
+
+    return Site(module, _GROUPED, names[:1], attributes=_BEFORE_CAST, describe=describe)
+
+
+def _attention(module: Any) -> Site:
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+
+    def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        given = dict(zip(names, args, strict=False), **kwargs)
+        mask = given.get("attention_mask")
+        kind = given.get("attn_mask_type")
+        return {
+            "attention_mask_shape": _shape_of(mask),
+            "attn_mask_type": default_kind if kind is None else str(kind),
+        }
+
+    default_kind = str(module.attn_mask_type)
+    layout = (("layout", str(module.qkv_format)),)
+    return Site(module, ATTENTION, tuple(names[:3]), attributes=layout, describe=describe)
+
+
+def _shape_of(mask: Any) -> Any:
+    """Of cross-attention there are two masks: their shapes."""
+    if isinstance(mask, tuple):
+        return [_shape_of(one) for one in mask]
+    return None if mask is None else list(mask.shape)
+
+
+def _description_of(module: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
+    """The same for every call; the module is not held."""
+    known = {
+        "sequence_parallel": bool(module.sequence_parallel),
+        "use_bias": bool(module.use_bias),
+        "wgrad_compute": any(parameter.requires_grad for parameter in module.parameters(recurse=False)),
+        "tp_group_size": int(module.tp_size),
+    }
+    return lambda _args, _kwargs: known
+
+
+def _arguments(module: nn.Module, count: int) -> tuple[str, ...]:
+    """The first arguments of the module's forward: subclasses name them differently."""
+    return tuple(inspect.signature(type(module).forward).parameters)[1 : 1 + count]
+
+
+_MAKERS: dict[str, Callable[[Any], Site]] = {
+    "Linear": _linear,
+    "LayerNormLinear": _normalised_linear,
+    "LayerNormMLP": _normalised_mlp,
+    "GroupedLinear": _grouped,
+    "DotProductAttention": _attention,
+}

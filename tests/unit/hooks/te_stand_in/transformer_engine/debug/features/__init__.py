@@ -1,0 +1,1 @@
+"""See transformer_engine."""
