@@ -18,7 +18,7 @@ from capd_client.untraced import untraced
 
 __all__ = ["count", "forget", "listen"]
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # re-entrant: a signal handler of the job may watch, too
 _listeners: list[Callable[[], None]] = []
 _handle: Optional[RemovableHandle] = None
 _steps = 0

@@ -259,7 +259,7 @@ class _Installed(NamedTuple):
     wrapper: _Method
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # re-entrant: a signal handler of the job may watch, too
 _users = 0
 _modules = 0  # of the process, when it was last looked for those of frameworks
 _installed: dict[_Patch, _Installed] = {}
