@@ -15,6 +15,7 @@ from capd.cli.job import Job, find_command
 from capd.cli.run import (
     _check_environment,
     _checked,
+    _endpoint,
     _job_environment,
     refuse_several_nodes,
     shared_run_id,
@@ -131,3 +132,17 @@ def test_one_node_and_slurm_steps_need_no_run_id() -> None:
     refuse_several_nodes({}, ["torchrun", "--nnodes"])
     assert shared_run_id({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}) == "slurm-7.0"
     assert shared_run_id({"SLURM_JOB_ID": "7"}) is None
+
+
+def test_the_daemon_that_is_joined(tmp_path: Path) -> None:
+    given, default = {"CAPD_ENDPOINT": "unix:/run/s.sock"}, {"XDG_RUNTIME_DIR": str(tmp_path)}
+    at_default = f"unix:{tmp_path}/capd/capd.sock"
+
+    assert _endpoint({}, attach=False, store=None) == ""  # one of its own
+    assert _endpoint(default, attach=False, store=tmp_path) == ""
+    assert _endpoint(default, attach=True, store=None) == at_default
+    assert _endpoint({**given, **default}, attach=True, store=None) == "unix:/run/s.sock"
+    assert _endpoint(given, attach=False, store=tmp_path) == "unix:/run/s.sock"
+    assert _endpoint({"CAPD_ENDPOINT": " OFF "}, attach=True, store=tmp_path) == "off"
+    with pytest.raises(ConfigError, match="--store"):
+        _endpoint(default, attach=True, store=tmp_path)
