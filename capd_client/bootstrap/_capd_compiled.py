@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer
 
 __all__ = ["Compiling"]
 
@@ -25,7 +24,6 @@ class Search(Protocol):
     running: bool
 
     def look_at(self, module: nn.Module, args: tuple[Any, ...]) -> bool: ...
-    def stepped(self, optimizer: Optimizer) -> None: ...
     def paused(self) -> AbstractContextManager[None]: ...
 
 
@@ -92,11 +90,7 @@ class Compiling:
                 return compiled(*args, **kwargs)
             _look_at(search, _models_of(function, args, kwargs), args)
             with search.paused():
-                result = compiled(*args, **kwargs)
-            owner = getattr(function, "__self__", None)
-            if isinstance(owner, Optimizer):
-                search.stepped(owner)
-            return result
+                return compiled(*args, **kwargs)
 
         call._torchdynamo_wrapper_id = id(call)  # type: ignore[attr-defined]  # compiled again, it is unwrapped
         return call
