@@ -27,7 +27,7 @@ from tests.integration.zero_line_job import LAYERS, MICRO_BATCHES, Data, batches
 
 REPOSITORY = Path(__file__).parents[2]
 JOB = Path(__file__).with_name("zero_line_job.py")
-pytestmark = pytest.mark.timeout(300)  # the first test waits for all the jobs
+pytestmark = pytest.mark.timeout(600)  # the first test waits for all the jobs
 
 MODULES = [*(f"layers.{layer}" for layer in range(LAYERS)), "head"]
 Record = tuple[int, str, str, int, int]  # rank, module, tensor_name, iteration, micro_batch
@@ -48,7 +48,7 @@ def run(*command: str, capd: tuple[str, ...] = (), **environment: str) -> Done:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("CAPD_", "PYTHON"))}
     done = subprocess.run(
         [*around, *command], env={**inherited, "OMP_NUM_THREADS": "1", **environment},
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=110,
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     printed = done.stdout.strip().splitlines()
     seen = json.loads(printed[-1]) if printed and printed[-1].startswith("{") else {}
