@@ -54,16 +54,17 @@ class Admission:
         metadata: str,
         take: Optional[Slice] = None,
         immutable: bool = False,
+        store: Optional[str] = None,
     ) -> None:
         """As `Stager.stage`, for the calls that are kept."""
         reason = self.refusal(moment)
         if reason is None:
-            self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable)
+            self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable, store)
             return
         try:
             definition = self._books.define(key, tensor.dtype if cast_to is None else cast_to, attributes)
         except ConfigError:  # a key that cannot be kept is refused at every moment
-            self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable)
+            self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable, store)
             return
         nbytes = numel_of(tensor, take) * definition.item_nbytes
         self._books.refuse(definition, reason, nbytes, moment.iteration)

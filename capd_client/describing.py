@@ -5,6 +5,7 @@ The stager copies into the arena what is described here, a plan only writes it d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Optional
 
@@ -27,13 +28,22 @@ __all__ = ["Describing"]
 
 
 class Describing:
-    """Checks and describes tensors, and puts them where a subclass says. payload: whether tensors are kept."""
+    """Checks and describes tensors, and puts them where a subclass says.
+
+    payload: whether tensors are kept, or their statistics alone, unless a capture names its store.
+    """
 
     def __init__(self, books: Accounts, notices: Notices, *, payload: bool = True) -> None:
         self._books = books
         self._notices = notices
         self._refuse = Refusing(books, notices).refuse
-        self._describe = Descriptor if payload else partial(Descriptor, payload=False)
+        usual = Descriptor if payload else partial(Descriptor, payload=False)
+        self._describe: dict[Optional[str], Callable[..., Descriptor]] = {
+            None: usual,
+            "full": Descriptor,
+            "stats": partial(Descriptor, payload=False),
+            "both": partial(Descriptor, statistics=True),
+        }
 
     def stage(
         self,
@@ -45,13 +55,17 @@ class Describing:
         metadata: str,
         take: Optional[Slice] = None,
         immutable: bool = False,
+        store: Optional[str] = None,
     ) -> None:
-        """Describe and put the tensor, or what `take` takes of it; what cannot be captured is a counted drop."""
+        """Describe and put the tensor, or what `take` takes of it; what cannot be captured is a counted drop.
+
+        store: one of `capd_client.rule_settings.STORES`, or None.
+        """
         if modes_active():
             with without_modes():
-                self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable)
+                self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable, store)
         else:
-            self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable)
+            self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable, store)
 
     def _put(
         self,
@@ -74,6 +88,7 @@ class Describing:
         metadata: str,
         take: Optional[Slice],
         immutable: bool,
+        store: Optional[str],
     ) -> None:
         plain = type(tensor) in PLAIN_TYPES
         inner = [] if plain else list(inner_tensors(tensor))
@@ -116,7 +131,7 @@ class Describing:
                 definition, DropReason.INVALID_KEY, moment, f"metadata above {MAX_METADATA_NBYTES} bytes"
             )
             return
-        descriptor = self._describe(
+        descriptor = self._describe[store](
             sequence=0,
             offset=0,
             nbytes=source.numel() * definition.item_nbytes,

@@ -121,6 +121,7 @@ class Descriptor(msgspec.Struct, array_like=True):
     8-byte aligned; None lets the daemon compute. payload: False keeps only the statistics; the bytes are there for
     the daemon to compute them from, and with a row_offset there are none. shape is the tensor's in any case.
     part: the bytes are a part of the capture's; None where they are all of them. A part has no row_offset.
+    statistics: compute them also where the daemon is set up to compute none of tensors that it keeps.
     """
 
     sequence: U64
@@ -136,6 +137,7 @@ class Descriptor(msgspec.Struct, array_like=True):
     row_offset: Optional[U64] = None
     payload: bool = True
     part: Optional[Part] = None
+    statistics: bool = False
 
     @property
     def record(self) -> int:

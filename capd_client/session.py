@@ -119,13 +119,15 @@ class Session:
         metadata: str = "",
         take: Optional[Slice] = None,
         immutable: bool = False,
+        store: Optional[str] = None,
     ) -> None:
         """Take one tensor as it is now. Counted exactly once, whatever happens.
 
         cast_to: record the tensor in this dtype (the snapshot copy casts). attributes: what is constant for the key,
         the same small dict every time; those of a distributed tensor are added. metadata: a JSON object, or empty.
         take: the rows to record, None for all. immutable: nothing writes to the tensor's memory before the capture is
-        done, so that on a device no snapshot of it is needed.
+        done, so that on a device no snapshot of it is needed. store: what is kept
+        (`capd_client.rule_settings.STORES`), None: what the mode says.
         """
         if not self.enabled:
             return
@@ -135,7 +137,7 @@ class Session:
         try:
             if type(tensor) not in PLAIN_TYPES:
                 attributes = with_placements(tensor, attributes)
-            self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable)
+            self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable, store)
         except Counted as error:
             self._hand_on("a capture", error.__cause__ or error)
         except BaseException as error:

@@ -38,8 +38,8 @@ __all__ = ["Stager"]
 class Stager(Describing):
     """The way of one tensor from the job into the arena.
 
-    devices: makes the DeviceStager of a device at its first capture, or says why not. payload: whether tensors are
-    kept; if not, the bytes go to the daemon all the same, which keeps their statistics.
+    devices: makes the DeviceStager of a device at its first capture, or says why not. payload: as for
+    Describing. Where only statistics are kept the bytes go to the daemon all the same, which computes them.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class Stager(Describing):
         metadata: str,
         take: Optional[Slice] = None,
         immutable: bool = False,
+        store: Optional[str] = None,
     ) -> None:
         """Capture the tensor, or what `take` takes of it.
 
@@ -79,11 +80,13 @@ class Stager(Describing):
         as_it_is = cast_to is None and attributes is None and take is None and not metadata
         if as_it_is and type(tensor) in PLAIN_TYPES and tensor.is_cpu:
             definition = self._books.definitions.found.get((id(key), tensor.dtype))
-            if definition is not None and self._stage_small(tensor, definition, moment):
+            if definition is not None and self._stage_small(tensor, definition, moment, store):
                 return
-        super().stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable)
+        super().stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable, store)
 
-    def _stage_small(self, tensor: torch.Tensor, definition: Definition, moment: Moment) -> bool:
+    def _stage_small(
+        self, tensor: torch.Tensor, definition: Definition, moment: Moment, store: Optional[str]
+    ) -> bool:
         """The common case with as few calls as there can be; False, and nothing done, where it is not that case.
 
         A freed storage has its data at null, so the tensor's data pointer is its offset and nothing more.
@@ -105,7 +108,7 @@ class Stager(Describing):
             return False
         if len(shape) > MAX_NDIM:
             return False
-        descriptor = self._describe(
+        descriptor = self._describe[store](
             0, 0, nbytes, definition.id, shape, moment, "cpu", tensor.requires_grad, tensor.is_leaf
         )
         try:

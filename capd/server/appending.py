@@ -159,7 +159,7 @@ class AppendThread(threading.Thread):
         wanted = [
             at
             for at, task in enumerate(tasks)
-            if found[at] is None and (self._statistics or not task.job.descriptor.payload)
+            if found[at] is None and task.job.wants_statistics(self._statistics)
         ]
         computed = summarise_small([(tasks[at].job.define.dtype, data[at]) for at in wanted])
         for at, stats in zip(wanted, computed, strict=True):
@@ -174,7 +174,7 @@ class AppendThread(threading.Thread):
             store.commit_small([(plan, row, pack(row.stats))])
             return
         row.stats = job.known_statistics()
-        if row.stats is None and self._statistics:
+        if row.stats is None and job.wants_statistics(self._statistics):
             row.stats = StatsRow()
         store.commit(plan, row, self._merged(task, row))
 

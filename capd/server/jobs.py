@@ -83,6 +83,10 @@ class Job:
         """What the rank computed."""
         return None if self.row is None else unpack(np.frombuffer(self.row, dtype="<f8"), self.define.dtype)
 
+    def wants_statistics(self, usually: bool) -> bool:
+        """Whether they are kept; `usually`: of tensors that are kept, too, unless the rank says so."""
+        return usually or self.descriptor.statistics or not self.descriptor.payload
+
     @property
     def kept_nbytes(self) -> int:
         """Raw bytes of what the store keeps."""

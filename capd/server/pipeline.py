@@ -256,7 +256,8 @@ class Pipeline:
             return
         geometry, chain, shape = plan.geometry, plan.chain, job.descriptor.shape
         record = job.as_array(chain.stored, shape)
-        statistics = job.define.dtype if self._options.statistics and job.row is None else None
+        wanted = job.row is None and job.wants_statistics(self._options.statistics)
+        statistics = job.define.dtype if wanted else None
         nbytes = prod(geometry.chunk) * geometry.itemsize
         for ordinal, slices in geometry.chunks(shape):
             self._booked.take(nbytes)

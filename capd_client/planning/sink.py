@@ -128,6 +128,7 @@ class PlanSink:
         metadata: str = "",
         take: Optional[Slice] = None,
         immutable: bool = False,
+        store: Optional[str] = None,
     ) -> None:
         """Note one tensor; arguments as for `Session.offer`."""
         if not self.enabled:
@@ -136,7 +137,7 @@ class PlanSink:
         try:
             if type(tensor) not in PLAIN_TYPES:
                 attributes = with_placements(tensor, attributes)
-            self._described.stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable)
+            self._described.stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable, store)
         except Counted as error:
             self._tell("a capture", error.__cause__ or error)
         except Exception as error:

@@ -54,6 +54,7 @@ def put(
     *,
     payload: bool = True,
     shape: tuple[int, ...] = (2, 2),
+    statistics: bool = False,
 ) -> None:
     """Describe BITS, a statistics row, or both; `sequence` is also the iteration."""
     offset, row_offset = PAGE_NBYTES + 64 * sequence, ROW_OFFSET + (ROW_NBYTES + 8) * sequence
@@ -67,6 +68,7 @@ def put(
                 Descriptor(
                     sequence, offset, nbytes, DEFINE.id, shape, Moment(iteration=sequence),
                     row_offset=None if row is None else row_offset, payload=payload,
+                    statistics=statistics,
                 )
             ]
         )
@@ -121,7 +123,7 @@ def test_what_the_rank_changes_behind_its_put_changes_nothing(daemon: DaemonProc
     assert daemon.run_stats("run")["records"] == 1
 
 
-def test_statistics_alone_are_computed_where_statistics_are_switched_off(tmp_path: Path) -> None:
+def test_where_statistics_are_switched_off_those_that_a_rank_asks_for_are_computed(tmp_path: Path) -> None:
     (tmp_path / "capd.toml").write_text("[daemon]\nstatistics = false\n")
     daemon = DaemonProcess(tmp_path / "store", tmp_path / "s.sock", "--config", str(tmp_path / "capd.toml"))
     rank = Rank(daemon.path)
@@ -129,15 +131,18 @@ def test_statistics_alone_are_computed_where_statistics_are_switched_off(tmp_pat
         rank.connect()
         put(rank, 1, payload=False)
         put(rank, 2, HANDED)
-        rank.expect_acks(1, 2)
+        put(rank, 3)
+        put(rank, 4, statistics=True)
+        rank.expect_acks(1, 2, 3, 4)
         rank.bye()
-        wait_for(lambda: daemon.run_stats("run").get("records") == 2, "both counted")
+        wait_for(lambda: daemon.run_stats("run").get("records") == 4, "all counted")
     finally:
         rank.close()
         daemon.stop()
 
     found = stored(daemon)
-    assert found[1][2].stats == public(COMPUTED)
+    assert [found[n][2].stats for n in (1, 2, 4)] == [public(s) for s in (COMPUTED, HANDED, COMPUTED)]
+    assert found[3][2]._stats is None  # it computes them when it is asked
     assert found[2][2].stats == public(HANDED)
 
 
