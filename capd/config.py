@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +19,15 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import ErrorDetails
 
 from capd.errors import ConfigError
+from capd.job_settings import problems_of as job_problems_of
 from capd_client.amounts import parse_amount
 from capd_client.config import VARIABLES
-from capd_client.settings_file import read_settings_file
+from capd_client.settings_file import read_toml
 from capd_client.sizes import parse_size
 
 __all__ = [
     "DaemonSettings", "Resolved", "config_path", "load_daemon_settings", "misspelt_variables",
-    "read_daemon_table", "resolve_daemon",
+    "read_daemon_table", "read_file", "resolve_daemon",
 ]  # fmt: skip
 
 CONFIG_NAME = "capd.toml"
@@ -121,13 +121,29 @@ def read_daemon_table(path: Path) -> dict[str, Any]:
 
     Raises ConfigError, naming file and key, when the file is missing, is no TOML, or holds an unknown key.
     """
-    if not path.exists():
-        raise ConfigError(f"the configuration file {path} does not exist")
-    read_settings_file(str(path), must_exist=True)
-    with path.open("rb") as file:
-        table: dict[str, Any] = tomllib.load(file).get("daemon", {})
-    _validate(DaemonSettings, table, lambda field: f"{path}: [daemon] {field}")
-    return table
+    table, problems = read_file(path)
+    if problems:
+        more = f" (and {len(problems) - 1} more; `capd config check` lists them)" if len(problems) > 1 else ""
+        raise ConfigError(problems[0] + more)
+    daemon: dict[str, Any] = table.get("daemon", {})
+    return daemon
+
+
+def read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """A whole capd.toml, and a sentence, naming file and key, for each thing in it that cannot be used.
+
+    Raises ConfigError where it is missing, cannot be read, or is no TOML.
+    """
+    try:
+        table = read_toml(str(path))
+    except FileNotFoundError:
+        raise ConfigError(f"the configuration file {path} does not exist") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    problems = job_problems_of(table)
+    if isinstance(table.get("daemon", {}), dict):
+        problems += _problems_of(DaemonSettings, table.get("daemon", {}), "[daemon] {}".format)
+    return table, [f"{path}: {problem}" for problem in problems]
 
 
 def resolve_daemon(
@@ -195,12 +211,19 @@ _Place = Callable[[str], str]  # field name → how a message names it and where
 
 
 def _validate(model: type[_Model], values: Mapping[str, Any], place: _Place) -> _Model:
+    problems = _problems_of(model, values, place)
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ConfigError(problems[0] + more)
+    return model.model_validate(values)
+
+
+def _problems_of(model: type[BaseModel], values: Mapping[str, Any], place: _Place) -> list[str]:
     try:
-        return model.model_validate(values)
+        model.model_validate(values)
     except ValidationError as error:
-        errors = error.errors(include_url=False)
-        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        raise ConfigError(_one_line(model, errors[0], place) + more) from error
+        return [_one_line(model, entry, place) for entry in error.errors(include_url=False)]
+    return []
 
 
 def _one_line(model: type[BaseModel], error: ErrorDetails, place: _Place) -> str:

@@ -27,13 +27,14 @@ def watch_found(model: nn.Module, *, called: nn.Module, name: str) -> str:
     where nothing is captured in this process, or not without being asked (CAPD_WATCH=off).
     """
     from capd_client import hooks  # which imports this module
+    from capd_client.watch_plan import WatchPlan
 
     sink = session()
     if sink is None or sink.config.watch == "off":
         return "off"
     handle = hooks.WatchHandle()
     try:
-        hooks._attach(sink, (model,), handle, hooks._Plan(sink.config), name=name, called=called)
+        hooks._attach(sink, (model,), handle, WatchPlan(sink.config), name=name, called=called)
     except Exception as error:
         handle.remove()
         sink.drop_internal("watch", error)

@@ -15,9 +15,13 @@ from typing import Any, Optional
 from capd_client import config_values as values
 from capd_client.errors import ConfigError
 from capd_client.key import MAX_INDEX
+from capd_client.rule_settings import RuleSettings
 from capd_client.settings_file import read_settings_file
 
-__all__ = ["MODES", "POLICIES", "VARIABLES", "ClientConfig", "check_setting", "load_config", "parse_endpoint"]
+__all__ = [
+    "MODES", "POLICIES", "VARIABLES", "ClientConfig", "check_file_value", "check_setting",
+    "load_config", "parse_endpoint",
+]  # fmt: skip
 
 logger = logging.getLogger("capd_client")
 
@@ -41,8 +45,9 @@ class ClientConfig:
     max_d2h_gbps: 10⁹ bytes per second that captures may take of the link from the GPUs, None for no limit.
     mode: what is kept: "tensor", "stats" for statistics alone, or "sample:1/N" for tensors of every Nth call.
     watch: "off" leaves a job that never calls `watch` alone also where `capd run` would find its models.
-    steps, micro_batches, ranks: what `watch` captures, in the notation of `capd_client.select.Ranges`. slice: the rows
-    that it keeps of activations and their gradients (`capd_client.slicing`), None for all.
+    steps, micro_batches, ranks: what `watch` captures, in the notation of `capd_client.select.Ranges`. rules: which
+    modules and tensors, how and when where that differs; none: everything. slice: the rows that `watch` keeps of
+    activations and their gradients (`capd_client.slicing`), None for all.
     iteration, sample_idx: where the counting starts. ping_s: seconds between two PINGs.
     plan: under `capd plan`, the directory for what this process would capture; then nothing is captured, whatever
     `endpoint` says. plan_steps: iterations that are planned.
@@ -56,6 +61,7 @@ class ClientConfig:
     steps: str = "0"
     micro_batches: str = "all"
     ranks: str = "all"
+    rules: tuple[RuleSettings, ...] = ()
     slice: Optional[str] = None
     quant_type: Optional[str] = None
     exit_timeout_s: float = 30.0
@@ -81,6 +87,11 @@ class ClientConfig:
     def max_block_s(self) -> float:
         """The longest wait of one capture in seconds; 0 unless the policy is `block`."""
         return self.max_block_ms / 1e3 if self.policy == "block" else 0.0
+
+    @property
+    def store(self) -> str:
+        """What is kept of a capture unless a rule says it (`capd_client.rule_settings.STORES`)."""
+        return "stats" if self.mode == "stats" else "full"
 
     @property
     def sample_every(self) -> int:
@@ -119,6 +130,7 @@ _SETTINGS: dict[str, _Setting] = {
     "steps": _Setting(("CAPD_STEPS",), "when.steps", values.ranges),
     "micro_batches": _Setting((), "when.micro_batches", values.ranges),
     "ranks": _Setting((), "when.ranks", values.ranges),
+    "rules": _Setting(("CAPD_SELECT",), "rule", values.rules),
     "slice": _Setting(("CAPD_SLICE",), "slice", values.slice_text),
     "quant_type": _Setting(("CAPD_QUANT_TYPE", "CUSTOM_QUANT_TYPE"), "quant_type", values.label),
     "exit_timeout_s": _Setting(("CAPD_EXIT_TIMEOUT_S",), "exit_timeout_s", values.number(0, 86_400)),
@@ -146,6 +158,11 @@ VARIABLES = frozenset(
 def check_setting(name: str, value: Any) -> None:
     """Raise ConfigError, saying what is accepted, if `value` cannot be the setting `name`."""
     _SETTINGS[name].convert(value)
+
+
+def check_file_value(key: str, value: Any) -> None:
+    """The same for the setting that stands under `key`, such as "when.steps", in capd.toml."""
+    next(setting for setting in _SETTINGS.values() if setting.key == key).convert(value)
 
 
 def load_config(environ: Optional[Mapping[str, str]] = None) -> ClientConfig:

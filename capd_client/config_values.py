@@ -6,18 +6,21 @@ All raise ConfigError saying what is accepted.
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from capd_client.errors import ConfigError
+from capd_client.rule_settings import RuleSettings, parse_rules, rule_of_globs
 from capd_client.select import Ranges
+from capd_client.settings_file import read_rules_file
 from capd_client.sizes import parse_size
 from capd_client.slicing import Slice
 
 __all__ = [
-    "integer", "label", "log_level", "mode", "number", "one_of", "ranges", "run_id", "sample_every", "size", "size_in",
-    "slice_text",
+    "integer", "label", "log_level", "mode", "number", "one_of", "ranges", "rules", "run_id", "sample_every", "size",
+    "size_in", "slice_text",
 ]  # fmt: skip
 
 _MAX_SAMPLE_EVERY = 10**9
@@ -84,6 +87,29 @@ def size_in(unit: str, low: float, high: float) -> Callable[[Any], float]:
 
 def ranges(value: Any) -> str:
     return Ranges(str(value)).text
+
+
+def rules(value: Any) -> tuple[RuleSettings, ...]:
+    """A file of rules (a text that ends in .toml, or a path), globs over module names, or rules as mappings.
+
+    Of a text that is no file, the globs are separated by commas.
+    """
+    if isinstance(value, os.PathLike) or (isinstance(value, str) and value.strip().endswith(".toml")):
+        return read_rules_file(os.fsdecode(value).strip())
+    if isinstance(value, str):
+        return (rule_of_globs(glob.strip() for glob in value.split(",")),)
+    if isinstance(value, Mapping):
+        return parse_rules([value])
+    items = list(value) if isinstance(value, Iterable) else [value]
+    if items and all(isinstance(item, RuleSettings) for item in items):
+        return tuple(items)  # of capd.toml, checked
+    if items and all(isinstance(item, str) for item in items):
+        return (rule_of_globs(items),)
+    if not items or not all(isinstance(item, Mapping) for item in items):
+        raise ConfigError(
+            "a selection is a glob, several globs, a rule, several rules, or the path of a .toml file"
+        )
+    return parse_rules(items)
 
 
 def one_of(supported: tuple[str, ...]) -> Callable[[Any], str]:

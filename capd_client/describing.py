@@ -104,6 +104,7 @@ class Describing:
                     metadata,
                     None,
                     immutable,
+                    store,
                 )
             return
         source, problem = (tensor, "") if plain else unwrap(tensor)

@@ -1,11 +1,12 @@
-"""Whether the taps of one watch capture the step that the job is in."""
+"""Which rules of one watch capture the step and micro-batch that the job is in."""
 
 from __future__ import annotations
 
-from typing import Optional
+from collections.abc import Sequence
 
 from capd_client.notices import Notices
-from capd_client.select import Ranges, Selection
+from capd_client.rules import When
+from capd_client.select import Ranges
 from capd_client.stepping import Context
 
 __all__ = ["Gate"]
@@ -14,91 +15,87 @@ _notices = Notices()
 
 
 class Gate:
-    """Whether the current step is captured, for the taps of one watch.
+    """Which rules are open now, for the taps of one watch; rule n is the bit 1 << n.
 
     A tap's first question is `gate.closed_at == gate.context.iteration`: one comparison when the answer is
-    "not captured". Everything else is asked behind it.
+    "not captured". Everything else is asked behind it, and worked out once per iteration.
     """
 
-    __slots__ = ("_micro_batches", "_open_at", "_own", "_ranks", "_silent", "_steps", "closed_at", "context")
+    __slots__ = ("_limited", "_open", "_open_at", "_own", "_silent", "_whens", "closed_at", "context")
 
-    def __init__(
-        self,
-        context: Context,
-        steps: Ranges,
-        *,
-        micro_batches: Ranges | None = None,
-        ranks: Ranges | None = None,
-    ) -> None:
+    def __init__(self, context: Context, whens: Sequence[When]) -> None:
         self.context = context
         self.closed_at = -1  # the iteration known not to be captured
-        self._open_at = -1  # the iteration known to be captured
-        self._steps = steps
-        self._micro_batches = micro_batches
-        self._ranks = ranks
-        self._own = (steps, micro_batches, ranks)
+        self._open_at = -1  # the iteration that the next two are of
+        self._open = 0  # the rules that capture it
+        self._limited: tuple[tuple[int, Ranges], ...] = ()  # those of them that leave micro-batches out
+        self._whens = self._own = tuple(whens)
         self._silent = True  # it was never open, and why was not said
 
-    @property
-    def own_steps(self) -> Ranges:
-        """The steps that the job selected, whatever it was told since."""
-        return self._own[0]
+    def steps_of(self, rules: int) -> str:
+        """The steps that the job itself selected with these rules, whatever it was told since."""
+        texts = [when.steps.text for number, when in enumerate(self._own) if rules >> number & 1]
+        return ",".join(dict.fromkeys(texts))
 
-    def selects(self, iteration: int) -> bool:
-        """Whether all micro-batches of `iteration` are captured on this rank."""
-        return self._micro_batches is None and self._chosen(iteration)
+    def whole(self, iteration: int) -> int:
+        """The rules that capture all micro-batches of `iteration` on this rank."""
+        opened, limited = self._opened(iteration)
+        return opened & ~sum(bit for bit, _ in limited)
 
-    def _chosen(self, iteration: int) -> bool:
-        return iteration in self._steps and (self._ranks is None or self.context.rank in self._ranks)
+    def _opened(self, iteration: int) -> tuple[int, tuple[tuple[int, Ranges], ...]]:
+        rank = self.context.rank
+        found = [
+            (1 << number, when.micro_batches)
+            for number, when in enumerate(self._whens)
+            if iteration in when.steps and (when.ranks is None or rank in when.ranks)
+        ]
+        return sum(bit for bit, _ in found), tuple((bit, some) for bit, some in found if some is not None)
 
-    def admits(self) -> bool:
-        """Decide for the current moment. Call it in training forwards only, outside a recompute."""
+    def admits(self) -> int:
+        """The rules that capture the current moment. Call it in training forwards only, outside a recompute."""
         context = self.context
         if context.evaluating:
-            return False
+            return 0
         if self._open_at != context.iteration:
             context.begin_if_dirty()
             iteration = context.iteration
-            if not self._chosen(iteration):
+            self._open, self._limited = self._opened(iteration)
+            if not self._open:
                 self.closed_at = iteration
                 self._say_if_over(iteration)
-                return False
+                return 0
             self._open_at = iteration
             self._silent = False
-        return self._micro_batches is None or context.micro_batch in self._micro_batches
+        opened = self._open
+        for bit, micro_batches in self._limited:
+            if context.micro_batch not in micro_batches:
+                opened &= ~bit
+        return opened
 
     def _say_if_over(self, iteration: int) -> None:
         """A job that was resumed begins behind the steps that were meant, as a rule."""
-        if not self._silent or self._steps is _NEVER or self._steps.reaches(iteration):
+        if not self._silent or not self._whens or any(when.steps.reaches(iteration) for when in self._whens):
             return
         self._silent = False
-        if self._ranks is None or self.context.rank in self._ranks:
+        rank = self.context.rank
+        meant = [when.steps.text for when in self._whens if when.ranks is None or rank in when.ranks]
+        if meant:
             _notices.warn(
                 "over",
                 'nothing is captured: the job is at iteration %d, and steps "%s" lie before it. A resumed job '
                 'counts on from where it was: choose watch(steps="%d"), CAPD_STEPS=%d, [when] steps, or "all"',
                 iteration,
-                self._steps.text,
+                ",".join(dict.fromkeys(meant)),
                 iteration,
                 iteration,
             )
 
-    def steer(self, selection: Optional[Selection], *, capturing: bool) -> bool:
-        """Put `selection` in the place of the gate's own ranges; returns whether this rank may pass at all."""
-        steps, micro_batches, ranks = self._own
-        if selection is not None:
-            steps = steps if selection.steps is None else Ranges(selection.steps)
-            micro_batches = (
-                micro_batches if selection.micro_batches is None else Ranges(selection.micro_batches)
-            )
-            ranks = ranks if selection.ranks is None else Ranges(selection.ranks)
-        self._steps, self._micro_batches, self._ranks = steps if capturing else _NEVER, micro_batches, ranks
+    def steer(self, whens: Sequence[When]) -> bool:
+        """Put `whens` in the place of the gate's own; returns whether this rank may pass at all."""
+        self._whens = tuple(whens)
         self.forget()
-        return capturing and (ranks is None or self.context.rank in ranks)
+        return any(when.ranks is None or self.context.rank in when.ranks for when in whens)
 
     def forget(self) -> None:
         """Ask again at the next forward: an optimizer has stepped."""
         self.closed_at = self._open_at = -1
-
-
-_NEVER = Ranges("")

@@ -40,7 +40,7 @@ GRAD_OUTPUT = 1
 """The bit of dY in `gradients_of`; the operands follow, in their order."""
 
 _FIELDS = ("iteration", "micro_batch", "call", "sample_idx", "batch_idx", "sequence_idx", "attempt")
-_NOT_CAPTURED = (-1,) * (1 + len(_FIELDS))
+_NOT_CAPTURED = (-1,) * (2 + len(_FIELDS))  # the number of the tap, the rules of the call, its moment
 
 _notices = Notices()
 _targets: dict[int, Callable[[], Any]] = {}  # number → weak reference to a tap or a root hook
@@ -224,28 +224,28 @@ def _tap(
 ) -> Tensor:
     target = _target(int(number))
     tap: Optional[Tap] = None if target is None else target.current()
-    moment = None
+    call = None
     if tap is not None and tap.gate.closed_at != tap.gate.context.iteration:
         try:
             noted = placements or [""] * len(tensors)
             whole = [restored(t, flags >> 2 * i, noted[i]) for i, t in enumerate(tensors)]
-            moment = tap.graph_call(whole, autocast)
+            call = tap.graph_call(whole, autocast)
         except Exception as error:
             tap.failed("compiled forward", error)
-    if tap is None or moment is None:
+    if tap is None or call is None:
         return torch.tensor(_NOT_CAPTURED, dtype=torch.int64, device="cpu")
-    numbers = [-1 if (value := getattr(moment, name)) is None else value for name in _FIELDS]
-    return torch.tensor([tap.number, *numbers], dtype=torch.int64, device="cpu")
+    numbers = [-1 if (value := getattr(call.moment, name)) is None else value for name in _FIELDS]
+    return torch.tensor([tap.number, call.rules, *numbers], dtype=torch.int64, device="cpu")
 
 
 def _gradient(gradient: Tensor, moment: Tensor, which: int, placements: str) -> None:
-    number, *values = moment.tolist()
+    number, rules, *values = moment.tolist()
     tap: Optional[Tap] = _target(number)
     if tap is None:
         return
     try:
         given: dict[str, Any] = {n: v for n, v in zip(_FIELDS, values, strict=True) if v >= 0}
-        tap.graph_gradient(_place_of(which), mark(gradient, placements), Moment(**given))
+        tap.graph_gradient(_place_of(which), mark(gradient, placements), Moment(**given), rules)
     except Exception as error:
         tap.failed("compiled gradient hook", error)
 

@@ -17,21 +17,21 @@ from capd_client import recompute
 from capd_client.api import session
 from capd_client.auto_watch import give_way
 from capd_client.errors import ConfigError
-from capd_client.gate import Gate
 from capd_client.hook_objects import RootEnd, RootHook
 from capd_client.integrations import step_counters
 from capd_client.integrations.linears import left_out
 from capd_client.late_watch import LateWatch
-from capd_client.naming import Place
 from capd_client.notices import Notices
 from capd_client.placing import find_products
-from capd_client.select import DEFAULT_TENSORS, TENSORS, Ranges, matches_any
+from capd_client.rule_report import counted, plan_lines, problems_of, rank_problems, tensors_text
+from capd_client.rules import Resolved, Wanted, resolve
 from capd_client.sites import Site
-from capd_client.slicing import Slice, parse_slices
+from capd_client.stages import may_be_a_stage
 from capd_client.steering import Watches
 from capd_client.stepping import Clock, clock_of
-from capd_client.taps import Settings, Sink, Tap
-from capd_client.watched import Watched, is_tapped
+from capd_client.taps import Sink, Tap
+from capd_client.watch_plan import Select, WatchPlan
+from capd_client.watched import Watched, is_tapped, target_of
 
 __all__ = ["WatchHandle", "watch"]
 
@@ -113,7 +113,7 @@ def watch(
     name: Optional[str] = None,
     steps: Optional[str] = None,
     tensors: Optional[Iterable[str]] = None,
-    select: Union[str, Sequence[str], None] = None,
+    select: Optional[Select] = None,
     slices: Union[str, Mapping[str, str], None] = None,
 ) -> WatchHandle:
     """Capture the operands of the matrix products of `model`: of a Linear X, W (once per step), Y and dY; of attention
@@ -130,7 +130,10 @@ def watch(
             in capd.toml, else "0".
         tensors: any of "input", "weight", "query", "key", "value", "output", "grad_output" (the default), and with
             "grad_" in front what the backward computes: "grad_input", "grad_weight", "grad_query", ...
-        select: glob, or globs, over qualified module names without wrappers ("*.mlp.*").
+        select: which modules and tensors, in place of CAPD_SELECT and of the [[rule]]s in capd.toml: a glob, or globs,
+            over qualified module names without wrappers ("*.mlp.*"); a rule, or rules, as mappings with the fields of
+            [[rule]] (docs/configuration.md); or the path of a .toml file of [[rule]]s. What a rule does not say is as
+            the other arguments have it.
         slices: the rows to record, as in "first:64", "stride:8" or "tokens:0-127" (capd_client.slicing): one for
             all but the weight and its gradient, or by tensor name, as in {"input": "first:64", "weight":
             "stride:8"}. Default: CAPD_SLICE, else slice in capd.toml, else whole tensors.
@@ -148,7 +151,7 @@ def watch(
         return WatchHandle()
     handle = WatchHandle()
     try:
-        plan = _Plan(sink.config, steps=steps, tensors=tensors, select=select, slices=slices)
+        plan = WatchPlan(sink.config, steps=steps, tensors=tensors, select=select, slices=slices)
         models = (model,) if isinstance(model, nn.Module) else tuple(model)
         _attach(sink, models, handle, plan, name=name or "")
     except ConfigError:
@@ -160,87 +163,11 @@ def watch(
     return handle
 
 
-class _Plan:
-    """What one `watch` captures: arguments checked, defaults filled in from the settings."""
-
-    def __init__(
-        self,
-        config: Settings,
-        *,
-        steps: Optional[str] = None,
-        tensors: Optional[Iterable[str]] = None,
-        select: Union[str, Sequence[str], None] = None,
-        slices: Union[str, Mapping[str, str], None] = None,
-    ) -> None:
-        self.strict = config.strict
-        self.steps = Ranges(config.steps) if steps is None else self._ranges(str(steps), config.steps)
-        self.micro_batches = _restricting(config.micro_batches)
-        self.ranks = _restricting(config.ranks)
-        self.tensors = self._chosen_tensors(DEFAULT_TENSORS if tensors is None else tensors)
-        self.slices = self._parsed_slices(slices, config.slice or {})
-        self.select = (select,) if isinstance(select, str) else tuple(select or ())
-
-    def _ranges(self, text: str, default: str) -> Ranges:
-        try:
-            return Ranges(text)
-        except ConfigError as error:
-            self.report("steps", f'watch(steps=...): {error}; capturing steps "{default}"')
-            return Ranges(default)
-
-    def _parsed_slices(
-        self, slices: Union[str, Mapping[str, str], None], default: Union[str, Mapping[str, str]]
-    ) -> dict[str, Slice]:
-        try:
-            found = parse_slices(default if slices is None else slices)
-        except (ConfigError, TypeError) as error:  # TypeError: not a text
-            self.report(
-                "slices", f"watch(slices=...): {error}; using the default, {default or 'whole tensors'}"
-            )
-            found = parse_slices(default)
-        known = self._known_tensors("slices", found)
-        return {name: take for name, take in found.items() if name in known}
-
-    def _chosen_tensors(self, names: Iterable[str]) -> frozenset[str]:
-        """The known ones; the default where names were given and none of them is known."""
-        wanted = frozenset([names] if isinstance(names, str) else names)
-        known = self._known_tensors("tensors", wanted)
-        return frozenset(DEFAULT_TENSORS) if wanted and not known else known
-
-    def _known_tensors(self, argument: str, names: Iterable[str]) -> frozenset[str]:
-        wanted = frozenset([names] if isinstance(names, str) else names)
-        unknown = wanted.difference(TENSORS)
-        if unknown:
-            listed = ", ".join(sorted(map(str, unknown)))
-            self.report(
-                argument,
-                f"watch({argument}=...): no tensor is called {listed}; known: {', '.join(TENSORS)}",
-            )
-        return wanted.intersection(TENSORS)
-
-    def told(self, products: list[tuple[Site, Place]]) -> list[str]:
-        """The captured tensors of these products as the log names them."""
-        of_products = self.tensors.intersection(name for site, _ in products for name in site.kind.tensors)
-        return [
-            f"{name} ({self.slices[name].text})" if name in self.slices else name
-            for name in sorted(of_products)
-        ]
-
-    def report(self, reason: str, message: str) -> None:
-        """Warn once, or raise ConfigError under CAPD_STRICT=1."""
-        if self.strict:
-            raise ConfigError(message)
-        _notices.warn(reason, "%s", message)
-
-
-def _restricting(text: str) -> Optional[Ranges]:
-    return None if text.strip() == "all" else Ranges(text)
-
-
 def _attach(
     sink: Sink,
     models: Sequence[nn.Module],
     handle: WatchHandle,
-    plan: _Plan,
+    plan: WatchPlan,
     *,
     name: str = "",
     called: Optional[nn.Module] = None,
@@ -248,63 +175,76 @@ def _attach(
     """Put the hooks of `plan` on the models and note them in `handle`.
 
     called: where nobody asked for this watch by name, the part of the one model whose forwards begin the
-    micro-batches; then nothing is said of what it leaves out.
+    micro-batches; then nothing is said of what is watched already, or has nothing to watch.
     """
     products = find_products(models, name)
+    resolved = resolve(plan.rules, [target_of(site.kind, place) for site, place in products])
+    found = [(*product, wanted) for product, wanted in zip(products, resolved.wanted, strict=True)]
+    chosen = [product for product in found if product[2]]
+    fresh = [product for product in chosen if not is_tapped(product[0])]
     told = ", ".join(dict.fromkeys(type(model).__name__ for model in models))
-    chosen = [(s, p) for s, p in products if not plan.select or matches_any(p.module, plan.select)]
-    fresh = [(site, place) for site, place in chosen if not is_tapped(site)]
-    if len(fresh) < len(chosen) and called is None:
-        plan.report(
-            "twice",
-            f"{len(chosen) - len(fresh)} modules are watched already; remove() that handle to change it",
-        )
-    if not fresh:
-        if called is not None:
-            return
-        plan.report("empty", _nothing_to_watch(told, plan, [place.module for _, place in products]))
+    whole = called is not None
+    if called is None or (products and len(fresh) == len(chosen)):
+        whole = _say_problems(sink, told, plan, resolved, len(chosen) - len(fresh)) or whole
+    if not products or (whole and not fresh):
         return
-    gate = Gate(sink.context, plan.steps, micro_batches=plan.micro_batches, ranks=plan.ranks)
-    watched = Watched(sink, gate, plan.tensors, plan.slices)
+    watched = Watched(sink, plan.rules, plan.default)
     handle.attach_roots(models if called is None else (called,), watched, sink)
-    for site, place in fresh:
-        watched.attach(site, place)
-    for site, place in products:
-        if (site, place) not in chosen:
+    for site, place, wanted in fresh:
+        watched.attach(site, place, wanted)
+    for site, place, wanted in found:
+        if not wanted:
             watched.leave_out(site, place)
-    if plan.ranks is None or sink.context.rank in plan.ranks:
+    if any(rule.when.ranks is None or sink.context.rank in rule.when.ranks for rule in plan.rules):
         sink.prepare({parameter.device for model in models for parameter in model.parameters()})
-    handle.look_for_late_watch(models)
+    if fresh:
+        handle.look_for_late_watch(models)
     handle.follow(sink.steering)
-    handle.modules = tuple(place.module for _, place in fresh)
-    _say_what_lacks(plan, fresh)
-    _notices.info(
-        'watching %d of %d products of %s (%s): %s in steps "%s"%s',
-        len(fresh), len(products), told, _counted(fresh), ", ".join(plan.told(fresh)), plan.steps.text,
-        "" if plan.steps.text == "all" else '; widen it with steps="all", CAPD_STEPS or [when] steps in capd.toml',
-    )  # fmt: skip
+    handle.modules = tuple(place.module for _, place, _ in fresh)
+    _say_what_lacks([(site, wanted) for site, _, wanted in fresh])
+    _say(f"watching {len(fresh)} of {len(products)} products of {told}", plan, resolved)
     of_products = frozenset(site.module for site, _ in products)
     others = [name for model in models for name in left_out(model, of_products)]
     if others:
         _notices.info("not captured, for they multiply in ways of their own: %s", ", ".join(others[:5]))
 
 
-def _say_what_lacks(plan: _Plan, products: list[tuple[Site, Place]]) -> None:
-    asked = Counter(lack for site, _ in products for lack in site.lacks if lack[0] in plan.tensors)
-    for (tensor, reason), count in asked.items():
-        _notices.warn(f"lacks {tensor}", "%s of %d products is not captured: %s", tensor, count, reason)
+def _say_problems(sink: Sink, told: str, plan: WatchPlan, resolved: Resolved, watched: int) -> bool:
+    """Report what cannot be meant as it is written; returns whether the model is known to be whole.
 
-
-def _counted(products: list[tuple[Site, Place]]) -> str:
-    """How many products of which sort."""
-    counts = Counter(site.kind.layer_type for site, _ in products)
-    return ", ".join(f"{count} {layer_type}" for layer_type, count in counts.items())
-
-
-def _nothing_to_watch(told: str, plan: _Plan, names: list[str]) -> str:
-    if not names:
-        return (
+    watched: of the modules that are wanted, those that another watch has.
+    """
+    info = sink.context.rank_info
+    whole = not may_be_a_stage([target.layer for target in resolved.targets], info.world_size)
+    problems = rank_problems(plan.rules, info.world_size)
+    if resolved.targets:
+        problems += problems_of(resolved, whole=whole)
+    else:
+        problems.append(
             f"{told or 'nothing'} has no product that capd knows; use capd_client.capture() for its tensors"
         )
-    some = ", ".join(names[:3])
-    return f"watch(select={list(plan.select)!r}) leaves none of {len(names)} products ({some}, ...)"
+    if watched:
+        problems.append(f"{watched} modules are watched already; remove() that handle to change it")
+    for problem in problems:
+        plan.report(problem, problem)
+    return whole
+
+
+def _say(what: str, plan: WatchPlan, resolved: Resolved) -> None:
+    """Log what is watched: a line, and where there are rules a table of them."""
+    if not plan.is_simple:
+        _notices.info("%s:\n%s", what, "\n".join(f"  {line}" for line in plan_lines(resolved)))
+        return
+    rule, chosen = plan.rules[0], [resolved.targets[at] for at in resolved.chosen[0]]
+    steps = rule.when.steps.text
+    _notices.info(
+        '%s (%s): %s in steps "%s"%s',
+        what, counted(chosen), tensors_text(rule, chosen), steps,
+        "" if steps == "all" else '; widen it with steps="all", CAPD_STEPS or [when] steps in capd.toml',
+    )  # fmt: skip
+
+
+def _say_what_lacks(products: list[tuple[Site, Mapping[str, Wanted]]]) -> None:
+    asked = Counter(lack for site, wanted in products for lack in site.lacks if lack[0] in wanted)
+    for (tensor, reason), count in asked.items():
+        _notices.warn(f"lacks {tensor}", "%s of %d products is not captured: %s", tensor, count, reason)

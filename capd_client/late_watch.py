@@ -65,13 +65,16 @@ class LateWatch:
         if not self._forwards:
             if self._steps >= _STEPS_WITHOUT_FORWARD and _something_is_compiled():
                 self._warn(len(self._taps))
-        elif self._forwards > before and self._gate.selects(iteration):
+            return
+        whole = self._gate.whole(iteration) if self._forwards > before else 0
+        due = [tap for tap in self._taps if tap.rules & whole]
+        if due:
             self.cancel()
-            heard = {id(tap.module()) for tap in self._taps if tap.captured_at == iteration}
+            heard = {id(tap.module()) for tap in due if tap.captured_at == iteration}
             silent = [
-                tap for tap in self._taps if id(tap.module()) not in heard
+                tap for tap in due if id(tap.module()) not in heard
             ]  # not every product of a module runs
-            all_in_one_graph = len(silent) == len(self._taps) and _something_is_compiled()
+            all_in_one_graph = len(silent) == len(due) and _something_is_compiled()
             count = sum(all_in_one_graph or tap.module() in self._compiled for tap in silent)
             if count:
                 self._warn(count)

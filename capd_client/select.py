@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fnmatch import fnmatchcase
+from math import gcd
 from typing import Annotated, NamedTuple, Optional
 
 import msgspec
@@ -63,8 +64,33 @@ class Ranges:
         """The smallest member; None: there is none."""
         return min((part.first for part in self._parts), default=None)
 
+    def meets(self, other: Ranges) -> bool:
+        """Whether some number is in both."""
+        return any(_meet(one, two) for one in self._parts for two in other._parts)
+
+    def beyond(self, count: int) -> Optional[int]:
+        """A number that the text names and that is not below `count`; None where there is none."""
+        for first, last, _ in self._parts:
+            named = first if last is None else last
+            if named >= count:
+                return named
+        return None
+
     def __repr__(self) -> str:
         return f"Ranges({self.text!r})"
+
+
+def _meet(one: _Part, two: _Part) -> bool:
+    """Whether two arithmetic progressions share a member (Chinese remainder theorem)."""
+    common = gcd(one.stride, two.stride)
+    if (two.first - one.first) % common:
+        return False
+    steps = (two.first - one.first) // common * pow(one.stride // common, -1, two.stride // common)
+    every = one.stride * two.stride // common
+    member = one.first + one.stride * steps  # one of them, below or above where both begin
+    begin = max(one.first, two.first)
+    member = begin + (member - begin) % every
+    return all(last is None or member <= last for last in (one.last, two.last))
 
 
 def _parse(part: str) -> _Part:
@@ -110,14 +136,14 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         for name in ("steps", "micro_batches", "ranks"):
             text = getattr(self, name)
             if text is not None:
-                _check_range(name, text)
+                check_range(name, text)
         if self.modules is not None:
-            _check_globs(self.modules)
+            check_globs(self.modules)
         if self.tensors is not None:
             _check_tensors(self.tensors)
 
 
-def _check_range(name: str, text: str) -> None:
+def check_range(name: str, text: str) -> None:
     if len(text) > MAX_RANGE_CHARS:
         raise ConfigError(f"{name}: a range has at most {MAX_RANGE_CHARS} characters, this one {len(text)}")
     try:
@@ -128,7 +154,7 @@ def _check_range(name: str, text: str) -> None:
         raise ConfigError(f'{name}: an empty range selects nothing; write "all", "3", "0-2" or "100-:100"')
 
 
-def _check_globs(globs: tuple[str, ...]) -> None:
+def check_globs(globs: tuple[str, ...]) -> None:
     if not 0 < len(globs) <= MAX_GLOBS:
         raise ConfigError(f'modules: 1 to {MAX_GLOBS} globs like "layers.*.mlp.*", not {len(globs)}')
     for glob in globs:

@@ -21,6 +21,7 @@ from capd_client import optimizer_steps
 from capd_client.context import Counter, as_index
 from capd_client.key import Moment
 from capd_client.notices import Notices
+from capd_client.ranks import RankInfo
 from capd_client.signal_errors import is_interruption
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class Context(Protocol):
     def micro_batch(self) -> int: ...
     @property
     def rank(self) -> int: ...
+    @property
+    def rank_info(self) -> RankInfo: ...
     @property
     def counted(self) -> bool: ...
 

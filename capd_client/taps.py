@@ -31,6 +31,8 @@ from capd_client.key import Key, Moment
 from capd_client.kinds import Kind, placement
 from capd_client.naming import Place
 from capd_client.products import alias_of, autocast_dtype, hang, hangs_on, product_dtype, product_of
+from capd_client.rule_settings import RuleSettings
+from capd_client.rules import Kept, Wanted, rules_of
 from capd_client.sites import Site, output_of
 from capd_client.slicing import Slice
 from capd_client.steering import Watches
@@ -52,6 +54,10 @@ class Settings(Protocol):
     def ranks(self) -> str: ...
     @property
     def slice(self) -> Optional[str]: ...
+    @property
+    def rules(self) -> tuple[RuleSettings, ...]: ...
+    @property
+    def store(self) -> str: ...
     @property
     def strict(self) -> bool: ...
 
@@ -75,6 +81,7 @@ class Sink(Protocol):
         attributes: Optional[dict[str, Any]] = None,
         metadata: str = "",
         take: Optional[Slice] = None,
+        store: Optional[str] = None,
     ) -> None: ...
     def keeps(self, moment: Moment) -> bool: ...
     def quant_type(self, dtype: torch.dtype) -> str: ...
@@ -83,10 +90,14 @@ class Sink(Protocol):
 
 
 class Call(NamedTuple):
-    """One call of a tapped product that is captured, while it runs. metadata: JSON object for its records, or empty."""
+    """One call of a tapped product that is captured, while it runs.
+
+    rules: those that captured its moment, as bits; its gradients follow them. metadata: JSON object, or empty.
+    """
 
     moment: Moment
-    recomputing: bool
+    rules: int
+    recomputing: bool = False
     metadata: str = ""
 
 
@@ -95,16 +106,15 @@ class Tap:
 
     __slots__ = (
         "__weakref__", "_at", "_attributes", "_backward", "_calls", "_common", "_computed", "_deferred", "_describe",
-        "_keys", "_lacks", "_of_tensor", "_parameter_at", "_parameter_handle", "_sink", "_slices", "_state",
-        "_tensors", "bound", "gate", "kind", "module", "number", "place",
+        "_keys", "_lacks", "_of_tensor", "_parameter_at", "_parameter_handle", "_sink", "_state", "_wanted",
+        "bound", "gate", "kind", "module", "number", "place", "rules", "tensors",
     )  # fmt: skip
 
     def __init__(
         self,
         site: Site,
         place: Place,
-        tensors: frozenset[str],
-        slices: Mapping[str, Slice],
+        wanted: Mapping[str, Wanted],
         sink: Sink,
         gate: Gate,
     ) -> None:
@@ -113,8 +123,10 @@ class Tap:
         self.gate = gate
         self.place = place
         self._lacks = frozenset(name for name, _ in site.lacks)
-        self._tensors = self._had(tensors)
-        self._slices = slices
+        self._wanted: Mapping[str, Wanted] = {}  # by tensor name
+        self.tensors: frozenset[str] = frozenset()  # the names of those that are captured, in some step
+        self.rules = 0  # that want any of them, as bits
+        self._want(wanted)
         self._computed = site.computed
         self._state = site.state
         self._sink = sink
@@ -125,17 +137,12 @@ class Tap:
         self._keys: dict[tuple[str, torch.dtype], Key] = {}
         self._at = -1  # the iteration that _calls counts in
         self._calls: dict[int, int] = {}  # calls in each of its micro-batches
-        self._parameter_at = -1  # the iteration whose parameter is captured
+        self._parameter_at = (-1, False)  # the iteration whose parameter is captured, and whether all of it
         self.bound: Optional[Call] = None  # between the pre-hook and the forward hook of one call
         self._backward: tuple[int, Optional[Call]] = (-1, None)  # graph task and call of the last dY
         self._deferred: dict[int, Call] = {}  # micro-batch → call whose dW a later backward computes
         self._parameter_handle: Optional[RemovableHandle] = None
-        self.number = claim(self) if self._tensors else -1  # what compiled graphs know it by; -1: not at all
-
-    @property
-    def tensors(self) -> frozenset[str]:
-        """The names of the tensors that this tap captures."""
-        return self._tensors
+        self.number = claim(self) if self.tensors else -1  # what compiled graphs know it by; -1: not at all
 
     def current(self) -> Optional[Tap]:
         """The tap that graphs mean by `number`: this one."""
@@ -148,8 +155,23 @@ class Tap:
 
     def shape_of(self, tensor_name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of what is kept of a tensor of this shape."""
-        take = self._slices.get(tensor_name)
-        return shape if take is None else take.shape_of(shape)
+        wanted = self._wanted[tensor_name]
+        kept = wanted.of(wanted.mask)
+        return shape if kept is None or kept.take is None else kept.take.shape_of(shape)
+
+    def keeps_tensor(self, tensor_name: str) -> bool:
+        """Whether more than its statistics is kept, in some step."""
+        return self._wanted[tensor_name].keeping != 0
+
+    def steps_of(self, tensor_name: str) -> str:
+        """The steps in which the job itself has most of this tensor kept."""
+        wanted = self._wanted[tensor_name]
+        return self.gate.steps_of(wanted.keeping or wanted.mask)
+
+    def kept(self, tensor_name: str, call: Call) -> Optional[Kept]:
+        """What the rules of this call want of a tensor; None: nothing."""
+        wanted = self._wanted.get(tensor_name)
+        return None if wanted is None else wanted.of(call.rules)
 
     @property
     def captured_at(self) -> int:
@@ -184,7 +206,9 @@ class Tap:
                     metadata=msgspec.json.encode(self._describe(args, kwargs or {})).decode()
                 )
             self._capture_operands(operands, parameter, call, autocast_dtype(operands[0].device.type))
-        self._watch_parameter_gradient(parameter)  # in a recompute, too: FSDP makes another weight for it
+        self._watch_parameter_gradient(
+            parameter, call
+        )  # in a recompute, too: there FSDP makes another weight
         if self._computed and isinstance(parameter, Tensor) and parameter.grad_fn is not None:
             self._hang_on_operand(call, f"grad_{self.kind.parameter}", parameter)
         return call
@@ -199,7 +223,7 @@ class Tap:
         )
 
     def _alias(self, call: Call, gradient: str, operand: Any) -> Any:
-        if gradient not in self._tensors or not isinstance(operand, Tensor) or not operand.requires_grad:
+        if not isinstance(operand, Tensor) or not operand.requires_grad or self.kept(gradient, call) is None:
             return operand
         alias = alias_of(operand)
         self._hang_on_operand(call, gradient, alias)
@@ -207,7 +231,7 @@ class Tap:
 
     def _hang_on_operand(self, call: Call, gradient: str, operand: Tensor) -> None:
         """Have the gradient of what only this call uses captured, if it is wanted."""
-        if gradient in self._tensors and operand.requires_grad and torch.is_grad_enabled():
+        if operand.requires_grad and torch.is_grad_enabled() and self.kept(gradient, call) is not None:
             hang(operand, GradHook(self, gradient, call))
 
     def end(self, call: Call, result: Any) -> None:
@@ -215,18 +239,17 @@ class Tap:
         output = output_of(result)
         if call.moment.iteration != self.gate.context.iteration or not isinstance(output, Tensor):
             return  # a call of another iteration is left over from a forward that raised
-        if not call.recomputing and "output" in self._tensors:
+        if not call.recomputing:
             self._offer(output, "output", call)
         recompute.keep(self, call)
         if not torch.is_grad_enabled():
             return
-        if output.requires_grad and not self._tensors.isdisjoint(
-            ("grad_output", f"grad_{self.kind.parameter}")
-        ):
+        wanted = (self.kept(name, call) for name in ("grad_output", f"grad_{self.kind.parameter}"))
+        if output.requires_grad and any(wanted):
             hang(product_of(output), GradHook(self, "grad_output", call, output.shape))
 
-    def graph_call(self, tensors: Sequence[Any], autocast: Optional[torch.dtype]) -> Optional[Moment]:
-        """Capture one call that ran inside a compiled graph; returns its moment if it is a captured one.
+    def graph_call(self, tensors: Sequence[Any], autocast: Optional[torch.dtype]) -> Optional[Call]:
+        """Capture one call that ran inside a compiled graph; returns it if it is a captured one.
 
         tensors: the operands, the parameter (or None) and the output.
         """
@@ -236,11 +259,10 @@ class Tap:
             return None
         if not call.recomputing:
             self._capture_operands(operands, parameter, call, autocast)
-            if "output" in self._tensors:
-                self._offer(output, "output", call)
-        self._watch_parameter_gradient(getattr(self.module(), self.kind.parameter, None))
+            self._offer(output, "output", call)
+        self._watch_parameter_gradient(getattr(self.module(), self.kind.parameter, None), call)
         recompute.keep(self, call)
-        return call.moment
+        return call
 
     def gradient(
         self, tensor_name: str, gradient: Tensor, call: Call, shape: Optional[torch.Size] = None
@@ -249,18 +271,18 @@ class Tap:
         if tensor_name == "grad_output":
             if split_backward.weights_of() is not None:
                 return  # it came in the first part
-            if f"grad_{self.kind.parameter}" in self._tensors:
+            if self.kept(f"grad_{self.kind.parameter}", call) is not None:
                 self._expect_parameter_gradient(call)
-        if tensor_name in self._tensors:
+        if self.kept(tensor_name, call) is not None:
             if shape is not None and gradient.shape != shape:
                 gradient = gradient.detach().reshape(shape)
             moment = msgspec.structs.replace(call.moment, time_ns=time.time_ns())
             self._offer(gradient, tensor_name, call._replace(moment=moment))
 
-    def graph_gradient(self, place: Optional[int], gradient: Tensor, moment: Moment) -> None:
+    def graph_gradient(self, place: Optional[int], gradient: Tensor, moment: Moment, rules: int) -> None:
         """Capture the gradient of the operand at `place`, or of the output, that came out of a compiled graph."""
         name = "grad_output" if place is None else f"grad_{self.kind.operands[place]}"
-        self.gradient(name, gradient, Call(moment, False))
+        self.gradient(name, gradient, Call(moment, rules))
 
     def parameter_gradient(self, gradient: Tensor) -> None:
         """Capture dW: the sum over the calls in this backward, under the moment of the first call.
@@ -286,19 +308,20 @@ class Tap:
         """Count an error inside capd and go on: nothing leaves a tap."""
         self._sink.drop_internal(f"{where} of {self.place.module}", error)
 
-    def select(self, tensors: frozenset[str]) -> None:
+    def select(self, wanted: Mapping[str, Wanted]) -> None:
         """Capture these tensors from now on; none of them: gradients still under way are not captured either."""
-        self._tensors = self._had(tensors)
-        if f"grad_{self.kind.parameter}" not in tensors:
+        self._want(wanted)
+        if f"grad_{self.kind.parameter}" not in self.tensors:
             self._unhook_parameter()
 
     def remove(self) -> None:
         """Stop for good, in compiled graphs too."""
-        self.select(frozenset())
+        self.select({})
         release(self.number)
 
-    def _had(self, tensors: frozenset[str]) -> frozenset[str]:
-        return tensors.intersection(self.kind.tensors) - self._lacks
+    def _want(self, wanted: Mapping[str, Wanted]) -> None:
+        had = {name: one for name, one in wanted.items() if name not in self._lacks}
+        self._wanted, self.tensors, self.rules = had, frozenset(had), rules_of(had)
 
     def _unhook_parameter(self) -> None:
         if self._parameter_handle is not None:
@@ -310,7 +333,8 @@ class Tap:
         if recompute.in_backward():
             first: Optional[Call] = recompute.take(self)
             return None if first is None else first._replace(recomputing=True)
-        if trying() or not self.gate.admits() or not self._tensors:
+        rules = 0 if trying() else self.gate.admits() & self.rules
+        if not rules:
             return None
         context = self.gate.context
         if context.iteration != self._at:
@@ -318,20 +342,24 @@ class Tap:
             self._calls.clear()
         number = self._calls.get(context.micro_batch, 0)
         self._calls[context.micro_batch] = number + 1
-        return Call(context.moment(call=number, recompute=False), False)
+        return Call(context.moment(call=number, recompute=False), rules)
 
     def _capture_operands(
         self, operands: Sequence[Any], parameter: Any, call: Call, autocast: Optional[torch.dtype]
     ) -> None:
         for name, operand in zip(self.kind.operands, operands, strict=True):
-            if name in self._tensors and isinstance(operand, Tensor):
+            if isinstance(operand, Tensor):
                 self._offer(operand, name, call, product_dtype(operand, autocast))
-        name, iteration = self.kind.parameter, call.moment.iteration
-        if name in self._tensors and self._parameter_at != iteration and isinstance(parameter, Tensor):
-            # Otherwise it comes with the first call that is kept.
-            if not self._computed and self._sink.keeps(call.moment):
-                self._parameter_at = iteration
-            self._offer_parameter(parameter, call, product_dtype(parameter, autocast))
+        kept, iteration = self.kept(self.kind.parameter, call), call.moment.iteration
+        if kept is None or not isinstance(parameter, Tensor):
+            return
+        whole = kept.store != "stats"
+        if self._parameter_at in ((iteration, True), (iteration, whole)):
+            return  # otherwise another rule has kept its statistics alone, if anything
+        # Otherwise it comes with the first call that is kept.
+        if not self._computed and self._sink.keeps(call.moment):
+            self._parameter_at = (iteration, whole)
+        self._offer_parameter(parameter, call, product_dtype(parameter, autocast))
 
     def _offer_parameter(self, parameter: Tensor, call: Call, cast_to: Optional[torch.dtype]) -> None:
         name, module = self.kind.parameter, self.module()
@@ -342,10 +370,10 @@ class Tap:
         attributes = {**(self._attributes_of(name, None) or {}), **state.attributes}
         self._offer(parameter, name, call, None, attributes)
         for suffix, tensor in state.tensors.items():
-            self._offer(tensor, f"{name}.{suffix}", call, None, attributes)
+            self._offer(tensor, f"{name}.{suffix}", call, None, attributes, part_of=name)
 
-    def _watch_parameter_gradient(self, parameter: Any) -> None:
-        if f"grad_{self.kind.parameter}" not in self._tensors:
+    def _watch_parameter_gradient(self, parameter: Any, call: Call) -> None:
+        if self.kept(f"grad_{self.kind.parameter}", call) is None:
             return
         handle = self._parameter_handle
         if not isinstance(parameter, Tensor) or not parameter.requires_grad:
@@ -363,7 +391,13 @@ class Tap:
         call: Call,
         cast_to: Optional[torch.dtype] = None,
         attributes: Optional[dict[str, Any]] = None,
+        *,
+        part_of: Optional[str] = None,
     ) -> None:
+        """Capture a tensor if it is wanted; `part_of`: whole, if that one is."""
+        kept = self.kept(part_of or tensor_name, call)
+        if kept is None:
+            return
         if attributes is None:
             attributes = self._attributes_of(tensor_name, None if cast_to is None else tensor.dtype)
         self._sink.offer(
@@ -373,7 +407,8 @@ class Tap:
             cast_to=cast_to,
             attributes=attributes,
             metadata=call.metadata,
-            take=self._slices.get(tensor_name),
+            take=None if part_of else kept.take,
+            store=kept.store,
         )
 
     def _attributes_of(self, tensor_name: str, cast_from: Optional[torch.dtype]) -> Optional[dict[str, Any]]:

@@ -8,7 +8,7 @@ equal one that is watched, too, and nothing be captured there. Steering only say
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Optional
 
@@ -19,15 +19,16 @@ from capd_client.function_sites import FunctionSite
 from capd_client.gate import Gate
 from capd_client.hook_objects import ForwardHook, PreHook
 from capd_client.key import Key
+from capd_client.kinds import Kind
 from capd_client.naming import Place
 from capd_client.owners import owner_of
-from capd_client.select import matches_any
+from capd_client.rules import Rule, Target, Wanted, rules_of
+from capd_client.select import Selection, matches_any
 from capd_client.sites import Site
-from capd_client.slicing import Slice
 from capd_client.taps import Sink, Tap
 from capd_client.tool_messages import Steer
 
-__all__ = ["Watched", "is_tapped"]
+__all__ = ["Watched", "is_tapped", "target_of"]
 
 _Product = tuple[Optional[FunctionSite], str]
 
@@ -44,22 +45,30 @@ def _product(site: Site) -> _Product:
     return site.function, site.suffix
 
 
+def target_of(kind: Kind, place: Place) -> Target:
+    """The product as rules see it."""
+    return Target(place.module, place.layer, kind.component, kind.tensors, frozenset(kind.default_tensors))
+
+
 class _Tapped(NamedTuple):
     tap: Tap
     product: _Product
     place: Place
+    wanted: Mapping[str, Wanted]  # by tensor name: what the job's own rules want
 
 
 class Watched:
-    """One `watch`: `tensors` of its products, cut by `slices`, while `gate` is open."""
+    """One `watch`: its products as `rules` want them.
 
-    def __init__(self, sink: Sink, gate: Gate, tensors: frozenset[str], slices: Mapping[str, Slice]) -> None:
-        self.gate = gate
+    default: stands for every rule that `capd ctl` lets capture what the job's own leave out.
+    """
+
+    def __init__(self, sink: Sink, rules: Sequence[Rule], default: Rule) -> None:
         self._sink = sink
-        self._tensors = tensors
-        self._slices = slices
+        self._rules = (*rules, default)
+        self.gate = Gate(sink.context, [rule.when for rule in rules])
         self._own: list[_Tapped] = []
-        self._left: list[_Tapped] = []  # those that the job's own selection left out
+        self._left: list[_Tapped] = []  # those that the job's own rules left out
         self._undo: list[Callable[[], None]] = []  # takes away what was put on modules and functions
         self._last: list[RemovableHandle] = []  # hooks that are to run last in front of a forward
 
@@ -68,13 +77,13 @@ class Watched:
         """Those of the products that the job selected."""
         return [own.tap for own in self._own]
 
-    def attach(self, site: Site, place: Place) -> None:
+    def attach(self, site: Site, place: Place, wanted: Mapping[str, Wanted]) -> None:
         """Tap a product that the job selected."""
-        _claim(self._tap(site, place, self._tensors, self._own))
+        _claim(self._tap(site, place, wanted, self._own))
 
     def leave_out(self, site: Site, place: Place) -> None:
         """Put hooks where the job selected nothing; they trace nothing into graphs."""
-        self._tap(site, place, frozenset(), self._left)
+        self._tap(site, place, {}, self._left)
 
     def settle(self) -> None:
         """The first forward begins: what was put on the modules since may change the operands, so taps go behind it.
@@ -88,32 +97,47 @@ class Watched:
 
     def steer(self, steer: Steer) -> int:
         """Capture as told from now on, the thread that trains calling; returns how many products that are."""
-        selection = steer.selection
-        takes_part = self.gate.steer(selection, capturing=steer.capturing)
-        globs = None if selection is None else selection.modules
-        tensors = self._tensors if selection is None or selection.tensors is None else selection.tensors
+        selection = steer.selection or Selection()
+        whens = [rule.when.steered(selection) for rule in self._rules]
+        if selection.modules is None:
+            del whens[-1]
+        takes_part = self.gate.steer(whens if steer.capturing else [])
         chosen = 0
-        for own in self._own:
-            wanted = globs is None or matches_any(own.place.module, globs)
-            own.tap.select(frozenset(tensors if wanted else ()))
+        for tapped in self._own:
+            wanted = selection.modules is None or matches_any(tapped.place.module, selection.modules)
+            tapped.tap.select(self._steered(tapped, selection.tensors) if wanted else {})
             chosen += wanted
-        for left in self._left:
-            wanted = globs is not None and matches_any(left.place.module, globs) and _claim(left)
-            left.tap.select(frozenset(tensors if wanted else ()))
+        for tapped in self._left:
+            named = selection.modules is not None and matches_any(tapped.place.module, selection.modules)
+            wanted = named and _claim(tapped)
+            tapped.tap.select(self._steered(tapped, selection.tensors) if wanted else {})
             if not wanted:
-                _give_up(left)
+                _give_up(tapped)
             chosen += wanted
         return chosen if takes_part else 0
 
+    def _steered(self, tapped: _Tapped, tensors: Optional[Iterable[str]]) -> Mapping[str, Wanted]:
+        """What is captured of a product as told; a tensor that no rule names as all the rules of its product say."""
+        default, kind = len(self._rules) - 1, tapped.tap.kind
+        if tensors is None:
+            if tapped.wanted:
+                return tapped.wanted
+            tensors = self._rules[default].tensors_of(target_of(kind, tapped.place))
+        rules = rules_of(tapped.wanted) or 1 << default
+        kept = [(number, rule) for number, rule in enumerate(self._rules) if rules >> number & 1]
+        return {
+            name: tapped.wanted.get(name) or Wanted({number: rule.keeps(name) for number, rule in kept})
+            for name in tensors
+            if name in kind.tensors
+        }
+
     def steps_of(self, key: Key) -> Optional[str]:
-        """The steps in which the job itself has this watch capture what has this key; None: it does not."""
-        own = any(
-            own.place.module == key.module
-            and own.tap.kind.component == key.component
-            and key.tensor_name.partition(".")[0] in self._tensors  # "weight.absmax": of a quantised one
-            for own in self._own
-        )
-        return self.gate.own_steps.text if own else None
+        """The steps in which the job itself has this watch keep most of what has this key; None: it does not."""
+        for own in self._own:
+            wanted = own.wanted.get(key.tensor_name.partition(".")[0])  # "weight.absmax": of a quantised one
+            if own.place.module == key.module and own.tap.kind.component == key.component and wanted:
+                return self.gate.steps_of(wanted.keeping or wanted.mask)
+        return None
 
     def remove(self) -> None:
         """Take every hook off again."""
@@ -124,10 +148,10 @@ class Watched:
             _give_up(tapped)
         self._own, self._left, self._undo, self._last = [], [], [], []
 
-    def _tap(self, site: Site, place: Place, tensors: frozenset[str], taps: list[_Tapped]) -> _Tapped:
+    def _tap(self, site: Site, place: Place, wanted: Mapping[str, Wanted], taps: list[_Tapped]) -> _Tapped:
         module = site.module
-        tap = Tap(site, place, tensors, self._slices, self._sink, self.gate)
-        tapped = _Tapped(tap, _product(site), place)
+        tap = Tap(site, place, wanted, self._sink, self.gate)
+        tapped = _Tapped(tap, _product(site), place, wanted)
         taps.append(tapped)  # first: what fails half-way is removed with the rest
         if site.function is None:
             before = module.register_forward_pre_hook(PreHook(tap, site), with_kwargs=True)

@@ -1,4 +1,4 @@
-"""`capd config show`: every setting of the daemon and of the training job, with its origin."""
+"""`capd config`: every setting of the daemon and of the training job with its origin, and what is wrong with them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from capd.cli.output import note, print_json, print_lines, table_lines
@@ -15,6 +16,7 @@ from capd.cli.output import note, print_json, print_lines, table_lines
 __all__ = ["app"]
 
 _UNSET = {
+    "rules": "everything",
     "slice": "whole tensors",
     "quant_type": "the tensor's dtype",
     "max_mb_per_step": "no limit",
@@ -30,7 +32,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=T
 
 @app.callback()
 def _group() -> None:
-    """Show the settings in effect and where each comes from."""
+    """Show the settings in effect and where each comes from, or check them."""
 
 
 @app.command()
@@ -62,6 +64,43 @@ def show(
     print_lines(["", "job (capd_client, in the training process)", *_table(job)])
 
 
+@app.command()
+def check(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="[FILE]", help="capd.toml to check; default: CAPD_CONFIG or ./capd.toml."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the problems as a JSON list.")] = False,
+) -> None:
+    """Print everything in the file and in CAPD_* variables that cannot be used; exit code 2 if there is anything."""
+    from capd.config import config_path, misspelt_variables, read_file, resolve_daemon
+    from capd.errors import CapdError
+
+    path = config_path(path=config)
+    problems = [] if path is None else read_file(path)[1]
+    if not problems:
+        environ = dict(os.environ) if path is None else {**os.environ, "CAPD_CONFIG": str(path)}
+        for resolve in (lambda: resolve_daemon({}, path=path), lambda: _strictly(environ)):
+            try:
+                resolve()
+            except CapdError as error:
+                problems.append(str(error))
+    problems += misspelt_variables()
+    if as_json:
+        print_json(problems)
+    else:
+        print_lines(problems or [f"{path or 'the environment'}: nothing wrong"])
+    if problems:
+        raise typer.Exit(2)
+
+
+def _strictly(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError for what the job would only warn of."""
+    from capd_client.config import load_config
+
+    load_config({**environ, "CAPD_STRICT": "1", "CAPD_ENDPOINT": "off"})
+
+
 def _chosen(settings: Any) -> dict[str, Any]:
     """What capd itself picks for the settings that nobody gave."""
     from capd.server.budget import encode_threads
@@ -85,6 +124,7 @@ def _job_values(path: Path | None) -> dict[str, dict[str, Any]]:
         for field in fields(resolved)
         if field.name in resolved.origins
     }
+    values["rules"]["value"] = msgspec.to_builtins(resolved.rules)
     if not resolved.enabled:
         values["endpoint"]["chosen"] = "off"
     return values
@@ -99,6 +139,8 @@ def _text(name: str, found: dict[str, Any]) -> str:
     value = found["value"]
     if value is None:
         return f"({found.get('chosen') or _UNSET.get(name, 'automatic')})"
+    if name == "rules":
+        return ", ".join(rule["name"] for rule in value) or f"({_UNSET[name]})"
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "(none)"
     return str(value).lower() if isinstance(value, bool) else str(value)

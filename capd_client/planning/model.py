@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Optional, Union
 
@@ -18,6 +18,7 @@ from capd_client.planning.sink import PlanSink
 from capd_client.planning.text import expected_lines, plan_lines
 from capd_client.planning.whole import whole_plan
 from capd_client.tensors import local_part
+from capd_client.watch_plan import Select, WatchPlan
 
 if TYPE_CHECKING:
     from typing import TypeGuard
@@ -79,7 +80,7 @@ def plan(
     name: Optional[str] = None,
     steps: Optional[str] = None,
     tensors: Optional[Iterable[str]] = None,
-    select: Union[str, Sequence[str], None] = None,
+    select: Optional[Select] = None,
     slices: Union[str, Mapping[str, str], None] = None,
 ) -> Plan:
     """Say what `watch` with these arguments would capture; nothing is captured, and no daemon is needed.
@@ -93,7 +94,7 @@ def plan(
     sink = PlanSink(load_config())
     handle = hooks.WatchHandle()
     try:
-        settings = hooks._Plan(sink.config, steps=steps, tensors=tensors, select=select, slices=slices)
+        settings = WatchPlan(sink.config, steps=steps, tensors=tensors, select=select, slices=slices)
         hooks._attach(sink, (model,), handle, settings, name=name or "")
         return Plan(sink, handle)
     except BaseException:
@@ -130,7 +131,8 @@ def _expected(tap: Any, sink: PlanSink) -> list[dict[str, Any]]:
             "module": tap.name, "layer": tap.place.layer, "stack": tap.place.stack, "layer_type": kind.layer_type,
             "component": kind.component, "operation": operation, "phase": phase, "tensor_name": tensor_name,
             "dtype": str(parameter.dtype).removeprefix("torch.") if isinstance(parameter, Tensor) else "…",
-            "kept": "statistics" if sink.config.mode == "stats" else "tensor", "steps": tap.gate.own_steps.text,
+            "kept": "tensor" if tap.keeps_tensor(tensor_name) else "statistics",
+            "steps": tap.steps_of(tensor_name),
             "shapes": [shape],
         })  # fmt: skip
     return rows

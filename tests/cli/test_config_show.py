@@ -59,3 +59,53 @@ def test_a_value_that_the_job_cannot_use_and_a_name_that_is_none_are_said(
     assert found.json["job"]["mode"] == {"value": "tensor", "origin": "default"}
     assert "mode (env CAPD_MODE): 'stat' is not supported" in caplog.text
     assert "CAPD_SLICES is no setting and has no effect; did you mean CAPD_SLICE?" in found.err
+
+
+def test_check_names_everything_that_cannot_be_used(capd: Capd, tmp_path: Path) -> None:
+    (tmp_path / "capd.toml").write_text(
+        '[daemon]\ncodec = "zip"\nthreds = 2\n[[rule]]\ntensor = "input"\n[[rule]]\ninclude = "("\nstore = "none"\n'
+    )
+
+    found = capd("config", "check", "--json", cwd=tmp_path, CAPD_SLICES="first:1")
+
+    assert found.code == 2
+    assert [line.removeprefix("capd.toml: ").partition("; choose")[0] for line in found.json] == [
+        "unknown setting tensor in rule '1'; did you mean tensors?",
+        "rule '2': store: Input should be 'full', 'stats' or 'both'",
+        "[daemon] codec: unknown codec 'zip'",
+        "[daemon] threds: unknown key; did you mean 'threads'?",
+        "CAPD_SLICES is no setting and has no effect; did you mean CAPD_SLICE?",
+    ]
+    assert "threds" in capd("config", "check", cwd=tmp_path).out
+    assert "and 3 more; `capd config check` lists them" in capd("stats", cwd=tmp_path).err
+
+
+def test_check_reads_the_variables_too_and_has_nothing_to_say_about_what_is_right(
+    capd: Capd, tmp_path: Path
+) -> None:
+    file = tmp_path / "other.toml"
+    file.write_text('[[rule]]\nname = "mlp"\ninclude = "mlp"\n')
+
+    assert (capd("config", "check", cwd=tmp_path).out, capd("config", "check", file).code) == (
+        "the environment: nothing wrong\n",
+        0,
+    )
+    wrong = capd("config", "check", file, "--json", CAPD_SELECT="none.toml")
+    assert (wrong.code, len(wrong.json)) == (2, 1)
+    assert "rules (env CAPD_SELECT)" in wrong.json[0]
+    assert "none.toml does not exist" in wrong.json[0]
+
+
+def test_rules_are_shown_by_name_and_in_json_as_they_are(capd: Capd, tmp_path: Path) -> None:
+    (tmp_path / "capd.toml").write_text(
+        '[[rule]]\nname = "mlp"\ninclude = "mlp"\nlayers = 3\n[[rule]]\nstore = "stats"\n'
+    )
+
+    text = capd("config", "show", cwd=tmp_path).out
+    found = capd("config", "show", "--json", cwd=tmp_path).json["job"]["rules"]
+
+    assert [line.split()[:3] for line in text.splitlines() if line.split()[:1] == ["rules"]] == [
+        ["rules", "mlp,", "2"]
+    ]
+    assert found["value"] == [{"name": "mlp", "include": "mlp", "layers": 3}, {"name": "2", "store": "stats"}]
+    assert found["origin"].startswith("file ")

@@ -16,6 +16,7 @@ from capd.drops import CHOSEN, REMEDIES, describe_drops
 from capd_client.config import _SETTINGS
 from capd_client.counter_page import DropReason
 from capd_client.dtypes import ITEM_NBYTES
+from capd_client.rule_settings import RuleSettings
 from capd_client.settings_file import FileSettings, WhenSettings
 
 ROOT = Path(__file__).parents[2]
@@ -137,7 +138,17 @@ def missing_tests(file: str, tests: str) -> list[str]:
 
 
 def test_every_setting_has_one_row() -> None:
-    rows = re.findall(r"^\| `(\w+)`[^|]*\|", page("configuration"), re.MULTILINE)
+    before, rules = page("configuration").split("### Rules\n")
+    rules, behind = rules.split("### Policy block\n")
+    of_rules = row_names(rules)
+    rows = row_names(before + behind)
 
+    assert [field for field in RuleSettings.__struct_fields__ if field not in of_rules] == []
     assert len(rows) > 30
     assert sorted(rows) == sorted(set(rows))
+
+
+def row_names(text: str) -> list[str]:
+    """The settings in the first column of tables."""
+    columns = re.findall(r"^\| (`[^|]*`)[^|]*\|", text, re.MULTILINE)
+    return [name for column in columns for name in re.findall(r"`(\w+)`", column)]

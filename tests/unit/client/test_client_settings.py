@@ -9,6 +9,7 @@ import pytest
 
 from capd_client.config import load_config, parse_endpoint
 from capd_client.errors import ConfigError
+from capd_client.rule_settings import RuleSettings, rule_of_globs
 
 
 @pytest.fixture(autouse=True)
@@ -173,6 +174,15 @@ def test_what_is_no_size_is_told_with_setting_value_and_what_is_accepted(name: s
         ("policy = [1]\n", "policy"),
         ("= broken", "not valid TOML"),
         ("x = '\xff'", "not valid TOML"),
+        ("max_block_ms = " + "9" * 5000, "not valid TOML"),
+        ("max_block_ms = 1" + "0" * 400, "max_block_ms"),
+        ("[when]\nsteps = 0x" + "f" * 9000, "when.steps"),
+        ("x = " + "[" * 100_000, "not valid TOML"),
+        ("[[rule]]\nstpes = 1", "unknown setting stpes in rule '1'; did you mean steps?"),
+        ("[[rule]]\nname = 'mlp'\ninclude = '('", "rule 'mlp': '(' is no regular expression"),
+        ("[rule]\nname = 'mlp'", "Expected `array`, got `object` - at `$.rule`"),
+        ("[[rule]]\ntensors = 3", "$.rule[0].tensors"),
+        ("[[rule]]\nname = 'a'\n[[rule]]\nname = 'a'", "two rules are called 'a'"),
     ],
 )
 def test_a_bad_file_is_refused_with_a_reason_and_the_job_goes_on(
@@ -204,3 +214,65 @@ def test_the_longest_socket_path_is_taken_and_one_byte_more_names_the_limit() ->
     assert parse_endpoint("unix:" + path) == path
     with pytest.raises(ConfigError, match="107"):
         parse_endpoint("unix:" + path + "a")
+
+
+RULES = """
+policy = "block"
+[when]
+steps = "0-9"
+[[rule]]
+name = "attention"
+components = "FA"
+[[rule]]
+include = ['mlp\\.up', "down"]
+store = "stats"
+steps = 3
+"""
+
+
+def test_rules_come_from_the_file_with_names_of_their_own(empty_folder: Path) -> None:
+    (empty_folder / "capd.toml").write_text(RULES)
+
+    config = load_config({"CAPD_STRICT": "1"})
+
+    assert [rule.name for rule in config.rules] == ["attention", "2"]
+    assert config.rules[1] == RuleSettings(name="2", include=["mlp\\.up", "down"], store="stats", steps=3)
+    assert config.origins["rules"] == f"file {empty_folder / 'capd.toml'}"
+
+
+def test_the_environment_replaces_them_by_globs_or_by_those_of_another_file(empty_folder: Path) -> None:
+    (empty_folder / "capd.toml").write_text(RULES)
+    (empty_folder / "other.toml").write_text('[[rule]]\nlayers = "0-3"\n')
+
+    globs = load_config({"CAPD_STRICT": "1", "CAPD_SELECT": "*.mlp.*, lm_head"})
+    other = load_config({"CAPD_STRICT": "1", "CAPD_SELECT": "other.toml"})
+
+    assert (globs.rules, globs.origins["rules"]) == (
+        (rule_of_globs(["*.mlp.*", "lm_head"]),),
+        "env CAPD_SELECT",
+    )
+    assert (other.rules, other.steps) == ((RuleSettings(name="1", layers="0-3"),), "0-9")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "other.toml does not exist"),
+        ("[when]\nsteps = 1", "unknown setting when, where there are only [[rule]]s"),
+        ("", "no [[rule]] in it"),
+        ("rule = [3]", "Expected `object`, got `int`"),
+        ("[[rule]]\nlayers = 'x'", "rule '1': layers: cannot read 'x' as a range"),
+    ],
+)
+def test_a_file_of_rules_that_cannot_be_used_leaves_those_of_capd_toml(
+    empty_folder: Path, text: str | None, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (empty_folder / "capd.toml").write_text(RULES)
+    if text is not None:
+        (empty_folder / "other.toml").write_text(text)
+
+    config = load_config({"CAPD_SELECT": "other.toml"})
+
+    assert [rule.name for rule in config.rules] == ["attention", "2"]
+    assert said in caplog.text
+    assert "rules (env CAPD_SELECT)" in caplog.text

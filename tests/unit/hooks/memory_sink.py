@@ -31,6 +31,7 @@ class Captured:
     requires_grad: bool
     attributes: dict[str, Any]
     metadata: str = ""
+    store: Optional[str] = None
 
     @property
     def at(self) -> tuple[int, int, int]:
@@ -65,6 +66,7 @@ class MemorySink:
         attributes: Optional[dict[str, Any]] = None,
         metadata: str = "",
         take: Optional[Slice] = None,
+        store: Optional[str] = None,
     ) -> None:
         attributes = with_placements(tensor, attributes)
         inner = list(inner_tensors(tensor))
@@ -78,7 +80,9 @@ class MemorySink:
         with torch.no_grad():
             value = plain.detach() if take is None else take.apply(plain, metadata)[0]
             value = value.to(dtype=cast_to or tensor.dtype, copy=True)
-        self.captured.append(Captured(key, moment, value, tensor.requires_grad, attributes or {}, metadata))
+        self.captured.append(
+            Captured(key, moment, value, tensor.requires_grad, attributes or {}, metadata, store)
+        )
 
     def keeps(self, moment: Moment) -> bool:
         return True

@@ -16,12 +16,13 @@ from memory_sink import MemorySink
 from small_models import MLP, Blocks
 from torch import nn
 
-from capd_client import hooks, watched
+from capd_client import hooks, watch_plan, watched
 from capd_client.config import ClientConfig
 from capd_client.errors import ConfigError
 from capd_client.hooks import watch
 from capd_client.key import Key
 from capd_client.kinds import LINEAR
+from capd_client.notices import Notices
 
 
 def hook_count(model: nn.Module) -> int:
@@ -32,7 +33,7 @@ def hook_count(model: nn.Module) -> int:
 
 @pytest.fixture(autouse=True)
 def _fresh_notices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "_notices", hooks.Notices())
+    monkeypatch.setattr(watch_plan, "_notices", Notices())
 
 
 def test_off_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +225,7 @@ def test_where_no_tensor_name_is_known_the_default_is_captured(sink: MemorySink)
             {"slices": {"inputs": "first:1"}},
             "watch(slices=...): no tensor is called inputs; known: input, weight",
         ),
-        ({"select": "encoder.*"}, "leaves none of 2 products (fc1, fc2"),
+        ({"select": "encoder.*"}, "rule 'encoder.*' matches nothing: no module's name fits (fc1, fc2)"),
     ],
 )
 def test_unusable_arguments_warn_once_and_raise_only_when_strict(
@@ -295,7 +296,7 @@ def test_watch_says_which_tensors_it_slices(sink: MemorySink, caplog: pytest.Log
     with caplog.at_level(logging.INFO, logger="capd_client"):
         watch(MLP(), slices={"input": "first:64"})
 
-    assert "grad_output, input (first:64), output, weight in steps" in caplog.text
+    assert "input (first:64), weight, output, grad_output in steps" in caplog.text
 
 
 def test_watch_says_what_it_captures_and_how_to_widen_it(

@@ -1,0 +1,148 @@
+"""capd.toml for the job: pydantic in the command line and msgspec in the training process take the same documents."""
+
+from __future__ import annotations
+
+from datetime import date
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from capd.job_settings import JobSettings, RuleTable, WhenTable, problems_of
+from capd_client.config import check_file_value
+from capd_client.errors import ConfigError
+from capd_client.rule_settings import RuleSettings
+from capd_client.settings_file import FileSettings, WhenSettings, parse_settings
+
+RANGES = st.sampled_from(["0-2,100-:100", "all", "0-90:10", "7", 3])
+SLICES = st.sampled_from(["first:64", "stride:8", "tokens:0-127@0"])
+FORWARD = st.sampled_from(["input", "weight", "output"])
+
+
+def one_or_more(texts: st.SearchStrategy[str]) -> st.SearchStrategy[object]:
+    return st.one_of(texts, st.lists(texts, min_size=1, max_size=3))
+
+
+def tables(required: dict[str, object], **fields: object) -> st.SearchStrategy[dict[str, object]]:
+    return st.fixed_dictionaries(required, optional=fields)
+
+
+RULES = tables(
+    {},
+    include=one_or_more(st.sampled_from([r"mlp\.(up|down)", ".*", r"^layers\.\d+"])),
+    exclude=one_or_more(st.sampled_from(["lm_head", r"\.0\."])),
+    layers=RANGES,
+    components=one_or_more(st.sampled_from(["linear", "FA"])),
+    tensors=one_or_more(FORWARD),
+    operations=st.sampled_from(["forward", ["forward", "backward"]]),
+    slices=st.one_of(SLICES, st.dictionaries(FORWARD, SLICES, min_size=1)),
+    store=st.sampled_from(["full", "stats", "both"]),
+    steps=RANGES,
+    micro_batches=RANGES,
+    ranks=RANGES,
+)
+DOCUMENTS = tables(
+    {},
+    quant_type=st.just("mxfp8"),
+    policy=st.sampled_from(["drop", "block"]),
+    mode=st.sampled_from(["stats", "sample:1/8"]),
+    slice=SLICES,
+    max_block_ms=st.sampled_from([5, 2.5]),
+    arena_bytes=st.sampled_from([1 << 20, "1GB"]),
+    max_mb_per_step=st.sampled_from([5, 2.5, "1GB"]),
+    max_d2h_gbps=st.sampled_from([5, 2.5, "1GB"]),
+    exit_timeout_s=st.sampled_from([5, 2.5]),
+    when=tables({}, steps=RANGES, micro_batches=RANGES, ranks=RANGES),
+    rule=st.lists(RULES, max_size=3),
+    daemon=st.just({"threads": 2}),
+)
+ODD = st.sampled_from(
+    [
+        None, True, False, 0, 3, -1, 2**63, 1.0, 2.5, float("nan"), float("inf"), "", "x", "1.0", "3", "true", "all",
+        "first:1", "full", "input", "grad_output", "forward", "linear", "drop", "new\nline", "(", "(a+)+", "a*" * 9,
+        "x" * 64, "x" * 65, "x" * 257, "1" * 257, b"x", date(2026, 1, 1), [], [1], ["input"], ["x"] * 65, [["x"]], [{}],
+        [{}] * 33, [{"name": "2"}, {}], {}, {"input": "first:1"}, {"query": "x"}, {"x": 1},
+    ]
+)  # fmt: skip
+KEYS = {
+    "": [*FileSettings.__struct_fields__, "rules"],
+    "when": [*WhenSettings.__struct_fields__, "step"],
+    "rule": [*RuleSettings.__struct_fields__, "layer"],
+}
+
+
+@st.composite
+def nearly_right(draw: st.DrawFn) -> dict[str, object]:
+    """A document with one value, at any place, that may be anything."""
+    document = draw(DOCUMENTS)
+    table = draw(st.sampled_from(sorted(KEYS)))
+    at: Any = document
+    if table == "when":
+        at = document.setdefault("when", {})
+    elif table == "rule":
+        rules: Any = document.setdefault("rule", [])
+        rules.append({})
+        at = rules[-1]
+    at[draw(st.sampled_from(KEYS[table]))] = draw(ODD)
+    return document
+
+
+def job_takes(document: dict[str, object]) -> bool:
+    try:
+        for key, value in parse_settings(document).items():
+            check_file_value(key, value)
+    except ConfigError:
+        return False
+    return True
+
+
+@given(DOCUMENTS)
+def test_both_take_what_is_right(document: dict[str, object]) -> None:
+    assert problems_of(document) == []
+    assert job_takes(document)
+
+
+@settings(max_examples=300)
+@given(nearly_right())
+@example({"rule": [{"include": "mlp", "tensors": ["input", "output"], "store": "both", "steps": 3}]})
+@example({"rule": [{"operations": "forward", "tensors": "grad_output"}]})
+@example({"rule": [{"name": "2"}, {}]})
+@example({"policy": "block", "max_block_ms": 5, "when": {"steps": "all"}, "daemon": {"x": 1}})
+def test_the_command_line_refuses_exactly_what_the_job_cannot_use(document: dict[str, object]) -> None:
+    assert (problems_of(document) == []) == job_takes(document)
+
+
+@given(RULES)
+def test_a_rule_has_the_same_values_for_both(rule: dict[str, object]) -> None:
+    assert RuleTable.model_validate(rule).settings() == msgspec.convert(rule, RuleSettings)
+
+
+@pytest.mark.parametrize(
+    ("model", "struct"), [(JobSettings, FileSettings), (WhenTable, WhenSettings), (RuleTable, RuleSettings)]
+)
+def test_the_tables_have_the_same_keys(model: type[JobSettings], struct: type[FileSettings]) -> None:
+    assert tuple(model.model_fields) == struct.__struct_fields__
+
+
+def test_every_problem_of_a_file_is_named_at_once() -> None:
+    found = problems_of(
+        {
+            "policy": "blok",
+            "polcy": 1,
+            "when": {"steps": "x", "step": 1},
+            "rule": [{"tensor": "input"}, {"name": "mlp", "include": "("}, {"layers": [1], "stroe": 1}],
+        }
+    )
+
+    assert sorted(found) == [
+        "policy: 'blok' is not supported; supported: drop, block, thin, stats",
+        "rule '3': layers: Input should be a valid string or a valid integer",
+        "rule 'mlp': '(' is no regular expression: missing ), unterminated subpattern at position 0",
+        "unknown setting polcy; did you mean policy?",
+        "unknown setting stroe in rule '3'; did you mean store?",
+        "unknown setting tensor in rule '1'; did you mean tensors?",
+        "unknown setting when.step; did you mean when.steps?",
+        """when.steps: cannot read 'x' as a range; write "all", "3", "0-2", "100-" or "100-:100\"""",
+    ]
