@@ -90,17 +90,21 @@ class PlannedJob:
         return self._process.poll()
 
     def _end(self) -> None:
-        """SIGTERM to the job's group; SIGKILL to what does not end, workers in groups of their own among it."""
+        """SIGTERM to the job's group; SIGKILL to what does not end, workers in groups of their own among it.
+
+        A job that has ended by itself is left alone, with whatever it means to leave behind.
+        """
         process = self._process
-        if process.poll() is None:
-            self._signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_S)
+        if process.poll() is not None:
+            return
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)
         if process.poll() is None:
             note(f"the job did not end within {END_S:g} s of SIGTERM and is killed")
             process.kill()
             process.wait()
-        self._signal(signal.SIGKILL)  # what the job itself left behind
+        self._signal(signal.SIGKILL)
         for seen in documents(self._directory):
             if self._is_alive(seen):
                 with contextlib.suppress(ProcessLookupError):

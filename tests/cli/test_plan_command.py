@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from capd.cli import planned_job
 from capd.cli.plan import _check_seen
-from capd.cli.planned_job import documents
+from capd.cli.planned_job import PlannedJob, documents
 from capd.cli.startup import Startup
 from capd.errors import CapdError, NothingMatched
 from capd_client.key import Key
 from capd_client.planning.seen import Calls, IterationSeen, RankSeen, SeriesSeen
 from capd_client.planning.text import plan_lines
 from capd_client.planning.whole import whole_plan
+from tests.integration.processes import until
 
 SERIES = SeriesSeen(
     key=Key(quant_type="fp32", rank=0, tensor_name="x"), dtype="float32", payload=True, device="cpu", steps=None,
@@ -72,6 +76,43 @@ def test_a_rank_that_captures_nothing_is_a_line_of_its_own() -> None:
     at = lines.index("one captured step of rank 1:")
     assert lines[at + 1] == "nothing"
     assert plan["nodes"][0]["bytes"] == 8
+
+
+def test_a_job_that_does_not_hear_sigterm_is_killed_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planned_job, "END_S", 0.5)
+    pids = tmp_path / "pids"
+    # What a worker in a session of its own is known by: its document, and the directory in its environment.
+    script = f"trap '' TERM; setsid sleep 600 & echo $! > {pids}; sleep 600 & echo $! >> {pids}; wait; wait"
+
+    with PlannedJob(["sh", "-c", script], {**os.environ, "CAPD_PLAN": str(tmp_path)}, tmp_path) as job:
+        until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+        worker, child = map(int, pids.read_text().split())
+        (tmp_path / "a.json").write_bytes(msgspec.json.encode(seen(worker, state="running")))
+        assert job.wait(0.2, all_nodes=False) is None
+
+    until(lambda: not any(is_running(pid) for pid in (worker, child)))
+
+
+def test_what_a_job_leaves_behind_that_ended_by_itself_is_left_alone(tmp_path: Path) -> None:
+    script = f"sleep 600 & echo $! > {tmp_path}/pid"
+
+    with PlannedJob(["sh", "-c", script], dict(os.environ), tmp_path) as job:
+        assert job.wait(30, all_nodes=False) == 0
+    pid = int((tmp_path / "pid").read_text())
+    try:
+        assert is_running(pid)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+def is_running(pid: int) -> bool:
+    """Not gone, and not only waiting for somebody to collect its exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_every_json_field_is_documented() -> None:
