@@ -59,10 +59,13 @@ class Ranges:
             for first, last, stride in self._parts
         )
 
-    @property
-    def first(self) -> Optional[int]:
-        """The smallest member; None: there is none."""
-        return min((part.first for part in self._parts), default=None)
+    def first_from(self, number: int) -> Optional[int]:
+        """The smallest member that is not less than `number`; None: there is none."""
+        found = (
+            (first + max(0, -(-(number - first) // stride)) * stride, last)
+            for first, last, stride in self._parts
+        )
+        return min((member for member, last in found if last is None or member <= last), default=None)
 
     def meets(self, other: Ranges) -> bool:
         """Whether some number is in both."""

@@ -52,6 +52,7 @@ def rank_plan(seen: RankSeen, *, ended: bool) -> dict[str, Any]:
         "complete": bool(complete),
         "step_s": step_s,
         "iterations": [{**plan, "seconds": i.seconds} for plan, i in zip(planned, _of(seen, iterations), strict=True)],
+        "first_iteration": _begin(seen),
         "steps": selected,
         "steps_per_1000": len(_selected_in(selected, window)),
         **sums,
@@ -159,14 +160,17 @@ def _of(seen: RankSeen, iterations: list[int]) -> list[Any]:
 
 
 def _window(seen: RankSeen) -> range:
-    """WINDOW steps from the first one on that any watch selects."""
-    firsts = [
-        first
-        for one in {one.steps for one in seen.series}
-        if one and (first := Ranges(one).first) is not None
-    ]
-    first = min(firsts, default=0)
+    """WINDOW steps from the first one on that any watch selects and the job does not have behind it."""
+    begin = _begin(seen)
+    selections = {one.steps for one in seen.series if one.steps is not None}
+    found = (Ranges(text).first_from(begin) for text in selections)
+    first = min((step for step in found if step is not None), default=begin)
     return range(first, first + WINDOW)
+
+
+def _begin(seen: RankSeen) -> int:
+    """The iteration that the job begins with: 0, or where it resumes."""
+    return min((i.iteration for i in seen.iterations), default=0)
 
 
 def _selected_in(selections: Iterable[str], window: range) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional
 
+from capd_client.select import Ranges
 from capd_client.texts import human_nbytes
 
 __all__ = ["node_plan", "warnings_of"]
@@ -39,6 +40,12 @@ def warnings_of(ranks: Sequence[Mapping[str, Any]], nodes: Sequence[Mapping[str,
 
 
 def _of_rank(rank: Mapping[str, Any]) -> Iterator[str]:
+    for text in rank["steps"]:
+        if Ranges(text).first_from(rank["first_iteration"]) is None:
+            yield (
+                f'steps "{text}" lie behind the job, which begins with iteration {rank["first_iteration"]}: nothing of '
+                "them is captured. Select later ones (--steps)"
+            )
     step_s, link_s, drop = rank["step_s"], rank["link_s"], rank["policy"] != "block"
     for reason, count in rank["refused"].items():
         yield f"rank {rank['rank']}: {count} captures of the planned steps cannot be taken ({reason}); its log says why"

@@ -77,6 +77,19 @@ def test_a_selection_that_ends_has_a_whole_and_one_that_begins_late_a_window_the
     assert late["steps_per_1000"] == 100
 
 
+def test_a_job_that_resumes_captures_only_what_lies_before_it() -> None:
+    iterations = [IterationSeen(1000, 1.0), IterationSeen(1001, 1.0)]
+    calls = {1000: [Calls(0, (1,), 4, 1)]}
+
+    behind = plan(seen([one_series(steps="0", iterations=calls)], iterations=iterations))
+    before = plan(seen([one_series(steps="0-:300", iterations=calls)], iterations=iterations))
+
+    assert [line.partition(",")[0] for line in behind["warnings"]] == ['steps "0" lie behind the job']
+    assert (behind["ranks"][0]["bytes_in_all"], behind["ranks"][0]["bytes"]) == (0, 4)
+    assert before["warnings"] == []
+    assert before["ranks"][0]["steps_per_1000"] == 4  # 1200, 1500, 1800, 2100
+
+
 def test_own_captures_count_at_the_rate_at_which_they_were_seen() -> None:
     own = one_series(module="", tensor="loss", steps=None, iterations={0: [Calls(0, (), 4, 1)]})
 

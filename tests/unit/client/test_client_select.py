@@ -30,6 +30,7 @@ def test_reaches_tells_whether_a_member_comes_at_or_behind_a_number(texts: list[
     ranges = Ranges(",".join(texts))
 
     assert ranges.reaches(number) == any(n in ranges for n in range(number, 200))
+    assert ranges.first_from(number) == next((n for n in range(number, 200) if n in ranges), None)
 
 
 @pytest.mark.parametrize(
