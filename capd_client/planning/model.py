@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from capd_client import hooks
 from capd_client.config import load_config
+from capd_client.errors import ConfigError
 from capd_client.kinds import placement
 from capd_client.planning.disk import disk_plan, disk_settings
 from capd_client.planning.sink import PlanSink
@@ -62,9 +63,13 @@ class Plan:
         Measures the link, which takes some milliseconds, and on a GPU waits for it.
         """
         host, sink = socket.gethostname(), self._sink
-        disk = disk_plan(*disk_settings(os.environ))
+        disk, problems = None, []
+        try:
+            disk = disk_plan(*disk_settings(os.environ))
+        except (ConfigError, OSError) as error:
+            problems = [f"the store's disk is not planned: {error}"]
         found = whole_plan([sink.seen("complete")], host=host, disk=disk, ended=True)
-        return {**found, "expected": self._expected}
+        return {**found, "warnings": [*found["warnings"], *problems], "expected": self._expected}
 
     def __str__(self) -> str:
         if not self._sink.iterations:

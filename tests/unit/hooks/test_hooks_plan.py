@@ -156,6 +156,17 @@ def test_under_sampling_only_parameters_that_lie_still_are_kept_once(monkeypatch
     }  # fmt: skip
 
 
+def test_a_disk_that_cannot_be_looked_at_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CAPD_MAX_DISK", "plenty")
+    with capd_client.plan(Block()) as plan:
+        train(Block())
+
+    found = plan.as_dict()
+
+    assert ["CAPD_MAX_DISK" in line for line in found["warnings"]] == [True]
+    assert "plenty" in str(found["warnings"])
+
+
 def test_an_error_inside_a_plan_is_counted_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("a fault")
