@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Optional, Union
 
@@ -80,7 +80,7 @@ class Plan:
 
 
 def plan(
-    model: nn.Module,
+    model: Union[nn.Module, Sequence[nn.Module]],
     *,
     name: Optional[str] = None,
     steps: Optional[str] = None,
@@ -94,17 +94,22 @@ def plan(
             model(x).sum().backward()  # gives shapes and bytes
         print(plan)
 
-    Modules that are watched already are left out. Arguments and errors as for `watch`.
+    Modules that are watched already are left out. Arguments and errors as for `watch`: nothing is raised without
+    CAPD_STRICT=1.
     """
     sink = PlanSink(load_config())
     handle = hooks.WatchHandle()
     try:
         settings = WatchPlan(sink.config, steps=steps, tensors=tensors, select=select, slices=slices)
-        hooks._attach(sink, (model,), handle, settings, name=name or "")
-        return Plan(sink, handle)
-    except BaseException:
+        models = (model,) if isinstance(model, nn.Module) else tuple(model)
+        hooks._attach(sink, models, handle, settings, name=name or "")
+    except ConfigError:
         handle.remove()
         raise
+    except Exception as error:
+        handle.remove()
+        sink.drop_internal("plan", error)
+    return Plan(sink, handle)
 
 
 def _is_linear(parameter: Any, module: Any) -> TypeGuard[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,6 +155,42 @@ def test_under_sampling_only_parameters_that_lie_still_are_kept_once(monkeypatch
     assert {names: one["records"] for names, one in series(plan).items() if names[1] in ("weight", "output")} == {
         ("0", "weight"): 1, ("0", "output"): 2, ("1", "weight"): 2, ("1", "output"): 2,
     }  # fmt: skip
+
+
+def test_several_models_are_planned_as_one_and_what_is_no_model_raises_nothing() -> None:
+    chunks = [nn.Linear(4, 4), nn.Linear(4, 2)]
+
+    with capd_client.plan(chunks, name="chunks") as plan, capd_client.plan(3) as nothing:  # type: ignore[arg-type]
+        chunks[1](chunks[0](torch.ones(2, 4))).sum().backward()
+
+    assert len(series(plan)) == 8
+    assert nothing.as_dict()["ranks"][0]["refused"] == {"internal": 1}
+
+
+def test_rules_have_steps_and_stores_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "capd.toml").write_text("""
+[[rule]]
+include = ["layers[.]0"]
+tensors = ["input"]
+steps = "0-:4"
+[[rule]]
+include = ["head"]
+tensors = ["input"]
+store = "stats"
+steps = "7"
+""")
+    monkeypatch.chdir(tmp_path)
+    model = Block()
+
+    with capd_client.plan(model) as plan:
+        train(model)
+    found = series(plan)
+
+    assert {names: (one["kept"], one["steps"], one["records"]) for names, one in found.items()} == {
+        ("layers.0", "input"): ("tensor", "0-:4", 2), ("head", "input"): ("statistics", "7", 2),
+    }  # fmt: skip
+    assert found["layers.0", "input"]["bytes_per_1000_steps"] == 250 * 2 * 3 * 5 * 8 * 4
+    assert found["head", "input"]["bytes_in_all"] == 2 * 2120
 
 
 def test_a_disk_that_cannot_be_looked_at_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
