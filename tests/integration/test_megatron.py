@@ -172,7 +172,8 @@ def gathered(captures: Captures, mode: Mode) -> Captures:
 
 def check_summed(captures: Captures, mode: Mode) -> int:
     """dX of the split linears is the sum over the ranks, or its part of the sequence; returns how many there are."""
-    weights, checked = captures.weights(), 0
+    weights = {(c.rank, c.module, c.iteration): weight for c, weight in captures.weights().items()}
+    checked = 0
     products = captures.calls("linear")
     for call in (call for call in products if call.rank == 0 and is_column(call.module)):
         parts, found = [], []
