@@ -28,6 +28,7 @@ from capd_client.graph_taps import (
     trace_root_end,
 )
 from capd_client.sites import Site, operands_of, output_of, with_operands
+from capd_client.stepping import evaluates
 from capd_client.tensors import is_tracing
 from capd_client.trials import trying
 from capd_client.untraced import traced_as, untraced
@@ -220,7 +221,7 @@ class RootHook(Hook):
             if recompute.in_backward() or trying():
                 return
             self._outer = self._clock.context.evaluating
-            if with_gradients or recompute.in_segment():
+            if (with_gradients or recompute.in_segment()) and not evaluates():
                 if not self.forwards:
                     self._first()
                 self.forwards += 1

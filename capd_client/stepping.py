@@ -27,7 +27,10 @@ from capd_client.signal_errors import is_interruption
 if TYPE_CHECKING:
     from capd_client.gate import Gate
 
-__all__ = ["Clock", "Context", "begin_counted", "clock_of", "counting", "end_counted"]
+__all__ = [
+    "Clock", "Context", "begin_counted", "clock_of", "counting", "end_counted", "evaluate", "evaluates",
+    "iteration_over",
+]  # fmt: skip
 
 _UNSTEPPED = 256  # micro-batches without any optimizer step after which that is worth a line
 
@@ -104,7 +107,7 @@ class Clock:
         """A watched root starts a forward without gradients, in training mode."""
         global _evaluation_said
         self.context.evaluating = True
-        if not _evaluation_said:
+        if not _evaluation_said and not _evaluates:
             _evaluation_said = True
             _notices.warn(
                 "evaluation",
@@ -127,12 +130,17 @@ class Clock:
             if not self._gates:
                 optimizer_steps.forget(self._optimizer_stepped)
 
-    def _optimizer_stepped(self) -> None:
-        self._stepped = True
+    def iteration_over(self) -> None:
+        """What comes next belongs to the next iteration."""
         self.context.optimizer_stepped()
         self._iteration = -1  # whichever root is called first now begins the next one
         for gate in self._gates:
             gate.forget()
+
+    def _optimizer_stepped(self) -> None:
+        self._stepped = True
+        evaluate(False)
+        self.iteration_over()
         for called in tuple(self.after_step):
             called()
 
@@ -148,6 +156,9 @@ def _say_unstepped() -> None:
 
 _clocks: weakref.WeakSet[Clock] = weakref.WeakSet()  # of this process: a plan beside a session has its own
 _evaluation_said = False
+_evaluates = (
+    False  # whether a framework says that its forwards train nothing, whatever the mode of their modules
+)
 _counters: list[Counter] = []  # of frameworks that count at the moment, the innermost last
 
 
@@ -156,6 +167,23 @@ def clock_of(context: Context) -> Clock:
     if context.clock is None:
         context.clock = Clock(context)
     return context.clock
+
+
+def evaluate(evaluates: bool) -> None:
+    """A framework says whether forwards from now on are an evaluation. An optimizer step takes that back."""
+    global _evaluates
+    _evaluates = evaluates
+
+
+def evaluates() -> bool:
+    """What a framework said last."""
+    return _evaluates
+
+
+def iteration_over() -> None:
+    """A framework's iteration ends, also where no optimizer steps."""
+    for clock in tuple(_clocks):
+        clock.iteration_over()
 
 
 def begin_counted(counter: Counter) -> None:

@@ -13,12 +13,12 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple, Optional
 
 from capd_client import optimizer_steps
 from capd_client.context import Counter
-from capd_client.integrations import pipelining
+from capd_client.integrations import megatron_schedule, pipelining
 from capd_client.notices import Notices
 from capd_client.signal_errors import is_interruption
 from capd_client.stepping import begin_counted, counting, end_counted
@@ -32,7 +32,8 @@ _notices = Notices()
 class _Patch(NamedTuple):
     """`wrap` makes, of the method of a class in a module, what stands in its place.
 
-    adopt: begins counting for the object whose method runs already.
+    owner: the class; "" for a function of the module. adopt: begins counting for the object whose method runs already.
+    begun: the same where other functions run while it counts.
     """
 
     module: str
@@ -40,6 +41,7 @@ class _Patch(NamedTuple):
     method: str
     wrap: Callable[[_Method], _Method]
     adopt: Optional[Callable[[Any], None]] = None
+    begun: Optional[Callable[[], None]] = None
 
 
 class _Repeats:
@@ -250,11 +252,16 @@ _PATCHES = (
         for module in ("torchtitan.trainer", "torchtitan.train")
         for method, counter_of in (("train_step", _titan_step), ("forward_backward_step", _titan_micro_batch))
     ),
-)
+    _Patch(megatron_schedule.MODULE, "", "check_first_val_step", _before(megatron_schedule.ask)),
+    _Patch(
+        megatron_schedule.MODULE, "", "set_current_microbatch", _before(megatron_schedule.begin),
+        begun=megatron_schedule.adopt,
+    ),
+)  # fmt: skip
 
 
 class _Installed(NamedTuple):
-    owner: type
+    owner: Any
     original: FunctionType
     wrapper: _Method
 
@@ -285,14 +292,18 @@ def _patch_imported() -> None:
     global _modules
     _modules = len(sys.modules)
     fresh = [patch for patch in _PATCHES if patch not in _installed and _put_on(patch)]
+    for patch in fresh:
+        if patch.begun is not None:
+            _unless_it_fails(patch.begun)
     if fresh:
         _unless_it_fails(_adopt, {_installed[patch].original.__code__: patch for patch in fresh})
 
 
 def _put_on(patch: _Patch) -> bool:
-    owner = getattr(sys.modules.get(patch.module), patch.owner, None)
-    method = vars(owner).get(patch.method) if isinstance(owner, type) else None
-    if not isinstance(owner, type) or not isinstance(method, FunctionType):
+    module = sys.modules.get(patch.module)
+    owner = getattr(module, patch.owner, None) if patch.owner else module
+    method = vars(owner).get(patch.method) if isinstance(owner, (type, ModuleType)) else None
+    if not isinstance(method, FunctionType):
         return False
     wrapper = patch.wrap(method)
     setattr(owner, patch.method, wrapper)
@@ -324,6 +335,7 @@ def uninstall() -> None:
         if _users:
             return
         _trainer_steps.end()
+        megatron_schedule.end()
         _end_adopted()
         for patch, (owner, original, wrapper) in tuple(_installed.items()):
             if vars(owner).get(patch.method) is wrapper:

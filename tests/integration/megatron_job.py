@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,11 +35,17 @@ TENSORS = (
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to run the model: parallel sizes, and what else is configured."""
+    """One way to run the model: parallel sizes, and what else is configured.
+
+    skipped: steps at which the optimizer does nothing, as after an overflow. resumed: the iteration that Megatron's
+    training loop, were there one, would begin with.
+    """
 
     tp: int = 1
     pp: int = 1
     vpp: int = 1
+    skipped: tuple[int, ...] = ()
+    resumed: int | None = None
     config: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -64,11 +71,11 @@ MODES = {
     "tp2": Mode(tp=2),
     "tp2sp": Mode(tp=2, config={"sequence_parallel": True}),
     "pp2": Mode(pp=2),
-    "vpp": Mode(pp=2, vpp=2),
+    "vpp": Mode(pp=2, vpp=2, skipped=(0,)),
     "full": Mode(pp=2, config=FULL),
     "selective": Mode(config={"recompute_granularity": "selective"}),
     "moe": Mode(config=MOE),
-    "moefull": Mode(pp=2, config={**MOE, **FULL}),
+    "moefull": Mode(pp=2, config={**MOE, **FULL}, resumed=1000),
 }
 
 
@@ -106,18 +113,23 @@ def train(mode: Mode, watch: str = "") -> list[float]:
     model_parallel_cuda_manual_seed(5)
     chunks = build(mode)
     optimizer = make_optimizer(chunks)
+    schedule = get_forward_backward_func()  # before the watch, as in Megatron's own loop
+    loop = ModuleType("megatron.training.global_vars")
+    if mode.resumed is not None:
+        sys.modules[loop.__name__] = loop
     handle = None
     if watch:
         handle = capd_client.watch(chunks, name=watch, steps="all", tensors=TENSORS)
     losses: list[float] = []
     data_rank = parallel_state.get_data_parallel_rank()
     for step in range(STEPS):
+        loop._GLOBAL_ARGS = SimpleNamespace(curr_iteration=(mode.resumed or 0) + step)  # type: ignore[attr-defined]
         for forward_only in (False, True):
             for chunk in chunks:
-                chunk.train(not forward_only)
+                chunk.train(not forward_only or step == 1)  # some forget it
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
-            reduced = get_forward_backward_func()(
+            reduced = schedule(
                 forward_step_func=forward_step,
                 data_iterator=[batches(data_rank, step) for _ in chunks],
                 model=chunks,
@@ -127,8 +139,9 @@ def train(mode: Mode, watch: str = "") -> list[float]:
                 forward_only=forward_only,
             )
             losses += [float(loss["loss"]) for loss in reduced]
-            if not forward_only:
+            if not forward_only and step not in mode.skipped:
                 optimizer.step()
+    sys.modules.pop(loop.__name__, None)
     if handle is not None:
         handle.remove()
     parallel_state.destroy_model_parallel()

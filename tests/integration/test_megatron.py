@@ -1,7 +1,7 @@
 """Megatron-LM, trained by its own schedules: exactly the records that the configuration gives, right in value.
 
-CAPD_TEST_MEGATRON: directories with other versions of megatron-core, separated by colons; the slow tier runs all modes
-on them, too.
+CAPD_TEST_MEGATRON names directories with other versions of megatron-core (pip install --target), separated by colons:
+the slow tier runs all modes on each.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from tests.integration.megatron_job import (
 REPOSITORY = Path(__file__).parents[2]
 RANKS = 2
 SIZE = HIDDEN // HEADS
-QUICK = ("dp2", "tp2sp", "moefull")
+QUICK = ("tp2sp", "vpp", "moefull")
 SLOW = tuple(name for name in MODES if name not in QUICK)
 VERSIONS = tuple(filter(None, os.environ.get("CAPD_TEST_MEGATRON", "").split(":")))
 LINEAR = tuple(name for name in TENSORS if "input" in name or "weight" in name or "output" in name)
@@ -78,7 +78,7 @@ def run(directory: Path, modes: tuple[str, ...], version: str = "") -> Job:
         [sys.executable, "-m", "capd", "run", "--store", str(directory), "--run-id", "job", "--",
          sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS),
          "-m", "tests.integration.megatron_job", str(directory), *modes],
-        env=environment, capture_output=True, text=True, timeout=300,
+        env=environment, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     log = done.stdout + done.stderr
     assert done.returncode == 0, log
@@ -101,10 +101,19 @@ def job() -> Iterator[Job]:
         yield run(Path(directory), QUICK)
 
 
+def steps(job: Job, name: str) -> range:
+    """The iterations of a mode: one process runs them all, and what resumes goes on from there."""
+    first = 0
+    for mode in job.modes[: job.modes.index(name)]:
+        first = (first if MODES[mode].resumed is None else MODES[mode].resumed) + STEPS
+    first = first if MODES[name].resumed is None else MODES[name].resumed
+    return range(first, first + STEPS)
+
+
 def expected(job: Job, name: str) -> Expected:
     """All records of a mode, with their shapes."""
-    mode, first = MODES[name], STEPS * job.modes.index(name)
-    wanted = Expected(steps=range(first, first + STEPS), micro_batches=MICRO_BATCHES)
+    mode = MODES[name]
+    wanted = Expected(steps=steps(job, name), micro_batches=MICRO_BATCHES)
     for rank in range(RANKS):
         stage = rank if mode.pp > 1 else 0
         for layer in (layer for chunk in range(mode.vpp) for layer in mode.layers(stage, chunk)):
@@ -232,7 +241,7 @@ def test_experts_without_a_token_have_records_of_zero_rows(job: Job) -> None:
     ]
     starved = [
         count for call, count in rows if f".{EXPERTS - 1}.linear_fc" in call.module
-        and call.iteration == STEPS * QUICK.index("moefull")
+        and call.iteration == steps(job, "moefull")[0]
     ]  # fmt: skip
 
     assert starved == [0] * (2 * LAYERS * MICRO_BATCHES)
@@ -281,8 +290,21 @@ def test_records_carry_what_the_old_saver_kept(job: Job) -> None:
         assert [record.metadata for record in linear.records] == STEPS * MICRO_BATCHES * [
             {"sequence_parallel": True, "use_bias": False, "wgrad_compute": True, "tp_group_size": 2}
         ]
-    core = one(job, "dp2.decoder.layers.0.self_attention.core_attention", "value", rank=1)
+    core = one(job, "vpp.decoder.layers.2.self_attention.core_attention", "value", rank=0)
+    attributes = core.records[0].attributes
+    assert (attributes["pp_rank"], attributes["vpp_rank"], attributes["vpp_size"]) == (0, 1, 2)
     assert core.records[0].metadata == {
         "attention_mask_shape": [1, 1, SEQUENCE, SEQUENCE],
         "attn_mask_type": "AttnMaskType.causal",
     }
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("version", ["", *VERSIONS], ids=["installed", *(Path(v).name for v in VERSIONS)])
+def test_the_other_modes_and_all_modes_of_other_versions(version: str, tmp_path: Path) -> None:
+    modes = tuple(MODES) if version else SLOW
+    job = run(tmp_path, modes, version)
+
+    for mode in modes:
+        check_mode(job, mode)
