@@ -23,10 +23,12 @@ _handles: list[WatchHandle] = []
 def watch_found(model: nn.Module, *, called: nn.Module, name: str) -> str:
     """Watch `model`, which is about to train: the forwards of `called`, a part of it or itself, are its micro-batches.
 
+    Where one of Megatron's schedules runs several chunks of it, they are one watch, with the names of the whole model.
     Returns "watched"; "empty" where there is nothing in it to capture, or nothing that is not captured already; "off"
     where nothing is captured in this process, or not without being asked (CAPD_WATCH=off).
     """
     from capd_client import hooks  # which imports this module
+    from capd_client.integrations.megatron_schedule import models_under_way
     from capd_client.watch_plan import WatchPlan
 
     sink = session()
@@ -34,7 +36,10 @@ def watch_found(model: nn.Module, *, called: nn.Module, name: str) -> str:
         return "off"
     handle = hooks.WatchHandle()
     try:
-        hooks._attach(sink, (model,), handle, WatchPlan(sink.config), name=name, called=called)
+        chunks = models_under_way()
+        one_of_several = len(chunks) > 1 and any(chunk is model for chunk in chunks)
+        models, roots = (chunks, chunks) if one_of_several else ([model], [called])
+        hooks._attach(sink, models, handle, WatchPlan(sink.config), name=name, roots=roots)
     except Exception as error:
         handle.remove()
         sink.drop_internal("watch", error)

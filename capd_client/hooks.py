@@ -170,11 +170,11 @@ def _attach(
     plan: WatchPlan,
     *,
     name: str = "",
-    called: Optional[nn.Module] = None,
+    roots: Optional[Sequence[nn.Module]] = None,
 ) -> None:
     """Put the hooks of `plan` on the models and note them in `handle`.
 
-    called: where nobody asked for this watch by name, the part of the one model whose forwards begin the
+    roots: where nobody asked for this watch by name, those parts of the models whose forwards begin the
     micro-batches; then nothing is said of what is watched already, or has nothing to watch.
     """
     products = find_products(models, name)
@@ -183,13 +183,13 @@ def _attach(
     chosen = [product for product in found if product[2]]
     fresh = [product for product in chosen if not is_tapped(product[0])]
     told = ", ".join(dict.fromkeys(type(model).__name__ for model in models))
-    whole = called is not None
-    if called is None or (products and len(fresh) == len(chosen)):
+    whole = roots is not None
+    if roots is None or (products and len(fresh) == len(chosen)):
         whole = _say_problems(sink, told, plan, resolved, len(chosen) - len(fresh)) or whole
     if not products or (whole and not fresh):
         return
     watched = Watched(sink, plan.rules, plan.default)
-    handle.attach_roots(models if called is None else (called,), watched, sink)
+    handle.attach_roots(models if roots is None else roots, watched, sink)
     for site, place, wanted in fresh:
         watched.attach(site, place, wanted)
     for site, place, wanted in found:

@@ -83,7 +83,7 @@ def models_under_way() -> list[nn.Module]:
     if frame is None:
         return []
     held = frame.f_locals
-    models = held.get("model")
+    models: Any = held.get("model")
     if isinstance(held, dict):
         held.clear()  # before Python 3.13 it keeps the frame's tensors alive until the schedule ends
     return models if isinstance(models, list) else [models]

@@ -70,10 +70,16 @@ class Job(NamedTuple):
         return self.captures.without(lambda record: not record.call.module.startswith(f"{mode}."))
 
 
-def run(directory: Path, modes: tuple[str, ...], version: str = "") -> Job:
+def run(directory: Path, modes: tuple[str, ...], version: str = "", **settings: str) -> Job:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("CAPD_")}
     path = os.pathsep.join(filter(None, [version, str(REPOSITORY), environment.get("PYTHONPATH")]))
-    environment |= {"PYTHONPATH": path, "CAPD_POLICY": "block", "CAPD_STRICT": "1", "OMP_NUM_THREADS": "1"}
+    environment |= {
+        "PYTHONPATH": path,
+        "CAPD_POLICY": "block",
+        "CAPD_STRICT": "1",
+        "OMP_NUM_THREADS": "1",
+        **settings,
+    }
     done = subprocess.run(
         [sys.executable, "-m", "capd", "run", "--store", str(directory), "--run-id", "job", "--",
          sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS),
@@ -308,3 +314,21 @@ def test_the_other_modes_and_all_modes_of_other_versions(version: str, tmp_path:
 
     for mode in modes:
         check_mode(job, mode)
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(300)
+def test_chunks_that_are_found_in_a_job_that_knows_nothing_of_capd(
+    tmp_path: Path,
+) -> None:
+    job = run(tmp_path, ("unwatched", "vpp"), CAPD_STEPS="all")
+    names = {entry.record.call.module for entry in job.captures.entries}
+
+    layers = {f"decoder.layers.{layer}.mlp.linear_fc1" for layer in range(LAYERS)}
+    assert layers <= names
+    assert {name.partition(".")[0] for name in names} == {"decoder", "output_layer"}
+    at = sorted(
+        (e.record.call.iteration, e.record.call.micro_batch)
+        for e in job.captures.entries if e.record.call.module in layers and e.record.tensor_name == "input"
+    )  # fmt: skip
+    assert at == [(step, mb) for step in range(STEPS) for mb in range(MICRO_BATCHES) for _ in layers]
