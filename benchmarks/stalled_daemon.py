@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 from common import Daemon, daemon, machine, report, spread
+from plain_capture import PlainHooks
 from torch import nn
-from training_overhead import TENSORS, PlainHooks, Variant, measure
+from training_overhead import TENSORS, Variant, measure, own_client
 
 import capd_client
 
@@ -114,7 +115,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with daemon(args.directory, arena_nbytes=ARENA_NBYTES) as running:
         variants = make_variants(running)
-        measure(variants, args.rounds, args.steps)
+        measure(own_client(), variants, args.rounds, args.steps)
         counters = capd_client.counters()
         capd_client.close()
     result = {"machine": machine(), "variants": summarise(variants), "counters": counters}

@@ -1,9 +1,10 @@
 """What capturing every Linear costs a training step: nothing, empty hooks, bare copies, capd, synchronous saving.
 
-    python benchmarks/training_overhead.py [--rounds 6] [--json FILE]
+    python benchmarks/training_overhead.py [--client transformers] [--rounds 6] [--json FILE]
 
 A 4-layer transformer, d_model 512, 8 heads, batch 1 x 128 tokens, fp32, 17 Linears, one thread. Captured are
-input, output, grad_output and grad_input of every Linear: 68 tensors, 35.1 MB per step. The variants take turns
+input, output, grad_output and grad_input of every Linear: 68 tensors, 35.1 MB per step. With `--client transformers` it
+is a Llama of that size, and its attention is captured, too (transformers_client.py). The variants take turns
 in blocks within one process. Every measured step is captured whole; between two of them capd's daemon
 may catch up, so that nothing is dropped, and what the client does meanwhile counts as CPU of the step.
 
@@ -19,12 +20,15 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import idle_hooks
 import torch
 import torch.nn.functional as F
 from common import daemon, machine, report, spread
+from plain_capture import PlainHooks, Ring, SynchronousSaver
 from torch import Tensor, nn
 
 import capd_client
@@ -73,75 +77,6 @@ class Handle(Protocol):
     def remove(self) -> None: ...
 
 
-class PlainHooks:
-    """Hands X, Y, dY and dX of every Linear to `take`, by the cheapest hooks that get them right."""
-
-    def __init__(self, model: nn.Module, take: Callable[[Tensor], None] | None) -> None:
-        self._handles = []
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                before, after = self._hooks(take or (lambda tensor: None))
-                self._handles.append(module.register_forward_pre_hook(before))
-                self._handles.append(module.register_forward_hook(after))
-
-    @staticmethod
-    def _hooks(take: Callable[[Tensor], None]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        def gradient(tensor: Tensor) -> None:
-            take(tensor)
-
-        def before(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-            take(args[0])
-            alias = args[0].view_as(args[0])
-            alias.register_hook(gradient)
-            return (alias,)
-
-        def after(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-            take(output)
-            output.register_hook(gradient)
-
-        return before, after
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-
-class Ring:
-    """A preallocated buffer that is written round and round: the least any snapshot can cost."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._buffer = torch.zeros(nbytes, dtype=torch.uint8)
-        self._offset = 0
-
-    def copy(self, tensor: Tensor) -> None:
-        if self._offset + tensor.nbytes > self._buffer.nbytes:
-            self._offset = 0
-        slot = self._buffer[self._offset : self._offset + tensor.nbytes]
-        slot.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        self._offset += tensor.nbytes + (-tensor.nbytes) % 64
-
-
-class SynchronousSaver:
-    """The predecessor's way: bring the tensor to the host, four statistics, one torch.save per tensor."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._count = 0
-
-    def save(self, tensor: Tensor) -> None:
-        host = tensor.detach().cpu()
-        statistics_ = {
-            "min": host.min().item(), "max": host.max().item(), "mean": host.mean().item(), "std": host.std().item()
-        }  # fmt: skip
-        self._count += 1
-        torch.save({"tensor": host, "statistics": statistics_}, self._directory / f"{self._count}.pt")
-
-    def clear(self) -> None:
-        """Delete what was saved; the disk is not what is measured."""
-        for path in self._directory.iterdir():
-            path.unlink()
-
-
 class Variant:
     """One way to capture. `settle` runs after each step: its CPU time counts, its wall time does not."""
 
@@ -187,30 +122,64 @@ def wait_until_acknowledged() -> None:
         time.sleep(0.02)
 
 
-def make_variants(scratch: Path) -> list[Variant]:
+@dataclass(frozen=True)
+class Client:
+    """Who trains: a model, the tensors that are captured of it, and the cheapest hooks that get them right."""
+
+    make: Callable[[], nn.Module]
+    tensors: tuple[str, ...]
+    plain: Callable[[nn.Module, Callable[[Tensor], None] | None], Handle]
+    above_copies: float  # the bound on what capd adds to bare copies
+
+
+class Both:
+    """Two handles as one."""
+
+    def __init__(self, *handles: Handle) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def own_client() -> Client:
+    return Client(Transformer, TENSORS, PlainHooks, 0.06)
+
+
+def transformers_client() -> Client:
+    import transformers_client as llama  # lies beside this file; slow to import
+
+    def plain(model: nn.Module, take: Callable[[Tensor], None] | None) -> Handle:
+        return Both(PlainHooks(model, take), llama.AttentionHooks(take or (lambda tensor: None)))
+
+    return Client(lambda: llama.Llama(VOCABULARY, D_MODEL, HEADS, LAYERS), llama.TENSORS, plain, 0.08)
+
+
+def make_variants(client: Client, scratch: Path) -> list[Variant]:
     """All variants; the first one is what the others are compared with."""
     ring, saver = Ring(RING_NBYTES), SynchronousSaver(scratch)
     return [
         Variant("none", lambda model: None),
-        Variant("empty hooks", lambda model: PlainHooks(model, None)),
-        Variant("bare copies", lambda model: PlainHooks(model, ring.copy)),
+        Variant("empty hooks", lambda model: client.plain(model, None)),
+        Variant("bare copies", lambda model: client.plain(model, ring.copy)),
         Variant(
             "capd",
-            lambda model: capd_client.watch(model, steps="all", tensors=TENSORS),
+            lambda model: capd_client.watch(model, steps="all", tensors=client.tensors),
             settle=wait_until_acknowledged,
         ),
         Variant(
             "synchronous",
-            lambda model: PlainHooks(model, saver.save),
+            lambda model: client.plain(model, saver.save),
             after_block=saver.clear,
         ),
     ]
 
 
-def measure(variants: list[Variant], rounds: int, steps: int) -> None:
+def measure(client: Client, variants: list[Variant], rounds: int, steps: int) -> None:
     """Interleave the variants: every round runs a block of each, in an order that rotates."""
     torch.manual_seed(0)
-    model = Transformer()
+    model = client.make()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     tokens = torch.randint(VOCABULARY, (1, SEQUENCE + 1))
     for index in range(rounds):
@@ -232,7 +201,7 @@ def summarise(variants: list[Variant]) -> dict[str, dict[str, float]]:
     return rows
 
 
-def show(result: dict[str, Any], variants: list[Variant]) -> None:
+def show(result: dict[str, Any], variants: list[Variant], client: Client) -> None:
     """Print the table and the verdicts."""
     print(
         f"{'variant':12s} {'CPU x':>6s} {'wall x':>7s} {'extra CPU':>10s} {'extra wall':>11s}   CPU s per step"
@@ -247,19 +216,33 @@ def show(result: dict[str, Any], variants: list[Variant]) -> None:
     dropped = sum(counters["dropped"].values())
     print(f"capd: {counters['offered']} offered, {counters['committed']} committed, {dropped} dropped")
     print(
-        f"daemon: {result['daemon_peak_anonymous_mib']:.0f} MiB anonymous at most, {result['daemon_cpu_s']:.1f} s CPU"
+        f"daemon: {result['daemon_peak_anonymous_mib']:.0f} MiB anonymous at most, "
+        f"{result['daemon_cpu_s']:.1f} s CPU"
     )
+    above = result["idle_us"]["capd above empty hooks, per Linear"]
+    above_copies = rows["capd"]["cpu_ratio"] - rows["bare copies"]["cpu_ratio"]
     for name, bound, value in (
+        ("where the step is not captured, us per Linear above empty hooks", 1.0, above),
         ("capd, CPU x", 1.25, rows["capd"]["cpu_ratio"]),
-        ("capd above bare copies, CPU x", 0.06, rows["capd"]["cpu_ratio"] - rows["bare copies"]["cpu_ratio"]),
+        ("capd above bare copies, CPU x", client.above_copies, above_copies),
         ("capd's extra CPU / synchronous", 0.5, rows["capd"]["extra_cpu_ms"] / rows["synchronous"]["extra_cpu_ms"]),
         ("capd's extra wall / synchronous", 0.5, rows["capd"]["extra_wall_ms"] / rows["synchronous"]["extra_wall_ms"]),
     ):  # fmt: skip
         print(f"{name}: {value:.3f}, bound {bound}: {'met' if value <= bound else 'MISSED'}")
 
 
+def idle_model(client: str) -> tuple[nn.Module, Tensor]:
+    """A model with so little to compute that what hooks cost can be seen, and its tokens."""
+    if client == "transformers":
+        import transformers_client as llama
+
+        return llama.idle_model()
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(32))), torch.randn(4, 8)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--client", choices=("own", "transformers"), default="own")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=4, help="measured steps of each variant in each round")
     parser.add_argument(
@@ -268,10 +251,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    client = transformers_client() if args.client == "transformers" else own_client()
     scratch = Path(tempfile.mkdtemp(prefix="capd-benchmark-", dir=args.directory))
     with daemon(args.directory, arena_nbytes=ARENA_NBYTES) as running:
-        variants = make_variants(scratch)
-        measure(variants, args.rounds, args.steps)
+        variants = make_variants(client, scratch)
+        measure(client, variants, args.rounds, args.steps)
+        idle = idle_hooks.measure(*idle_model(args.client), rounds=3 * args.rounds)
         counters = capd_client.counters()
         capd_client.close()
     shutil.rmtree(scratch)
@@ -279,12 +264,14 @@ def main() -> None:
         "machine": machine(),
         "rounds": args.rounds,
         "steps_per_round": args.steps,
+        "client": args.client,
         "variants": summarise(variants),
+        "idle_us": idle,
         "counters": counters,
         "daemon_peak_anonymous_mib": running.peak_anonymous_mib,
         "daemon_cpu_s": running.cpu_s,
     }
-    show(result, variants)
+    show(result, variants, client)
     report(result, args.json)
 
 

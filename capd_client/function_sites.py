@@ -13,6 +13,7 @@ from capd_client.graph_owners import prepare, trace_begin, trace_end
 from capd_client.graph_taps import claim, gradients_of, graph_input
 from capd_client.kinds import Kind
 from capd_client.owners import Hidden, current_tap
+from capd_client.patching import patch
 from capd_client.sites import operands_of, output_of, with_operands
 from capd_client.taps import Call, Tap
 from capd_client.untraced import traced_as, untraced
@@ -62,7 +63,7 @@ class FunctionSite:
                 if self._asked is None:
                     self._asked = graph_input(claim(self))
                     prepare()
-                self._undo = [_replace(*place, self.wrap) for place in self.patches()]
+                self._undo = [patch(*place, self.wrap) for place in self.patches()]
 
     def uninstall(self) -> None:
         """Undo one `install`; the last one puts the function back, where nobody has patched it after us."""
@@ -74,8 +75,21 @@ class FunctionSite:
                 self._undo, self._gradients = [], 0
 
     def current(self) -> Optional[Tap]:
-        """The tap that a call on this thread belongs to; None where it is not captured."""
+        """The tap that calls on this thread belong to; None where none is captured, or their arguments must say it."""
         return current_tap(self.role)
+
+    def tap_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optional[Tap]:
+        """The tap that a call on this thread with these arguments belongs to."""
+        return current_tap(self.role)
+
+    def role_in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """What the owner of a call that is being compiled knows its tap by."""
+        return self.role
+
+    def operands(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The operands of a call and its parameter, None where the kind has none."""
+        given = operands_of(self._arguments, args[self._skip :], kwargs)
+        return given if self.kind.parameter else (*given, None)
 
     def wrap(self, function: _Function) -> _Function:
         """`function` with taps on its calls."""
@@ -83,9 +97,9 @@ class FunctionSite:
         def in_graph(*args: Any, **kwargs: Any) -> Any:
             if self._asked is None:
                 return function(*args, **kwargs)
-            *given, parameter = self._operands(args, kwargs)
+            *given, parameter = self.operands(args, kwargs)
             asked = self._asked if self._asks else None
-            operands = trace_begin(self.role, asked, self._gradients, *given)
+            operands = trace_begin(self.role_in_graph(args, kwargs), asked, self._gradients, *given)
             args, kwargs = self._with(operands, args, kwargs)
             result = function(*args, **kwargs)
             trace_end(*operands, parameter, output_of(result))
@@ -94,7 +108,7 @@ class FunctionSite:
         @traced_as(in_graph, calls_the_job=True)
         @functools.wraps(function)
         def tapped(*args: Any, **kwargs: Any) -> Any:
-            tap = self.current()
+            tap = self.tap_of(args, kwargs)
             if tap is None:
                 return function(*args, **kwargs)
             call, args, kwargs = self._begin(tap, args, kwargs)
@@ -112,7 +126,7 @@ class FunctionSite:
     ) -> tuple[Optional[Call], tuple[Any, ...], dict[str, Any]]:
         try:
             module = tap.module()
-            *operands, parameter = self._operands(args, kwargs)
+            *operands, parameter = self.operands(args, kwargs)
             call = None if module is None else tap.begin(module, operands, parameter, args, kwargs)
             if call is None:
                 return None, args, kwargs
@@ -120,11 +134,6 @@ class FunctionSite:
         except Exception as error:
             tap.failed(f"{self.role} call", error)
             return None, args, kwargs
-
-    def _operands(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """The operands and the parameter, None where the kind has none."""
-        given = operands_of(self._arguments, args[self._skip :], kwargs)
-        return given if self.kind.parameter else (*given, None)
 
     def _with(self, operands: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
         names = self._arguments[: len(operands)]
@@ -138,16 +147,3 @@ def _end(tap: Tap, call: Call, result: Any) -> None:
         tap.end(call, result)
     except Exception as error:
         tap.failed("call", error)
-
-
-def _replace(holder: Any, name: str, wrap: Callable[[_Function], _Function]) -> Callable[[], None]:
-    """Put the wrapped function in the place of the function; returns what undoes it."""
-    function = getattr(holder, name)
-    ours = wrap(function)
-    setattr(holder, name, ours)
-
-    def undo() -> None:
-        if getattr(holder, name) is ours:
-            setattr(holder, name, function)
-
-    return undo

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["ATTENTION", "LINEAR", "Kind", "placement"]
+__all__ = ["ATTENTION", "GROUPED_LINEAR", "KINDS", "LINEAR", "Kind", "placement"]
+
+_WITHOUT_GRADIENT = ("offsets", "output")  # integers; and grad_output is no result
 
 
 class Kind(NamedTuple):
@@ -32,7 +34,7 @@ class Kind(NamedTuple):
     @property
     def tensors(self) -> tuple[str, ...]:
         """All that can be captured: also what a backward computes from the operands, on request."""
-        computed = (f"grad_{name}" for name in self.forward_tensors if name != "output")
+        computed = (f"grad_{name}" for name in self.forward_tensors if name not in _WITHOUT_GRADIENT)
         return (*self.default_tensors, *computed)
 
 
@@ -41,6 +43,14 @@ LINEAR = Kind("linear", "linear", ("input",), "weight")
 
 ATTENTION = Kind("attention", "FA", ("query", "key", "value"))
 """O = softmax(Q Kᵀ · scale) V, fused or not."""
+
+GROUPED_LINEAR = Kind("linear", "grouped_linear", ("input", "offsets"), "weight")
+"""Y = X Wᵀ for several groups of rows, each with a weight of its own: the experts of one layer.
+
+The rows lie one group behind the other; `offsets` says where each group ends, and empty groups end where they begin.
+"""
+
+KINDS = (LINEAR, ATTENTION, GROUPED_LINEAR)
 
 
 def placement(tensor_name: str) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from capd_client.hook_objects import Hook
 from capd_client.taps import Tap
 from capd_client.untraced import traced_as
 
-__all__ = ["Hidden", "Owner", "current_tap", "is_owned", "owner_of"]
+__all__ = ["Hidden", "Owner", "current_module", "current_tap", "is_owned", "owner_of"]
 
 
 class _Local(threading.local):
@@ -51,6 +51,13 @@ def is_owned() -> bool:
     """Whether this thread is in the forward of an owner, of a step that is captured."""
     stack = _local.stack
     return bool(stack) and stack[-1] is not None
+
+
+def current_module() -> Optional[nn.Module]:
+    """The module with taps on functions whose forward this thread is in, unless what runs is a product of it."""
+    stack = _local.stack
+    owner = stack[-1] if stack else None
+    return None if owner is None else owner.module()
 
 
 class Hidden:

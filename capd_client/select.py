@@ -11,15 +11,15 @@ import msgspec
 from msgspec import Meta
 
 from capd_client.errors import ConfigError
-from capd_client.kinds import ATTENTION, LINEAR
+from capd_client.kinds import KINDS
 
 __all__ = [
     "DEFAULT_TENSORS", "MAX_GLOBS", "MAX_GLOB_CHARS", "MAX_RANGE_CHARS", "TENSORS", "Ranges", "Selection",
     "matches_any",
 ]  # fmt: skip
 
-DEFAULT_TENSORS = tuple(dict.fromkeys((*LINEAR.default_tensors, *ATTENTION.default_tensors)))
-TENSORS = tuple(dict.fromkeys((*LINEAR.tensors, *ATTENTION.tensors)))
+DEFAULT_TENSORS = tuple(dict.fromkeys(name for kind in KINDS for name in kind.default_tensors))
+TENSORS = tuple(dict.fromkeys(name for kind in KINDS for name in kind.tensors))
 
 MAX_RANGE_CHARS = 256
 MAX_GLOBS = 64

@@ -31,6 +31,8 @@ class Site(NamedTuple):
     in the order of `kind.operands`. Or the product is a call of `function` somewhere in the module's forward.
 
     suffix: behind the module's name, where a module holds several products.
+    role: what the module's owner knows the tap by, where it has several on one function.
+    parameter: the module's attribute that holds it, where it is not called as in the kind.
     attributes: what is constant about its tensors (layout, coordinates): JSON values that can be hashed.
     of_tensor: the same, for single tensors by their names.
     describe: given a call's args and kwargs, what its records say in their metadata.
@@ -44,6 +46,8 @@ class Site(NamedTuple):
     arguments: tuple[str, ...] = ()
     function: Optional[FunctionSite] = None
     suffix: str = ""
+    role: str = ""
+    parameter: str = ""
     attributes: Attributes = ()
     of_tensor: tuple[tuple[str, Attributes], ...] = ()
     describe: Optional[Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]] = None

@@ -106,8 +106,8 @@ class Tap:
 
     __slots__ = (
         "__weakref__", "_at", "_attributes", "_backward", "_calls", "_common", "_computed", "_deferred", "_describe",
-        "_keys", "_lacks", "_of_tensor", "_parameter_at", "_parameter_handle", "_sink", "_state", "_wanted",
-        "bound", "gate", "kind", "module", "number", "place", "rules", "tensors",
+        "_keys", "_lacks", "_of_tensor", "_parameter", "_parameter_at", "_parameter_handle", "_sink", "_state",
+        "_wanted", "bound", "gate", "kind", "module", "number", "place", "rules", "tensors",
     )  # fmt: skip
 
     def __init__(
@@ -129,6 +129,7 @@ class Tap:
         self._want(wanted)
         self._computed = site.computed
         self._state = site.state
+        self._parameter = site.parameter or site.kind.parameter
         self._sink = sink
         self._describe = site.describe
         self._common = site.attributes
@@ -260,7 +261,7 @@ class Tap:
         if not call.recomputing:
             self._capture_operands(operands, parameter, call, autocast)
             self._offer(output, "output", call)
-        self._watch_parameter_gradient(getattr(self.module(), self.kind.parameter, None), call)
+        self._watch_parameter_gradient(getattr(self.module(), self._parameter, None), call)
         recompute.keep(self, call)
         return call
 

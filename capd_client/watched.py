@@ -161,7 +161,7 @@ class Watched:
             self._undo.append(after.remove)
         else:
             owner = owner_of(module)
-            owner.add(site.function.role, tap)
+            owner.add(site.role or site.function.role, tap)
             self._undo.append(partial(owner.discard, tap))
             site.function.install(tap)
             self._undo.append(site.function.uninstall)

@@ -7,7 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from capd_client.integrations import linears, megatron, torch_nn, transformer_engine
+from capd_client.integrations import (
+    linears,
+    megatron,
+    torch_nn,
+    transformer_engine,
+    transformers,
+    transformers_experts,
+)
 from capd_client.placements import coordinates
 from capd_client.sites import Site
 
@@ -17,6 +24,8 @@ _FINDERS: tuple[Callable[[nn.Module], dict[str, list[Site]]], ...] = (
     megatron.find_sites,
     transformer_engine.find_sites,
     linears.find_sites,
+    transformers.find_sites,
+    transformers_experts.find_sites,
     torch_nn.find_sites,
 )
 """From the most specific one on: a product that one of them has found is not asked of the next."""

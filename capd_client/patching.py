@@ -1,0 +1,62 @@
+"""Functions of libraries that are replaced while somebody needs it, by several at once, and put back in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["patch"]
+
+_Function = Callable[..., Any]
+_Wrap = Callable[[_Function], _Function]
+
+
+class _Place:
+    """An attribute of a module or class, what it was, and who wraps it just now."""
+
+    def __init__(self, holder: Any, name: str) -> None:
+        self._holder = holder
+        self._name = name
+        self._inherited = name not in vars(holder)
+        self._original: _Function = getattr(holder, name)
+        self._ours = self._original
+        self._wraps: list[_Wrap] = []
+
+    def add(self, wrap: _Wrap) -> None:
+        self._wraps.append(wrap)
+        self._set(wrap(getattr(self._holder, self._name)))
+
+    def discard(self, wrap: _Wrap) -> bool:
+        """Whether nobody is left. What the job has patched after us stays: ours are below it and pass everything on."""
+        self._wraps.remove(wrap)
+        if getattr(self._holder, self._name) is self._ours:
+            function = self._original
+            for other in self._wraps:
+                function = other(function)
+            self._set(function)
+        return not self._wraps
+
+    def _set(self, function: _Function) -> None:
+        self._ours = function
+        if function is self._original and self._inherited:
+            delattr(self._holder, self._name)
+        else:
+            setattr(self._holder, self._name, function)
+
+
+_places: dict[tuple[int, str], _Place] = {}
+
+
+def patch(holder: Any, name: str, wrap: _Wrap) -> Callable[[], None]:
+    """Let `wrap(function)` stand for the function that `holder` has under `name`; returns what undoes it."""
+    key = (id(holder), name)
+    place = _places.get(key)
+    if place is None:
+        place = _places[key] = _Place(holder, name)
+    place.add(wrap)
+
+    def undo() -> None:
+        if place.discard(wrap):
+            _places.pop(key, None)
+
+    return undo
