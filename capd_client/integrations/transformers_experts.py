@@ -85,14 +85,16 @@ class _Grouped(_Projections):
 
 
 class _PerRow(_Projections):
-    """batched_mm: the weight holds the expert's of each row."""
+    """batched_mm: the weight that it is given holds, for each row, that of the row's expert."""
 
     def patches(self) -> list[tuple[Any, str]]:
         return [(sys.modules[_MOE], "_batched_linear")]
 
     def operands(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        x, weight = super().operands(args, kwargs)
-        return x, None, weight
+        x, gathered = super().operands(args, kwargs)
+        module = (_traced[-1] if _traced else None) if is_compiling() else current_module()
+        name = "" if module is None else self._parameter(module, gathered)
+        return x, None, gathered if module is None or not name else module._parameters[name]
 
     def _parameter(self, module: nn.Module, weight: Tensor) -> str:
         for name, parameter in module._parameters.items():

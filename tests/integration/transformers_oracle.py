@@ -85,13 +85,14 @@ class Captured:
             name = (key.module, key.component, key.tensor_name)
             ats = [((r.iteration, r.micro_batch, r.call), r.shape) for r in records]
             self.twice += [(name, at) for at, count in Counter(at for at, _ in ats).items() if count > 1]
-            self.twice += [name] * (name in self.series)  # of two dtypes
-            self.series[name] = Series(
-                key.layer, key.stack, key.layer_type, key.operation, key.phase, frozenset(ats)
-            )
-            self.values[name] = {at: series.torch(i) for i, (at, _) in enumerate(ats)}
+            before = self.series.get(name)  # larger records are a variant of the series
+            both = frozenset(ats).union(before.records if before else ())
+            self.twice += [name] * (len(both) < len(ats) + len(before.records if before else ()))
+            self.series[name] = Series(key.layer, key.stack, key.layer_type, key.operation, key.phase, both)
+            self.values.setdefault(name, {}).update({at: series.torch(i) for i, (at, _) in enumerate(ats)})
             self.attributes[name] = series.attributes
-            self.metadata[name] = {at: r.metadata for (at, _), r in zip(ats, records, strict=True)}
+            metadata = {at: r.metadata for (at, _), r in zip(ats, records, strict=True)}
+            self.metadata.setdefault(name, {}).update(metadata)
 
     def get(self, product: Product, tensor: str, at: At) -> Tensor | None:
         held = self.values.get((product.module, product.component, tensor), {})
