@@ -13,7 +13,7 @@ from typing import Optional, Union
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from capd_client import recompute
+from capd_client import copies, recompute
 from capd_client.api import session
 from capd_client.auto_watch import give_way
 from capd_client.errors import ConfigError
@@ -57,6 +57,7 @@ class WatchHandle:
 
     def attach_roots(self, models: Sequence[nn.Module], watched: Watched, sink: Sink) -> None:
         """Let the forwards of the models begin micro-batches. First, so that it runs before the taps."""
+        copies.install()
         recompute.install()
         step_counters.install()
         self._watched, self._clock = watched, clock_of(sink.context)
@@ -96,6 +97,7 @@ class WatchHandle:
                 self._steering.discard(self._watched)
             if self._clock is not None:
                 self._clock.discard(self._watched.gate)
+                copies.uninstall()
                 recompute.uninstall()
                 step_counters.uninstall()
             self._watched.remove()

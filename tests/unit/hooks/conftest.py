@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from memory_sink import MemorySink
+from torch import nn
 from torch.nn import functional
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import CheckpointFunction
@@ -52,7 +53,11 @@ def _no_watch_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _patched() -> list[object]:
     """What of torch a watch puts its own in the place of."""
     names = ("linear", "multi_head_attention_forward", "scaled_dot_product_attention")
-    return [CheckpointFunction.forward, *(getattr(functional, name) for name in names)]
+    return [
+        CheckpointFunction.forward,
+        vars(nn.Module).get("__reduce_ex__"),
+        *(getattr(functional, name) for name in names),
+    ]
 
 
 @pytest.fixture

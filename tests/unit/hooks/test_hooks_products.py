@@ -252,9 +252,44 @@ def test_copies_of_every_kind_compute_the_same_and_are_not_captured(
 
     for kind, twin in copies(model).items():
         sink.captured.clear()
+        hooks_of_ours = [m for m in twin.modules() if m._forward_hooks or m._forward_pre_hooks]
+        assert bool(hooks_of_ours) == ("DataParallel" in kind)  # those are made without asking the module
         assert list(twin.state_dict()) == list(model.state_dict()), kind
         assert torch.equal(twin(x), expected[0]), kind
         assert sink.captured == [], kind
+
+
+def test_a_watched_model_is_saved_as_it_is_unwatched(sink: MemorySink) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    called: list[int] = []
+    watched = io.BytesIO()
+    watch(model)
+    torch.save(model, watched)
+
+    assert b"capd" not in watched.getvalue()
+    watched.seek(0)
+    with torch.serialization.safe_globals([nn.Sequential, nn.Linear, nn.ReLU]):
+        loaded = torch.load(watched)  # as torch does by itself, weights_only
+    assert torch.equal(loaded[0].weight, model[0].weight)
+    for number in range(20):  # none of the numbers of capd's hooks is taken for a new one's
+        loaded[0].register_forward_hook(lambda module, args, output, n=number: called.append(n))
+    loaded(torch.ones(2))
+    assert called == list(range(20))
+
+
+def test_what_hooks_the_job_has_are_saved_with_the_model(sink: MemorySink) -> None:
+    model = nn.Linear(2, 2)
+    model.register_forward_pre_hook(noted, with_kwargs=True)
+    watch(model)
+
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
+        assert list(twin._forward_pre_hooks.values()) == [noted]
+        assert list(twin._forward_pre_hooks_with_kwargs) == list(twin._forward_pre_hooks)
+        assert not twin._forward_hooks
+
+
+def noted(*_: Any) -> None:
+    """A hook of the job."""
 
 
 def transforms(model: nn.Module, x: Tensor) -> dict[str, Any]:
