@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from capd_client.graph_ops import Operator, exporting, flags_of, in_graphs, obstacle, restored, usable
+from capd_client.inner import is_taken_apart
 from capd_client.key import Moment
 from capd_client.kinds import Kind
 from capd_client.notices import Notices
@@ -159,11 +160,14 @@ def _takes_operators() -> bool:
 
 
 def _trace_call(number: Tensor, gradients: int, *tensors: Any) -> None:
-    *operands, _parameter, output = tensors
+    *operands, parameter, output = tensors
+    if parameter is not None and is_taken_apart(parameter):
+        parameter = None  # no operator takes it; the tap knows the module that has it
     if torch._C._functorch.is_batchedtensor(output):
         _refuse("vmap", "inside vmap nothing is captured in compiled graphs")
         return
     autocast = autocast_dtype(operands[0].device.type)
+    tensors = (*operands, parameter, output)
     placements = [placements_of(t) for t in tensors]
     local = [local_part(t) for t in tensors]
     moment = _TAP(local, number, flags_of(*tensors), autocast, placements if any(placements) else [])

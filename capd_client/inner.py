@@ -15,22 +15,29 @@ from torch import Tensor
 
 from capd_client.tensors import local_part
 
-__all__ = ["context_of", "inner_tensors"]
+__all__ = ["context_of", "inner_tensors", "is_taken_apart"]
 
 _MAX_CONTEXT_CHARS = 16 << 10  # of the 64 KiB that the attributes of a series may have
 _TAKEN_WHOLE = ("DTensor", "AsyncCollectiveTensor", "FakeTensor", "FunctionalTensor")  # see `tensors.unwrap`
 
 
-def inner_tensors(tensor: Tensor, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The name and value of each tensor inside `tensor`; nothing for one that is captured as it stands."""
+def is_taken_apart(tensor: Tensor) -> bool:
+    """Whether a tensor, or the shard that a DTensor holds here, is captured as the tensors inside it."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+    held: Any = local_part(tensor)
+    known = type(held).__name__ in _TAKEN_WHOLE
+    return not known and (is_traceable_wrapper_subclass(held) or _is_of_old_engine(held))
+
+
+def inner_tensors(tensor: Tensor, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The name and value of each tensor inside `tensor`; nothing for one that is captured as it stands."""
     held: Any = local_part(tensor)
     if _is_of_old_engine(held):
         for inner, value in held.get_metadata().items():
             if isinstance(value, Tensor):
                 yield f"{name}.{inner}", value
-    elif type(held).__name__ in _TAKEN_WHOLE or not is_traceable_wrapper_subclass(held):
+    elif not is_taken_apart(held):
         if name:
             yield name, held
     else:

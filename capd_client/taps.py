@@ -255,13 +255,16 @@ class Tap:
         tensors: the operands, the parameter (or None) and the output.
         """
         *operands, parameter, output = tensors
-        call = None if self.module() is None else self._call()
+        module = self.module()
+        call = None if module is None else self._call()
         if call is None:
             return None
+        # A read would compute what is made anew for every call.
+        held = None if self._computed else getattr(module, self._parameter, None)
         if not call.recomputing:
-            self._capture_operands(operands, parameter, call, autocast)
+            self._capture_operands(operands, held if parameter is None else parameter, call, autocast)
             self._offer(output, "output", call)
-        self._watch_parameter_gradient(getattr(self.module(), self._parameter, None), call)
+        self._watch_parameter_gradient(held, call)
         recompute.keep(self, call)
         return call
 

@@ -42,6 +42,8 @@ from tests.integration.plain_models import (
     WIDTH,
 )
 
+pytestmark = pytest.mark.timeout(300)  # the job imports transformers, PEFT and bitsandbytes
+
 REPOSITORY = Path(__file__).parents[2]
 ROWS = (BATCH, SEQUENCE)
 CALLS = STEPS * MICRO_BATCHES
@@ -95,7 +97,11 @@ def job() -> Iterator[Job]:
             )
             for command in commands
         ]
-        told = [job.communicate(timeout=110) for job in jobs]
+        try:
+            told = [job.communicate(timeout=280) for job in jobs]
+        finally:
+            for job in jobs:
+                job.kill()
         assert [job.returncode for job in jobs] == [0, 0], told
         assert "dropped 0" in told[0][1]
         losses, losses_off = (json.loads(output) for output, _ in told)

@@ -354,6 +354,21 @@ class TestCompiled:
             eager, True
         )
 
+    def test_a_weight_that_changes_its_module_when_it_is_read_is_not_read(self, sink: MemorySink) -> None:
+        def trained(model: nn.Module) -> list[Tensor]:
+            compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+            return [compiled(torch.ones(2, 8)).detach().clone() for _ in range(3)]
+
+        model = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        with torch.no_grad():
+            model.parametrizations.weight[0]._u.copy_(torch.nn.functional.normalize(torch.ones(8), dim=0))
+        unwatched = trained(copy.deepcopy(model))
+        watch(model, tensors=TENSORS)
+
+        assert same(trained(model), unwatched)
+        assert not torch.equal(unwatched[0], unwatched[1])
+        assert sink.names()["weight"] == 3
+
     def test_a_computed_weight_in_a_graph_puts_nothing_beside_other_linears(self, sink: MemorySink) -> None:
         model = nn.Sequential(Scaling(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
         taps: list[int] = []
