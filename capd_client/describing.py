@@ -22,9 +22,21 @@ from capd_client.notices import Notices
 from capd_client.protocol import MAX_METADATA_NBYTES, Descriptor
 from capd_client.refusing import Refusing
 from capd_client.slicing import Slice
-from capd_client.tensors import PLAIN_TYPES, modes_active, problem_of, unwrap, without_modes
+from capd_client.tensors import (
+    PLAIN_TYPES,
+    is_pending,
+    modes_active,
+    problem_of,
+    selectively_checkpointed,
+    unwrap,
+    without_modes,
+)
 
 __all__ = ["Describing"]
+
+_PENDING = (
+    "a collective fills it, in a selectively checkpointed part: waiting for that would upset what torch saved"
+)
 
 
 class Describing:
@@ -62,6 +74,9 @@ class Describing:
         store: one of `capd_client.rule_settings.STORES`, or None.
         """
         if modes_active():
+            if is_pending(tensor) and selectively_checkpointed():
+                self._refuse(None, DropReason.UNSUPPORTED, moment, _PENDING, name=str(key.tensor_name)[:80])
+                return
             with without_modes():
                 self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable, store)
         else:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
-from torch.utils import checkpoint
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
-from capd_client.tensors import DEVICES, without_modes
+from capd_client.tensors import DEVICES, selectively_checkpointed, without_modes
 
 __all__ = ["alias_of", "autocast_dtype", "hang", "hangs_on", "product_dtype", "product_of"]
 
@@ -47,15 +45,10 @@ def alias_of(tensor: Tensor) -> Tensor:
     Selective checkpointing finds what its first pass saved by counting operations, and must not count this one: a tap
     can be removed, or told to capture something else, before the second pass.
     """
-    if not any(type(mode) in _selective() for mode in _get_current_dispatch_mode_stack()):
+    if not selectively_checkpointed():
         return tensor.view_as(tensor)
     with without_modes():
         return tensor.view_as(tensor)
-
-
-def _selective() -> tuple[Any, ...]:
-    names = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
-    return tuple(getattr(checkpoint, name, None) for name in names)
 
 
 def hang(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:

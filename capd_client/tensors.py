@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Optional
 
 import torch
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from capd_client.dtypes import ITEM_NBYTES
 from capd_client.key import MAX_NDIM
@@ -18,10 +20,12 @@ __all__ = [
     "DEVICES",
     "DTYPES",
     "PLAIN_TYPES",
+    "is_pending",
     "is_tracing",
     "local_part",
     "modes_active",
     "problem_of",
+    "selectively_checkpointed",
     "unwrap",
     "without_modes",
 ]
@@ -69,7 +73,7 @@ def without_modes() -> AbstractContextManager[Any]:
 def unwrap(value: Any) -> tuple[Optional[torch.Tensor], str]:
     """The plain tensor that a subclass stands for on this rank, or None and the reason.
 
-    DTensor gives its local shard; a pending collective is waited for, as its next user would do.
+    DTensor gives its local shard; a pending collective is waited for, as its next user would do (see `is_pending`).
     """
     if not isinstance(value, torch.Tensor):
         return None, f"a {type(value).__name__} is not a torch tensor"
@@ -77,7 +81,7 @@ def unwrap(value: Any) -> tuple[Optional[torch.Tensor], str]:
     for _ in range(3):
         name = type(tensor).__name__
         if name == "DTensor":
-            tensor = tensor.to_local()
+            tensor = tensor._local_tensor
         elif name == "AsyncCollectiveTensor":
             tensor = tensor.wait()
         else:
@@ -92,6 +96,18 @@ def unwrap(value: Any) -> tuple[Optional[torch.Tensor], str]:
     with torch._C.DisableTorchFunctionSubclass():
         plain = tensor.as_subclass(torch.Tensor)
     return (plain, "") if type(plain) in PLAIN_TYPES else (None, f"{name} is not kept")
+
+
+def is_pending(tensor: Any) -> bool:
+    """Whether a collective is under way that fills this tensor."""
+    return type(local_part(tensor)).__name__ == "AsyncCollectiveTensor"
+
+
+def selectively_checkpointed() -> bool:
+    """Whether selective checkpointing sees our operations, or those that the job runs next."""
+    names = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+    modes = tuple(getattr(checkpoint, name, type(None)) for name in names)
+    return any(isinstance(mode, modes) for mode in _get_current_dispatch_mode_stack())
 
 
 def local_part(tensor: Any) -> Any:

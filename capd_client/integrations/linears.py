@@ -42,12 +42,14 @@ def find_sites(model: nn.Module) -> dict[str, list[Site]]:
 def is_plain(module: nn.Module) -> bool:
     """Whether the module's product is F.linear(input, self.weight).
 
-    Subclasses count while they keep nn.Linear's forward (FSDP2 makes such classes). nn.MultiheadAttention never calls
-    its NonDynamicallyQuantizableLinear.
+    Subclasses count while they keep nn.Linear's forward (FSDP2 makes such classes). One that was put on the instance
+    (torchtitan's) may change what goes in and comes out. nn.MultiheadAttention never calls its
+    NonDynamicallyQuantizableLinear.
     """
     return (
         isinstance(module, nn.Linear)
         and type(module).forward is nn.Linear.forward
+        and "forward" not in vars(module)
         and not isinstance(module, NonDynamicallyQuantizableLinear)
         and not is_parametrized(module)
     )
@@ -76,7 +78,8 @@ def _site_of(module: nn.Module) -> Optional[Site]:
     if "torchao.Float8Linear" in origin:
         return Site(module, LINEAR, ("input",), attributes=_BEFORE_CAST)
     if _calls_linear(module):
-        return Site(module, LINEAR, function=_LINEAR, computed=True)
+        computed = is_parametrized(module) or type(module).forward is not nn.Linear.forward
+        return Site(module, LINEAR, function=_LINEAR, computed=computed)
     return None
 
 

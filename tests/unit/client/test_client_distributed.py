@@ -101,6 +101,39 @@ def test_shards_and_pending_collectives_are_captured_with_the_values_that_their_
         assert found[rank, "pending shard"] == ((2,), floats(3, 3))
 
 
+def test_a_pending_collective_in_a_selectively_checkpointed_part_is_a_counted_drop(
+    peer: Peer, job_env: dict[str, str], tmp_path: Path
+) -> None:
+    """What was saved is found by counting operations: a wait of ours would come before the job's own."""
+    run_group(
+        """
+        from functools import partial
+        from torch.distributed import _functional_collectives as functional
+        from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+        def policy(context, operation, *args, **kwargs):
+            saved = operation is torch.ops._c10d_functional.all_reduce.default
+            return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+        def part(x):
+            total = functional.all_reduce(x.detach() * (rank + 1), "sum", dist.group.WORLD)
+            capd_client.capture(total, tensor_name="pending")
+            capd_client.capture(total + 0, tensor_name="done")
+            return (x * total).sin()
+
+        x = torch.full((3,), 2.0, requires_grad=True)
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        checkpoint(part, x, use_reentrant=False, context_fn=contexts).sum().backward()
+        assert torch.equal(x.grad, 6 * torch.full((3,), 12.0).cos())
+        assert capd_client.flush(30)
+        assert capd_client.counters()["dropped"] == {"unsupported": 1}
+        """,
+        job_env,
+        tmp_path,
+    )
+    assert [(r.key.tensor_name, r.data) for r in peer.records] == [("done", floats(6, 6, 6))] * 2
+
+
 TRAIN = """
     import hashlib
     if rank == 1 and os.environ["CAPD_ENDPOINT"] != "off":

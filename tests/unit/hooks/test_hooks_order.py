@@ -52,3 +52,17 @@ def test_hooks_put_on_behind_the_watch_work_outside_of_the_taps_too(sink: Memory
 
     assert torch.equal(sink.one("0", "input"), x * 2)
     algebra_holds(sink, model)
+
+
+def test_a_forward_of_its_own_that_a_linear_was_given_works_outside_of_the_tap(sink: MemorySink) -> None:
+    """torchtitan redistributes there what goes in and comes out."""
+    model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.ReLU())
+    plain: Any = model[0].forward
+    model[0].forward = lambda x: plain(x * 2) * 3  # type: ignore[method-assign]
+    watch(model, tensors=LINEAR.tensors)
+
+    x = torch.randn(5, 4, requires_grad=True)
+    model(x).sum().backward()
+
+    assert torch.equal(sink.one("0", "input"), x * 2)
+    algebra_holds(sink, model)
