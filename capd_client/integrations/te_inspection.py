@@ -7,9 +7,9 @@ within a micro-batch the last call is the first: so the calls of a layer wait in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import msgspec
 import torch
@@ -20,9 +20,9 @@ from capd_client.gate import Gate
 from capd_client.key import Key, Moment
 from capd_client.kinds import LINEAR, placement
 from capd_client.naming import Place, place_of
-from capd_client.select import Ranges
-from capd_client.slicing import Slice, parse_slices
+from capd_client.rules import Target, Wanted, resolve
 from capd_client.taps import Sink
+from capd_client.watch_plan import WatchPlan
 
 __all__ = ["begin", "inspected", "inspects", "te_features", "wants"]
 
@@ -75,54 +75,56 @@ def _guarded(function: Any) -> Any:
         return None
 
 
+class _Call(NamedTuple):
+    """One call of a layer: its moment, and the rules that capture it."""
+
+    moment: Moment
+    rules: int
+
+
 class _Layer:
     """One layer: its keys, and the calls whose backward is to come, those of one micro-batch in one list."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, wanted: Mapping[str, Wanted]) -> None:
         self.place = place
+        self.wanted = wanted
         self.keys: dict[tuple[str, torch.dtype], Key] = {}
         self.iteration = -1
         self.calls: dict[int, int] = {}  # how many there were in each micro-batch
-        self.waiting: dict[int, list[Moment]] = {}
-        self.forward: Optional[Moment] = None
-        self.backward: Optional[Moment] = None
+        self.waiting: dict[int, list[_Call]] = {}
+        self.forward: Optional[_Call] = None
+        self.backward: Optional[_Call] = None
         self.weight_at = -1
 
-    def begin(self, moment: Moment) -> Moment:
+    def begin(self, moment: Moment, rules: int) -> _Call:
         """A call begins: the first tensor of its forward is here."""
         if moment.iteration != self.iteration:
             self.iteration = moment.iteration
             self.calls, self.waiting = {}, {}
         number = self.calls.get(moment.micro_batch, 0)
         self.calls[moment.micro_batch] = number + 1
-        moment = msgspec.structs.replace(moment, call=number)
-        self.waiting.setdefault(moment.micro_batch, []).append(moment)
-        return moment
+        call = _Call(msgspec.structs.replace(moment, call=number), rules)
+        self.waiting.setdefault(moment.micro_batch, []).append(call)
+        return call
 
-    def begin_backward(self) -> Optional[Moment]:
+    def begin_backward(self) -> Optional[_Call]:
         """The backward of a call begins: the one that it belongs to, None where its forward was not captured."""
         if not self.waiting:
             return None
         first = next(iter(self.waiting))
-        moment = self.waiting[first].pop()
+        call = self.waiting[first].pop()
         if not self.waiting[first]:
             del self.waiting[first]
-        return moment
+        return call
 
 
 class _Inspection:
     """The layers of one session."""
 
     def __init__(self, sink: Sink) -> None:
-        config = sink.config
         self.sink = sink
-        self._gate = Gate(
-            sink.context,
-            Ranges(config.steps),
-            micro_batches=None if config.micro_batches == "all" else Ranges(config.micro_batches),
-            ranks=None if config.ranks == "all" else Ranges(config.ranks),
-        )
-        self._slices: dict[str, Slice] = parse_slices(config.slice or {})
+        self._rules = WatchPlan(sink.config).rules
+        self._gate = Gate(sink.context, [rule.when for rule in self._rules])
         self._layers: dict[str, _Layer] = {}
 
     def wants(self) -> bool:
@@ -130,19 +132,22 @@ class _Inspection:
         if recompute.in_backward():
             return True  # for the gradients of what is run again
         trains = torch.is_grad_enabled() or recompute.in_segment()
-        return trains and self._admits()
+        return trains and self._admits() != 0
 
-    def _admits(self) -> bool:
+    def _admits(self) -> int:
         self._gate.forget()  # it hears of no optimizer
         return self._gate.admits()
 
     def take(self, name: str, engine_name: str, tensors: Sequence[Any], tp_size: int) -> None:
-        layer = self._layers.get(name)
-        if layer is None:
-            layer = self._layers[name] = _Layer(place_of(name))
+        layer = self._layers.get(name) or self._add(name)
         tensor_name = _NAMES[engine_name]
-        moment = self._moment_of(layer, tensor_name)
-        if moment is None or (tensor_name == "weight" and layer.weight_at == moment.iteration):
+        call = self._call_of(layer, tensor_name)
+        wanted = None if call is None else layer.wanted.get(tensor_name)
+        kept = None if call is None or wanted is None else wanted.of(call.rules)
+        if call is None or kept is None:
+            return
+        moment = call.moment
+        if tensor_name == "weight" and layer.weight_at == moment.iteration:
             return
         if tensor_name == "weight" and self.sink.keeps(moment):
             layer.weight_at = moment.iteration
@@ -152,11 +157,15 @@ class _Inspection:
             if isinstance(tensor, torch.Tensor) and not any(tensor is other for other in taken):
                 taken.append(tensor)
                 key = self._key(layer, tensor_name, tensor.dtype)
-                self.sink.offer(
-                    tensor, key, moment, attributes=attributes, take=self._slices.get(tensor_name)
-                )
+                self.sink.offer(tensor, key, moment, attributes=attributes, take=kept.take, store=kept.store)
 
-    def _moment_of(self, layer: _Layer, tensor_name: str) -> Optional[Moment]:
+    def _add(self, name: str) -> _Layer:
+        place, tensors = place_of(name), LINEAR.tensors
+        target = Target(place.module, place.layer, LINEAR.component, tensors, frozenset(tensors))
+        layer = self._layers[name] = _Layer(place, resolve(self._rules, [target]).wanted[0])
+        return layer
+
+    def _call_of(self, layer: _Layer, tensor_name: str) -> Optional[_Call]:
         if placement(tensor_name)[0] == "backward":
             if tensor_name == "grad_output":
                 layer.backward = layer.begin_backward()
@@ -164,7 +173,8 @@ class _Inspection:
         if recompute.in_backward():
             return None
         if tensor_name == "input":
-            layer.forward = layer.begin(self.sink.context.moment()) if self._admits() else None
+            rules = self._admits()
+            layer.forward = layer.begin(self.sink.context.moment(), rules) if rules else None
         return layer.forward
 
     def _key(self, layer: _Layer, tensor_name: str, dtype: torch.dtype) -> Key:
