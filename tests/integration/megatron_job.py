@@ -8,6 +8,7 @@ watched under its own name, so that all of them lie in one store.
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import sys
@@ -86,6 +87,8 @@ def main(result: Path, names: list[str]) -> None:
     if names[0] == "unwatched":  # a job that knows nothing of capd
         results[names[1]] = {"on": [loss.hex() for loss in train(MODES[names[1]])]}
         names = []
+    else:
+        importlib.import_module("capd_client")  # so that `capd run` watches nothing by itself
     logging.getLogger("megatron").setLevel(logging.ERROR)  # one generator stands for those of CPU and GPU
     for name in names:
         mode = MODES[name]
