@@ -44,7 +44,7 @@ class _Gating(FunctionSite):
         """The method of routers: what it calls is another function in each version."""
         return [(_class(_ROUTER, "Router"), "gating")]
 
-    def _operands(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def operands(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         return (*operands_of(("input",), args[1:], kwargs), args[0].weight)
 
 
