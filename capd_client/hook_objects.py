@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from capd_client.stepping import Clock
     from capd_client.taps import Call, Sink, Tap
 
-__all__ = ["ForwardHook", "GradHook", "Hook", "PreHook", "RootEnd", "RootHook", "WeightHook"]
+__all__ = ["ForwardHook", "GradHook", "Hook", "PreHook", "RootEnd", "RootHook"]
 
 PreHookResult = Optional[tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -161,25 +161,6 @@ class GradHook(Hook):
             self._tap.gradient(self._tensor_name, gradient, self._call, self._shape)
         except Exception as error:
             self._tap.failed(f"{self._tensor_name} hook", error)
-
-
-class WeightHook(Hook):
-    """Hook on a weight: one call per backward, before the gradient is accumulated."""
-
-    __slots__ = ("_tap",)
-
-    def __init__(self, tap: Tap) -> None:
-        self._tap = tap
-
-    @untraced  # compiled autograd traces hooks
-    def __call__(self, gradient: Tensor) -> None:
-        tap = self._tap
-        if not tap.expects_parameter_gradient:
-            return
-        try:
-            tap.parameter_gradient(gradient)
-        except Exception as error:
-            tap.failed(f"grad_{tap.kind.parameter} hook", error)
 
 
 class RootHook(Hook):

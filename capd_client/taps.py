@@ -21,16 +21,16 @@ from typing import Any, NamedTuple, Optional, Protocol
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from capd_client import recompute, split_backward
 from capd_client.gate import Gate
 from capd_client.graph_taps import claim, release
-from capd_client.hook_objects import GradHook, WeightHook
+from capd_client.hook_objects import GradHook
 from capd_client.key import Key, Moment
 from capd_client.kinds import Kind, placement
 from capd_client.naming import Place
-from capd_client.products import alias_of, autocast_dtype, hang, hangs_on, product_dtype, product_of
+from capd_client.parameter_gradient import ParameterHook, ParameterHooks
+from capd_client.products import alias_of, autocast_dtype, hang, product_dtype, product_of
 from capd_client.rule_settings import RuleSettings
 from capd_client.rules import Kept, Wanted, rules_of
 from capd_client.sites import Site, output_of
@@ -93,21 +93,23 @@ class Call(NamedTuple):
     """One call of a tapped product that is captured, while it runs.
 
     rules: those that captured its moment, as bits; its gradients follow them. metadata: JSON object, or empty.
+    hook: on the parameter that it uses, if its gradient is wanted; None: that of the last call.
     """
 
     moment: Moment
     rules: int
     recomputing: bool = False
     metadata: str = ""
+    hook: Optional[ParameterHook] = None
 
 
 class Tap:
     """Captures one product. Its methods may raise; who calls them hands errors on to `failed`."""
 
     __slots__ = (
-        "__weakref__", "_at", "_attributes", "_backward", "_calls", "_common", "_computed", "_deferred", "_describe",
-        "_keys", "_lacks", "_of_tensor", "_parameter", "_parameter_at", "_parameter_handle", "_sink", "_state",
-        "_wanted", "bound", "gate", "kind", "module", "number", "place", "rules", "tensors",
+        "__weakref__", "_at", "_attributes", "_calls", "_common", "_computed", "_describe", "_keys", "_lacks",
+        "_of_tensor", "_parameter", "_parameter_at", "_parameter_hooks", "_sink", "_state", "_wanted", "bound", "gate",
+        "kind", "module", "number", "place", "rules", "tensors",
     )  # fmt: skip
 
     def __init__(
@@ -140,9 +142,7 @@ class Tap:
         self._calls: dict[int, int] = {}  # calls in each of its micro-batches
         self._parameter_at = (-1, False)  # the iteration whose parameter is captured, and whether all of it
         self.bound: Optional[Call] = None  # between the pre-hook and the forward hook of one call
-        self._backward: tuple[int, Optional[Call]] = (-1, None)  # graph task and call of the last dY
-        self._deferred: dict[int, Call] = {}  # micro-batch → call whose dW a later backward computes
-        self._parameter_handle: Optional[RemovableHandle] = None
+        self._parameter_hooks = ParameterHooks()
         self.number = claim(self) if self.tensors else -1  # what compiled graphs know it by; -1: not at all
 
     def current(self) -> Optional[Tap]:
@@ -179,11 +179,6 @@ class Tap:
         """The last iteration in which a call was captured; -1 before the first."""
         return self._at
 
-    @property
-    def expects_parameter_gradient(self) -> bool:
-        """Whether a captured dY came through and its dW did not yet."""
-        return self._backward[1] is not None or bool(self._deferred)
-
     def begin(
         self,
         module: nn.Module,
@@ -207,9 +202,7 @@ class Tap:
                     metadata=msgspec.json.encode(self._describe(args, kwargs or {})).decode()
                 )
             self._capture_operands(operands, parameter, call, autocast_dtype(operands[0].device.type))
-        self._watch_parameter_gradient(
-            parameter, call
-        )  # in a recompute, too: there FSDP makes another weight
+        call = self._with_hook(call, parameter)  # in a recompute, too: there FSDP makes another weight
         if self._computed and isinstance(parameter, Tensor) and parameter.grad_fn is not None:
             self._hang_on_operand(call, f"grad_{self.kind.parameter}", parameter)
         return call
@@ -264,7 +257,7 @@ class Tap:
         if not call.recomputing:
             self._capture_operands(operands, held if parameter is None else parameter, call, autocast)
             self._offer(output, "output", call)
-        self._watch_parameter_gradient(held, call)
+        call = self._with_hook(call, held)
         recompute.keep(self, call)
         return call
 
@@ -275,8 +268,9 @@ class Tap:
         if tensor_name == "grad_output":
             if split_backward.weights_of() is not None:
                 return  # it came in the first part
-            if self.kept(f"grad_{self.kind.parameter}", call) is not None:
-                self._expect_parameter_gradient(call)
+            hook = call.hook or self._parameter_hooks.last
+            if hook is not None and self.kept(f"grad_{self.kind.parameter}", call) is not None:
+                hook.expect(call)
         if self.kept(tensor_name, call) is not None:
             if shape is not None and gradient.shape != shape:
                 gradient = gradient.detach().reshape(shape)
@@ -288,26 +282,6 @@ class Tap:
         name = "grad_output" if place is None else f"grad_{self.kind.operands[place]}"
         self.gradient(name, gradient, Call(moment, rules))
 
-    def parameter_gradient(self, gradient: Tensor) -> None:
-        """Capture dW: the sum over the calls in this backward, under the moment of the first call.
-
-        The gradients of the outputs come before it in the same backward, in reverse order of the calls.
-        """
-        micro_batch = split_backward.weights_of()
-        if micro_batch is None:
-            (task, call), self._backward = self._backward, (-1, None)
-            call = call if task == torch._C._current_graph_task_id() else None
-        else:
-            call = self._deferred.pop(micro_batch, None)
-        if call is not None:
-            self.gradient(f"grad_{self.kind.parameter}", gradient, call)
-
-    def _expect_parameter_gradient(self, call: Call) -> None:
-        if split_backward.only_inputs():
-            self._deferred[call.moment.micro_batch] = call
-        else:
-            self._backward = (torch._C._current_graph_task_id(), call)
-
     def failed(self, where: str, error: Exception) -> None:
         """Count an error inside capd and go on: nothing leaves a tap."""
         self._sink.drop_internal(f"{where} of {self.place.module}", error)
@@ -316,7 +290,7 @@ class Tap:
         """Capture these tensors from now on; none of them: gradients still under way are not captured either."""
         self._want(wanted)
         if f"grad_{self.kind.parameter}" not in self.tensors:
-            self._unhook_parameter()
+            self._parameter_hooks.remove()
 
     def remove(self) -> None:
         """Stop for good, in compiled graphs too."""
@@ -326,11 +300,6 @@ class Tap:
     def _want(self, wanted: Mapping[str, Wanted]) -> None:
         had = {name: one for name, one in wanted.items() if name not in self._lacks}
         self._wanted, self.tensors, self.rules = had, frozenset(had), rules_of(had)
-
-    def _unhook_parameter(self) -> None:
-        if self._parameter_handle is not None:
-            self._parameter_handle.remove()
-            self._parameter_handle = None
 
     def _call(self) -> Optional[Call]:
         """The call about to run, or None if it is not captured."""
@@ -376,17 +345,13 @@ class Tap:
         for suffix, tensor in state.tensors.items():
             self._offer(tensor, f"{name}.{suffix}", call, None, attributes, part_of=name)
 
-    def _watch_parameter_gradient(self, parameter: Any, call: Call) -> None:
+    def _with_hook(self, call: Call, parameter: Any) -> Call:
+        """The call with the hook that the gradient of its parameter comes through, if it is wanted."""
         if self.kept(f"grad_{self.kind.parameter}", call) is None:
-            return
-        handle = self._parameter_handle
-        if not isinstance(parameter, Tensor) or not parameter.requires_grad:
-            return
-        if self._computed and parameter.grad_fn is not None:
-            return  # it is an operand like any other
-        if handle is None or not hangs_on(handle, parameter):
-            self._unhook_parameter()  # sharding wrappers give a module new weight tensors
-            self._parameter_handle = hang(parameter, WeightHook(self))
+            return call
+        if self._computed and isinstance(parameter, Tensor) and parameter.grad_fn is not None:
+            return call  # it is an operand like any other
+        return call._replace(hook=self._parameter_hooks.on(parameter, self))
 
     def _offer(
         self,

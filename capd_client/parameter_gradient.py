@@ -1,0 +1,90 @@
+"""The gradient of a product's parameter: the hooks that it comes through, and the call that it belongs to.
+
+It comes once per backward, as the sum over the calls in it, and does not say which calls these were. So the gradient of
+each output, which comes before it, leaves its call with the hook of the parameter that it was computed with.
+
+That may be another tensor in every forward: FSDP makes new views of a flat parameter, and a packed weight is split anew
+for every call. Each of them keeps its hook until its own backward, however many forwards come in between.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Optional
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from capd_client import split_backward
+from capd_client.hook_objects import Hook
+from capd_client.products import hang, hangs_on
+from capd_client.untraced import untraced
+
+if TYPE_CHECKING:
+    from capd_client.taps import Call, Tap
+
+__all__ = ["ParameterHook", "ParameterHooks"]
+
+
+class ParameterHook(Hook):
+    """Tensor hook on a parameter: one call per backward, before the gradient is accumulated."""
+
+    __slots__ = ("_deferred", "_expected", "_tap")
+
+    def __init__(self, tap: Tap) -> None:
+        self._tap = tap
+        self._expected: tuple[int, Optional[Call]] = (-1, None)  # graph task and call of the last dY
+        self._deferred: dict[int, Call] = {}  # micro-batch → call whose dW a later backward computes
+
+    def expect(self, call: Call) -> None:
+        """The gradient of the call's output has come. Calls come in reverse order, so the first one stays."""
+        if split_backward.only_inputs():
+            self._deferred[call.moment.micro_batch] = call
+        else:
+            self._expected = (torch._C._current_graph_task_id(), call)
+
+    @untraced  # compiled autograd traces hooks
+    def __call__(self, gradient: Tensor) -> None:
+        tap = self._tap
+        try:
+            call = self._take()
+            if call is not None:
+                tap.gradient(f"grad_{tap.kind.parameter}", gradient, call)
+        except Exception as error:
+            tap.failed(f"grad_{tap.kind.parameter} hook", error)
+
+    def _take(self) -> Optional[Call]:
+        """The first call of the backward under way; None if it is not captured."""
+        micro_batch = split_backward.weights_of()
+        if micro_batch is not None:
+            return self._deferred.pop(micro_batch, None)
+        (task, call), self._expected = self._expected, (-1, None)
+        return call if task == torch._C._current_graph_task_id() else None
+
+
+class ParameterHooks:
+    """Those of one tap, on all tensors that are or were its parameter."""
+
+    __slots__ = ("_hanging", "last")
+
+    def __init__(self) -> None:
+        self._hanging: list[tuple[RemovableHandle, ParameterHook]] = []
+        self.last: Optional[ParameterHook] = None  # that of the last call
+
+    def on(self, parameter: Any, tap: Tap) -> Optional[ParameterHook]:
+        """The hook on what a call is about to use; None where it gets no gradient."""
+        if not isinstance(parameter, Tensor) or not parameter.requires_grad:
+            return None
+        self._hanging = [one for one in self._hanging if one[0].hooks_dict_ref() is not None]
+        found = next((hook for handle, hook in self._hanging if hangs_on(handle, parameter)), None)
+        if found is None:
+            found = ParameterHook(tap)
+            self._hanging.append((hang(parameter, found), found))
+        self.last = found
+        return found
+
+    def remove(self) -> None:
+        """Take them all off, also those waiting in a graph for its backward."""
+        for handle, _ in self._hanging:
+            handle.remove()
+        self._hanging, self.last = [], None

@@ -1,0 +1,79 @@
+"""Weights that are other tensors in every forward: several forwards before their backwards, under FSDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from memory_sink import MemorySink
+from small_models import Blocks, Checkpoint, non_reentrant, reentrant
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+from capd_client.hooks import watch
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`"),  # there is one rank
+    pytest.mark.filterwarnings("ignore:.*FSDP.*deprecated:FutureWarning"),
+]
+FORWARDS = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_rank() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def fsdp1(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def fsdp1_with_original_parameters(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def fsdp2(model: nn.Module) -> nn.Module:
+    return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+
+
+def together(losses: list[Tensor]) -> None:
+    torch.stack(losses).sum().backward()
+
+
+def one_by_one(losses: list[Tensor]) -> None:
+    for loss in losses:
+        loss.backward()
+
+
+@pytest.mark.parametrize("backward", [together, one_by_one])
+@pytest.mark.parametrize("checkpoint", [None, reentrant, non_reentrant])
+@pytest.mark.parametrize("shard", [fsdp1, fsdp1_with_original_parameters, fsdp2])
+def test_no_gradient_of_a_weight_is_lost_or_doubled_when_forwards_run_before_backwards(
+    sink: MemorySink,
+    shard: Callable[[nn.Module], nn.Module],
+    checkpoint: Checkpoint,
+    backward: Callable[[list[Tensor]], None],
+) -> None:
+    model = shard(Blocks(checkpoint))
+    watch(model, tensors=["input", "grad_output", "grad_weight"])
+
+    backward([model(torch.randn(4, 6, requires_grad=True)).square().sum() for _ in range(FORWARDS)])
+
+    modules = {c.key.module for c in sink.captured}
+    views = shard is not fsdp2  # whose weight is one leaf, which gets the sum of its backward
+    for module in modules:
+        # Each recompute has a backward of its own.
+        recomputed = checkpoint is reentrant and module != "inlet"
+        products = [
+            sink.one(module, "grad_output", (0, n, 0)).T @ sink.one(module, "input", (0, n, 0))
+            for n in range(FORWARDS)
+        ]
+        expected = products if views or recomputed or backward is one_by_one else [sum(products)]
+        gradients = [sink.one(module, "grad_weight", (0, n, 0)) for n in range(len(expected))]
+        torch.testing.assert_close(gradients, expected)
+        assert len(sink.of(module, "grad_weight")) == len(expected)
+    assert len(modules) == 5
