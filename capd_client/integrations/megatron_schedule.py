@@ -18,9 +18,10 @@ from torch import nn
 
 from capd_client.stepping import begin_counted, end_counted, evaluate, iteration_over
 
-__all__ = ["MODULE", "adopt", "ask", "begin", "end", "models_under_way"]
+__all__ = ["MODULE", "adopt", "ask", "begin", "end", "look", "models_under_way"]
 
 MODULE = "megatron.core.pipeline_parallel.schedules"
+_SCHEDULES = "forward_backward_"  # how the names of all of them begin
 _LOOP = "megatron.training.global_vars"
 
 
@@ -31,6 +32,7 @@ class _Schedule:
         self._micro_batch = 0
         self._reached: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._evaluates = False
+        self._counts = False
 
     def __call__(self) -> tuple[Optional[int], int]:
         return _iteration(), self._micro_batch
@@ -50,17 +52,27 @@ class _Schedule:
                 iteration_over()
         self._reached[model] = micro_batch
         self._micro_batch = micro_batch
+        self._counts = True
         begin_counted(self)
+
+    def look(self) -> None:
+        """The forward of a root begins: behind the schedule, which tells nobody of its end, it is the job's own."""
+        if self._counts and _frame(_SCHEDULES) is None:
+            self._stop()
 
     def end(self) -> None:
         """Nobody listens any more."""
         self._reached.clear()
         evaluate(False)
+        self._stop()
+
+    def _stop(self) -> None:
+        self._counts = False
         end_counted(self)
 
 
 _schedule = _Schedule()
-ask, begin, end = _schedule.ask, _schedule.begin, _schedule.end
+ask, begin, look, end = _schedule.ask, _schedule.begin, _schedule.look, _schedule.end
 
 
 def _iteration() -> Optional[int]:
@@ -79,7 +91,7 @@ def adopt() -> None:
 
 def models_under_way() -> list[nn.Module]:
     """The chunks that the schedule which this thread is in runs; none where it is in none."""
-    frame = _frame("forward_backward_")
+    frame = _frame(_SCHEDULES)
     if frame is None:
         return []
     held = frame.f_locals

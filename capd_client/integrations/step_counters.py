@@ -282,6 +282,7 @@ def install() -> None:
 
 def look_again() -> None:
     """Patch what has been imported since. Asked in every forward of a root: as a rule nothing was. Never raises."""
+    megatron_schedule.look()
     if len(sys.modules) != _modules:
         with _lock:
             if _users:

@@ -266,3 +266,39 @@ def test_a_class_without_the_method_is_left_alone(sink: MemorySink, put: Callabl
 
     assert moments(sink) == [(0, 0, 0)]
     assert dict(vars(trainer_class)) == before
+
+
+MEGATRON = """
+def check_first_val_step(first_val_step, forward_only, cond):
+    return first_val_step and cond if first_val_step is not None and forward_only else cond
+
+def set_current_microbatch(model, microbatch_id):
+    pass
+
+def forward_backward_no_pipelining(model, num_microbatches):
+    for i in range(num_microbatches):
+        check_first_val_step(None, False, i == 0)
+        set_current_microbatch(model, i)
+        model(torch.randn(2, 4)).sum().backward()
+"""
+
+
+def test_forwards_behind_a_schedule_of_megatron_are_the_jobs_own(
+    sink: MemorySink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("megatron.core.pipeline_parallel.schedules")
+    vars(module)["torch"] = torch
+    exec(MEGATRON, vars(module))  # noqa: S102 - its functions are known by their module
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    model, handle = model_watched()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    for _ in range(2):
+        module.forward_backward_no_pipelining(model, 2)
+        for _ in range(2):
+            model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+    module.forward_backward_no_pipelining(model, 2)
+    handle.remove()
+
+    assert moments(sink) == [(step, n, 0) for step in range(2) for n in range(4)] + [(2, 0, 0), (2, 1, 0)]
