@@ -9,13 +9,14 @@ from typing import Any, Optional
 
 from torch import Tensor
 
+from capd_client.calls import Call
 from capd_client.graph_owners import prepare, trace_begin, trace_end
 from capd_client.graph_taps import claim, gradients_of, graph_input
 from capd_client.kinds import Kind
 from capd_client.owners import Hidden, current_tap
 from capd_client.patching import patch
 from capd_client.sites import operands_of, output_of, with_operands
-from capd_client.taps import Call, Tap
+from capd_client.taps import Tap
 from capd_client.untraced import traced_as, untraced
 
 __all__ = ["FunctionSite"]

@@ -34,8 +34,10 @@ from capd_client.trials import trying
 from capd_client.untraced import traced_as, untraced
 
 if TYPE_CHECKING:
+    from capd_client.calls import Call
+    from capd_client.sink import Sink
     from capd_client.stepping import Clock
-    from capd_client.taps import Call, Sink, Tap
+    from capd_client.taps import Tap
 
 __all__ = ["ForwardHook", "GradHook", "Hook", "PreHook", "RootEnd", "RootHook"]
 

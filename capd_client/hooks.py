@@ -25,11 +25,12 @@ from capd_client.notices import Notices
 from capd_client.placing import find_products
 from capd_client.rule_report import counted, plan_lines, problems_of, rank_problems, tensors_text
 from capd_client.rules import Resolved, Wanted, resolve
+from capd_client.sink import Sink
 from capd_client.sites import Site
 from capd_client.stages import may_be_a_stage
 from capd_client.steering import Watches
 from capd_client.stepping import Clock, clock_of
-from capd_client.taps import Sink, Tap
+from capd_client.taps import Tap
 from capd_client.watch_plan import Select, WatchPlan
 from capd_client.watched import Watched, is_tapped, target_of
 

@@ -21,7 +21,8 @@ from capd_client.products import hang, hangs_on
 from capd_client.untraced import untraced
 
 if TYPE_CHECKING:
-    from capd_client.taps import Call, Tap
+    from capd_client.calls import Call
+    from capd_client.taps import Tap
 
 __all__ = ["ParameterHook", "ParameterHooks"]
 

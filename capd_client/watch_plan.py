@@ -13,8 +13,8 @@ from capd_client.notices import Notices
 from capd_client.rule_settings import RuleSettings
 from capd_client.rules import Rule, When, restricting
 from capd_client.select import TENSORS, Ranges
+from capd_client.sink import Settings
 from capd_client.slicing import Slice, parse_slices
-from capd_client.taps import Settings
 
 __all__ = ["Select", "WatchPlan"]
 

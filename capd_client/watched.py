@@ -24,8 +24,9 @@ from capd_client.naming import Place
 from capd_client.owners import owner_of
 from capd_client.rules import Rule, Target, Wanted, rules_of
 from capd_client.select import Selection, matches_any
+from capd_client.sink import Sink
 from capd_client.sites import Site
-from capd_client.taps import Sink, Tap
+from capd_client.taps import Tap
 from capd_client.tool_messages import Steer
 
 __all__ = ["Watched", "is_tapped", "target_of"]

@@ -21,13 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from capd_client.calls import Call
 from capd_client.function_sites import FunctionSite
 from capd_client.hook_objects import GradHook
 from capd_client.kinds import LINEAR
 from capd_client.owners import current_tap, is_owned
 from capd_client.products import hang
 from capd_client.sites import Site
-from capd_client.taps import Call, Tap
+from capd_client.taps import Tap
 from capd_client.tensors import without_modes
 from capd_client.untraced import traced_as, untraced
 

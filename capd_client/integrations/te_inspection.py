@@ -21,7 +21,7 @@ from capd_client.key import Key, Moment
 from capd_client.kinds import LINEAR, placement
 from capd_client.naming import Place, place_of
 from capd_client.rules import Target, Wanted, resolve
-from capd_client.taps import Sink
+from capd_client.sink import Sink
 from capd_client.watch_plan import WatchPlan
 
 __all__ = ["begin", "inspected", "inspects", "te_features", "wants"]

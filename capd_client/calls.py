@@ -1,0 +1,60 @@
+"""The calls of one product: which of them are captured, and how they are numbered."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Optional
+
+from capd_client import recompute
+from capd_client.key import Moment
+from capd_client.trials import trying
+
+if TYPE_CHECKING:
+    from capd_client.gate import Gate
+    from capd_client.parameter_gradient import ParameterHook
+
+__all__ = ["Call", "Calls"]
+
+
+class Call(NamedTuple):
+    """One call of a tapped product that is captured, while it runs.
+
+    rules: those that captured its moment, as bits; its gradients follow them. metadata: JSON object, or empty.
+    hook: on the parameter that it uses, if its gradient is wanted; None: that of the last call.
+    """
+
+    moment: Moment
+    rules: int
+    recomputing: bool = False
+    metadata: str = ""
+    hook: Optional[ParameterHook] = None
+
+
+class Calls:
+    """Those of one tap, numbered in each micro-batch."""
+
+    __slots__ = ("_counts", "_gate", "at")
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self._counts: dict[int, int] = {}  # in each micro-batch of the iteration `at`
+        self.at = -1  # the last iteration in which a call was captured
+
+    def next(self, rules: int) -> Optional[Call]:
+        """The call about to run, or None if it is not captured. rules: those of the product, as bits."""
+        if recompute.in_backward():
+            first: Optional[Call] = recompute.take(self)
+            return None if first is None else first._replace(recomputing=True)
+        rules = 0 if trying() else self._gate.admits() & rules
+        if not rules:
+            return None
+        context = self._gate.context
+        if context.iteration != self.at:
+            self.at = context.iteration
+            self._counts.clear()
+        number = self._counts.get(context.micro_batch, 0)
+        self._counts[context.micro_batch] = number + 1
+        return Call(context.moment(call=number, recompute=False), rules)
+
+    def keep(self, call: Call) -> None:
+        """Remember it for its recompute, if it lies in a checkpointed segment."""
+        recompute.keep(self, call)
