@@ -6,14 +6,13 @@ An explicit `watch` ends them, at whatever time it comes: the job is captured ex
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from capd_client.api import session
-
-if TYPE_CHECKING:
-    from capd_client.hooks import WatchHandle
+from capd_client.attaching import WatchHandle, attach
+from capd_client.integrations.megatron_schedule import models_under_way
+from capd_client.watch_plan import WatchPlan
 
 __all__ = ["give_way", "watch_found"]
 
@@ -27,19 +26,15 @@ def watch_found(model: nn.Module, *, called: nn.Module, name: str) -> str:
     Returns "watched"; "empty" where there is nothing in it to capture, or nothing that is not captured already; "off"
     where nothing is captured in this process, or not without being asked (CAPD_WATCH=off).
     """
-    from capd_client import hooks  # which imports this module
-    from capd_client.integrations.megatron_schedule import models_under_way
-    from capd_client.watch_plan import WatchPlan
-
     sink = session()
     if sink is None or sink.config.watch == "off":
         return "off"
-    handle = hooks.WatchHandle()
+    handle = WatchHandle()
     try:
         chunks = models_under_way()
         one_of_several = len(chunks) > 1 and any(chunk is model for chunk in chunks)
         models, roots = (chunks, chunks) if one_of_several else ([model], [called])
-        hooks._attach(sink, models, handle, WatchPlan(sink.config), name=name, roots=roots)
+        attach(sink, models, handle, WatchPlan(sink.config), name=name, roots=roots)
     except Exception as error:
         handle.remove()
         sink.drop_internal("watch", error)

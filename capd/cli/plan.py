@@ -78,7 +78,7 @@ def plan(
     """
     from capd.cli.companion import Companion
     from capd.cli.job import find_command
-    from capd.cli.run import _check_environment, _checked, _job_environment
+    from capd.cli.job_settings import checked_flags, checked_settings, job_environment
     from capd.cli.startup import Startup
     from capd.config import misspelt_variables, resolve_daemon
     from capd_client.planning.text import plan_lines
@@ -89,15 +89,15 @@ def plan(
     file = read_settings_file(str(resolved.path), must_exist=True)[0] if resolved.path else {}
     flags = {"policy": policy, "mode": mode, "steps": steps, "slice": slice_, "quant_type": quant_type}
     flags["watch"] = "off" if no_watch else None
-    job_flags = _checked({name: value for name, value in flags.items() if value is not None})
+    job_flags = checked_flags({name: value for name, value in flags.items() if value is not None})
     if config is not None:
         job_flags["CAPD_CONFIG"] = str(config.absolute())
-    startup = Startup(_check_environment({**os.environ, **job_flags}).watch)
+    startup = Startup(checked_settings({**os.environ, **job_flags}).watch)
     for line in misspelt_variables():
         note(line)
     with _directory(shared) as directory, startup:
         companion = Companion(f"unix:{directory}/none.sock", None, resolved.settings.store.absolute())
-        environ = _job_environment(os.environ, companion, job_flags, file)
+        environ = job_environment(os.environ, companion, job_flags, file)
         environ |= {"CAPD_PLAN": str(directory), "CAPD_PLAN_STEPS": str(iterations)}
         startup.put_into(environ)
         seen, code = _train(

@@ -5,20 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from capd.cli.job_settings import checked_flags, checked_settings, job_environment
 from capd.cli.output import note
 from capd.cli.startup import Startup
 
-if TYPE_CHECKING:
-    from capd.cli.companion import Companion
-    from capd_client.config import ClientConfig
-
 __all__ = ["run"]
-
-_BLOCK_MS = "30000"
 
 
 def run(
@@ -80,10 +75,10 @@ def run(
     file = read_settings_file(str(resolved.path), must_exist=True)[0] if resolved.path else {}
     flags = {"policy": policy, "mode": mode, "steps": steps, "slice": slice_, "quant_type": quant_type}
     flags["watch"] = "off" if no_watch else None
-    job_flags = _checked({name: value for name, value in flags.items() if value is not None})
+    job_flags = checked_flags({name: value for name, value in flags.items() if value is not None})
     if config is not None:
         job_flags["CAPD_CONFIG"] = str(config.absolute())
-    settings = _check_environment({**os.environ, **job_flags})
+    settings = checked_settings({**os.environ, **job_flags})
     for line in misspelt_variables():
         note(line)
     named = resolved.settings.run_id or shared_run_id(os.environ)
@@ -117,7 +112,7 @@ def _run(
         if endpoint == "off":
             return job.run(command, dict(os.environ))
         with startup, join(endpoint, run_id) if endpoint else start(store, run_id, config) as companion:
-            environ = _job_environment(os.environ, companion, flags, file)
+            environ = job_environment(os.environ, companion, flags, file)
             startup.put_into(environ)
             code = job.run(command, environ)
             companion.finish(startup.why_nothing)
@@ -137,42 +132,6 @@ def _endpoint(environ: Mapping[str, str], *, attach: bool, store: Path | None) -
             "--store belongs to a daemon that is started here; with --attach the daemon has its own"
         )
     return endpoint or (f"unix:{default_path(environ)}" if attach else "")
-
-
-def _checked(flags: Mapping[str, str]) -> dict[str, str]:
-    """The job's settings that were given as flags, as its variables; raises ConfigError that names the flag."""
-    from capd.errors import ConfigError
-    from capd_client.config import check_setting
-
-    for name, value in flags.items():
-        try:
-            check_setting(name, value)
-        except ConfigError as error:
-            raise ConfigError(f"--{name.replace('_', '-')}: {error}") from None
-    return {f"CAPD_{name.upper()}": value for name, value in flags.items()}
-
-
-def _check_environment(environ: Mapping[str, str]) -> ClientConfig:
-    """The job's settings; raises ConfigError for what it would only warn of, while there is nothing to lose yet."""
-    from capd_client.config import load_config
-
-    return load_config({**environ, "CAPD_STRICT": "1", "CAPD_ENDPOINT": "off"})
-
-
-def _job_environment(
-    environ: Mapping[str, str], companion: Companion, flags: Mapping[str, str], file: Mapping[str, Any]
-) -> dict[str, str]:
-    """The job's environment: flags first, then what the user's environment and capd.toml already say."""
-    job = {"CAPD_LOG": "INFO", **environ, **flags, "CAPD_ENDPOINT": companion.endpoint}
-    if companion.run_id:
-        job["CAPD_RUN_ID"] = companion.run_id
-    if companion.store is not None:
-        job["CAPD_STORE"] = str(companion.store)
-    if not job.get("CAPD_POLICY") and file.get("policy") is None:
-        job["CAPD_POLICY"] = "block"  # a collection run wants every capture
-        if file.get("max_block_ms") is None:
-            job.setdefault("CAPD_MAX_BLOCK_MS", _BLOCK_MS)
-    return job
 
 
 def shared_run_id(environ: Mapping[str, str]) -> str | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 
 from torch import Tensor, nn
 
-from capd_client import hooks
+from capd_client.attaching import WatchHandle, attach
 from capd_client.config import load_config
 from capd_client.errors import ConfigError
 from capd_client.kinds import placement
@@ -35,7 +35,7 @@ class Plan:
     `remove()`, every hook is taken off again, and what was seen stays.
     """
 
-    def __init__(self, sink: PlanSink, handle: hooks.WatchHandle) -> None:
+    def __init__(self, sink: PlanSink, handle: WatchHandle) -> None:
         self._sink = sink
         self._handle = handle
         self._expected = [row for tap in handle.taps for row in _expected(tap, sink)]
@@ -98,11 +98,11 @@ def plan(
     CAPD_STRICT=1.
     """
     sink = PlanSink(load_config())
-    handle = hooks.WatchHandle()
+    handle = WatchHandle()
     try:
         settings = WatchPlan(sink.config, steps=steps, tensors=tensors, select=select, slices=slices)
         models = (model,) if isinstance(model, nn.Module) else tuple(model)
-        hooks._attach(sink, models, handle, settings, name=name or "")
+        attach(sink, models, handle, settings, name=name or "")
     except ConfigError:
         handle.remove()
         raise

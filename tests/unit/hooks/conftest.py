@@ -13,7 +13,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import CheckpointFunction
 from tqdm import tqdm
 
-from capd_client import hooks, late_watch, watched
+from capd_client import attaching, hooks, late_watch, watched
 from capd_client.notices import Notices
 
 
@@ -33,14 +33,14 @@ def _no_watch_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     patched = _patched()
     scaler_step = torch.amp.GradScaler.step
     optimizer_hooks = dict(torch_optimizer._global_optimizer_post_hooks)
-    handles: list[hooks.WatchHandle] = []
-    original = hooks.WatchHandle.__init__
+    handles: list[attaching.WatchHandle] = []
+    original = attaching.WatchHandle.__init__
 
-    def remember(self: hooks.WatchHandle) -> None:
+    def remember(self: attaching.WatchHandle) -> None:
         handles.append(self)
         original(self)
 
-    monkeypatch.setattr(hooks.WatchHandle, "__init__", remember)
+    monkeypatch.setattr(attaching.WatchHandle, "__init__", remember)
     yield
     for handle in handles:
         handle.remove()

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from capd_client import graph_ops, graph_taps, watch
-from capd_client.hooks import WatchHandle
+from capd_client.attaching import WatchHandle
 from capd_client.kinds import LINEAR
 from capd_client.notices import Notices
 from capd_client.select import Selection

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn.functional import scaled_dot_product_attention as attend_early
 
-from capd_client import hooks
+from capd_client import attaching
 from capd_client.hooks import watch
 from capd_client.integrations.callers import calls
 from capd_client.notices import Notices
@@ -120,7 +120,7 @@ class Everything(nn.Module):
 def test_which_products_a_model_has_and_which_of_its_linears_are_left_out(
     sink: MemorySink, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hooks, "_notices", Notices())
+    monkeypatch.setattr(attaching, "_notices", Notices())
     caplog.set_level(logging.INFO)
     model = nn.ModuleDict(
         {

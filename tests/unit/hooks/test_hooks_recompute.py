@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from capd_client import hooks
-from capd_client.hooks import WatchHandle, watch
+from capd_client.attaching import WatchHandle
+from capd_client.hooks import watch
 from capd_client.kinds import LINEAR
 from capd_client.select import Selection
 from capd_client.tool_messages import Steer

@@ -10,9 +10,10 @@ import torch
 from memory_sink import MemorySink
 from torch import nn
 
-from capd_client import hooks, integrations
+from capd_client import attaching, integrations
 from capd_client.hooks import watch
 from capd_client.kinds import LINEAR
+from capd_client.notices import Notices
 from capd_client.sites import Site
 
 
@@ -29,7 +30,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
                           lacks=lacks)]}  # fmt: skip
 
     monkeypatch.setattr(integrations, "_FINDERS", (find,))
-    monkeypatch.setattr(hooks, "_notices", hooks.Notices())
+    monkeypatch.setattr(attaching, "_notices", Notices())
     return nn.Linear(3, 2)
 
 

@@ -16,7 +16,8 @@ import torch
 from memory_sink import MemorySink
 from torch import nn
 
-from capd_client import hooks, stepping
+from capd_client import stepping
+from capd_client.attaching import WatchHandle
 from capd_client.hooks import watch
 from capd_client.integrations import step_counters
 from capd_client.notices import Notices
@@ -102,7 +103,7 @@ def moments(sink: MemorySink) -> list[At]:
     return [c.at for c in sink.captured if c.key.tensor_name == "input"]
 
 
-def model_watched() -> tuple[nn.Module, hooks.WatchHandle]:
+def model_watched() -> tuple[nn.Module, WatchHandle]:
     model = nn.Sequential(nn.Linear(4, 4))
     return model, watch(model, steps="all")
 

@@ -12,14 +12,8 @@ import typer
 from capd.cli import companion as companion_module
 from capd.cli.companion import STOP_MARGIN_S, Companion
 from capd.cli.job import Job, find_command
-from capd.cli.run import (
-    _check_environment,
-    _checked,
-    _endpoint,
-    _job_environment,
-    refuse_several_nodes,
-    shared_run_id,
-)
+from capd.cli.job_settings import checked_flags, checked_settings, job_environment
+from capd.cli.run import _endpoint, refuse_several_nodes, shared_run_id
 from capd.errors import ConfigError
 
 COMPANION = Companion("unix:/run/s.sock", "run-1", Path("/captures"))
@@ -45,7 +39,7 @@ def test_a_jobs_exit_code_and_signal_are_passed_on(tmp_path: Path) -> None:
 
 
 def test_the_job_learns_endpoint_store_and_run_and_waits_rather_than_drops() -> None:
-    assert _job_environment({"HOME": "/root"}, COMPANION, {}, {}) == {
+    assert job_environment({"HOME": "/root"}, COMPANION, {}, {}) == {
         "HOME": "/root",
         "CAPD_LOG": "INFO",
         "CAPD_ENDPOINT": "unix:/run/s.sock",
@@ -58,16 +52,16 @@ def test_the_job_learns_endpoint_store_and_run_and_waits_rather_than_drops() -> 
 
 def test_flags_win_over_the_environment_and_that_over_the_file_and_the_default() -> None:
     environ = {"CAPD_POLICY": "block", "CAPD_STEPS": "9", "CAPD_SLICE": "stride:2"}
-    flags = _checked({"policy": "thin", "mode": "sample:1/4", "steps": "0-2", "quant_type": "mxfp8"})
-    flagged = _job_environment(environ, COMPANION, flags, {"policy": "block"})
+    flags = checked_flags({"policy": "thin", "mode": "sample:1/4", "steps": "0-2", "quant_type": "mxfp8"})
+    flagged = job_environment(environ, COMPANION, flags, {"policy": "block"})
     assert flagged["CAPD_POLICY"] == "thin"
-    assert _job_environment({"CAPD_LOG": "ERROR"}, COMPANION, {}, {})["CAPD_LOG"] == "ERROR"
+    assert job_environment({"CAPD_LOG": "ERROR"}, COMPANION, {}, {})["CAPD_LOG"] == "ERROR"
     assert (flagged["CAPD_MODE"], flagged["CAPD_STEPS"]) == ("sample:1/4", "0-2")
     assert (flagged["CAPD_QUANT_TYPE"], flagged["CAPD_SLICE"]) == ("mxfp8", "stride:2")
 
-    assert _job_environment({"CAPD_POLICY": "drop"}, COMPANION, {}, {})["CAPD_POLICY"] == "drop"
-    assert "CAPD_POLICY" not in _job_environment({}, COMPANION, {}, {"policy": "drop"})
-    assert _job_environment({"CAPD_MAX_BLOCK_MS": "5"}, COMPANION, {}, {})["CAPD_MAX_BLOCK_MS"] == "5"
+    assert job_environment({"CAPD_POLICY": "drop"}, COMPANION, {}, {})["CAPD_POLICY"] == "drop"
+    assert "CAPD_POLICY" not in job_environment({}, COMPANION, {}, {"policy": "drop"})
+    assert job_environment({"CAPD_MAX_BLOCK_MS": "5"}, COMPANION, {}, {})["CAPD_MAX_BLOCK_MS"] == "5"
 
 
 def test_a_private_daemon_gets_the_time_to_stop_that_it_was_configured_with(
@@ -95,19 +89,19 @@ def test_a_private_daemon_gets_the_time_to_stop_that_it_was_configured_with(
 )
 def test_unusable_job_options_are_refused_by_their_flag(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')}: "):
-        _checked({name: value})
+        checked_flags({name: value})
 
 
 def test_what_the_job_would_only_warn_of_is_refused_before_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    _check_environment({"CAPD_MODE": "stats", "CAPD_ENDPOINT": "unix:/run/s.sock"})
+    checked_settings({"CAPD_MODE": "stats", "CAPD_ENDPOINT": "unix:/run/s.sock"})
     with pytest.raises(ConfigError, match=r"mode \(env CAPD_MODE\): 'stat' is not supported.*stats[^;]*$"):
-        _check_environment({"CAPD_MODE": "stat"})
+        checked_settings({"CAPD_MODE": "stat"})
     (tmp_path / "capd.toml").write_text('policy = "blok"\n')
     with pytest.raises(ConfigError, match=r"policy \(file .*capd\.toml\): 'blok'"):
-        _check_environment({})
+        checked_settings({})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,190 @@
+"""What a watch puts on the modules of a model, and takes away again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Optional
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from capd_client import copies, recompute
+from capd_client.hook_objects import RootEnd, RootHook
+from capd_client.integrations import step_counters
+from capd_client.integrations.linears import left_out
+from capd_client.late_watch import LateWatch
+from capd_client.notices import Notices
+from capd_client.placing import find_products
+from capd_client.rule_report import counted, plan_lines, problems_of, rank_problems, tensors_text
+from capd_client.rules import Resolved, Wanted, resolve
+from capd_client.sink import Sink
+from capd_client.sites import Site
+from capd_client.stages import may_be_a_stage
+from capd_client.steering import Watches
+from capd_client.stepping import Clock, clock_of
+from capd_client.taps import Tap
+from capd_client.watch_plan import WatchPlan
+from capd_client.watched import Watched, is_tapped, target_of
+
+__all__ = ["WatchHandle", "attach"]
+
+_notices = Notices()
+
+
+class WatchHandle:
+    """What `watch` put on a model. `modules`: names of the tapped modules, as the keys carry them."""
+
+    def __init__(self) -> None:
+        self.modules: tuple[str, ...] = ()
+        self._roots: list[RootHook] = []
+        self._root_handles: list[RemovableHandle] = []
+        self._clock: Optional[Clock] = None
+        self._watched: Optional[Watched] = None
+        self._steering: Optional[Watches] = None
+        self._late: list[LateWatch] = []
+
+    @property
+    def taps(self) -> list[Tap]:
+        """Those that capture."""
+        return [] if self._watched is None else self._watched.taps
+
+    def attach_roots(self, models: Sequence[nn.Module], watched: Watched, sink: Sink) -> None:
+        """Let the forwards of the models begin micro-batches. First, so that it runs before the taps."""
+        copies.install()
+        recompute.install()
+        step_counters.install()
+        self._watched, self._clock = watched, clock_of(sink.context)
+        self._clock.before_forward = step_counters.look_again
+        self._clock.add(watched.gate)
+        for model in models:
+            root = RootHook(model, self._clock, sink, watched.settle)
+            self._roots.append(root)
+            self._root_handles += [
+                model.register_forward_pre_hook(root, prepend=True),
+                model.register_forward_hook(RootEnd(root), always_call=True),
+            ]
+
+    def follow(self, steering: Watches) -> None:
+        """Let `capd ctl` change what is captured, now that everything is tapped."""
+        if self._watched is not None:
+            self._steering = steering
+            steering.add(self._watched)
+
+    def look_for_late_watch(self, models: Sequence[nn.Module]) -> None:
+        """Have it said if graphs compiled before now keep the taps from seeing anything."""
+        watched, clock = self._watched, self._clock
+        if watched is None or clock is None:
+            return
+        for model, root in zip(models, self._roots, strict=True):
+            inside = set(model.modules())
+            taps = [tap for tap in watched.taps if tap.module() in inside]
+            if taps:
+                self._late.append(LateWatch(model, root, watched.gate, clock, taps))
+
+    def remove(self) -> None:
+        """Take every hook off again, also those waiting in a graph for its backward. May be called twice."""
+        for late in self._late:
+            late.cancel()
+        if self._watched is not None:
+            if self._steering is not None:
+                self._steering.discard(self._watched)
+            if self._clock is not None:
+                self._clock.discard(self._watched.gate)
+                copies.uninstall()
+                recompute.uninstall()
+                step_counters.uninstall()
+            self._watched.remove()
+        for root in self._roots:
+            root.remove()
+        for handle in self._root_handles:
+            handle.remove()
+        self._clock, self._watched, self._steering = None, None, None
+        self._roots, self._root_handles, self._late = [], [], []
+
+
+def attach(
+    sink: Sink,
+    models: Sequence[nn.Module],
+    handle: WatchHandle,
+    plan: WatchPlan,
+    *,
+    name: str = "",
+    roots: Optional[Sequence[nn.Module]] = None,
+) -> None:
+    """Put the hooks of `plan` on the models and note them in `handle`.
+
+    roots: where nobody asked for this watch by name, those parts of the models whose forwards begin the
+    micro-batches; then nothing is said of what is watched already, or has nothing to watch.
+    """
+    products = find_products(models, name)
+    resolved = resolve(plan.rules, [target_of(site.kind, place) for site, place in products])
+    found = [(*product, wanted) for product, wanted in zip(products, resolved.wanted, strict=True)]
+    chosen = [product for product in found if product[2]]
+    fresh = [product for product in chosen if not is_tapped(product[0])]
+    told = ", ".join(dict.fromkeys(type(model).__name__ for model in models))
+    whole = roots is not None
+    if roots is None or (products and len(fresh) == len(chosen)):
+        whole = _say_problems(sink, told, plan, resolved, len(chosen) - len(fresh)) or whole
+    if not products or (whole and not fresh):
+        return
+    watched = Watched(sink, plan.rules, plan.default)
+    handle.attach_roots(models if roots is None else roots, watched, sink)
+    for site, place, wanted in fresh:
+        watched.attach(site, place, wanted)
+    for site, place, wanted in found:
+        if not wanted:
+            watched.leave_out(site, place)
+    if any(rule.when.ranks is None or sink.context.rank in rule.when.ranks for rule in plan.rules):
+        sink.prepare({parameter.device for model in models for parameter in model.parameters()})
+    if fresh:
+        handle.look_for_late_watch(models)
+    handle.follow(sink.steering)
+    handle.modules = tuple(place.module for _, place, _ in fresh)
+    _say_what_lacks([(site, wanted) for site, _, wanted in fresh])
+    _say(f"watching {len(fresh)} of {len(products)} products of {told}", plan, resolved)
+    of_products = frozenset(site.module for site, _ in products)
+    others = [name for model in models for name in left_out(model, of_products)]
+    if others:
+        _notices.info("not captured, for they multiply in ways of their own: %s", ", ".join(others[:5]))
+
+
+def _say_problems(sink: Sink, told: str, plan: WatchPlan, resolved: Resolved, watched: int) -> bool:
+    """Report what cannot be meant as it is written; returns whether the model is known to be whole.
+
+    watched: of the modules that are wanted, those that another watch has.
+    """
+    info = sink.context.rank_info
+    whole = not may_be_a_stage([target.layer for target in resolved.targets], info.world_size)
+    problems = rank_problems(plan.rules, info.world_size)
+    if resolved.targets:
+        problems += problems_of(resolved, whole=whole)
+    else:
+        problems.append(
+            f"{told or 'nothing'} has no product that capd knows; use capd_client.capture() for its tensors"
+        )
+    if watched:
+        problems.append(f"{watched} modules are watched already; remove() that handle to change it")
+    for problem in problems:
+        plan.report(problem, problem)
+    return whole
+
+
+def _say(what: str, plan: WatchPlan, resolved: Resolved) -> None:
+    """Log what is watched: a line, and where there are rules a table of them."""
+    if not plan.is_simple:
+        _notices.info("%s:\n%s", what, "\n".join(f"  {line}" for line in plan_lines(resolved)))
+        return
+    rule, chosen = plan.rules[0], [resolved.targets[at] for at in resolved.chosen[0]]
+    steps = rule.when.steps.text
+    _notices.info(
+        '%s (%s): %s in steps "%s"%s',
+        what, counted(chosen), tensors_text(rule, chosen), steps,
+        "" if steps == "all" else '; widen it with steps="all", CAPD_STEPS or [when] steps in capd.toml',
+    )  # fmt: skip
+
+
+def _say_what_lacks(products: list[tuple[Site, Mapping[str, Wanted]]]) -> None:
+    asked = Counter(lack for site, wanted in products for lack in site.lacks if lack[0] in wanted)
+    for (tensor, reason), count in asked.items():
+        _notices.warn(f"lacks {tensor}", "%s of %d products is not captured: %s", tensor, count, reason)
