@@ -66,7 +66,7 @@ SCENARIOS = {
     "flex": Scenario(FORWARD_ONLY, recorded(FORWARD_ONLY, range(1))),
     "tied": of(models.llama(tie_word_embeddings=True).products),
     "lora": of_lora(),
-    **{name: of(getattr(models, name)().products) for name in ("bert", "whisper", "clip", "deepseek")},
+    **{name: of(getattr(models, name)().products) for name in ("gpt2", "bert", "whisper", "clip", "deepseek")},
     "mixtral-grouped_mm": of(models.mixtral().products),
     **dict.fromkeys(("trainer", "trainer-reentrant", "trainer-non-reentrant", "trainer-compiled"), LLAMA),
     "trainer-bf16": replace(LLAMA, attention=1e-2, gradient=1e-2),  # it rounds where the reference does not
