@@ -1,7 +1,7 @@
 """Models of Hugging Face transformers, trained for a few steps by Trainer and by plain loops, captured whole.
 
 One process imports transformers and forks a rank for each scenario (transformers_job.py). What their runs must hold
-follows from the models' configurations (transformers_models.py), what the tensors must be from each other
+follows from the models' configurations (transformers_expected.py), what the tensors must be from each other
 (transformers_oracle.py).
 """
 
@@ -13,64 +13,22 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.integration import transformers_models as models
 from tests.integration import transformers_oracle as oracle
 from tests.integration.processes import Daemon
+from tests.integration.transformers_expected import SCENARIOS
+from tests.integration.transformers_products import BATCH, LAYERS, MICRO_BATCHES, SEQUENCE, STEPS, tokens
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for the whole job
 
-STEPS, MICRO_BATCHES = 2, 2  # of transformers_job.py, which imports transformers
 REPOSITORY = Path(__file__).parents[2]
 JOB = REPOSITORY / "tests" / "integration" / "transformers_job.py"
-BACKWARD = ("grad_input", "grad_weight", "grad_output", "grad_query", "grad_key", "grad_value")
-
-Expected = dict[oracle.Name, oracle.Series]
-
-
-def recorded(products: list[models.Product], steps: range = range(STEPS)) -> Expected:
-    return oracle.expected(products, steps=steps, micro_batches=MICRO_BATCHES)
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """What a run must hold. attention, gradient: how far off the softmax and its gradients may be."""
-
-    products: list[models.Product]
-    expected: Expected
-    attention: float = 1e-6
-    gradient: float = 1e-5
-
-
-def of(products: list[models.Product], **bounds: float) -> Scenario:
-    return Scenario(products, recorded(products), **bounds)
-
-
-def of_lora() -> Scenario:
-    (frozen, default), (_, other) = models.lora("default", 3), models.lora("other", 3)
-    series = {**recorded(frozen), **recorded(default, range(1)), **recorded(other, range(1, 2))}
-    return Scenario([*frozen, *default, *other], series)
-
-
-LLAMA = of(models.llama().products)
-FORWARD_ONLY = [replace(product, lacks=BACKWARD) for product in models.llama().products]
-
-SCENARIOS = {
-    **dict.fromkeys(("sdpa", "eager", "mine", "switching", "generating", "copied"), LLAMA),
-    "flex": Scenario(FORWARD_ONLY, recorded(FORWARD_ONLY, range(1))),
-    "tied": of(models.llama(tie_word_embeddings=True).products),
-    "lora": of_lora(),
-    **{name: of(getattr(models, name)().products) for name in ("gpt2", "bert", "whisper", "clip", "deepseek")},
-    "mixtral-grouped_mm": of(models.mixtral().products),
-    **dict.fromkeys(("trainer", "trainer-reentrant", "trainer-non-reentrant", "trainer-compiled"), LLAMA),
-    "trainer-bf16": replace(LLAMA, attention=1e-2, gradient=1e-2),  # it rounds where the reference does not
-}
 
 
 @dataclass
@@ -170,9 +128,9 @@ def test_losses_are_the_same_with_capture_on_and_off(name: str, ran: Ran) -> Non
 def test_every_micro_batch_holds_its_own_data(name: str, captured: Read) -> None:
     """dY of the last product follows from its Y and the labels of that micro-batch."""
     head, worst = captured(name).values, 0.0
-    items = MICRO_BATCHES * models.BATCH * (models.SEQUENCE - 1)
+    items = MICRO_BATCHES * BATCH * (SEQUENCE - 1)
     for at, logits in head["lm_head", "linear", "output"].items():
-        labels = models.tokens(at[0] * MICRO_BATCHES + at[1])["labels"]
+        labels = tokens(at[0] * MICRO_BATCHES + at[1])["labels"]
         gradient = head["lm_head", "linear", "grad_output"][at]
         worst = max(worst, oracle.off(gradient, oracle.loss_gradient(logits, labels, items)))
 
@@ -210,7 +168,7 @@ def test_the_gradient_of_a_tied_weight_is_that_of_both_its_uses(captured: Read) 
     for at, gradient in head["lm_head", "linear", "grad_weight"].items():
         dy, x = (head["lm_head", "linear", name][at] for name in ("grad_output", "input"))
         rest = gradient - dy.flatten(0, 1).T @ x.flatten(0, 1)
-        embedded = models.tokens(at[0] * MICRO_BATCHES + at[1])["input_ids"][:, :-1].unique()
+        embedded = tokens(at[0] * MICRO_BATCHES + at[1])["input_ids"][:, :-1].unique()
         touched = rest.abs().amax(1) > 1e-6 * gradient.abs().max()
         assert set(touched.nonzero().flatten().tolist()) == set(embedded.tolist())
 
@@ -231,7 +189,7 @@ def test_under_autocast_tensors_have_the_dtype_of_the_product(captured: Read) ->
             assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}, (module, name)
 
 
-BLOCKS = [f"model.layers.{layer}.mlp" for layer in range(models.LAYERS)]
+BLOCKS = [f"model.layers.{layer}.mlp" for layer in range(LAYERS)]
 
 
 @pytest.mark.parametrize("block", BLOCKS)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import capd
-from tests.integration.transformers_models import EXPERTS, TOP_K, Product
+from tests.integration.transformers_products import EXPERTS, TOP_K, Product
 
 At = tuple[int, int, int]  # iteration, micro-batch, call
 Name = tuple[str, str, str]  # module, component, tensor

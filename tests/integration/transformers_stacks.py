@@ -1,0 +1,173 @@
+"""Tiny models with an encoder, alone, beside a decoder or beside another one, and what each of them computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.integration.transformers_products import (
+    BATCH,
+    FRAMES,
+    HEAD,
+    HEADS,
+    INNER,
+    LAYERS,
+    MELS,
+    SEQUENCE,
+    VOCABULARY,
+    WIDTH,
+    Model,
+    Product,
+    Shape,
+    attention,
+    linear,
+    tokens,
+)  # fmt: skip
+
+
+def bert() -> Model:
+    """An encoder: attention without a mask."""
+
+    def make() -> Any:
+        from transformers import BertConfig, BertForMaskedLM
+
+        return BertForMaskedLM(
+            BertConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=WIDTH,
+                num_hidden_layers=LAYERS,
+                num_attention_heads=HEADS,
+                intermediate_size=INNER,
+                max_position_embeddings=32,
+                attention_probs_dropout_prob=0.0,
+            )
+        )
+
+    products = []
+    for layer in range(LAYERS):
+        at, place = f"bert.encoder.layer.{layer}", {"layer": layer, "stack": "bert.encoder"}
+        inputs = tuple(f"{at}.attention.self.{name}" for name in ("query", "key", "value"))
+        products += [
+            *(linear(name, WIDTH, WIDTH, **place) for name in inputs),
+            attention(f"{at}.attention.self", source=inputs, target=f"{at}.attention.output.dense", **place),
+            linear(f"{at}.attention.output.dense", WIDTH, WIDTH, **place),
+            linear(f"{at}.intermediate.dense", WIDTH, INNER, **place),
+            linear(f"{at}.output.dense", INNER, WIDTH, **place),
+        ]
+    head = "cls.predictions"
+    products.append(linear(f"{head}.transform.dense", WIDTH, WIDTH))
+    return Model(make, tokens, [*products, linear(f"{head}.decoder", WIDTH, VOCABULARY, tied=True)])
+
+
+def _stack_layer(
+    at: str, place: dict[str, Any], rows: Shape, attentions: dict[str, tuple[int, bool, bool]], bias: str
+) -> list[Product]:
+    """One layer of Whisper or CLIP. `attentions`: name → length of its keys, whether causal, whether scaled inside."""
+    products = []
+    for name, (keys, causal, scaled) in attentions.items():
+        own = {"q_proj": rows, "k_proj": (rows[0], keys), "v_proj": (rows[0], keys), "out_proj": rows}
+        products += [linear(f"{at}.{name}.{p}", WIDTH, WIDTH, rows=r, **place) for p, r in own.items()]
+        inputs = tuple(
+            f"{at}.{name}.{p}" if p != "q_proj" or scaled else "" for p in ("q_proj", "k_proj", "v_proj")
+        )
+        products.append(
+            attention(
+                f"{at}.{name}",
+                batch=rows[0],
+                queries=rows[1],
+                keys=keys,
+                causal=causal,
+                source=inputs,
+                scale=HEAD**-0.5 if scaled else 1.0,
+                target=f"{at}.{name}.out_proj",
+                **place,
+            )
+        )
+    fc1, fc2 = (f"{at}.{bias}fc1", f"{at}.{bias}fc2")
+    return [
+        *products,
+        linear(fc1, WIDTH, INNER, rows=rows, **place),
+        linear(fc2, INNER, WIDTH, rows=rows, **place),
+    ]
+
+
+def whisper() -> Model:
+    """Encoder and decoder count their layers both from 0; the decoder attends to itself and to the encoder."""
+
+    def make() -> Any:
+        from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+        return WhisperForConditionalGeneration(
+            WhisperConfig(
+                vocab_size=VOCABULARY,
+                num_mel_bins=MELS,
+                d_model=WIDTH,
+                max_source_positions=FRAMES // 2,
+                max_target_positions=12,
+                encoder_layers=LAYERS,
+                decoder_layers=LAYERS,
+                encoder_attention_heads=HEADS,
+                decoder_attention_heads=HEADS,
+                encoder_ffn_dim=INNER,
+                decoder_ffn_dim=INNER,
+                decoder_start_token_id=1,
+                pad_token_id=0,
+                bos_token_id=1,
+                eos_token_id=2,
+                suppress_tokens=None,
+                begin_suppress_tokens=None,
+                tie_word_embeddings=True,
+            )
+        )
+
+    def batch(number: int) -> dict[str, torch.Tensor]:
+        features = torch.randn(BATCH, MELS, FRAMES, generator=torch.Generator().manual_seed(number))
+        return {"input_features": features, "labels": tokens(number)["labels"]}
+
+    products = []
+    for layer in range(LAYERS):
+        for stack, length, attentions in (
+            ("model.encoder", FRAMES // 2, {"self_attn": (FRAMES // 2, False, False)}),
+            (
+                "model.decoder",
+                SEQUENCE,
+                {"self_attn": (SEQUENCE, True, False), "encoder_attn": (FRAMES // 2, False, False)},
+            ),
+        ):
+            place = {"layer": layer, "stack": stack}
+            products += _stack_layer(f"{stack}.layers.{layer}", place, (BATCH, length), attentions, "")
+    return Model(make, batch, [*products, linear("proj_out", WIDTH, VOCABULARY, tied=True)])
+
+
+def clip() -> Model:
+    """A text tower and a vision tower."""
+    patches, projection = 5, 12  # four of 4 x 4 pixels, and the class
+
+    def make() -> Any:
+        from transformers import CLIPConfig, CLIPModel
+
+        sides = {
+            "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS
+        }  # fmt: skip
+        text = {"vocab_size": VOCABULARY, "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2}
+        vision = {"image_size": 8, "patch_size": 4}
+        both = {"text_config": {**sides, **text}, "vision_config": {**sides, **vision}}
+        return CLIPModel(CLIPConfig(**both, projection_dim=projection))
+
+    def batch(number: int) -> dict[str, Any]:
+        pixels = torch.randn(BATCH, 3, 8, 8, generator=torch.Generator().manual_seed(number))
+        return {"input_ids": tokens(number)["input_ids"], "pixel_values": pixels, "return_loss": True}
+
+    products = []
+    for layer in range(LAYERS):
+        for stack, rows, causal in (
+            ("text_model.encoder", (BATCH, SEQUENCE), True),
+            ("vision_model.encoder", (BATCH, patches), False),
+        ):
+            place = {"layer": layer, "stack": stack}
+            attentions = {"self_attn": (rows[1], causal, True)}
+            products += _stack_layer(f"{stack}.layers.{layer}", place, rows, attentions, "mlp.")
+    for name in ("visual_projection", "text_projection"):
+        products.append(linear(name, WIDTH, projection, rows=(BATCH,)))
+    return Model(make, batch, products)
