@@ -29,7 +29,7 @@ TENSORS = (
 
 CLASSES = (
     "LlamaForCausalLM", "MixtralForCausalLM", "GPT2LMHeadModel", "BertForMaskedLM", "WhisperForConditionalGeneration",
-    "CLIPModel", "DeepseekV3ForCausalLM", "AttentionInterface",
+    "T5ForConditionalGeneration", "CLIPModel", "DeepseekV3ForCausalLM", "AttentionInterface",
 )  # fmt: skip
 """What is used of transformers; older ones lack the last."""
 

@@ -60,17 +60,17 @@ LLAMA_OPTIONS = {
 }  # fmt: skip
 
 
-def llama(**options: Any) -> Model:
+def llama(layers: int = LAYERS, **options: Any) -> Model:
     """Grouped-query attention: two query heads for each key."""
 
     def make() -> Any:
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        return LlamaForCausalLM(LlamaConfig(**LLAMA_OPTIONS, **options))
+        return LlamaForCausalLM(LlamaConfig(**{**LLAMA_OPTIONS, "num_hidden_layers": layers}, **options))
 
-    layers = [p for layer in range(LAYERS) for p in (*_llama_attention(layer), *_llama_mlp(layer))]
+    products = [p for layer in range(layers) for p in (*_llama_attention(layer), *_llama_mlp(layer))]
     tied = options.get("tie_word_embeddings", False)
-    return Model(make, tokens, [*layers, linear("lm_head", WIDTH, VOCABULARY, tied=tied)])
+    return Model(make, tokens, [*products, linear("lm_head", WIDTH, VOCABULARY, tied=tied)])
 
 
 def lora(adapter: str, rank: int) -> tuple[list[Product], list[Product]]:

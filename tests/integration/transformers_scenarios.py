@@ -103,7 +103,7 @@ def _trainer(model: Model, **options: Any) -> Training:
 
 def _generating(watch: Watch) -> Losses:
     """Generates before, between and amid training: in evaluation as it should be, and in training mode as some do."""
-    model = models.llama().make().train()
+    model = models.llama(layers=1).make().train()
     watch(model)
     drawn: list[Any] = []
     for step in range(STEPS):
@@ -126,7 +126,7 @@ def _switching(watch: Watch) -> Losses:
 
 def _copied(watch: Watch) -> Losses:
     """Between two steps the model is copied, pickled, saved and loaded; the copies train as it does."""
-    model = models.llama().make().train()
+    model = models.llama(layers=1).make().train()
     watch(model)
     losses = loop(model, tokens, steps=1)
     with tempfile.TemporaryDirectory(prefix="capd-t-") as directory:
@@ -144,7 +144,7 @@ def _own_attention(watch: Watch) -> Losses:
     from transformers import AttentionInterface
 
     AttentionInterface.register("mine", _attention)
-    model = models.llama(attn_implementation="mine").make().train()
+    model = models.llama(layers=1, attn_implementation="mine").make().train()
     watch(model)
     return loop(model, tokens)
 
@@ -165,7 +165,7 @@ def _attention(
 def _flexible(watch: Watch) -> Losses:
     """flex_attention, which has no backward on a CPU: forwards in training mode."""
     torch.compile = partial(torch.compile, backend="eager")  # inductor's takes a minute
-    model = models.llama(attn_implementation="flex_attention").make().train().requires_grad_(False)
+    model = models.llama(layers=1, attn_implementation="flex_attention").make().train().requires_grad_(False)
     watch(model)
     return [model(**tokens(number)).loss.item().hex() for number in range(MICRO_BATCHES)]
 
@@ -186,7 +186,8 @@ def _lora(watch: Watch) -> Losses:
 
 
 SCENARIOS: dict[str, Training] = {
-    **{name: _plain(models.llama(attn_implementation=name)) for name in ("sdpa", "eager")},
+    "sdpa": _plain(models.llama(attn_implementation="sdpa")),
+    "eager": _plain(models.llama(layers=1, attn_implementation="eager")),
     "mine": _own_attention,
     "flex": _flexible,
     "switching": _switching,
@@ -195,16 +196,17 @@ SCENARIOS: dict[str, Training] = {
     "gpt2": _plain(models.gpt2()),
     "bert": _plain(stacks.bert()),
     "whisper": _plain(stacks.whisper()),
+    "t5": _plain(stacks.t5()),
     "clip": _plain(stacks.clip()),
     "deepseek": _plain(models.deepseek()),
     **{
         f"mixtral-{name}": _plain(models.mixtral(experts_implementation=name))
         for name in ("grouped_mm", "batched_mm", "eager")
     },
-    "tied": _plain(models.llama(tie_word_embeddings=True)),
+    "tied": _plain(models.llama(layers=1, tie_word_embeddings=True)),
     "lora": _lora,
     "trainer": _trainer(models.llama()),
-    "trainer-bf16": _trainer(models.llama(), bf16=True),
+    "trainer-bf16": _trainer(models.llama(layers=1), bf16=True),
     **{
         f"trainer-{name}": _trainer(
             models.llama(),
@@ -213,5 +215,7 @@ SCENARIOS: dict[str, Training] = {
         )
         for name in ("reentrant", "non-reentrant")
     },
-    "trainer-compiled": _trainer(models.llama(), torch_compile=True, torch_compile_backend="aot_eager"),
+    "trainer-compiled": _trainer(
+        models.llama(layers=1), torch_compile=True, torch_compile_backend="aot_eager"
+    ),
 }

@@ -140,6 +140,79 @@ def whisper() -> Model:
     return Model(make, batch, [*products, linear("proj_out", WIDTH, VOCABULARY, tied=True)])
 
 
+def t5() -> Model:
+    """Layers are lists of layers themselves, scores are not scaled, and the decoder reads a text of another length.
+
+    The bias that attention adds by the distance of two tokens is 0 and stays so: it is no operand.
+    """
+    length = SEQUENCE + 2
+
+    def make() -> Any:
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        model = T5ForConditionalGeneration(
+            T5Config(
+                vocab_size=VOCABULARY,
+                d_model=WIDTH,
+                d_kv=HEAD,
+                d_ff=INNER,
+                num_layers=LAYERS,
+                num_heads=HEADS,
+                dropout_rate=0.0,
+                decoder_start_token_id=0,
+            )
+        )
+        for stack in (model.encoder, model.decoder):
+            bias = stack.block[0].layer[0].SelfAttention.relative_attention_bias
+            torch.nn.init.zeros_(bias.requires_grad_(False).weight)
+        return model
+
+    def batch(number: int) -> dict[str, torch.Tensor]:
+        read = torch.cat([tokens(number)["input_ids"], tokens(number + 100)["input_ids"]], dim=1)[:, :length]
+        return {"input_ids": read, "labels": tokens(number)["labels"]}
+
+    products = []
+    for layer in range(LAYERS):
+        for stack, rows, attentions in (
+            ("encoder", (BATCH, length), {"SelfAttention": (length, False)}),
+            (
+                "decoder",
+                (BATCH, SEQUENCE),
+                {"SelfAttention": (SEQUENCE, True), "EncDecAttention": (length, False)},
+            ),
+        ):
+            products += _t5_layer(stack, layer, rows, attentions)
+    return Model(make, batch, [*products, linear("lm_head", WIDTH, VOCABULARY, tied=True)])
+
+
+def _t5_layer(stack: str, layer: int, rows: Shape, attentions: dict[str, tuple[int, bool]]) -> list[Product]:
+    """`attentions`: name → length of its keys, whether causal."""
+    products, place = [], {"layer": layer, "stack": stack}
+    for number, (name, (keys, causal)) in enumerate(attentions.items()):
+        at = f"{stack}.block.{layer}.layer.{number}.{name}"
+        inputs = tuple(f"{at}.{part}" for part in "qkv")
+        for part, length in zip("qkvo", (rows[1], keys, keys, rows[1]), strict=True):
+            products.append(linear(f"{at}.{part}", WIDTH, WIDTH, rows=(BATCH, length), **place))
+        products.append(
+            attention(
+                at,
+                queries=rows[1],
+                keys=keys,
+                causal=causal,
+                scale=1.0,
+                source=inputs,
+                target=f"{at}.o",
+                **place,
+            )
+        )
+    dense = f"{stack}.block.{layer}.layer.{len(attentions)}.DenseReluDense"
+    return [
+        *products,
+        linear(f"{dense}.wi", WIDTH, INNER, rows=rows, **place),
+        linear(f"{dense}.wo", INNER, WIDTH, rows=rows, **place),
+    ]
+
+
 def clip() -> Model:
     """A text tower and a vision tower."""
     patches, projection = 5, 12  # four of 4 x 4 pixels, and the class
