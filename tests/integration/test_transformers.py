@@ -53,8 +53,7 @@ def ran() -> Iterator[Ran]:
         directory = Path(name)
         daemon = Daemon(directory / "store", directory).start()
         try:
-            front = os.environ.get("CAPD_TRANSFORMERS", "")
-            path = os.pathsep.join(filter(None, [front, str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+            path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
             subprocess.run(
                 [sys.executable, str(JOB), daemon.endpoint, str(directory), *SCENARIOS, *OTHERS],
                 env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=800,
