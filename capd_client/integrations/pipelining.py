@@ -1,7 +1,7 @@
 """torch.distributed.pipelining: its schedules say which micro-batch a forward belongs to, and which belongs to none.
 
 Before the first step every stage runs a forward and a backward to learn shapes: those are trials. Zero-bubble schedules
-run backwards in two parts. All of these are methods of the stages' classes, which step_counters patches.
+run backwards in two parts. All of these are methods of the stages' classes, which framework_counters names.
 """
 
 from __future__ import annotations

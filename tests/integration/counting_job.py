@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import capd_client
-from capd_client.integrations import step_counters
+from capd_client.integrations import counter_patches, framework_counters
 
 Call = tuple[int, int, int]  # iteration, micro-batch, call
 Where = Callable[[], tuple[int, int]]
@@ -338,11 +338,12 @@ def is_patched() -> bool:
     """Whether any method that capd's step counters patch is theirs now, of the frameworks imported here."""
     owners = (
         (vars(sys.modules[patch.module]).get(patch.owner), patch.method)
-        for patch in step_counters._PATCHES
+        for patch in framework_counters.PATCHES
         if patch.module in sys.modules
     )
     methods = (vars(owner).get(method) for owner, method in owners if owner is not None)
-    return any(m is not None and m.__code__.co_filename == step_counters.__file__ for m in methods)
+    ours = (counter_patches.__file__, framework_counters.__file__)
+    return any(m is not None and m.__code__.co_filename in ours for m in methods)
 
 
 def main() -> None:

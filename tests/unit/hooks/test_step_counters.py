@@ -19,7 +19,7 @@ from torch import nn
 from capd_client import stepping
 from capd_client.attaching import WatchHandle
 from capd_client.hooks import watch
-from capd_client.integrations import step_counters
+from capd_client.integrations import counter_patches
 from capd_client.notices import Notices
 
 At = tuple[int, int, int]
@@ -78,11 +78,11 @@ class Engine(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(step_counters, "_notices", Notices())
+    monkeypatch.setattr(counter_patches, "_notices", Notices())
     monkeypatch.setattr(stepping, "_notices", Notices())
     yield
     assert not stepping._counters
-    assert not step_counters._adopted
+    assert not counter_patches._adopted
 
 
 @pytest.fixture
