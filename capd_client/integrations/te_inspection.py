@@ -1,4 +1,4 @@
-"""What TransformerEngine's inspection hands on (capd_client/te_features): the operands of its products, cast or not.
+"""What TransformerEngine's inspection hands on (capd_client/nvdlfw_features): operands of its products, cast or not.
 
 It is called for a layer's tensors one by one, without a word of the call that they belong to: in the forward the
 activation comes first, in the backward the gradient. A layer's backwards come in the order of their micro-batches, and
@@ -37,7 +37,7 @@ _inspection: Optional[_Inspection] = None
 
 def te_features() -> str:
     """The directory for `nvdlfw_inspect.api.initialize(feature_dirs=[..., te_features()])`, with CapdCapture in it."""
-    return str(Path(__file__).parent.parent / "te_features")
+    return str(Path(__file__).parent.parent / "nvdlfw_features")
 
 
 def begin() -> None:

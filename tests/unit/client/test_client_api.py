@@ -19,7 +19,9 @@ from capd_client.errors import ConfigError
 
 
 def test_every_public_name_exists_and_is_the_documented_set() -> None:
-    names = ["capture", "close", "counters", "flush", "set_moment", "static_tap", "watch"]
+    names = [
+        "capture", "close", "counters", "flush", "plan", "set_moment", "static_tap", "te_features", "watch"
+    ]  # fmt: skip
     assert capd_client.__all__ == names
     for name in capd_client.__all__:
         assert callable(getattr(capd_client, name)), name

@@ -256,13 +256,27 @@ def test_of_a_sharded_tensor_the_local_shard_is_cut(session: Session, peer: Peer
     class DTensor(torch.Tensor):
         """Eight rows on four ranks; any operation on it would start a collective."""
 
+        placements = ("S(0)",)
+
+        @property
+        def device_mesh(self) -> Any:
+            return Mesh()
+
+        _local_tensor = torch.arange(6.0).view(2, 3)
+
         def to_local(self) -> torch.Tensor:
-            return torch.arange(6.0).view(2, 3)
+            return self._local_tensor
 
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             assert "getitem" not in str(func), func
             return super().__torch_function__(func, types, args, kwargs or {})
+
+    class Mesh:
+        mesh_dim_names, ndim, shape = ("dp",), 1, (4,)
+
+        def get_coordinate(self) -> list[int]:
+            return [0]
 
     take(session, torch.zeros(8, 3).as_subclass(DTensor), "first:1")
     assert session.flush(10)
