@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import capd_client
 
-WIDTH, HEADS, HIDDEN, WORDS, LAYERS = 8, 2, 16, 12, 2
+WIDTH, HEADS, HIDDEN, WORDS, LAYERS = 8, 2, 16, 12, 1
 ROWS, TOKENS = 2, 4  # of one micro-batch on one rank
 STEPS, MICRO_BATCHES = 2, 2
 
