@@ -191,7 +191,7 @@ class DeviceFirst(Stager):
         return hasattr(tensor, "on_host") and super()._stage_small(tensor, *args)
 
     def _stage(self, tensor: torch.Tensor, *args: Any) -> None:
-        self._immutable = args[-1]
+        *_, self._immutable, _store = args
         super()._stage(tensor, *args)
 
     def _from_host(self, source: torch.Tensor, *args: Any) -> None:
