@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Optional
+from typing import Any, Optional, Union
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from capd_client import copies, recompute
+from capd_client.errors import ConfigError
 from capd_client.hook_objects import RootEnd, RootHook
 from capd_client.integrations import step_counters
 from capd_client.integrations.linears import left_out
@@ -27,7 +28,7 @@ from capd_client.taps import Tap
 from capd_client.watch_plan import WatchPlan
 from capd_client.watched import Watched, is_tapped, target_of
 
-__all__ = ["WatchHandle", "attach"]
+__all__ = ["WatchHandle", "attach", "attached"]
 
 _notices = Notices()
 
@@ -101,6 +102,28 @@ class WatchHandle:
             handle.remove()
         self._clock, self._watched, self._steering = None, None, None
         self._roots, self._root_handles, self._late = [], [], []
+
+
+def attached(
+    sink: Sink,
+    model: Union[nn.Module, Sequence[nn.Module]],
+    what: str,
+    *,
+    name: Optional[str],
+    **choice: Any,
+) -> WatchHandle:
+    """`attach` as `what` was asked for it; choice: the arguments of WatchPlan. Raises ConfigError if CAPD_STRICT=1."""
+    handle = WatchHandle()
+    try:
+        models = (model,) if isinstance(model, nn.Module) else tuple(model)
+        attach(sink, models, handle, WatchPlan(sink.config, **choice), name=name or "")
+    except ConfigError:
+        handle.remove()
+        raise
+    except Exception as error:
+        handle.remove()
+        sink.drop_internal(what, error)
+    return handle
 
 
 def attach(

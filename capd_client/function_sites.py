@@ -81,7 +81,7 @@ class FunctionSite:
 
     def tap_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optional[Tap]:
         """The tap that a call on this thread with these arguments belongs to."""
-        return current_tap(self.role)
+        return self.current()
 
     def role_in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """What the owner of a call that is being compiled knows its tap by."""

@@ -12,10 +12,9 @@ from typing import Optional, Union
 from torch import nn
 
 from capd_client.api import session
-from capd_client.attaching import WatchHandle, attach
+from capd_client.attaching import WatchHandle, attached
 from capd_client.auto_watch import give_way
-from capd_client.errors import ConfigError
-from capd_client.watch_plan import Select, WatchPlan
+from capd_client.watch_plan import Select
 
 __all__ = ["watch"]
 
@@ -62,15 +61,6 @@ def watch(
     sink = session()
     if sink is None:
         return WatchHandle()
-    handle = WatchHandle()
-    try:
-        plan = WatchPlan(sink.config, steps=steps, tensors=tensors, select=select, slices=slices)
-        models = (model,) if isinstance(model, nn.Module) else tuple(model)
-        attach(sink, models, handle, plan, name=name or "")
-    except ConfigError:
-        handle.remove()
-        raise
-    except Exception as error:
-        handle.remove()
-        sink.drop_internal("watch", error)
-    return handle
+    return attached(
+        sink, model, "watch", name=name, steps=steps, tensors=tensors, select=select, slices=slices
+    )

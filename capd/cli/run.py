@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from capd.cli.job_settings import checked_flags, checked_settings, job_environment
+from capd.cli.options import Command, Config, Mode, Policy, QuantType, SliceOfRows, Steps, StoreRoot
 from capd.cli.output import note
 from capd.cli.startup import Startup
 
@@ -17,39 +18,18 @@ __all__ = ["run"]
 
 
 def run(
-    command: Annotated[list[str], typer.Argument(metavar="-- CMD…", help="The job and its arguments.")],
-    store: Annotated[
-        Path | None, typer.Option("--store", help="Directory that holds the runs [default: captures].")
-    ] = None,
+    command: Command,
+    store: StoreRoot = None,
     run_id: Annotated[
         str | None,
         typer.Option("--run-id", help="Name of the run; an existing one is continued [default: the time]."),
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", help="Settings file [default: CAPD_CONFIG, else ./capd.toml, if there is one]."
-        ),
-    ] = None,
-    policy: Annotated[
-        str | None,
-        typer.Option("--policy", help="When there is no room: drop, block, thin or stats [default: block]."),
-    ] = None,
-    mode: Annotated[
-        str | None,
-        typer.Option("--mode", help="What is kept: tensor, stats or sample:1/N [default: tensor]."),
-    ] = None,
-    steps: Annotated[
-        str | None,
-        typer.Option("--steps", help='Training steps that watch captures, "0-2,100-:100" or "all".'),
-    ] = None,
-    slice_: Annotated[
-        str | None,
-        typer.Option("--slice", help="Rows of activations: first:64, stride:8, tokens:0-127 [default: all]."),
-    ] = None,
-    quant_type: Annotated[
-        str | None, typer.Option("--quant-type", help="Label of the captures, such as mxfp8.")
-    ] = None,
+    config: Config = None,
+    policy: Policy = None,
+    mode: Mode = None,
+    steps: Steps = None,
+    slice_: SliceOfRows = None,
+    quant_type: QuantType = None,
     no_watch: Annotated[
         bool, typer.Option("--no-watch", help="Capture only what the job asks for with capd_client itself.")
     ] = False,

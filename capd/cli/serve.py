@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import logging
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from capd.cli.options import Config, StoreRoot
 
 __all__ = ["serve"]
 
 
 def serve(
-    store: Annotated[
-        Path | None, typer.Option("--store", help="Directory that holds the runs [default: captures].")
-    ] = None,
+    store: StoreRoot = None,
     endpoint: Annotated[
         str | None, typer.Option("--endpoint", help="unix:PATH of the socket to listen on.")
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", help="Settings file [default: CAPD_CONFIG, else ./capd.toml, if there is one]."
-        ),
-    ] = None,
+    config: Config = None,
     run_id: Annotated[
         str | None, typer.Option("--run-id", help="Run of ranks that bring no name [default: the time].")
     ] = None,

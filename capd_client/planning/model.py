@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 
 from torch import Tensor, nn
 
-from capd_client.attaching import WatchHandle, attach
+from capd_client.attaching import WatchHandle, attached
 from capd_client.config import load_config
 from capd_client.errors import ConfigError
 from capd_client.kinds import placement
@@ -19,7 +19,7 @@ from capd_client.planning.sink import PlanSink
 from capd_client.planning.text import expected_lines, plan_lines
 from capd_client.planning.whole import whole_plan
 from capd_client.tensors import local_part
-from capd_client.watch_plan import Select, WatchPlan
+from capd_client.watch_plan import Select
 
 if TYPE_CHECKING:
     from typing import TypeGuard
@@ -98,17 +98,9 @@ def plan(
     CAPD_STRICT=1.
     """
     sink = PlanSink(load_config())
-    handle = WatchHandle()
-    try:
-        settings = WatchPlan(sink.config, steps=steps, tensors=tensors, select=select, slices=slices)
-        models = (model,) if isinstance(model, nn.Module) else tuple(model)
-        attach(sink, models, handle, settings, name=name or "")
-    except ConfigError:
-        handle.remove()
-        raise
-    except Exception as error:
-        handle.remove()
-        sink.drop_internal("plan", error)
+    handle = attached(
+        sink, model, "plan", name=name, steps=steps, tensors=tensors, select=select, slices=slices
+    )
     return Plan(sink, handle)
 
 
