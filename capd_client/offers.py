@@ -27,8 +27,8 @@ class Offers:
     """
 
     __slots__ = (
-        "_attributes", "_common", "_computed", "_context", "_keys", "_kind", "_lacks", "_of_tensor", "_parameter_at",
-        "_place", "_sink", "_state", "_wanted", "rules", "tensors",
+        "_attributes", "_common", "_computed", "_context", "_kept", "_keys", "_kind", "_lacks", "_of_tensor",
+        "_parameter_at", "_place", "_sink", "_state", "_wanted", "rules", "tensors",
     )  # fmt: skip
 
     def __init__(
@@ -55,6 +55,9 @@ class Offers:
         """Capture these tensors from now on, by their names."""
         had = {name: one for name, one in wanted.items() if name not in self._lacks}
         self._wanted, self.tensors, self.rules = had, frozenset(had), rules_of(had)
+        self._kept: dict[
+            tuple[str, int], Optional[Kept]
+        ] = {}  # what is wanted, by tensor name and open rules
 
     def wanted(self, tensor_name: str) -> Wanted:
         """What is wanted of one of `tensors`."""
@@ -62,8 +65,13 @@ class Offers:
 
     def kept(self, tensor_name: str, call: Call) -> Optional[Kept]:
         """What the rules of this call want of a tensor; None: nothing."""
-        wanted = self._wanted.get(tensor_name)
-        return None if wanted is None else wanted.of(call.rules)
+        found, asked = self._kept, (tensor_name, call.rules)
+        try:
+            return found[asked]
+        except KeyError:
+            wanted = self._wanted.get(tensor_name)
+            kept = found[asked] = None if wanted is None else wanted.of(call.rules)
+            return kept
 
     def shape_of(self, tensor_name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of what is kept of a tensor of this shape."""

@@ -132,27 +132,19 @@ def restricting(text: str) -> Optional[Ranges]:
 class Wanted:
     """What the rules of one tensor want of it. mask: their bits. keeping: of those that keep more than statistics."""
 
-    __slots__ = ("_found", "_kept", "keeping", "mask")
+    __slots__ = ("_kept", "keeping", "mask")
 
     def __init__(self, kept: Mapping[int, Kept]) -> None:
         """kept: by the number of the rule, ascending."""
         self._kept = dict(kept)
         self.mask = sum(1 << number for number in kept)
         self.keeping = sum(1 << number for number, one in kept.items() if one.store != "stats")
-        self._found: dict[int, Optional[Kept]] = {}
 
     def of(self, open_rules: int) -> Optional[Kept]:
         """What is kept while these rules are open; None: nothing.
 
         The slice is that of the first of them; what one of them keeps is kept.
         """
-        try:
-            return self._found[open_rules & self.mask]
-        except KeyError:
-            found = self._found[open_rules & self.mask] = self._all_of(open_rules)
-            return found
-
-    def _all_of(self, open_rules: int) -> Optional[Kept]:
         kept = [kept for number, kept in self._kept.items() if open_rules >> number & 1]
         if not kept:
             return None

@@ -33,7 +33,7 @@ from capd_client.naming import Place
 from capd_client.offers import Offers
 from capd_client.parameter_gradient import ParameterHooks
 from capd_client.products import alias_of, autocast_dtype, hang, product_dtype, product_of
-from capd_client.rules import Kept, Wanted
+from capd_client.rules import Wanted
 from capd_client.sink import Sink
 from capd_client.sites import Site, output_of
 from capd_client.tensors import is_tracing
@@ -46,7 +46,7 @@ class Tap:
 
     __slots__ = (
         "__weakref__", "_calls", "_computed", "_describe", "_offers", "_parameter", "_parameter_hooks", "_sink",
-        "bound", "gate", "kind", "module", "number", "place",
+        "bound", "gate", "kept", "kind", "module", "number", "place",
     )  # fmt: skip
 
     def __init__(
@@ -67,6 +67,7 @@ class Tap:
         self._describe = site.describe
         self._calls = Calls(gate)
         self._offers = Offers(site, place, wanted, sink, gate)
+        self.kept = self._offers.kept
         self._parameter_hooks = ParameterHooks()
         self.bound: Optional[Call] = None  # between the pre-hook and the forward hook of one call
         self.number = claim(self) if self.tensors else -1  # what compiled graphs know it by; -1: not at all
@@ -102,10 +103,6 @@ class Tap:
         """The steps in which the job itself has most of this tensor kept."""
         wanted = self._offers.wanted(tensor_name)
         return self.gate.steps_of(wanted.keeping or wanted.mask)
-
-    def kept(self, tensor_name: str, call: Call) -> Optional[Kept]:
-        """What the rules of this call want of a tensor; None: nothing."""
-        return self._offers.kept(tensor_name, call)
 
     @property
     def captured_at(self) -> int:

@@ -38,7 +38,9 @@ class _Attention(FunctionSite):
         self._tapped_call = super().wrap(_call)
 
     def tapped(self, attention: _Function) -> _Function:
-        """`attention` with taps on its calls."""
+        """`attention` with taps on its calls, once: `get_interface` has it from `__getitem__` as a rule."""
+        if isinstance(attention, functools.partial) and attention.func is self._tapped_call:
+            return attention
         return functools.partial(self._tapped_call, attention)
 
 
