@@ -128,8 +128,11 @@ class Client:
 
     make: Callable[[], nn.Module]
     tensors: tuple[str, ...]
+    components: list[str]
     plain: Callable[[nn.Module, Callable[[Tensor], None] | None], Handle]
     above_copies: float  # the bound on what capd adds to bare copies
+    make_idle: Callable[[], nn.Module]  # one with so little to compute that what hooks cost can be seen
+    idle_tokens: Tensor
 
 
 class Both:
@@ -144,7 +147,10 @@ class Both:
 
 
 def own_client() -> Client:
-    return Client(Transformer, TENSORS, PlainHooks, 0.06)
+    def chain() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(8, 8) for _ in range(32)))
+
+    return Client(Transformer, TENSORS, ["linear"], PlainHooks, 0.06, chain, torch.randn(4, 8))
 
 
 def transformers_client() -> Client:
@@ -153,7 +159,12 @@ def transformers_client() -> Client:
     def plain(model: nn.Module, take: Callable[[Tensor], None] | None) -> Handle:
         return Both(PlainHooks(model, take), llama.AttentionHooks(take or (lambda tensor: None)))
 
-    return Client(lambda: llama.Llama(VOCABULARY, D_MODEL, HEADS, LAYERS), llama.TENSORS, plain, 0.08)
+    def make() -> nn.Module:
+        return llama.Llama(VOCABULARY, D_MODEL, HEADS, LAYERS)
+
+    return Client(
+        make, llama.TENSORS, ["linear", "FA"], plain, 0.08, llama.make_idle, torch.randint(64, (1, 4))
+    )
 
 
 def make_variants(client: Client, scratch: Path) -> list[Variant]:
@@ -165,7 +176,9 @@ def make_variants(client: Client, scratch: Path) -> list[Variant]:
         Variant("bare copies", lambda model: client.plain(model, ring.copy)),
         Variant(
             "capd",
-            lambda model: capd_client.watch(model, steps="all", tensors=client.tensors),
+            lambda model: capd_client.watch(
+                model, steps="all", tensors=client.tensors, select={"components": client.components}
+            ),
             settle=wait_until_acknowledged,
         ),
         Variant(
@@ -231,15 +244,6 @@ def show(result: dict[str, Any], variants: list[Variant], client: Client) -> Non
         print(f"{name}: {value:.3f}, bound {bound}: {'met' if value <= bound else 'MISSED'}")
 
 
-def idle_model(client: str) -> tuple[nn.Module, Tensor]:
-    """A model with so little to compute that what hooks cost can be seen, and its tokens."""
-    if client == "transformers":
-        import transformers_client as llama
-
-        return llama.idle_model()
-    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(32))), torch.randn(4, 8)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--client", choices=("own", "transformers"), default="own")
@@ -256,7 +260,7 @@ def main() -> None:
     with daemon(args.directory, arena_nbytes=ARENA_NBYTES) as running:
         variants = make_variants(client, scratch)
         measure(client, variants, args.rounds, args.steps)
-        idle = idle_hooks.measure(*idle_model(args.client), rounds=3 * args.rounds)
+        idle = idle_hooks.measure(client.make_idle, client.idle_tokens, rounds=args.rounds)
         counters = capd_client.counters()
         capd_client.close()
     shutil.rmtree(scratch)

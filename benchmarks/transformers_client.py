@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -65,6 +64,6 @@ class AttentionHooks:
         AttentionInterface.register("sdpa", _SDPA)
 
 
-def idle_model() -> tuple[nn.Module, Tensor]:
-    """One with so little to compute that what hooks cost can be seen, and its tokens."""
-    return Llama(vocabulary=64, d_model=16, heads=2, layers=4), torch.randint(64, (1, 4))
+def make_idle() -> nn.Module:
+    """One with so little to compute that what hooks cost can be seen."""
+    return Llama(vocabulary=64, d_model=16, heads=2, layers=4)
