@@ -226,15 +226,39 @@ def test_a_refused_session_ends_and_everything_is_counted(
     peer: Peer, make_session: Callable[..., Session], caplog: pytest.LogCaptureFixture
 ) -> None:
     peer.reject = Reject("peer", "uid 7 may not", retry=False)
+    peer.hold.set()  # until there is something in flight
     session = make_session()
     offer(session, 1, 2)
-    wait_until(lambda: session.transport.state is State.ENDED)
+    peer.hold.clear()
+    wait_until(lambda: "2 captures in flight are dropped" in caplog.text)
     offer(session, 3)
     now = session.snapshot()
     assert (now.offered, now.in_flight, now.dropped) == (3, 0, {"rejected": 3})
     assert "uid 7 may not" in caplog.text
     assert len(peer.hellos) == 1
     assert session.flush(5)
+
+
+def test_what_is_offered_amid_a_refusal_is_counted_once(
+    peer: Peer, make_session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the session has ended already, and the books are not closed yet."""
+    peer.reject = Reject("peer", "uid 7 may not", retry=False)
+    peer.hold.set()
+    session = make_session()
+    offer(session, 1)
+    close = session.books.close
+
+    def offer_and_close(reason: DropReason) -> int:
+        if session.transport.state is State.ENDED:
+            offer(session, 2)
+        return close(reason)
+
+    monkeypatch.setattr(session.books, "close", offer_and_close)
+    peer.hold.clear()
+    wait_until(lambda: session.snapshot().dropped)
+    now = session.snapshot()
+    assert (now.offered, now.in_flight, now.dropped) == (2, 0, {"rejected": 2})
 
 
 @pytest.mark.parametrize(

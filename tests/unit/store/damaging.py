@@ -18,10 +18,13 @@ from tests.unit.store.writing import Writer
 
 
 def image(writer: Writer, target: Path) -> Path:
-    """The run as a kill at this moment would leave it, below `target`; returns the run."""
-    writer.pipeline.post(writer.run_id, lambda store: None).result(timeout=30)  # nothing is half-way
-    shutil.copytree(writer.run, target / writer.run.name)
-    return target / writer.run.name
+    """The run as a kill at this moment would leave it, below `target`; returns the run.
+
+    The thread that writes the files copies them, so that none is changed meanwhile.
+    """
+    copy = target / writer.run.name
+    writer.pipeline.post(writer.run_id, lambda store: shutil.copytree(writer.run, copy)).result(timeout=60)
+    return copy
 
 
 def spool(run: Path, pattern: str) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from capd.store.run import RunStore
 from capd.store.verify import verify_run
 from capd_client.key import Moment
 from capd_client.protocol import Define, Descriptor
+from tests.unit.store.damaging import image
 from tests.unit.store.reading import assert_capd_reads, assert_zarr_readers_read
 from tests.unit.store.writing import CLIENT, Writer, key
 
@@ -48,11 +48,6 @@ def failing(real: Callable[..., Any], *numbers: int, error: int = 28) -> Callabl
         return real(fd, *arguments, **options)
 
     return call
-
-
-def crash_image(writer: Writer, target: Path) -> Path:
-    shutil.copytree(writer.run, target / writer.run.name)
-    return target
 
 
 def drop_refused(writer: Writer) -> None:
@@ -103,7 +98,7 @@ def test_a_full_disk_in_the_small_log_costs_that_record_only(
         put(writer, SMALL, little())
     writer.flush()
     monkeypatch.undo()
-    root = crash_image(writer, tmp_path / "b")
+    root = image(writer, tmp_path / "b").parent
     writer.close()
 
     assert 1 <= len(writer.outcomes.refusals) <= 2  # two where the first failure met a record alone
@@ -141,7 +136,7 @@ def test_after_a_failed_sync_the_records_stand_in_a_new_file(
     for _ in range(3):
         put(writer, identity, bits())
     writer.flush()
-    root = crash_image(writer, tmp_path / "b")
+    root = image(writer, tmp_path / "b").parent
     writer.close()
 
     assert not writer.outcomes.refusals
@@ -166,7 +161,7 @@ def test_where_no_sync_succeeds_nothing_more_is_acknowledged(
     monkeypatch.undo()
     put(writer, identity, bits())
     writer.flush()
-    root = crash_image(writer, tmp_path / "b")
+    root = image(writer, tmp_path / "b").parent
     assert not writer.pipeline.close(10)
 
     assert [(s, r.value) for s, r, _ in writer.outcomes.refusals] == [(4, "store_error"), (5, "store_error")]
@@ -316,7 +311,7 @@ def test_a_recovery_killed_behind_a_loss_still_knows_what_is_committed(
         put(writer, SMALL, little())
     writer.flush()
     writer.pipeline.post("run", RunStore.flush_catalog).result(timeout=30)
-    run = crash_image(writer, tmp_path / "after") / "run.zarr"
+    run = image(writer, tmp_path / "after")
     writer.close()
     [log] = (run / ".capd" / "node=n0" / "spool").glob("small-*.log")
     content = bytearray(log.read_bytes())
@@ -343,7 +338,7 @@ def test_a_series_that_lost_all_its_records_is_still_an_array(
     put(writer, LARGE, large())  # its shard is begun
     writer.flush()
     writer.pipeline.post("run", RunStore.flush_catalog).result(timeout=30)
-    run = crash_image(writer, tmp_path / "after") / "run.zarr"
+    run = image(writer, tmp_path / "after")
     writer.close()
     [partial] = (run / ".capd" / "node=n0" / "spool").glob("*.partial")
     partial.unlink()
@@ -408,7 +403,7 @@ def test_records_that_the_files_lost_are_forgotten_and_numbers_stay_dense(tmp_pa
         put(writer, SMALL, little())
     writer.flush()
     writer.pipeline.post("run", lambda store: store.flush_catalog()).result(timeout=30)
-    root = crash_image(writer, tmp_path / "b")
+    root = image(writer, tmp_path / "b").parent
     writer.close()
     spool = root / "run.zarr" / ".capd" / "node=n0" / "spool"
     [partial] = spool.glob("*.partial")
@@ -463,8 +458,7 @@ def test_a_kill_while_a_full_shard_is_sealed_loses_nothing(
     for _ in range(3):
         put(writer, LARGE, large())
     writer.flush()
-    writer.pipeline.post("run", lambda store: None).result(timeout=30)
-    root = crash_image(writer, tmp_path / "b")
+    root = image(writer, tmp_path / "b").parent
     assert_capd_reads(root / "run.zarr", writer.held)
     monkeypatch.undo()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 
 import capd
 from capd.store import catalog_place
+from tests.unit.store.damaging import image
 from tests.unit.store.reading import assert_capd_reads, assert_zarr_readers_read
 from tests.unit.store.writing import Writer, key
 
@@ -60,8 +60,7 @@ def test_after_a_kill_the_node_goes_on_without_its_local_copy(
 ) -> None:
     writer = Writer(root, shard_nbytes=1 << 20)
     put(writer, 0, 6)
-    after_a_kill = root.with_name("after")
-    shutil.copytree(root, after_a_kill)
+    after_a_kill = image(writer, root.with_name("after")).parent
     writer.close()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another machine"))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import capd
 from capd.store import spool as spool_module
 from capd.store.frames import Kind, parse_frame
 from capd.store.node import NodeView
+from tests.unit.store.damaging import image
 from tests.unit.store.reading import assert_capd_reads
 from tests.unit.store.writing import Writer, key
 
@@ -224,8 +224,7 @@ def test_a_look_at_files_that_grow_shows_no_record_before_its_predecessors(
         writer.flush()
 
     put()
-    image = tmp_path / writer.run.name
-    shutil.copytree(writer.run, image)
+    copy = image(writer, tmp_path)
     put()
     spool = Path(".capd") / "node=n0" / "spool"
     later = {path.name: path.read_bytes() for path in (writer.run / spool).glob("*.partial")}
@@ -240,11 +239,11 @@ def test_a_look_at_files_that_grow_shows_no_record_before_its_predecessors(
         return real(path, before)
 
     monkeypatch.setattr(spool_module, "_read_partial", read_partial)
-    store = capd.open(image)
+    store = capd.open(copy)
     [missed] = {sequence for sequence in range(5, 9) if sequence_is_in(later[order[0]], sequence)}
     assert iterations(store) == set(range(1, missed))
     monkeypatch.undo()
-    (image / spool / order[0]).write_bytes(later[order[0]])
+    (copy / spool / order[0]).write_bytes(later[order[0]])
     store.refresh()
     assert iterations(store) == set(range(1, 9))
 

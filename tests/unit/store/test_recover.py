@@ -45,18 +45,12 @@ def put_some(writer: Writer, first: int, count: int) -> None:
             writer.put(key("small"), "float32", bits, iteration=iteration, call=call)
 
 
-def crash_image(writer: Writer, target: Path) -> Path:
-    """The files as a kill at this moment would leave them: everything written, nothing drained or sealed."""
-    shutil.copytree(writer.run, target / writer.run.name)
-    return target
-
-
 @pytest.mark.parametrize("catalog", ["kept", "lost", "damaged"])
 def test_a_killed_writer_loses_nothing_it_committed(tmp_path: Path, catalog: str) -> None:
     first = Writer(tmp_path / "a", shard_nbytes=1 << 20)
     put_some(first, 0, 5)
     first.flush()
-    root = crash_image(first, tmp_path / "b")
+    root = image(first, tmp_path / "b").parent
     first.close()
     node = root / "run.zarr" / ".capd" / "node=n0"
     if catalog == "lost":
@@ -84,7 +78,7 @@ def test_a_torn_tail_costs_only_the_record_that_was_being_written(tmp_path: Path
     writer = Writer(tmp_path / "a")
     put_some(writer, 0, 3)
     writer.flush()
-    root = crash_image(writer, tmp_path / "b")
+    root = image(writer, tmp_path / "b").parent
     writer.close()
     spool = root / "run.zarr" / ".capd" / "node=n0" / "spool"
     for path in [*spool.glob("*.partial"), *spool.glob("*.log")]:
@@ -105,7 +99,7 @@ def test_a_cut_tail_gives_a_prefix_never_half_a_record(tmp_path: Path) -> None:
     writer.flush()
     held = writer.held[(key("large"), "float32")]
     for cut in (1, 1000, 200_000, 700_000, 5_000_000):
-        root = crash_image(writer, tmp_path / f"cut{cut}")
+        root = image(writer, tmp_path / f"cut{cut}").parent
         [partial] = (root / "run.zarr" / ".capd" / "node=n0" / "spool").glob("*.partial")
         os.truncate(partial, max(0, partial.stat().st_size - cut))
         for path in partial.parent.parent.glob(f"{CATALOG_NAME}*"):
@@ -136,7 +130,7 @@ def test_an_interrupted_seal_is_finished(tmp_path: Path, step: str, monkeypatch:
     monkeypatch.setattr(target, stop)
     with pytest.raises(OSError, match="stopped here"):
         writer.pipeline.seal("run").result(timeout=30)
-    root = crash_image(writer, tmp_path / "b")
+    root = image(writer, tmp_path / "b").parent
     assert_capd_reads(root / "run.zarr", writer.held)
     monkeypatch.undo()
 
