@@ -173,14 +173,14 @@ class RootHook(Hook):
     """
 
     __slots__ = (
-        "__weakref__", "_clock", "_first", "_input", "_number", "_outer", "_root", "_sink", "forwards",
+        "__weakref__", "_begun", "_clock", "_input", "_number", "_outer", "_root", "_sink", "forwards",
     )  # fmt: skip
 
-    def __init__(self, root: nn.Module, clock: Clock, sink: Sink, first: Callable[[], None]) -> None:
+    def __init__(self, root: nn.Module, clock: Clock, sink: Sink, begun: Callable[[], None]) -> None:
         self._root = weakref.ref(root)
         self._clock = clock
         self._sink = sink
-        self._first = first  # called when the first training forward starts
+        self._begun = begun  # called when a training forward has begun its micro-batch
         self.forwards = 0  # the training forwards that it has seen
         self._outer: Optional[bool] = (
             None  # whether the forward under way lies in an evaluation; None: there is none
@@ -205,10 +205,9 @@ class RootHook(Hook):
                 return
             self._outer = self._clock.context.evaluating
             if (with_gradients or recompute.in_segment()) and not evaluates():
-                if not self.forwards:
-                    self._first()
                 self.forwards += 1
                 self._clock.begin_forward(self)
+                self._begun()
             else:
                 self._clock.begin_evaluation()
         except Exception as error:

@@ -72,6 +72,7 @@ class Watched:
         self._left: list[_Tapped] = []  # those that the job's own rules left out
         self._undo: list[Callable[[], None]] = []  # takes away what was put on modules and functions
         self._last: list[RemovableHandle] = []  # hooks that are to run last in front of a forward
+        self._settled = False  # whether a forward has begun
 
     @property
     def taps(self) -> list[Tap]:
@@ -87,10 +88,14 @@ class Watched:
         self._tap(site, place, {}, self._left)
 
     def settle(self) -> None:
-        """The first forward begins: what was put on the modules since may change the operands, so taps go behind it.
+        """A forward begins: what was put on the modules since may change the operands, so taps go behind it.
 
-        Tensor parallelism and parameters that are gathered for each forward work by hooks on the modules.
+        Tensor parallelism and parameters that are gathered for each forward work by hooks on the modules, and a hook
+        of these may be put on anew amid training. In front of a gather a read of the parameter would set it off.
         """
+        if self._settled and not self.gate.admits():
+            return
+        self._settled = True
         for handle in self._last:
             hooks = handle.hooks_dict_ref()
             if hooks and handle.id in hooks and next(reversed(hooks)) != handle.id:

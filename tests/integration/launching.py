@@ -5,19 +5,41 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 
 
-def run_ranks(job: str, ranks: int, directory: Path) -> Path:
-    """Run a script of this directory on `ranks` ranks; returns the store of what it captured."""
+def directories_of(package: str) -> str:
+    """Where a package lies that capd's development does not need: directories, separated by colons; may be none.
+
+    CAPD_TEST_<PACKAGE> names them: of `pip install --target`, what the package needs among them.
+    """
+    return os.environ.get(f"CAPD_TEST_{package.upper()}", "")
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    """Skips the tests where such a package is neither installed nor named."""
+    here = bool(directories_of(package)) or find_spec(package) is not None
+    reason = f"{package} is not installed, and CAPD_TEST_{package.upper()} does not say where it lies"
+    return pytest.mark.skipif(not here, reason=reason)
+
+
+def run_ranks(job: str, ranks: int, directory: Path, *, package: str = "", **settings: str) -> Path:
+    """Run a script of this directory on `ranks` ranks; returns the store of what it captured.
+
+    package: see `directories_of`. settings: environment.
+    """
     environment = {k: v for k, v in os.environ.items() if not k.startswith("CAPD_")}
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), package and directories_of(package)]))
     done = subprocess.run(
         [sys.executable, "-m", "capd", "run", "--store", str(directory), "--run-id", "job", "--policy", "block", "--",
          sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
          str(Path(__file__).with_name(job)), str(directory / "told")],
-        env={**environment, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        env={**environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **settings},
         capture_output=True, text=True, timeout=380,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import capd_client
+from capd_client.kinds import ATTENTION, LINEAR
+
+if TYPE_CHECKING:
+    from tests.integration.expected import Expected
 
 WIDTH, HEADS, HIDDEN, WORDS, LAYERS = 8, 2, 16, 12, 1
 ROWS, TOKENS = 2, 4  # of one micro-batch on one rank
@@ -124,3 +129,20 @@ def tensor_parallel(model: Transformer, mesh: Any, *, sequence: bool) -> None:
             mesh,
             {"embed": parts, "head": ColwiseParallel(input_layouts=tokens, output_layouts=Replicate())},
         )
+
+
+def expect(found: Expected, name: str, *, parts: int = 1, split_head: bool = False) -> None:
+    """Add all that a watch of a Transformer captures, every linear split into `parts`; `name`: the watch's."""
+    rows = (ROWS, TOKENS)
+    for layer, (linear, (out, into)) in itertools.product(range(LAYERS), LINEARS.items()):
+        module = f"{name}.layers.{layer}." + (linear if linear in ("up", "down") else f"attention.{linear}")
+        by_rows = linear in ("o", "down")
+        inputs, outputs = (into // parts, out) if by_rows else (into, out // parts)
+        found.linear(module, rows, inputs, outputs, tensors=LINEAR.tensors, at=(layer, name))
+    heads = (ROWS, HEADS // parts, TOKENS, WIDTH // HEADS)
+    for layer in range(LAYERS):
+        shapes = dict.fromkeys(("query", "key", "value", "output"), heads)
+        module = f"{name}.layers.{layer}.attention"
+        found.attention(module, shapes, tensors=ATTENTION.tensors, at=(layer, name))
+    words = WORDS // parts if split_head else WORDS
+    found.linear(f"{name}.head", rows, WIDTH, words, tensors=LINEAR.tensors)

@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from capd_client.kinds import ATTENTION, LINEAR
 from tests.integration.algebra import (
     Captures,
     Entry,
@@ -31,15 +30,13 @@ from tests.integration.algebra import (
 from tests.integration.expected import Expected
 from tests.integration.launching import run_ranks
 from tests.integration.sharded_models import (
-    HEADS,
     LAYERS,
     LINEARS,
     MICRO_BATCHES,
-    ROWS,
     STEPS,
-    TOKENS,
     WIDTH,
     WORDS,
+    expect,
 )
 
 WAYS = (
@@ -69,23 +66,10 @@ def of(captures: Captures, way: str) -> Captures:
 
 def expected(way: str, ranks: int = RANKS) -> Expected:
     """All that a watch of the transformer captures if a linear's weight is split as the way splits it."""
-    parts = 2 if way in TENSOR_PARALLEL else 1
-    whole_sequence = (ROWS, TOKENS)
     first = STEPS * WAYS.index(way)
     found = Expected(steps=range(first, first + STEPS), micro_batches=MICRO_BATCHES, ranks=range(ranks))
-    for layer, (name, (out, into)) in itertools.product(range(LAYERS), LINEARS.items()):
-        by_rows = name in ("o", "down")
-        module = f"{way}.layers.{layer}." + (name if name in ("up", "down") else f"attention.{name}")
-        inputs, outputs = (into // parts, out) if by_rows else (into, out // parts)
-        found.linear(module, whole_sequence, inputs, outputs, tensors=LINEAR.tensors, at=(layer, way))
-    heads = (ROWS, HEADS // parts, TOKENS, WIDTH // HEADS)
-    for layer in range(LAYERS):
-        shapes = dict.fromkeys(("query", "key", "value", "output"), heads)
-        found.attention(f"{way}.layers.{layer}.attention", shapes, tensors=ATTENTION.tensors, at=(layer, way))
-    split_head = parts > 1 and way != "tp"
-    found.linear(
-        f"{way}.head", whole_sequence, WIDTH, WORDS // (parts if split_head else 1), tensors=LINEAR.tensors
-    )
+    parts = 2 if way in TENSOR_PARALLEL else 1
+    expect(found, way, parts=parts, split_head=parts > 1 and way != "tp")
     return found
 
 
