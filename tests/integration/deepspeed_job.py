@@ -1,4 +1,4 @@
-"""A rank that trains a tiny transformer with DeepSpeed in several ways, unwatched and then watched under the way's name.
+"""A rank that trains a tiny transformer with DeepSpeed in several ways, unwatched, then watched under the way's name.
 
     python deepspeed_job.py FILE
 
