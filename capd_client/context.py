@@ -94,6 +94,11 @@ class Context:
         return self.rank_info.rank
 
     @property
+    def iteration_is_set(self) -> bool:
+        """Whether the job says itself which iteration this is (`set_moment`)."""
+        return "iteration" in self._manual
+
+    @property
     def rank_info(self) -> RankInfo:
         """Rank, sizes and attempt; follows torch.distributed once that is initialised, and says so once."""
         if not self._follows and distributed_ready():
@@ -173,7 +178,7 @@ class Context:
     def _read(self, counter: Counter) -> None:
         iteration, micro_batch = counter()
         self.counted = micro_batch is not None
-        own = "iteration" in self._manual
+        own = self.iteration_is_set
         if self._dirty if iteration is None else iteration != self._told:
             self._told = -1 if iteration is None else iteration
             # what the job calls one iteration may be several of the framework's
@@ -233,7 +238,7 @@ class Context:
             self._begin()
             return
         self._fresh = True
-        if "iteration" in self._manual:  # the job counts: further forwards stay its micro-batches
+        if self.iteration_is_set:  # the job counts: further forwards stay its micro-batches
             if "micro_batch" not in self._manual:
                 self.micro_batch += 1
             return

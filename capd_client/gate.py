@@ -21,11 +21,22 @@ class Gate:
     "not captured". Everything else is asked behind it, and worked out once per iteration.
     """
 
-    __slots__ = ("_limited", "_open", "_open_at", "_own", "_silent", "_whens", "closed_at", "context")
+    __slots__ = (
+        "_ended_at",
+        "_limited",
+        "_open",
+        "_open_at",
+        "_own",
+        "_silent",
+        "_whens",
+        "closed_at",
+        "context",
+    )
 
     def __init__(self, context: Context, whens: Sequence[When]) -> None:
         self.context = context
         self.closed_at = -1  # the iteration known not to be captured
+        self._ended_at = -1  # the iteration of which only those that capture all steps capture more
         self._open_at = -1  # the iteration that the next two are of
         self._open = 0  # the rules that capture it
         self._limited: tuple[tuple[int, Ranges], ...] = ()  # those of them that leave micro-batches out
@@ -47,7 +58,9 @@ class Gate:
         found = [
             (1 << number, when.micro_batches)
             for number, when in enumerate(self._whens)
-            if iteration in when.steps and (when.ranks is None or rank in when.ranks)
+            if iteration in when.steps
+            and (when.ranks is None or rank in when.ranks)
+            and (iteration != self._ended_at or when.steps.text == "all")
         ]
         return sum(bit for bit, _ in found), tuple((bit, some) for bit, some in found if some is not None)
 
@@ -96,6 +109,11 @@ class Gate:
         self.forget()
         return any(when.ranks is None or self.context.rank in when.ranks for when in whens)
 
+    def end_iteration(self) -> None:
+        """Capture no more of the current iteration, except by rules that capture all of them."""
+        self._ended_at = self.context.iteration
+        self.forget()
+
     def forget(self) -> None:
-        """Ask again at the next forward: an optimizer has stepped."""
+        """Ask again at the next forward."""
         self.closed_at = self._open_at = -1

@@ -32,7 +32,7 @@ __all__ = [
     "iteration_over",
 ]  # fmt: skip
 
-_UNSTEPPED = 256  # micro-batches without any optimizer step after which that is worth a line
+_UNSTEPPED = 256  # micro-batches without any optimizer step after which no more of a chosen step are captured
 
 _notices = Notices()
 
@@ -52,6 +52,8 @@ class Context(Protocol):
     def rank_info(self) -> RankInfo: ...
     @property
     def counted(self) -> bool: ...
+    @property
+    def iteration_is_set(self) -> bool: ...
 
     evaluating: bool
 
@@ -99,8 +101,8 @@ class Clock:
         if count > self._most_forwards:
             self._most_forwards = count
             self.context.begin_micro_batch()
-            if count == _UNSTEPPED and not self._stepped:
-                _say_unstepped()
+            if count == _UNSTEPPED + 1 and not (self._stepped or self.context.iteration_is_set):
+                self._give_up_iteration()
         self._iteration = self.context.iteration
 
     def begin_evaluation(self) -> None:
@@ -137,6 +139,12 @@ class Clock:
         for gate in self._gates:
             gate.forget()
 
+    def _give_up_iteration(self) -> None:
+        """It seems to have no end: what is captured in some steps only would be captured until the disk is full."""
+        _say_unstepped()
+        for gate in self._gates:
+            gate.end_iteration()
+
     def _optimizer_stepped(self) -> None:
         self._stepped = True
         evaluate(False)
@@ -148,8 +156,9 @@ class Clock:
 def _say_unstepped() -> None:
     _notices.warn(
         "unstepped",
-        "%d forwards and no step of a torch.optim.Optimizer: they count as micro-batches of one iteration. Where "
-        "something else updates the parameters, call capd_client.set_moment(iteration=...) in every iteration",
+        "%d forwards and no step of a torch.optim.Optimizer: they count as micro-batches of one iteration, and of it "
+        'nothing more is captured, except by rules with steps="all". Where something else updates the parameters, call '
+        "capd_client.set_moment(iteration=...) in every iteration",
         _UNSTEPPED,
     )
 

@@ -6,7 +6,7 @@ Each forward's dY is its own x (times the loss scale), so a record shows which f
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -417,24 +417,50 @@ def test_a_compiled_optimizer_counts(sink: MemorySink, forget_graphs: None) -> N
     check(sink, job)
 
 
-def test_where_nothing_steps_that_torch_knows_it_is_said_and_set_moment_helps(
+def _train_without_optimizer(job: Job, micro_batches: Iterable[int]) -> None:
+    for micro_batch in micro_batches:
+        job.at = (0, micro_batch)
+        job.loss().backward()
+        with torch.no_grad():
+            for parameter in job.parameters():
+                parameter -= 0.01 * parameter.grad
+                parameter.grad = None
+
+
+def test_where_nothing_steps_that_torch_knows_a_chosen_step_ends_and_that_is_said(
     sink: MemorySink, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = Job()
-    watch(job, steps="0")
+    watch(job, steps="0-2,100-:100")
 
     with caplog.at_level(logging.WARNING):
-        for step in range(300):
-            job.at = (0, step)
-            job.loss().backward()
-            with torch.no_grad():
-                for parameter in job.parameters():
-                    parameter -= 0.01 * parameter.grad
-                    parameter.grad = None
-    check(sink, job)
+        _train_without_optimizer(job, range(300))
     [message] = [record.getMessage() for record in caplog.records]
     assert "256 forwards and no step of a torch.optim.Optimizer" in message
+    assert len(sink.of("fc", "input")) == len(sink.of("fc", "grad_output")) == 256
 
-    sink.context.set_moment(iteration=301)
+    del job.forwards[256:]
+    sgd(job).step()
+    job.at = (1, 0)
     job.loss().backward()
+    check(sink, job)
+    sink.context.set_moment(iteration=100)
+    job.loss().backward()
+    assert [one.at for one in sink.of("fc", "input")[256:]] == [(1, 0, 0), (100, 0, 0)]
+
+
+def test_an_iteration_that_the_job_sets_or_one_of_all_steps_has_no_end(
+    sink: MemorySink, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job()
+    handle = watch(job, steps="all")
+    _train_without_optimizer(job, range(300))
     assert len(sink.of("fc", "input")) == 300
+    handle.remove()
+
+    caplog.clear()
+    watch(job, steps="7")
+    sink.context.set_moment(iteration=7)
+    _train_without_optimizer(job, range(300))
+    assert len(sink.of("fc", "input")) == 600
+    assert not caplog.records
