@@ -18,6 +18,7 @@ from capd_client.late_watch import LateWatch
 from capd_client.notices import Notices
 from capd_client.placing import find_products
 from capd_client.rule_report import counted, plan_lines, problems_of, rank_problems, tensors_text
+from capd_client.rule_settings import RuleSettings
 from capd_client.rules import Resolved, Wanted, resolve
 from capd_client.sink import Sink
 from capd_client.sites import Site
@@ -148,7 +149,11 @@ def attach(
     told = ", ".join(dict.fromkeys(type(model).__name__ for model in models))
     whole = roots is not None
     if roots is None or (products and len(fresh) == len(chosen)):
-        whole = _say_problems(sink, told, plan, resolved, len(chosen) - len(fresh)) or whole
+        excused = (
+            plan.rules if whole or chosen else ()
+        )  # a watch that was asked for and gives nothing is told why
+        elsewhere = [rule.settings for rule in excused if sink.steering.uses(rule.settings)]
+        whole = _say_problems(sink, told, plan, resolved, len(chosen) - len(fresh), elsewhere) or whole
     if not products or (whole and not fresh):
         return
     watched = Watched(sink, plan.rules, plan.default)
@@ -172,16 +177,23 @@ def attach(
         _notices.info("not captured, for they multiply in ways of their own: %s", ", ".join(others[:5]))
 
 
-def _say_problems(sink: Sink, told: str, plan: WatchPlan, resolved: Resolved, watched: int) -> bool:
+def _say_problems(
+    sink: Sink,
+    told: str,
+    plan: WatchPlan,
+    resolved: Resolved,
+    watched: int,
+    elsewhere: Sequence[RuleSettings],
+) -> bool:
     """Report what cannot be meant as it is written; returns whether the model is known to be whole.
 
-    watched: of the modules that are wanted, those that another watch has.
+    watched: of the modules that are wanted, those that another watch has. elsewhere: as for `problems_of`.
     """
     info = sink.context.rank_info
     whole = not may_be_a_stage([target.layer for target in resolved.targets], info.world_size)
     problems = rank_problems(plan.rules, info.world_size)
     if resolved.targets:
-        problems += problems_of(resolved, whole=whole)
+        problems += problems_of(resolved, whole=whole, elsewhere=elsewhere)
     else:
         problems.append(
             f"{told or 'nothing'} has no product that capd knows; use capd_client.capture() for its tensors"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations, groupby
 from typing import Optional
 
-from capd_client.rule_settings import texts
+from capd_client.rule_settings import RuleSettings, texts
 from capd_client.rules import Resolved, Rule, Target
 
 __all__ = ["counted", "plan_lines", "problems_of", "rank_problems", "tensors_text"]
@@ -85,17 +85,18 @@ def _of(rule: Rule) -> str:
     return "" if rule.settings.ranks is None else f"rule {rule.name!r}: "
 
 
-def problems_of(resolved: Resolved, *, whole: bool) -> list[str]:
+def problems_of(resolved: Resolved, *, whole: bool, elsewhere: Sequence[RuleSettings] = ()) -> list[str]:
     """What of the rules comes to nothing, or contradicts itself, on this model; a sentence each.
 
     whole: False where the model may be a part of one, as a pipeline stage is: then other ranks may have the layers and
-    modules that this one lacks.
+    modules that this one lacks. elsewhere: the rules that need match nothing here, for they are of other models.
     """
     problems = []
     for number, rule in enumerate(resolved.rules):
         targets = [resolved.targets[at] for at in resolved.chosen[number]]
         if not targets:
-            problems += [_nothing(rule, resolved.targets)] if whole else []
+            blamed = whole and rule.settings not in elsewhere
+            problems += [_nothing(rule, resolved.targets)] if blamed else []
             continue
         problems += _unusable(rule, targets)
         problems += _layers_beyond(rule, resolved.targets) if whole else []

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from capd_client.errors import ConfigError
 from capd_client.key import Key
 from capd_client.notices import Notices
+from capd_client.rule_settings import RuleSettings
 from capd_client.tool_messages import Steer, Steered
 
 __all__ = ["Steering", "Watch", "Watches"]
@@ -34,12 +35,17 @@ class Watch(Protocol):
         """The steps in which it captures, by its own selection, what has this key; None: that is not its own."""
         ...
 
+    def uses(self, rule: RuleSettings) -> bool:
+        """Whether its own selection has this rule, and it wants something of the model."""
+        ...
+
 
 class Watches(Protocol):
     """Who is told of every `watch`: a session's `Steering`, or a plan."""
 
     def add(self, watch: Watch) -> None: ...
     def discard(self, watch: Watch) -> None: ...
+    def uses(self, rule: RuleSettings) -> bool: ...
 
 
 class Steering:
@@ -103,6 +109,10 @@ class Steering:
         with self._lock:
             if watch in self._watches:
                 self._watches.remove(watch)
+
+    def uses(self, rule: RuleSettings) -> bool:
+        """Whether the rule wants something of a model that is watched."""
+        return any(watch.uses(rule) for watch in self._watches)
 
     def _follow(self, steer: Steer) -> tuple[int, str]:
         self._capture(steer.capturing)

@@ -22,6 +22,7 @@ from capd_client.key import Key
 from capd_client.kinds import Kind
 from capd_client.naming import Place
 from capd_client.owners import owner_of
+from capd_client.rule_settings import RuleSettings
 from capd_client.rules import Rule, Target, Wanted, rules_of
 from capd_client.select import Selection, matches_any
 from capd_client.sink import Sink
@@ -78,6 +79,13 @@ class Watched:
     def taps(self) -> list[Tap]:
         """Those of the products that the job selected."""
         return [own.tap for own in self._own]
+
+    def uses(self, rule: RuleSettings) -> bool:
+        """Whether the job's own selection has this very rule, and it wants something here."""
+        used = 0
+        for own in self._own:
+            used |= rules_of(own.wanted)
+        return any(one.settings == rule and used >> number & 1 for number, one in enumerate(self._rules))
 
     def attach(self, site: Site, place: Place, wanted: Mapping[str, Wanted]) -> None:
         """Tap a product that the job selected."""

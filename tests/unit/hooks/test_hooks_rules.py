@@ -268,3 +268,29 @@ def test_the_plan_is_told_once(sink: MemorySink, caplog: pytest.LogCaptureFixtur
         "up 1 linear input (first:2), weight, output (first:2), grad_output (first:2) 0-3 full",
         "2 none - 0-3 full",
     ]
+
+
+def test_a_model_is_not_told_of_the_rules_of_another_one(
+    sink: MemorySink, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said() -> list[str]:
+        found = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+        caplog.clear()
+        monkeypatch.setattr(watch_plan, "_notices", Notices())
+        return found
+
+    configured(sink, {"include": "fc1"}, {"include": "inlet"})
+    handle = watch(MLP())
+    [message] = said()
+    assert "rule '2' matches nothing: no module's name fits (fc1, fc2)" in message
+
+    watch(Blocks())
+    assert said() == []
+
+    watch(nn.Sequential(nn.Linear(2, 2)))
+    assert len(said()) == 2  # of which nothing is captured, and that is to be told
+
+    handle.remove()
+    watch(Blocks())
+    [message] = said()
+    assert "rule '1' matches nothing" in message
