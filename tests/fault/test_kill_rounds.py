@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.checking import assert_balanced, captured_numbers, listed_numbers
-from tests.integration.processes import Daemon, StartRank, live_stats, until
+from tests.integration.processes import Daemon, StartRank, at_rest, live_stats, until
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(900)]
 
@@ -67,7 +67,7 @@ def test_ranks_killed_at_random_moments(daemon: Daemon, start_rank: StartRank, t
     total = survivor.ask("halt")
     assert survivor.ask("flush") is True
     survivor.leave()
-    until(lambda: all(s["state"] != "live" for s in live_stats(daemon.endpoint)["sessions"]))
+    until(lambda: all(map(at_rest, live_stats(daemon.endpoint)["sessions"])))
     stats = live_stats(daemon.endpoint)
     daemon.stop()
 

@@ -13,7 +13,7 @@ import pytest
 from tests.fault import figures
 from tests.integration.checking import assert_balanced
 from tests.integration.crowd import Crowd
-from tests.integration.processes import Daemon, live_stats, until
+from tests.integration.processes import Daemon, at_rest, live_stats, until
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 
@@ -38,7 +38,7 @@ def test_kills_of_ranks_in_the_middle_of_captures_never_stall_the_others(
     finally:
         crowd.close()
 
-    until(lambda: all(s["state"] != "live" for s in live_stats(daemon.endpoint)["sessions"]))
+    until(lambda: all(map(at_rest, live_stats(daemon.endpoint)["sessions"])))
     stats = live_stats(daemon.endpoint)
     daemon.stop()
     assert len(stats["sessions"]) <= RANKS + KILLS  # one may have been killed before it was connected

@@ -178,6 +178,11 @@ def capd(*arguments: str, check: bool = True, **environment: str) -> subprocess.
     return done
 
 
+def at_rest(session: dict[str, Any]) -> bool:
+    """Whether a rank is gone for good, and the outcome of everything that it had sent is known."""
+    return session["state"] in ("ended", "died") and not session["in_flight"]
+
+
 def live_stats(endpoint: str) -> dict[str, Any]:
     """Counters of the only run, from the daemon."""
     stats: dict[str, Any] = json.loads(capd("stats", "--json", CAPD_ENDPOINT=endpoint).stdout)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.integration.checking import assert_balanced, captured_numbers
-from tests.integration.processes import RANK_JOB, Daemon, Rank, live_stats, until
+from tests.integration.processes import RANK_JOB, Daemon, Rank, at_rest, live_stats, until
 
 APART = ("--pid", "--fork", "--mount-proc", "--mount", "--ipc", "--uts", "--net", "--kill-child")
 NOBODY = 65534
@@ -46,6 +46,14 @@ def signal_inside(pid: int, signum: int) -> None:
 def only_session(daemon: Daemon) -> dict[str, Any]:
     [session] = live_stats(daemon.endpoint)["sessions"]
     return dict(session)
+
+
+def dead_session(daemon: Daemon) -> dict[str, Any]:
+    """The only session, once its rank's death is seen and the outcome of all that it had sent is known."""
+    until(lambda: at_rest(only_session(daemon)))
+    session = only_session(daemon)
+    assert session["state"] == "died"
+    return session
 
 
 @contextlib.contextmanager
@@ -82,8 +90,7 @@ def test_the_death_of_a_rank_whose_pid_means_nothing_here_is_seen_at_once(
         until(lambda: rank.ask("counters")["committed"] > 20)
         acked = rank.ask("counters")["committed"]
         signal_inside(rank.process.pid, signal.SIGKILL)
-        until(lambda: only_session(daemon)["state"] == "died")
-    session = only_session(daemon)
+        session = dead_session(daemon)
     assert daemon.process is not None
     maps = Path(f"/proc/{daemon.process.pid}/maps")
     until(lambda: "memfd:capd" not in maps.read_text())
@@ -106,8 +113,7 @@ def test_a_daemon_in_namespaces_of_its_own_serves_ranks_outside(tmp_path: Path, 
             until(lambda: rank.ask("counters")["committed"] > 20)
             assert "(pid 0)" in daemon.output()
             rank.kill()
-            until(lambda: only_session(daemon)["state"] == "died")
-            assert_balanced(only_session(daemon))
+            assert_balanced(dead_session(daemon))
         finally:
             rank.kill()
         assert daemon.process is not None
@@ -130,8 +136,7 @@ def test_a_rank_of_another_user_that_is_allowed_is_captured_as_any_other(tmp_pat
             until(lambda: rank.ask("counters")["committed"] > 20)
             acked = rank.ask("counters")["committed"]
             rank.process.kill()
-            until(lambda: only_session(daemon)["state"] == "died")
-            session = only_session(daemon)
+            session = dead_session(daemon)
             assert_balanced(session)
             assert session["committed"] >= acked
             daemon.stop()

@@ -206,7 +206,7 @@ def test_a_killed_rank_keeps_what_it_sent_and_the_rest_is_counted_as_rank_died(
     process.wait()
     process.stdout.close()
 
-    wait_for(lambda: session_of(daemon, run_id)["state"] == "died", "the death is noted", timeout_s=5)
+    wait_for(lambda: session_of(daemon, run_id)["state"] == "died", "the death is noted")
 
     session = wait_for(lambda: (s := session_of(daemon, run_id))["in_flight"] == 0 and s, "at rest")
     assert (session["offered"], session["committed"]) == (9, 3)

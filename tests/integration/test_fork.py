@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.integration.checking import captured_numbers
-from tests.integration.processes import Daemon, live_stats, until
+from tests.integration.processes import Daemon, at_rest, live_stats, until
 
 JOB = """
 import os, sys
@@ -65,16 +65,15 @@ def test_a_forked_worker_is_inert_and_holds_nothing(tmp_path: Path, daemon: Daem
         workers = [int(pid) for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
         assert len(workers) == 2
         job.kill()  # the workers live on for a moment; the daemon must not wait for them
-        until(
-            lambda: all(s["state"] == "died" for s in live_stats(daemon.endpoint)["sessions"]), timeout_s=10
-        )
+        until(lambda: all(map(at_rest, live_stats(daemon.endpoint)["sessions"])))
     finally:
         job.kill()
         job.communicate()
     stats = live_stats(daemon.endpoint)
+    assert {session["state"] for session in stats["sessions"]} == {"died"}
     assert (stats["offered"], stats["committed"], stats["dropped"]) == (2, 2, {})
     assert daemon.process is not None
     maps = Path(f"/proc/{daemon.process.pid}/maps")
-    until(lambda: "memfd:capd" not in maps.read_text(), timeout_s=10)
+    until(lambda: "memfd:capd" not in maps.read_text())
     daemon.stop()
     assert captured_numbers(tmp_path / "store" / "run.zarr", 0) == [0, 1]

@@ -21,7 +21,7 @@ from capd_client.context import Context
 from capd_client.key import Key, Moment
 from capd_client.session import Session
 from tests.integration.checking import assert_balanced
-from tests.integration.processes import Daemon, live_stats, until
+from tests.integration.processes import Daemon, at_rest, live_stats, until
 
 ARENA_NBYTES = 1 << 20
 MIB = 1 << 20
@@ -223,7 +223,7 @@ def test_a_daemon_killed_amid_the_parts_costs_that_record_and_says_so(
 
 def _at_rest(daemon: Daemon) -> dict[str, Any] | None:
     stats = live_stats(daemon.endpoint)
-    return stats if all(session["state"] != "live" for session in stats["sessions"]) else None
+    return stats if all(map(at_rest, stats["sessions"])) else None
 
 
 def test_a_lost_connection_resumes_where_it_was(daemon: Daemon, connect: Connect, run: Path) -> None:

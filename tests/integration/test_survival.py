@@ -11,7 +11,7 @@ import pytest
 
 import capd as capd_package
 from tests.integration.checking import assert_balanced, captured_numbers
-from tests.integration.processes import Daemon, Rank, StartRank, capd, live_stats, until
+from tests.integration.processes import Daemon, Rank, StartRank, at_rest, capd, live_stats, until
 
 
 @pytest.fixture
@@ -64,11 +64,11 @@ def test_one_rank_killed_the_other_goes_on_and_nothing_sent_is_lost(
     victim.kill()
 
     at_kill = survivor.ask("counters")["committed"]
-    until(lambda: survivor.ask("counters")["committed"] > at_kill + 50, timeout_s=10)
+    until(lambda: survivor.ask("counters")["committed"] > at_kill + 50)
     total = survivor.ask("halt")
     assert survivor.ask("flush") is True
     survivor.leave()
-    until(lambda: all(s["state"] != "live" for s in live_stats(daemon.endpoint)["sessions"]))
+    until(lambda: all(map(at_rest, live_stats(daemon.endpoint)["sessions"])))
     stats = live_stats(daemon.endpoint)
     daemon.stop()
 
