@@ -64,11 +64,15 @@ def mark(tensor: torch.Tensor, placements: str) -> torch.Tensor:
 
 
 def coordinates(parameters: Iterable[Any]) -> tuple[tuple[str, Any], ...]:
-    """This rank's place in every dimension of the mesh that the parameters of a model are distributed over."""
-    for parameter in parameters:
-        if type(parameter).__name__ == "DTensor":
-            return tuple(_place(_root_of(parameter.device_mesh)).items())
-    return ()
+    """This rank's place in every dimension of the meshes that the parameters of a model are distributed over.
+
+    And of those that they were cut out of; torchtitan cuts all of its meshes out of one that has no names but "world".
+    """
+    meshes = dict.fromkeys(p.device_mesh for p in parameters if type(p).__name__ == "DTensor")
+    found: Attributes = {}
+    for mesh in meshes:
+        found |= {**_place(_root_of(mesh)), **_place(mesh)}
+    return tuple(found.items())
 
 
 def _of_dtensor(tensor: Any) -> Attributes:

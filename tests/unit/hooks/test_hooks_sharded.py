@@ -77,3 +77,19 @@ def test_no_gradient_of_a_weight_is_lost_or_doubled_when_forwards_run_before_bac
         torch.testing.assert_close(gradients, expected)
         assert len(sink.of(module, "grad_weight")) == len(expected)
     assert len(modules) == 5
+
+
+def test_the_place_is_said_in_the_mesh_of_the_parameters_not_only_in_the_one_it_was_cut_out_of(
+    sink: MemorySink,
+) -> None:
+    """As torchtitan makes its meshes."""
+    world = init_device_mesh("cpu", (1,), mesh_dim_names=("world",))
+    mesh = world._unflatten(0, (1, 1), ("fsdp", "tp"))["fsdp"]
+    model = fully_shard(nn.Sequential(nn.Linear(4, 3)), mesh=mesh)
+    watch(model)
+
+    model(torch.randn(2, 4)).sum().backward()
+
+    [captured] = sink.of("0", "input")
+    assert captured.attributes is not None
+    assert captured.attributes.items() >= {"fsdp_rank": 0, "fsdp_size": 1}.items()

@@ -1,0 +1,98 @@
+"""torchtitan: its own Trainer trains its debug model on CPUs, on one rank, with tensor parallelism, and fully sharded.
+
+CAPD_TEST_TORCHTITAN names the directories where torchtitan and what it needs lie (pip install --target), separated by
+colons.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from capd_client.kinds import ATTENTION, LINEAR
+from tests.integration.algebra import Captures, attention, check_attention, check_linear
+from tests.integration.expected import Expected
+from tests.integration.launching import needs, run_ranks
+from tests.integration.torchtitan_job import LAYERS, MICRO_BATCHES, ROWS, STEPS, TOKENS, VOCABULARY, WAYS
+
+WIDTH, HEADS, HIDDEN, CHUNKS = 256, 16, 768, 8  # of the debug model and its loss
+RANKS_OF = {way: ranks for ranks, ways in WAYS.items() for way in ways}
+LINEARS = {
+    "attention.qkv_linear.wqkv": (3 * WIDTH, WIDTH),
+    "attention.wo": (WIDTH, WIDTH),
+    "feed_forward.w1": (HIDDEN, WIDTH),
+    "feed_forward.w2": (WIDTH, HIDDEN),
+    "feed_forward.w3": (HIDDEN, WIDTH),
+}
+"""Name in a block → [out, in] of its weight."""
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(500), needs("torchtitan")]
+
+
+@pytest.fixture(scope="module")
+def captures() -> Iterator[Captures]:
+    """Everything that was captured, of all ways; the jobs themselves see to it that results are the same bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    entries = []
+    for ranks in WAYS:
+        with tempfile.TemporaryDirectory(prefix="capd-torchtitan-") as name:
+            store = run_ranks("torchtitan_job.py", ranks, Path(name), package="torchtitan")
+            entries += Captures.of_store(store).entries
+    yield Captures(entries)
+    torch.set_num_threads(threads)
+
+
+def expected(way: str) -> Expected:
+    ranks = RANKS_OF[way]
+    parts = 2 if way == "tp2" else 1
+    found = Expected(steps=range(STEPS), micro_batches=MICRO_BATCHES, ranks=range(ranks))
+    tensors: dict[str, Any] = {"tensors": LINEAR.tensors}
+    for layer in range(LAYERS):
+        at = (layer, way)
+        for name, (out, into) in LINEARS.items():
+            by_rows = name in ("attention.wo", "feed_forward.w2")
+            inputs, outputs = (into // parts, out) if by_rows else (into, out // parts)
+            found.linear(f"{way}.layers.{layer}.{name}", (ROWS, TOKENS), inputs, outputs, at=at, **tensors)
+        heads = (ROWS, HEADS // parts, TOKENS, WIDTH // HEADS)
+        shapes = dict.fromkeys(("query", "key", "value", "output"), heads)
+        module = f"{way}.layers.{layer}.attention.inner_attention"
+        found.attention(module, shapes, tensors=ATTENTION.tensors, at=at)
+    rows = (ROWS, TOKENS // CHUNKS)
+    found.linear(f"{way}.lm_head", rows, WIDTH, VOCABULARY // parts, calls=CHUNKS, **tensors)
+    # Each chunk of the loss has a backward of its own, and so a gradient of the weight.
+    head = [record for record in found.records if record.call.module == f"{way}.lm_head"]
+    for record in (record for record in head if record.tensor_name == "grad_weight"):
+        for call in range(1, CHUNKS):
+            found.records[record._replace(call=record.call._replace(call=call))] += 1
+    return found
+
+
+@pytest.mark.parametrize("way", RANKS_OF)
+def test_the_trainer_s_products_are_captured_and_nothing_more(captures: Captures, way: str) -> None:
+    mine = captures.of(way)
+    expected(way).check(mine)
+
+    head = mine.of(f"{way}.lm_head")
+    blocks = mine.without(lambda record: record.call.module == f"{way}.lm_head")
+    calls = RANKS_OF[way] * STEPS * MICRO_BATCHES
+    assert check_linear(blocks) == dict.fromkeys(("Y", "dX", "dW"), calls * LAYERS * len(LINEARS))
+    products = check_linear(head, tied=[f"{way}.lm_head"])
+    assert products == dict.fromkeys(("Y", "dX"), calls * CHUNKS)
+    for tensors in head.calls("linear").values():
+        dy, x = tensors["backward grad_output"].flatten(0, 1), tensors["input"].flatten(0, 1)
+        assert torch.equal(tensors["backward grad_weight"], dy.t() @ x)
+    compared = check_attention(mine, compute=lambda q, k, v: attention(q, k, v, causal=True), tolerance=1e-5)
+    assert compared == dict.fromkeys(("O", "dQ", "dK", "dV"), calls * LAYERS)
+
+
+def test_series_say_where_the_rank_stood(captures: Captures) -> None:
+    for way, dimension in (("tp2", "tp"), ("fsdp2", "fsdp")):
+        for entry in captures.of(way).entries:
+            place = {f"{dimension}_rank": entry.record.call.rank, f"{dimension}_size": 2}
+            assert entry.attributes.items() >= place.items(), (entry.record, entry.attributes)
