@@ -10,6 +10,7 @@ from typing import Any, Optional
 
 from capd_client.amounts import amount_nbytes, default_max_disk, parse_amount
 from capd_client.errors import ConfigError
+from capd_client.settings_file import read_toml
 
 __all__ = ["disk_plan", "disk_settings", "write_speed"]
 
@@ -18,16 +19,29 @@ _TRIAL_NBYTES = 64 << 20
 
 
 def disk_settings(environ: Mapping[str, str]) -> tuple[str, Optional[Any], Any]:
-    """store, max_disk and keep_free as variables say them, for a job, which knows no table of the daemon's."""
-    store = environ.get("CAPD_STORE") or environ.get("TENSOR_SAVE_DIR") or "captures"
+    """store, max_disk and keep_free as variables say them, else the table of the daemon in capd.toml.
+
+    Raises ConfigError for what cannot be read.
+    """
+    table = _daemon_table(environ.get("CAPD_CONFIG") or "capd.toml")
+    store = environ.get("CAPD_STORE") or environ.get("TENSOR_SAVE_DIR") or table.get("store") or "captures"
     try:
         max_disk, keep_free = (
-            parse_amount(text) if text else None
-            for text in (environ.get("CAPD_MAX_DISK"), environ.get("CAPD_KEEP_FREE"))
+            None if value is None else parse_amount(value)
+            for name in ("max_disk", "keep_free")
+            for value in [environ.get(f"CAPD_{name.upper()}") or table.get(name)]
         )
     except ValueError as error:
-        raise ConfigError(f"CAPD_MAX_DISK, CAPD_KEEP_FREE: {error}") from None
-    return store, max_disk, _KEEP_FREE if keep_free is None else keep_free
+        raise ConfigError(f"max_disk (CAPD_MAX_DISK), keep_free (CAPD_KEEP_FREE): {error}") from None
+    return str(store), max_disk, _KEEP_FREE if keep_free is None else keep_free
+
+
+def _daemon_table(path: str) -> Mapping[str, Any]:
+    try:
+        table = read_toml(os.path.expanduser(path)).get("daemon")
+    except FileNotFoundError:
+        return {}
+    return table if isinstance(table, dict) else {}
 
 
 def disk_plan(store: str, max_disk: Optional[Any], keep_free: Any) -> dict[str, Any]:

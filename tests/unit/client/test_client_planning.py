@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from capd_client.errors import ConfigError
 from capd_client.key import Key
 from capd_client.planning.disk import disk_settings
 from capd_client.planning.figures import rank_plan
@@ -198,10 +200,22 @@ def test_ranks_that_are_alike_share_a_table() -> None:
     ]  # fmt: skip
 
 
-def test_the_disk_in_the_job_is_what_the_variables_say() -> None:
+def test_the_disk_in_the_job_is_what_the_variables_and_the_file_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert disk_settings({}) == ("captures", None, 0.1)
     assert disk_settings({"CAPD_STORE": "/x", "CAPD_MAX_DISK": "2GB", "CAPD_KEEP_FREE": "5%"}) == (
         "/x",
         2 * 10**9,
         0.05,
     )
+
+    Path("capd.toml").write_text('[daemon]\nstore = "there"\nmax_disk = "500MB"\nkeep_free = "20%"\n')
+    assert disk_settings({}) == ("there", 500 * 10**6, 0.2)
+    assert disk_settings({"CAPD_MAX_DISK": "1GB"}) == ("there", 10**9, 0.2)
+    Path("other.toml").write_text("[daemon]\nkeep_free = 0\n")
+    assert disk_settings({"CAPD_CONFIG": "other.toml"}) == ("captures", None, 0)
+    Path("other.toml").write_text('[daemon]\nmax_disk = "much"\n')
+    with pytest.raises(ConfigError, match="'much' is not a size"):
+        disk_settings({"CAPD_CONFIG": "other.toml"})
