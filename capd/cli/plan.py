@@ -137,7 +137,7 @@ def _check_seen(seen: list[RankSeen], code: int | None, timeout_s: float, why_no
             note(how)
         return
     trained = max((len(one.iterations) for one in seen), default=0)
-    why = f"nothing in {trained} steps was to be captured" if trained else why_nothing(connected=False)
+    why = f"nothing in {trained} steps was to be captured" if trained else why_nothing(connected=bool(seen))
     raise (CapdError if code != 0 else NothingMatched)(f"nothing is planned: {how}, and {why}")
 
 

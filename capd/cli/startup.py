@@ -51,11 +51,14 @@ class Startup:
 
     def why_nothing(self, *, connected: bool) -> str:
         """Why the job has captured nothing, as far as its processes have told. connected: some rank was there."""
-        if connected:
-            return "no step was reached that is selected (--steps, CAPD_STEPS, [when] or watch(steps=...))"
+        notes = self._read()
+        if connected and ("empty" not in notes or "watched" in notes):
+            return (
+                "no step was reached that is selected (--steps, CAPD_STEPS, [when] or watch(steps=...)), "
+                "or the watched models hold nothing that is: see the job's log"
+            )
         if self._notes is None:
             return "the job calls neither capd_client.watch nor capture, and watch is off (CAPD_WATCH)"
-        notes = self._read()
         problems = [line.removeprefix("problem ") for line in notes if line.startswith("problem ")]
         if problems:
             return problems[0]
@@ -67,8 +70,10 @@ class Startup:
         )
 
     def _read(self) -> list[str]:
+        if self._notes is None:
+            return []
         try:
-            with self._notes.open("rb") as file:  # type: ignore[union-attr]  # asked only where there is one
+            with self._notes.open("rb") as file:
                 return file.read(_MAX_NOTES_NBYTES).decode(errors="replace").splitlines()
         except OSError:
             return []
@@ -90,7 +95,8 @@ _STAGES = (
 _SEEN = (
     (
         "empty",
-        "the models that trained hold nothing that capd knows; use capd_client.capture() for their tensors",
+        "the models that trained hold nothing that capd knows, or that the rules select (see the job's log); "
+        "capd_client.capture() takes any tensor",
     ),
     (
         "own",

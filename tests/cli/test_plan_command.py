@@ -56,6 +56,7 @@ def test_of_a_restarted_ranks_processes_the_one_that_got_farthest_counts(tmp_pat
     [
         ([], 0, NothingMatched, "calls neither capd_client.watch nor capture"),
         ([seen(1, series=[])], 0, NothingMatched, "in 1 steps"),
+        ([seen(1, series=[], iterations=[])], 0, NothingMatched, "the watched models hold nothing that is"),
         ([], 3, CapdError, "exit code 3"),
         ([], None, CapdError, "--timeout"),
     ],

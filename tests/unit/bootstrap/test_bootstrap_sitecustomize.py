@@ -185,3 +185,20 @@ def test_processes_tell_how_far_they_came() -> None:
         assert "imported torch" in startup.why_nothing(connected=False)
     assert not Path(environ["CAPD_RUN_NOTES"]).exists()
     assert python("-c", "print(1)", **environ).stdout == "1\n"  # a process that outlives its `capd run`
+
+
+@pytest.mark.parametrize(
+    ("of_models", "reason"),
+    [
+        ("empty", "the models that trained hold nothing that capd knows"),
+        ("empty\nwatched", "no step was reached"),
+        ("own", "no step was reached"),
+    ],
+)
+def test_only_a_job_with_something_to_capture_is_told_of_its_steps(of_models: str, reason: str) -> None:
+    with Startup("auto") as startup:
+        environ = dict(ON)
+        startup.put_into(environ)
+        Path(environ["CAPD_RUN_NOTES"]).write_text(f"python\ntorch\nforward\n{of_models}\n")
+
+        assert startup.why_nothing(connected=True).startswith(reason)
