@@ -79,7 +79,8 @@ class Context:
         self.evaluating = False  # in a forward that trains nothing, though its root is in training mode
         self._counter: Optional[Counter] = None
         self._told = -1  # the framework's iteration that was read last
-        self._offset = 0  # of its micro-batches, where the job set the iteration
+        self._offset = 0  # of its micro-batches: those of this iteration that it knows nothing of
+        self._own = False  # the forward of a root is under way that no framework counts
         self._environ = environ
         self._info = find_rank(environ)
         self._bound = False
@@ -181,19 +182,20 @@ class Context:
         own = self.iteration_is_set
         if self._dirty if iteration is None else iteration != self._told:
             self._told = -1 if iteration is None else iteration
-            # what the job calls one iteration may be several of the framework's
-            self._offset = self.micro_batch + 1 if own and not self._fresh else 0
+            if own:  # what the job calls one iteration may be several of the framework's
+                self._offset = 0 if self._fresh else self.micro_batch + 1
         if iteration is None or own:
             if self._dirty:
                 self._next_iteration()
         elif self._first or iteration != self.iteration:
             self.iteration = iteration
             self._fresh, self._dirty = True, False
+            self._offset = 0
             if "micro_batch" not in self._manual:
                 self.micro_batch = 0
             self._begin()
         if micro_batch is not None:
-            self._fresh = False
+            self._fresh = self._own = False
             if "micro_batch" not in self._manual:
                 self.micro_batch = micro_batch + self._offset
 
@@ -205,6 +207,13 @@ class Context:
         if not self._fresh and "micro_batch" not in self._manual:
             self.micro_batch += 1
         self._fresh = False
+        self._own = True
+
+    def end_forward(self) -> None:
+        """The forward of a watched root is over. A framework may have counted it inside, as DeepSpeed's engine does."""
+        if self._own:
+            self._own = False
+            self._offset += 1
 
     def begin_if_dirty(self) -> None:
         """Something is captured outside a root's forward: it belongs to a new iteration if one is due."""
@@ -243,6 +252,7 @@ class Context:
                 self.micro_batch += 1
             return
         self.iteration += 1
+        self._offset = 0
         if "micro_batch" not in self._manual:
             self.micro_batch = 0
         self._begin()

@@ -217,6 +217,7 @@ class RootHook(Hook):
         """The forward ends, or has raised."""
         if self._outer is not None:
             self._clock.context.evaluating, self._outer = self._outer, None
+            self._clock.context.end_forward()
 
     def end_in_graph(self, module: nn.Module) -> None:
         """What is compiled in the place of `end`."""

@@ -59,6 +59,7 @@ class Context(Protocol):
 
     def bind(self) -> int: ...
     def begin_micro_batch(self) -> None: ...
+    def end_forward(self) -> None: ...
     def begin_if_dirty(self) -> None: ...
     def follow(self, counter: Optional[Counter]) -> None: ...
     def optimizer_stepped(self) -> None: ...
@@ -109,7 +110,7 @@ class Clock:
         """A watched root starts a forward without gradients, in training mode."""
         global _evaluation_said
         self.context.evaluating = True
-        if not _evaluation_said and not _evaluates:
+        if not _evaluation_said and not evaluates():
             _evaluation_said = True
             _notices.warn(
                 "evaluation",
@@ -147,7 +148,6 @@ class Clock:
 
     def _optimizer_stepped(self) -> None:
         self._stepped = True
-        evaluate(False)
         self.iteration_over()
         for called in tuple(self.after_step):
             called()
@@ -165,9 +165,7 @@ def _say_unstepped() -> None:
 
 _clocks: weakref.WeakSet[Clock] = weakref.WeakSet()  # of this process: a plan beside a session has its own
 _evaluation_said = False
-_evaluates = (
-    False  # whether a framework says that its forwards train nothing, whatever the mode of their modules
-)
+_evaluates: Optional[Callable[[], bool]] = None  # see `evaluate`
 _counters: list[Counter] = []  # of frameworks that count at the moment, the innermost last
 
 
@@ -178,15 +176,15 @@ def clock_of(context: Context) -> Clock:
     return context.clock
 
 
-def evaluate(evaluates: bool) -> None:
-    """A framework says whether forwards from now on are an evaluation. An optimizer step takes that back."""
+def evaluate(asked: Callable[[], bool]) -> None:
+    """Forwards during which `asked()` holds train nothing, says a framework, whatever the mode of their modules."""
     global _evaluates
-    _evaluates = evaluates
+    _evaluates = asked
 
 
 def evaluates() -> bool:
-    """What a framework said last."""
-    return _evaluates
+    """Whether the forward that begins is one of a framework's evaluation."""
+    return _evaluates is not None and _evaluates()
 
 
 def iteration_over() -> None:

@@ -5,6 +5,8 @@ micro-batch, and look both up in their module then. So it is no matter who has f
 
 The iteration is that of Megatron's training loop where the job runs it. Without it an iteration is over when an
 optimizer has stepped, or when a chunk begins a micro-batch again that it had already: behind a step that was skipped.
+
+Nothing tells of a schedule's end: whether a forward is one of it is seen by the frames that called it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any, Optional
 
 from torch import nn
 
+from capd_client import optimizer_steps
 from capd_client.stepping import begin_counted, end_counted, evaluate, iteration_over
 
 __all__ = ["MODULE", "adopt", "ask", "begin", "end", "look", "models_under_way"]
@@ -31,7 +34,8 @@ class _Schedule:
     def __init__(self) -> None:
         self._micro_batch = 0
         self._reached: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        self._evaluates = False
+        self._steps = -1  # of optimizers, when these began
+        self._forward_only = False
         self._counts = False
 
     def __call__(self) -> tuple[Optional[int], int]:
@@ -39,13 +43,16 @@ class _Schedule:
 
     def ask(self, first_val_step: Any, forward_only: bool, condition: Any) -> None:
         """The next micro-batch trains, or is forward only."""
-        self._evaluates = bool(forward_only)
+        self._forward_only = bool(forward_only)
 
     def begin(self, model: nn.Module, micro_batch: int) -> None:
         """The forward of a chunk begins."""
         evaluate(self._evaluates)
-        if self._evaluates:
+        if self._forward_only:
             return
+        if self._steps != optimizer_steps.count():
+            self._steps = optimizer_steps.count()
+            self._reached.clear()
         if self._reached.get(model, -1) >= micro_batch:
             self._reached.clear()
             if _iteration() is None:
@@ -55,15 +62,18 @@ class _Schedule:
         self._counts = True
         begin_counted(self)
 
+    def _evaluates(self) -> bool:
+        return self._forward_only and _frame(_SCHEDULES) is not None
+
     def look(self) -> None:
-        """The forward of a root begins: behind the schedule, which tells nobody of its end, it is the job's own."""
+        """The forward of a root begins: behind the schedule it is the job's own."""
         if self._counts and _frame(_SCHEDULES) is None:
             self._stop()
 
     def end(self) -> None:
         """Nobody listens any more."""
         self._reached.clear()
-        evaluate(False)
+        self._forward_only = False
         self._stop()
 
     def _stop(self) -> None:

@@ -276,30 +276,84 @@ def check_first_val_step(first_val_step, forward_only, cond):
 def set_current_microbatch(model, microbatch_id):
     pass
 
-def forward_backward_no_pipelining(model, num_microbatches):
+def forward_backward_no_pipelining(model, num_microbatches, forward_only=False):
     for i in range(num_microbatches):
-        check_first_val_step(None, False, i == 0)
+        check_first_val_step(None, forward_only, i == 0)
         set_current_microbatch(model, i)
-        model(torch.randn(2, 4)).sum().backward()
+        loss = model(torch.randn(2, 4)).sum()
+        if not forward_only:
+            loss.backward()
 """
 
 
-def test_forwards_behind_a_schedule_of_megatron_are_the_jobs_own(
-    sink: MemorySink, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def megatron(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = ModuleType("megatron.core.pipeline_parallel.schedules")
     vars(module)["torch"] = torch
     exec(MEGATRON, vars(module))  # noqa: S102 - its functions are known by their module
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def test_forwards_behind_a_schedule_of_megatron_are_the_jobs_own(sink: MemorySink, megatron: Any) -> None:
     model, handle = model_watched()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     for _ in range(2):
-        module.forward_backward_no_pipelining(model, 2)
+        megatron.forward_backward_no_pipelining(model, 2)
         for _ in range(2):
             model(torch.randn(2, 4)).sum().backward()
         optimizer.step()
-    module.forward_backward_no_pipelining(model, 2)
+    megatron.forward_backward_no_pipelining(model, 2)
     handle.remove()
 
     assert moments(sink) == [(step, n, 0) for step in range(2) for n in range(4)] + [(2, 0, 0), (2, 1, 0)]
+
+
+def test_a_training_forward_behind_an_evaluation_of_megatron_is_captured(
+    sink: MemorySink, megatron: Any
+) -> None:
+    model, handle = model_watched()
+
+    megatron.forward_backward_no_pipelining(model, 2, forward_only=True)
+    model(torch.randn(2, 4)).sum().backward()
+    handle.remove()
+
+    assert moments(sink) == [(0, 0, 0)]
+
+
+def test_a_root_whose_forward_the_framework_counts_inside_is_no_further_micro_batch(
+    sink: MemorySink, put: Callable[..., type]
+) -> None:
+    engine = put("deepspeed.runtime.engine", "DeepSpeedEngine", Engine)(nn.Sequential(nn.Linear(4, 4)))
+    handle = watch(engine, steps="all")
+
+    for _ in range(2):
+        for _ in range(2):
+            engine(torch.randn(2, 4)).sum().backward()
+            engine.step()
+    handle.remove()
+
+    assert moments(sink) == [(i, m, 0) for i in (0, 1) for m in (0, 1)]
+
+
+@pytest.mark.parametrize("loop", [False, True], ids=["own", "megatron's"])
+def test_forwards_in_front_of_a_schedule_of_megatron_are_micro_batches_of_its_iteration(
+    sink: MemorySink, megatron: Any, monkeypatch: pytest.MonkeyPatch, loop: bool
+) -> None:
+    args = SimpleNamespace()
+    if loop:
+        told = SimpleNamespace(_GLOBAL_ARGS=args)
+        monkeypatch.setitem(sys.modules, "megatron.training.global_vars", told)  # type: ignore[arg-type]
+    model, handle = model_watched()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    for step in range(3):
+        args.curr_iteration = step
+        model(torch.randn(2, 4)).sum().backward()
+        megatron.forward_backward_no_pipelining(model, 2)
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+    handle.remove()
+
+    assert moments(sink) == [(step, n, 0) for step in range(3) for n in range(4)]
