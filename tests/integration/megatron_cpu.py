@@ -25,7 +25,7 @@ def install() -> None:
     from megatron.core.models.gpt import gpt_layer_specs  # noqa: F401
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import torch_norm
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -42,6 +42,8 @@ def install() -> None:
     cuda.current_stream = cuda.default_stream = lambda *_: _Anything()
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # 0.16 reads it where TransformerEngine is absent
+    dispatcher: Any = token_dispatcher
+    dispatcher.maybe_move_tensor_to_cpu = _on_the_host
     norm: Any = torch_norm.WrappedTorchNorm
     norm.__new__ = staticmethod(_norm_for_sequences(norm.__new__))
 
@@ -68,6 +70,11 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         return factory(*args, **{**kwargs, **({"pin_memory": False} if "pin_memory" in kwargs else {})})
 
     return make
+
+
+def _on_the_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What it does with a tensor on a device: sizes for gloo must be numbers, not tensors."""
+    return tensor.numpy() if as_numpy and tensor is not None else tensor
 
 
 def _norm_for_sequences(new: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from tests.integration import megatron_cpu
+from tests.integration.megatron_context import gathering, positions
 
 LAYERS, HIDDEN, HEADS, GROUPS, FFN = 4, 16, 4, 2, 24
 VOCABULARY, SEQUENCE, MICRO_BATCH_SIZE = 32, 8, 2
@@ -38,12 +39,16 @@ class Mode:
     """One way to run the model: parallel sizes, and what else is configured.
 
     skipped: steps at which the optimizer does nothing, as after an overflow. resumed: the iteration that Megatron's
-    training loop, were there one, would begin with.
+    training loop, were there one, would begin with. own: the job calls the model once by itself in front of every
+    training step, and so behind an evaluation.
     """
 
     tp: int = 1
     pp: int = 1
     vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    own: bool = False
     skipped: tuple[int, ...] = ()
     resumed: int | None = None
     config: dict[str, Any] = field(default_factory=dict)
@@ -76,6 +81,10 @@ MODES = {
     "selective": Mode(config={"recompute_granularity": "selective"}),
     "moe": Mode(config=MOE),
     "moefull": Mode(pp=2, config={**MOE, **FULL}, resumed=1000),
+    "ep2": Mode(ep=2, config=MOE),
+    "ep2allgather": Mode(ep=2, config={**MOE, "moe_token_dispatcher_type": "allgather"}),
+    "cp2": Mode(cp=2),
+    "own": Mode(own=True),
 }
 
 
@@ -112,6 +121,8 @@ def train(mode: Mode, watch: str = "") -> list[float]:
         tensor_model_parallel_size=mode.tp,
         pipeline_model_parallel_size=mode.pp,
         virtual_pipeline_model_parallel_size=mode.vpp if mode.vpp > 1 else None,
+        context_parallel_size=mode.cp,
+        expert_model_parallel_size=mode.ep,
     )
     torch.manual_seed(5)
     model_parallel_cuda_manual_seed(5)
@@ -135,6 +146,9 @@ def train(mode: Mode, watch: str = "") -> list[float]:
                 chunk.train(not forward_only or step == 1)  # some forget it
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
+            if mode.own and not forward_only:
+                output, loss_of = forward_step(batches(data_rank, step), chunks[0])
+                loss_of(output)[0].backward()
             reduced = schedule(
                 forward_step_func=forward_step,
                 data_iterator=[batches(data_rank, step) for _ in chunks],
@@ -171,12 +185,15 @@ def build(mode: Mode) -> list[Any]:
         num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, num_query_groups=GROUPS,
         ffn_hidden_size=FFN, tensor_model_parallel_size=mode.tp, pipeline_model_parallel_size=mode.pp,
         virtual_pipeline_model_parallel_size=mode.vpp if mode.vpp > 1 else None,
+        context_parallel_size=mode.cp, expert_model_parallel_size=mode.ep,
         pipeline_dtype=torch.float32, use_cpu_initialization=True, gradient_accumulation_fusion=False,
         masked_softmax_fusion=False, bias_activation_fusion=False, bias_dropout_fusion=False,
         apply_rope_fusion=False, add_bias_linear=False, init_method_std=0.5, attention_dropout=0.0, hidden_dropout=0.1,
         deallocate_pipeline_outputs=True, **mode.config,
     )  # fmt: skip
     spec = get_gpt_layer_local_spec(num_experts=mode.config.get("num_moe_experts"))
+    if mode.cp > 1:
+        spec.submodules.self_attention.submodules.core_attention = gathering()
     chunks = []
     for stage in range(mode.vpp):
         virtual: dict[str, Any] = {}
@@ -223,11 +240,15 @@ def batches(data_rank: int, step: int) -> Iterator[torch.Tensor]:
 
 
 def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    from megatron.core import parallel_state
+
+    at = positions(
+        SEQUENCE, parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    )
     tokens = next(data)
-    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    positions = torch.arange(SEQUENCE).expand_as(inputs)
+    inputs, labels = tokens[:, at], tokens[:, at + 1]
     mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
-    output = model(inputs, positions, mask, labels=labels)
+    output = model(inputs, at.expand_as(inputs), mask, labels=labels)
     return output, mean_loss
 
 

@@ -24,12 +24,14 @@ import capd
 from tests.integration.algebra import (
     Captures,
     Mismatch,
+    Record,
     attention,
     check_attention,
     check_linear,
     controls,
 )
 from tests.integration.expected import Expected
+from tests.integration.megatron_context import order
 from tests.integration.megatron_job import (
     EXPERTS,
     FFN,
@@ -119,7 +121,7 @@ def steps(job: Job, name: str) -> range:
 def expected(job: Job, name: str) -> Expected:
     """All records of a mode, with their shapes."""
     mode = MODES[name]
-    wanted = Expected(steps=steps(job, name), micro_batches=MICRO_BATCHES)
+    wanted = Expected(steps=steps(job, name), micro_batches=MICRO_BATCHES + mode.own)
     for rank in range(RANKS):
         stage = rank if mode.pp > 1 else 0
         for layer in (layer for chunk in range(mode.vpp) for layer in mode.layers(stage, chunk)):
@@ -132,15 +134,14 @@ def expected(job: Job, name: str) -> Expected:
 def _add_layer(wanted: Expected, stack: str, layer: int, mode: Mode, rank: int) -> None:
     at, prefix = (layer, stack), f"{stack}.layers.{layer}"
     column(wanted, f"{prefix}.self_attention.linear_qkv", (HEADS + 2 * GROUPS) * SIZE, mode, rank, at)
-    keys = (SEQUENCE, MICRO_BATCH_SIZE, GROUPS // mode.tp, SIZE)
+    rows = (SEQUENCE // mode.cp, MICRO_BATCH_SIZE)
+    keys = (*rows, GROUPS // mode.tp, SIZE)
     shapes = {
-        "query": (*keys[:2], HEADS // mode.tp, SIZE), "key": keys, "value": keys,
-        "output": (*keys[:2], HIDDEN // mode.tp),
+        "query": (*rows, HEADS // mode.tp, SIZE), "key": keys, "value": keys, "output": (*rows, HIDDEN // mode.tp),
     }  # fmt: skip
     wanted.attention(
         f"{prefix}.self_attention.core_attention", shapes, tensors=ATTENTION, at=at, ranks=[rank]
     )
-    rows = (SEQUENCE, MICRO_BATCH_SIZE)
     own: dict[str, Any] = {"tensors": LINEAR, "at": at, "ranks": [rank]}
     wanted.linear(f"{prefix}.self_attention.linear_proj", rows, HIDDEN // mode.tp, HIDDEN, **own)
     if not mode.experts:
@@ -148,7 +149,7 @@ def _add_layer(wanted: Expected, stack: str, layer: int, mode: Mode, rank: int) 
         wanted.linear(f"{prefix}.mlp.linear_fc2", rows, FFN // mode.tp, HIDDEN, **own)
         return
     wanted.linear(f"{prefix}.mlp.router", rows, HIDDEN, EXPERTS, **own)
-    for expert in range(EXPERTS):
+    for expert in range(EXPERTS // mode.ep):
         wanted.linear(f"{prefix}.mlp.experts.local_experts.{expert}.linear_fc1", None, HIDDEN, FFN, **own)
         wanted.linear(f"{prefix}.mlp.experts.local_experts.{expert}.linear_fc2", None, FFN, HIDDEN, **own)
 
@@ -157,7 +158,7 @@ def column(
     wanted: Expected, module: str, outputs: int, mode: Mode, rank: int, at: tuple[int | None, str]
 ) -> None:
     """A linear whose rows are split; its input is a part of the sequence under sequence parallelism."""
-    rows = (SEQUENCE, MICRO_BATCH_SIZE)
+    rows = (SEQUENCE // mode.cp, MICRO_BATCH_SIZE)
     wanted.linear(module, rows, HIDDEN, outputs // mode.tp, tensors=LINEAR, at=at, ranks=[rank])
     if mode.sp:
         part = (SEQUENCE // mode.tp, MICRO_BATCH_SIZE, HIDDEN)
@@ -170,12 +171,17 @@ def is_column(module: str) -> bool:
 
 def gathered(captures: Captures, mode: Mode) -> Captures:
     """What the products of one rank had: inputs whole, and no dX that is a sum over ranks (`check_summed`)."""
-    if mode.tp == 1:
+    if mode.tp == mode.cp == 1:
         return captures
     at = {entry.record: entry.tensor for entry in captures.entries}
     entries = []
     for entry in captures.entries:
         call, _, name = entry.record
+        if mode.cp > 1:
+            if call.layer_type == "attention":
+                entry = entry._replace(tensor=whole_sequence(entry.record, at))
+            entries.append(entry)
+            continue
         if is_column(call.module) and name == "grad_input":
             continue
         if is_column(call.module) and name == "input" and mode.sp:
@@ -183,6 +189,12 @@ def gathered(captures: Captures, mode: Mode) -> Captures:
             entry = entry._replace(tensor=torch.cat(parts))
         entries.append(entry)
     return Captures(entries)
+
+
+def whole_sequence(record: Record, at: dict[Record, Tensor]) -> Tensor:
+    """What all ranks together had, in the order of the sequence."""
+    parts = [at[record._replace(call=record.call._replace(rank=rank))] for rank in range(RANKS)]
+    return torch.cat(parts)[order(SEQUENCE, RANKS).argsort()]
 
 
 def check_summed(captures: Captures, mode: Mode) -> int:
@@ -221,8 +233,38 @@ def check_mode(job: Job, name: str) -> None:
     assert linear["dX"] + summed == linear["dW"] == linear["Y"] == count["linear", "output"]
     heads = heads_of(whole)
     assert heads == dict.fromkeys(("O", "dQ", "dK", "dV"), count["attention", "query"])
+    check_places(captures, mode)
+    if mode.ep > 1:
+        check_experts(captures)
     for losses in job.losses:
         assert losses[name]["on"] == losses[name]["off"]
+
+
+def check_places(captures: Captures, mode: Mode) -> None:
+    """Every record says where its rank stood."""
+    rest = RANKS // (mode.tp * mode.pp * mode.cp)
+    sizes = {"tp": mode.tp, "pp": mode.pp, "cp": mode.cp, "ep": mode.ep, "dp": rest}
+    for (call, *_), _, _, attributes in captures.entries:
+        for group, size in sizes.items():
+            place = (attributes[f"{group}_rank"], attributes[f"{group}_size"])
+            assert place == ((call.rank, RANKS) if size > 1 else (0, 1)), (call, group)
+
+
+def check_experts(captures: Captures) -> None:
+    """Expert e, as its attribute counts over all ranks, got the tokens of all ranks whose largest logit is the e-th."""
+    at = {entry.record: entry.tensor for entry in captures.entries}
+    for (call, _, name), _, rows, attributes in captures.entries:
+        layer, _, module = call.module.partition(".experts.")
+        if name != "input" or not module.endswith("linear_fc1"):
+            continue
+        routed = []
+        for rank in range(RANKS):
+            router = call._replace(rank=rank, module=f"{layer}.router")
+            tokens, logits = (
+                at[Record(router, "forward", what)].flatten(0, 1) for what in ("input", "output")
+            )
+            routed.append(tokens[logits.argmax(-1) == attributes["expert"]])
+        assert torch.equal(rows, torch.cat(routed)), call
 
 
 @pytest.mark.parametrize("mode", QUICK)
@@ -305,9 +347,14 @@ def test_records_carry_what_the_old_saver_kept(job: Job) -> None:
     }
 
 
+every_version = pytest.mark.parametrize(
+    "version", ["", *VERSIONS], ids=["installed", *(Path(v).name for v in VERSIONS)]
+)
+
+
 @pytest.mark.fault
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("version", ["", *VERSIONS], ids=["installed", *(Path(v).name for v in VERSIONS)])
+@every_version
 def test_the_other_modes_and_all_modes_of_other_versions(version: str, tmp_path: Path) -> None:
     modes = tuple(MODES) if version else SLOW
     job = run(tmp_path, modes, version)
@@ -318,10 +365,9 @@ def test_the_other_modes_and_all_modes_of_other_versions(version: str, tmp_path:
 
 @pytest.mark.fault
 @pytest.mark.timeout(300)
-def test_chunks_that_are_found_in_a_job_that_knows_nothing_of_capd(
-    tmp_path: Path,
-) -> None:
-    job = run(tmp_path, ("unwatched", "vpp"), CAPD_STEPS="all")
+@every_version
+def test_chunks_that_are_found_in_a_job_that_knows_nothing_of_capd(version: str, tmp_path: Path) -> None:
+    job = run(tmp_path, ("unwatched", "vpp"), version, CAPD_STEPS="all")
     names = {entry.record.call.module for entry in job.captures.entries}
 
     layers = {f"decoder.layers.{layer}.mlp.linear_fc1" for layer in range(LAYERS)}
@@ -332,3 +378,4 @@ def test_chunks_that_are_found_in_a_job_that_knows_nothing_of_capd(
         for e in job.captures.entries if e.record.call.module in layers and e.record.tensor_name == "input"
     )  # fmt: skip
     assert at == [(step, mb) for step in range(STEPS) for mb in range(MICRO_BATCHES) for _ in layers]
+    assert check_linear(job.captures)["Y"] == STEPS * MICRO_BATCHES * (4 * LAYERS + 1)
