@@ -11,6 +11,7 @@ from capd_client.integrations import (
     linears,
     megatron,
     torch_nn,
+    torchtitan,
     transformer_engine,
     transformers,
     transformers_experts,
@@ -26,6 +27,7 @@ _FINDERS: tuple[Callable[[nn.Module], dict[str, list[Site]]], ...] = (
     linears.find_sites,
     transformers.find_sites,
     transformers_experts.find_sites,
+    torchtitan.find_sites,
     torch_nn.find_sites,
 )
 """From the most specific one on: a product that one of them has found is not asked of the next."""

@@ -17,15 +17,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 STEPS, MICRO_BATCHES, ROWS, TOKENS, LAYERS = 2, 2, 2, 16, 2
 VOCABULARY = 2048  # that of the debug model
 WAYS: dict[int, dict[str, dict[str, Any]]] = {  # ranks → ways → fields of torchtitan's ParallelismConfig
-    1: {"single": {}},
+    1: {"single": {}, "single_flex": {}},
     2: {
         "tp2": {"tensor_parallel_degree": 2, "spmd_backend": "partial_dtensor"},
+        "tp2_flex": {"tensor_parallel_degree": 2, "spmd_backend": "partial_dtensor"},
         "fsdp2": {"data_parallel_shard_degree": 2, "spmd_backend": "partial_dtensor"},
     },
 }
@@ -56,8 +58,22 @@ def use_cpus() -> None:
     distributed.set_pg_timeouts = lambda **_: None  # torch.distributed.set_timeout is newer than torch 2.13
 
 
-def config_of(parallelism: dict[str, Any], directory: Path) -> Any:
-    """The debug model's configuration, with fewer layers and the one attention that has a backward on CPUs."""
+def use_cpus_for_flex() -> None:
+    """FlexAttention has no backward on CPUs: in place of the kernel, its product, of one document in each row."""
+    from torch.nn.attention.flex_attention import create_block_mask
+    from torchtitan.models.common import attention
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, **_: Any) -> tuple[Tensor, None]:
+        scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        return scores.masked_fill(later, -torch.inf).softmax(-1) @ v, None
+
+    attention.FlexAttention.compiled_flex_attn = staticmethod(kernel)
+    attention._compiled_create_block_mask = create_block_mask  # compiling takes longer than all else
+
+
+def config_of(way: str, parallelism: dict[str, Any], directory: Path) -> Any:
+    """The debug model's configuration, with fewer layers; its attention is FlexAttention unless it is replaced."""
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
@@ -66,7 +82,7 @@ def config_of(parallelism: dict[str, Any], directory: Path) -> Any:
     config = llama3_debugmodel()
     model = config.model_spec.model
     model.layers = model.layers[:LAYERS]
-    for layer in model.layers:
+    for layer in () if way.endswith("flex") else model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     config.dump_folder = str(directory)
     config.tokenizer, config.dataloader = Tokens.Config(), Words.Config()
@@ -114,9 +130,10 @@ def main(path: Path) -> None:
     import capd_client  # so that `capd run` leaves it to this script what is watched
 
     use_cpus()
+    use_cpus_for_flex()
     told = {}
     for name, parallelism in WAYS[int(os.environ["WORLD_SIZE"])].items():
-        found = [train(config_of(parallelism, path.parent), watched) for watched in ("", name)]
+        found = [train(config_of(name, parallelism, path.parent), watched) for watched in ("", name)]
         assert found[0] == found[1], f"{name}: watching changed the results"
         told[name] = found[1]
     path.with_suffix(f".{dist.get_rank()}").write_text(json.dumps(told))

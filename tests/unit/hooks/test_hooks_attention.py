@@ -147,3 +147,26 @@ def test_remove_puts_the_function_back(sink: MemorySink) -> None:
     assert F.scaled_dot_product_attention is not original
     second.remove()
     assert F.scaled_dot_product_attention is original
+
+
+def test_torchtitan_s_flex_attention_is_captured_by_its_arguments_and_result(sink: MemorySink) -> None:
+    """Whatever it calls inside: here a product that no tap knows."""
+
+    class FlexAttention(nn.Module):
+        def forward(self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, scale: float = 1.0) -> Tensor:
+            return q_BLNH * k_BLNH + scale * v_BLNH
+
+    FlexAttention.__module__ = "torchtitan.models.common.attention"
+    model = nn.ModuleDict({"inner_attention": type("Fused", (FlexAttention,), {})()})
+    model.forward = lambda q, k, v: model["inner_attention"](q, k, v, scale=2.0)  # type: ignore[assignment]
+    watch(model, tensors=ATTENTION.tensors)
+    q, k, v = (torch.randn(2, 3, 4, 5, requires_grad=True) for _ in range(3))
+
+    model(q, k, v).sum().backward()
+
+    found = {name: sink.one("inner_attention", name) for name in ATTENTION.tensors}
+    assert all(torch.equal(found[name], x) for name, x in (("query", q), ("key", k), ("value", v)))
+    assert torch.equal(found["output"], q * k + 2 * v)
+    assert torch.equal(found["grad_query"], k)
+    assert torch.equal(found["grad_value"], 2 * found["grad_output"])
+    assert {c.attributes["layout"] for c in sink.captured if c.attributes} == {"bshd"}
