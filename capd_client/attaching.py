@@ -199,7 +199,9 @@ def _say_problems(
             f"{told or 'nothing'} has no product that capd knows; use capd_client.capture() for its tensors"
         )
     if watched:
-        problems.append(f"{watched} modules are watched already; remove() that handle to change it")
+        problems.append(
+            f"{watched} modules are watched or planned already; remove() that handle or plan to change it"
+        )
     for problem in problems:
         plan.report(problem, problem)
     return whole

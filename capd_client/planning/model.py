@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Optional, Union
@@ -31,13 +32,16 @@ class Plan:
     """What a `watch` of the same arguments would capture. Prints as a table.
 
     Before a training step: modules, tensors and dtypes, the shapes of parameters, and how wide activations are. The
-    steps that run under it, three at most, give shapes, records and bytes. A context manager; at its end, or by
-    `remove()`, every hook is taken off again, and what was seen stays.
+    steps that run under it, three at most, give shapes, records and bytes. A context manager; at its end, by
+    `remove()`, or when nothing refers to the plan any more, every hook is taken off again; what was seen stays.
     """
 
     def __init__(self, sink: PlanSink, handle: WatchHandle) -> None:
         self._sink = sink
         self._handle = handle
+        weakref.finalize(
+            self, handle.remove
+        ).atexit = False  # of `print(plan(model))` nothing stays on the model
         self._expected = [row for tap in handle.taps for row in _expected(tap, sink)]
 
     def __enter__(self) -> Plan:

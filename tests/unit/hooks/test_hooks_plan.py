@@ -66,6 +66,16 @@ def test_before_a_step_a_plan_names_what_the_model_tells() -> None:
     assert plan.as_dict()["ranks"][0]["series"] == []
 
 
+def test_a_plan_that_is_only_printed_leaves_the_model_to_the_next_one() -> None:
+    model = Block()
+
+    assert str(capd_client.plan(model)).startswith("17 series")
+    assert hooks_of(model) == 0
+    with capd_client.plan(model, steps="all") as plan:
+        train(model)
+    assert len(series(plan)) == 17
+
+
 def test_a_step_gives_shapes_records_and_bytes_also_after_the_plan_has_ended() -> None:
     model = Block()
 
