@@ -31,8 +31,11 @@ class Watch(Protocol):
         """Capture as told from now on; returns how many modules that are."""
         ...
 
-    def steps_of(self, key: Key) -> Optional[str]:
-        """The steps in which it captures, by its own selection, what has this key; None: that is not its own."""
+    def steps_of(self, key: Key) -> Optional[tuple[str, str]]:
+        """The steps in which it captures, by its own selection, what has this key, and those of statistics beside that.
+
+        None: that is not its own.
+        """
         ...
 
     def uses(self, rule: RuleSettings) -> bool:

@@ -145,12 +145,16 @@ class Watched:
             if name in kind.tensors
         }
 
-    def steps_of(self, key: Key) -> Optional[str]:
-        """The steps in which the job itself has this watch keep most of what has this key; None: it does not."""
+    def steps_of(self, key: Key) -> Optional[tuple[str, str]]:
+        """The steps in which the job itself has this watch keep most of what has this key; None: it does not.
+
+        Behind them the steps of rules that want its statistics alone, where others want more; else "".
+        """
         for own in self._own:
             wanted = own.wanted.get(key.tensor_name.partition(".")[0])  # "weight.absmax": of a quantised one
             if own.place.module == key.module and own.tap.kind.component == key.component and wanted:
-                return self.gate.steps_of(wanted.keeping or wanted.mask)
+                kept = wanted.keeping or wanted.mask
+                return self.gate.steps_of(kept), self.gate.steps_of(wanted.mask & ~kept)
         return None
 
     def remove(self) -> None:

@@ -41,9 +41,16 @@ def rank_plan(seen: RankSeen, *, ended: bool) -> dict[str, Any]:
     planned = [_iteration_plan(seen, iteration) for iteration in iterations]
     fullest = max(iterations, key=lambda i: _nbytes_offered(seen, i), default=None)
     window = _window(seen)
-    series = [_series_plan(seen, one, iterations, fullest, window) for one in seen.series]
+    series = [
+        _series_plan(seen, one, iterations, fullest, window)
+        for one in seen.series
+        if not one.besides or _steps_of(one, window)
+    ]
     selected = sorted({one.steps for one in seen.series if one.steps is not None})
-    sums = {name: sum(one[name] for one in series) for name in ("records", "bytes", "link_bytes")}
+    sums = {
+        name: sum(one[name] for one in series if not one["besides"])
+        for name in ("records", "bytes", "link_bytes")
+    }
     window_bytes = sum(one["bytes_per_1000_steps"] for one in series)
     finite = bool(series) and all(one["bytes_in_all"] is not None for one in series)
     return {
@@ -78,6 +85,7 @@ def _iteration_plan(seen: RankSeen, iteration: int) -> dict[str, Any]:
     kept = [
         (one, call)
         for one in seen.series
+        if not one.besides
         for call in records_in(one, one.iterations.get(iteration, ()), iteration, seen.sample_every)
     ]
     return {
@@ -97,7 +105,7 @@ def _series_plan(
         share = sum(i in one.iterations for i in iterations) / len(iterations) if iterations else 1.0
         steps: Sequence[int] = window
     else:
-        share, steps = 1.0, _selected_in([one.steps], window)
+        share, steps = 1.0, _steps_of(one, window)
     records, nbytes, link_nbytes = _mean(seen, one, pattern, steps)
     shapes = [list(shape) for shape in sorted({call.shape for call in _calls(one)})]
     finite = one.steps is not None and not Ranges(one.steps).reaches(window.start + WINDOW)
@@ -107,6 +115,7 @@ def _series_plan(
         "kept": "tensor" if one.payload else "statistics",
         "source": "capture" if one.steps is None else "watch",
         "steps": one.steps,
+        "besides": one.besides,
         "shapes": shapes,
         "records": records,
         "bytes": nbytes,
@@ -176,6 +185,11 @@ def _begin(seen: RankSeen) -> int:
 def _selected_in(selections: Iterable[str], window: range) -> list[int]:
     ranges = [Ranges(text) for text in selections]
     return [step for step in window if any(step in one for one in ranges)]
+
+
+def _steps_of(one: SeriesSeen, window: range) -> list[int]:
+    besides = Ranges(one.besides)
+    return [step for step in _selected_in([one.steps or ""], window) if step not in besides]
 
 
 def _per_hour(window_nbytes: float, step_s: Optional[float], *, finite: bool) -> Optional[float]:

@@ -28,7 +28,8 @@ class SeriesSeen(msgspec.Struct):
 
     payload: tensors are kept, not statistics alone. device: where the tensors lie. steps: what its `watch` captures,
     None for captures that the job makes itself. once: at most one record per step, of the first call that is kept.
-    iterations: by iteration, what was offered.
+    iterations: by iteration, what was offered. besides: of statistics that are kept where the tensors are not, the
+    steps in which the tensors are.
     """
 
     key: Key
@@ -38,6 +39,7 @@ class SeriesSeen(msgspec.Struct):
     steps: Optional[str]
     once: bool
     iterations: dict[int, list[Calls]]
+    besides: str = ""
 
 
 class IterationSeen(msgspec.Struct):

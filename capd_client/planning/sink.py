@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, Optional
 
+import msgspec
 import torch
 
 from capd_client.accounts import Accounts
@@ -42,13 +43,18 @@ class _Described(Describing):
     """Describes offers exactly as the stager does, and adds them up."""
 
     def __init__(
-        self, books: Accounts, notices: Notices, steps_of: Callable[[Key], Optional[str]], *, payload: bool
+        self,
+        books: Accounts,
+        notices: Notices,
+        steps_of: Callable[[Key], Optional[tuple[str, str]]],
+        *,
+        payload: bool,
     ) -> None:
         super().__init__(books, notices, payload=payload)
         self._steps_of = steps_of
         self.once: Optional[str] = None  # the tensor on offer if it is kept once per step
         self.seen: dict[_Series, dict[int, Counter[tuple[int, tuple[int, ...], int]]]] = {}
-        self.steps: dict[_Series, Optional[str]] = {}  # asked while the watch is there
+        self.steps: dict[_Series, Optional[tuple[str, str]]] = {}  # asked while the watch is there
         self.seen_once: set[_Series] = set()
 
     def _put(
@@ -187,18 +193,21 @@ class PlanSink:
     def series(self) -> list[SeriesSeen]:
         """What was offered until now, in the order in which it first came."""
         described = self._described
-        return [
-            SeriesSeen(
-                key=key, dtype=dtype, payload=payload, device=device,
-                steps=described.steps[series], once=series in described.seen_once,
+        found = []
+        for series, iterations in described.seen.items():
+            key, dtype, payload, device = series
+            steps, of_statistics = described.steps[series] or (None, "")
+            one = SeriesSeen(
+                key=key, dtype=dtype, payload=payload, device=device, steps=steps, once=series in described.seen_once,
                 iterations={
                     iteration: [Calls(*alike, count) for alike, count in calls.items()]
                     for iteration, calls in iterations.items()
                 },
-            )
-            for series, iterations in described.seen.items()
-            for key, dtype, payload, device in [series]
-        ]  # fmt: skip
+            )  # fmt: skip
+            found.append(one)
+            if payload and steps and of_statistics and (key, dtype, False, device) not in described.seen:
+                found.append(msgspec.structs.replace(one, payload=False, steps=of_statistics, besides=steps))
+        return found
 
     def seen(self, state: str) -> RankSeen:
         """The document of this process. Measures the link, which takes some milliseconds, unless it is running."""

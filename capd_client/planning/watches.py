@@ -34,7 +34,10 @@ class PlannedWatches:
         """Whether the rule wants something of a model that is planned."""
         return any(watch.uses(rule) for watch in self._watches)
 
-    def steps_of(self, key: Key) -> Optional[str]:
-        """The steps in which a watch captures what has this key; None: the job captures it itself."""
+    def steps_of(self, key: Key) -> Optional[tuple[str, str]]:
+        """The steps in which a watch captures what has this key, and those of statistics beside that.
+
+        None: the job captures it itself.
+        """
         found = (watch.steps_of(key) for watch in self._watches)
         return next((steps for steps in found if steps is not None), None)

@@ -203,6 +203,29 @@ steps = "7"
     assert found["head", "input"]["bytes_in_all"] == 2 * 2120
 
 
+def test_statistics_in_the_steps_beside_those_of_the_tensor_have_a_rate_of_their_own() -> None:
+    model = Block()
+    always = {"tensors": "input", "store": "stats", "steps": "all"}
+    with capd_client.plan(model, select=[always, {"tensors": "input", "steps": "0-:10"}]) as plan:
+        train(model)
+    [rank] = plan.as_dict()["ranks"]
+
+    found = [one for one in rank["series"] if one["module"] == "head"]
+    assert [(one["kept"], one["steps"], one["records"], one["bytes_per_1000_steps"]) for one in found] == [
+        ("tensor", "0-:10", 2, 100 * 2 * 3 * 5 * 8 * 4), ("statistics", "all", 2, 900 * 2 * 2120),
+    ]  # fmt: skip
+    assert (rank["records"], rank["bytes"]) == (3 * 2, 3 * 2 * 3 * 5 * 8 * 4)  # of a step that keeps all
+    assert [one["records"] for one in rank["iterations"]] == [3 * 2]
+
+
+def test_statistics_in_no_step_but_those_of_the_tensor_are_no_series() -> None:
+    model = Block()
+    with capd_client.plan(model, select=[{"store": "stats", "steps": "20"}, {"steps": "0-:10"}]) as plan:
+        train(model)
+
+    assert {one["kept"] for one in plan.as_dict()["ranks"][0]["series"]} == {"tensor"}
+
+
 def test_a_disk_that_cannot_be_looked_at_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CAPD_MAX_DISK", "plenty")
     with capd_client.plan(Block()) as plan:
