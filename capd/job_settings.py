@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from capd_client.config import check_file_value
@@ -49,6 +58,13 @@ class WhenTable(_Table):
     ranks: Annotated[_RangeText, _setting("when.ranks")] | None = None
 
 
+def _check_rule(rule: RuleSettings) -> None:
+    try:
+        rule.check()
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
 class RuleTable(_Table):
     """One [[rule]]; the fields are those of `capd_client.rule_settings.RuleSettings`."""
 
@@ -65,12 +81,16 @@ class RuleTable(_Table):
     micro_batches: _RangeText | None = None
     ranks: _RangeText | None = None
 
+    @field_validator("*")
+    @classmethod
+    def _check_field(cls, value: Any, info: ValidationInfo) -> Any:
+        """Each for itself, so that one problem hides no other."""
+        _check_rule(RuleSettings(**{str(info.field_name): value}))
+        return value
+
     @model_validator(mode="after")
     def _check(self) -> RuleTable:
-        try:
-            self.settings().check()
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
+        _check_rule(self.settings())
         return self
 
     def settings(self) -> RuleSettings:
@@ -135,6 +155,8 @@ def _place_and_message(entry: ErrorDetails, table: Mapping[str, Any]) -> tuple[s
             label = rule_label(table["rule"][index], index + 1)
             if unknown:
                 return "", unknown_setting(str(rest[0]), RuleTable.model_fields, f" in {label}")
+            if entry["type"] == "value_error":  # it names the field
+                return "", f"{label}: {message}"
             return ": ".join([label, *map(str, rest[:1])]), message
         case ["when", field, *_]:
             if unknown:

@@ -71,13 +71,14 @@ def test_check_names_everything_that_cannot_be_used(capd: Capd, tmp_path: Path) 
     assert found.code == 2
     assert [line.removeprefix("capd.toml: ").partition("; choose")[0] for line in found.json] == [
         "unknown setting tensor in rule '1'; did you mean tensors?",
+        "rule '2': '(' is no regular expression: missing ), unterminated subpattern at position 0",
         "rule '2': store: Input should be 'full', 'stats' or 'both'",
         "[daemon] codec: unknown codec 'zip'",
         "[daemon] threds: unknown key; did you mean 'threads'?",
         "CAPD_SLICES is no setting and has no effect; did you mean CAPD_SLICE?",
     ]
     assert "threds" in capd("config", "check", cwd=tmp_path).out
-    assert "and 3 more; `capd config check` lists them" in capd("stats", cwd=tmp_path).err
+    assert "and 4 more; `capd config check` lists them" in capd("stats", cwd=tmp_path).err
 
 
 def test_check_reads_the_variables_too_and_has_nothing_to_say_about_what_is_right(
