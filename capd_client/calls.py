@@ -19,7 +19,7 @@ class Call(NamedTuple):
     """One call of a tapped product that is captured, while it runs.
 
     rules: those that captured its moment, as bits; its gradients follow them. metadata: JSON object, or empty.
-    hook: on the parameter that it uses, if its gradient is wanted; None: that of the last call.
+    hook: on the parameter that it uses, if its gradient is wanted and comes by itself.
     """
 
     moment: Moment

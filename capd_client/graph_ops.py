@@ -24,6 +24,7 @@ __all__ = [
     "flags_of",
     "in_graphs",
     "is_final_trace",
+    "is_made_in_graph",
     "obstacle",
     "restored",
     "usable",
@@ -159,6 +160,15 @@ def is_final_trace() -> bool:
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     return get_proxy_mode() is not None
+
+
+def is_made_in_graph(tensor: torch.Tensor) -> bool:
+    """Whether the graph that is traced computes this from its inputs.
+
+    AOTAutograd gives an input a node that only raises, where it would have one outside.
+    """
+    made_by = tensor.grad_fn
+    return made_by is not None and made_by.name() != "torch::autograd::Error"
 
 
 def flags_of(*tensors: Optional[torch.Tensor]) -> int:

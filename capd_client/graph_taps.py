@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 from torch import Tensor
 
-from capd_client.graph_ops import Operator, exporting, flags_of, in_graphs, obstacle, restored, usable
+from capd_client.graph_ops import (
+    Operator,
+    exporting,
+    flags_of,
+    in_graphs,
+    is_made_in_graph,
+    obstacle,
+    restored,
+    usable,
+)
 from capd_client.inner import is_taken_apart
 from capd_client.key import Moment
 from capd_client.kinds import Kind
@@ -38,10 +47,11 @@ __all__ = [
 ]  # fmt: skip
 
 GRAD_OUTPUT = 1
-"""The bit of dY in `gradients_of`; the operands follow, in their order."""
+"""The bit of dY in `gradients_of`; the operands follow, in their order, and the parameter."""
 
 _FIELDS = ("iteration", "micro_batch", "call", "sample_idx", "batch_idx", "sequence_idx", "attempt")
-_NOT_CAPTURED = (-1,) * (2 + len(_FIELDS))  # the number of the tap, the rules of the call, its moment
+_NOT_CAPTURED = (-1,) * (3 + len(_FIELDS))
+"""In the place of the numbers of a call's tap and of the hook on its parameter, of its rules, and of its moment."""
 
 _notices = Notices()
 _targets: dict[int, Callable[[], Any]] = {}  # number → weak reference to a tap or a root hook
@@ -73,9 +83,9 @@ def graph_input(number: int) -> Optional[Tensor]:
 
 
 def gradients_of(kind: Kind, tensors: frozenset[str]) -> int:
-    """Which gradients get hooks in the graph if these tensors are captured: GRAD_OUTPUT, and a bit per operand."""
+    """Which gradients get hooks in the graph if these tensors are captured: GRAD_OUTPUT, and a bit for each other."""
     wanted = GRAD_OUTPUT * (not tensors.isdisjoint(("grad_output", f"grad_{kind.parameter}")))
-    for place, name in enumerate(kind.operands):
+    for place, name in enumerate((*kind.operands, kind.parameter)):
         wanted |= _bit(place) * (f"grad_{name}" in tensors)
     return wanted
 
@@ -170,7 +180,9 @@ def _trace_call(number: Tensor, gradients: int, *tensors: Any) -> None:
     tensors = (*operands, parameter, output)
     placements = [placements_of(t) for t in tensors]
     local = [local_part(t) for t in tensors]
-    moment = _TAP(local, number, flags_of(*tensors), autocast, placements if any(placements) else [])
+    made = parameter is not None and is_made_in_graph(parameter)  # then its gradient stays in the graph
+    flags = flags_of(*tensors) | made << 2 * len(tensors)
+    moment = _TAP(local, number, flags, autocast, placements if any(placements) else [])
     if not torch.is_grad_enabled():
         return
     if torch._dynamo.config.compiled_autograd:
@@ -180,6 +192,8 @@ def _trace_call(number: Tensor, gradients: int, *tensors: Any) -> None:
     for place, operand in enumerate(operands):
         if gradients & _bit(place) and operand is not None and operand.requires_grad:
             hang(operand, _gradient_hook(_bit(place), moment))
+    if made and gradients & _bit(len(operands)):
+        hang(parameter, _gradient_hook(_bit(len(operands)), moment))
     if gradients & GRAD_OUTPUT and output.requires_grad:
         product = product_of(output)
         shape = None if product is output else output.shape
@@ -233,29 +247,30 @@ def _tap(
         try:
             noted = placements or [""] * len(tensors)
             whole = [restored(t, flags >> 2 * i, noted[i]) for i, t in enumerate(tensors)]
-            call = tap.graph_call(whole, autocast)
+            call = tap.graph_call(whole, autocast, made=bool(flags >> 2 * len(tensors)))
         except Exception as error:
             tap.failed("compiled forward", error)
     if tap is None or call is None:
         return torch.tensor(_NOT_CAPTURED, dtype=torch.int64, device="cpu")
     numbers = [-1 if (value := getattr(call.moment, name)) is None else value for name in _FIELDS]
-    return torch.tensor([tap.number, call.rules, *numbers], dtype=torch.int64, device="cpu")
+    hook = -1 if call.hook is None else call.hook.number
+    return torch.tensor([tap.number, hook, call.rules, *numbers], dtype=torch.int64, device="cpu")
 
 
 def _gradient(gradient: Tensor, moment: Tensor, which: int, placements: str) -> None:
-    number, rules, *values = moment.tolist()
+    number, hook, rules, *values = moment.tolist()
     tap: Optional[Tap] = _target(number)
     if tap is None:
         return
     try:
         given: dict[str, Any] = {n: v for n, v in zip(_FIELDS, values, strict=True) if v >= 0}
-        tap.graph_gradient(_place_of(which), mark(gradient, placements), Moment(**given), rules)
+        tap.graph_gradient(_place_of(which), mark(gradient, placements), Moment(**given), rules, hook)
     except Exception as error:
         tap.failed("compiled gradient hook", error)
 
 
 def _place_of(which: int) -> Optional[int]:
-    """The operand whose gradient it is; None for dY."""
+    """The operand whose gradient it is, behind the last the parameter; None for dY."""
     return None if which == GRAD_OUTPUT else which.bit_length() - 2
 
 

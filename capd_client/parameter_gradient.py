@@ -9,6 +9,7 @@ for every call. Each of them keeps its hook until its own backward, however many
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
@@ -26,14 +27,20 @@ if TYPE_CHECKING:
 
 __all__ = ["ParameterHook", "ParameterHooks"]
 
+_numbers = itertools.count()
+
 
 class ParameterHook(Hook):
-    """Tensor hook on a parameter: one call per backward, before the gradient is accumulated."""
+    """Tensor hook on a parameter: one call per backward, before the gradient is accumulated.
 
-    __slots__ = ("_deferred", "_expected", "_tap")
+    number: what compiled graphs know it by.
+    """
+
+    __slots__ = ("_deferred", "_expected", "_tap", "number")
 
     def __init__(self, tap: Tap) -> None:
         self._tap = tap
+        self.number = next(_numbers)
         self._expected: tuple[int, Optional[Call]] = (-1, None)  # graph task and call of the last dY
         self._deferred: dict[int, Call] = {}  # micro-batch → call whose dW a later backward computes
 
@@ -66,11 +73,10 @@ class ParameterHook(Hook):
 class ParameterHooks:
     """Those of one tap, on all tensors that are or were its parameter."""
 
-    __slots__ = ("_hanging", "last")
+    __slots__ = ("_hanging",)
 
     def __init__(self) -> None:
         self._hanging: list[tuple[RemovableHandle, ParameterHook]] = []
-        self.last: Optional[ParameterHook] = None  # that of the last call
 
     def on(self, parameter: Any, tap: Tap) -> Optional[ParameterHook]:
         """The hook on what a call is about to use; None where it gets no gradient."""
@@ -81,11 +87,14 @@ class ParameterHooks:
         if found is None:
             found = ParameterHook(tap)
             self._hanging.append((hang(parameter, found), found))
-        self.last = found
         return found
+
+    def numbered(self, number: int) -> Optional[ParameterHook]:
+        """The one that a call in a compiled graph left its gradient's place to."""
+        return next((hook for _, hook in self._hanging if hook.number == number), None)
 
     def remove(self) -> None:
         """Take them all off, also those waiting in a graph for its backward."""
         for handle, _ in self._hanging:
             handle.remove()
-        self._hanging, self.last = [], None
+        self._hanging = []

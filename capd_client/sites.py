@@ -32,7 +32,7 @@ class Site(NamedTuple):
 
     suffix: behind the module's name, where a module holds several products.
     role: what the module's owner knows the tap by, where it has several on one function.
-    parameter: the module's attribute that holds it, where it is not called as in the kind.
+    parameter: the module's attribute that holds it, or what it is a part of, where it is not called as in the kind.
     attributes: what is constant about its tensors (layout, coordinates): JSON values that can be hashed.
     of_tensor: the same, for single tensors by their names.
     describe: given a call's args and kwargs, what its records say in their metadata.

@@ -132,10 +132,10 @@ class Tap:
                     metadata=msgspec.json.encode(self._describe(args, kwargs or {})).decode()
                 )
             self._capture_operands(operands, parameter, call, autocast_dtype(operands[0].device.type))
-        call = self._with_hook(call, parameter)  # in a recompute, too: there FSDP makes another weight
         if self._computed and isinstance(parameter, Tensor) and parameter.grad_fn is not None:
             self._hang_on_operand(call, f"grad_{self.kind.parameter}", parameter)
-        return call
+            return call
+        return self._with_hook(call, parameter)  # in a recompute, too: there FSDP makes another weight
 
     def aliases(self, call: Call, operands: tuple[Any, ...]) -> tuple[Any, ...]:
         """The operands to run the call with: those whose gradients are wanted as views of their own."""
@@ -172,22 +172,25 @@ class Tap:
         if output.requires_grad and any(wanted):
             hang(product_of(output), GradHook(self, "grad_output", call, output.shape))
 
-    def graph_call(self, tensors: Sequence[Any], autocast: Optional[torch.dtype]) -> Optional[Call]:
+    def graph_call(
+        self, tensors: Sequence[Any], autocast: Optional[torch.dtype], *, made: bool
+    ) -> Optional[Call]:
         """Capture one call that ran inside a compiled graph; returns it if it is a captured one.
 
-        tensors: the operands, the parameter (or None) and the output.
+        tensors: the operands, the parameter (or None) and the output. made: the graph computes the parameter, and
+        has the hook of its gradient.
         """
         *operands, parameter, output = tensors
         module = self.module()
         call = None if module is None else self._calls.next(self.rules)
         if call is None:
             return None
-        # A read would compute what is made anew for every call.
-        held = None if self._computed else getattr(module, self._parameter, None)
+        held = _held(module, self._parameter)
         if not call.recomputing:
             self._capture_operands(operands, held if parameter is None else parameter, call, autocast)
             self._offers.tensor(output, "output", call)
-        call = self._with_hook(call, held)
+        if not made:
+            call = self._with_hook(call, held)
         self._calls.keep(call)
         return call
 
@@ -198,19 +201,24 @@ class Tap:
         if tensor_name == "grad_output":
             if split_backward.weights_of() is not None:
                 return  # it came in the first part
-            hook = call.hook or self._parameter_hooks.last
-            if hook is not None and self.kept(f"grad_{self.kind.parameter}", call) is not None:
-                hook.expect(call)
+            if call.hook is not None:
+                call.hook.expect(call)
         if self.kept(tensor_name, call) is not None:
             if shape is not None and gradient.shape != shape:
                 gradient = gradient.detach().reshape(shape)
             moment = msgspec.structs.replace(call.moment, time_ns=time.time_ns())
             self._offers.tensor(gradient, tensor_name, call._replace(moment=moment))
 
-    def graph_gradient(self, place: Optional[int], gradient: Tensor, moment: Moment, rules: int) -> None:
-        """Capture the gradient of the operand at `place`, or of the output, that came out of a compiled graph."""
-        name = "grad_output" if place is None else f"grad_{self.kind.operands[place]}"
-        self.gradient(name, gradient, Call(moment, rules))
+    def graph_gradient(
+        self, place: Optional[int], gradient: Tensor, moment: Moment, rules: int, hook: int
+    ) -> None:
+        """Capture a gradient that came out of a compiled graph.
+
+        place: of the operand, behind the last the parameter; None: the output. hook: number of the parameter's hook.
+        """
+        names = (*self.kind.operands, self.kind.parameter)
+        name = "grad_output" if place is None else f"grad_{names[place]}"
+        self.gradient(name, gradient, Call(moment, rules, hook=self._parameter_hooks.numbered(hook)))
 
     def failed(self, where: str, error: Exception) -> None:
         """Count an error inside capd and go on: nothing leaves a tap."""
@@ -240,6 +248,12 @@ class Tap:
         """The call with the hook that the gradient of its parameter comes through, if it is wanted."""
         if self.kept(f"grad_{self.kind.parameter}", call) is None:
             return call
-        if self._computed and isinstance(parameter, Tensor) and parameter.grad_fn is not None:
-            return call  # it is an operand like any other
         return call._replace(hook=self._parameter_hooks.on(parameter, self))
+
+
+def _held(module: Any, name: str) -> Any:
+    """The parameter as the module has it, None where that computes it: a read would move it on."""
+    *inside, name = name.split(".")
+    for part in inside:
+        module = getattr(module, part, None)
+    return None if module is None else module._parameters.get(name, vars(module).get(name))

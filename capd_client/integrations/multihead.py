@@ -77,8 +77,12 @@ def linears_of(module: nn.Module) -> list[Site]:
     in three otherwise; which it is, a call decides.
     """
     packed = getattr(module, "in_proj_weight", None) is not None
-    roles = (*(_PACKED if packed else _APART), _OUT)
-    return [Site(module, LINEAR, function=_SITES[role], suffix=role) for role in roles]
+    held = dict.fromkeys(_PACKED, "in_proj_weight") if packed else {role: f"{role}_weight" for role in _APART}
+    held[_OUT] = f"{_OUT}.weight"
+    return [
+        Site(module, LINEAR, function=_SITES[role], suffix=role, parameter=parameter)
+        for role, parameter in held.items()
+    ]
 
 
 def _with_taps(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,7 +98,11 @@ def _with_taps(function: Callable[..., Any]) -> Callable[..., Any]:
         "scaled_dot_product_attention": lambda *args: functional.scaled_dot_product_attention(*args),
     }
     run = _adopted(function, "run", {**ours, "torch": _Torch()})
-    in_graph = _adopted(function, "in_graph", ours)
+
+    @traced_as(_adopted(function, "in_graph", ours))
+    def in_graph(*args: Any, **kwargs: Any) -> Any:
+        """What torch puts into its table of functions that are not traced, if it makes that while this one is
+        patched, as it does for a process group: it looks behind the name once. Compiling, it looks again."""
 
     @traced_as(in_graph, calls_the_job=True)
     @functools.wraps(function)

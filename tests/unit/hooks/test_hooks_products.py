@@ -365,14 +365,21 @@ class Blocks(nn.Module):
 class TestCompiled:
     pytestmark = COMPILING
 
-    def test_multihead_attention_in_a_graph_is_captured_as_outside_of_it(self, sink: MemorySink) -> None:
+    @pytest.mark.parametrize("distributed", [False, True])
+    def test_multihead_attention_in_a_graph_is_captured_as_outside_of_it(
+        self, sink: MemorySink, distributed: bool
+    ) -> None:
         model, x = Blocks(), torch.randn(2, 3, WIDTH)
-        handle = watch(model)
+        handle = watch(model, tensors=TENSORS)
         model(x).backward()
         handle.remove()
         eager = {(c.key.module, c.key.layer_type, c.key.tensor_name): c.value for c in taken(sink)}
 
-        watch(model)
+        watch(model, tensors=TENSORS)
+        if distributed:  # torch makes the tables of what it compiles anew
+            store = torch.distributed.HashStore()
+            torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+            torch.distributed.destroy_process_group()
         torch.compile(model, backend="aot_eager", fullgraph=True)(x).backward()
 
         found = {(c.key.module, c.key.layer_type, c.key.tensor_name): c.value for c in sink.captured}
@@ -395,6 +402,22 @@ class TestCompiled:
         assert same(trained(model), unwatched)
         assert not torch.equal(unwatched[0], unwatched[1])
         assert sink.names()["weight"] == 3
+
+    def test_a_gradient_of_a_weight_that_is_computed_in_a_graph_belongs_to_its_call(
+        self, sink: MemorySink
+    ) -> None:
+        model = nn.Sequential(Scaling(WIDTH, WIDTH, bias=False), Doubling(WIDTH, WIDTH, bias=False))
+        model.append(model[0])
+        watch(model, tensors=TENSORS)
+
+        torch.compile(model, backend="aot_eager", fullgraph=True)(
+            torch.randn(2, WIDTH)
+        ).square().sum().backward()
+
+        for module, call in (("0", 0), ("1", 0), ("0", 1)):
+            at = (0, 0, call)
+            expected = sink.one(module, "grad_output", at).t() @ sink.one(module, "input", at)
+            assert torch.equal(sink.one(module, "grad_weight", at), expected)
 
     def test_a_computed_weight_in_a_graph_puts_nothing_beside_other_linears(self, sink: MemorySink) -> None:
         model = nn.Sequential(Scaling(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import pytest
 import torch
+from compiled_models import COMPILING
 from memory_sink import MemorySink
 from small_models import Blocks, Checkpoint, non_reentrant, reentrant
 from torch import Tensor, distributed, nn
@@ -15,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from capd_client.hooks import watch
 
 pytestmark = [
+    *COMPILING,
     pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`"),  # there is one rank
     pytest.mark.filterwarnings("ignore:.*FSDP.*deprecated:FutureWarning"),
 ]
@@ -36,6 +39,10 @@ def fsdp1_with_original_parameters(model: nn.Module) -> nn.Module:
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
 
 
+def compiled_fsdp1(model: nn.Module) -> nn.Module:
+    return torch.compile(fsdp1_with_original_parameters(model), backend="aot_eager")
+
+
 def fsdp2(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
 
@@ -49,9 +56,15 @@ def one_by_one(losses: list[Tensor]) -> None:
         loss.backward()
 
 
+CASES = [
+    *product((fsdp1, fsdp1_with_original_parameters, fsdp2), (None, reentrant, non_reentrant)),
+    (compiled_fsdp1, None),
+    *(pytest.param(compiled_fsdp1, some, marks=pytest.mark.fault) for some in (reentrant, non_reentrant)),
+]
+
+
 @pytest.mark.parametrize("backward", [together, one_by_one])
-@pytest.mark.parametrize("checkpoint", [None, reentrant, non_reentrant])
-@pytest.mark.parametrize("shard", [fsdp1, fsdp1_with_original_parameters, fsdp2])
+@pytest.mark.parametrize(("shard", "checkpoint"), CASES)
 def test_no_gradient_of_a_weight_is_lost_or_doubled_when_forwards_run_before_backwards(
     sink: MemorySink,
     shard: Callable[[nn.Module], nn.Module],
