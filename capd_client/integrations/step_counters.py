@@ -7,9 +7,11 @@ A framework may be imported, or found, when it trains already: whatever of it th
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
-from types import CodeType, FrameType, FunctionType, ModuleType
+from collections.abc import Sequence
+from types import FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple, Optional
 
 from capd_client.integrations import framework_counters, megatron_schedule
@@ -59,7 +61,7 @@ def _patch_imported() -> None:
         if patch.begun is not None:
             unless_it_fails(patch.begun)
     if fresh:
-        unless_it_fails(_adopt, {_installed[patch].original.__code__: patch for patch in fresh})
+        unless_it_fails(_adopt, fresh)
 
 
 def _put_on(patch: Patch) -> bool:
@@ -74,8 +76,12 @@ def _put_on(patch: Patch) -> bool:
     return True
 
 
-def _adopt(patches: dict[CodeType, Patch]) -> None:
-    """Let those count whose methods this thread is in, the outermost first."""
+def _adopt(fresh: Sequence[Patch]) -> None:
+    """Let those count whose methods this thread is in, the outermost first.
+
+    Methods are known by their own code: what one decorator puts around several (torchtitan's) has one code for all.
+    """
+    patches = {inspect.unwrap(_installed[patch].original).__code__: patch for patch in fresh}
     found = []
     frame: Optional[FrameType] = sys._getframe()
     while frame is not None:

@@ -5,6 +5,7 @@ Those that can run are in tests/integration/test_step_counting.py.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +26,16 @@ from capd_client.notices import Notices
 At = tuple[int, int, int]
 
 
+def traced(method: Any) -> Any:
+    """What torchtitan puts around both of its methods."""
+
+    @functools.wraps(method)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return wrapper
+
+
 class Titan:
     """torchtitan.trainer.Trainer: its steps begin with 1, and a step has several micro-batches."""
 
@@ -34,9 +45,11 @@ class Titan:
         self.parallel_dims = SimpleNamespace(pp_enabled=pipelined)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
+    @traced
     def forward_backward_step(self) -> None:
         self.model(torch.randn(2, 4)).sum().backward()
 
+    @traced
     def train_step(self) -> None:
         for _ in range(3):
             self.forward_backward_step()
