@@ -7,6 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 GPU_PYTHON := $(BIN)/python
 GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 SOURCES := capd capd_client tests benchmarks examples
@@ -33,7 +34,7 @@ demo: setup ## Train a small GPT on two ranks, capture it, then show what was ca
 	$(BIN)/capd ls $(STORE)/$$run_id.zarr --limit 20
 
 test: setup ## Run the default test tier
-	$(PYTEST) -m "not fault and not gpu"
+	$(PYTEST) -m "not fault and not gpu" $(SIDE_BY_SIDE)
 
 test-store: ## Run the store's tests without torch, on any Python: make test-store PYTHON=python3.13
 	@set -e; version=$$($(PYTHON) -c 'import sys; print("{}.{}".format(*sys.version_info))'); \

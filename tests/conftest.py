@@ -8,8 +8,9 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -36,6 +37,22 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],  # a busy machine is no defect of the test
 )
 hypothesis.settings.load_profile("capd")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[Any, Any, Any]:
+    """A report goes to the main process as UTF-8, which cannot carry the half characters that some tests log."""
+    return _as_utf8((yield))
+
+
+def _as_utf8(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {key: _as_utf8(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_as_utf8(item) for item in value)
+    return value
 
 
 @pytest.fixture(autouse=True)
