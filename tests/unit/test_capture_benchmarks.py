@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.fault
 def test_steps_beside_a_stalled_daemon_are_measured_and_counted(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     command = [sys.executable, "benchmarks/stalled_daemon.py", "--rounds", "1", "--steps", "1"]

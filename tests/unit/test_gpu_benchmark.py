@@ -32,6 +32,7 @@ def test_without_a_gpu_it_measures_nothing_and_says_so() -> None:
     assert "no CUDA device was found" in done.stderr
 
 
+@pytest.mark.fault
 @pytest.mark.timeout(420)
 def test_every_section_runs_and_reports(tmp_path: Path, runtime_dir: Path) -> None:
     scratch, json_file = (

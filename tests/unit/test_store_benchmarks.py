@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.fault
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TIMEOUT_S = 100
 # What is compared does not differ by engine: the same codec on the same chunks, with an index of a few bytes.

@@ -233,6 +233,7 @@ def test_a_cast_tensor_counts_as_what_it_is_cast_to(
     assert_row(row.numpy(), reference(cast, "float16"), cast, "float16")
 
 
+@pytest.mark.fault
 def test_the_benchmark_of_rank_statistics_runs() -> None:
     script = Path(__file__).parents[3] / "benchmarks" / "rank_statistics.py"
     done = subprocess.run(
