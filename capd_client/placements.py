@@ -2,7 +2,9 @@
 
 Per dimension of the device mesh: `tp_placement` says how the tensor is laid out over it, as DTensor prints it ("S(0)":
 split along axis 0, "R": the same everywhere, "P(sum)": to be added up), `tp_rank` and `tp_size` which part this is.
-`mesh` lists the dimensions in the order in which they split. Nothing here starts a collective.
+`mesh` lists the dimensions in the order in which they split: FSDP splits what tensor parallelism left to the rank,
+although its dimension is the outer one of the mesh; DTensor prints "_S(0, 2)" there, and we "S(0)". Nothing here starts
+a collective.
 """
 
 from __future__ import annotations
@@ -82,8 +84,14 @@ def _of_dtensor(tensor: Any) -> Attributes:
     known = _described.setdefault(mesh, {})
     if placements not in known:
         names = _names(mesh)
-        laid_out = {f"{name}_placement": str(where) for name, where in zip(names, placements, strict=True)}
-        known[placements] = {"mesh": names, **laid_out, **_place(mesh)}
+        by_name = dict(zip(names, placements, strict=True))
+        late = [name for name, where in by_name.items() if type(where).__name__ == "_StridedShard"]
+        order = (*(name for name in names if name not in late), *reversed(late))
+        laid_out = {
+            f"{name}_placement": f"S({where.dim})" if name in late else str(where)
+            for name, where in by_name.items()
+        }
+        known[placements] = {"mesh": order, **laid_out, **_place(mesh)}
     return known[placements]
 
 

@@ -28,17 +28,20 @@ def needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not here, reason=reason)
 
 
-def run_ranks(job: str, ranks: int, directory: Path, *, package: str = "", **settings: str) -> Path:
+def run_ranks(
+    job: str, ranks: int, directory: Path, *arguments: str, package: str = "", **settings: str
+) -> Path:
     """Run a script of this directory on `ranks` ranks; returns the store of what it captured.
 
-    package: see `directories_of`. settings: environment.
+    The script is given a file name that no one else has, and `arguments`. package: see `directories_of`. settings:
+    environment.
     """
     environment = {k: v for k, v in os.environ.items() if not k.startswith("CAPD_")}
     path = os.pathsep.join(filter(None, [str(REPOSITORY), package and directories_of(package)]))
     done = subprocess.run(
         [sys.executable, "-m", "capd", "run", "--store", str(directory), "--run-id", "job", "--policy", "block", "--",
          sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
-         str(Path(__file__).with_name(job)), str(directory / "told")],
+         str(Path(__file__).with_name(job)), str(directory / "told"), *arguments],
         env={**environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **settings},
         capture_output=True, text=True, timeout=380,
     )  # fmt: skip

@@ -1,9 +1,9 @@
 """A rank that trains a tiny transformer in every way to shard one, first unwatched, then watched under the way's name.
 
-    python sharded_job.py FILE
+    python sharded_job.py FILE [WAY ...]
 
-Losses and parameters must be the same bits in both; FILE.<rank> tells what they were. What is captured follows from the
-names of the ways, their order, and the sizes in sharded_models.py.
+The ways named, or all that two ranks can go. Losses and parameters must be the same bits in both; FILE.<rank> tells
+what they were. What is captured follows from the names of the ways, their order, and the sizes in sharded_models.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -33,6 +33,7 @@ from tests.integration.sharded_models import (
     Block,
     Transformer,
     batch,
+    checkpointed,
     loss_of,
     tensor_parallel,
 )
@@ -49,7 +50,7 @@ def ddp(watch: Watch) -> nn.Module:
     """Watched before it is wrapped; blocks are checkpointed, the kind that runs hooks of the first graph."""
     model = Transformer()
     watch(model)
-    return DistributedDataParallel(_checkpointed(model, wrapping.CheckpointImpl.NO_REENTRANT))
+    return DistributedDataParallel(checkpointed(model, CheckpointImpl.NO_REENTRANT))
 
 
 def ddp_compiled(watch: Watch) -> nn.Module:
@@ -61,7 +62,7 @@ def ddp_compiled(watch: Watch) -> nn.Module:
 
 def fsdp1(watch: Watch) -> nn.Module:
     """Watched after it was wrapped; blocks are checkpointed, the kind that drops its first graph."""
-    model = _checkpointed(Transformer(), wrapping.CheckpointImpl.REENTRANT)
+    model = checkpointed(Transformer(), CheckpointImpl.REENTRANT)
     wrapped = FullyShardedDataParallel(
         model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu"), use_orig_params=True
     )
@@ -70,7 +71,7 @@ def fsdp1(watch: Watch) -> nn.Module:
 
 
 def fsdp2(watch: Watch) -> nn.Module:
-    model = _fully_sharded(_checkpointed(Transformer(), wrapping.CheckpointImpl.NO_REENTRANT))
+    model = _fully_sharded(checkpointed(Transformer(), CheckpointImpl.NO_REENTRANT))
     watch(model)
     return model
 
@@ -103,7 +104,7 @@ def tp_sequence(watch: Watch) -> nn.Module:
     model = Transformer()
     watch(model)
     tensor_parallel(model, _mesh("tp"), sequence=True)
-    return _checkpointed(model, wrapping.CheckpointImpl.NO_REENTRANT)
+    return checkpointed(model, CheckpointImpl.NO_REENTRANT)
 
 
 def tp_compiled(watch: Watch) -> nn.Module:
@@ -116,19 +117,50 @@ def tp_compiled(watch: Watch) -> nn.Module:
 
 def fsdp2_tp(watch: Watch) -> nn.Module:
     """Two dimensions: data parallel first, tensor parallel inside."""
-    model, tensor_ranks = Transformer(), 2
-    mesh = init_device_mesh(
-        "cpu", (dist.get_world_size() // tensor_ranks, tensor_ranks), mesh_dim_names=("dp", "tp")
-    )
+    model, mesh = Transformer(), _mesh_of_two()
     tensor_parallel(model, mesh["tp"], sequence=True)
     model = _fully_sharded(model, mesh=mesh["dp"])
     watch(model)
     return model
 
 
-WAYS: tuple[Way, ...] = (
+def fsdp2_tp_reentrant(watch: Watch) -> nn.Module:
+    """Watched before it is sharded."""
+    model, mesh = Transformer(), _mesh_of_two()
+    watch(model)
+    tensor_parallel(model, mesh["tp"], sequence=True)
+    return _fully_sharded(checkpointed(model, CheckpointImpl.REENTRANT), mesh=mesh["dp"])
+
+
+def fsdp2_tp_non_reentrant(watch: Watch) -> nn.Module:
+    model, mesh = Transformer(), _mesh_of_two()
+    tensor_parallel(model, mesh["tp"], sequence=True)
+    model = _fully_sharded(checkpointed(model, CheckpointImpl.NO_REENTRANT), mesh=mesh["dp"])
+    watch(model)
+    return model
+
+
+def tp_reentrant(watch: Watch) -> nn.Module:
+    """Groups of tensor parallel ranks that know nothing of each other."""
+    model = Transformer()
+    tensor_parallel(model, _mesh_of_two()["tp"], sequence=True)
+    watch(model)
+    return checkpointed(model, CheckpointImpl.REENTRANT)
+
+
+def tp_non_reentrant(watch: Watch) -> nn.Module:
+    """Not by sequence: what is checkpointed gets plain tensors."""
+    model = Transformer()
+    tensor_parallel(model, _mesh_of_two()["tp"], sequence=False)
+    watch(model)
+    return checkpointed(model, CheckpointImpl.NO_REENTRANT)
+
+
+ON_TWO: tuple[Way, ...] = (
     ddp, ddp_compiled, fsdp1, fsdp2, fsdp2_bf16, fsdp2_compiled, tp, tp_sequence, tp_compiled, fsdp2_tp,
 )  # fmt: skip
+ON_FOUR: tuple[Way, ...] = (fsdp2_tp_reentrant, fsdp2_tp_non_reentrant, tp_reentrant, tp_non_reentrant)
+WAYS = {way.__name__: way for way in (*ON_TWO, *ON_FOUR)}
 
 
 @functools.cache
@@ -136,10 +168,9 @@ def _mesh(name: str) -> Any:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(name,))
 
 
-def _checkpointed(model: Transformer, kind: Any) -> Transformer:
-    wrap = functools.partial(wrapping.checkpoint_wrapper, checkpoint_impl=kind)
-    wrapping.apply_activation_checkpointing(model, wrap, check_fn=lambda module: isinstance(module, Block))
-    return model
+def _mesh_of_two() -> Any:
+    """Data parallel, and inside of that two tensor parallel ranks."""
+    return init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def _fully_sharded(model: Transformer, **options: Any) -> Transformer:
@@ -178,17 +209,17 @@ def _accumulating(model: nn.Module, *, last: bool) -> Any:
 
 def _capture_reduced(model: nn.Module, name: str) -> None:
     for qualified, parameter in model.named_parameters():
-        if qualified.endswith("layers.0.up.weight") and parameter.grad is not None:
+        if ".0." in qualified and qualified.endswith("up.weight") and parameter.grad is not None:
             capd_client.capture(parameter.grad, tensor_name="reduced", module=f"{name}.reduced")
 
 
-def main(path: Path) -> None:
+def main(path: Path, names: list[str]) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch._dynamo.config.optimize_ddp = False
     told = {}
-    for way in WAYS:
-        name, found = way.__name__, []
+    for name in names:
+        found = []
         for watched in (False, True):
             torch.manual_seed(0)
             handles: list[Any] = []
@@ -200,7 +231,7 @@ def main(path: Path) -> None:
                     tensors = {*LINEAR.tensors, *ATTENTION.tensors}
                     handles.append(capd_client.watch(model, name=name, steps="all", tensors=tensors))
 
-            model = way(watch)
+            model = WAYS[name](watch)
             tensor_ranks = 2 if "tp" in name else 1
             found.append(
                 train(model, list(model.parameters()), rank // tensor_ranks, name if watched else "")
@@ -216,4 +247,4 @@ def main(path: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:] or [way.__name__ for way in ON_TWO])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,15 @@ class Stage(Transformer):
     def say(self, x: Tensor, name: str) -> None:
         if self.case:
             capd_client.capture(x.detach(), tensor_name=name, module=f"{self.case}.stage{self.number}")
+
+
+def checkpointed(model: Transformer, kind: Any) -> Transformer:
+    """Its blocks compute their activations a second time in the backward; `kind` is a CheckpointImpl."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
+
+    wrap = functools.partial(wrapping.checkpoint_wrapper, checkpoint_impl=kind)
+    wrapping.apply_activation_checkpointing(model, wrap, check_fn=lambda module: isinstance(module, Block))
+    return model
 
 
 def batch(step: int, micro_batch: int, rank: int = 0) -> tuple[Tensor, Tensor]:
