@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.integration.processes import Daemon, Rank, StartRank
 
@@ -30,3 +31,12 @@ def start_rank(daemon: Daemon) -> Iterator[StartRank]:
     yield start
     for rank in started:
         rank.kill()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For oracles whose job had one: a product's last bits may depend on how many threads compute it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -7,89 +7,38 @@ follows from the models' configurations (transformers_expected.py), what the ten
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.integration import transformers_oracle as oracle
-from tests.integration.processes import Daemon
 from tests.integration.transformers_expected import SCENARIOS
 from tests.integration.transformers_products import BATCH, LAYERS, MICRO_BATCHES, SEQUENCE, STEPS, tokens
+from tests.integration.transformers_running import Ran, Read, trained
 
-pytestmark = pytest.mark.timeout(900)  # the first test waits for the whole job
-
-REPOSITORY = Path(__file__).parents[2]
-JOB = REPOSITORY / "tests" / "integration" / "transformers_job.py"
-
-
-@dataclass
-class Ran:
-    """What the job and the daemon left."""
-
-    directory: Path
-    store: Path
-
-    def result(self, name: str) -> dict[str, Any]:
-        path = self.directory / f"{name}.json"
-        assert path.exists(), (self.directory / f"{name}.log").read_text()[-3000:]
-        return json.loads(path.read_text())
-
-    def log(self, name: str) -> str:
-        return (self.directory / f"{name}.log").read_text()
+pytestmark = [
+    pytest.mark.timeout(900),  # the first test waits for the whole job
+    pytest.mark.usefixtures("one_thread"),
+]
 
 
 @pytest.fixture(scope="module")
 def ran() -> Iterator[Ran]:
-    with tempfile.TemporaryDirectory(prefix="capd-t-", dir="/tmp") as name:
-        directory = Path(name)
-        daemon = Daemon(directory / "store", directory).start()
-        try:
-            path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
-            subprocess.run(
-                [sys.executable, str(JOB), daemon.endpoint, str(directory), *SCENARIOS, *OTHERS],
-                env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=800,
-            )  # fmt: skip
-            daemon.stop()
-        finally:
-            daemon.discard()
-        yield Ran(directory, directory / "store")
+    with trained([*SCENARIOS, *OTHERS]) as ran:
+        yield ran
 
 
 @pytest.fixture(scope="module")
-def captured(ran: Ran) -> Callable[[str], oracle.Captured]:
-    """The run of a scenario, read once."""
-    runs: dict[str, oracle.Captured] = {}
-
-    def read(name: str) -> oracle.Captured:
-        if name not in runs:
-            assert ran.result(name)["counters"]["committed"] > 0
-            runs[name] = oracle.Captured(ran.store / f"{name}.zarr")
-        return runs[name]
-
-    return read
+def captured(ran: Ran) -> Read:
+    return ran.reader()
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As in the job: a product's last bits may depend on how many threads compute it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-OTHERS = ("mixtral-eager", "mixtral-batched_mm")  # whose records depend on what the router chose
+FAMILIES = ("mixtral", "qwen3_moe")
+OTHERS = tuple(
+    f"{family}-{way}" for family in FAMILIES for way in ("eager", "batched_mm")
+)  # whose records depend on what the router chose
 every_scenario = pytest.mark.parametrize("name", SCENARIOS)
-Read = Callable[[str], oracle.Captured]
 
 
 @every_scenario
@@ -189,11 +138,13 @@ def test_under_autocast_tensors_have_the_dtype_of_the_product(captured: Read) ->
 
 
 BLOCKS = [f"model.layers.{layer}.mlp" for layer in range(LAYERS)]
+every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
+@every_family
 @pytest.mark.parametrize("block", BLOCKS)
-def test_experts_rows_are_those_that_the_router_sent(block: str, captured: Read) -> None:
-    held = captured("mixtral-grouped_mm")
+def test_experts_rows_are_those_that_the_router_sent(block: str, captured: Read, family: str) -> None:
+    held = captured(f"{family}-grouped_mm")
     moments = held.values[f"{block}.gate", "linear", "output"]
 
     assert [oracle.routed(held, block, at) for at in moments] == [(0.0, 0.0)] * (STEPS * MICRO_BATCHES)
@@ -212,10 +163,11 @@ def test_experts_without_rows_are_recorded_as_such(captured: Read) -> None:
     assert empty > 0
 
 
+@every_family
 @pytest.mark.parametrize("block", BLOCKS)
-def test_an_eager_expert_has_records_of_its_own(block: str, captured: Read) -> None:
+def test_an_eager_expert_has_records_of_its_own(block: str, captured: Read, family: str) -> None:
     """One for each expert that got rows, which its metadata names; the rows are those that the router sent it."""
-    held, name = captured("mixtral-eager"), f"{block}.experts.gate_up_proj"
+    held, name = captured(f"{family}-eager"), f"{block}.experts.gate_up_proj"
     found = {key[2]: values for key, values in held.values.items() if key[0] == name}
     assert "offsets" not in found
     seen: dict[tuple[int, int], set[int]] = {}
@@ -234,9 +186,10 @@ def test_an_eager_expert_has_records_of_its_own(block: str, captured: Read) -> N
         assert experts == set(oracle.chosen(held, block, (iteration, micro_batch, 0)).flatten().tolist())
 
 
+@every_family
 @pytest.mark.parametrize("block", BLOCKS)
-def test_batched_experts_compute_the_tokens_choices_in_order(block: str, captured: Read) -> None:
-    held, name = captured("mixtral-batched_mm"), f"{block}.experts.down_proj"
+def test_batched_experts_compute_the_tokens_choices_in_order(block: str, captured: Read, family: str) -> None:
+    held, name = captured(f"{family}-batched_mm"), f"{block}.experts.down_proj"
     found = {key[2]: values for key, values in held.values.items() if key[0] == name}
     for at, x in found["input"].items():
         weights = found["weight"][at[0], 0, 0][oracle.chosen(held, block, at).flatten()]

@@ -49,6 +49,7 @@ SCENARIOS = {
     "lora": of_lora(),
     **{name: of(getattr(models, name)().products) for name in ("gpt2", "deepseek")},
     **{name: of(getattr(stacks, name)().products) for name in ("bert", "whisper", "t5", "clip")},
-    "mixtral-grouped_mm": of(models.mixtral().products),
+    **{f"{name}-grouped_mm": of(getattr(models, name)().products) for name in ("mixtral", "qwen3_moe")},
+    "trainer-seq2seq": of(stacks.t5().products),
     "trainer-bf16": replace(SHALLOW, attention=1e-2, gradient=1e-2),  # it rounds where the reference does not
 }

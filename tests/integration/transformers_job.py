@@ -29,7 +29,8 @@ TENSORS = (
 
 CLASSES = (
     "LlamaForCausalLM", "MixtralForCausalLM", "GPT2LMHeadModel", "BertForMaskedLM", "WhisperForConditionalGeneration",
-    "T5ForConditionalGeneration", "CLIPModel", "DeepseekV3ForCausalLM", "AttentionInterface",
+    "T5ForConditionalGeneration", "CLIPModel", "DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM", "Seq2SeqTrainer",
+    "AttentionInterface",
 )  # fmt: skip
 """What is used of transformers; older ones lack the last."""
 
@@ -110,9 +111,10 @@ def _fork(name: str, endpoint: str, directory: Path) -> int:
         os._exit(code)
 
 
-def _import_all() -> None:
+def _import_all(names: list[str]) -> None:
     """Everything that takes a scenario time to import; only imported, nothing of it begins."""
-    import peft  # noqa: F401
+    if "lora" in names:
+        import peft  # noqa: F401
     import torch._dynamo.backends.debugging  # noqa: F401
 
     import capd_client.hooks  # noqa: F401
@@ -124,7 +126,7 @@ def _import_all() -> None:
 def main(endpoint: str, directory: Path, names: list[str]) -> int:
     """Two at a time; returns how many failed."""
     torch.set_num_threads(1)
-    _import_all()
+    _import_all(names)
     waiting, running, failed = list(names), set(), 0
     while waiting or running:
         while waiting and len(running) < 2:

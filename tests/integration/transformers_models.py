@@ -141,6 +141,23 @@ def gpt2() -> Model:
 # -- mixtures of experts --------------------------------------------------------------------------------
 
 
+def qwen3_moe(**options: Any) -> Model:
+    """Queries and keys are normalised between their linears and attention."""
+
+    def make() -> Any:
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        own = {
+            "num_experts": EXPERTS,
+            "num_experts_per_tok": TOP_K,
+            "moe_intermediate_size": INNER,
+            "head_dim": HEAD,
+        }
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**LLAMA_OPTIONS, **own, **options))
+
+    return Model(make, tokens, mixtral().products)
+
+
 def mixtral(**options: Any) -> Model:
     """Experts as two three-dimensional parameters, as in transformers 5."""
 
@@ -160,6 +177,19 @@ def mixtral(**options: Any) -> Model:
         )
     ]
     return Model(make, tokens, [*layers, linear("lm_head", WIDTH, VOCABULARY)])
+
+
+def listed_mixtral() -> list[Product]:
+    """Of Mixtral before transformers 5 all but its experts, each of which is made of three nn.Linear."""
+    layers = [
+        product
+        for layer in range(LAYERS)
+        for product in (
+            *_llama_attention(layer),
+            router(f"model.layers.{layer}.block_sparse_moe.gate", layer=layer),
+        )
+    ]
+    return [*layers, linear("lm_head", WIDTH, VOCABULARY)]
 
 
 def deepseek() -> Model:

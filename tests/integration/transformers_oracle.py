@@ -95,8 +95,11 @@ class Captured:
             self.metadata.setdefault(name, {}).update(metadata)
 
     def get(self, product: Product, tensor: str, at: At) -> Tensor | None:
+        """As [batch, sequence, heads, head] where it is the output of an attention."""
         held = self.values.get((product.module, product.component, tensor), {})
-        return held.get((at[0], 0, 0) if tensor == "weight" else at)
+        found = held.get((at[0], 0, 0) if tensor == "weight" else at)
+        turned = product.heads_first and tensor in ("output", "grad_output")
+        return found.transpose(1, 2) if found is not None and turned else found
 
 
 def off(found: Tensor, right: Tensor) -> float:
@@ -168,7 +171,7 @@ def _attention_laws(product: Product, held: Captured, at: At) -> Iterator[tuple[
     assert v is not None
     assert output is not None
     operands = [tensor.double().requires_grad_() for tensor in (q, k, v)]
-    right = attend(*operands, scale=product.scale, causal=product.causal).transpose(1, 2)
+    right = attend(*operands, scale=product.scale, causal=product.causal, bias=product.bias).transpose(1, 2)
     yield "O = softmax(QKᵀs)V", off(output, right.detach())
     if dy is not None:
         gradients = torch.autograd.grad(right, operands, dy.double())
@@ -178,11 +181,13 @@ def _attention_laws(product: Product, held: Captured, at: At) -> Iterator[tuple[
                 yield "dQ, dK, dV", off(found, gradient)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, bias: Tensor | None = None
+) -> Tensor:
     """Attention as it is defined. Query heads share keys in groups of neighbours."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = q @ k.transpose(2, 3) * scale
+    scores = q @ k.transpose(2, 3) * scale + (0.0 if bias is None else bias)
     if causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
     return scores.softmax(-1) @ v

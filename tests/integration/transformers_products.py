@@ -40,6 +40,10 @@ class Product:
     target: str = ""
     lacks: tuple[str, ...] = ()  # gradients that nothing computes
     tied: bool = False  # its weight is that of the embedding, whose gradient is added
+    bias: torch.Tensor | None = field(
+        default=None, compare=False
+    )  # what attention adds to scores: [heads, q, k]
+    heads_first: bool = False  # the attention's output is [batch, heads, sequence, head]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
 
 from tests.integration import transformers_models as models
 from tests.integration import transformers_stacks as stacks
@@ -38,14 +38,15 @@ def loop(model: nn.Module, batch: Callable[[int], Any], steps: int = STEPS, firs
 
 
 class _Rows(torch.utils.data.IterableDataset):
-    """Single rows in a fixed order: batch after batch of `tokens` from `first` on."""
+    """Single rows in a fixed order: batch after batch from `first` on."""
 
-    def __init__(self, first: int, batches: int) -> None:
+    def __init__(self, batch: Callable[[int], dict[str, torch.Tensor]], first: int, batches: int) -> None:
+        self._batch = batch
         self._numbers = range(first, first + batches)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         for number in self._numbers:
-            batch = tokens(number)
+            batch = self._batch(number)
             for row in range(BATCH):
                 yield {name: tensor[row] for name, tensor in batch.items()}
 
@@ -58,8 +59,10 @@ class _Losses(TrainerCallback):
         self.losses += [float(logs[name]).hex() for name in ("loss", "eval_loss") if name in logs]
 
 
-def train(model: nn.Module, **options: Any) -> Losses:
-    """`transformers.Trainer`, which evaluates after every step."""
+def train(
+    model: nn.Module, batch: Callable[[int], Any] = tokens, kind: type[Trainer] = Trainer, **options: Any
+) -> Losses:
+    """A Trainer of transformers, which evaluates after every step."""
     losses = _Losses()
     with tempfile.TemporaryDirectory(prefix="capd-t-") as directory:
         arguments: dict[str, Any] = {
@@ -68,11 +71,12 @@ def train(model: nn.Module, **options: Any) -> Losses:
             "learning_rate": 1e-2, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "report_to": [],
             "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, **options,
         }  # fmt: skip
-        Trainer(
+        settings = Seq2SeqTrainingArguments if kind is Seq2SeqTrainer else TrainingArguments
+        kind(
             model,
-            TrainingArguments(**arguments),
-            train_dataset=_Rows(0, STEPS * MICRO_BATCHES),
-            eval_dataset=_Rows(EVALUATION, 2),
+            settings(**arguments),
+            train_dataset=_Rows(batch, 0, STEPS * MICRO_BATCHES),
+            eval_dataset=_Rows(batch, EVALUATION, 2),
             callbacks=[losses],
         ).train()
     return losses.losses
@@ -96,7 +100,7 @@ def _trainer(model: Model, **options: Any) -> Training:
     def run(watch: Watch) -> Losses:
         made = model.make()
         watch(made)
-        return train(made, **options)
+        return train(made, model.batch, **options)
 
     return run
 
@@ -200,12 +204,17 @@ SCENARIOS: dict[str, Training] = {
     "clip": _plain(stacks.clip()),
     "deepseek": _plain(models.deepseek()),
     **{
-        f"mixtral-{name}": _plain(models.mixtral(experts_implementation=name))
+        f"{family.__name__}-{name}": _plain(family(experts_implementation=name))
+        for family in (models.mixtral, models.qwen3_moe)
         for name in ("grouped_mm", "batched_mm", "eager")
     },
+    "mixtral": _plain(models.mixtral()),
     "tied": _plain(models.llama(layers=1, tie_word_embeddings=True)),
     "lora": _lora,
     "trainer": _trainer(models.llama()),
+    "trainer-seq2seq": _trainer(
+        stacks.t5(), kind=Seq2SeqTrainer, predict_with_generate=True, generation_max_length=4
+    ),
     "trainer-bf16": _trainer(models.llama(layers=1), bf16=True),
     **{
         f"trainer-{name}": _trainer(

@@ -140,10 +140,23 @@ def whisper() -> Model:
     return Model(make, batch, [*products, linear("proj_out", WIDTH, VOCABULARY, tied=True)])
 
 
+_T5_BUCKETS = 32
+_T5_BIAS = torch.arange(_T5_BUCKETS * HEADS).view(_T5_BUCKETS, HEADS).sin()
+"""What is added to the scores of two tokens, by their distance's bucket and by head."""
+
+
+def _t5_bias(tokens: int, *, both_ways: bool) -> torch.Tensor:
+    """[heads, queries, keys]. The texts are short: every distance has a bucket of its own."""
+    place = torch.arange(tokens)
+    distance = place[:, None] - place  # from the query back to the key
+    ahead = -distance + _T5_BUCKETS // 2 if both_ways else torch.zeros_like(distance)
+    return _T5_BIAS[torch.where(distance < 0, ahead, distance)].permute(2, 0, 1)
+
+
 def t5() -> Model:
     """Layers are lists of layers themselves, scores are not scaled, and the decoder reads a text of another length.
 
-    The bias that attention adds by the distance of two tokens is 0 and stays so: it is no operand.
+    What attention to the own stack adds to its scores by the distance of two tokens is given, and not learned.
     """
     length = SEQUENCE + 2
 
@@ -164,7 +177,7 @@ def t5() -> Model:
         )
         for stack in (model.encoder, model.decoder):
             bias = stack.block[0].layer[0].SelfAttention.relative_attention_bias
-            torch.nn.init.zeros_(bias.requires_grad_(False).weight)
+            bias.requires_grad_(False).weight.copy_(_T5_BIAS)
         return model
 
     def batch(number: int) -> dict[str, torch.Tensor]:
@@ -202,6 +215,7 @@ def _t5_layer(stack: str, layer: int, rows: Shape, attentions: dict[str, tuple[i
                 scale=1.0,
                 source=inputs,
                 target=f"{at}.o",
+                bias=_t5_bias(keys, both_ways=stack == "encoder") if name == "SelfAttention" else None,
                 **place,
             )
         )
