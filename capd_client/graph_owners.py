@@ -14,8 +14,11 @@ from torch import Tensor
 
 from capd_client.graph_ops import in_graphs
 from capd_client.graph_taps import graph_aliases, trace_call
+from capd_client.notices import Notices
 
-__all__ = ["prepare", "trace_begin", "trace_end", "trace_enter", "trace_leave"]
+__all__ = ["prepare", "trace_begin", "trace_end", "trace_enter", "trace_leave", "trace_unseen"]
+
+_notices = Notices()
 
 
 class _Known(NamedTuple):
@@ -32,7 +35,7 @@ _of: Any = None  # the trace that the frames belong to
 
 def prepare() -> None:
     """Make Dynamo put the functions below into its graphs."""
-    for function in (trace_enter, trace_leave, trace_begin, trace_end):
+    for function in (trace_enter, trace_leave, trace_begin, trace_end, trace_unseen):
         in_graphs(function)
 
 
@@ -75,6 +78,13 @@ def trace_end(*tensors: Optional[Tensor]) -> None:
     known = stack.pop().get(_CALL) if stack else None
     if known is not None:
         trace_call(known.number, known.gradients, *tensors)
+
+
+def trace_unseen(role: str, message: str) -> None:
+    """A product runs that graphs do not show: say so, once, unless the owner wants nothing of it."""
+    stack = _stack()
+    if not stack or role in stack[-1]:
+        _notices.warn(role, message)
 
 
 _CALL = ""  # the role under which a call keeps its own tap; inside it no function finds one

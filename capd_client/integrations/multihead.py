@@ -5,7 +5,7 @@ linears are tapped. So nobody else's products pass through here, and the numbers
 
 Where the weights of the attention are asked for (`need_weights`, the default), it is two batched products: Q·scale by
 Kᵀ, and the weights by V. Their operands are the query (scaled already), key and value then. In compiled graphs
-these two are not tapped; the linears are.
+these two are not tapped, which is said; the linears are.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from capd_client.calls import Call
 from capd_client.function_sites import FunctionSite
+from capd_client.graph_owners import trace_unseen
 from capd_client.hook_objects import GradHook
 from capd_client.kinds import LINEAR
 from capd_client.owners import current_tap, is_owned
@@ -40,6 +41,11 @@ __all__ = ["linears_of"]
 _PACKED = ("in_proj", "in_proj_q", "in_proj_kv", "in_proj_k", "in_proj_v")
 _APART = ("q_proj", "k_proj", "v_proj")
 _OUT = "out_proj"
+
+_NOT_IN_GRAPHS = (
+    "attention that returns its weights (need_weights=True, the default of nn.MultiheadAttention) is not captured in "
+    "compiled graphs, its linears are"
+)
 
 _linears = SimpleNamespace(**dict.fromkeys((*_PACKED, *_APART, _OUT), functional.linear))
 """The function that computes each of the linears: torch's, tapped while it is watched."""
@@ -99,7 +105,7 @@ def _with_taps(function: Callable[..., Any]) -> Callable[..., Any]:
     }
     run = _adopted(function, "run", {**ours, "torch": _Torch()})
 
-    @traced_as(_adopted(function, "in_graph", ours))
+    @traced_as(_adopted(function, "in_graph", {**ours, "softmax": _softmax_in_graph}))
     def in_graph(*args: Any, **kwargs: Any) -> Any:
         """What torch puts into its table of functions that are not traced, if it makes that while this one is
         patched, as it does for a process group: it looks behind the name once. Compiling, it looks again."""
@@ -153,6 +159,12 @@ def _part_of_packed(x: Tensor, w: Tensor, b: Optional[Tensor] = None) -> Tensor:
     parts = w.shape[0] // w.shape[1]
     found = _linears.in_proj_q if parts == 1 else _linears.in_proj_kv if parts == 2 else _linears.in_proj
     return found(x, w, b)  # type: ignore[no-any-return]
+
+
+def _softmax_in_graph(scores: Tensor, dim: int) -> Tensor:
+    """Only between the two products of an attention whose weights are asked for."""
+    trace_unseen("attention", _NOT_IN_GRAPHS)
+    return functional.softmax(scores, dim=dim)
 
 
 class _Torch:

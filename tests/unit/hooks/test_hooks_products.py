@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn.functional import scaled_dot_product_attention as attend_early
 
-from capd_client import attaching
+from capd_client import attaching, graph_owners
 from capd_client.hooks import watch
 from capd_client.integrations.callers import calls
 from capd_client.notices import Notices
@@ -387,6 +387,24 @@ class TestCompiled:
         assert {name: torch.equal(value, eager[name]) for name, value in found.items()} == dict.fromkeys(
             eager, True
         )
+
+    @pytest.mark.parametrize(("select", "said"), [(None, 1), ({"components": ["linear"]}, 0)])
+    def test_attention_that_a_graph_does_not_show_is_said_to_be_missing(
+        self, sink: MemorySink, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+        select: dict[str, Any] | None, said: int,
+    ) -> None:  # fmt: skip
+        monkeypatch.setattr(graph_owners, "_notices", Notices())
+        attention, x = nn.MultiheadAttention(WIDTH, 2), torch.randn(3, 2, WIDTH)
+        model = nn.ModuleList([attention, nn.MultiheadAttention(WIDTH, 2)])
+        model.forward = lambda x: model[1](*(model[0](x, x, x)[0],) * 3)[0]  # type: ignore[method-assign]
+        watch(model, select=select)
+
+        torch.compile(model, backend="aot_eager", fullgraph=True)(x).sum().backward()
+
+        assert caplog.text.count("returns its weights") == said
+        assert {c.key.module for c in sink.captured} == {
+            f"{n}.{part}" for n in "01" for part in ("in_proj", "out_proj")
+        }
 
     def test_a_weight_that_changes_its_module_when_it_is_read_is_not_read(self, sink: MemorySink) -> None:
         def trained(model: nn.Module) -> list[Tensor]:
