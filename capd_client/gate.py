@@ -22,16 +22,8 @@ class Gate:
     """
 
     __slots__ = (
-        "_ended_at",
-        "_limited",
-        "_open",
-        "_open_at",
-        "_own",
-        "_silent",
-        "_whens",
-        "closed_at",
-        "context",
-    )
+        "_ended_at", "_limited", "_open", "_open_at", "_own", "_silent", "_whens", "closed_at", "context",
+    )  # fmt: skip
 
     def __init__(self, context: Context, whens: Sequence[When]) -> None:
         self.context = context
