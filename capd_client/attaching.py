@@ -149,9 +149,8 @@ def attach(
     told = ", ".join(dict.fromkeys(type(model).__name__ for model in models))
     whole = roots is not None
     if roots is None or (products and len(fresh) == len(chosen)):
-        excused = (
-            plan.rules if whole or chosen else ()
-        )  # a watch that was asked for and gives nothing is told why
+        # A watch that was asked for and gives nothing is told of every rule why.
+        excused = plan.rules if whole or chosen else ()
         elsewhere = [rule.settings for rule in excused if sink.steering.uses(rule.settings)]
         whole = _say_problems(sink, told, plan, resolved, len(chosen) - len(fresh), elsewhere) or whole
     if not products or (whole and not fresh):

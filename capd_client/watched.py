@@ -101,7 +101,8 @@ class Watched:
         Tensor parallelism and parameters that are gathered for each forward work by hooks on the modules, and a hook
         of these may be put on anew amid training. In front of a gather a read of the parameter would set it off.
         """
-        if self._settled and not self.gate.admits():
+        gate = self.gate
+        if self._settled and (gate.closed_at == gate.context.iteration or not gate.admits()):
             return
         self._settled = True
         for handle in self._last:

@@ -39,9 +39,8 @@ class Plan:
     def __init__(self, sink: PlanSink, handle: WatchHandle) -> None:
         self._sink = sink
         self._handle = handle
-        weakref.finalize(
-            self, handle.remove
-        ).atexit = False  # of `print(plan(model))` nothing stays on the model
+        # Of `print(plan(model))` nothing stays on the model.
+        weakref.finalize(self, handle.remove).atexit = False
         self._expected = [row for tap in handle.taps for row in _expected(tap, sink)]
 
     def __enter__(self) -> Plan:
