@@ -28,10 +28,6 @@ SMALL_NBYTES = 64 << 10  # tensors below this size share slabs
 ALIGNMENT = 64
 
 
-def _round_up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit
-
-
 class Extents:
     """Free extents of [start, start + nbytes), kept sorted by address and coalesced."""
 
@@ -126,7 +122,7 @@ class SlotAllocator:
             slot = self._take_small(nbytes)
             if slot is not None:
                 return slot
-        extent = _round_up(nbytes, GRANULE_NBYTES)
+        extent = -(-nbytes // GRANULE_NBYTES) * GRANULE_NBYTES
         start = self._extents.take(extent)
         if start is None and self._trim():
             start = self._extents.take(extent)
@@ -155,7 +151,7 @@ class SlotAllocator:
         return True
 
     def _take_small(self, nbytes: int) -> Optional[Slot]:
-        extent = _round_up(nbytes, ALIGNMENT)
+        extent = -(-nbytes // ALIGNMENT) * ALIGNMENT
         slab = self._current
         if slab is None or slab.next_offset + extent > self._slab_nbytes:
             slab = _Slab()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Optional
+from typing import TYPE_CHECKING, Optional
+
+import msgspec
 
 from capd_client import recompute
 from capd_client.key import Moment
@@ -15,15 +17,16 @@ if TYPE_CHECKING:
 __all__ = ["Call", "Calls"]
 
 
-class Call(NamedTuple):
+class Call(msgspec.Struct, frozen=True):
     """One call of a tapped product that is captured, while it runs.
 
-    rules: those that captured its moment, as bits; its gradients follow them. metadata: JSON object, or empty.
-    hook: on the parameter that it uses, if its gradient is wanted and comes by itself.
+    rules: those that captured its moment, as bits; its gradients follow them. rank: that it is captured as.
+    metadata: JSON object, or empty. hook: on the parameter that it uses, if its gradient is wanted and comes by itself.
     """
 
     moment: Moment
     rules: int
+    rank: int
     recomputing: bool = False
     metadata: str = ""
     hook: Optional[ParameterHook] = None
@@ -43,7 +46,7 @@ class Calls:
         """The call about to run, or None if it is not captured. rules: those of the product, as bits."""
         if recompute.in_backward():
             first: Optional[Call] = recompute.take(self)
-            return None if first is None else first._replace(recomputing=True)
+            return None if first is None else msgspec.structs.replace(first, recomputing=True)
         rules = 0 if trying() else self._gate.admits() & rules
         if not rules:
             return None
@@ -53,7 +56,8 @@ class Calls:
             self._counts.clear()
         number = self._counts.get(context.micro_batch, 0)
         self._counts[context.micro_batch] = number + 1
-        return Call(context.moment(call=number, recompute=False), rules)
+        rank = context.bind()
+        return Call(context.moment(call=number, recompute=False), rules, rank)
 
     def keep(self, call: Call) -> None:
         """Remember it for its recompute, if it lies in a checkpointed segment."""

@@ -56,7 +56,8 @@ class Definitions:
     """All definitions of a session. Called under the session's lock, except `find`."""
 
     def __init__(self) -> None:
-        self.found: dict[Any, Definition] = {}  # by (id of the key object, dtype[, attributes])
+        # By (id of the key object, dtype, id of the attributes), or their items in its place.
+        self.found: dict[Any, Definition] = {}
         self._by_content: dict[tuple[Key, str, bytes], Definition] = {}
         self._all: list[Definition] = []
 
@@ -70,12 +71,16 @@ class Definitions:
         self, key: Key, dtype: torch.dtype, attributes: Optional[dict[str, Any]]
     ) -> Optional[Definition]:
         """The definition last made for this very key object, or None."""
-        if attributes is None:
-            return self.found.get((id(key), dtype))
+        found = self.found.get((id(key), dtype, id(attributes)))
+        if found is not None or attributes is None:
+            return found
         try:
-            return self.found.get((id(key), dtype, tuple(attributes.items())))
+            found = self.found.get((id(key), dtype, tuple(attributes.items())))
         except TypeError:  # an unhashable value
             return None
+        if found is not None and found.attributes is attributes:  # the same object again, held since
+            self.found[id(key), dtype, id(attributes)] = found
+        return found
 
     def make(self, key: Key, dtype: torch.dtype, attributes: Optional[dict[str, Any]]) -> Definition:
         """Find by content or intern. Raises ConfigError for what the protocol does not carry."""
@@ -122,7 +127,7 @@ class Definitions:
         if len(self.found) >= _MAX_REMEMBERED:  # a caller that makes new key objects all the time
             self.found.clear()
         held = Definition(definition.define, key, attributes)
-        at: Any = (id(key), dtype) if attributes is None else (id(key), dtype, tuple(attributes.items()))
+        at: Any = (id(key), dtype, id(None) if attributes is None else tuple(attributes.items()))
         try:
             self.found[at] = held
         except TypeError:

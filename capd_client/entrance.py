@@ -69,7 +69,8 @@ class Entrance(Accounts):
                 if self._refusing is not None:
                     self._refuse(definition, descriptor, self._refusing)
                     return None
-                if not self.step_budget.has_room(iteration, nbytes):
+                limited = self.step_budget.nbytes is not None
+                if limited and not self.step_budget.has_room(iteration, nbytes):
                     return self._no_room(definition, descriptor, DropReason.STEP_BUDGET)
                 slot = self.slots.take(nbytes)
                 if slot is None:
@@ -83,31 +84,26 @@ class Entrance(Accounts):
                         slot = None
                         self.waiting.given()
                         return self._no_room(definition, descriptor, DropReason.STEP_BUDGET)
-                self.step_budget.take(iteration, nbytes)
-                return self._enter(definition, descriptor, slot, nbytes)
+                if limited:
+                    self.step_budget.take(iteration, nbytes)
+                return self._enter(Capture(descriptor, definition, slot, COPYING, False, nbytes, get_ident()))
         except BaseException:
             if slot is not None and not descriptor.sequence:
                 with self.lock:
                     self.waiting.give(slot)
             raise
 
-    def _enter(
-        self, definition: Definition, descriptor: Descriptor, slot: Slot, budgeted: int = 0
-    ) -> Capture:
-        """Give an offer its sequence and its place in the queue."""
-        capture = Capture(descriptor, definition, slot, COPYING, False, budgeted, get_ident())
-        descriptor.offset = slot[0]
-        self._begin(capture)
-        self._queue += (capture,)
-        return capture
-
-    def _begin(self, capture: Capture) -> None:
-        """Count an offer as in flight, under a sequence of its own."""
-        words, in_flight = self.counters.words, len(self._live) + 1
-        sequence = self._last_sequence = capture.descriptor.sequence = self._last_sequence + 1
+    def _enter(self, capture: Capture, *, queued: bool = True) -> Capture:
+        """Count an offer as in flight, under a sequence and with a place in the queue of its own."""
+        words, in_flight, descriptor = self.counters.words, len(self._live) + 1, capture.descriptor
+        descriptor.offset = capture.slot[0]
+        sequence = self._last_sequence = descriptor.sequence = self._last_sequence + 1
         self._live[sequence] = capture
         words[COUNTER_OFFERED] += 1
         words[COUNTER_IN_FLIGHT] = in_flight
+        if queued:
+            self._queue += (capture,)
+        return capture
 
     def _refuse(self, definition: Definition, descriptor: Descriptor, reason: DropReason) -> None:
         """Count an offer as a drop."""

@@ -131,7 +131,8 @@ class FunctionSite:
             call = None if module is None else tap.begin(module, operands, parameter, args, kwargs)
             if call is None:
                 return None, args, kwargs
-            return call, *self._with(tap.aliases(call, tuple(operands)), args, kwargs)
+            aliases = tap.aliases(call, tuple(operands))
+            return (call, args, kwargs) if aliases is None else (call, *self._with(aliases, args, kwargs))
         except Exception as error:
             tap.failed(f"{self.role} call", error)
             return None, args, kwargs

@@ -94,13 +94,13 @@ class PreHook(Hook):
         try:
             tap.bound = None
             operands = operands_of(self._arguments, args, kwargs)
-            parameter = getattr(module, self._parameter, None) if self._parameter else None
+            parameter = getattr(module, self._parameter, None) if tap.uses_parameter else None
             call = tap.begin(module, operands, parameter, args, kwargs)
             if call is None:
                 return None
             tap.bound = call
             aliases = tap.aliases(call, operands)
-            if all(alias is operand for alias, operand in zip(aliases, operands, strict=True)):
+            if aliases is None:
                 return None
             return with_operands(self._arguments, aliases, args, kwargs)
         except Exception as error:

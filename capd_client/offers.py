@@ -3,75 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor, nn
 
 from capd_client.calls import Call
-from capd_client.gate import Gate
-from capd_client.key import Key
+from capd_client.key import Key, Moment
 from capd_client.kinds import placement
 from capd_client.naming import Place
 from capd_client.rules import Kept, Wanted, rules_of
 from capd_client.sink import Sink
-from capd_client.sites import Site
+from capd_client.sites import Site, State
 
 __all__ = ["Offers"]
+
+
+class _Named(NamedTuple):
+    """What a tensor of one name, dtype and rank is handed over as."""
+
+    key: Key
+    attributes: Optional[dict[str, Any]]  # one dict for all of them: the session knows it again
+
+
+class _Kept(dict[int, dict[str, Kept]]):
+    """By the rules that captured a call, as bits: what they want of each tensor, by name. Filled in as it is asked."""
+
+    def __init__(self, wanted: Mapping[str, Wanted]) -> None:
+        super().__init__()
+        self._wanted = wanted
+
+    def __missing__(self, rules: int) -> dict[str, Kept]:
+        found = {name: wanted.of(rules) for name, wanted in self._wanted.items()}
+        self[rules] = {name: kept for name, kept in found.items() if kept is not None}
+        return self[rules]
 
 
 class Offers:
     """Those of one tap.
 
-    tensors: names of those that are captured, in some step. rules: that want any of them, as bits.
+    tensors: names of those that are captured, in some step. rules: that want any of them, as bits. kept: what each call
+    is to keep: `kept[call.rules]` is asked several times per capture, and costs no call.
     """
 
     __slots__ = (
-        "_attributes", "_common", "_computed", "_context", "_kept", "_keys", "_kind", "_lacks", "_of_tensor",
-        "_parameter_at", "_place", "_sink", "_state", "_wanted", "rules", "tensors",
+        "_common", "_computed", "_kind", "_lacks", "_named", "_of_tensor", "_parameter_at", "_place", "_sink", "_state",
+        "_wanted", "kept", "rules", "tensors",
     )  # fmt: skip
 
-    def __init__(
-        self, site: Site, place: Place, wanted: Mapping[str, Wanted], sink: Sink, gate: Gate
-    ) -> None:
+    def __init__(self, site: Site, place: Place, wanted: Mapping[str, Wanted], sink: Sink) -> None:
         self._kind = site.kind
         self._place = place
         self._sink = sink
-        self._context = gate.context
         self._computed = site.computed
         self._state = site.state
         self._common = site.attributes
         self._of_tensor = dict(site.of_tensor)
         self._lacks = frozenset(name for name, _ in site.lacks)
         self._wanted: Mapping[str, Wanted] = {}  # by tensor name
+        self.kept: Mapping[int, Mapping[str, Kept]] = {}
         self.tensors: frozenset[str] = frozenset()
         self.rules = 0
         self.want(wanted)
-        self._attributes: dict[tuple[str, Optional[torch.dtype]], Optional[dict[str, Any]]] = {}
-        self._keys: dict[tuple[str, torch.dtype], Key] = {}
+        # by name, dtype, dtype that it is cast to, and rank
+        self._named: dict[tuple[str, torch.dtype, Optional[torch.dtype], int], _Named] = {}
         self._parameter_at = (-1, False)  # the iteration whose parameter is captured, and whether all of it
 
     def want(self, wanted: Mapping[str, Wanted]) -> None:
         """Capture these tensors from now on, by their names."""
         had = {name: one for name, one in wanted.items() if name not in self._lacks}
         self._wanted, self.tensors, self.rules = had, frozenset(had), rules_of(had)
-        self._kept: dict[
-            tuple[str, int], Optional[Kept]
-        ] = {}  # what is wanted, by tensor name and open rules
+        self.kept = _Kept(had)
 
     def wanted(self, tensor_name: str) -> Wanted:
         """What is wanted of one of `tensors`."""
         return self._wanted[tensor_name]
-
-    def kept(self, tensor_name: str, call: Call) -> Optional[Kept]:
-        """What the rules of this call want of a tensor; None: nothing."""
-        found, asked = self._kept, (tensor_name, call.rules)
-        try:
-            return found[asked]
-        except KeyError:
-            wanted = self._wanted.get(tensor_name)
-            kept = found[asked] = None if wanted is None else wanted.of(call.rules)
-            return kept
 
     def shape_of(self, tensor_name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of what is kept of a tensor of this shape."""
@@ -83,7 +89,7 @@ class Offers:
         self, parameter: Tensor, module: Optional[nn.Module], call: Call, cast_to: Optional[torch.dtype]
     ) -> None:
         """Capture the parameter that the call uses, once per iteration; one that is computed, with every call."""
-        kept, iteration = self.kept(self._kind.parameter, call), call.moment.iteration
+        kept, iteration = self.kept[call.rules].get(self._kind.parameter), call.moment.iteration
         if kept is None:
             return
         whole = kept.store != "stats"
@@ -92,20 +98,26 @@ class Offers:
         # Otherwise it comes with the first call that is kept.
         if not self._computed and self._sink.keeps(call.moment):
             self._parameter_at = (iteration, whole)
-        self._offer_parameter(parameter, module, call, cast_to)
-
-    def _offer_parameter(
-        self, parameter: Tensor, module: Optional[nn.Module], call: Call, cast_to: Optional[torch.dtype]
-    ) -> None:
-        name = self._kind.parameter
         if self._state is None or module is None:
-            self.tensor(parameter, name, call, cast_to)
-            return
-        state = self._state(module)
-        attributes = {**(self._attributes_of(name, None) or {}), **state.attributes}
-        self.tensor(parameter, name, call, None, attributes)
-        for suffix, tensor in state.tensors.items():
-            self.tensor(tensor, f"{name}.{suffix}", call, None, attributes, part_of=name)
+            self.tensor(parameter, self._kind.parameter, call, cast_to)
+        else:
+            self._quantised(parameter, self._state(module), call, kept)
+
+    def _quantised(self, parameter: Tensor, state: State, call: Call, kept: Kept) -> None:
+        """Capture a quantised parameter, and what it is read by: whole, whatever is kept of the parameter."""
+        name = self._kind.parameter
+        named = {name: parameter, **{f"{name}.{suffix}": tensor for suffix, tensor in state.tensors.items()}}
+        attributes = {**self._attributes_of(name), **state.attributes}
+        for tensor_name, tensor in named.items():
+            self._sink.offer(
+                tensor,
+                self._name(tensor_name, tensor.dtype, None, call.rank).key,
+                call.moment,
+                attributes=attributes,
+                metadata=call.metadata,
+                take=kept.take if tensor is parameter else None,
+                store=kept.store,
+            )
 
     def tensor(
         self,
@@ -113,44 +125,43 @@ class Offers:
         tensor_name: str,
         call: Call,
         cast_to: Optional[torch.dtype] = None,
-        attributes: Optional[dict[str, Any]] = None,
-        *,
-        part_of: Optional[str] = None,
+        moment: Optional[Moment] = None,
     ) -> None:
-        """Capture a tensor if it is wanted; `part_of`: whole, if that one is."""
-        kept = self.kept(part_of or tensor_name, call)
+        """Capture a tensor if it is wanted; `moment`: other than the call's."""
+        kept = self.kept[call.rules].get(tensor_name)
         if kept is None:
             return
-        if attributes is None:
-            attributes = self._attributes_of(tensor_name, None if cast_to is None else tensor.dtype)
+        key, attributes = self._named.get((tensor_name, tensor.dtype, cast_to, call.rank)) or self._name(
+            tensor_name, tensor.dtype, cast_to, call.rank
+        )
         self._sink.offer(
             tensor,
-            self._key(tensor_name, cast_to or tensor.dtype),
-            call.moment,
+            key,
+            call.moment if moment is None else moment,
             cast_to=cast_to,
             attributes=attributes,
             metadata=call.metadata,
-            take=None if part_of else kept.take,
+            take=kept.take,
             store=kept.store,
         )
 
-    def _attributes_of(self, tensor_name: str, cast_from: Optional[torch.dtype]) -> Optional[dict[str, Any]]:
-        asked = (tensor_name, cast_from)
-        if asked not in self._attributes:
-            found = dict((*self._common, *self._of_tensor.get(tensor_name, ())))
-            if cast_from is not None:
-                found["cast_from"] = str(cast_from).removeprefix("torch.")
-            self._attributes[asked] = found or None
-        return self._attributes[asked]
+    def _attributes_of(self, tensor_name: str) -> dict[str, Any]:
+        return dict((*self._common, *self._of_tensor.get(tensor_name, ())))
 
-    def _key(self, tensor_name: str, dtype: torch.dtype) -> Key:
-        rank = self._context.bind()
-        key = self._keys.get((tensor_name, dtype))
-        if key is None or key.rank != rank:
-            operation, phase = placement(tensor_name)
-            key = self._keys[tensor_name, dtype] = Key(
-                quant_type=self._sink.quant_type(dtype), rank=rank, tensor_name=tensor_name,
-                layer=self._place.layer, phase=phase, layer_type=self._kind.layer_type, operation=operation,
-                component=self._kind.component, module=self._place.module, stack=self._place.stack,
-            )  # fmt: skip
-        return key
+    def _name(
+        self, tensor_name: str, dtype: torch.dtype, cast_to: Optional[torch.dtype], rank: int
+    ) -> _Named:
+        asked = (tensor_name, dtype, cast_to, rank)
+        if asked in self._named:
+            return self._named[asked]
+        operation, phase = placement(tensor_name)
+        key = Key(
+            quant_type=self._sink.quant_type(cast_to or dtype), rank=rank, tensor_name=tensor_name,
+            layer=self._place.layer, phase=phase, layer_type=self._kind.layer_type, operation=operation,
+            component=self._kind.component, module=self._place.module, stack=self._place.stack,
+        )  # fmt: skip
+        attributes = self._attributes_of(tensor_name)
+        if cast_to is not None:
+            attributes["cast_from"] = str(dtype).removeprefix("torch.")
+        found = self._named[asked] = _Named(key, attributes or None)
+        return found

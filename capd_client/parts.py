@@ -84,8 +84,7 @@ class PartedBooks(Books):
         record = Record(
             descriptor, definition, EMPTY, budgeted=nbytes, thread=get_ident(), patience_s=self.waiting.max_s
         )
-        self._begin(record)
-        return record
+        return self._enter(record, queued=False)
 
     def cut(self, record: Record, nbytes: int) -> Optional[PartCapture]:
         """A slot, a sequence and a place in the queue for the record's next `nbytes`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import get_ident
 from typing import Any, Optional
 
 import torch
@@ -35,7 +36,7 @@ class ReducingBooks(Books):
             return super()._no_room(definition, descriptor, reason)
         descriptor.nbytes, descriptor.payload, descriptor.row_offset = 0, False, slot[0]
         try:
-            return self._enter(definition, descriptor, slot)
+            return self._enter(Capture(descriptor, definition, slot, thread=get_ident()))
         except BaseException:  # a signal handler's
             if not descriptor.sequence:
                 self.waiting.give(slot)

@@ -60,6 +60,8 @@ def operands_of(
     arguments: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, ...]:
     """The values given for the first arguments of a call, by position or by name; None for those not given."""
+    if len(args) >= len(arguments):
+        return args[: len(arguments)]
     return tuple(
         args[place] if place < len(args) else kwargs.get(name) for place, name in enumerate(arguments)
     )
@@ -69,6 +71,8 @@ def with_operands(
     arguments: tuple[str, ...], operands: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call with others in the place of its operands."""
+    if len(args) >= len(operands):
+        return (*operands, *args[len(operands) :]), kwargs
     named = zip(arguments[len(args) :], operands[len(args) :], strict=True)
     given = {name: value for name, value in named if name in kwargs}
     return (*operands[: len(args)], *args[len(operands) :]), {**kwargs, **given}

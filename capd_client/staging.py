@@ -30,9 +30,11 @@ from capd_client.protocol import Descriptor
 from capd_client.reducing import write_row
 from capd_client.room import RoomNotices
 from capd_client.slicing import Slice
-from capd_client.tensors import PLAIN_TYPES, without_modes
+from capd_client.tensors import DTYPES, PLAIN_TYPES, modes_active, without_modes
 
 __all__ = ["Stager"]
+
+_NO_OFFSET = 1 << 40  # bytes: no tensor begins so far inside of its storage
 
 
 class Stager(Describing):
@@ -77,36 +79,34 @@ class Stager(Describing):
 
         A normal return has counted the offer once, and so has Counted; other errors have not.
         """
-        as_it_is = cast_to is None and attributes is None and take is None and not metadata
-        if as_it_is and type(tensor) in PLAIN_TYPES and tensor.is_cpu:
-            definition = self._books.definitions.found.get((id(key), tensor.dtype))
-            if definition is not None and self._stage_small(tensor, definition, moment, store):
+        if take is None and not metadata and type(tensor) in PLAIN_TYPES and tensor.is_cpu:
+            dtype = tensor.dtype if cast_to is None else cast_to
+            definition = self._books.definitions.found.get((id(key), dtype, id(attributes)))
+            if definition is not None and self._stage_known(tensor, dtype, definition, moment, store):
                 return
         super().stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable, store)
 
-    def _stage_small(
-        self, tensor: torch.Tensor, definition: Definition, moment: Moment, store: Optional[str]
+    def _stage_known(
+        self,
+        tensor: torch.Tensor,
+        dtype: torch.dtype,
+        definition: Definition,
+        moment: Moment,
+        store: Optional[str],
     ) -> bool:
         """The common case with as few calls as there can be; False, and nothing done, where it is not that case.
 
         A freed storage has its data at null, so the tensor's data pointer is its offset and nothing more.
         """
-        item_nbytes = definition.item_nbytes
         try:
-            address = tensor.data_ptr()
-            nbytes = tensor.nbytes
-            shape = tensor.shape
-            if (
-                not tensor.is_contiguous()
-                or not 0 < nbytes <= self._small_nbytes
-                or address == tensor.storage_offset() * item_nbytes
-                or not item_nbytes
-                or tensor.is_neg()
-            ):
-                return False
+            address, nbytes, shape = tensor.data_ptr(), tensor.numel() * definition.item_nbytes, tensor.shape
+            freed = address < _NO_OFFSET and address == tensor.storage_offset() * tensor.element_size()
+            plain = tensor.dtype is dtype and tensor.is_contiguous() and not tensor.is_neg()
         except (RuntimeError, NotImplementedError):  # not dense, or inside a function transform
             return False
-        if len(shape) > MAX_NDIM:
+        if freed or not 0 < nbytes <= self._small_nbytes or len(shape) > MAX_NDIM:
+            return False
+        if not plain and (tensor.dtype not in DTYPES or modes_active()):
             return False
         descriptor = self._describe[store](
             0, 0, nbytes, definition.id, shape, moment, "cpu", tensor.requires_grad, tensor.is_leaf
@@ -117,12 +117,14 @@ class Stager(Describing):
                 self._room.not_admitted(moment.iteration, nbytes)
                 return True
             row_offset = descriptor.row_offset
-            if row_offset is None:
+            if row_offset is not None:
+                with without_modes():
+                    self._keep_statistics(tensor, dtype, row_offset)
+            elif plain:
                 copy = move_holding_gil if nbytes <= GIL_HELD_NBYTES else move
                 copy(self._address + descriptor.offset, address, nbytes)
             else:
-                with without_modes():
-                    self._keep_statistics(tensor, tensor.dtype, row_offset)
+                self._host.fill(tensor, dtype, descriptor.offset, nbytes)
             capture.state = READY
         except BaseException as error:
             self._books.break_off(descriptor, error)

@@ -45,8 +45,8 @@ class Tap:
     """Captures one product. Its methods may raise; who calls them hands errors on to `failed`."""
 
     __slots__ = (
-        "__weakref__", "_calls", "_computed", "_describe", "_offers", "_parameter", "_parameter_hooks", "_sink",
-        "bound", "gate", "kept", "kind", "module", "number", "place",
+        "__weakref__", "_calls", "_computed", "_describe", "_gradients", "_offers", "_parameter", "_parameter_gradient",
+        "_parameter_hooks", "_sink", "bound", "gate", "kind", "module", "number", "place", "uses_parameter",
     )  # fmt: skip
 
     def __init__(
@@ -66,8 +66,10 @@ class Tap:
         self._sink = sink
         self._describe = site.describe
         self._calls = Calls(gate)
-        self._offers = Offers(site, place, wanted, sink, gate)
-        self.kept = self._offers.kept
+        self._gradients = tuple(f"grad_{name}" for name in site.kind.operands)
+        self._parameter_gradient = f"grad_{site.kind.parameter}"
+        self._offers = Offers(site, place, wanted, sink)
+        self.uses_parameter = self._uses_parameter()  # whether calls have to tell it
         self._parameter_hooks = ParameterHooks()
         self.bound: Optional[Call] = None  # between the pre-hook and the forward hook of one call
         self.number = claim(self) if self.tensors else -1  # what compiled graphs know it by; -1: not at all
@@ -123,40 +125,35 @@ class Tap:
         """
         if not module.training or self.module() is not module or is_tracing():
             return None
-        call = self._calls.next(self.rules)
+        call = self._calls.next(self._offers.rules)
         if call is None or not isinstance(operands[0], Tensor):
             return None
         if not call.recomputing:
             if self._describe is not None:
-                call = call._replace(
-                    metadata=msgspec.json.encode(self._describe(args, kwargs or {})).decode()
-                )
+                metadata = msgspec.json.encode(self._describe(args, kwargs or {})).decode()
+                call = msgspec.structs.replace(call, metadata=metadata)
             self._capture_operands(operands, parameter, call, autocast_dtype(operands[0].device.type))
-        if self._computed and isinstance(parameter, Tensor) and parameter.grad_fn is not None:
-            self._hang_on_operand(call, f"grad_{self.kind.parameter}", parameter)
-            return call
-        return self._with_hook(call, parameter)  # in a recompute, too: there FSDP makes another weight
+        if self.uses_parameter:
+            call = self._with_hook(call, parameter)  # in a recompute, too: there FSDP makes another weight
+        return call
 
-    def aliases(self, call: Call, operands: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The operands to run the call with: those whose gradients are wanted as views of their own."""
+    def aliases(self, call: Call, operands: tuple[Any, ...]) -> Optional[tuple[Any, ...]]:
+        """The operands with those as views of their own whose gradients are wanted; None where there is no such one."""
         if not torch.is_grad_enabled():
-            return operands
-        return tuple(
-            self._alias(call, f"grad_{name}", operand)
-            for name, operand in zip(self.kind.operands, operands, strict=True)
-        )
+            return None
+        kept = self._offers.kept[call.rules]
+        aliased: Optional[list[Any]] = None
+        for place, name in enumerate(self._gradients):
+            operand = operands[place]
+            if name in kept and isinstance(operand, Tensor) and operand.requires_grad:
+                aliased = aliased or list(operands)
+                aliased[place] = alias = alias_of(operand)
+                hang(alias, GradHook(self, name, call))
+        return None if aliased is None else tuple(aliased)
 
-    def _alias(self, call: Call, gradient: str, operand: Any) -> Any:
-        if not isinstance(operand, Tensor) or not operand.requires_grad or self.kept(gradient, call) is None:
-            return operand
-        alias = alias_of(operand)
-        self._hang_on_operand(call, gradient, alias)
-        return alias
-
-    def _hang_on_operand(self, call: Call, gradient: str, operand: Tensor) -> None:
-        """Have the gradient of what only this call uses captured, if it is wanted."""
-        if operand.requires_grad and torch.is_grad_enabled() and self.kept(gradient, call) is not None:
-            hang(operand, GradHook(self, gradient, call))
+    def wants(self, tensor_name: str, call: Call) -> bool:
+        """Whether the rules of this call want a tensor."""
+        return tensor_name in self._offers.kept[call.rules]
 
     def end(self, call: Call, result: Any) -> None:
         """Capture the output of the call and hang the gradient hooks on it."""
@@ -166,10 +163,10 @@ class Tap:
         if not call.recomputing:
             self._offers.tensor(output, "output", call)
         self._calls.keep(call)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not output.requires_grad:
             return
-        wanted = (self.kept(name, call) for name in ("grad_output", f"grad_{self.kind.parameter}"))
-        if output.requires_grad and any(wanted):
+        kept = self._offers.kept[call.rules]
+        if "grad_output" in kept or self._parameter_gradient in kept:
             hang(product_of(output), GradHook(self, "grad_output", call, output.shape))
 
     def graph_call(
@@ -182,7 +179,7 @@ class Tap:
         """
         *operands, parameter, output = tensors
         module = self.module()
-        call = None if module is None else self._calls.next(self.rules)
+        call = None if module is None else self._calls.next(self._offers.rules)
         if call is None:
             return None
         held = _held(module, self._parameter)
@@ -203,11 +200,12 @@ class Tap:
                 return  # it came in the first part
             if call.hook is not None:
                 call.hook.expect(call)
-        if self.kept(tensor_name, call) is not None:
-            if shape is not None and gradient.shape != shape:
-                gradient = gradient.detach().reshape(shape)
-            moment = msgspec.structs.replace(call.moment, time_ns=time.time_ns())
-            self._offers.tensor(gradient, tensor_name, call._replace(moment=moment))
+        if tensor_name not in self._offers.kept[call.rules]:
+            return
+        if shape is not None and gradient.shape != shape:
+            gradient = gradient.detach().reshape(shape)
+        moment = msgspec.structs.replace(call.moment, time_ns=time.time_ns())
+        self._offers.tensor(gradient, tensor_name, call, moment=moment)
 
     def graph_gradient(
         self, place: Optional[int], gradient: Tensor, moment: Moment, rules: int, hook: int
@@ -218,7 +216,8 @@ class Tap:
         """
         names = (*self.kind.operands, self.kind.parameter)
         name = "grad_output" if place is None else f"grad_{names[place]}"
-        self.gradient(name, gradient, Call(moment, rules, hook=self._parameter_hooks.numbered(hook)))
+        rank = self.gate.context.bind()
+        self.gradient(name, gradient, Call(moment, rules, rank, hook=self._parameter_hooks.numbered(hook)))
 
     def failed(self, where: str, error: Exception) -> None:
         """Count an error inside capd and go on: nothing leaves a tap."""
@@ -227,7 +226,8 @@ class Tap:
     def select(self, wanted: Mapping[str, Wanted]) -> None:
         """Capture these tensors from now on; none of them: gradients still under way are not captured either."""
         self._offers.want(wanted)
-        if f"grad_{self.kind.parameter}" not in self.tensors:
+        self.uses_parameter = self._uses_parameter()
+        if self._parameter_gradient not in self.tensors:
             self._parameter_hooks.remove()
 
     def remove(self) -> None:
@@ -240,15 +240,23 @@ class Tap:
     ) -> None:
         for name, operand in zip(self.kind.operands, operands, strict=True):
             if isinstance(operand, Tensor):
-                self._offers.tensor(operand, name, call, product_dtype(operand, autocast))
+                cast_to = None if autocast is None else product_dtype(operand, autocast)
+                self._offers.tensor(operand, name, call, cast_to)
         if isinstance(parameter, Tensor):
             self._offers.parameter(parameter, self.module(), call, product_dtype(parameter, autocast))
 
+    def _uses_parameter(self) -> bool:
+        return self.kind.parameter in self.tensors or self._parameter_gradient in self.tensors
+
     def _with_hook(self, call: Call, parameter: Any) -> Call:
         """The call with the hook that the gradient of its parameter comes through, if it is wanted."""
-        if self.kept(f"grad_{self.kind.parameter}", call) is None:
+        if not self.wants(self._parameter_gradient, call):
             return call
-        return call._replace(hook=self._parameter_hooks.on(parameter, self))
+        if self._computed and isinstance(parameter, Tensor) and parameter.grad_fn is not None:
+            if parameter.requires_grad and torch.is_grad_enabled():  # only this call uses it
+                hang(parameter, GradHook(self, self._parameter_gradient, call))
+            return call
+        return msgspec.structs.replace(call, hook=self._parameter_hooks.on(parameter, self))
 
 
 def _held(module: Any, name: str) -> Any:

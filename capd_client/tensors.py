@@ -105,6 +105,8 @@ def is_pending(tensor: Any) -> bool:
 
 def selectively_checkpointed() -> bool:
     """Whether selective checkpointing sees our operations, or those that the job runs next."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
     names = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
     modes = tuple(getattr(checkpoint, name, type(None)) for name in names)
     return any(isinstance(mode, modes) for mode in _get_current_dispatch_mode_stack())

@@ -210,7 +210,7 @@ def _begin(tap: Tap, q: Tensor, k_t: Tensor, v: Tensor) -> Optional[Call]:
 def _watch_gradients(tap: Tap, call: Call, used: tuple[Tensor, ...], operands: list[Tensor]) -> None:
     """Nothing but the products uses these tensors: their gradients are the operands' own, without an alias."""
     for name, tensor, operand in zip(tap.kind.operands, used, operands, strict=True):
-        if tap.kept(f"grad_{name}", call) is not None and tensor.requires_grad:
+        if tap.wants(f"grad_{name}", call) and tensor.requires_grad:
             hook = GradHook(tap, f"grad_{name}", call, operand.shape)
             hang(tensor, _turned(hook) if name == "key" else hook)
 

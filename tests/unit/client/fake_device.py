@@ -100,7 +100,7 @@ class FakeDevice:
 class AlwaysDevice(Stager):
     """Sends CPU tensors the way of device tensors."""
 
-    def _stage_small(self, *_: object) -> bool:
+    def _stage_known(self, *_: object) -> bool:
         return False
 
     def stage(self, *args: Any, immutable: bool = False) -> None:

@@ -94,6 +94,22 @@ def test_a_cast_is_recorded_in_the_dtype_it_was_cast_to(session: Session, peer: 
     assert {record.descriptor.key_id for record in peer.records} == {0}
 
 
+def test_a_cast_of_what_is_not_kept_is_a_counted_drop_also_where_the_key_is_known(session: Session) -> None:
+    for tensor in (torch.ones(3), torch.ones(3, dtype=torch.complex64)):
+        offer(session, tensor, cast_to=torch.float32)
+    assert session.snapshot().dropped == {DropReason.UNSUPPORTED.value: 1}
+
+
+def test_attributes_are_told_apart_by_what_they_hold(session: Session, peer: Peer) -> None:
+    first, second = {"layout": "bhsd"}, {"layout": "bshd"}
+    for attributes in (first, first, second, first, None, dict(second), second, second):
+        offer(session, torch.ones(3).t(), attributes=attributes)
+    assert session.flush(10)
+    found = [record.attributes.get("layout") for record in peer.records]
+    assert found == ["bhsd", "bhsd", "bshd", "bhsd", None, "bshd", "bshd", "bshd"]
+    assert len({record.descriptor.key_id for record in peer.records}) == 3
+
+
 def test_the_copy_is_taken_at_once(session: Session, peer: Peer) -> None:
     for count in (10, 100_000, 3_000_000):
         tensor = torch.ones(count)
