@@ -20,6 +20,7 @@ from capd_client.protocol import (
     Ack,
     Bye,
     ByeOk,
+    DaemonMessage,
     Drops,
     Flush,
     Flushed,
@@ -39,7 +40,6 @@ __all__ = ["Conversation", "FlushRequest", "Verdict"]
 _DROPS_INTERVAL_S = 1.0
 _MAX_DROP_ROWS = 1024
 _MAX_PUTS = 16  # in a row, before answers are looked at
-_MAX_ANSWERS = 64  # in a row, before the queue is looked at
 _MISSED_PINGS = 3
 
 Verdict = Union[Welcome, Reject, ByeOk]
@@ -153,25 +153,36 @@ class Conversation:
 
     def hear(self) -> Optional[Verdict]:
         """Take the answers that are there; returns the first that changes the session's standing."""
-        for _ in range(_MAX_ANSWERS):
-            if not self.link.wait(0):
-                return None
-            message = self.link.receive()
+        verdict: Optional[Verdict] = None
+        acked: list[tuple[int, int]] = []  # by ACKs in a row
+        messages = self.link.receive()
+        if messages:
             self._last_heard = self._clock()
             self._unanswered = 0
+        for message in messages:
             if isinstance(message, Ack):
-                self._books.acknowledged(message.ranges)
-            elif isinstance(message, Nack):
-                self._nacked(message)
-            elif isinstance(message, Steer):
-                self._steering.receive(message)
-            elif isinstance(message, Drain):
-                self._drains.append((message.id, self._books.last_sequence))
-            elif isinstance(message, (Welcome, Reject, ByeOk)):
-                return message
-            elif not isinstance(message, (Flushed, Pong)):
-                raise ConnectionError(f"the daemon sent a {type(message).__name__} to a rank")
-        return None
+                acked += message.ranges
+                continue
+            if acked:
+                self._books.acknowledged(acked)
+                acked = []
+            if isinstance(message, (Welcome, Reject, ByeOk)):
+                verdict = verdict or message
+            else:
+                self._take(message)
+        if acked:
+            self._books.acknowledged(acked)
+        return verdict
+
+    def _take(self, message: DaemonMessage) -> None:
+        if isinstance(message, Nack):
+            self._nacked(message)
+        elif isinstance(message, Steer):
+            self._steering.receive(message)
+        elif isinstance(message, Drain):
+            self._drains.append((message.id, self._books.last_sequence))
+        elif not isinstance(message, (Flushed, Pong)):
+            raise ConnectionError(f"the daemon sent a {type(message).__name__} to a rank")
 
     def _nacked(self, message: Nack) -> None:
         self._books.refused(message.rows)

@@ -1,7 +1,7 @@
 """One connection to the daemon: connect, hand over the arena, then framed messages in both directions.
 
-Nothing here waits longer than IO_TIMEOUT_S, and that only for a peer that stopped in the middle of a frame. After
-any OSError or EOFError the connection is unusable (a frame may be half sent) and is closed by its owner.
+Nothing here waits longer than IO_TIMEOUT_S, and that only to send to a peer that stopped in the middle of a frame.
+After any OSError or EOFError the connection is unusable (a frame may be half sent) and is closed by its owner.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import select
 import socket
 import struct
-from multiprocessing.connection import Connection
 
 import msgspec
 
@@ -27,6 +26,8 @@ from capd_client.protocol import (
 __all__ = ["IO_TIMEOUT_S", "Link"]
 
 IO_TIMEOUT_S = 2
+_READ_NBYTES = 64 << 10
+_HEADER = struct.Struct("!i")  # the length of a frame, as multiprocessing.connection writes it
 
 
 class Link:
@@ -51,12 +52,12 @@ class Link:
         except BaseException:
             peer.close()
             raise
-        self._connection: Connection = Connection(peer.detach())
-        self._fd = self._connection.fileno()
+        self._socket = peer
+        self._unread = b""  # the begin of a frame
         self._readable = select.poll()
-        self._readable.register(self._fd, select.POLLIN)
+        self._readable.register(peer, select.POLLIN)
         self._writable = select.poll()
-        self._writable.register(self._fd, select.POLLOUT)
+        self._writable.register(peer, select.POLLOUT)
         try:
             self.send(hello)
         except BaseException:
@@ -65,7 +66,8 @@ class Link:
 
     def send(self, message: ClientMessage) -> None:
         """Send one message; raises OSError when the peer is gone or has not read for IO_TIMEOUT_S."""
-        self._connection.send_bytes(encode(message))
+        frame = encode(message)
+        self._socket.sendall(_HEADER.pack(len(frame)) + frame)
 
     def writable(self) -> bool:
         """Whether the socket has room for a batch: most of its buffer is empty. True as well once it is broken."""
@@ -75,19 +77,43 @@ class Link:
         """Whether a message (or the end) is there, after waiting up to `timeout_s`."""
         return bool(self._readable.poll(timeout_s * 1000))
 
-    def receive(self) -> DaemonMessage:
-        """The next message; raises EOFError at the end, OSError for anything that is no message of a daemon."""
-        frame = self._connection.recv_bytes(MAX_FRAME_NBYTES)
+    def receive(self) -> list[DaemonMessage]:
+        """The messages that are there, taken at once: each further call into the kernel would cost the GIL again.
+
+        Raises EOFError at the end, OSError for anything that is no message of a daemon.
+        """
         try:
-            return decode_daemon(frame)
-        except msgspec.DecodeError as error:
-            raise ConnectionError(f"it sent something outside the protocol: {error}") from None
+            chunk = self._socket.recv(_READ_NBYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
+        if not chunk:
+            raise EOFError
+        unread, at = self._unread + chunk, 0
+        messages = []
+        while len(unread) - at >= _HEADER.size:
+            (nbytes,) = _HEADER.unpack_from(unread, at)
+            if not 0 <= nbytes <= MAX_FRAME_NBYTES:
+                raise ConnectionError(f"it sent something outside the protocol: a frame of {nbytes} bytes")
+            begin = at + _HEADER.size
+            if begin + nbytes > len(unread):
+                break
+            at = begin + nbytes
+            messages.append(_decoded(unread[begin:at]))
+        self._unread = unread[at:]
+        return messages
 
     def close(self) -> None:
         """Close the socket. Idempotent."""
-        self._connection.close()
+        self._socket.close()
 
     def close_in_child(self) -> None:
         """After fork, in the child: close the inherited descriptor, which leaves the parent's stream alone."""
         with contextlib.suppress(OSError):
-            self._connection.close()  # not by its number: that may be another's when the connection is collected
+            self._socket.close()  # not by its number: that may be another's when the socket is collected
+
+
+def _decoded(frame: bytes) -> DaemonMessage:
+    try:
+        return decode_daemon(frame)
+    except msgspec.DecodeError as error:
+        raise ConnectionError(f"it sent something outside the protocol: {error}") from None

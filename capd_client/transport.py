@@ -2,9 +2,9 @@
 
 States: DISCONNECTED (tries again after 50 ms … 2 s, for ever) → HANDSHAKE (HELLO sent) → RUNNING → DISCONNECTED …,
 and ENDED after BYE or a refusal without retry. The thread never waits for a state: it looks around once per
-tick, so copies from devices go on whatever the daemon does. A tick is 5 ms while captures keep coming, 1 ms once
-somebody waits or the arena is half full, and up to 25 ms when nothing comes. Training threads wake it only when they
-begin to wait themselves, or for a device after a long rest: else that would cost them the GIL.
+tick, so copies from devices go on whatever the daemon does. A tick is up to 25 ms while nobody waits and the arena is
+half free, but 5 ms with devices or a small arena, and 1 ms otherwise. Training threads wake it only when they begin to
+wait themselves, or for a device after a long rest: else that would cost them the GIL.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from capd_client.steering import Steering
 __all__ = ["State", "Transport"]
 
 _TICK_S = 0.001
-_EASY_TICK_S = 0.005  # while nothing presses: every round costs the training process some 100 µs
+_EASY_TICK_S = 0.005  # while nothing presses, at least: every round costs the training process some 200 µs
 _IDLE_TICK_S = 0.025
+_TAKEN_PER_S = 1e9  # bytes: no daemon takes more from one rank
 _BACKOFF_S = (0.05, 2.0)
 
 
@@ -195,18 +196,16 @@ class Transport:
 
     def _rest(self, worked: bool) -> None:
         """Wait for an answer or the next tick, whichever is first, and take the answers."""
-        at_ease = self._at_ease()
+        easy_s = self._easy_s()
         # A ring fills up faster than an arena: with devices no rest is long, unless `wake` can end it.
-        idle_s = _IDLE_TICK_S if at_ease or not self._devices else _EASY_TICK_S
+        idle_s = _IDLE_TICK_S if easy_s or not self._devices else _EASY_TICK_S
         self._tick_s = _TICK_S if worked else min(self._tick_s * 2, idle_s)
         talk = self._talk
         if talk is None:
             self._stop.wait(self._tick_s)
             return
-        if at_ease:
-            self._doze.rest(
-                max(self._tick_s, _EASY_TICK_S), self._called
-            )  # what comes meanwhile is taken together
+        if easy_s:
+            self._doze.rest(max(self._tick_s, easy_s), self._called)  # what comes meanwhile is taken together
         elif not talk.link.wait(self._tick_s):
             return
         verdict = talk.hear()
@@ -218,10 +217,17 @@ class Transport:
         waiting = self._flushes or self._leaving or self._stop.is_set() or self._books.waiting.count
         return bool(waiting) or any(stager.pending for stager in self._devices)
 
-    def _at_ease(self) -> bool:
-        """Whether nobody waits for an answer: no flush, no thread or device that wants room, and an arena half free."""
+    def _easy_s(self) -> float:
+        """How long a rest may be while captures keep coming; 0 where somebody waits for an answer, or for room.
+
+        What the daemon could have taken meanwhile is no more than a tenth of the arena.
+        """
         waited_for = self._flushes or self._leaving or self.state is not State.RUNNING
-        return not waited_for and self._books.roomy and not any(stager.pressed for stager in self._devices)
+        if waited_for or not self._books.roomy or any(stager.pressed for stager in self._devices):
+            return 0.0
+        if self._devices:
+            return _EASY_TICK_S
+        return max(_EASY_TICK_S, min(self._books.slots.capacity / 10 / _TAKEN_PER_S, _IDLE_TICK_S))
 
     def _judge(self, verdict: Verdict, talk: Conversation) -> None:
         if isinstance(verdict, Welcome):

@@ -134,6 +134,11 @@ class Peer:
         with contextlib.suppress(OSError, TypeError):
             self._connections[-1].send_bytes(frame)
 
+    def send_piece(self, piece: bytes) -> None:
+        """Send some bytes of a frame, or of several."""
+        with socket.socket(fileno=os.dup(self._connections[-1].fileno())) as stream:
+            stream.sendall(piece)
+
     def _accept(self) -> None:
         while not self._stop.is_set():
             try:

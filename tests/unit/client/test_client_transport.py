@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable
 
@@ -16,7 +18,7 @@ from capd_client.counter_page import COUNTER_MAGIC, DropReason
 from capd_client.counting import REASON_INDEX
 from capd_client.key import Key
 from capd_client.link import Link
-from capd_client.protocol import MAX_BATCH, PROTOCOL_VERSION, Ack, Hello, Reject
+from capd_client.protocol import MAX_BATCH, PROTOCOL_VERSION, Ack, Hello, Reject, encode
 from capd_client.session import Session
 from capd_client.tool_messages import StatsReply
 from capd_client.transport import State
@@ -302,6 +304,23 @@ def test_garbage_from_the_daemon_costs_one_connection(
     assert session.snapshot().committed == 1
 
 
+def test_messages_that_come_in_pieces_or_together_are_taken_whole(
+    peer: Peer, make_session: Callable[..., Session]
+) -> None:
+    peer.ack = False
+    session = make_session()
+    offer(session, *range(5))
+    wait_until(lambda: len(peer.puts) == 5)
+    frames = [encode(Ack([(sequence, sequence)])) for _, sequence in peer.puts]
+    stream = b"".join(struct.pack("!i", len(frame)) + frame for frame in frames)
+    cuts = (0, 2, 7, len(stream) // 2, len(stream) - 1, len(stream))
+    for begin, end in itertools.pairwise(cuts):
+        peer.send_piece(stream[begin:end])
+        time.sleep(0.05)  # so that each is read by itself
+    wait_until(lambda: session.snapshot().committed == 5)
+    assert len(peer.hellos) == 1
+
+
 def test_a_message_for_tools_costs_one_connection(peer: Peer, make_session: Callable[..., Session]) -> None:
     session = make_session()
     wait_until(lambda: session.transport.welcome)
@@ -333,7 +352,8 @@ def test_a_connection_given_up_in_a_forked_child_closes_nobody_elses_descriptor(
     arena = os.memfd_create("arena")
     os.ftruncate(arena, 4096)
     link = Link(peer.path, arena, hello)
-    number = link._fd
+    wait_until(lambda: peer.hellos)  # the peer opens and closes descriptors of its own until then
+    number = link._socket.fileno()
     link.close_in_child()
     other = os.dup2(arena, number)  # whatever the child opens next
     del link
