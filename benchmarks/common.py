@@ -7,6 +7,7 @@ machine say little.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import platform
@@ -98,6 +99,18 @@ def _wait_for(path: Path, process: subprocess.Popen[bytes], log: Path) -> None:
 def _cpu_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def keep_freed_memory() -> None:
+    """Have malloc keep what is freed. Else glibc gives large blocks back to the kernel and faults them in again.
+
+    That comes and goes with the pattern of allocations, and may cost a training step more than what is measured.
+    """
+    trim_threshold, mmap_threshold = -1, -3  # malloc.h
+    libc = ctypes.CDLL(None)
+    for parameter in (trim_threshold, mmap_threshold):
+        if not libc.mallopt(parameter, 1 << 30):
+            raise OSError(f"mallopt({parameter}) was refused")
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

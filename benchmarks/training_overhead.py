@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import idle_hooks
 import torch
 import torch.nn.functional as F
-from common import daemon, machine, report, spread
+from common import daemon, keep_freed_memory, machine, report, spread
 from plain_capture import PlainHooks, Ring, SynchronousSaver
 from torch import Tensor, nn
 
@@ -263,6 +263,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()
     client = transformers_client() if args.client == "transformers" else own_client()
     scratch = Path(tempfile.mkdtemp(prefix="capd-benchmark-", dir=args.directory))
     with daemon(args.directory, arena_nbytes=ARENA_NBYTES) as running:
