@@ -240,10 +240,10 @@ def show(result: dict[str, Any], variants: list[Variant], client: Client) -> Non
         f"daemon: {result['daemon_peak_anonymous_mib']:.0f} MiB anonymous at most, "
         f"{result['daemon_cpu_s']:.1f} s CPU"
     )
-    above = result["idle_us"]["capd above empty hooks, per Linear"]
+    above = result["idle_us"]["capd above empty hooks, per hook"]
     other, allowed = client.bound
     for name, bound, value in (
-        ("where the step is not captured, us per Linear above empty hooks", 1.0, above),
+        ("where the step is not captured, us per hook above an empty one", 1.0, above),
         ("capd, CPU x", 1.25, rows["capd"]["cpu_ratio"]),
         (f"capd above {other}, CPU x", allowed, rows["capd"]["cpu_ratio"] - rows[other]["cpu_ratio"]),
         ("capd's extra CPU / synchronous", 0.5, rows["capd"]["extra_cpu_ms"] / rows["synchronous"]["extra_cpu_ms"]),

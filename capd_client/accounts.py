@@ -38,13 +38,10 @@ class Accounts:
         self.counters = counters
         self.ledger = Ledger()
         self.definitions = Definitions()
-        self._refusing: Optional[DropReason] = None
+        self.refusing: Optional[DropReason] = (
+            None  # under which every offer is dropped; None: captures are taken
+        )
         self._later: deque[Callable[[], None]] = deque()
-
-    @property
-    def refusing(self) -> Optional[DropReason]:
-        """The reason under which every offer is dropped, None while captures are taken."""
-        return self._refusing
 
     def define(self, key: Key, dtype: torch.dtype, attributes: Optional[dict[str, Any]]) -> Definition:
         """The definition of what is about to be offered. Raises ConfigError for what the protocol does not carry."""
@@ -64,7 +61,7 @@ class Accounts:
         counted = False
         try:
             with self.lock:
-                self._count(definition, self._refusing or reason, nbytes, iteration)
+                self._count(definition, self.refusing or reason, nbytes, iteration)
                 self.counters.words[COUNTER_OFFERED] += 1
                 counted = True
         except BaseException as error:

@@ -124,8 +124,11 @@ class SlotAllocator:
                 return slot
         extent = -(-nbytes // GRANULE_NBYTES) * GRANULE_NBYTES
         start = self._extents.take(extent)
-        if start is None and self._trim():
-            start = self._extents.take(extent)
+        if start is None:
+            slab = self._current
+            if slab is not None and not slab.live:
+                self._trim(slab)
+                start = self._extents.take(extent)
         return None if start is None else (start, extent, None)
 
     def give(self, slot: Slot) -> None:
@@ -141,14 +144,10 @@ class SlotAllocator:
             slab.next_offset = 0
         slab.live -= 1
 
-    def _trim(self) -> bool:
-        """Return the current slab if it is empty."""
-        slab = self._current
-        if slab is None or slab.live:
-            return False
+    def _trim(self, slab: _Slab) -> None:
+        """Return the current slab, which is empty."""
         self._extents.give(slab.start, self._slab_nbytes)
         self._current = None
-        return True
 
     def _take_small(self, nbytes: int) -> Optional[Slot]:
         extent = -(-nbytes // ALIGNMENT) * ALIGNMENT

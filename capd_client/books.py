@@ -147,12 +147,12 @@ class Books(Entrance):
         """Whether captures are taken from now on, or each dropped as `stopped`. What is in flight goes on."""
         with self.lock:
             if not self.waiting.closed:
-                self._refusing = None if taken else DropReason.STOPPED
+                self.refusing = None if taken else DropReason.STOPPED
 
     def close(self, reason: DropReason) -> int:
         """Drop everything in flight and every later offer under `reason`; returns how many were in flight."""
         with self.lock:
-            self._refusing = reason
+            self.refusing = reason
             lost = list(self._live.values())
             self.copying = self.copying or any(capture.state == COPYING for capture in lost)
             for capture in lost:

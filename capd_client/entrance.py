@@ -66,8 +66,8 @@ class Entrance(Accounts):
         slot: Optional[Slot] = None
         try:
             with self.lock:
-                if self._refusing is not None:
-                    self._refuse(definition, descriptor, self._refusing)
+                if self.refusing is not None:
+                    self._refuse(definition, descriptor, self.refusing)
                     return None
                 limited = self.step_budget.nbytes is not None
                 if limited and not self.step_budget.has_room(iteration, nbytes):
@@ -76,9 +76,10 @@ class Entrance(Accounts):
                 if slot is None:
                     if nbytes > self.slots.capacity:
                         return self._no_room(definition, descriptor, DropReason.TOO_LARGE)
-                    slot = self.waiting.take(nbytes, self.waiting.max_s)
+                    if self.waiting.max_s:
+                        slot = self.waiting.take(nbytes, self.waiting.max_s)
                     if slot is None:
-                        return self._no_room(definition, descriptor, self._refusing or DropReason.ARENA_FULL)
+                        return self._no_room(definition, descriptor, self.refusing or DropReason.ARENA_FULL)
                     if not self.step_budget.has_room(iteration, nbytes):  # others took it meanwhile
                         self.slots.give(slot)
                         slot = None
@@ -125,4 +126,4 @@ class Entrance(Accounts):
     ) -> Optional[Capture]:
         """Count an offer that has no room somewhere else: a drop, or a capture of what is kept instead."""
         with self.lock:
-            return self._no_room(definition, descriptor, self._refusing or reason)
+            return self._no_room(definition, descriptor, self.refusing or reason)

@@ -36,7 +36,7 @@ class HostCopy:
         if plain and nbytes and (nbytes <= MEMMOVE_NBYTES or torch.get_num_threads() == 1):
             move(self._address + offset, source.data_ptr(), nbytes)
         elif nbytes:
-            self._copy(source.detach(), dtype, offset)
+            self._copy(source.detach() if source.requires_grad else source, dtype, offset)
 
     def _copy(self, source: torch.Tensor, dtype: torch.dtype, offset: int) -> None:
         if dtype is source.dtype and dtype.itemsize == 1:

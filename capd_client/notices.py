@@ -46,20 +46,14 @@ class Notices:
         self._last: dict[str, float] = {}
         self._held: dict[str, int] = {}
 
-    def due(self, reason: str) -> bool:
-        """Whether a line for `reason` may be written now; counts it as held back if not."""
+    def warn(self, reason: str, message: str, *args: object) -> None:
+        """Log `message % args` unless `reason` was logged within the interval: then it is counted as held back."""
         now = self._clock()
         last = self._last.get(reason)
         if last is not None and now - last < INTERVAL_S:
             self._held[reason] = self._held.get(reason, 0) + 1
-            return False
-        self._last[reason] = now
-        return True
-
-    def warn(self, reason: str, message: str, *args: object) -> None:
-        """Log `message % args` unless `reason` was logged within the interval."""
-        if not self.due(reason):
             return
+        self._last[reason] = now
         held = self._held.pop(reason, 0)
         more = f" ({held} more like it since the last line)" if held else ""
         self._write(logging.WARNING, message + "%s", *args, more)

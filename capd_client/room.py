@@ -16,19 +16,21 @@ class RoomNotices:
     def __init__(self, books: Books, notices: Notices) -> None:
         self._books = books
         self._notices = notices
+        self._consequence = _Consequence(books)
 
     def not_admitted(self, iteration: int, nbytes: int) -> None:
         """The books have counted a drop instead of giving a slot of `nbytes`."""
         capacity = self._books.slots.capacity
         if self._books.refusing is not None:
             return  # said when the session ended
-        if not self._books.step_budget.has_room(iteration, nbytes):
+        budget = self._books.step_budget
+        if budget.nbytes is not None and not budget.has_room(iteration, nbytes):
             self._notices.warn(
                 DropReason.STEP_BUDGET.value,
                 "the captures of iteration %d take max_mb_per_step already; %s. Raise CAPD_MAX_MB_PER_STEP, or "
                 "capture fewer tensors per step",
                 iteration,
-                self._consequence(),
+                self._consequence,
             )
         elif nbytes > capacity:
             self._notices.warn(
@@ -45,7 +47,7 @@ class RoomNotices:
                 "the arena of %d bytes is full because the daemon is slower than the job, or absent; %s. Raise "
                 "CAPD_ARENA_BYTES, capture less, or set CAPD_POLICY=block",
                 capacity,
-                self._consequence(),
+                self._consequence,
             )
 
     def ring_full(self, capacity: int) -> None:
@@ -54,7 +56,7 @@ class RoomNotices:
             DropReason.RING_FULL.value,
             "the device ring of %d bytes is full; %s. Capture fewer tensors per step",
             capacity,
-            self._consequence(),
+            self._consequence,
         )
 
     def too_large_for_ring(self, definition: Definition, nbytes: int, capacity: int) -> None:
@@ -76,7 +78,14 @@ class RoomNotices:
             nbytes,
         )
 
-    def _consequence(self) -> str:
+
+class _Consequence:
+    """What follows, as text; put together only for a line that is written."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+
+    def __str__(self) -> str:
         thinning = self._books.thinning
         if thinning is None:
             return "captures are dropped"
