@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Daemon, daemon, machine, report, spread
+from common import Daemon, daemon, keep_freed_memory, machine, report, spread
 from plain_capture import PlainHooks
 from torch import nn
 from training_overhead import TENSORS, Variant, measure, own_client
@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()
     with daemon(args.directory, arena_nbytes=ARENA_NBYTES) as running:
         variants = make_variants(running)
         measure(own_client(), variants, args.rounds, args.steps)

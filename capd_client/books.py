@@ -22,7 +22,7 @@ from capd_client.counter_page import (
 from capd_client.entrance import Entrance
 from capd_client.errors import Counted
 from capd_client.in_flight import ABORTED, COPYING, READY, Capture
-from capd_client.protocol import Descriptor, NackRow
+from capd_client.protocol import MAX_BATCH, Descriptor, NackRow
 
 __all__ = ["Books"]
 
@@ -178,6 +178,11 @@ class Books(Entrance):
     def roomy(self) -> bool:
         """Whether more than half of the arena is free and nobody waits for room. A look without the lock."""
         return not self.waiting.count and 2 * self.slots.free_nbytes > self.slots.capacity
+
+    @property
+    def behind(self) -> bool:
+        """Whether more waits to be sent than one message takes. A look without the lock."""
+        return len(self._queue) + len(self._resend) > MAX_BATCH
 
     @property
     def busy(self) -> bool:

@@ -347,6 +347,22 @@ def test_who_waits_for_room_ends_the_rest_of_the_client_thread(
     assert session.snapshot().dropped == {}
 
 
+def test_the_client_thread_does_not_rest_long_while_more_waits_than_a_message_takes(
+    peer: Peer, make_session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("capd_client.transport._TAKEN_PER_S", 1.0)  # the arena of this test is a small one
+    session = make_session()
+    wait_until(lambda: session.transport.state is State.RUNNING)
+    assert session.transport._easy_s() == pytest.approx(0.025)
+    monkeypatch.setattr(session.books, "next_batch", lambda limit: [])
+    offer(session, *range(MAX_BATCH), size=1)
+    assert session.transport._easy_s() == pytest.approx(0.025)
+    offer(session, 1, size=1)
+    assert session.transport._easy_s() == pytest.approx(0.005)
+    monkeypatch.undo()
+    assert session.flush(10)
+
+
 def test_a_connection_given_up_in_a_forked_child_closes_nobody_elses_descriptor(peer: Peer) -> None:
     hello = Hello(protocol=PROTOCOL_VERSION, client=b"c" * 16, connection=1, rank=0, arena_nbytes=4096)
     arena = os.memfd_create("arena")
