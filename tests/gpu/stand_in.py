@@ -187,8 +187,8 @@ def _factory(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 class DeviceFirst(Stager):
     """Sends what is not known to be on the host the way of device tensors."""
 
-    def _stage_small(self, tensor: torch.Tensor, *args: Any) -> bool:
-        return hasattr(tensor, "on_host") and super()._stage_small(tensor, *args)
+    def _stage_known(self, tensor: torch.Tensor, *args: Any) -> bool:
+        return hasattr(tensor, "on_host") and super()._stage_known(tensor, *args)
 
     def _stage(self, tensor: torch.Tensor, *args: Any) -> None:
         *_, self._immutable, _store = args
