@@ -38,9 +38,8 @@ class Accounts:
         self.counters = counters
         self.ledger = Ledger()
         self.definitions = Definitions()
-        self.refusing: Optional[DropReason] = (
-            None  # under which every offer is dropped; None: captures are taken
-        )
+        # The reason under which every offer is dropped; None: captures are taken.
+        self.refusing: Optional[DropReason] = None
         self._later: deque[Callable[[], None]] = deque()
 
     def define(self, key: Key, dtype: torch.dtype, attributes: Optional[dict[str, Any]]) -> Definition:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 
@@ -14,21 +13,21 @@ class Doze:
 
     def __init__(self, short_s: float) -> None:
         self._short_s = short_s
-        # Free once the rest is to end. An Event would cost five times as much per rest, as much as the round behind it.
-        self._resting = threading.Lock()
-        self._resting.acquire()
+        self._woken = threading.Event()
         self.dozing = False  # in a long rest
 
     def wake(self) -> None:
         """End a long rest. Cheap; called by training threads, wakes once per rest."""
         if self.dozing:
-            self.dozing = False  # first: so that a signal handler that comes by here does not wake it, too
-            with contextlib.suppress(RuntimeError):  # another thread was faster
-                self._resting.release()
+            self.dozing = (
+                False  # first: a signal handler that comes by here must not set the event a second time
+            )
+            self._woken.set()
 
     def rest(self, seconds: float, called: Callable[[], bool]) -> None:
         """Wait `seconds`, or less. called: whether there is what `wake` is called for."""
         self.dozing = seconds > self._short_s
         if not (self.dozing and called()):  # by somebody who did not see yet that this thread dozes
-            self._resting.acquire(timeout=seconds)
+            self._woken.wait(seconds)
         self.dozing = False
+        self._woken.clear()

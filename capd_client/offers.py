@@ -26,7 +26,7 @@ class _Named(NamedTuple):
     attributes: Optional[dict[str, Any]]  # one dict for all of them: the session knows it again
 
 
-class _Kept(dict[int, dict[str, Kept]]):
+class _KeptByRules(dict[int, dict[str, Kept]]):
     """By the rules that captured a call, as bits: what they want of each tensor, by name. Filled in as it is asked."""
 
     def __init__(self, wanted: Mapping[str, Wanted]) -> None:
@@ -73,7 +73,7 @@ class Offers:
         """Capture these tensors from now on, by their names."""
         had = {name: one for name, one in wanted.items() if name not in self._lacks}
         self._wanted, self.tensors, self.rules = had, frozenset(had), rules_of(had)
-        self.kept = _Kept(had)
+        self.kept = _KeptByRules(had)
 
     def wanted(self, tensor_name: str) -> Wanted:
         """What is wanted of one of `tensors`."""
@@ -106,9 +106,12 @@ class Offers:
     def _quantised(self, parameter: Tensor, state: State, call: Call, kept: Kept) -> None:
         """Capture a quantised parameter, and what it is read by: whole, whatever is kept of the parameter."""
         name = self._kind.parameter
-        named = {name: parameter, **{f"{name}.{suffix}": tensor for suffix, tensor in state.tensors.items()}}
+        tensors = {
+            name: parameter,
+            **{f"{name}.{suffix}": tensor for suffix, tensor in state.tensors.items()},
+        }
         attributes = {**self._attributes_of(name), **state.attributes}
-        for tensor_name, tensor in named.items():
+        for tensor_name, tensor in tensors.items():
             self._sink.offer(
                 tensor,
                 self._name(tensor_name, tensor.dtype, None, call.rank).key,

@@ -29,7 +29,7 @@ from capd_client.steering import Steering
 __all__ = ["State", "Transport"]
 
 _TICK_S = 0.001
-_EASY_TICK_S = 0.005  # while nothing presses, at least: every round costs the training process some 200 µs
+_EASY_TICK_S = 0.005  # while nothing presses, at least: every round costs the job 200 to 350 µs
 _IDLE_TICK_S = 0.025
 _TAKEN_PER_S = 1e9  # bytes: no daemon takes more from one rank
 _BACKOFF_S = (0.05, 2.0)
