@@ -1,18 +1,19 @@
 """Copies the bytes of CPU tensors into the arena.
 
-Contiguous ones are moved with memmove(3): making a torch view of the slot would cost several times the copy of a
+Those without gaps are moved with memmove(3): making a torch view of the slot would cost several times the copy of a
 small one. Up to 64 KiB the GIL is held meanwhile, because letting it go for a few microseconds would hand it to the
-client thread. Large and strided ones go through torch's copy.
+client thread. Large ones and those with gaps go through torch's copy.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from functools import lru_cache
+from typing import Any, Optional
 
 import torch
 
-__all__ = ["GIL_HELD_NBYTES", "MEMMOVE_NBYTES", "HostCopy", "move", "move_holding_gil"]
+__all__ = ["GIL_HELD_NBYTES", "MEMMOVE_NBYTES", "HostCopy", "move", "move_holding_gil", "order_of"]
 
 GIL_HELD_NBYTES = 64 << 10
 MEMMOVE_NBYTES = 1 << 20  # above, torch's copy may use several threads
@@ -21,6 +22,18 @@ move = ctypes.memmove  # releases the GIL
 move_holding_gil = ctypes.PyDLL(None).memmove
 move_holding_gil.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 move_holding_gil.restype = None
+
+
+@lru_cache(maxsize=4096)
+def order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> Optional[tuple[int, ...]]:
+    """The axes as they lie in memory, outermost first, where the elements do so without gaps; otherwise None."""
+    order = tuple(sorted(range(len(shape)), key=lambda axis: -strides[axis]))
+    expected = 1
+    for axis in reversed(order):
+        if shape[axis] != 1 and strides[axis] != expected:
+            return None
+        expected *= shape[axis]
+    return order
 
 
 class HostCopy:

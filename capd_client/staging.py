@@ -20,7 +20,7 @@ from capd_client.definitions import Definition
 from capd_client.describing import Describing
 from capd_client.device import DeviceStager
 from capd_client.device_way import DeviceWay
-from capd_client.host_copy import GIL_HELD_NBYTES, MEMMOVE_NBYTES, HostCopy, move, move_holding_gil
+from capd_client.host_copy import GIL_HELD_NBYTES, MEMMOVE_NBYTES, HostCopy, move, move_holding_gil, order_of
 from capd_client.in_flight import READY
 from capd_client.key import MAX_NDIM, Key, Moment
 from capd_client.large import stage_in_parts
@@ -101,12 +101,14 @@ class Stager(Describing):
         try:
             address, nbytes, shape = tensor.data_ptr(), tensor.numel() * definition.item_nbytes, tensor.shape
             freed = address < _NO_OFFSET and address == tensor.storage_offset() * tensor.element_size()
-            plain = tensor.dtype is dtype and tensor.is_contiguous() and not tensor.is_neg()
+            contiguous = tensor.is_contiguous()
+            order = None if contiguous else order_of(shape, tensor.stride())
+            movable = tensor.dtype is dtype and (contiguous or order is not None) and not tensor.is_neg()
         except (RuntimeError, NotImplementedError):  # not dense, or inside a function transform
             return False
         if freed or not 0 < nbytes <= self._small_nbytes or len(shape) > MAX_NDIM:
             return False
-        if not plain and (tensor.dtype not in DTYPES or modes_active()):
+        if not movable and (tensor.dtype not in DTYPES or modes_active()):
             return False
         descriptor = self._describe[store](
             0, 0, nbytes, definition.id, shape, moment, "cpu", tensor.requires_grad, tensor.is_leaf
@@ -120,11 +122,12 @@ class Stager(Describing):
             if row_offset is not None:
                 with without_modes():
                     self._keep_statistics(tensor, dtype, row_offset)
-            elif plain:
+            elif movable:
+                descriptor.order = order
                 copy = move_holding_gil if nbytes <= GIL_HELD_NBYTES else move
                 copy(self._address + descriptor.offset, address, nbytes)
             else:
-                self._host.fill(tensor, dtype, descriptor.offset, nbytes)
+                self._fill(tensor, dtype, descriptor)
             capture.state = READY
         except BaseException as error:
             self._books.break_off(descriptor, error)
@@ -157,10 +160,17 @@ class Stager(Describing):
             if descriptor.row_offset is not None:
                 self._keep_statistics(source, dtype, descriptor.row_offset)
             else:
-                self._host.fill(source, dtype, descriptor.offset, descriptor.nbytes)
+                self._fill(source, dtype, descriptor)
             capture.state = READY
         except BaseException as error:
             self._books.break_off(descriptor, error)
+
+    def _fill(self, source: torch.Tensor, dtype: torch.dtype, descriptor: Descriptor) -> None:
+        """Copy its elements in the order in which they lie, which is several times faster than another one."""
+        order = None if source.is_contiguous() else order_of(source.shape, source.stride())
+        if order is not None:
+            descriptor.order, source = order, source.permute(order)
+        self._host.fill(source, dtype, descriptor.offset, descriptor.nbytes)
 
     def _fill_part(self, dtype: torch.dtype, view: torch.Tensor, piece: PartCapture) -> None:
         self._host.fill(view, dtype, piece.descriptor.offset, piece.descriptor.nbytes)

@@ -66,6 +66,8 @@ def descriptor_problem(item: Descriptor, define: Define | None, arena_nbytes: in
         problem = _place_problem(item.row_offset, ROW_NBYTES, arena_nbytes)
         if item.row_offset % _ROW_ALIGNMENT:
             problem = f"row_offset {item.row_offset} is no multiple of {_ROW_ALIGNMENT}"
+    if problem is None and item.order is not None:
+        problem = _order_problem(item, item.order)
     if problem is None and item.metadata:
         problem = _metadata_problem(item.metadata)
     return problem
@@ -87,6 +89,12 @@ def _part_problem(item: Descriptor, part: Part) -> str | None:
     if item.row_offset is not None:
         return "a part brings no statistics row"
     return None
+
+
+def _order_problem(item: Descriptor, order: tuple[int, ...]) -> str | None:
+    if sorted(order) != list(range(len(item.shape))):
+        return f"order {order} does not name each axis of shape {item.shape} once"
+    return None if item.part is None else "a part brings no order of axes"
 
 
 @np.errstate(invalid="ignore")  # any bit pattern may come

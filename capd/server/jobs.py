@@ -19,6 +19,7 @@ from capd.store.packed_statistics import unpack
 from capd.store.scratch import Scratch
 from capd.store.series import Plan
 from capd_client.counter_page import DropReason
+from capd_client.dtypes import ITEM_NBYTES
 from capd_client.protocol import Define, Descriptor
 from capd_client.statistics_row import ROW_NBYTES
 
@@ -69,15 +70,24 @@ class Job:
     budgeted: bool = False
 
     def read(self, limit: int | None = None) -> memoryview | bytes:
-        """Its bytes, or the first ones. Raises OSError."""
+        """Its bytes in C order, or the first ones as they lie. Raises OSError."""
+        if limit is None and self.descriptor.order is not None:
+            return self.tensor(np.dtype(f"u{ITEM_NBYTES[self.define.dtype]}"))[...].tobytes()
         nbytes = self.descriptor.nbytes if limit is None else min(limit, self.descriptor.nbytes)
         return self.data[:nbytes] if isinstance(self.data, memoryview) else bytes(self.data.read(0, nbytes))
 
     def as_array(self, stored: np.dtype[np.generic], shape: tuple[int, ...]) -> Blocks:
-        """Its bytes as an array."""
+        """Its bytes, as they lie, as an array."""
         if isinstance(self.data, memoryview):
             return as_array(self.data, stored, shape)
         return self.data.as_array(stored, shape)
+
+    def tensor(self, stored: np.dtype[np.generic]) -> Blocks:
+        """The tensor in its shape; no copy."""
+        shape, order = self.descriptor.shape, self.descriptor.order
+        if order is None or not isinstance(self.data, memoryview):
+            return self.as_array(stored, shape)
+        return as_array(self.data, stored, tuple(shape[axis] for axis in order)).transpose(np.argsort(order))
 
     def known_statistics(self) -> StatsRow | None:
         """What the rank computed."""

@@ -255,7 +255,7 @@ class Pipeline:
                 yield self._pool.submit(summarise_piece, flat, piece, dtype), CHUNK_NBYTES
             return
         geometry, chain, shape = plan.geometry, plan.chain, job.descriptor.shape
-        record = job.as_array(chain.stored, shape)
+        record = job.tensor(chain.stored)
         wanted = job.row is None and job.wants_statistics(self._options.statistics)
         statistics = job.define.dtype if wanted else None
         nbytes = prod(geometry.chunk) * geometry.itemsize

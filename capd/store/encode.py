@@ -75,6 +75,8 @@ def encode_chunk(
     """
     block = record[slices]
     chunk = whole_chunk(block, geometry)
+    if block.shape == chunk.shape:
+        block = chunk  # contiguous in any case
     return ChunkResult(ordinal, chain.encode(chunk), chunk.nbytes, summarise(block, dtype) if dtype else None)
 
 

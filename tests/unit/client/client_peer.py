@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import socket
@@ -12,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
+
+import numpy as np
 
 from capd_client.counter_page import PAGE_NBYTES
 from capd_client.key import Key
@@ -242,7 +245,7 @@ class Peer:
             self.puts.append((number, item.sequence))
             if (client, item.sequence) not in self.taken:
                 self.taken.add((client, item.sequence))
-                data = bytes(arena[item.offset : item.offset + item.nbytes])
+                data = in_c_order(item, bytes(arena[item.offset : item.offset + item.nbytes]))
                 at = item.row_offset
                 row = b"" if at is None else bytes(arena[at : at + ROW_NBYTES])
                 self.records.append(Record(define.key, define.dtype, define.attributes, item, data, row))
@@ -251,6 +254,14 @@ class Peer:
             connection.send_bytes(encode(Nack(rows)))
         elif self.ack:
             connection.send_bytes(encode(Ack([(item.sequence, item.sequence) for item in put.items])))
+
+
+def in_c_order(item: Descriptor, data: bytes) -> bytes:
+    """What lies in a slot, with the last of the tensor's axes innermost."""
+    if item.order is None:
+        return data
+    lies = np.frombuffer(data, dtype=f"u{len(data) // math.prod(item.shape)}")
+    return lies.reshape([item.shape[axis] for axis in item.order]).transpose(np.argsort(item.order)).tobytes()
 
 
 def _welcome(hello: Hello) -> Welcome:

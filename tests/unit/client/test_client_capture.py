@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 from client_peer import Peer
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from capd_client.counter_page import DropReason
 from capd_client.dtypes import ITEM_NBYTES
 from capd_client.errors import ConfigError
+from capd_client.host_copy import order_of
 from capd_client.key import MAX_NAME_CHARS, Key, Moment
 from capd_client.protocol import MAX_METADATA_NBYTES
 from capd_client.session import Session
@@ -74,6 +78,48 @@ def test_every_dtype_arrives_bit_for_bit_in_every_layout(name: str, session: Ses
         # C order of raw bytes: strided views of one-byte dtypes are made contiguous as uint8
         reference = tensor.view(torch.uint8) if dtype.itemsize == 1 and dtype is not torch.bool else tensor
         assert record.data == bits(reference)
+
+
+def heads(tokens: int, width: int) -> torch.Tensor:
+    """[batch, head, token, channel] as attention gets it: a view of what a Linear has made."""
+    made = torch.randn(2, tokens, width, generator=torch.Generator().manual_seed(3))
+    return made.unflatten(-1, (4, -1)).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "order"),
+    [
+        (heads(5, 16), (0, 2, 1, 3)),
+        (heads(300, 256), (0, 2, 1, 3)),
+        (heads(1, 16), None),  # in C order as it is
+        (torch.arange(24).view(2, 3, 4).permute(2, 0, 1), (1, 2, 0)),
+        (torch.arange(24).view(2, 3, 4)[1].t(), (1, 0)),
+        (torch.arange(24).view(4, 6)[:, :3].t(), None),  # gaps
+        (torch.arange(4).expand(3, 4).t(), None),
+        (heads(5, 16)[:, :, ::2], None),
+        (heads(1500, 256), (0, 2, 1, 3)),  # 3 MiB
+    ],
+)
+def test_what_lies_without_gaps_is_moved_as_it_lies(
+    tensor: torch.Tensor, order: tuple[int, ...] | None, session: Session, peer: Peer
+) -> None:
+    for _ in range(2):  # the second one takes the short way
+        offer(session, tensor)
+    assert session.flush(10)
+
+    assert peer.data_of("x") == [bits(tensor)] * 2
+    assert [record.descriptor.order for record in peer.records] == [order] * 2
+
+
+@given(shape=st.lists(st.integers(1, 4), max_size=5), data=st.data())
+def test_axes_are_found_as_they_lie(shape: list[int], data: st.DataObject) -> None:
+    axes = data.draw(st.permutations(range(len(shape))))
+    made = torch.arange(math.prod(shape)).view(shape).permute(axes)
+
+    order = order_of(made.shape, made.stride())
+
+    assert order is not None
+    assert made.permute(order).is_contiguous()
 
 
 def test_special_values_keep_their_bits(session: Session, peer: Peer) -> None:

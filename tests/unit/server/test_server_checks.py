@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -74,6 +76,18 @@ def test_contradicting_descriptors_are_named(bad: Descriptor, says: str) -> None
 
     assert problem is not None
     assert says in problem
+
+
+def ordered(*order: int, **fields: Any) -> Descriptor:
+    return Descriptor(1, 4096, 12, 0, (2, 3), Moment(), order=order, **fields)
+
+
+def test_an_order_of_axes_names_each_of_them_once() -> None:
+    for good in (ordered(1, 0), ordered(0, 1), ordered(1, 0, payload=False)):
+        assert descriptor_problem(good, BF16, ARENA) is None
+    for bad in (ordered(), ordered(0), ordered(0, 0), ordered(0, 2), ordered(0, 1, 2)):
+        assert "order" in str(descriptor_problem(bad, BF16, ARENA))
+    assert "part" in str(descriptor_problem(ordered(1, 0, part=Part(0, 0, 12)), BF16, ARENA))
 
 
 def part(nbytes: int = 6, first: int = 4, total: int = 12, record: int = 0) -> Descriptor:
