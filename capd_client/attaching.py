@@ -192,7 +192,8 @@ def _say_problems(
     whole = not may_be_a_stage([target.layer for target in resolved.targets], info.world_size)
     problems = rank_problems(plan.rules, info.world_size)
     if resolved.targets:
-        problems += problems_of(resolved, whole=whole, elsewhere=elsewhere)
+        # Of this model: a rule of the file may be meant for one that is watched later, which nobody knows here.
+        problems += [f"{told}: {one}" for one in problems_of(resolved, whole=whole, elsewhere=elsewhere)]
     else:
         problems.append(
             f"{told or 'nothing'} has no product that capd knows; use capd_client.capture() for its tensors"

@@ -282,7 +282,7 @@ def test_a_model_is_not_told_of_the_rules_of_another_one(
     configured(sink, {"include": "fc1"}, {"include": "inlet"})
     handle = watch(MLP())
     [message] = said()
-    assert "rule '2' matches nothing: no module's name fits (fc1, fc2)" in message
+    assert "MLP: rule '2' matches nothing: no module's name fits (fc1, fc2)" in message
 
     watch(Blocks())
     assert said() == []
@@ -293,4 +293,4 @@ def test_a_model_is_not_told_of_the_rules_of_another_one(
     handle.remove()
     watch(Blocks())
     [message] = said()
-    assert "rule '1' matches nothing" in message
+    assert "Blocks: rule '1' matches nothing" in message
