@@ -13,10 +13,9 @@ from capd_client import copies, recompute
 from capd_client.errors import ConfigError
 from capd_client.hook_objects import RootEnd, RootHook
 from capd_client.integrations import step_counters
-from capd_client.integrations.linears import left_out
 from capd_client.late_watch import LateWatch
 from capd_client.notices import Notices
-from capd_client.placing import find_products
+from capd_client.placing import find_products, left_out
 from capd_client.rule_report import counted, plan_lines, problems_of, rank_problems, tensors_text
 from capd_client.rule_settings import RuleSettings
 from capd_client.rules import Resolved, Wanted, resolve
@@ -30,6 +29,8 @@ from capd_client.watch_plan import WatchPlan
 from capd_client.watched import Watched, is_tapped, target_of
 
 __all__ = ["WatchHandle", "attach", "attached"]
+
+_SHOWN = 5
 
 _notices = Notices()
 
@@ -170,10 +171,7 @@ def attach(
     handle.modules = tuple(place.module for _, place, _ in fresh)
     _say_what_lacks([(site, wanted) for site, _, wanted in fresh])
     _say(f"watching {len(fresh)} of {len(products)} products of {told}", plan, resolved)
-    of_products = frozenset(site.module for site, _ in products)
-    others = [name for model in models for name in left_out(model, of_products)]
-    if others:
-        _notices.info("not captured, for they multiply in ways of their own: %s", ", ".join(others[:5]))
+    _say_what_is_left_out([name for model in models for name in left_out(model, products)])
 
 
 def _say_problems(
@@ -225,3 +223,10 @@ def _say_what_lacks(products: list[tuple[Site, Mapping[str, Wanted]]]) -> None:
     asked = Counter(lack for site, wanted in products for lack in site.lacks if lack[0] in wanted)
     for (tensor, reason), count in asked.items():
         _notices.warn(f"lacks {tensor}", "%s of %d products is not captured: %s", tensor, count, reason)
+
+
+def _say_what_is_left_out(names: Sequence[str]) -> None:
+    if names:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        shown = ", ".join(names[:_SHOWN])
+        _notices.info("not captured, for they multiply in ways of their own: %s%s", shown, more)

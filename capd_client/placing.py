@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from capd_client.integrations import find_sites
+from capd_client.integrations import find_sites, multiplies
 from capd_client.naming import Place, place_modules
 from capd_client.sites import Site
 
-__all__ = ["find_products"]
+__all__ = ["find_products", "left_out"]
 
 Products = list[tuple[Site, Place]]
 
@@ -30,3 +30,12 @@ def _products_of(model: nn.Module, prefix: str) -> Products:
     sites = find_sites(model)
     places = place_modules(model, list(sites), prefix=prefix)
     return [(site, places[name].of(site.suffix)) for name, of_module in sites.items() for site in of_module]
+
+
+def left_out(model: nn.Module, products: Products) -> list[str]:
+    """What multiplies in `model` and is none of these products: "name (class)"."""
+    known = {id(site.module) for site, _ in products}
+    found = {
+        name: type(m).__name__ for name, m in model.named_modules() if multiplies(m) and id(m) not in known
+    }
+    return [f"{place.module} ({found[name]})" for name, place in place_modules(model, list(found)).items()]

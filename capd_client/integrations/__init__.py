@@ -19,7 +19,7 @@ from capd_client.integrations import (
 from capd_client.placements import coordinates
 from capd_client.sites import Site
 
-__all__ = ["find_sites"]
+__all__ = ["find_sites", "multiplies"]
 
 _FINDERS: tuple[Callable[[nn.Module], dict[str, list[Site]]], ...] = (
     megatron.find_sites,
@@ -43,6 +43,11 @@ def find_sites(model: nn.Module) -> dict[str, list[Site]]:
             known.extend(site for site in sites if (site.kind, site.suffix) not in taken)
     place = coordinates(model.parameters())
     return {name: _at(place, found[name]) for name, _ in model.named_modules() if found.get(name)}
+
+
+def multiplies(module: nn.Module) -> bool:
+    """Whether the module multiplies, in a way of its own where `find_sites` finds no product of it."""
+    return linears.is_linear(module) or megatron.is_one_kernel(module)
 
 
 def _at(place: tuple[tuple[str, Any], ...], sites: list[Site]) -> list[Site]:

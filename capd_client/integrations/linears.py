@@ -6,7 +6,6 @@ those, and of subclasses whose own forward calls F.linear, the operands of that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Optional
 
 from torch import nn
@@ -19,7 +18,7 @@ from capd_client.integrations.callers import names_in
 from capd_client.kinds import LINEAR
 from capd_client.sites import Site, State
 
-__all__ = ["find_sites", "is_plain", "left_out"]
+__all__ = ["find_sites", "is_linear", "is_plain"]
 
 
 class _FunctionalLinear(FunctionSite):
@@ -55,16 +54,9 @@ def is_plain(module: nn.Module) -> bool:
     )
 
 
-def left_out(model: nn.Module, tapped: Iterable[nn.Module]) -> list[str]:
-    """The Linears of `model` whose product nobody knows, those `tapped` apart: "name (class)"."""
-    known = {id(module) for module in tapped}
-    return [
-        f"{name} ({type(module).__name__})"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and id(module) not in known
-        and not isinstance(module, NonDynamicallyQuantizableLinear)
-    ]
+def is_linear(module: nn.Module) -> bool:
+    """Whether the module is a Linear that is called; nn.MultiheadAttention only reads the weight of its own."""
+    return isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear)
 
 
 def _site_of(module: nn.Module) -> Optional[Site]:
@@ -85,11 +77,7 @@ def _site_of(module: nn.Module) -> Optional[Site]:
 
 def _calls_linear(module: nn.Module) -> bool:
     """Whether the call of F.linear in the forward of a Linear is the module's own product."""
-    if (
-        not isinstance(module, nn.Linear)
-        or is_plain(module)
-        or isinstance(module, NonDynamicallyQuantizableLinear)
-    ):
+    if not is_linear(module) or is_plain(module):
         return False
     inside = (other for other in module.modules() if other is not module)
     if any(isinstance(other, nn.Linear) for other in inside):

@@ -19,10 +19,11 @@ from capd_client.integrations import megatron_ranks as ranks
 from capd_client.kinds import ATTENTION, LINEAR
 from capd_client.sites import Attributes, Site, operands_of
 
-__all__ = ["find_sites"]
+__all__ = ["find_sites", "is_one_kernel"]
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _ROUTER = "megatron.core.transformer.moe.router"
+_EXPERTS = "megatron.core.transformer.moe.experts"
 _ATTENTIONS = (
     ("megatron.core.transformer.dot_product_attention", "DotProductAttention"),
     ("megatron.core.extensions.transformer_engine", "TEDotProductAttention"),
@@ -63,6 +64,12 @@ def find_sites(model: nn.Module) -> dict[str, list[Site]]:
             common = ranks.coordinates(model) if common is None else common
             found[name] = [make(module, (*common, *ranks.expert(model, name)))]
     return found
+
+
+def is_one_kernel(module: nn.Module) -> bool:
+    """Whether these are experts that one kernel of grouped_gemm multiplies, which is tapped nowhere."""
+    grouped = _class(_EXPERTS, "GroupedMLP")
+    return grouped is not None and isinstance(module, grouped)
 
 
 def _makers() -> list[tuple[type[nn.Module], Callable[[Any, Attributes], Site]]]:

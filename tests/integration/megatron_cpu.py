@@ -6,7 +6,9 @@ Only for the tests. Nothing of megatron's own arithmetic, schedules or autograd 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 __all__ = ["install"]
@@ -21,6 +23,9 @@ def install() -> None:
     torch._dynamo.config.disable = (
         True  # megatron's small fusions: a compiler on a CPU takes minutes for them
     )
+    grouped_gemm: Any = ModuleType("grouped_gemm")
+    grouped_gemm.ops = SimpleNamespace(gmm=_grouped_product)
+    sys.modules["grouped_gemm"] = grouped_gemm  # a kernel that runs on GPUs alone
     from megatron.core import distributed, models, optimizer, pipeline_parallel  # noqa: F401
     from megatron.core.models.gpt import gpt_layer_specs  # noqa: F401
     from megatron.core.tensor_parallel import random
@@ -70,6 +75,15 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         return factory(*args, **{**kwargs, **({"pin_memory": False} if "pin_memory" in kwargs else {})})
 
     return make
+
+
+def _grouped_product(rows: Any, weights: Any, batch_sizes: Any, trans_b: bool = False) -> Any:
+    """The rows of each expert, which follow each other, by its weight."""
+    import torch
+
+    weights = weights.transpose(1, 2) if trans_b else weights
+    parts = zip(rows.split(batch_sizes.tolist()), weights, strict=True)
+    return torch.cat([part @ weight for part, weight in parts])
 
 
 def _on_the_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

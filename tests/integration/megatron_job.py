@@ -8,6 +8,7 @@ watched under its own name, so that all of them lie in one store.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import logging
@@ -61,6 +62,11 @@ class Mode:
     def experts(self) -> int:
         return int(self.config.get("num_moe_experts", 0))
 
+    @property
+    def grouped(self) -> bool:
+        """Whether one kernel multiplies all experts."""
+        return bool(self.config.get("moe_grouped_gemm"))
+
     def layers(self, pp_rank: int, chunk: int) -> range:
         """The layers of a chunk, 0-based over the whole model."""
         count = LAYERS // (self.pp * self.vpp)
@@ -83,6 +89,7 @@ MODES = {
     "moefull": Mode(pp=2, config={**MOE, **FULL}, resumed=1000),
     "ep2": Mode(ep=2, config=MOE),
     "ep2allgather": Mode(ep=2, config={**MOE, "moe_token_dispatcher_type": "allgather"}),
+    "grouped": Mode(config={**MOE, "moe_grouped_gemm": True}),
     "cp2": Mode(cp=2),
     "own": Mode(own=True),
 }
@@ -191,7 +198,9 @@ def build(mode: Mode) -> list[Any]:
         apply_rope_fusion=False, add_bias_linear=False, init_method_std=0.5, attention_dropout=0.0, hidden_dropout=0.1,
         deallocate_pipeline_outputs=True, **mode.config,
     )  # fmt: skip
-    spec = get_gpt_layer_local_spec(num_experts=mode.config.get("num_moe_experts"))
+    spec = get_gpt_layer_local_spec(
+        num_experts=mode.config.get("num_moe_experts"), moe_grouped_gemm=mode.grouped
+    )
     if mode.cp > 1:
         spec.submodules.self_attention.submodules.core_attention = gathering()
     chunks = []
@@ -211,6 +220,8 @@ def build(mode: Mode) -> list[Any]:
         )  # fmt: skip
         ddp = DistributedDataParallelConfig(overlap_grad_reduce=False, use_distributed_optimizer=False)
         starve_last_expert(model)
+        if mode.grouped:
+            call_experts_bf16(model)
         chunks.append(DistributedDataParallel(config, ddp, model))
     config.finalize_model_grads_func = finalize_model_grads
     config.no_sync_func = chunks[0].no_sync if len(chunks) == 1 else [chunk.no_sync for chunk in chunks]
@@ -223,6 +234,14 @@ def starve_last_expert(model: torch.nn.Module) -> None:
         if name.endswith(".router"):
             with torch.no_grad():
                 module.weight[-1] = module.weight[:2].mean(0)
+
+
+def call_experts_bf16(model: torch.nn.Module) -> None:
+    """GroupedMLP asserts that its configuration says so, and computes in whatever dtype it is given."""
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            module.config = copy.copy(module.config)
+            module.config.bf16 = True
 
 
 def make_optimizer(chunks: list[Any]) -> Any:
