@@ -16,7 +16,14 @@ from capd_client.integrations import step_counters
 from capd_client.late_watch import LateWatch
 from capd_client.notices import Notices
 from capd_client.placing import find_products, left_out
-from capd_client.rule_report import counted, plan_lines, problems_of, rank_problems, tensors_text
+from capd_client.rule_report import (
+    counted,
+    plan_lines,
+    problems_of,
+    rank_left_out,
+    rank_problems,
+    tensors_text,
+)
 from capd_client.rule_settings import RuleSettings
 from capd_client.rules import Resolved, Wanted, resolve
 from capd_client.sink import Sink
@@ -163,7 +170,7 @@ def attach(
     for site, place, wanted in found:
         if not wanted:
             watched.leave_out(site, place)
-    if any(rule.when.ranks is None or sink.context.rank in rule.when.ranks for rule in plan.rules):
+    if any(rule.when.on(sink.context.rank) for rule in plan.rules):
         sink.prepare({parameter.device for model in models for parameter in model.parameters()})
     if fresh:
         handle.look_for_late_watch(models)
@@ -171,6 +178,9 @@ def attach(
     handle.modules = tuple(place.module for _, place, _ in fresh)
     _say_what_lacks([(site, wanted) for site, _, wanted in fresh])
     _say(f"watching {len(fresh)} of {len(products)} products of {told}", plan, resolved)
+    without = rank_left_out(resolved, sink.context.rank)
+    if without:
+        _notices.info("%s", without)
     _say_what_is_left_out([name for model in models for name in left_out(model, products)])
 
 

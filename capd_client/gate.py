@@ -51,7 +51,7 @@ class Gate:
             (1 << number, when.micro_batches)
             for number, when in enumerate(self._whens)
             if iteration in when.steps
-            and (when.ranks is None or rank in when.ranks)
+            and when.on(rank)
             and (iteration != self._ended_at or when.steps.text == "all")
         ]
         return sum(bit for bit, _ in found), tuple((bit, some) for bit, some in found if some is not None)
@@ -83,7 +83,7 @@ class Gate:
             return
         self._silent = False
         rank = self.context.rank
-        meant = [when.steps.text for when in self._whens if when.ranks is None or rank in when.ranks]
+        meant = [when.steps.text for when in self._whens if when.on(rank)]
         if meant:
             _notices.warn(
                 "over",
@@ -99,7 +99,7 @@ class Gate:
         """Put `whens` in the place of the gate's own; returns whether this rank may pass at all."""
         self._whens = tuple(whens)
         self.forget()
-        return any(when.ranks is None or self.context.rank in when.ranks for when in whens)
+        return any(when.on(self.context.rank) for when in whens)
 
     def end_iteration(self) -> None:
         """Capture no more of the current iteration, except by rules that capture all of them."""

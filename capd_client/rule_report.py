@@ -11,7 +11,7 @@ from typing import Optional
 from capd_client.rule_settings import RuleSettings, texts
 from capd_client.rules import Resolved, Rule, Target
 
-__all__ = ["counted", "plan_lines", "problems_of", "rank_problems", "tensors_text"]
+__all__ = ["counted", "plan_lines", "problems_of", "rank_left_out", "rank_problems", "tensors_text"]
 
 _SHOWN = 3
 
@@ -79,6 +79,21 @@ def rank_problems(rules: Iterable[Rule], world_size: int) -> list[str]:
                 + (f"ranks 0-{world_size - 1}" if world_size > 1 else "rank 0 alone"),
             )
     return list(found.values())
+
+
+def rank_left_out(resolved: Resolved, rank: int) -> str:
+    """Which of the rules that match something do not capture it on this rank; "" where all of them do."""
+    matching = [rule for rule, chosen in zip(resolved.rules, resolved.chosen, strict=True) if chosen]
+    without = [
+        (rule.name, f'ranks "{rule.when.ranks.text}"')
+        for rule in matching
+        if rule.when.ranks is not None and rank not in rule.when.ranks
+    ]
+    if without and len(without) == len(matching):
+        why = ", ".join(dict.fromkeys(ranks for _, ranks in without))
+        return f"nothing is captured on rank {rank}: {why} leave it out"
+    rules = ", ".join(f"rule {name!r} ({ranks})" for name, ranks in without)
+    return f"not captured on rank {rank}: {rules}" if rules else ""
 
 
 def _of(rule: Rule) -> str:

@@ -24,6 +24,10 @@ class When(NamedTuple):
     micro_batches: Optional[Ranges] = None
     ranks: Optional[Ranges] = None
 
+    def on(self, rank: int) -> bool:
+        """Whether the rank is one of them."""
+        return self.ranks is None or rank in self.ranks
+
     def meets(self, other: When) -> bool:
         """Whether some moment of some rank is in both."""
         return self.steps.meets(other.steps) and all(

@@ -270,6 +270,46 @@ def test_the_plan_is_told_once(sink: MemorySink, caplog: pytest.LogCaptureFixtur
     ]
 
 
+@pytest.mark.parametrize(
+    ("rules", "when", "said"),
+    [
+        ([], "0", 'nothing is captured on rank 1: ranks "0" leave it out'),
+        ([], "0-1", ""),
+        (
+            [{"include": "fc1"}, {"include": "fc2", "ranks": "2-"}],
+            "0",
+            'nothing is captured on rank 1: ranks "0", ranks "2-" leave it out',
+        ),
+        (
+            [{"name": "up", "ranks": 0}, {"ranks": 1}],
+            "all",
+            "not captured on rank 1: rule 'up' (ranks \"0\")",
+        ),
+        ([{"include": "fc1"}, {"include": "fc3", "ranks": 0}], "all", ""),
+    ],
+)
+def test_a_rank_that_is_left_out_is_told_so(
+    sink: MemorySink,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    rules: list[dict[str, Any]],
+    when: str,
+    said: str,
+) -> None:
+    monkeypatch.setattr(watch_plan, "_notices", Notices())
+    sink.context = Context(environ={"RANK": "1", "WORLD_SIZE": "4"})
+    configured(sink, *rules, ranks=when)
+    model = MLP()
+
+    with caplog.at_level(logging.INFO, logger="capd_client"):
+        watch(model)
+    train(model)
+
+    told = [r.getMessage().removeprefix("capd: ") for r in caplog.records if "captured on" in r.getMessage()]
+    assert told == ([said] if said else [])
+    assert bool(sink.captured) is not said.startswith("nothing")
+
+
 def test_a_model_is_not_told_of_the_rules_of_another_one(
     sink: MemorySink, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
