@@ -87,6 +87,7 @@ class Context:
         self._follows = self._info.source == "torch.distributed"
         self.on_rank_change: Callable[[], None] = lambda: None
         self.on_iteration: Callable[[int], None] = lambda _: None  # it begins: nothing of it is captured yet
+        self.on_endless: Callable[[str], None] = lambda _: None  # it seems to have no end, for that reason
         self._ordinals: OrderedDict[tuple[int, int], dict[object, count[int]]] = OrderedDict()
 
     @property

@@ -34,6 +34,12 @@ __all__ = [
 
 _UNSTEPPED = 256  # micro-batches without any optimizer step after which no more of a chosen step are captured
 
+_UNSTEPPED_TEXT = (
+    f"{_UNSTEPPED} forwards and no step of a torch.optim.Optimizer: they count as micro-batches of one iteration, and "
+    'of it nothing more is captured, except by rules with steps="all". Where something else updates the parameters, '
+    "call capd_client.set_moment(iteration=...) in every iteration"
+)
+
 _notices = Notices()
 
 
@@ -56,6 +62,7 @@ class Context(Protocol):
     def iteration_is_set(self) -> bool: ...
 
     evaluating: bool
+    on_endless: Callable[[str], None]
 
     def bind(self) -> int: ...
     def begin_micro_batch(self) -> None: ...
@@ -142,7 +149,8 @@ class Clock:
 
     def _give_up_iteration(self) -> None:
         """It seems to have no end: what is captured in some steps only would be captured until the disk is full."""
-        _say_unstepped()
+        _notices.warn("unstepped", "%s", _UNSTEPPED_TEXT)
+        self.context.on_endless(_UNSTEPPED_TEXT)
         for gate in self._gates:
             gate.end_iteration()
 
@@ -151,16 +159,6 @@ class Clock:
         self.iteration_over()
         for called in tuple(self.after_step):
             called()
-
-
-def _say_unstepped() -> None:
-    _notices.warn(
-        "unstepped",
-        "%d forwards and no step of a torch.optim.Optimizer: they count as micro-batches of one iteration, and of it "
-        'nothing more is captured, except by rules with steps="all". Where something else updates the parameters, call '
-        "capd_client.set_moment(iteration=...) in every iteration",
-        _UNSTEPPED,
-    )
 
 
 _clocks: weakref.WeakSet[Clock] = weakref.WeakSet()  # of this process: a plan beside a session has its own

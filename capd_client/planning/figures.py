@@ -76,6 +76,7 @@ def rank_plan(seen: RankSeen, *, ended: bool) -> dict[str, Any]:
         "policy": seen.policy,
         "max_step_bytes": seen.max_step_nbytes,
         "refused": seen.refused,
+        "cut_short": seen.cut_short,
         "series": series,
     }  # fmt: skip
 

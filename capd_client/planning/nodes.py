@@ -40,6 +40,8 @@ def warnings_of(ranks: Sequence[Mapping[str, Any]], nodes: Sequence[Mapping[str,
 
 
 def _of_rank(rank: Mapping[str, Any]) -> Iterator[str]:
+    if rank["cut_short"]:
+        yield rank["cut_short"]
     for text in rank["steps"]:
         if Ranges(text).first_from(rank["first_iteration"]) is None:
             yield (

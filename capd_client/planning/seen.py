@@ -53,6 +53,7 @@ class RankSeen(msgspec.Struct, kw_only=True):
     """One process. state: "running", "complete" (all iterations that were asked for), or "ended" (its job did).
 
     refused: drop reason → offers that could not be captured. Sizes in bytes, link_bytes_per_s as `link_how` says.
+    cut_short: why no more of the last iteration was planned; "" where all of it was.
     """
 
     rank: int
@@ -71,3 +72,4 @@ class RankSeen(msgspec.Struct, kw_only=True):
     ring_nbytes: Optional[int]
     link_bytes_per_s: Optional[float]
     link_how: str
+    cut_short: str = ""

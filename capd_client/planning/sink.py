@@ -101,6 +101,8 @@ class PlanSink:
         self._began = 0.0
         self.iterations: list[IterationSeen] = []
         self.context.on_iteration = self._begin
+        self.context.on_endless = self._cut
+        self._cut_short = ""
 
     def _begin(self, iteration: int) -> None:
         """An iteration begins on the thread that trains."""
@@ -113,6 +115,14 @@ class PlanSink:
             self.iterations.append(IterationSeen(iteration))
         self.on_boundary()
         self._began = time.monotonic()
+
+    def _cut(self, why: str) -> None:
+        """The iteration under way seems to have no end; a session would capture no more of it."""
+        if self.enabled:
+            self.stop_clock()
+            self._cut_short = why
+            self.enabled = False
+            self.on_boundary()
 
     def stop_clock(self) -> None:
         """The iteration under way is over."""
@@ -230,4 +240,5 @@ class PlanSink:
             ring_nbytes=self._ring_nbytes,
             link_bytes_per_s=speed,
             link_how=how,
+            cut_short=self._cut_short,
         )

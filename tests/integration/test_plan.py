@@ -153,6 +153,32 @@ def test_a_plan_counts_what_the_mode_keeps_also_without_a_line_in_the_job(
     assert_same(plan, store / "r.zarr")
 
 
+UNSTEPPED = """
+import sys
+import torch
+import capd_client
+model = torch.nn.Linear(8, 4)
+capd_client.watch(model)
+for _ in range(int(sys.argv[1])):
+    model(torch.ones(5, 8)).sum().backward()
+    model.zero_grad()
+"""
+
+
+def test_of_a_loop_without_an_optimizer_as_many_forwards_are_planned_as_are_captured(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    job = [sys.executable, "-c", UNSTEPPED]
+
+    plan = planned(capd("plan", "--timeout", "60", "--json", "--", *job, str(10**9), cwd=tmp_path))
+    run = capd("run", "--store", store, "--run-id", "r", "--", *job, "300", cwd=tmp_path)
+
+    assert run.returncode == 0, run.stderr
+    assert_same(plan, store / "r.zarr")
+    [warning] = plan["warnings"]
+    assert "256 forwards and no step of a torch.optim.Optimizer" in warning
+    assert warning in run.stderr
+
+
 def test_the_table_groups_layers_and_names_limits_and_speeds(tmp_path: Path) -> None:
     done = capd(
         "plan", "--iterations", "1", "--", sys.executable, JOB, "1000", cwd=tmp_path, CAPD_MAX_DISK="1KB"
