@@ -72,7 +72,7 @@ class Job:
     def read(self, limit: int | None = None) -> memoryview | bytes:
         """Its bytes in C order, or the first ones as they lie. Raises OSError."""
         if limit is None and self.descriptor.order is not None:
-            return self.tensor(np.dtype(f"u{ITEM_NBYTES[self.define.dtype]}"))[...].tobytes()
+            return self.tensor(np.dtype(f"u{ITEM_NBYTES[self.define.dtype]}"))[()].tobytes()
         nbytes = self.descriptor.nbytes if limit is None else min(limit, self.descriptor.nbytes)
         return self.data[:nbytes] if isinstance(self.data, memoryview) else bytes(self.data.read(0, nbytes))
 

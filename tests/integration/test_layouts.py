@@ -1,4 +1,4 @@
-"""Tensors that do not lie in C order, through a real daemon: what the store has is the tensor, for plain readers too."""
+"""Tensors that do not lie in C order, through a real daemon: the store has the tensor, for plain readers too."""
 
 from __future__ import annotations
 
