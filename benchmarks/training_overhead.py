@@ -130,7 +130,7 @@ class Client:
     tensors: tuple[str, ...]
     components: list[str]
     plain: Callable[[nn.Module, Callable[[Tensor], None] | None], Handle]
-    bound: tuple[str, float]  # what capd may add to which other variant
+    bounds: tuple[tuple[str, float], ...]  # what capd may add to which other variants
     make_idle: Callable[[], nn.Module]  # one with so little to compute that what hooks cost can be seen
     idle_tokens: Tensor
 
@@ -151,7 +151,7 @@ def own_client() -> Client:
         return nn.Sequential(*(nn.Linear(8, 8) for _ in range(32)))
 
     return Client(
-        Transformer, TENSORS, ["linear"], PlainHooks, ("bare copies", 0.06), chain, torch.randn(4, 8)
+        Transformer, TENSORS, ["linear"], PlainHooks, (("bare copies", 0.06),), chain, torch.randn(4, 8)
     )
 
 
@@ -169,7 +169,7 @@ def transformers_client() -> Client:
         llama.TENSORS,
         ["linear", "FA"],
         plain,
-        ("empty hooks", 0.08),
+        (("bare copies", 0.08), ("empty hooks", 0.08)),  # without the copying of the bytes, and with it
         llama.make_idle,
         torch.randint(64, (1, 4)),
     )
@@ -241,11 +241,13 @@ def show(result: dict[str, Any], variants: list[Variant], client: Client) -> Non
         f"{result['daemon_cpu_s']:.1f} s CPU"
     )
     above = result["idle_us"]["capd above empty hooks, per hook"]
-    other, allowed = client.bound
     for name, bound, value in (
         ("where the step is not captured, us per hook above an empty one", 1.0, above),
         ("capd, CPU x", 1.25, rows["capd"]["cpu_ratio"]),
-        (f"capd above {other}, CPU x", allowed, rows["capd"]["cpu_ratio"] - rows[other]["cpu_ratio"]),
+        *(
+            (f"capd above {other}, CPU x", allowed, rows["capd"]["cpu_ratio"] - rows[other]["cpu_ratio"])
+            for other, allowed in client.bounds
+        ),
         ("capd's extra CPU / synchronous", 0.5, rows["capd"]["extra_cpu_ms"] / rows["synchronous"]["extra_cpu_ms"]),
         ("capd's extra wall / synchronous", 0.5, rows["capd"]["extra_wall_ms"] / rows["synchronous"]["extra_wall_ms"]),
     ):  # fmt: skip
