@@ -16,13 +16,13 @@ from types import ModuleType
 from typing import Any
 
 from torch import nn
-from torch.compiler import is_compiling
 
 from capd_client.function_sites import FunctionSite
 from capd_client.integrations.callers import calls
 from capd_client.kinds import ATTENTION
 from capd_client.owners import is_owned
 from capd_client.sites import Site
+from capd_client.untraced import traced_as
 
 __all__ = ["find_sites"]
 
@@ -58,11 +58,15 @@ class _Interface(_Attention):
         return [(interface, "get_interface"), (interface, "__getitem__")]
 
     def wrap(self, function: _Function) -> _Function:
+        def in_graph(*args: Any, **kwargs: Any) -> Any:
+            return self.tapped(function(*args, **kwargs))
+
+        @traced_as(in_graph, calls_the_job=True)
         @functools.wraps(function)
         def get(*args: Any, **kwargs: Any) -> Any:
             attention = function(*args, **kwargs)
             # Outside of the modules that are captured in this step it costs no more than this.
-            return self.tapped(attention) if is_compiling() or is_owned() else attention
+            return self.tapped(attention) if is_owned() else attention
 
         return get
 
