@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from capd_client import recompute
 from capd_client.graph_taps import (
     GRAD_OUTPUT,
     claim,
@@ -27,8 +26,8 @@ from capd_client.graph_taps import (
     trace_root,
     trace_root_end,
 )
+from capd_client.recompute import in_backward, in_segment
 from capd_client.sites import Site, operands_of, output_of, with_operands
-from capd_client.stepping import evaluates
 from capd_client.tensors import is_tracing
 from capd_client.trials import trying
 from capd_client.untraced import traced_as, untraced
@@ -88,9 +87,10 @@ class PreHook(Hook):
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Optional[dict[str, Any]] = None
     ) -> PreHookResult:
-        gate, tap = self._gate, self._tap
+        gate = self._gate
         if gate.closed_at == gate.context.iteration or is_compiling() or kwargs is None:
             return None
+        tap = self._tap
         try:
             tap.bound = None
             operands = operands_of(self._arguments, args, kwargs)
@@ -201,15 +201,13 @@ class RootHook(Hook):
     def begin(self, with_gradients: bool) -> None:
         """A forward of the root in training mode starts."""
         try:
-            if recompute.in_backward() or trying():
+            if in_backward() or trying():
                 return
-            self._outer = self._clock.context.evaluating
-            if (with_gradients or recompute.in_segment()) and not evaluates():
+            clock = self._clock
+            self._outer = clock.context.evaluating
+            if clock.begin_forward(self, trains=with_gradients or in_segment()):
                 self.forwards += 1
-                self._clock.begin_forward(self)
                 self._begun()
-            else:
-                self._clock.begin_evaluation()
         except Exception as error:
             self.failed("root forward pre-hook", error)
 

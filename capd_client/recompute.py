@@ -34,13 +34,14 @@ class _Local(threading.local):
 
 _local = _Local()
 _lock = threading.Lock()
+_graph_task = torch._C._current_graph_task_id  # -1 outside of a backward
 _users = 0
 _patches: dict[tuple[Any, ...], _Patch] = {}
 
 
 def in_backward() -> bool:
     """Whether autograd is running on this thread; in a forward that means: this is a recompute."""
-    return torch._C._current_graph_task_id() != -1
+    return _graph_task() != -1
 
 
 def in_segment() -> bool:

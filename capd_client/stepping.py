@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from capd_client.gate import Gate
 
 __all__ = [
-    "Clock", "Context", "begin_counted", "clock_of", "counting", "end_counted", "evaluate", "evaluates",
-    "iteration_over",
+    "Clock", "Context", "begin_counted", "clock_of", "counting", "end_counted", "evaluate", "iteration_over",
 ]  # fmt: skip
 
 _UNSTEPPED = 256  # micro-batches without any optimizer step after which no more of a chosen step are captured
@@ -90,34 +89,42 @@ class Clock:
         if _counters:
             context.follow(_reading)
 
-    def begin_forward(self, root: object) -> None:
-        """A watched root starts a training forward.
+    def begin_forward(self, root: object, *, trains: bool = True) -> bool:
+        """A watched root starts a forward in training mode; returns whether it trains.
+
+        trains: whether it has gradients. Without them, or where a framework says so, it is an evaluation.
 
         With several roots (an encoder and a decoder watched apart, a model watched inside another) the
         root that is called most often counts the micro-batches.
         """
-        self.context.evaluating = False
+        said = _evaluates is not None and _evaluates()
+        if said or not trains:
+            self._begin_evaluation(said)
+            return False
+        context = self.context
+        context.evaluating = False
         self.before_forward()
-        if self.context.counted:
-            self.context.begin_if_dirty()
-            return
-        if self.context.iteration != self._iteration:
+        if context.counted:
+            context.begin_if_dirty()
+            return True
+        if context.iteration != self._iteration:
             self._forwards.clear()
             self._most_forwards = 0
         count = self._forwards.get(root, 0) + 1
         self._forwards[root] = count
         if count > self._most_forwards:
             self._most_forwards = count
-            self.context.begin_micro_batch()
-            if count == _UNSTEPPED + 1 and not (self._stepped or self.context.iteration_is_set):
+            context.begin_micro_batch()
+            if count == _UNSTEPPED + 1 and not (self._stepped or context.iteration_is_set):
                 self._give_up_iteration()
-        self._iteration = self.context.iteration
+        self._iteration = context.iteration
+        return True
 
-    def begin_evaluation(self) -> None:
-        """A watched root starts a forward without gradients, in training mode."""
+    def _begin_evaluation(self, said: bool) -> None:
+        """said: whether a framework says so; what capd takes for one by itself, it tells."""
         global _evaluation_said
         self.context.evaluating = True
-        if not _evaluation_said and not evaluates():
+        if not _evaluation_said and not said:
             _evaluation_said = True
             _notices.warn(
                 "evaluation",
@@ -178,11 +185,6 @@ def evaluate(asked: Callable[[], bool]) -> None:
     """Forwards during which `asked()` holds train nothing, says a framework, whatever the mode of their modules."""
     global _evaluates
     _evaluates = asked
-
-
-def evaluates() -> bool:
-    """Whether the forward that begins is one of a framework's evaluation."""
-    return _evaluates is not None and _evaluates()
 
 
 def iteration_over() -> None:

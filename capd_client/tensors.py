@@ -42,10 +42,8 @@ PLAIN_TYPES: frozenset[type] = frozenset(
 DEVICES = frozenset({"cpu", "cuda"})
 """The types of the devices whose tensors capd keeps."""
 
-
-def is_tracing() -> bool:
-    """Whether torch.jit.trace writes down what this thread does."""
-    return torch._C._get_tracing_state() is not None
+is_tracing = torch._C._is_tracing
+"""Whether torch.jit.trace writes down what this thread does."""
 
 
 def modes_active() -> bool:

@@ -21,7 +21,7 @@ from torch import nn
 from capd_client import optimizer_steps
 from capd_client.stepping import begin_counted, end_counted, evaluate, iteration_over
 
-__all__ = ["MODULE", "adopt", "ask", "begin", "end", "look", "models_under_way"]
+__all__ = ["MODULE", "adopt", "ask", "begin", "end", "models_under_way", "schedule"]
 
 MODULE = "megatron.core.pipeline_parallel.schedules"
 _SCHEDULES = "forward_backward_"  # how the names of all of them begin
@@ -36,7 +36,7 @@ class _Schedule:
         self._reached: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._steps = -1  # of optimizers, when these began
         self._forward_only = False
-        self._counts = False
+        self.counts = False  # until the forward of a root that is none of a schedule
 
     def __call__(self) -> tuple[Optional[int], int]:
         return _iteration(), self._micro_batch
@@ -59,15 +59,15 @@ class _Schedule:
                 iteration_over()
         self._reached[model] = micro_batch
         self._micro_batch = micro_batch
-        self._counts = True
+        self.counts = True
         begin_counted(self)
 
     def _evaluates(self) -> bool:
         return self._forward_only and _frame(_SCHEDULES) is not None
 
     def look(self) -> None:
-        """The forward of a root begins: behind the schedule it is the job's own."""
-        if self._counts and _frame(_SCHEDULES) is None:
+        """The forward of a root begins while this counts: behind the schedule it is the job's own."""
+        if _frame(_SCHEDULES) is None:
             self._stop()
 
     def end(self) -> None:
@@ -77,12 +77,12 @@ class _Schedule:
         self._stop()
 
     def _stop(self) -> None:
-        self._counts = False
+        self.counts = False
         end_counted(self)
 
 
-_schedule = _Schedule()
-ask, begin, look, end = _schedule.ask, _schedule.begin, _schedule.look, _schedule.end
+schedule = _Schedule()
+ask, begin, end = schedule.ask, schedule.begin, schedule.end
 
 
 def _iteration() -> Optional[int]:

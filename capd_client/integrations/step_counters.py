@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from types import FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple, Optional
 
-from capd_client.integrations import framework_counters, megatron_schedule
+from capd_client.integrations import framework_counters
 from capd_client.integrations.counter_patches import Method, Patch, end_adopted, listen, unless_it_fails
+from capd_client.integrations.megatron_schedule import schedule
 
 __all__ = ["install", "look_again", "uninstall"]
 
@@ -46,7 +47,8 @@ def look_again() -> None:
 
     Whether Megatron's schedule still counts is looked at there, too.
     """
-    megatron_schedule.look()
+    if schedule.counts:
+        schedule.look()
     if len(sys.modules) != _modules:
         with _lock:
             if _users:
