@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from capd.cli.output import human_count, human_nbytes, note, print_json, print_table
+from capd.cli.selection import (
+    Components,
+    LayerRange,
+    LayerTypes,
+    Modules,
+    Operations,
+    Phases,
+    QuantTypes,
+    RankRange,
+    Tensors,
+    key_filters,
+)
 from capd.cli.stores import RunOption, StoreArgument, resolve_run
 from capd.errors import ConfigError, NothingMatched
-from capd_client.select import Ranges
 
 if TYPE_CHECKING:
     from capd.store.reader import SeriesListing
@@ -25,25 +35,19 @@ FIELDS = (
 )  # fmt: skip
 COUNTABLE = (*FIELDS[1:12], "kept")
 
-Words = list[str] | None
-
-
-def _words(flag: str, what: str) -> Any:
-    return typer.Option(flag, metavar="WORD", help=f"{what}; may be given several times.", show_default=False)
-
 
 def ls(
     store: StoreArgument = None,
     run: RunOption = None,
-    quant_type: Annotated[Words, _words("--quant-type", "bf16, mxfp8, …")] = None,
-    rank: Annotated[str | None, typer.Option(metavar="RANGE", help='Ranks: "0", "0-3,8".')] = None,
-    layer: Annotated[str | None, typer.Option(metavar="RANGE", help='Layers: "0-3,8", or "none".')] = None,
-    phase: Annotated[Words, _words("--phase", "pre or post")] = None,
-    layer_type: Annotated[Words, _words("--layer-type", "attention, linear, …")] = None,
-    component: Annotated[Words, _words("--component", "FA, linear, …")] = None,
-    operation: Annotated[Words, _words("--operation", "forward or backward")] = None,
-    tensor: Annotated[Words, _words("--tensor", "Tensor name: input, query, grad_output, …")] = None,
-    module: Annotated[Words, _words("--module", "Glob over module names, such as '*.mlp.*'")] = None,
+    quant_type: QuantTypes = None,
+    rank: RankRange = None,
+    layer: LayerRange = None,
+    phase: Phases = None,
+    layer_type: LayerTypes = None,
+    component: Components = None,
+    operation: Operations = None,
+    tensor: Tensors = None,
+    module: Modules = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Print at most this many.", show_default="all")
     ] = None,
@@ -55,17 +59,10 @@ def ls(
     """List the series of a run, or count them by a field. Exits with 5 when nothing matches."""
     if by is not None and by not in COUNTABLE:
         raise ConfigError(f"--by {by!r} is no field; use one of {', '.join(COUNTABLE)}")
-    words = {
-        "quant_type": quant_type,
-        "phase": phase,
-        "layer_type": layer_type,
-        "component": component,
-        "operation": operation,
-        "tensor_name": tensor,
-    }
-    filters = [_exact(field, wanted) for field, wanted in words.items() if wanted]
-    filters += [_in_ranges(field, text) for field, text in (("rank", rank), ("layer", layer)) if text]
-    filters += [_glob("module", module)] if module else []
+    filters = key_filters(
+        quant_type=quant_type, rank=rank, layer=layer, phase=phase, layer_type=layer_type, component=component,
+        operation=operation, tensor=tensor, module=module,
+    )  # fmt: skip
     from capd.store.reader import list_series
 
     path = resolve_run(store, run)
@@ -86,22 +83,6 @@ def ls(
     else:
         _print_counts(items[:limit], by)
     note(_summary(path.name, found))
-
-
-def _exact(field: str, words: Sequence[str]) -> Callable[[SeriesListing], bool]:
-    wanted = frozenset(words)
-    return lambda row: getattr(row, field) in wanted
-
-
-def _glob(field: str, globs: Sequence[str]) -> Callable[[SeriesListing], bool]:
-    return lambda row: any(fnmatchcase(getattr(row, field), glob) for glob in globs)
-
-
-def _in_ranges(field: str, text: str) -> Callable[[SeriesListing], bool]:
-    parts = [part.strip() for part in text.split(",")]
-    none = "none" in parts
-    numbers = Ranges(",".join(part for part in parts if part != "none"))
-    return lambda row: none if (value := getattr(row, field)) is None else value in numbers
 
 
 def _order(row: SeriesListing) -> tuple[Any, ...]:
