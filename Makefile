@@ -89,6 +89,7 @@ bench-store: setup ## Run the store's benchmarks in few rounds; each takes --rou
 	$(BIN)/python benchmarks/store_read.py --rounds 3
 	$(BIN)/python benchmarks/store_small.py --rounds 1
 	$(BIN)/python benchmarks/store_seal.py --rounds 1 --series 1000
+	$(BIN)/python benchmarks/pt_files.py --rounds 2
 
 clean: ## Remove caches and build products, keep .venv and captured data
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

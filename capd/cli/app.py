@@ -36,6 +36,14 @@ VERBS: dict[str, _Verb] = {
     "stats": _Verb("capd.cli.stats", "stats", "Counters: offered, committed, in flight, dropped, disk left."),
     "ls": _Verb("capd.cli.ls", "ls", "List the series of a run, or count them by a field."),
     "show": _Verb("capd.cli.show", "show", "Show one series or one record: moments, statistics, values."),
+    "export": _Verb(
+        "capd.cli.export", "export", "Write records as .pt files, .npz, safetensors or a Parquet table."
+    ),
+    "import": _Verb(
+        "capd.cli.import_",
+        "import_files",
+        "Read tensor files of the predecessor, or exported ones, into a run.",
+    ),
     "verify": _Verb("capd.cli.verify", "verify", "Check a run for damage, and repair it."),
     "doctor": _Verb("capd.cli.doctor", "doctor", "Check this machine, the endpoint and every dtype."),
     "config": _Verb("capd.cli.config", "app", "Show the settings in effect and where each comes from."),

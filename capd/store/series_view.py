@@ -28,7 +28,7 @@ from capd_client.key import Key, Moment
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Record", "Records", "Series", "import_extra"]
+__all__ = ["Record", "Records", "Series", "import_extra", "tensor_of"]
 
 
 @dataclass(slots=True)
@@ -54,6 +54,11 @@ class Record:
     sealed: bool
     _series: Series = field(repr=False)
     _stats: Stats | None = field(repr=False)
+
+    @property
+    def committed_stats(self) -> Stats | None:
+        """Statistics as committed, None for a record without them; reads no element."""
+        return self._stats
 
     @property
     def stats(self) -> Stats:
@@ -215,12 +220,7 @@ class Series:
 
     def torch(self, i: SupportsIndex, region: Region = ...) -> torch.Tensor:
         """Record `i` as a CPU tensor of the captured dtype, bit for bit, with memory of its own."""
-        import torch
-
-        bits, dtype = self.numpy(i, region), getattr(torch, self.dtype)
-        if bits.size == 0:  # numpy gives empty arrays strides that torch refuses to view
-            return torch.empty(bits.shape, dtype=dtype)
-        return torch.from_numpy(bits).view(dtype)
+        return tensor_of(self.numpy(i, region), self.dtype)
 
     def stack(self, records: slice = slice(None), region: Region = ...) -> NDArray[np.generic]:
         """Stored bits of several records, which must have one shape, as [records, *record].
@@ -257,6 +257,16 @@ class Series:
         columns = {name: [getattr(moment, name) for moment in moments] for name in Moment.__struct_fields__}
         known = {name: values for name, values in columns.items() if None not in values}
         return data.assign_coords({name: ("record", values) for name, values in known.items()})
+
+
+def tensor_of(bits: NDArray[np.generic], dtype: str) -> torch.Tensor:
+    """Stored bits as a CPU tensor of the torch dtype of this name, sharing their memory."""
+    import torch
+
+    kind = getattr(torch, dtype)
+    if bits.size == 0:  # numpy gives empty arrays strides that torch refuses to view
+        return torch.empty(bits.shape, dtype=kind)
+    return torch.from_numpy(bits).view(kind)
 
 
 def import_extra(module: str, extra: str) -> Any:

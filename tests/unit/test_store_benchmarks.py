@@ -128,6 +128,17 @@ def test_codecs_are_measured_on_every_format_and_role(corpus: Path, tmp_path: Pa
         assert codec != "none" or 0.95 < row["ratio"] < 1  # the checksums, on tiny tensors
 
 
+def test_tensor_files_are_measured_against_bare_torch(tmp_path: Path) -> None:
+    found = results("pt_files.py", tmp_path)
+
+    variants = {row["variant"]: row for row in found["rows"] if row["tensors"] == "1 MiB"}
+    assert variants.keys() == {
+        "torch.save", "export", "torch.load", "load and save", "import", "import, codec fast",
+    }  # fmt: skip
+    assert len({row["raw_nbytes"] for row in variants.values()}) == 1
+    assert any(check["at_most"] for check in found["checks"])  # the peak of memory
+
+
 def test_the_benchmark_of_listing_runs() -> None:
     done = subprocess.run(
         [sys.executable, BENCHMARKS / "listing.py", "--records", "200", "--series", "20", "--json"],

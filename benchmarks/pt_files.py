@@ -1,0 +1,226 @@
+"""What tensor files cost: `capd export --to pt` against bare torch.save, `capd import` against bare torch.load.
+
+    python benchmarks/pt_files.py [--records N] [--rounds N] [--json FILE]
+
+The same bfloat16 tensors, in dictionaries of the same layout, as many bytes of each size. Each variant has a process of
+its own and both CPUs; bare torch is one loop, as in the predecessor. "cold" means that the files to be read were
+written to the disk and dropped from the page cache before. An import also computes statistics, compresses, and seals a
+store, which torch.load does not: "load and save" is what moving tensors into other files costs with bare torch. The
+peak is of the memory that a process takes beyond what it has before it begins.
+
+must: 0.80 of the rate of torch.save and torch.load; the peak does not grow with the store.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from store_capd import CapdWriter, definition
+from store_data import synthetic_records
+from store_runner import (
+    MIB,
+    Meter,
+    Row,
+    child,
+    interleave,
+    medians,
+    options,
+    report,
+    table,
+    verdict,
+    work_directory,
+)
+
+import capd
+from capd.io.export_pt import export_pt
+from capd.io.import_pt import import_files
+from capd.io.seed_dictionary import Naming
+from capd.io.seed_files import find_files
+from capd.store.options import StoreOptions
+from capd.store.run import RunStore
+
+SHAPES = {"8 MiB": (1024, 4096), "1 MiB": (256, 2048), "16 KiB": (8, 1024)}
+RATE_BOUND = 0.80
+GROWTH_BOUND = 1.25  # of the peak, for four times as many records
+WRITES, READS = ("torch.save", "export"), ("torch.load", "load and save", "import", "import, codec fast")
+
+
+def prepare(root: str, name: str, shape: list[int], records: int) -> Row:
+    """A run, and the files exported from it."""
+    place = Path(root) / name
+    writer = CapdWriter(place, threads=2, codec="default")
+    batch = synthetic_records(min(records, 64), (shape[0], shape[1]))
+    for iteration in range(records):
+        data = memoryview(batch[iteration % len(batch)]).cast("B")
+        writer.put(definition(iteration % 4), data, tuple(shape), iteration)
+    writer.close()
+    for _ in _export(writer.run, place / "files"):
+        pass
+    return {"run": str(writer.run), "files": str(place / "files")}
+
+
+def _export(run: Path, out: Path) -> Any:
+    return export_pt("run", capd.open(run).series, out, Naming(), threads=_cpus())
+
+
+def _cpus() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def measure(variant: str, run: str, files: str, scratch: str, cold: bool) -> Row:
+    """One variant; wall and CPU seconds, raw bytes, and peak of memory. scratch: a directory of its own."""
+    import torch
+
+    store, out, found = capd.open(run), Path(scratch), find_files(Path(files))
+    raw_nbytes = sum(series.raw_bytes for series in store.series)
+    if cold:
+        _drop(path for place in (run, files) for path in Path(place).rglob("*") if path.is_file())
+    held: list[Any] = []
+    if variant == "torch.save":
+        held = [torch.load(file.path, weights_only=True) for file in found[:8]]
+    work: dict[str, Callable[[], None]] = {
+        "torch.save": lambda: _save(held, out, len(found)),
+        "export": lambda: _all(_export(Path(run), out)),
+        "torch.load": lambda: _load(found),
+        "load and save": lambda: _load(found, out),
+        "import": lambda: _import(found, out, "auto"),
+        "import, codec fast": lambda: _import(found, out, "fast"),
+    }
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _peak_nbytes()
+    try:
+        with Meter() as meter:
+            work[variant]()
+        return meter.row(raw_nbytes=raw_nbytes, peak_mib=(_peak_nbytes() - before) / MIB)
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
+
+
+def _save(held: list[Any], out: Path, count: int) -> None:
+    import torch
+
+    out.mkdir()
+    for number, content in zip(range(count), itertools.cycle(held), strict=False):
+        torch.save(content, out / f"{number}.pt")
+
+
+def _load(found: list[Any], out: Path | None = None) -> None:
+    import torch
+
+    if out is not None:
+        out.mkdir()
+    for number, file in enumerate(found):
+        content = torch.load(file.path, weights_only=True)
+        if out is not None:
+            torch.save(content, out / f"{number}.pt")
+
+
+def _import(found: list[Any], out: Path, codec: str) -> None:
+    out.mkdir()
+    store = RunStore(out, "again", "n0", StoreOptions(codec=codec))
+    outcomes = list(import_files(store, found, threads=_cpus()))
+    store.seal()
+    store.close()
+    assert not any(outcome.problem or outcome.already for outcome in outcomes)
+
+
+def _all(written: Any) -> None:
+    for _ in written:
+        pass
+
+
+def _drop(paths: Any) -> None:
+    """Write files to the disk, and forget them in memory."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def _peak_nbytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) << 10
+    raise RuntimeError("no VmHWM in /proc/self/status")
+
+
+def compare(root: Path, size: str, records: int, rounds: int, cold: bool) -> dict[str, Row]:
+    """Medians of all variants at one size."""
+    name = f"{size.replace(' ', '')}-{records}"
+    prepared = root / name
+    where = {"run": str(prepared / "run.zarr"), "files": str(prepared / "files")}
+    if not prepared.exists():
+        where = child("pt_files:prepare", root=root, name=name, shape=SHAPES[size], records=records)
+    variants: dict[str, Callable[[], Row]] = {
+        variant: partial(
+            child, "pt_files:measure", variant=variant, scratch=root / f"scratch-{at}", cold=cold, **where
+        )
+        for at, variant in enumerate(READS if cold else (*WRITES, *READS))
+    }
+    return {variant: medians(rows) for variant, rows in interleave(variants, rounds).items()}
+
+
+def show(results: dict[str, dict[str, Row]]) -> list[Row]:
+    """Print a line per variant; returns the verdicts."""
+    cells: list[list[object]] = []
+    checks: list[tuple[str, float]] = []
+    for title, rows in results.items():
+        rates = {variant: row["raw_nbytes"] / row["wall_s"] / 1e6 for variant, row in rows.items()}
+        for variant, row in rows.items():
+            bare = rates["torch.save" if variant in WRITES else "torch.load"]
+            per_cpu = row["raw_nbytes"] / row["cpu_s"] / 1e6
+            cells.append(
+                [f"{title}, {variant}", rates[variant], per_cpu, rates[variant] / bare, row["peak_mib"]]
+            )
+        if "export" in rates:
+            checks.append((f"{title}: export / torch.save", rates["export"] / rates["torch.save"]))
+        checks.append((f"{title}: import / torch.load", rates["import"] / rates["torch.load"]))
+        checks.append((f"{title}: import / (load and save)", rates["import"] / rates["load and save"]))
+    table(["tensors, variant", "MB/s", "MB/CPU s", "x bare", "peak MiB"], cells)
+    return [verdict(what, value, RATE_BOUND) for what, value in checks]
+
+
+def growth(root: Path, records: int) -> list[Row]:
+    """Peaks of export and import, of `records` and of four times as many."""
+    peaks = [compare(root, "8 MiB", count, 1, cold=False) for count in (records, 4 * records)]
+    return [
+        verdict(
+            f"{variant}: peak of {4 * records} records / of {records}",
+            max(1.0, peaks[1][variant]["peak_mib"]) / max(1.0, peaks[0][variant]["peak_mib"]),
+            GROWTH_BOUND,
+            at_most=True,
+        )
+        for variant in ("export", "import")
+    ]
+
+
+def main() -> None:
+    parser = options(__doc__, rounds=5)
+    parser.add_argument("--records", type=int, default=64, help="of 8 MiB, and as many bytes of smaller ones")
+    args = parser.parse_args()
+    records = 2 if args.quick else args.records
+    sizes = {"8 MiB": records, "1 MiB": 8 * records, "16 KiB": min(512 * records, 8192)}
+    results: dict[str, dict[str, Row]] = {}
+    with work_directory(args.directory) as root:
+        for size, count in sizes.items():
+            for cold in (False, True):
+                title = f"{size}{', cold' if cold else ''}"
+                results[title] = compare(root, size, count, args.rounds, cold)
+        checks = show(results) + growth(root, records)
+    rows = [
+        {"tensors": title, "variant": variant, **row}
+        for title, by_variant in results.items()
+        for variant, row in by_variant.items()
+    ]
+    report({"rounds": args.rounds, "rows": rows, "checks": checks}, args.json)
+
+
+if __name__ == "__main__":
+    main()

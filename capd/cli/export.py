@@ -1,0 +1,142 @@
+"""`capd export`: records out of a run, as the predecessor's tensor files, arrays or a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+import typer
+
+from capd.cli.output import human_count, human_nbytes, note, print_json, print_lines
+from capd.cli.progress import progress_bar
+from capd.cli.selection import (
+    Components,
+    LayerRange,
+    LayerTypes,
+    Modules,
+    Operations,
+    Phases,
+    QuantTypes,
+    RankRange,
+    Tensors,
+    key_filters,
+)
+from capd.cli.stores import RunOption, StoreArgument, resolve_run
+from capd.errors import ConfigError, NothingMatched
+
+if TYPE_CHECKING:
+    from capd.io.export_pt import Written
+    from capd.store.series_view import Series
+
+__all__ = ["export"]
+
+FORMATS = ("pt", "npz", "safetensors", "parquet")
+
+
+def export(
+    store: StoreArgument = None,
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help=f"{', '.join(FORMATS)}.")] = "pt",
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="DIR", help="Where the files go [default: ./<run>-<format>]."),
+    ] = None,
+    run: RunOption = None,
+    names: Annotated[str, typer.Option(metavar="A|B|C", help="pt: naming scheme of the files.")] = "C",
+    tensor_names: Annotated[
+        str, typer.Option(metavar="seed|capd", help="pt: what a Linear's dY and dX are called.")
+    ] = "seed",
+    layer_base: Annotated[int, typer.Option(min=0, max=1, help="pt: number of the first layer.")] = 0,
+    quant_type: QuantTypes = None,
+    rank: RankRange = None,
+    layer: LayerRange = None,
+    phase: Phases = None,
+    layer_type: LayerTypes = None,
+    component: Components = None,
+    operation: Operations = None,
+    tensor: Tensors = None,
+    module: Modules = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, max=256, help="pt: threads that write [default: the CPUs].")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Write records of a run as files; never replaces one. Exits with 5 when nothing matches.
+
+    pt: one file per record, as the predecessor's tensor saver wrote them, for plain torch.load(weights_only=True). npz,
+    safetensors: one file per series. parquet: one table, a row per record with its statistics (extra `table`).
+    """
+    _check("--to", to, FORMATS)
+    _check("--names", names, ("A", "B", "C"))
+    _check("--tensor-names", tensor_names, ("seed", "capd"))
+    filters = key_filters(
+        quant_type=quant_type, rank=rank, layer=layer, phase=phase, layer_type=layer_type, component=component,
+        operation=operation, tensor=tensor, module=module,
+    )  # fmt: skip
+    from capd.store.reader import open_store
+
+    opened = open_store(resolve_run(store, run))
+    found = [series for series in opened.series if all(test(series.key) for test in filters)]
+    chosen = found if to == "parquet" else [series for series in found if series.kept == "tensor"]
+    if not chosen:
+        matched = (
+            "only series of statistics match (--to parquet)" if found else "no series matches the selection"
+        )
+        raise NothingMatched(f"nothing to export from {opened.path}: {matched}")
+    if len(chosen) < len(found):
+        note(
+            f"{len(found) - len(chosen):,} series keep statistics alone and are left out; --to parquet has them"
+        )
+    target = out or Path(f"{opened.path.stem}-{to}")
+    naming = cast("Any", (names, tensor_names, layer_base))
+    _report(_files(opened.run_id, chosen, target, to, naming, jobs), chosen, target, to, as_json)
+
+
+def _check(flag: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ConfigError(f"{flag} {value!r} is unknown; use one of {', '.join(known)}")
+
+
+def _files(
+    run_id: str,
+    chosen: list[Series],
+    out: Path,
+    to: str,
+    naming: tuple[Literal["A", "B", "C"], Literal["seed", "capd"], int],
+    jobs: int | None,
+) -> Iterator[Written]:
+    if to == "parquet":
+        from capd.io.table import export_table
+
+        return export_table(run_id, chosen, out)
+    if to == "pt":
+        from capd.io.export_pt import export_pt
+        from capd.io.seed_dictionary import Naming
+        from capd.server.budget import usable_cpus
+
+        return export_pt(run_id, chosen, out, Naming(*naming), threads=jobs or max(1, round(usable_cpus())))
+    from capd.io.arrays import export_arrays
+
+    return export_arrays(run_id, chosen, out, f".{to}")
+
+
+def _report(written: Iterator[Written], chosen: list[Series], out: Path, to: str, as_json: bool) -> None:
+    files = records = nbytes = raw_nbytes = 0
+    total, what = {"pt": (sum(len(series) for series in chosen), "records"), "parquet": (1, "tables")}.get(
+        to, (len(chosen), "series")
+    )
+    with progress_bar(total, what) as progress:
+        for file in written:
+            progress.add(file.raw_nbytes)
+            files, records = files + 1, records + file.records
+            nbytes, raw_nbytes = nbytes + file.nbytes, raw_nbytes + file.raw_nbytes
+    if as_json:
+        found = {"files": files, "records": records, "bytes": nbytes, "raw_bytes": raw_nbytes}
+        print_json({"directory": str(out), "format": to, **found})
+        return
+    of = (
+        f"{human_count(records)} records in {human_count(files)} files"
+        if to != "parquet"
+        else f"{human_count(records)} rows"
+    )
+    print_lines([f"{out}: {of}, {human_nbytes(nbytes)}"])

@@ -1,0 +1,162 @@
+"""`capd import`: tensor files of the predecessor, or those that `capd export --to pt` wrote, into a run."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from capd.cli.options import Config, StoreRoot
+from capd.cli.output import human_count, human_nbytes, print_json, print_lines
+from capd.cli.progress import Progress, progress_bar
+from capd.errors import ConfigError, NothingMatched, StoreError, StoreFull
+
+if TYPE_CHECKING:
+    from capd.config import DaemonSettings
+    from capd.io.import_pt import Outcome
+    from capd.io.seed_files import SeedFile
+
+__all__ = ["import_files"]
+
+
+def import_files(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Directory of tensor files, with those below it.")
+    ],
+    store: StoreRoot = None,
+    run_id: Annotated[
+        str | None, typer.Option("--run-id", help="Run to import into [default: the name of DIR].")
+    ] = None,
+    config: Config = None,
+    layer_base: Annotated[
+        int, typer.Option(min=0, max=1, help="Number of the first layer in files that capd did not write.")
+    ] = 0,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, max=256, help="Threads that load and encode [default: the CPUs].")
+    ] = None,
+    codec: Annotated[str | None, typer.Option("--codec", help="As for `capd serve` [default: auto].")] = None,
+    keep_free: Annotated[
+        str | None, typer.Option("--keep-free", help="Disk space to leave free [default: 10%].")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Import the tensor files below DIR (.pt, .pth) into a run; nothing in them is ever executed.
+
+    Bad files are named and skipped (exit code 1). Repeated, it adds only what is new; interrupted, it goes on. Exits
+    with 5 when there is no such file, with 7 when a daemon owns the store.
+    """
+    from capd.config import load_daemon_settings
+    from capd.io.seed_files import find_files
+    from capd.server.naming import check_run_id
+
+    settings = load_daemon_settings({"store": store, "codec": codec, "keep_free": keep_free}, path=config)
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is no directory; name the one that holds the tensor files")
+    name = check_run_id(run_id or _run_name(directory))
+    files = find_files(directory)
+    if not files:
+        raise NothingMatched(f"no .pt, .pth or .pkl file in {directory}")
+    with progress_bar(len(files), "files") as progress:
+        told = _Told(progress)
+        _import(settings, name, files, layer_base, jobs, told)
+    run = settings.store / f"{name}.zarr"
+    if as_json:
+        print_json({"run": str(run), "files": len(files), **told.plain()})
+    else:
+        print_lines([f"{run}: {told}"])
+    raise typer.Exit(1 if told.skipped else 0)
+
+
+def _run_name(directory: Path) -> str:
+    return re.sub(r"[^A-Za-z0-9_.\-]+", "-", directory.resolve().name).strip(".-") or "imported"
+
+
+def _import(
+    settings: DaemonSettings,
+    name: str,
+    files: list[SeedFile],
+    layer_base: int,
+    jobs: int | None,
+    told: _Told,
+) -> None:
+    from capd.io.import_pt import import_files
+    from capd.server.budget import DiskBudget, raise_open_files, usable_cpus
+    from capd.server.daemon import node_name
+    from capd.server.instance import RootLock
+    from capd.store.options import StoreOptions, open_files_within
+    from capd.store.run import RunStore
+
+    root, node = settings.store.absolute(), node_name(settings.node)
+    lock = RootLock(root, node)
+    try:
+        options = StoreOptions(
+            codec=settings.codec,
+            statistics=settings.statistics,
+            open_files=open_files_within(raise_open_files()),
+        )
+        budget = DiskBudget(root, None, settings.keep_free)
+        run = RunStore(root, name, node, options)
+        try:
+            for outcome in import_files(
+                run,
+                files,
+                threads=jobs or max(1, round(usable_cpus())),
+                layer_base=layer_base,
+                limit=budget.refusal,
+            ):
+                told.take(outcome)
+        finally:
+            run.seal()
+            run.close()
+    except OSError as error:
+        kind = StoreFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
+        raise kind(f"cannot write to {settings.store}: {error.strerror or error}") from error
+    finally:
+        lock.release(keep_note=True)
+
+
+def _shown(text: str) -> str:
+    """Text from a file or its name without what a terminal would obey."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+class _Told:
+    """What the files became."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.imported = self.already = self.raw_nbytes = 0
+        self.skipped: list[tuple[str, str]] = []
+
+    def take(self, outcome: Outcome) -> None:
+        self._progress.add(outcome.raw_nbytes)
+        if outcome.problem is not None:
+            file, reason = (
+                _shown(os.fsencode(outcome.file.path).decode(errors="replace")),
+                _shown(outcome.problem),
+            )
+            self.skipped.append((file, reason))
+            self._progress.say(f"skipped {file}: {reason}")
+        elif outcome.already:
+            self.already += 1
+        else:
+            self.imported += 1
+            self.raw_nbytes += outcome.raw_nbytes
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "imported": self.imported,
+            "already": self.already,
+            "raw_bytes": self.raw_nbytes,
+            "skipped": [{"file": file, "reason": reason} for file, reason in self.skipped],
+        }
+
+    def __str__(self) -> str:
+        parts = [f"{human_count(self.imported)} files imported ({human_nbytes(self.raw_nbytes)} raw)"]
+        parts += [f"{human_count(self.already)} there already"] if self.already else []
+        parts += [f"{human_count(len(self.skipped))} skipped"] if self.skipped else []
+        return ", ".join(parts)

@@ -1,0 +1,125 @@
+"""Writes a series as one .npz or one .safetensors file: an array per record, named by its number.
+
+Beside the arrays stands one JSON text, in an .npz as the string array `capd`, in a safetensors file as the metadata
+`capd`: {"format": 1, "run", "path", "key", "dtype", "attributes", "records": [{"record", "shape", moment, device,
+requires_grad, is_leaf, metadata}]}. What numpy has no type for (bfloat16, 8-bit floats, packed fp4) is in an .npz as
+the store has it, in bits; safetensors names bfloat16 and the common fp8 formats, and holds the others as U8.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+from numpy.lib import format as npy_format
+from numpy.typing import NDArray
+
+from capd.errors import CapdError
+from capd.io.export_pt import Written
+from capd.io.seed_directory import locked_directory, write_new
+from capd.store.series_view import Record, Series
+from capd_client.dtypes import ITEM_NBYTES
+from capd_client.key import Moment
+
+__all__ = ["SUFFIXES", "export_arrays"]
+
+_FORMAT = 1
+_SAFETENSORS = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "int64": "I64", "int32": "I32", "int16": "I16",
+    "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+_MAX_HEADER_NBYTES = 100_000_000  # readers of safetensors refuse longer ones
+
+
+def export_arrays(run_id: str, chosen: Sequence[Series], out: Path, suffix: str) -> Iterator[Written]:
+    """Write each of the chosen series, which keep tensors, to `out/<path of the series><suffix>`; one record at a time
+    is in memory.
+
+    Yields each file once it stands. Raises CapdError where a file is there already, StoreBusy while another export
+    writes to `out`, DamagedRecord rather than write a wrong element, OSError.
+    """
+    write = SUFFIXES[suffix]
+    with locked_directory(out):
+        for series in chosen:
+            path = out / f"{series.path}{suffix}"
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            records = list(series.records)
+            raw_nbytes = sum(_nbytes(series, record) for record in records)
+            try:
+                nbytes = write_new(path, lambda file, s=series, r=records: write(file, run_id, s, r))  # type: ignore[misc]
+            except FileExistsError:
+                raise CapdError(f"{path} is there already; export into another directory") from None
+            yield Written(path, nbytes, len(records), raw_nbytes)
+
+
+def _nbytes(series: Series, record: Record) -> int:
+    return prod(record.shape) * ITEM_NBYTES[series.dtype]
+
+
+def _description(run_id: str, series: Series, records: Sequence[Record]) -> str:
+    described = {
+        "format": _FORMAT,
+        "run": run_id,
+        "path": series.path,
+        "key": msgspec.to_builtins(series.key),
+        "dtype": series.dtype,
+        "attributes": series.attributes,
+        "records": [_described(record) for record in records],
+    }
+    return json.dumps(described)
+
+
+def _described(record: Record) -> dict[str, Any]:
+    return {
+        "record": record.index,
+        "shape": list(record.shape),
+        **{name: getattr(record, name) for name in Moment.__struct_fields__},
+        "device": record.device,
+        "requires_grad": record.requires_grad,
+        "is_leaf": record.is_leaf,
+        "metadata": record.metadata,
+    }
+
+
+def _write_npz(file: BinaryIO, run_id: str, series: Series, records: Sequence[Record]) -> None:
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        _add_npy(archive, "capd", np.array(_description(run_id, series, records)))
+        for record in records:
+            _add_npy(archive, str(record.index), series.read(record.index))
+
+
+def _add_npy(archive: zipfile.ZipFile, name: str, array: NDArray[Any]) -> None:
+    with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as entry:
+        npy_format.write_array(entry, array, allow_pickle=False)
+
+
+def _write_safetensors(file: BinaryIO, run_id: str, series: Series, records: Sequence[Record]) -> None:
+    kind = _SAFETENSORS.get(series.dtype, "U8")
+    header: dict[str, Any] = {"__metadata__": {"capd": _description(run_id, series, records)}}
+    end = 0
+    for record in records:
+        begin, end = end, end + _nbytes(series, record)
+        header[str(record.index)] = {"dtype": kind, "shape": list(record.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
+    if len(text) > _MAX_HEADER_NBYTES:
+        raise CapdError(
+            f"{series.path} has too many records for one safetensors file ({len(records)}); export it as npz or pt"
+        )
+    file.write(struct.pack("<Q", len(text)) + text)
+    for record in records:
+        file.write(series.read(record.index).reshape(-1).view(np.uint8).data)
+
+
+SUFFIXES: dict[str, Callable[[BinaryIO, str, Series, Sequence[Record]], None]] = {
+    ".npz": _write_npz,
+    ".safetensors": _write_safetensors,
+}

@@ -1,0 +1,101 @@
+"""Writes records as the predecessor's tensor files, which plain torch.load(weights_only=True) reads.
+
+Records are read one after the other, in the order of their series, and written by a few threads; about 256 MiB of them
+are in memory at once, or one record where that is larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from capd.io.ahead import ahead
+from capd.io.seed_dictionary import Naming, dictionary_of
+from capd.io.seed_directory import SeedDirectory, locked_directory, write_new
+from capd.io.seed_names import file_name, stamp_of
+from capd.store.series_view import Record, Series, tensor_of
+from capd_client.dtypes import ITEM_NBYTES
+from capd_client.key import Moment
+
+__all__ = ["Written", "export_pt"]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A file that stands. records, raw_nbytes: what is in it."""
+
+    path: Path
+    nbytes: int
+    records: int
+    raw_nbytes: int
+
+
+def export_pt(
+    run_id: str, chosen: Sequence[Series], out: Path, naming: Naming, *, threads: int
+) -> Iterator[Written]:
+    """Write every record of the chosen series, which keep tensors, to a file of its own below `out`.
+
+    Yields each file once it stands. Nothing that is there is replaced. Raises StoreBusy while another export writes to
+    `out`, DamagedRecord rather than write a wrong element, OSError.
+    """
+    with locked_directory(out), ThreadPoolExecutor(threads, thread_name_prefix="capd-export") as pool:
+        job = _Export(run_id, naming, SeedDirectory(out), pool)
+        try:
+            for item, done in ahead(_in_order(chosen), job.begin, _nbytes):
+                yield Written(*done.result(), 1, _nbytes(item))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _in_order(chosen: Sequence[Series]) -> Iterator[tuple[Series, Record]]:
+    """Series by series, the one that began first first, so that an import in the order of counters meets each key's
+    series in the order in which they came to be."""
+    # Of variants that began at one time, the one with the shorter path (`~v2` before `~v10`) is the older one.
+    for series in sorted(chosen, key=lambda s: (s.record(0).time_ns, len(s.path), s.path)):
+        for record in series.records:
+            yield series, record
+
+
+def _nbytes(item: tuple[Series, Record]) -> int:
+    series, record = item
+    return prod(record.shape) * ITEM_NBYTES[series.dtype]
+
+
+class _Export:
+    def __init__(
+        self, run_id: str, naming: Naming, directory: SeedDirectory, pool: ThreadPoolExecutor
+    ) -> None:
+        self._run_id, self._naming, self._directory, self._pool = run_id, naming, directory, pool
+        self._series: Series | None = None
+        self._stamp = ""
+
+    def begin(self, item: tuple[Series, Record]) -> Future[tuple[Path, int]]:
+        """Read a record and have it written."""
+        series, record = item
+        if series is not self._series:
+            self._series, self._stamp = series, ""
+        # A clock that was set back must not turn the order round that the names give.
+        self._stamp = max(self._stamp, stamp_of(record.time_ns))
+        key, naming = series.key, self._naming
+        directory, counter = self._directory.place(key.quant_type)
+        moment = Moment(**{name: getattr(record, name) for name in Moment.__struct_fields__})
+        name = file_name(naming.scheme, naming.shown(key), moment, naming.layer(key), self._stamp, counter)
+        bits = series.read(record.index)
+        return self._pool.submit(self._write, series, record, bits, directory / name)
+
+    def _write(self, series: Series, record: Record, bits: Any, path: Path) -> tuple[Path, int]:
+        tensor = tensor_of(bits, series.dtype)
+        found = dictionary_of(self._run_id, series, record, bits, tensor, self._naming)
+        return path, write_new(path, partial(_save, found))
+
+
+def _save(found: dict[str, Any], file: BinaryIO) -> None:
+    import torch
+
+    torch.save(found, file)

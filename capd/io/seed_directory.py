@@ -1,0 +1,77 @@
+"""A directory of tensor files as the predecessor left it: one subdirectory per quant type, `*.pt` in each.
+
+One export at a time writes to a directory (it is locked meanwhile). Each file is written under a temporary name and
+linked to its own, so that whatever has a name is whole, and no file is ever replaced; its counter is above all that the
+subdirectory holds, whoever wrote them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from capd.errors import StoreBusy, StoreError
+from capd.io.seed_names import name_parts
+from capd.store.names import component
+
+__all__ = ["SeedDirectory", "locked_directory", "write_new"]
+
+_TEMPORARY = ".capd-export-"
+
+
+@contextlib.contextmanager
+def locked_directory(path: Path) -> Iterator[Path]:
+    """Make the directory (0700) if need be, and lock it. Raises StoreBusy while another export writes to it."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise StoreError(f"cannot write to {path}: {error.strerror}; choose another directory") from error
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoreBusy(
+                f"another export writes to {path}; wait for it, or choose another directory"
+            ) from None
+        for left in path.rglob(f"{_TEMPORARY}*"):  # by an export that was killed
+            left.unlink(missing_ok=True)
+        yield path
+    finally:
+        os.close(fd)
+
+
+def write_new(path: Path, write: Callable[[BinaryIO], None]) -> int:
+    """Write a file (0600) that does not exist yet; returns its size in bytes. Raises FileExistsError, OSError."""
+    temporary = path.with_name(f"{_TEMPORARY}{component(path.name)}")
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            write(file)
+            nbytes = file.tell()
+        os.link(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return nbytes
+
+
+class SeedDirectory:
+    """Hands out file names below a locked directory. Not thread-safe."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._counters: dict[Path, int] = {}
+
+    def place(self, quant_type: str) -> tuple[Path, int]:
+        """The subdirectory of a quant type, made if need be, and the next counter in it."""
+        directory = self._root / component(quant_type)
+        if directory not in self._counters:
+            directory.mkdir(mode=0o700, exist_ok=True)
+            known = (name_parts(name) for name in os.listdir(directory))
+            self._counters[directory] = max((parts.counter for parts in known if parts), default=0)
+        self._counters[directory] += 1
+        return directory, self._counters[directory]

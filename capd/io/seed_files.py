@@ -1,0 +1,64 @@
+"""Which files below a directory are tensor files, in the order in which they were written, and who each of them is."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from capd.io.seed_names import NameParts, name_parts
+
+__all__ = ["SeedFile", "find_files"]
+
+_ENDINGS = (".pt", ".pth", ".pkl")
+_CLIENTS = 1 << 12  # committed sequences are kept per client; a few each make cheap rows in the catalog
+
+
+@dataclass(frozen=True, slots=True)
+class SeedFile:
+    """A file to import. nbytes: its size when it was found, 0 where that is unknown."""
+
+    path: Path
+    name: NameParts | None
+    nbytes: int
+
+    @property
+    def capture(self) -> tuple[bytes, int]:
+        """Client and sequence that stand for this file in a store: the same ones for the same path and size."""
+        named = f"{self.nbytes}:".encode() + os.fsencode(self.path)
+        digest = hashlib.blake2b(named, digest_size=10, person=b"capd import").digest()
+        client = int.from_bytes(digest[:2]) % _CLIENTS
+        return client.to_bytes(2) + b"capd import   ", int.from_bytes(digest[2:]) >> 1
+
+
+def find_files(root: Path) -> list[SeedFile]:
+    """All files below `root` that have a tensor file's ending; symbolic links among them, which are not followed.
+
+    In each directory by time stamp and counter, then by name. Raises OSError where `root` itself cannot be read.
+    """
+    root = root.resolve()
+    os.listdir(root)  # os.walk says nothing of a directory that cannot be read
+    found = [_seed_file(path) for path in _walk(root)]
+    return sorted(found, key=_order)
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    for directory, subdirectories, names in os.walk(root):
+        here = Path(directory)
+        yield from (here / name for name in names if name.lower().endswith(_ENDINGS))
+        yield from (here / name for name in subdirectories if (here / name).is_symlink())
+
+
+def _seed_file(path: Path) -> SeedFile:
+    try:
+        nbytes = path.lstat().st_size
+    except OSError:  # gone meanwhile, or in a directory that may not be searched: opening it says so
+        nbytes = 0
+    return SeedFile(path, name_parts(path.name), nbytes)
+
+
+def _order(file: SeedFile) -> tuple[str, str, int, str]:
+    stamp, counter = (file.name.stamp, file.name.counter) if file.name else ("", 0)
+    return str(file.path.parent), stamp, counter, file.path.name

@@ -1,0 +1,59 @@
+"""The progress bar: drawn on a terminal, nothing of it anywhere else."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from capd.cli.progress import Progress
+
+
+def test_the_bar_says_how_far_it_is_and_how_fast() -> None:
+    progress = Progress(4, "files", drawn=False)
+    for _ in range(3):
+        progress.add(1 << 20)
+
+    line = progress.line(progress.began + 2.0)
+
+    assert line == f"[{'#' * 18}{'.' * 6}] 3 of 4 files, 3.0 MiB, 1.5 MiB/s"
+
+
+def test_it_is_drawn_on_a_terminal_and_gone_at_the_end(second: Path, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "capd", "export", str(second), "--out", str(tmp_path / "files")]
+    with subprocess.Popen(command, stderr=theirs, stdout=subprocess.DEVNULL) as process:
+        os.close(theirs)
+        shown = b""
+        try:
+            while piece := os.read(ours, 4096):
+                shown += piece
+        except OSError:  # the other end was closed
+            pass
+        finally:
+            os.close(ours)
+
+    assert process.returncode == 0
+    assert b"of 6 records" in shown
+    assert shown.endswith(b"\r\x1b[K")
+
+
+@pytest.mark.parametrize("verb", ["export", "import"])
+def test_nothing_of_it_is_written_to_a_file(second: Path, tmp_path: Path, verb: str) -> None:
+    files = tmp_path / "files"
+    export = ["export", str(second), "--out", str(files)]
+    commands = {
+        "export": [export],
+        "import": [export, ["import", str(files), "--store", str(tmp_path / "store")]],
+    }
+
+    for command in commands[verb]:
+        done = subprocess.run(
+            [sys.executable, "-m", "capd", *command], capture_output=True, text=True, timeout=60, check=True
+        )
+
+    assert done.stderr == ""
