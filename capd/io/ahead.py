@@ -8,7 +8,7 @@ from typing import TypeVar
 
 __all__ = ["AHEAD_NBYTES", "ahead"]
 
-AHEAD_NBYTES = 256 << 20
+AHEAD_NBYTES = 128 << 20
 _MOST_ITEMS = 64
 
 Item = TypeVar("Item")

@@ -1,6 +1,6 @@
 """Writes records as the predecessor's tensor files, which plain torch.load(weights_only=True) reads.
 
-Records are read one after the other, in the order of their series, and written by a few threads; about 256 MiB of them
+Records are read one after the other, in the order of their series, and written by a few threads; about 128 MiB of them
 are in memory at once, or one record where that is larger.
 """
 
