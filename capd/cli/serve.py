@@ -47,11 +47,15 @@ def serve(
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Log warnings and errors only.")] = False,
     parent: Annotated[int | None, typer.Option("--parent", hidden=True)] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Come back once it listens; it goes on in the background.")
+    ] = False,
 ) -> None:
     """Run the daemon of this node.
 
     Ranks find it through CAPD_ENDPOINT, which the log line "listening on …" gives. SIGTERM or Ctrl-C drains,
-    seals and exits with 0; a second Ctrl-C leaves at once, keeping everything that was acknowledged.
+    seals and exits with 0; a second Ctrl-C leaves at once, keeping everything that was acknowledged. With --detach
+    this command ends with 0 when the daemon listens, or with the daemon's exit code if it does not start.
     """
     from capd.cli.output import note
     from capd.config import load_daemon_settings, misspelt_variables
@@ -69,6 +73,10 @@ def serve(
         level=logging.WARNING if quiet else logging.INFO,
         format="%(asctime)s capd %(levelname)s %(message)s",
     )
+    if detach:
+        from capd.cli.detached import go_on_detached
+
+        go_on_detached(settings)
     from capd.server.daemon import Daemon
 
     raise typer.Exit(Daemon(settings, parent).run())

@@ -36,6 +36,7 @@ from capd.server.listener import Listener
 from capd.server.memory import settle_heap
 from capd.server.naming import RunNames
 from capd.server.pipeline import Pipeline
+from capd.server.process import OtherProcess
 from capd.server.registry import Registry
 from capd.server.stopping import StopRequests
 from capd.server.tools import ToolContext
@@ -48,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _NICE = 10
+_LINGER_S = 2.0
 _RESERVED_FILES = 64
 _FILES_PER_CONNECTION = 4  # socket, process handle, mapping, arena while it is checked
 _MAX_CONNECTIONS = 1024
@@ -66,11 +68,12 @@ class Daemon:
     def __init__(self, settings: DaemonSettings, parent: int | None = None) -> None:
         """Only remembers what it is told; nothing is touched before `run`.
 
-        parent: pid of a process that started this daemon for itself. Once it is gone and no rank is left,
-        the daemon stops, and removes the directory of its socket.
+        parent: pid of a process that started this daemon for itself. Once it is gone and no rank has been here for
+        _LINGER_S, the daemon stops, and removes the directory of its socket.
         """
         self._settings = settings
-        self._parent = parent
+        self._parent = None if parent is None else OtherProcess(parent)
+        self._quiet_since: float | None = None  # without parent and ranks
         self._root = Path(settings.store).absolute()
         self._node = node_name(settings.node)
         self._threads = settings.threads or encode_threads()
@@ -223,7 +226,11 @@ class Daemon:
             self._registry.tick()
         except Exception:  # outermost loop: the ranks must not suffer from a failed look at the clock
             logger.exception("the daemon's clock failed once")
-        if self._parent is not None and os.getppid() != self._parent and self._registry.is_quiet():
+        if self._parent is None or not self._parent.ended or not self._registry.is_quiet():
+            self._quiet_since = None
+        elif self._quiet_since is None:
+            self._quiet_since = time.monotonic()  # a rank that found this daemon listening may be on its way
+        elif time.monotonic() - self._quiet_since > _LINGER_S:
             self._stop.request("the process it was started for is gone")
 
     def _shut_down(self) -> bool:

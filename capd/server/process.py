@@ -1,4 +1,4 @@
-"""The process of one rank, as far as the kernel tells of it: a pidfd, where there is one."""
+"""Other processes, as far as the kernel tells of them: pidfds, where there are any."""
 
 from __future__ import annotations
 
@@ -7,9 +7,44 @@ import os
 import select
 import time
 
-__all__ = ["RETURN_S", "RankProcess"]
+__all__ = ["RETURN_S", "OtherProcess", "RankProcess"]
 
 RETURN_S = 60.0  # a rank that lost its connection knocks again every 2 s
+
+
+def _has_ended(handle: int) -> bool:
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+class OtherProcess:
+    """A process that need not be a child, followed from now on by a descriptor that is never closed."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._handle: int | None = None
+        self._gone = False
+        try:
+            self._handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._gone = True
+        except OSError:  # no pidfds here: the number may be another process's later, then this one stays on
+            pass
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is gone."""
+        if self._handle is not None:
+            return _has_ended(self._handle)
+        if not self._gone:
+            try:
+                os.kill(self._pid, 0)
+            except ProcessLookupError:
+                self._gone = True
+            except PermissionError:
+                pass
+        return self._gone
 
 
 class RankProcess:
@@ -33,11 +68,7 @@ class RankProcess:
     @property
     def ended(self) -> bool:
         """Whether the process is known to be gone."""
-        if self._handle is None:
-            return False
-        poll = select.poll()
-        poll.register(self._handle, select.POLLIN)
-        return bool(poll.poll(0))
+        return self._handle is not None and _has_ended(self._handle)
 
     def is_given_up(self, grace_s: float | None, return_s: float) -> bool:
         """Whether a rank without a connection counts as gone.

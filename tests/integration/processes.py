@@ -96,6 +96,19 @@ class Daemon:
         raise AssertionError("no RssAnon in /proc status")
 
 
+def daemons_on(store: Path) -> list[int]:
+    """Processes whose command line names the store."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"serve" in words and os.fsencode(store) in words:
+            found.append(int(entry.parent.name))
+    return found
+
+
 class Rank:
     """A rank as its own process (rank_job.py, or `command`), told what to do line by line."""
 
