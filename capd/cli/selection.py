@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from capd.store.gradient_names import answers
 from capd_client.select import Ranges
 
 __all__ = [
@@ -61,7 +62,7 @@ def key_filters(
 
 def _exact(field: str, words: Sequence[str]) -> Filter:
     wanted = frozenset(words)
-    return lambda row: getattr(row, field) in wanted
+    return lambda row: answers(row, field, wanted)
 
 
 def _glob(field: str, globs: Sequence[str]) -> Filter:

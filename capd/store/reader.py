@@ -17,11 +17,13 @@ import msgspec
 from capd.errors import CapdError, NotAStore
 from capd.store.catalog_read import SessionRow
 from capd.store.documents import run_attributes
+from capd.store.gradient_names import answers
 from capd.store.node import NodeView
 from capd.store.records import ReadTools
 from capd.store.series_view import Record, Series, import_extra
 from capd.store.totals import held_by
 from capd_client.key import Key, Moment
+from capd_client.reference import parse_reference
 
 __all__ = ["Record", "Series", "SeriesListing", "Store", "Totals", "list_series", "open_store", "runs"]
 
@@ -110,6 +112,7 @@ class Store:
         """Series whose key fields equal the given values (or one of a list of values), whether they keep tensors or
         statistics alone: `Series.kept` tells.
 
+        A tensor_name of "grad_output" also finds the `input` of a backward: so the predecessor named that gradient.
         attempt: "latest" keeps, of records at the same moment, those of the job's latest restart; a number keeps
         that restart's; "all" keeps everything. Raises CapdError for a name that is not a key field.
         """
@@ -121,10 +124,22 @@ class Store:
         }
 
         def matches(key: Key) -> bool:
-            return all(getattr(key, name) in values for name, values in wanted.items())
+            return all(answers(key, name, values) for name, values in wanted.items())
 
         found = self._pick(matches, attempt)
         return [series for series in found if len(series)] if isinstance(attempt, int) else found
+
+    def record(self, reference: str) -> tuple[Series, int]:
+        """The record whose reference a call of `capd_client.tensor_saver` returned: its series, and its index there.
+
+        Raises ConfigError for a text that is no reference, CapdError where this run has no such record.
+        """
+        key, moment = parse_reference(reference)
+        for series in self.find(attempt=moment["attempt"], **key):
+            for index, record in enumerate(series.records):
+                if all(getattr(record, name) == value for name, value in moment.items()):
+                    return series, index
+        raise CapdError(f"{self.path} has no record {reference}; it was dropped, or belongs to another run")
 
     @property
     def sessions(self) -> list[SessionRow]:

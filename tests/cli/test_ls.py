@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.cli.conftest import Result
+from tests.unit.store.writing import Writer, key
 
 Capd = Callable[..., Result]
 FIELDS = {
@@ -126,3 +128,16 @@ def test_a_run_that_is_not_there_is_named_with_those_that_are(capd: Capd, store_
 
     assert found.code == 1
     assert "second" in found.err
+
+
+def test_the_gradient_that_the_predecessor_called_input_is_listed_by_capds_name(
+    capd: Capd, tmp_path: Path
+) -> None:
+    writer = Writer(tmp_path)
+    for operation in ("forward", "backward"):
+        writer.put(key("input", operation=operation), "float32", np.zeros(3, np.float32))
+    writer.close()
+
+    found = capd("ls", writer.run, "--json", "--tensor", "grad_output")
+
+    assert [(item["tensor_name"], item["operation"]) for item in found.json] == [("input", "backward")]

@@ -1,0 +1,27 @@
+"""The gradient of an output under its two names: the predecessor recorded dY as the `input` of a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any, Protocol
+
+__all__ = ["answers"]
+
+
+class Named(Protocol):
+    """A key, or a line of a listing."""
+
+    @property
+    def tensor_name(self) -> str: ...
+
+    @property
+    def operation(self) -> str: ...
+
+
+def answers(row: Named, field: str, wanted: Container[Any]) -> bool:
+    """Whether a field of `row` has one of the wanted values; "grad_output" also wants a backward's `input`."""
+    if getattr(row, field) in wanted:
+        return True
+    if field != "tensor_name" or "grad_output" not in wanted:
+        return False
+    return row.tensor_name == "input" and row.operation == "backward"
