@@ -22,6 +22,7 @@ from capd.errors import ConfigError
 from capd.job_settings import problems_of as job_problems_of
 from capd_client.amounts import parse_amount
 from capd_client.config import VARIABLES
+from capd_client.config_values import store_root
 from capd_client.settings_file import read_toml
 from capd_client.sizes import parse_size
 
@@ -197,7 +198,7 @@ def _from_environment(field: str, environ: Mapping[str, str]) -> tuple[str, str 
         text = environ.get(variable)
         # CAPD_ENDPOINT=off speaks to the job only.
         if text and (field, text.strip().lower()) != ("endpoint", "off"):
-            return variable, text
+            return variable, store_root(text) if variable == "TENSOR_SAVE_DIR" else text
     return "", None
 
 

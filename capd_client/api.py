@@ -8,13 +8,14 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any, Optional, Union
 
 import msgspec
 import torch
 
-from capd_client import optimizer_steps, recompute
+from capd_client import embedded, optimizer_steps, recompute
 from capd_client.config import load_config
 from capd_client.context import MOMENT_FIELDS, Context, as_index
 from capd_client.counter_page import DropReason
@@ -29,7 +30,10 @@ from capd_client.slicing import parse_slice
 from capd_client.trials import trying
 from capd_client.untraced import traced_as, untraced
 
-__all__ = ["AnySession", "capture", "close", "counters", "flush", "session", "set_moment"]
+__all__ = [
+    "AnySession", "capture", "close", "counters", "flush", "key_of", "moment_of", "running", "session", "session_into",
+    "set_moment",
+]  # fmt: skip
 
 _graph_task = torch._C._current_graph_task_id  # -1 outside of a backward; see recompute
 _MAX_KEYS_REMEMBERED = 1 << 16
@@ -43,6 +47,7 @@ _resolved = False  # whether this process knows if it captures
 _starting = False
 _session: Optional[AnySession] = None  # None: off
 _closed: Optional[AnySession] = None  # the session that `close` ended, for its counters
+_over = False  # nothing more is captured in this process: it has closed, or is forked from one that captured
 _keys: dict[tuple[Any, ...], Key] = {}
 _notices = Notices()
 _handlers_registered = False
@@ -71,14 +76,41 @@ def _start() -> Optional[AnySession]:
         return _session
 
 
-def _make_session() -> Optional[AnySession]:
-    config = load_config()
+def session_into(directory: str) -> Optional[AnySession]:
+    """The session of this process; where nothing says on or off, one of a daemon of its own on `directory`."""
+    global _session, _starting
+    current = session()
+    if current is not None or _over or os.environ.get("TENSOR_SAVE_ENABLED"):
+        return current
+    with _lock:
+        if _session is not None or _starting:
+            return _session
+        _starting = True
+        try:
+            _session = _make_session(
+                {**os.environ, "TENSOR_SAVE_ENABLED": "true", "TENSOR_SAVE_DIR": directory}
+            )
+        finally:
+            _starting = False
+        return _session
+
+
+def running() -> Optional[AnySession]:
+    """The session of this process if it has begun."""
+    return _session
+
+
+def _make_session(environ: Optional[Mapping[str, str]] = None) -> Optional[AnySession]:
+    config = load_config(environ)
     if config.log is not None:
         show(config.log)
     if not config.enabled or _in_data_worker():
         return None
     try:
-        made: AnySession = Session(config) if config.plan is None else PlanSession(config)
+        if config.plan is not None:
+            made: AnySession = PlanSession(config)
+        else:
+            made = Session(config if config.embedded is None else embedded.provide(config, _notices))
     except Exception as error:  # also no thread, or a broken installation: nothing of it ends the job
         _notices.warn("start", "capture is off: %s", error if isinstance(error, CapdError) else repr(error))
         if config.strict:
@@ -119,11 +151,12 @@ def _optimizer_stepped() -> None:
 
 def _forked() -> None:
     """A forked child is no rank: it holds neither socket nor arena of its parent, and captures nothing."""
-    global _lock, _resolved, _starting, _session, _closed
+    global _lock, _resolved, _starting, _session, _closed, _over
     _lock = threading.RLock()  # the parent's may be held by a thread that does not exist here
     _resolved, _starting = _resolved or _starting, False
     forked, _session, _closed = _session, None, None
     if forked is not None:
+        _over = True
         forked.forked()
 
 
@@ -175,7 +208,8 @@ def capture(
             return
         context = current.context
         names = (tensor_name, layer_type, component, operation, phase, layer, module, stack, quant_type)
-        key = _keys.get((names, tensor.dtype, context.bind())) or _key(current, names, tensor.dtype)
+        rank = context.bind()
+        key = _keys.get((names, tensor.dtype, rank)) or key_of(current, names, tensor.dtype, rank)
         overrides = (iteration, micro_batch, sample_idx, batch_idx, sequence_idx)
         if overrides == _NO_OVERRIDES:
             if (
@@ -185,7 +219,7 @@ def capture(
             call = context.next_call(id(key), context.iteration, context.micro_batch)
             moment = context.moment(call=call)
         else:
-            moment = _moment(context, key, overrides)
+            moment = moment_of(context, key, overrides)
         text = "" if metadata is None else _metadata(metadata)
         take = None if slice is None else parse_slice(slice)
     except (ConfigError, TypeError) as error:  # TypeError: a name that cannot be hashed
@@ -198,8 +232,11 @@ def capture(
         current.offer(tensor, key, moment, metadata=text, take=take, immutable=immutable)
 
 
-def _key(current: AnySession, names: tuple[Any, ...], dtype: torch.dtype) -> Key:
-    rank = current.context.bind()
+def key_of(current: AnySession, names: tuple[Any, ...], dtype: torch.dtype, rank: int) -> Key:
+    """The key of these names, the same object every time. Raises ConfigError for names that cannot be used."""
+    found = _keys.get((names, dtype, rank))
+    if found is not None:
+        return found
     tensor_name, layer_type, component, operation, phase, layer, module, stack, quant_type = names
     for name in (tensor_name, layer_type, component, operation, phase, module, stack):
         if not isinstance(name, str):
@@ -222,7 +259,8 @@ def _key(current: AnySession, names: tuple[Any, ...], dtype: torch.dtype) -> Key
     return key
 
 
-def _moment(context: Context, key: Key, overrides: tuple[Any, ...]) -> Moment:
+def moment_of(context: Context, key: Key, overrides: tuple[Any, ...]) -> Moment:
+    """The moment of a capture that gives some of MOMENT_FIELDS itself; None leaves one to the context."""
     given = {
         name: as_index(name, value)
         for name, value in zip(MOMENT_FIELDS, overrides, strict=True)
@@ -276,21 +314,30 @@ def close(timeout_s: Optional[float] = None) -> None:
 
     timeout_s: longest time to wait, default CAPD_EXIT_TIMEOUT_S (30); without a daemon it does not wait.
     """
-    global _resolved, _session, _closed
+    global _resolved, _session, _closed, _over
     with _lock:
         current, _session = _session, None
-        _resolved = True
+        _resolved = _over = True
         if current is not None:
             _closed = current
             recompute.uninstall()
             optimizer_steps.forget(_optimizer_stepped)
     if current is not None:
         try:
-            current.close(timeout_s)
+            _leave(current, timeout_s)
         except Exception as error:
             _notices.warn("close", "closing failed: %s: %s", type(error).__name__, error)
             if current.config.strict:
                 raise
+
+
+def _leave(current: AnySession, timeout_s: Optional[float]) -> None:
+    config = current.config
+    deadline = time.monotonic() + (config.exit_timeout_s if timeout_s is None else timeout_s)
+    current.close(timeout_s)
+    welcome = current.transport.welcome if isinstance(current, Session) else None
+    if config.embedded is not None and config.endpoint is not None and welcome is not None:
+        embedded.settle(config.endpoint, welcome.run_id, deadline - time.monotonic())
 
 
 def counters() -> dict[str, Any]:

@@ -29,6 +29,7 @@ POLICIES = ("drop", "block", "thin", "stats")
 MODES = ("tensor", "stats")
 WATCH = ("auto", "off")
 DEFAULT_MAX_BLOCK_MS = 30_000.0
+EMBEDDED_STORE = "./enhanced_tensor_logs"  # the predecessor's directory
 MAX_SOCKET_PATH = 107  # sun_path holds 108 bytes, the last one is NUL
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
 
@@ -37,7 +38,8 @@ _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", 
 class ClientConfig:
     """Everything the client can be told, resolved. `origins` names where each value came from.
 
-    endpoint: absolute path of the daemon's socket, None when capture is off.
+    endpoint: absolute path of the daemon's socket, None when capture is off. embedded: directory of the runs of a
+    daemon that the job is to start for itself, None where it is not (`capd_client.embedded`).
     run_id: run to join, None lets the daemon assign one. quant_type: label of every capture that gives
     none itself, None means the tensor's real dtype. arena_bytes: size of the rank's arena, None sizes it by
     the memory that is free. max_block_ms: longest wait of one capture under policy `block`.
@@ -49,11 +51,13 @@ class ClientConfig:
     modules and tensors, how and when where that differs; none: everything. slice: the rows that `watch` keeps of
     activations and their gradients (`capd_client.slicing`), None for all.
     iteration, sample_idx: where the counting starts. ping_s: seconds between two PINGs.
+    replace_tensor_saver: whether under `capd run` the predecessor's module is `capd_client.tensor_saver`.
     plan: under `capd plan`, the directory for what this process would capture; then nothing is captured, whatever
     `endpoint` says. plan_steps: iterations that are planned.
     """
 
     endpoint: Optional[str] = None
+    embedded: Optional[str] = None
     run_id: Optional[str] = None
     policy: str = "drop"
     mode: str = "tensor"
@@ -74,6 +78,7 @@ class ClientConfig:
     ping_s: float = 5.0
     iteration: int = 0
     sample_idx: Optional[int] = None
+    replace_tensor_saver: bool = False
     plan: Optional[str] = None
     plan_steps: int = 3
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -81,7 +86,7 @@ class ClientConfig:
     @property
     def enabled(self) -> bool:
         """Whether captures go anywhere, or are planned."""
-        return self.endpoint is not None or self.plan is not None
+        return self.endpoint is not None or self.embedded is not None or self.plan is not None
 
     @property
     def max_block_s(self) -> float:
@@ -141,6 +146,7 @@ _SETTINGS: dict[str, _Setting] = {
     ),
     "max_d2h_gbps": _Setting(("CAPD_MAX_D2H_GBPS",), "max_d2h_gbps", values.size_in("GB", 0.001, 1e6)),
     "max_block_ms": _Setting(("CAPD_MAX_BLOCK_MS",), "max_block_ms", values.number(0, 86_400_000)),
+    "replace_tensor_saver": _Setting(("CAPD_REPLACE_TENSOR_SAVER",), None, values.flag),
     "ping_s": _Setting(("CAPD_PING_S",), None, values.number(0.01, 3600)),
     "plan": _Setting(("CAPD_PLAN",), None, str),
     "plan_steps": _Setting(("CAPD_PLAN_STEPS",), None, values.integer(1, 1000)),
@@ -150,8 +156,10 @@ _SETTINGS: dict[str, _Setting] = {
 
 
 VARIABLES = frozenset(
-    {"CAPD_ENDPOINT", "CAPD_CONFIG", "CAPD_STRICT"}.union(*(s.variables for s in _SETTINGS.values()))
-)
+    {
+        "CAPD_ENDPOINT", "CAPD_CONFIG", "CAPD_STRICT", "TENSOR_SAVE_ENABLED", "TENSOR_SAVE_DIR",
+    }.union(*(s.variables for s in _SETTINGS.values()))
+)  # fmt: skip
 """Every environment variable of capd's own, or the predecessor's, that gives a setting of the training job."""
 
 
@@ -222,7 +230,7 @@ class _Resolver:
         return True
 
     def resolve_endpoint(self) -> None:
-        """CAPD_ENDPOINT=off > TENSOR_SAVE_ENABLED=false > CAPD_ENDPOINT > off."""
+        """CAPD_ENDPOINT=off > TENSOR_SAVE_ENABLED=false > CAPD_ENDPOINT > TENSOR_SAVE_ENABLED=true > off."""
         text = self._environ.get("CAPD_ENDPOINT", "").strip()
         switch = self._environ.get("TENSOR_SAVE_ENABLED", "").strip().lower()
         if text.lower() == "off":
@@ -235,10 +243,13 @@ class _Resolver:
             except ConfigError as error:
                 self._report(f"CAPD_ENDPOINT: {error}", "; capture is off")
         elif switch in _TRUE:
-            logger.warning(
-                "capd: TENSOR_SAVE_ENABLED=true needs a daemon: start the job with `capd run -- CMD`, "
-                "or start `capd serve` and set CAPD_ENDPOINT; capture is off"
-            )
+            self._take("embedded", self._embedded_store(), "env TENSOR_SAVE_ENABLED")
+
+    def _embedded_store(self) -> str:
+        own = self._environ.get("CAPD_STORE", "")
+        return os.path.abspath(
+            own or values.store_root(self._environ.get("TENSOR_SAVE_DIR") or EMBEDDED_STORE)
+        )
 
     def resolve_slurm(self) -> None:
         """Under Slurm every rank of a job step derives the same run id."""

@@ -19,11 +19,12 @@ from capd_client.sizes import parse_size
 from capd_client.slicing import Slice
 
 __all__ = [
-    "integer", "label", "log_level", "mode", "number", "one_of", "ranges", "rules", "run_id", "sample_every", "size",
-    "size_in", "slice_text",
+    "flag", "integer", "label", "log_level", "mode", "number", "one_of", "ranges", "rules", "run_id", "sample_every",
+    "size", "size_in", "slice_text", "store_root",
 ]  # fmt: skip
 
 _MAX_SAMPLE_EVERY = 10**9
+_QUANT_TYPES = frozenset({"bf16", "fp16", "fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "hifp8"})
 _SAMPLE = re.compile(r"sample:1/([1-9][0-9]{0,9})")
 
 
@@ -83,6 +84,15 @@ def size_in(unit: str, low: float, high: float) -> Callable[[Any], float]:
             ) from None
 
     return convert
+
+
+def flag(value: Any) -> bool:
+    word = str(value).strip().lower()
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word in ("0", "false", "no", "off"):
+        return False
+    raise ConfigError(f"{value!r} is neither 1 nor 0")
 
 
 def ranges(value: Any) -> str:
@@ -167,3 +177,12 @@ def label(value: Any) -> str:
     if not 0 < len(text) <= 256:
         raise ConfigError(f"a quant_type has 1 to 256 characters, not {len(text)}")
     return text
+
+
+def store_root(directory: str) -> str:
+    """The directory of runs that TENSOR_SAVE_DIR means: of one named after a quant type, its parent.
+
+    The predecessor's scripts had a directory for each type; here the type is part of each record's key.
+    """
+    parent, name = os.path.split(directory.rstrip("/") or "/")
+    return (parent or ".") if name.lower() in _QUANT_TYPES else directory

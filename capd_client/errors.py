@@ -2,6 +2,7 @@
 
 CapdError                 base of everything capd raises on purpose (`capd.errors` continues the tree)
 ├── ConfigError           an environment variable, option or capd.toml entry that cannot be used
+├── EmbeddedError         the daemon that a job starts for itself does not start
 ├── ProtocolError         a peer sent something outside the wire protocol
 └── ArenaError            the shared memory of a rank could not be made or used
 Counted                   between the stager and the session alone: an error whose capture is counted already
@@ -12,7 +13,7 @@ and rate-limited warnings. They surface only from constructors used by tools and
 
 from __future__ import annotations
 
-__all__ = ["ArenaError", "CapdError", "ConfigError", "Counted", "ProtocolError"]
+__all__ = ["ArenaError", "CapdError", "ConfigError", "Counted", "EmbeddedError", "ProtocolError"]
 
 
 class CapdError(Exception):
@@ -29,6 +30,10 @@ class ProtocolError(CapdError):
 
 class ArenaError(CapdError):
     """The arena could not be created, sealed or mapped."""
+
+
+class EmbeddedError(CapdError):
+    """The daemon that the job was to start cannot be started; the job runs without capture."""
 
 
 class Counted(Exception):

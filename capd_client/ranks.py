@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["RankInfo", "distributed_ready", "find_rank"]
+__all__ = ["RankInfo", "distributed_ready", "find_rank", "index_in", "job_name", "spans_nodes"]
 
 _MAX_RANK = 2**31 - 1
 _world: Any = None  # torch's class that holds the default process group, once it is loaded
@@ -46,10 +47,10 @@ def find_rank(environ: Mapping[str, str] | None = None) -> RankInfo:
     LOCAL_WORLD_SIZE), or may, only RANK tells ranks apart. Values that are no numbers count as absent.
     """
     environ = os.environ if environ is None else environ
-    rank, local_rank = _number(environ, "RANK"), _number(environ, "LOCAL_RANK")
-    world = _number(environ, "WORLD_SIZE")
-    local_world = _number(environ, "LOCAL_WORLD_SIZE")
-    attempt = _number(environ, "TORCHELASTIC_RESTART_COUNT") or 0
+    rank, local_rank = index_in(environ, "RANK"), index_in(environ, "LOCAL_RANK")
+    world = index_in(environ, "WORLD_SIZE")
+    local_world = index_in(environ, "LOCAL_WORLD_SIZE")
+    attempt = index_in(environ, "TORCHELASTIC_RESTART_COUNT") or 0
     one_node = world is not None and local_world is not None and world <= local_world
     order = (
         (("LOCAL_RANK", local_rank), ("RANK", rank))
@@ -71,6 +72,41 @@ def find_rank(environ: Mapping[str, str] | None = None) -> RankInfo:
     )
 
 
-def _number(environ: Mapping[str, str], name: str) -> int | None:
+def index_in(environ: Mapping[str, str], name: str, limit: int = _MAX_RANK) -> int | None:
+    """The number from 0 to `limit` that a variable holds; None where it is absent or holds none."""
     text = environ.get(name, "")
-    return int(text) if text.isascii() and text.isdigit() and int(text) <= _MAX_RANK else None
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(limit))):
+        return None
+    return int(text) if int(text) <= limit else None
+
+
+def spans_nodes(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the launcher says that the job has ranks on other nodes, too."""
+    environ = os.environ if environ is None else environ
+    world, local = index_in(environ, "WORLD_SIZE"), index_in(environ, "LOCAL_WORLD_SIZE")
+    return world is not None and local is not None and world > local
+
+
+def job_name(environ: Mapping[str, str] | None = None) -> str | None:
+    """A name for the job's run that its ranks derive alike: on one node from torchrun's agent, on several from its id.
+
+    The id may be used again by the next job, and "none", its default, is shared by all. None outside of torchrun.
+    """
+    environ = os.environ if environ is None else environ
+    job = environ.get("TORCHELASTIC_RUN_ID", "")
+    if not job:
+        return None
+    if spans_nodes(environ):
+        return None if job == "none" else re.sub(r"[^A-Za-z0-9._-]", "-", job).lstrip(".-")[:128] or None
+    agent = os.getppid()
+    began = _began(agent)
+    return None if began is None else f"job-{agent}-{began}"
+
+
+def _began(pid: int) -> int | None:
+    """When a process began, in clock ticks of this boot: every process reads the same."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None

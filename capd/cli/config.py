@@ -22,6 +22,7 @@ _UNSET = {
     "max_mb_per_step": "no limit",
     "max_d2h_gbps": "no limit",
     "sample_idx": "none",
+    "embedded": "no",
     "log": "warnings",
     "plan": "no",
 }
@@ -127,6 +128,8 @@ def _job_values(path: Path | None) -> dict[str, dict[str, Any]]:
     values["rules"]["value"] = msgspec.to_builtins(resolved.rules)
     if not resolved.enabled:
         values["endpoint"]["chosen"] = "off"
+    elif resolved.embedded is not None:
+        values["endpoint"]["chosen"] = "a daemon of the job's own"
     return values
 
 

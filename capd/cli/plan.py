@@ -72,7 +72,8 @@ def plan(
     job_flags = checked_flags({name: value for name, value in flags.items() if value is not None})
     if config is not None:
         job_flags["CAPD_CONFIG"] = str(config.absolute())
-    startup = Startup(checked_settings({**os.environ, **job_flags}).watch)
+    settings = checked_settings({**os.environ, **job_flags})
+    startup = Startup(settings.watch, replace=settings.replace_tensor_saver)
     for line in misspelt_variables():
         note(line)
     with _directory(shared) as directory, startup:

@@ -68,7 +68,8 @@ def run(
     elif named is None:
         refuse_several_nodes(os.environ, command)
     place = Place(endpoint, Path(resolved.settings.store), named, config)
-    raise typer.Exit(_run([program, *command[1:]], place, Startup(settings.watch), job_flags, file))
+    startup = Startup(settings.watch, replace=settings.replace_tensor_saver)
+    raise typer.Exit(_run([program, *command[1:]], place, startup, job_flags, file))
 
 
 class Place(NamedTuple):

@@ -20,14 +20,19 @@ _MAX_NOTES_NBYTES = 1 << 20
 
 
 class Startup:
-    """A context manager; inside, processes of the job may note how far they came. watch: the setting, auto or off."""
+    """A context manager; inside, processes of the job may note how far they came.
 
-    def __init__(self, watch: str) -> None:
+    watch: the setting, auto or off. replace: whether the predecessor's module is replaced, whose calls say what is
+    captured then.
+    """
+
+    def __init__(self, watch: str, *, replace: bool = False) -> None:
         self._watch = watch
+        self._replace = replace
         self._notes: Path | None = None
 
     def __enter__(self) -> Startup:
-        if self._watch != "off":
+        if self._watch != "off" or self._replace:
             descriptor, name = tempfile.mkstemp(prefix="capd-run-", suffix=".notes")
             os.close(descriptor)
             self._notes = Path(name)
@@ -40,7 +45,7 @@ class Startup:
             self._notes.unlink(missing_ok=True)
 
     def put_into(self, environ: dict[str, str]) -> None:
-        """Add what a Python process of the job needs to find this; nothing with `watch` off."""
+        """Add what a Python process of the job needs to find this; nothing with `watch` off and nothing to replace."""
         if self._notes is None:
             return
         before = environ.get("PYTHONPATH", "")
@@ -62,6 +67,8 @@ class Startup:
         problems = [line.removeprefix("problem ") for line in notes if line.startswith("problem ")]
         if problems:
             return problems[0]
+        if self._replace and "python" in notes:
+            return _REPLACED_UNUSED if "replaced" in notes else _REPLACED_NOWHERE
         for passed, meaning in _STAGES:
             if passed not in notes:
                 return meaning
@@ -78,6 +85,15 @@ class Startup:
         except OSError:
             return []
 
+
+_REPLACED_NOWHERE = (
+    "with CAPD_REPLACE_TENSOR_SAVER the job's calls say what is captured, but it never imported "
+    "megatron.core.tensor_saver"
+)
+_REPLACED_UNUSED = (
+    "the job imported megatron.core.tensor_saver, which capd replaced, but captured nothing with it: see "
+    "its log"
+)
 
 _STAGES = (
     (

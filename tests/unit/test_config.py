@@ -55,6 +55,7 @@ def test_the_predecessors_directory_variable_is_read_after_capds_own() -> None:
     old = {"TENSOR_SAVE_DIR": "/old"}
 
     assert load_daemon_settings({}, old).store == Path("/old")
+    assert load_daemon_settings({}, {"TENSOR_SAVE_DIR": "/old/mxfp8"}).store == Path("/old")
     assert load_daemon_settings({}, {**old, "CAPD_STORE": "/new"}).store == Path("/new")
 
 

@@ -108,7 +108,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """A process that has not decided yet whether it captures."""
 
     def forget() -> None:
-        api._resolved, api._session, api._closed = False, None, None
+        api._resolved, api._session, api._closed, api._over = False, None, None, False
         api._keys.clear()
 
     forget()

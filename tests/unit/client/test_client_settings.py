@@ -40,10 +40,45 @@ def test_on_and_off_follow_the_documented_order(environ: dict[str, str], expecte
     assert load_config(environ).endpoint == expected
 
 
-def test_the_embedded_daemon_is_asked_for_with_a_remedy(caplog: pytest.LogCaptureFixture) -> None:
-    load_config({"TENSOR_SAVE_ENABLED": "true"})
-    assert "capd run" in caplog.text
-    assert "capd serve" in caplog.text
+@pytest.mark.parametrize("word", ["true", "True", "TRUE", " tRuE ", "1"])
+def test_the_predecessors_switch_in_any_case_of_letters_asks_for_a_daemon_of_the_jobs_own(
+    word: str, empty_folder: Path
+) -> None:
+    config = load_config({"TENSOR_SAVE_ENABLED": word})
+
+    assert config.enabled
+    assert (config.endpoint, config.embedded) == (None, str(empty_folder / "enhanced_tensor_logs"))
+    assert config.origins["embedded"] == "env TENSOR_SAVE_ENABLED"
+
+
+@pytest.mark.parametrize("word", ["", "false", "FALSE", "off", "0", "no", "nonsense"])
+def test_any_other_word_asks_for_none(word: str) -> None:
+    config = load_config({"TENSOR_SAVE_ENABLED": word})
+
+    assert (config.enabled, config.embedded) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("directories", "expected"),
+    [
+        ({"TENSOR_SAVE_DIR": "/data/logs"}, "/data/logs"),
+        ({"TENSOR_SAVE_DIR": "/data/logs/mxfp8"}, "/data/logs"),
+        ({"TENSOR_SAVE_DIR": "/data/logs/HiFP8/"}, "/data/logs"),
+        ({"TENSOR_SAVE_DIR": "/data/mxfp8/logs"}, "/data/mxfp8/logs"),
+        ({"TENSOR_SAVE_DIR": "/bf16"}, "/"),
+        ({"TENSOR_SAVE_DIR": "/data/logs", "CAPD_STORE": "/data/captures/mxfp8"}, "/data/captures/mxfp8"),
+    ],
+)
+def test_a_directory_of_a_quant_type_means_the_one_that_holds_it(
+    directories: dict[str, str], expected: str
+) -> None:
+    assert load_config({"TENSOR_SAVE_ENABLED": "true", **directories}).embedded == expected
+
+
+def test_a_relative_directory_of_a_quant_type_means_where_the_job_is(empty_folder: Path) -> None:
+    config = load_config({"TENSOR_SAVE_ENABLED": "true", "TENSOR_SAVE_DIR": "mxfp4"})
+
+    assert config.embedded == str(empty_folder)
 
 
 def test_environment_wins_over_file_and_file_over_default(empty_folder: Path) -> None:

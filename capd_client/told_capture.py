@@ -1,0 +1,125 @@
+"""What the predecessor's calls (`capd_client.tensor_saver`) are given becomes a key, a moment and a capture."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any, Optional
+
+import msgspec
+import torch
+
+from capd_client import api
+from capd_client.collection_state import STATE, rank_of, sample_of
+from capd_client.counter_page import DropReason
+from capd_client.errors import ConfigError
+from capd_client.notices import Notices
+from capd_client.protocol import MAX_METADATA_NBYTES
+from capd_client.recompute import repeating
+from capd_client.reference import reference_of
+from capd_client.trials import trying
+
+__all__ = ["capture_as_told", "sorted_out"]
+
+logger = logging.getLogger("capd_client")
+_notices = Notices()
+_followed: Optional[api.AnySession] = None  # the session whose moment follows STATE
+
+
+def capture_as_told(
+    current: api.AnySession, tensor: Any, names: tuple[Any, ...], rank: Any, sample_idx: Any, metadata: Any
+) -> Optional[str]:
+    """Capture a tensor under what the caller and STATE say. Returns the record's reference, None where it was dropped.
+
+    names: as `capd_client.api.key_of` takes them; the last one, the label, may be None. Raises ConfigError for what
+    cannot be used.
+    """
+    if repeating() or trying():
+        return None
+    _follow(current)
+    if not isinstance(tensor, torch.Tensor):
+        current.drop_invalid(f"a {type(tensor).__name__} is not a torch tensor", DropReason.UNSUPPORTED)
+        return None
+    context, manual = current.context, STATE.manual
+    number, source = rank_of(tensor, rank)
+    sample = sample_of(sample_idx, context.sample_idx)
+    key = api.key_of(current, _labelled(names), tensor.dtype, number)
+    batch, sequence = (
+        manual.get(f"{name}_idx", getattr(context, f"{name}_idx") or 0) for name in ("batch", "sequence")
+    )
+    overrides = (manual.get("iteration"), None, sample, batch, sequence)
+    moment = api.moment_of(context, key, overrides)
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug(
+            "capd: %s: rank %d (%s), sample %d, iteration %d, layer %s %s, operation %s, phase %s",
+            key.tensor_name, number, source, sample, moment.iteration, key.layer_type, key.layer, key.operation,
+            key.phase,
+        )  # fmt: skip
+    books = getattr(current, "books", None)  # none under `capd plan`
+    before = None if books is None else books.last_sequence
+    current.offer(tensor, key, moment, metadata=_metadata_text(metadata))
+    admitted = books is not None and books.last_sequence != before
+    return reference_of(key, moment) if admitted else None
+
+
+def _labelled(names: tuple[Any, ...]) -> tuple[Any, ...]:
+    return names if names[-1] is not None else (*names[:-1], os.environ.get("CUSTOM_QUANT_TYPE") or None)
+
+
+def sorted_out(rank: Any, sample_idx: Any, weights: Any, metadata: Any) -> tuple[Any, Any, Any, Any]:
+    """The last arguments, by what they are: in other versions metadata stood where rank or sample_idx stands."""
+    given = (rank, sample_idx, weights)
+    shifted = any(isinstance(value, (Mapping, torch.Tensor)) for value in given[:2]) or isinstance(
+        weights, Mapping
+    )
+    if not shifted:
+        return rank, sample_idx, weights, metadata
+    metadata = next((value for value in given if isinstance(value, Mapping)), metadata)
+    weights = next((value for value in given if isinstance(value, torch.Tensor)), None)
+    rank, sample_idx = (None if isinstance(v, (Mapping, torch.Tensor)) else v for v in given[:2])
+    return rank, sample_idx, weights, metadata
+
+
+def _metadata_text(metadata: Any) -> str:
+    if not metadata:
+        return ""
+    try:
+        whole = metadata if isinstance(metadata, Mapping) else {"metadata": str(metadata)[:1000]}
+        text = msgspec.json.encode({str(k): value for k, value in whole.items()}, enc_hook=_as_text).decode()
+    except Exception as error:
+        _notices.warn("metadata", "metadata is left out, it cannot be written as JSON: %s", error)
+        return ""
+    if len(text.encode()) > MAX_METADATA_NBYTES:
+        _notices.warn("metadata", "metadata above %d bytes is left out", MAX_METADATA_NBYTES)
+        return ""
+    return text
+
+
+def _as_text(value: Any) -> str:
+    """What JSON has no form for. A tensor's elements are not looked at: that would wait for its device."""
+    return f"tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else str(value)
+
+
+def _follow(current: api.AnySession) -> None:
+    """From now on the session's moment follows STATE, so that what `watch` captures bears it, too."""
+    global _followed
+    if current is not _followed:
+        _followed = current
+        _tell(current, STATE.manual)
+
+
+def _tell(current: api.AnySession, values: Mapping[str, Optional[int]]) -> None:
+    try:
+        current.context.set_moment(**values)
+    except ConfigError as error:
+        _notices.warn("state", "%s; the moment stays as it was", error)
+
+
+def _changed(field: str) -> None:
+    current = api.running()
+    if current is not None:
+        _tell(current, {field: STATE.manual.get(field)})
+
+
+STATE.on_change = _changed

@@ -1,0 +1,76 @@
+"""CAPD_REPLACE_TENSOR_SAVER: what `import megatron.core.tensor_saver` gives in a process of `capd run`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from test_bootstrap_sitecustomize import ON, python, state
+
+from capd.cli.startup import BOOTSTRAP, Startup
+
+LOOK = "import megatron.core.tensor_saver as m; from megatron.core import tensor_saver as n; print(m.__name__, m is n)"
+CAPDS, OWN = "capd_client.tensor_saver True", "megatron.core.tensor_saver True"
+
+
+@pytest.fixture
+def fork(tmp_path: Path) -> Path:
+    """A Megatron with the predecessor's module."""
+    core = tmp_path / "fork" / "megatron" / "core"
+    core.mkdir(parents=True)
+    for file in (core.parent / "__init__.py", core / "__init__.py", core / "tensor_saver.py"):
+        file.write_text("")
+    return tmp_path / "fork"
+
+
+def imported(fork: Path, *before: Path, **environment: str) -> str:
+    path = os.pathsep.join(map(str, [BOOTSTRAP, *before, fork]))
+    done = python("-c", LOOK, directory=fork, PYTHONPATH=path, **ON, **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("word", ["1", "true", "On"])
+def test_it_is_capds_where_that_is_asked_for(fork: Path, word: str) -> None:
+    assert imported(fork, CAPD_REPLACE_TENSOR_SAVER=word) == CAPDS
+    assert imported(fork, CAPD_REPLACE_TENSOR_SAVER=word, CAPD_WATCH="off") == CAPDS
+
+
+@pytest.mark.parametrize("word", ["", "0", "off"])
+def test_it_is_the_jobs_own_otherwise(fork: Path, word: str) -> None:
+    assert imported(fork, CAPD_REPLACE_TENSOR_SAVER=word) == OWN
+
+
+def test_a_megatron_without_the_module_has_it(fork: Path) -> None:
+    (fork / "megatron" / "core" / "tensor_saver.py").unlink()
+
+    assert imported(fork, CAPD_REPLACE_TENSOR_SAVER="1") == CAPDS
+
+
+def test_where_capds_cannot_be_imported_the_job_has_its_own(fork: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "capd_client.py").write_text("raise OSError('broken')")
+
+    assert imported(fork, tmp_path / "broken", CAPD_REPLACE_TENSOR_SAVER="1") == OWN
+
+
+def test_no_model_is_searched_for_then() -> None:
+    plain = state()[1]
+
+    found = state(PYTHONPATH=str(BOOTSTRAP), CAPD_REPLACE_TENSOR_SAVER="1", **ON)[1]
+    assert found == ["_Replacement", *plain, "_Spare"]
+
+
+def test_it_is_told_why_nothing_was_captured() -> None:
+    with Startup("off", replace=True) as startup:
+        environ: dict[str, str] = {}
+        startup.put_into(environ)
+        notes = Path(environ["CAPD_RUN_NOTES"])
+        assert str(BOOTSTRAP) in environ["PYTHONPATH"]
+        notes.write_text("python\n")
+        assert "never imported megatron.core.tensor_saver" in startup.why_nothing(connected=False)
+        notes.write_text("python\nreplaced\n")
+        assert "captured nothing with it" in startup.why_nothing(connected=False)
+        notes.write_text("python\nproblem it is broken\n")
+        assert startup.why_nothing(connected=False) == "it is broken"
