@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from capd_client import embedded, optimizer_steps, recompute
+from capd_client.collecting import NOT_EMULATED
 from capd_client.config import load_config
 from capd_client.context import MOMENT_FIELDS, Context, as_index
 from capd_client.counter_page import DropReason
@@ -229,7 +230,10 @@ def capture(
     except Exception as error:
         current.drop_internal("capture()", error)
     else:
-        current.offer(tensor, key, moment, metadata=text, take=take, immutable=immutable)
+        attributes = None if current.config.collect is None else NOT_EMULATED
+        current.offer(
+            tensor, key, moment, attributes=attributes, metadata=text, take=take, immutable=immutable
+        )
 
 
 def key_of(current: AnySession, names: tuple[Any, ...], dtype: torch.dtype, rank: int) -> Key:

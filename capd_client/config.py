@@ -52,6 +52,8 @@ class ClientConfig:
     activations and their gradients (`capd_client.slicing`), None for all.
     iteration, sample_idx: where the counting starts. ping_s: seconds between two PINGs.
     replace_tensor_saver: whether under `capd run` the predecessor's module is `capd_client.tensor_saver`.
+    collect: under `capd run --mode single|batch|quick`, "N/M": of the moments that `steps` and rules select, the first
+    N micro-batches, at most M of an iteration (`capd_client.quota`). collect_dir: where processes say how far they are.
     plan: under `capd plan`, the directory for what this process would capture; then nothing is captured, whatever
     `endpoint` says. plan_steps: iterations that are planned.
     """
@@ -79,6 +81,8 @@ class ClientConfig:
     iteration: int = 0
     sample_idx: Optional[int] = None
     replace_tensor_saver: bool = False
+    collect: Optional[str] = None
+    collect_dir: Optional[str] = None
     plan: Optional[str] = None
     plan_steps: int = 3
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -148,6 +152,8 @@ _SETTINGS: dict[str, _Setting] = {
     "max_block_ms": _Setting(("CAPD_MAX_BLOCK_MS",), "max_block_ms", values.number(0, 86_400_000)),
     "replace_tensor_saver": _Setting(("CAPD_REPLACE_TENSOR_SAVER",), None, values.flag),
     "ping_s": _Setting(("CAPD_PING_S",), None, values.number(0.01, 3600)),
+    "collect": _Setting(("CAPD_COLLECT",), None, values.quota),
+    "collect_dir": _Setting(("CAPD_COLLECT_DIR",), None, str),
     "plan": _Setting(("CAPD_PLAN",), None, str),
     "plan_steps": _Setting(("CAPD_PLAN_STEPS",), None, values.integer(1, 1000)),
     "iteration": _Setting(("CAPD_ITERATION", "TENSOR_SAVER_ITERATION"), None, values.integer(0, MAX_INDEX)),
@@ -157,7 +163,7 @@ _SETTINGS: dict[str, _Setting] = {
 
 VARIABLES = frozenset(
     {
-        "CAPD_ENDPOINT", "CAPD_CONFIG", "CAPD_STRICT", "TENSOR_SAVE_ENABLED", "TENSOR_SAVE_DIR",
+        "CAPD_ATTEMPT", "CAPD_CONFIG", "CAPD_ENDPOINT", "CAPD_STRICT", "TENSOR_SAVE_DIR", "TENSOR_SAVE_ENABLED",
     }.union(*(s.variables for s in _SETTINGS.values()))
 )  # fmt: skip
 """Every environment variable of capd's own, or the predecessor's, that gives a setting of the training job."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from capd_client.errors import ConfigError
+from capd_client.quota import parse_quota
 from capd_client.rule_settings import RuleSettings, parse_rules, rule_of_globs
 from capd_client.select import Ranges
 from capd_client.settings_file import read_rules_file
@@ -19,8 +20,8 @@ from capd_client.sizes import parse_size
 from capd_client.slicing import Slice
 
 __all__ = [
-    "flag", "integer", "label", "log_level", "mode", "number", "one_of", "ranges", "rules", "run_id", "sample_every",
-    "size", "size_in", "slice_text", "store_root",
+    "flag", "integer", "label", "log_level", "mode", "number", "one_of", "quota", "ranges", "rules", "run_id",
+    "sample_every", "size", "size_in", "slice_text", "store_root",
 ]  # fmt: skip
 
 _MAX_SAMPLE_EVERY = 10**9
@@ -163,6 +164,11 @@ def log_level(value: Any) -> str:
     if name not in {"DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"}:
         raise ConfigError(f"{value!r} is not a log level (DEBUG, INFO, WARNING, ERROR, CRITICAL)")
     return name
+
+
+def quota(value: Any) -> str:
+    parse_quota(str(value))
+    return str(value).strip()
 
 
 def run_id(value: Any) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Optional
 
 from capd_client.notices import Notices
+from capd_client.quota import Quota
 from capd_client.rules import When
 from capd_client.select import Ranges
 from capd_client.stepping import Context
@@ -22,11 +24,13 @@ class Gate:
     """
 
     __slots__ = (
-        "_ended_at", "_limited", "_open", "_open_at", "_own", "_silent", "_whens", "closed_at", "context",
+        "_ended_at", "_limited", "_open", "_open_at", "_own", "_quota", "_silent", "_whens", "closed_at", "context",
     )  # fmt: skip
 
-    def __init__(self, context: Context, whens: Sequence[When]) -> None:
+    def __init__(self, context: Context, whens: Sequence[When], quota: Optional[Quota] = None) -> None:
+        """quota: of a collection run, the micro-batches that are captured of those that the rules admit."""
         self.context = context
+        self._quota = quota
         self.closed_at = -1  # the iteration known not to be captured
         self._ended_at = -1  # the iteration of which only those that capture all steps capture more
         self._open_at = -1  # the iteration that the next two are of
@@ -71,10 +75,19 @@ class Gate:
                 return 0
             self._open_at = iteration
             self._silent = False
+            if self._quota is not None and not self._quota.room(iteration):
+                self.closed_at, self._open_at = iteration, -1
+                return 0
         opened = self._open
         for bit, micro_batches in self._limited:
             if context.micro_batch not in micro_batches:
                 opened &= ~bit
+        if (
+            opened
+            and self._quota is not None
+            and not self._quota.take(context.iteration, context.micro_batch)
+        ):
+            return 0
         return opened
 
     def _say_if_over(self, iteration: int) -> None:

@@ -50,7 +50,8 @@ def find_rank(environ: Mapping[str, str] | None = None) -> RankInfo:
     rank, local_rank = index_in(environ, "RANK"), index_in(environ, "LOCAL_RANK")
     world = index_in(environ, "WORLD_SIZE")
     local_world = index_in(environ, "LOCAL_WORLD_SIZE")
-    attempt = index_in(environ, "TORCHELASTIC_RESTART_COUNT") or 0
+    tried = index_in(environ, "CAPD_ATTEMPT") or 0  # of a collection run that tries again
+    attempt = tried + (index_in(environ, "TORCHELASTIC_RESTART_COUNT") or 0)
     one_node = world is not None and local_world is not None and world <= local_world
     order = (
         (("LOCAL_RANK", local_rank), ("RANK", rank))

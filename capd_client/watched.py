@@ -15,6 +15,7 @@ from typing import NamedTuple, Optional
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from capd_client.collecting import NOT_EMULATED, quota_of
 from capd_client.function_sites import FunctionSite
 from capd_client.gate import Gate
 from capd_client.hook_objects import ForwardHook, PreHook
@@ -68,7 +69,9 @@ class Watched:
     def __init__(self, sink: Sink, rules: Sequence[Rule], default: Rule) -> None:
         self._sink = sink
         self._rules = (*rules, default)
-        self.gate = Gate(sink.context, [rule.when for rule in rules])
+        quota = quota_of(sink.config, sink.context)
+        self.gate = Gate(sink.context, [rule.when for rule in rules], quota)
+        self._attributes = () if quota is None else tuple(NOT_EMULATED.items())
         self._own: list[_Tapped] = []
         self._left: list[_Tapped] = []  # those that the job's own rules left out
         self._undo: list[Callable[[], None]] = []  # takes away what was put on modules and functions
@@ -168,6 +171,7 @@ class Watched:
         self._own, self._left, self._undo, self._last = [], [], [], []
 
     def _tap(self, site: Site, place: Place, wanted: Mapping[str, Wanted], taps: list[_Tapped]) -> _Tapped:
+        site = site._replace(attributes=(*site.attributes, *self._attributes))
         module = site.module
         tap = Tap(site, place, wanted, self._sink, self.gate)
         tapped = _Tapped(tap, _product(site), place, wanted)

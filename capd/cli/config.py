@@ -24,6 +24,8 @@ _UNSET = {
     "sample_idx": "none",
     "embedded": "no",
     "log": "warnings",
+    "collect": "no",
+    "collect_dir": "none",
     "plan": "no",
 }
 """What it means that nobody gave a setting; capd picks the others by itself."""

@@ -16,6 +16,7 @@ import torch
 
 from capd_client import recompute
 from capd_client.api import session
+from capd_client.collecting import quota_of
 from capd_client.gate import Gate
 from capd_client.key import Key, Moment
 from capd_client.kinds import LINEAR, placement
@@ -124,7 +125,8 @@ class _Inspection:
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
         self._rules = WatchPlan(sink.config).rules
-        self._gate = Gate(sink.context, [rule.when for rule in self._rules])
+        quota = quota_of(sink.config, sink.context)
+        self._gate = Gate(sink.context, [rule.when for rule in self._rules], quota)
         self._layers: dict[str, _Layer] = {}
 
     def wants(self) -> bool:

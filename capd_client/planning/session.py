@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from typing import Optional
-
-import msgspec
 
 from capd_client.config import ClientConfig
 from capd_client.counting import Snapshot
 from capd_client.planning.sink import PlanSink
+from capd_client.process_documents import leave
 
 __all__ = ["PlanSession"]
 
@@ -24,8 +21,6 @@ class PlanSession(PlanSink):
 
     def __init__(self, config: ClientConfig) -> None:
         super().__init__(config)
-        name = f"{socket.gethostname().replace(os.sep, '_')}.{os.getpid()}.json"
-        self._path = os.path.join(config.plan or "", name)
         self._write("running")
 
     def on_boundary(self) -> None:
@@ -52,12 +47,7 @@ class PlanSession(PlanSink):
         return self._accounts.snapshot()
 
     def _write(self, state: str) -> None:
-        """Replace the document, readable by this user alone."""
-        temporary = f"{self._path}.tmp"
         try:
-            content = msgspec.json.encode(self.seen(state))
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(content)
-            os.replace(temporary, self._path)
+            leave(self.config.plan or "", self.seen(state))
         except Exception as error:
             self.notices.warn("plan", "the plan cannot be written to %s: %s", self.config.plan, error)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from capd.cli import planned_job
+from capd.cli import group_job
 from capd.cli.plan import _check_seen
 from capd.cli.planned_job import PlannedJob, documents
 from capd.cli.startup import Startup
@@ -82,7 +82,7 @@ def test_a_rank_that_captures_nothing_is_a_line_of_its_own() -> None:
 def test_a_job_that_does_not_hear_sigterm_is_killed_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planned_job, "END_S", 0.5)
+    monkeypatch.setattr(group_job, "END_S", 0.5)
     pids = tmp_path / "pids"
     # What a worker in a session of its own is known by: its document, and the directory in its environment.
     script = f"trap '' TERM; setsid sleep 600 & echo $! > {pids}; sleep 600 & echo $! >> {pids}; wait; wait"

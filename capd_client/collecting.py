@@ -1,0 +1,68 @@
+"""A job under `capd run --mode single|batch|quick`: its quota, and what each process leaves about it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import Any, Optional
+
+from capd_client.notices import Notices
+from capd_client.process_documents import leave
+from capd_client.quota import Collected, Quota, parse_quota
+from capd_client.sink import Settings
+from capd_client.stepping import Context, clock_of
+
+__all__ = ["NOT_EMULATED", "quota_of"]
+
+NOT_EMULATED: dict[str, Any] = {"emulation": "none"}
+"""What a record of a collection run says: its quant_type is a label, the values are those that the job computed."""
+
+_PAUSE_S = 0.2  # between two documents that tell of no other state
+
+_notices = Notices()
+
+
+def quota_of(config: Settings, context: Context) -> Optional[Quota]:
+    """The quota that all watches of a session share; None outside of collection runs."""
+    if config.collect is None:
+        return None
+    clock = clock_of(context)
+    if clock.quota is None:
+        clock.quota = _Told(config.collect, config.collect_dir, context).quota
+    return clock.quota
+
+
+class _Told:
+    """Leaves a document whenever the quota changes. Errors are logged; none reaches the job."""
+
+    def __init__(self, text: str, directory: Optional[str], context: Context) -> None:
+        self.quota = Quota(*parse_quota(text), self._changed)
+        self._directory = directory
+        self._context = context
+        self._state = ""
+        self._at = 0.0
+        self._changed()
+
+    def _changed(self) -> None:
+        state, now = self.quota.state, time.monotonic()
+        if self._directory is None or (state == self._state and now - self._at < _PAUSE_S):
+            return
+        self._state, self._at = state, now
+        info = self._context.rank_info
+        try:
+            leave(
+                self._directory,
+                Collected(
+                    rank=info.rank,
+                    local_world_size=info.local_world_size,
+                    host=socket.gethostname(),
+                    pid=os.getpid(),
+                    kept=self.quota.kept,
+                    state=state,
+                ),
+            )
+        except Exception as error:
+            _notices.warn(
+                "collection", "how far the collection is cannot be written to %s: %s", self._directory, error
+            )
