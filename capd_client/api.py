@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from capd_client import embedded, optimizer_steps, recompute
-from capd_client.collecting import NOT_EMULATED
+from capd_client.collecting import NOT_EMULATED, within_quota
 from capd_client.config import load_config
 from capd_client.context import MOMENT_FIELDS, Context, as_index
 from capd_client.counter_page import DropReason
@@ -184,8 +184,9 @@ def capture(
     sequence_idx: Optional[int] = None,
     immutable: bool = False,
 ) -> None:
-    """Capture one tensor as it is now; taken whatever steps `watch` selects (CAPD_MODE=sample:1/N leaves calls out).
+    """Capture one tensor as it is now; taken whatever steps `watch` selects.
 
+    CAPD_MODE=sample:1/N leaves calls out, CAPD_COLLECT the micro-batches behind those that are collected.
     The names say what the tensor is and make its series (capd_client.key.Key). `quant_type` is a label, default
     CAPD_QUANT_TYPE, else the tensor's dtype. metadata: a small JSON object (4096 bytes). slice: the rows to record,
     as in "first:64" (capd_client.slicing). `iteration` to `sequence_idx` override the current moment for this capture.
@@ -223,6 +224,11 @@ def capture(
             moment = moment_of(context, key, overrides)
         text = "" if metadata is None else _metadata(metadata)
         take = None if slice is None else parse_slice(slice)
+        attributes = None
+        if current.config.collect is not None:
+            if not within_quota(current.config, context, moment):
+                return
+            attributes = NOT_EMULATED
     except (ConfigError, TypeError) as error:  # TypeError: a name that cannot be hashed
         current.drop_invalid(str(error))
         if current.config.strict:
@@ -230,7 +236,6 @@ def capture(
     except Exception as error:
         current.drop_internal("capture()", error)
     else:
-        attributes = None if current.config.collect is None else NOT_EMULATED
         current.offer(
             tensor, key, moment, attributes=attributes, metadata=text, take=take, immutable=immutable
         )

@@ -7,13 +7,14 @@ import socket
 import time
 from typing import Any, Optional
 
+from capd_client.key import Moment
 from capd_client.notices import Notices
 from capd_client.process_documents import leave
 from capd_client.quota import Collected, Quota, parse_quota
 from capd_client.sink import Settings
 from capd_client.stepping import Context, clock_of
 
-__all__ = ["NOT_EMULATED", "quota_of"]
+__all__ = ["NOT_EMULATED", "quota_of", "within_quota"]
 
 NOT_EMULATED: dict[str, Any] = {"emulation": "none"}
 """What a record of a collection run says: its quant_type is a label, the values are those that the job computed."""
@@ -31,6 +32,12 @@ def quota_of(config: Settings, context: Context) -> Optional[Quota]:
     if clock.quota is None:
         clock.quota = _Told(config.collect, config.collect_dir, context).quota
     return clock.quota
+
+
+def within_quota(config: Settings, context: Context, moment: Moment) -> bool:
+    """Whether an explicit capture at this moment is taken, as far as the quota is concerned."""
+    quota = quota_of(config, context)
+    return quota is None or quota.take(moment.iteration, moment.micro_batch)
 
 
 class _Told:

@@ -29,9 +29,11 @@ def find_command(name: str) -> str:
         return found
     looked_at = name if "/" in name else shutil.which(name, mode=os.F_OK)
     if looked_at is not None and os.path.exists(looked_at):
-        note(f"{name}: not executable (or a directory); nothing was started")
+        note(
+            f"{name}: not executable (or a directory); nothing was started; chmod +x, or name its interpreter"
+        )
         raise typer.Exit(126)
-    note(f"{name}: command not found; nothing was started")
+    note(f"{name}: command not found; nothing was started; correct the name, or give its path (./{name})")
     raise typer.Exit(127)
 
 

@@ -10,7 +10,24 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from capd.cli.job_settings import checked_flags, checked_settings, job_environment
-from capd.cli.options import Command, Config, Mode, Policy, QuantType, SliceOfRows, Steps, StoreRoot
+from capd.cli.options import (
+    Command,
+    Config,
+    ControlIter,
+    MicroBatches,
+    Policy,
+    QuantTypes,
+    Require,
+    RunMode,
+    SliceOfRows,
+    StableFor,
+    Steps,
+    StoreRoot,
+    Timeout,
+    Until,
+    Variables,
+    Yes,
+)
 from capd.cli.output import note
 from capd.cli.startup import Startup
 
@@ -26,16 +43,27 @@ def run(
     ] = None,
     config: Config = None,
     policy: Policy = None,
-    mode: Mode = None,
+    mode: RunMode = None,
     steps: Steps = None,
     slice_: SliceOfRows = None,
-    quant_type: QuantType = None,
+    quant_type: QuantTypes = None,
     no_watch: Annotated[
         bool, typer.Option("--no-watch", help="Capture only what the job asks for with capd_client itself.")
     ] = False,
     attach: Annotated[
         bool,
         typer.Option("--attach", help="Join the node's daemon (CAPD_ENDPOINT, else the default endpoint)."),
+    ] = False,
+    control_iter: ControlIter = None,
+    collect_micro_batches: MicroBatches = None,
+    until: Until = None,
+    stable_for: StableFor = None,
+    timeout: Timeout = None,
+    env: Variables = None,
+    require: Require = None,
+    yes: Yes = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Of a collection: print its report as JSON.")
     ] = False,
 ) -> None:
     """Run a training job with a daemon beside it, then seal the store and print a summary.
@@ -45,12 +73,22 @@ def run(
     exit code is this command's (128+N after signal N). With CAPD_ENDPOINT set, or --attach, the daemon there is
     joined instead of starting one. All other settings come from CAPD_* variables and capd.toml: `capd config show`
     lists them.
+
+    --mode single, batch or quick is a collection run: the job once for each quant type, ended when it has N
+    micro-batches, and a report at the end. {quant_type}, {run_dir} and {index} in CMD and --env are each type's own.
     """
     from capd.cli.job import find_command
+    from capd.cli.run_collection import Options, Settings, collection_request, run_collection
     from capd.config import misspelt_variables, resolve_daemon
     from capd_client.settings_file import read_settings_file
 
-    program = find_command(command[0])  # exits with 126 or 127 before anything is started
+    options = Options(
+        control_iter, collect_micro_batches, until, stable_for, timeout, env, require, yes, as_json
+    )
+    request = collection_request(mode, quant_type, options)
+    if request is not None:
+        mode = quant_type = None
+    program = "" if request else find_command(command[0])  # exits with 126 or 127 before anything is started
     resolved = resolve_daemon({"store": store, "run_id": run_id}, path=config)
     file = read_settings_file(str(resolved.path), must_exist=True)[0] if resolved.path else {}
     flags = {"policy": policy, "mode": mode, "steps": steps, "slice": slice_, "quant_type": quant_type}
@@ -58,16 +96,20 @@ def run(
     job_flags = checked_flags({name: value for name, value in flags.items() if value is not None})
     if config is not None:
         job_flags["CAPD_CONFIG"] = str(config.absolute())
-    settings = checked_settings({**os.environ, **job_flags})
+    settings = checked_settings({**os.environ, **options.variables, **job_flags})
     for line in misspelt_variables():
         note(line)
     named = resolved.settings.run_id or shared_run_id(os.environ)
     endpoint = _endpoint(os.environ, attach=attach, store=store)
     if endpoint == "off":
         note("CAPD_ENDPOINT=off: the job runs without capture")
-    elif named is None:
-        refuse_several_nodes(os.environ, command)
+    elif named is None or request is not None:
+        refuse_several_nodes(os.environ, command, collection=request is not None)
     place = Place(endpoint, Path(resolved.settings.store), named, config)
+    if request is not None:
+        raise typer.Exit(
+            run_collection(request, command, options, place, Settings(settings, job_flags, file, resolved))
+        )
     startup = Startup(settings.watch, replace=settings.replace_tensor_saver)
     raise typer.Exit(_run([program, *command[1:]], place, startup, job_flags, file))
 
@@ -121,8 +163,8 @@ def shared_run_id(environ: Mapping[str, str]) -> str | None:
     return f"slurm-{job}.{step}" if job and step else None
 
 
-def refuse_several_nodes(environ: Mapping[str, str], command: list[str]) -> None:
-    """Raise ConfigError when the job spans nodes that would each choose their own run id."""
+def refuse_several_nodes(environ: Mapping[str, str], command: list[str], *, collection: bool = False) -> None:
+    """Raise ConfigError when the job spans nodes that would each choose their own run id, or end a collection alone."""
     from capd.errors import ConfigError
 
     nodes = _count(environ.get("SLURM_NNODES"))
@@ -132,6 +174,11 @@ def refuse_several_nodes(environ: Mapping[str, str], command: list[str]) -> None
             nodes, origin = max(nodes, _count(command[at + 1] if at + 1 < len(command) else None)), word
         elif word.startswith(("--nnodes=", "-nnodes=")):
             nodes, origin = max(nodes, _count(word.split("=", 1)[1])), "--nnodes"
+    if nodes > 1 and collection:
+        raise ConfigError(
+            f"the job spans {nodes} nodes ({origin}), and a collection run ends the jobs of one; on several, run each "
+            "type by itself: CAPD_COLLECT=N/M CAPD_STEPS=all capd run --run-id NAME --quant-type T -- …"
+        )
     if nodes > 1:
         raise ConfigError(
             f"the job spans {nodes} nodes ({origin}) and no run id is shared between them; give every node "

@@ -1,0 +1,233 @@
+"""`capd run --mode single|batch|quick`: a job for each quant type, until it has what was asked for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from capd.cli.collected_job import CollectedJob, last_lines
+from capd.cli.collection_daemon import Before, Seen, before, flush, next_attempt, seen
+from capd.cli.companion import Companion, join, start
+from capd.cli.display import Display
+from capd.cli.job_settings import job_environment
+from capd.cli.output import human_nbytes, note
+from capd.cli.startup import Startup
+from capd.collect.placeholders import Filled
+from capd.collect.request import Request
+from capd.collect.state import CollectionState, TypeState, save, tried, write_text
+from capd.collect.watching import Ending, Look, Watcher
+from capd.drops import lost
+from capd.store.files import make_directory
+from capd_client.process_documents import left
+from capd_client.quota import Collected
+
+if TYPE_CHECKING:
+    from capd.cli.run import Place
+
+__all__ = ["RULES", "Collection"]
+
+RULES = """\
+# What a collection run captures: everything that the predecessor did. The second rule adds the backward's results.
+[[rule]]
+name = "collection"
+
+[[rule]]
+name = "backward post"
+tensors = ["grad_input", "grad_weight"]
+"""
+
+_LOOK_S = 0.25
+
+
+class Collection:
+    """All types of one collection run, whose state in `directory` is kept up to date.
+
+    commands: one for each type of the state. flags, file: the job's settings as `job_environment` takes them. watch:
+    auto or off.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        state: CollectionState,
+        directory: Path,
+        commands: Mapping[str, Filled],
+        place: Place,
+        flags: Mapping[str, str],
+        file: Mapping[str, Any],
+        watch: str,
+    ) -> None:
+        self._request, self._state, self._directory = request, state, directory
+        self._commands, self._place, self._watch = commands, place, watch
+        self._flags, self._file = flags, file
+        self._display = Display()
+
+    def run(self) -> bool:
+        """Collect every type that is not collected yet; returns whether all of them are now."""
+        write_text(self._directory / "rules.toml", RULES)
+        for number, one in enumerate(self._state.types, 1):
+            if one.quant_type not in self._commands:
+                continue
+            if one.collected:
+                note(f"{one.quant_type} is collected already: {one.records:,} records")
+                continue
+            where = f"{number} of {len(self._state.types)}"
+            note(f"collecting {one.quant_type}, {where} (a label: capd emulates no format)")
+            self._collect(one)
+            note(f"{one.quant_type}: {one.outcome}, {one.reason}")
+            if not one.collected:
+                self._show_log(one)
+        return all(one.collected for one in self._state.types if one.quant_type in self._commands)
+
+    def _collect(self, one: TypeState) -> None:
+        one.begin_try()
+        log = tried(self._directory, one)[1]
+        one.log = str(log)
+        for path in (self._commands[one.quant_type].run_dir, log.parent):
+            make_directory(path)
+        save(self._directory, self._state)
+        began = time.monotonic()
+        ending = Ending("interrupted", "capd run itself was ended, or could not go on")
+        try:
+            with self._companion() as companion, Startup(self._watch) as startup, _documents() as documents:
+                environ = self._environment(one, companion, documents)
+                startup.put_into(environ)
+                ending = self._run_job(one, companion, startup, environ, documents, log)
+        finally:
+            one.outcome, one.reason = ending.outcome, ending.reason
+            one.seconds = round(time.monotonic() - began, 3)
+            save(self._directory, self._state)
+
+    def _companion(self) -> Companion:
+        endpoint, store, run_id, config = self._place
+        return join(endpoint, run_id) if endpoint else start(store, run_id, config)
+
+    def _environment(self, one: TypeState, companion: Companion, documents: Path) -> dict[str, str]:
+        """The job's environment: that of `capd run`, the type, and how much of it is kept."""
+        given = {**os.environ, **self._commands[one.quant_type].variables}
+        environ = job_environment(given, companion, self._flags, self._file)
+        if not environ.get("CAPD_STEPS") and "when.steps" not in self._file:
+            environ["CAPD_STEPS"] = "all"
+        if not environ.get("CAPD_SELECT") and "rule" not in self._file:
+            environ["CAPD_SELECT"] = str(self._directory / "rules.toml")
+        environ |= {
+            "CAPD_COLLECT": self._request.quota,
+            "CAPD_COLLECT_DIR": str(documents),
+            "CAPD_QUANT_TYPE": one.quant_type,
+            # What scripts of the predecessor look at, too.
+            "CUSTOM_QUANT_TYPE": one.quant_type,
+            "TENSOR_SAVE_ENABLED": "true",
+            "CONTROL_ITER": str(self._request.micro_batches),
+            "COLLECT_MICRO_BATCHES": str(self._request.per_iteration),
+        }
+        if one.tries > 1:
+            environ["CAPD_ATTEMPT"] = str(next_attempt(companion))
+        environ.setdefault("PYTHONUNBUFFERED", "1")  # the last lines of a job that is killed
+        return environ
+
+    def _run_job(
+        self,
+        one: TypeState,
+        companion: Companion,
+        startup: Startup,
+        environ: dict[str, str],
+        documents: Path,
+        log: Path,
+    ) -> Ending:
+        held = before(companion)
+        watcher = Watcher(self._request, time.monotonic())
+        mark = f"CAPD_COLLECT_DIR={documents}"
+        command = self._commands[one.quant_type].command
+        try:
+            job = CollectedJob(command, environ, mark=mark, log=log, display=self._display)
+        except OSError as error:
+            one.exit_code = 126
+            return Ending("failed", f"{command[0]} cannot be executed: {error.strerror or error}")
+        with job:
+            ending = self._watch_job(one, job, companion, documents, watcher, held)
+            if ending is not None:
+                flush(companion)
+        companion.finish(startup.why_nothing)
+        found = seen(companion)
+        if found is not None and found.run is not None:
+            one.records = found.run.records - held.records
+        code = job.process.returncode
+        if ending is None:
+            one.exit_code = code if code >= 0 else 128 - code
+            ranks = left(documents, Collected)
+            ending = watcher.ended(Look(time.monotonic(), ranks, one.records), one.exit_code)
+        one.micro_batches = watcher.kept
+        return ending
+
+    def _watch_job(
+        self,
+        one: TypeState,
+        job: CollectedJob,
+        companion: Companion,
+        documents: Path,
+        watcher: Watcher,
+        held: Before,
+    ) -> Ending | None:
+        """Why the job is to be ended; None when it has ended by itself."""
+        began, expected = time.monotonic(), self._expected()
+        while job.process.poll() is None:
+            found, now = seen(companion), time.monotonic()
+            run = None if found is None else found.run
+            if run is not None:
+                one.records = run.records - held.records
+            look = Look(
+                now,
+                left(documents, Collected),
+                one.records,
+                disk_full=run is not None and run.dropped.get("disk_full", 0) > held.disk_full,
+                daemon_ended=companion.process is not None and companion.process.poll() is not None,
+            )
+            ending = watcher.look(look)
+            if ending is not None:
+                return ending
+            self._display.progress(self._progress(one, watcher.kept, expected, found, now - began))
+            time.sleep(_LOOK_S)
+        return None
+
+    def _expected(self) -> int | None:
+        """The records that a type should give: as many as one that is complete; None before there is one."""
+        return next((one.records for one in self._state.types if one.outcome == "complete"), None)
+
+    def _progress(
+        self, one: TypeState, kept: int, expected: int | None, found: Seen | None, seconds: float
+    ) -> str:
+        wanted = f" of {self._request.micro_batches:,}" if self._request.micro_batches else ""
+        records = f"{one.records:,}" + ("" if expected is None else f" of {expected:,}") + " records"
+        limit = f" of {self._request.timeout_s:.0f} s" if self._request.timeout_s else ""
+        parts = [one.quant_type, f"{kept:,}{wanted} micro-batches", records]
+        if found is None:
+            parts.append("the daemon does not answer")
+        else:
+            run = found.run
+            parts.append(f"{0.0 if run is None else run.rate_mib_s:.1f} MiB/s")
+            parts.append(f"disk left {human_nbytes(max(0, found.daemon.disk_free - found.daemon.keep_free))}")
+            parts.append(f"{0 if run is None else sum(lost(run.dropped).values()):,} dropped")
+        return " · ".join([*parts, f"{seconds:.0f} s{limit}"])
+
+    def _show_log(self, one: TypeState) -> None:
+        lines = last_lines(Path(one.log))
+        if lines:
+            note(f"the last {len(lines)} lines of {one.log}:")
+        for line in lines:
+            note(f"  {line}")
+
+
+@contextmanager
+def _documents() -> Iterator[Path]:
+    """Where the processes of a job say how far they are: this user's alone, and gone afterwards."""
+    made = Path(tempfile.mkdtemp(prefix="capd-collect-"))
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)

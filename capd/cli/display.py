@@ -1,0 +1,65 @@
+"""The terminal of a collection run: what the job prints, and a line that says how far it is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import threading
+import time
+
+__all__ = ["Display"]
+
+_QUIET_S = 30.0  # between two lines of progress where there is no terminal
+
+
+class Display:
+    """Writes to stderr; for several threads. A terminal that is gone is no error."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tty = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self._status = ""
+        self._at_start = True  # of a line: there the status may be drawn
+        self._said = time.monotonic()
+
+    def job_output(self, chunk: bytes) -> None:
+        """What the job printed, unchanged."""
+        with self._lock:
+            self._write((b"\r\x1b[K" if self._drawn else b"") + chunk)
+            self._at_start = chunk.endswith(b"\n")
+            if self._drawn:
+                self._write(self._line())
+
+    def progress(self, text: str) -> None:
+        """How far the collection is: drawn anew on a terminal, else a line now and then."""
+        with self._lock:
+            if self._tty:
+                before, self._status = self._drawn, text
+                if self._at_start:
+                    self._write((b"\r\x1b[K" if before else b"") + self._line())
+            elif time.monotonic() - self._said >= _QUIET_S:
+                self._said = time.monotonic()
+                self._write(f"capd: {text}\n".encode())
+
+    def end(self) -> None:
+        """Take the line of progress away: what comes next is printed by others."""
+        with self._lock:
+            if self._drawn:
+                self._write(b"\r\x1b[K")
+            elif not self._at_start:
+                self._write(b"\n")
+            self._status, self._at_start = "", True
+
+    @property
+    def _drawn(self) -> bool:
+        return bool(self._status) and self._at_start
+
+    def _line(self) -> bytes:
+        return self._status[: max(1, shutil.get_terminal_size().columns - 1)].encode(errors="replace")
+
+    def _write(self, content: bytes) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.buffer.write(content)
+            sys.stderr.buffer.flush()

@@ -1,0 +1,230 @@
+"""What `capd run --mode single|batch|quick` checks before anything is started, and the report at its end."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from capd.cli.job import find_command
+from capd.cli.output import json_number, note, print_json, print_lines
+from capd.collect.placeholders import Filled, fill, parse_variables, shared_places
+from capd.collect.request import MODES, Request, make_request
+from capd.errors import ConfigError
+from capd_client.config import ClientConfig
+
+if TYPE_CHECKING:
+    from capd.cli.run import Place
+    from capd.collect.state import CollectionState
+    from capd.config import Resolved
+
+__all__ = ["Options", "Settings", "collection_request", "run_collection", "strict_json"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `capd run` that collections alone have; None for those not given."""
+
+    control_iter: int | None
+    collect_micro_batches: int | None
+    until: str | None
+    stable_for: str | None
+    timeout: str | None
+    env: Sequence[str] | None
+    require: Sequence[str] | None
+    yes: bool
+    json: bool
+
+    @cached_property
+    def variables(self) -> dict[str, str]:
+        """The variables of `--env`. Raises ConfigError."""
+        return parse_variables(self.env or ())
+
+
+def collection_request(mode: str | None, quant_type: str | None, options: Options) -> Request | None:
+    """The collection run that was asked for; None for a plain `capd run`, which takes none of these options.
+
+    Raises ConfigError.
+    """
+    if mode is None or mode.strip().lower() not in MODES:
+        given = [
+            name
+            for name, value in vars(options).items()
+            if value is not None and value is not False and value != []
+        ]
+        if given:
+            name = f"--{given[0].replace('_', '-')}"
+            raise ConfigError(f"{name} belongs to a collection run: --mode {', '.join(MODES)}")
+        return None
+    return make_request(
+        mode.strip().lower(),
+        quant_type,
+        options.control_iter,
+        options.collect_micro_batches,
+        until=options.until,
+        stable_for=options.stable_for,
+        timeout=options.timeout,
+    )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the job and the daemon are told, as `capd run` has resolved it. flags: the job's, as variables."""
+
+    job: ClientConfig
+    flags: Mapping[str, str]
+    file: Mapping[str, Any]
+    daemon: Resolved
+
+
+def run_collection(
+    request: Request,
+    command: Sequence[str],
+    options: Options,
+    place: Place,
+    settings: Settings,
+) -> int:
+    """Check, collect, report; returns the exit code. Raises ConfigError, CapdError, typer.Exit of `find_command`."""
+    from capd.cli.collection import Collection
+    from capd.collect.state import directory_of, load
+    from capd.store.files import make_directory
+
+    _check(request, place, settings, options.yes)
+    place = _placed(place, request, command)
+    assert place.run_id is not None  # noqa: S101 - for the type checker
+    directory = directory_of(place.store, place.run_id)
+    state = load(directory, place.run_id, request, command)
+    commands = _commands(state, request, directory, command, options)
+    warning = shared_places(command, options.variables, len(commands))
+    if warning:
+        note(warning)
+    make_directory(directory)
+    collection = Collection(
+        request, state, directory, commands, place, settings.flags, settings.file, settings.job.watch
+    )
+    finished = collection.run()
+    _report(place, directory, state, options.json)
+    if not finished:
+        open_ = ", ".join(
+            one.quant_type for one in state.types if one.quant_type in commands and not one.collected
+        )
+        again = f"the same command with --run-id {place.run_id} tries them again"
+        note(f"not collected: {open_}; {again}")
+    return 0 if finished else 1
+
+
+def _check(request: Request, place: Place, settings: Settings, yes: bool) -> None:
+    if place.endpoint == "off":
+        raise ConfigError("CAPD_ENDPOINT=off: a collection run would collect nothing; unset it")
+    if settings.job.mode.startswith("sample:"):
+        raise ConfigError(
+            f"mode {settings.job.mode} leaves calls out, and a collection run keeps whole micro-batches; choose how "
+            "many with --control-iter, and CAPD_MODE=tensor or stats"
+        )
+    budget = not place.endpoint and settings.daemon.origins["max_disk"] != "default"
+    if not (request.micro_batches or budget or yes):
+        raise ConfigError(
+            "--control-iter 0 collects every micro-batch of the job; set how much it may take (CAPD_MAX_DISK=200GB, or "
+            "max_disk in [daemon] of capd.toml), or say --yes"
+        )
+
+
+def _placed(place: Place, request: Request, command: Sequence[str]) -> Place:
+    """With the store of the daemon that is joined, and the run: one that was not finished, else a new one."""
+    from capd.cli.companion import join
+    from capd.collect.state import unfinished
+    from capd.errors import EndpointError
+    from capd.server.naming import check_run_id, new_run_id
+
+    store = place.store.absolute()
+    if place.endpoint:
+        joined = join(place.endpoint, place.run_id)
+        if joined.store is None:
+            raise EndpointError("nothing was started; start `capd serve`, or unset CAPD_ENDPOINT")
+        store = joined.store
+    run_id = place.run_id
+    if run_id is None:
+        run_id = unfinished(store, request, command)
+        if run_id is not None:
+            note(f"continuing {run_id}, which was not finished; --run-id NAME begins a new one")
+    run_id = check_run_id(run_id) if run_id is not None else new_run_id(store)
+    return place._replace(store=store, run_id=run_id)
+
+
+def _commands(
+    state: CollectionState,
+    request: Request,
+    directory: Path,
+    command: Sequence[str],
+    options: Options,
+) -> dict[str, Filled]:
+    """The command of each type that was asked for, found and with everything that it requires."""
+    from capd.collect.state import tried
+
+    found: dict[str, Filled] = {}
+    for index, one in enumerate(state.types):
+        if one.quant_type not in request.types:
+            continue
+        run_dir, _ = tried(directory, one.model_copy(update={"tries": one.tries + 1}))
+        filled = fill(
+            command,
+            options.variables,
+            options.require or (),
+            quant_type=one.quant_type,
+            run_dir=run_dir,
+            index=index,
+        )
+        program = find_command(filled.command[0])
+        for path in filled.required:
+            _require(path)
+        found[one.quant_type] = replace(filled, command=(program, *filled.command[1:]))
+    return found
+
+
+def _require(path: str) -> None:
+    """Raise ConfigError unless there is such a path, or a data set of Megatron's with this prefix."""
+    if not os.path.exists(path) and not all(os.path.exists(f"{path}{suffix}") for suffix in (".bin", ".idx")):
+        raise ConfigError(
+            f"--require: {path} does not exist (nor {path}.bin with .idx); prepare it, or correct the path; nothing "
+            "was started"
+        )
+
+
+def _report(place: Place, directory: Path, state: CollectionState, as_json: bool) -> None:
+    """Print the report, and leave it in the collection's directory in both forms."""
+    from capd.collect.report import as_json as json_of
+    from capd.collect.report import collection_report
+    from capd.collect.report_text import report_lines, type_lines
+    from capd.collect.state import write_text
+    from capd.store.reader import open_store
+
+    path = place.store / f"{place.run_id}.zarr"
+    if not path.is_dir():
+        note(f"there is no report, as nothing was captured into {path}")
+        if as_json:
+            print_json({"types": [one.model_dump() for one in state.types]})
+        else:
+            print_lines(type_lines(state.types))
+        return
+    report = collection_report(open_store(path), state)
+    document, lines = strict_json(json_of(report)), list(report_lines(report))
+    write_text(directory / "report.json", json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    write_text(directory / "report.txt", "\n".join(lines) + "\n")
+    note(f"the report is in {directory}: report.json, report.txt")
+    if as_json:
+        print_json(document)
+    else:
+        print_lines(lines)
+
+
+def strict_json(value: Any) -> Any:
+    """With floats as strict JSON can hold them."""
+    if isinstance(value, dict):
+        return {name: strict_json(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [strict_json(item) for item in value]
+    return json_number(value) if isinstance(value, float) else value

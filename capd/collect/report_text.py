@@ -1,0 +1,84 @@
+"""The report of a collection run for people: what each type came to, then a table for each field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from capd.collect.report import FIELDS, CollectionReport, Group
+from capd.collect.state import TypeState
+from capd.drops import describe_drops, left_out
+from capd_client.texts import human_count, human_nbytes, table_lines
+
+__all__ = ["report_lines", "type_lines"]
+
+_MAX_ROWS = 40
+_NUMBERS = ("records", "raw", "min", "max", "absmax", "mean", "std", "nan", "inf", "zero")
+_LABEL = "quant_type is a label: the values are those that the job computed, capd emulated no format (emulation: none)"
+
+
+def report_lines(report: CollectionReport) -> Iterator[str]:
+    """The whole report; the first line speaks of drops where there are any."""
+    total: dict[str, int] = {}
+    for one in report.dropped:
+        total[one.reason] = total.get(one.reason, 0) + one.count
+    losses = describe_drops(total)
+    if losses:
+        yield losses
+    sizes = f"{human_nbytes(report.raw_bytes)} raw, {human_nbytes(report.stored_bytes)} stored"
+    yield f"{human_count(report.records)} records in {report.path}: {sizes}"
+    yield _LABEL
+    yield ""
+    yield from type_lines(report.types)
+    for name in FIELDS:
+        yield ""
+        yield from _table(name, report.by[name])
+    yield ""
+    yield from _drop_lines(report)
+    if left_out(total):
+        yield "sampled and stopped were asked for"
+
+
+def type_lines(types: Sequence[TypeState]) -> list[str]:
+    """One line for each type: how it ended, and what was kept."""
+    rows = [
+        (
+            one.quant_type,
+            one.outcome or "not tried",
+            human_count(one.micro_batches),
+            human_count(one.records),
+            f"{one.seconds:.0f} s",
+            str(one.tries),
+            "-" if one.exit_code is None else str(one.exit_code),
+            one.reason,
+        )
+        for one in types
+    ]
+    header = ("type", "outcome", "micro-batches", "records", "time", "tries", "exit code", "why")
+    return table_lines(header, rows, header[2:7])
+
+
+def _table(name: str, groups: Sequence[Group]) -> Iterator[str]:
+    rows = [
+        (
+            "none" if group.value is None else str(group.value) or '""',
+            human_count(group.records),
+            human_nbytes(group.raw_bytes),
+            *(_number(getattr(group.stats, each)) for each in ("min", "max", "absmax", "mean", "std")),
+            *(human_count(getattr(group.stats, each)) for each in ("nan", "inf", "zero")),
+        )
+        for group in groups[:_MAX_ROWS]
+    ]
+    yield from table_lines((name, *_NUMBERS), rows, _NUMBERS)
+    if len(groups) > _MAX_ROWS:
+        yield f"… and {len(groups) - _MAX_ROWS:,} more: the JSON report has all"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
+
+
+def _drop_lines(report: CollectionReport) -> list[str]:
+    if not report.dropped:
+        return ["nothing was dropped"]
+    rows = [(one.quant_type or "none", one.reason, human_count(one.count)) for one in report.dropped]
+    return table_lines(("dropped of", "reason", "count"), rows, ("count",))

@@ -1,0 +1,121 @@
+"""What a collection run is asked for: modes, quant types, how much, until when; checked before anything is started."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from capd.errors import ConfigError
+from capd_client.config import check_setting
+from capd_client.quota import parse_quota
+
+__all__ = ["MODES", "CollectionMode", "Request", "Until", "make_request", "parse_duration"]
+
+CollectionMode = Literal["single", "batch", "quick"]
+Until = Literal["complete", "stable"]
+
+MODES: tuple[str, ...] = get_args(CollectionMode)
+DEFAULT_TYPE = "mxfp8"
+BATCH_TYPES = ("bf16", "mxfp8", "mxfp4", "hifp8")
+MAX_TYPES = 64
+
+_DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)(s|m|h|)")
+_SECONDS = {"s": 1, "": 1, "m": 60, "h": 3600}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One collection run.
+
+    micro_batches: N, kept in total of each type; 0 for all. per_iteration: M, at most that many of an iteration.
+    stable_for_s: how long no record may have come for the collection to be stable. timeout_s: of each type's job, 0 for
+    none.
+    """
+
+    mode: CollectionMode
+    types: tuple[str, ...]
+    micro_batches: int
+    per_iteration: int
+    until: Until
+    stable_for_s: float
+    timeout_s: float
+
+    @property
+    def quota(self) -> str:
+        """N and M as the job's CAPD_COLLECT."""
+        return f"{self.micro_batches or 'all'}/{self.per_iteration}"
+
+
+def make_request(
+    mode: str,
+    quant_type: str | None,
+    micro_batches: int | None,
+    per_iteration: int | None,
+    *,
+    until: str | None,
+    stable_for: str | None,
+    timeout: str | None,
+) -> Request:
+    """The request that these options make, None for those not given. Raises ConfigError that names the option."""
+    if mode not in MODES:
+        raise ConfigError(f"--mode: {mode!r} is no collection; they are {', '.join(MODES)}")
+    kept, most = (1 if number is None else number for number in (micro_batches, per_iteration))
+    if mode == "quick" and (kept, most) != (1, 1):
+        raise ConfigError(
+            "--mode quick keeps one micro-batch; take --mode single for --control-iter and more"
+        )
+    if until not in (None, "complete", "stable"):
+        raise ConfigError(f"--until: {until!r} is not supported; supported: complete, stable")
+    request = Request(
+        mode=mode,  # type: ignore[arg-type] # one of MODES
+        types=_types(mode, quant_type),
+        micro_batches=kept,
+        per_iteration=most,
+        until="stable" if until == "stable" else "complete",
+        stable_for_s=_option("--stable-for", stable_for or "60s"),
+        timeout_s=_option("--timeout", timeout or "15m"),
+    )
+    try:
+        parse_quota(request.quota)
+    except ConfigError:
+        raise ConfigError(
+            f"--control-iter {kept} --collect-micro-batches {most}: the first is a number of micro-batches or 0 "
+            "for all, the second at least 1"
+        ) from None
+    return request
+
+
+def _types(mode: str, text: str | None) -> tuple[str, ...]:
+    if text is None:
+        return BATCH_TYPES if mode == "batch" else (DEFAULT_TYPE,)
+    types = tuple(name.strip() for name in text.split(","))
+    try:
+        for name in types:
+            check_setting("quant_type", name)
+    except ConfigError as error:
+        raise ConfigError(f"--quant-type: {error}") from None
+    if not all(name.isprintable() for name in types):
+        raise ConfigError("--quant-type: a name has printable characters only")
+    if len(set(types)) != len(types) or len(types) > MAX_TYPES:
+        raise ConfigError(f"--quant-type: up to {MAX_TYPES} different names, not {text[:200]!r}")
+    if mode != "batch" and len(types) > 1:
+        raise ConfigError(
+            f"--quant-type: --mode {mode} collects one type; take --mode batch for {text[:200]}"
+        )
+    return types
+
+
+def _option(name: str, text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def parse_duration(text: str) -> float:
+    """Seconds in "90", "60s", "15m", "1.5h"; raises ConfigError for anything else."""
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{text[:80]!r} is not a time; write 60s, 15m or 1.5h")
+    return float(match[1]) * _SECONDS[match[2]]

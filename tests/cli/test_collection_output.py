@@ -1,0 +1,113 @@
+"""What a collection run shows while a job runs, and of its log."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from capd.cli import display as display_module
+from capd.cli.collected_job import CollectedJob, last_lines
+from capd.cli.display import Display
+
+CLEAR = b"\r\x1b[K"
+
+
+class Terminal:
+    """stderr, a terminal or not."""
+
+    def __init__(self, tty: bool) -> None:
+        self.buffer = io.BytesIO()
+        self._tty = tty
+
+    def isatty(self) -> bool:
+        return self._tty
+
+    def write(self, text: str) -> int:
+        return self.buffer.write(text.encode())
+
+    def flush(self) -> None:
+        self.buffer.flush()
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, *, tty: bool) -> tuple[Display, io.BytesIO]:
+    terminal = Terminal(tty)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("TERM", "xterm")
+    return Display(), terminal.buffer
+
+
+def test_on_a_terminal_the_progress_stays_below_what_the_job_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    display, out = shown(monkeypatch, tty=True)
+
+    display.progress("bf16 · 1 of 3")
+    display.job_output(b"step 1\n")
+    display.job_output(b"half")  # a line that is not over is not broken up
+    display.progress("bf16 · 2 of 3")
+    display.job_output(b" a line\n")
+    display.progress("x" * 30)
+    display.end()
+    display.job_output(b"last\n")
+
+    first, second = "bf16 · 1 of 3".encode(), "bf16 · 2 of 3".encode()
+    assert out.getvalue() == (
+        first + CLEAR + b"step 1\n" + first + CLEAR + b"half" + b" a line\n" + second + CLEAR + b"x" * 19 + CLEAR
+        + b"last\n"
+    )  # fmt: skip
+
+
+def test_elsewhere_there_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(display_module.time, "monotonic", lambda: now[0])
+    display, out = shown(monkeypatch, tty=False)
+
+    for now[0] in (110.0, 131.0, 140.0, 162.0):
+        display.progress(f"at {now[0]:g}")
+    display.job_output(b"no end of line")
+    display.end()
+
+    assert out.getvalue() == b"capd: at 131\ncapd: at 162\nno end of line\n"
+
+
+def test_all_that_a_job_prints_is_shown_and_logged_whatever_the_log_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    display, out = shown(monkeypatch, tty=False)
+    code = "import os; os.write(1, b'out' * 50000); os.write(2, b'err\\n')"
+
+    def run(log: Path) -> bytes:
+        before = len(out.getvalue())
+        job = CollectedJob(
+            [sys.executable, "-c", code], dict(os.environ), mark="A=1", log=log, display=display
+        )
+        with job:
+            assert job.process.wait(30) == 0
+        return out.getvalue()[before:]
+
+    printed = b"out" * 50000 + b"err\n"
+    assert run(tmp_path / "log") == printed
+    assert (tmp_path / "log").read_bytes() == printed
+    assert (
+        run(Path("/dev/full")).replace(b"capd: the job's log ends here: No space left on device\n", b"")
+        == printed
+    )
+    with pytest.raises(FileNotFoundError):
+        CollectedJob(["no-such-command"], {}, mark="A=1", log=tmp_path / "other", display=display)
+
+
+def test_the_last_lines_of_a_log_are_harmless_and_few(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(
+        b"".join(b"line %d\n" % n for n in range(100_000)) + b"\x1b[31mred\xff\tend\nlong" + b"x" * 9999
+    )
+
+    found = last_lines(log)
+
+    assert found[:18] == [f"line {n}" for n in range(99_982, 100_000)]
+    assert found[18] == "[31mred\ufffd\tend"
+    assert (len(found), len(found[19])) == (20, 400)
+    assert last_lines(tmp_path / "none") == []

@@ -1,0 +1,65 @@
+"""The report of a collection run for people and machines, where there is much of it, or something is missing."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+
+from capd.cli.run_collection import strict_json
+from capd.collect.report import FIELDS, CollectionReport, Dropped, Group, as_json
+from capd.collect.report_text import report_lines
+from capd.collect.state import TypeState
+from capd.store.statistics import merge_stats, public, summarise
+
+STATS = public(summarise(np.array([1.0, -2.0, math.inf, math.nan], np.float32), "float32"))
+
+
+def report(*dropped: Dropped, layers: int = 2) -> CollectionReport:
+    by = {name: [Group("x", 3, 48, STATS)] for name in FIELDS}
+    by["layer"] = [Group(layer, 1, 16, STATS) for layer in (None, *range(layers - 1))]
+    by["rank"] = [Group(0, 3, 0, merge_stats(()))]
+    types = [
+        TypeState(quant_type="x", outcome="failed", reason="why", tries=2, exit_code=9),
+        TypeState(quant_type="y"),
+    ]
+    return CollectionReport("/s/r.zarr", types, 3, 48, 32, by, list(dropped))
+
+
+def test_the_first_line_speaks_of_drops_and_the_types_of_their_endings() -> None:
+    lines = list(report_lines(report(Dropped("x", "disk_full", 2), Dropped("", "sampled", 1))))
+
+    assert lines[0].startswith("2 captures were dropped: 2 disk_full (")
+    assert lines[1] == "3 records in /s/r.zarr: 48 B raw, 32 B stored"
+    assert "emulation: none" in lines[2]
+    at = lines.index("type  outcome    micro-batches  records  time  tries  exit code  why")
+    assert lines[at + 1].split() == ["x", "failed", "0", "0", "0", "s", "2", "9", "why"]
+    assert lines[at + 2].split() == ["y", "not", "tried", "0", "0", "0", "s", "0", "-"]
+    assert lines[-3:] == [
+        "x           disk_full      2", "none        sampled        1", "sampled and stopped were asked for"
+    ]  # fmt: skip
+    assert next(report_lines(report())).startswith("3 records in")
+    assert list(report_lines(report()))[-1] == "nothing was dropped"
+
+
+def test_every_field_has_a_table_and_a_long_one_is_cut_in_the_text_alone() -> None:
+    found = report(layers=60)
+    lines = list(report_lines(found))
+
+    assert [line.split()[0] for line in lines if " absmax " in line] == list(FIELDS)
+    assert "… and 20 more: the JSON report has all" in lines
+    [first] = [line for line in lines if line.split()[:1] == ["none"]]
+    assert first.split() == ["none", "1", "16", "B", "-2", "1", "2", "-0.5", "1.5", "1", "1", "0"]
+    assert len(as_json(found)["by"]["layer"]) == 60
+
+
+def test_the_json_is_strict() -> None:
+    document = strict_json({**as_json(report()), "extra": [math.inf, -math.inf, math.nan, 1.5]})
+
+    assert document["extra"] == ["Infinity", "-Infinity", "NaN", 1.5]
+    assert json.loads(json.dumps(document, allow_nan=False)) == document
+    assert document["by"]["layer"][0] == {
+        "value": None, "records": 1, "raw_bytes": 16, "count": 4, "nan": 1, "inf": 1, "zero": 0, "min": -2.0,
+        "max": 1.0, "absmax": 2.0, "mean": -0.5, "std": 1.5,
+    }  # fmt: skip
