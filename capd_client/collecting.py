@@ -19,7 +19,7 @@ __all__ = ["NOT_EMULATED", "quota_of", "within_quota"]
 NOT_EMULATED: dict[str, Any] = {"emulation": "none"}
 """What a record of a collection run says: its quant_type is a label, the values are those that the job computed."""
 
-_PAUSE_S = 0.2  # between two documents that tell of no other state
+_PAUSE_S = 0.2  # between two documents of a quota without an end, where nobody waits for the last one
 
 _notices = Notices()
 
@@ -44,7 +44,9 @@ class _Told:
     """Leaves a document whenever the quota changes. Errors are logged; none reaches the job."""
 
     def __init__(self, text: str, directory: Optional[str], context: Context) -> None:
-        self.quota = Quota(*parse_quota(text), self._changed)
+        total, per_iteration = parse_quota(text)
+        self.quota = Quota(total, per_iteration, self._changed)
+        self._pause_s = _PAUSE_S if total is None else 0.0
         self._directory = directory
         self._context = context
         self._state = ""
@@ -53,7 +55,7 @@ class _Told:
 
     def _changed(self) -> None:
         state, now = self.quota.state, time.monotonic()
-        if self._directory is None or (state == self._state and now - self._at < _PAUSE_S):
+        if self._directory is None or (state == self._state and now - self._at < self._pause_s):
             return
         self._state, self._at = state, now
         info = self._context.rank_info

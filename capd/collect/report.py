@@ -102,7 +102,7 @@ def _sized(series: Series) -> Iterator[tuple[Record, int]]:
 
 
 def _groups(sums: dict[Value, _Sum]) -> Iterable[Group]:
-    order = sorted(sums, key=lambda value: (value is not None, value or 0))
+    order = sorted(sums, key=lambda value: (value is not None, 0 if value is None else value))
     return (Group(value, sums[value].records, sums[value].raw_bytes, sums[value].stats) for value in order)
 
 

@@ -76,6 +76,8 @@ def main() -> None:
     for problem in ("crash", "hang", "kill"):
         parser.add_argument(f"--{problem}")
     options = parser.parse_args()
+    if options.explicit:
+        import capd_client
     torch.set_num_threads(1)
     torch.manual_seed(3)
     model = Transformer()
@@ -89,8 +91,6 @@ def main() -> None:
             loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
             loss.backward()
             if options.explicit:
-                import capd_client
-
                 capd_client.capture(loss, tensor_name="loss", layer_type="head", phase="post")
         optimizer.step()
         optimizer.zero_grad()

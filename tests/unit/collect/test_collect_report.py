@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from capd.cli.run_collection import strict_json
-from capd.collect.report import FIELDS, CollectionReport, Dropped, Group, as_json
+from capd.collect.report import FIELDS, CollectionReport, Dropped, Group, _groups, _Sum, as_json
 from capd.collect.report_text import report_lines
 from capd.collect.state import TypeState
 from capd.store.statistics import merge_stats, public, summarise
@@ -19,6 +19,7 @@ STATS = public(summarise(np.array([1.0, -2.0, math.inf, math.nan], np.float32), 
 def report(*dropped: Dropped, layers: int = 2) -> CollectionReport:
     by = {name: [Group("x", 3, 48, STATS)] for name in FIELDS}
     by["layer"] = [Group(layer, 1, 16, STATS) for layer in (None, *range(layers - 1))]
+    by["component"] = [Group("", 3, 48, STATS)]
     by["rank"] = [Group(0, 3, 0, merge_stats(()))]
     types = [
         TypeState(quant_type="x", outcome="failed", reason="why", tries=2, exit_code=9),
@@ -63,3 +64,17 @@ def test_the_json_is_strict() -> None:
         "value": None, "records": 1, "raw_bytes": 16, "count": 4, "nan": 1, "inf": 1, "zero": 0, "min": -2.0,
         "max": 1.0, "absmax": 2.0, "mean": -0.5, "std": 1.5,
     }  # fmt: skip
+
+
+def test_groups_are_in_order_those_without_a_value_and_without_a_name_first() -> None:
+    assert [one.value for one in _groups({"linear": _Sum(), "": _Sum(), "FA": _Sum()})] == [
+        "",
+        "FA",
+        "linear",
+    ]
+    assert [one.value for one in _groups({10: _Sum(), None: _Sum(), 0: _Sum(), 9: _Sum()})] == [
+        None,
+        0,
+        9,
+        10,
+    ]
