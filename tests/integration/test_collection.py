@@ -193,6 +193,7 @@ def test_a_daemon_that_is_killed_costs_its_type_and_no_other(tmp_path: Path) -> 
     run = tmp_path / "store" / "r.zarr"
     assert process.returncode == 1
     assert "bf16: daemon, the daemon ended before the job" in said
+    assert "CMD is the same for all types" in said
     assert {name: one["outcome"] for name, one in state_of(run).items()} == {
         "bf16": "daemon",
         "mxfp8": "complete",
