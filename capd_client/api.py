@@ -102,7 +102,7 @@ def running() -> Optional[AnySession]:
 
 
 def _make_session(environ: Optional[Mapping[str, str]] = None) -> Optional[AnySession]:
-    config = load_config(environ)
+    config = load_config() if environ is None else load_config(environ)
     if config.log is not None:
         show(config.log)
     if not config.enabled or _in_data_worker():
@@ -154,6 +154,7 @@ def _forked() -> None:
     """A forked child is no rank: it holds neither socket nor arena of its parent, and captures nothing."""
     global _lock, _resolved, _starting, _session, _closed, _over
     _lock = threading.RLock()  # the parent's may be held by a thread that does not exist here
+    _over = _over or _starting
     _resolved, _starting = _resolved or _starting, False
     forked, _session, _closed = _session, None, None
     if forked is not None:
