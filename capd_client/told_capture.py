@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from capd_client import api
+from capd_client.collecting import NOT_EMULATED, within_quota
 from capd_client.collection_state import STATE, rank_of, sample_of
 from capd_client.counter_page import DropReason
 from capd_client.errors import ConfigError
@@ -50,6 +51,8 @@ def capture_as_told(
     )
     overrides = (manual.get("iteration"), None, sample, batch, sequence)
     moment = api.moment_of(context, key, overrides)
+    if not within_quota(current.config, context, moment):
+        return None
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug(
             "capd: %s: rank %d (%s), sample %d, iteration %d, layer %s %s, operation %s, phase %s",
@@ -58,7 +61,8 @@ def capture_as_told(
         )  # fmt: skip
     books = getattr(current, "books", None)  # none under `capd plan`
     before = None if books is None else books.last_sequence
-    current.offer(tensor, key, moment, metadata=_metadata_text(metadata))
+    attributes = None if current.config.collect is None else NOT_EMULATED
+    current.offer(tensor, key, moment, attributes=attributes, metadata=_metadata_text(metadata))
     admitted = books is not None and books.last_sequence != before
     return reference_of(key, moment) if admitted else None
 

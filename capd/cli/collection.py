@@ -24,6 +24,7 @@ from capd.collect.state import CollectionState, TypeState, save, tried, write_te
 from capd.collect.watching import Ending, Look, Watcher
 from capd.drops import lost
 from capd.store.files import make_directory
+from capd_client.config import ClientConfig
 from capd_client.process_documents import left
 from capd_client.quota import Collected
 
@@ -48,8 +49,8 @@ _LOOK_S = 0.25
 class Collection:
     """All types of one collection run, whose state in `directory` is kept up to date.
 
-    commands: one for each type of the state. flags, file: the job's settings as `job_environment` takes them. watch:
-    auto or off.
+    commands: one for each type of the state. flags, file: the job's settings as `job_environment` takes them. job:
+    the same, resolved.
     """
 
     def __init__(
@@ -61,11 +62,11 @@ class Collection:
         place: Place,
         flags: Mapping[str, str],
         file: Mapping[str, Any],
-        watch: str,
+        job: ClientConfig,
     ) -> None:
         self._request, self._state, self._directory = request, state, directory
-        self._commands, self._place, self._watch = commands, place, watch
-        self._flags, self._file = flags, file
+        self._commands, self._place = commands, place
+        self._flags, self._file, self._job = flags, file, job
         self._display = Display()
 
     def run(self) -> bool:
@@ -94,8 +95,9 @@ class Collection:
         save(self._directory, self._state)
         began = time.monotonic()
         ending = Ending("interrupted", "capd run itself was ended, or could not go on")
+        startup = Startup(self._job.watch, replace=self._job.replace_tensor_saver)
         try:
-            with self._companion() as companion, Startup(self._watch) as startup, _documents() as documents:
+            with self._companion() as companion, startup, _documents() as documents:
                 environ = self._environment(one, companion, documents)
                 startup.put_into(environ)
                 ending = self._run_job(one, companion, startup, environ, documents, log)

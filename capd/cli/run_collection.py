@@ -104,7 +104,7 @@ def run_collection(
         note(warning)
     make_directory(directory)
     collection = Collection(
-        request, state, directory, commands, place, settings.flags, settings.file, settings.job.watch
+        request, state, directory, commands, place, settings.flags, settings.file, settings.job
     )
     finished = collection.run()
     _report(place, directory, state, options.json)

@@ -1,10 +1,11 @@
 """A training script that knows nothing of capd: a small transformer. What goes wrong depends on its type.
 
-collect_job.py [--explicit] [--steps N] [--crash TYPE] [--hang TYPE] [--kill TYPE] [--checkpoint PATH]
+collect_job.py [--explicit | --calls] [--steps N] [--crash TYPE] [--hang TYPE] [--kill TYPE] [--checkpoint PATH]
 
 It trains N steps unless it is ended, and prints a line for each. CUSTOM_QUANT_TYPE is its type. Behind step AT of a
 type that was named it raises, sleeps for ever, or kills itself. With --checkpoint it goes on from the step saved there.
-With ALL_WELL in its environment nothing goes wrong. With --explicit it knows capd, and captures its losses alone.
+With ALL_WELL in its environment nothing goes wrong. With --explicit it knows capd, and captures its losses alone; with
+--calls it does so by the predecessor's call, from the predecessor's module.
 """
 
 from __future__ import annotations
@@ -73,11 +74,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--explicit", action="store_true")
+    parser.add_argument("--calls", action="store_true")
     for problem in ("crash", "hang", "kill"):
         parser.add_argument(f"--{problem}")
     options = parser.parse_args()
     if options.explicit:
         import capd_client
+    if options.calls:
+        from megatron.core.tensor_saver import save_tensor
     torch.set_num_threads(1)
     torch.manual_seed(3)
     model = Transformer()
@@ -92,6 +96,8 @@ def main() -> None:
             loss.backward()
             if options.explicit:
                 capd_client.capture(loss, tensor_name="loss", layer_type="head", phase="post")
+            if options.calls:
+                save_tensor(loss, "head", "forward", os.environ["CUSTOM_QUANT_TYPE"], "loss", phase="post")
         optimizer.step()
         optimizer.zero_grad()
         if options.checkpoint:

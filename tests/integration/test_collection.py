@@ -240,9 +240,14 @@ def test_all_micro_batches_until_no_more_come(tmp_path: Path) -> None:
     assert moments_of(run) == {"own word": {(i, m) for i in range(2) for m in range(MICRO_BATCHES)}}
 
 
-def test_captures_of_the_scripts_own_count_and_are_left_out_beyond_what_is_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "environ"), [("--explicit", {}), ("--calls", {"CAPD_REPLACE_TENSOR_SAVER": "1"})]
+)
+def test_captures_of_the_scripts_own_count_and_are_left_out_beyond_what_is_asked_for(
+    tmp_path: Path, how: str, environ: dict[str, str]
+) -> None:
     options = ("--mode", "single", "--control-iter", "3", "--run-id", "r")
-    done = capd(*arguments(*options, job=(*JOB, "--explicit")), cwd=tmp_path)
+    done = capd(*arguments(*options, job=(*JOB, how)), cwd=tmp_path, **environ)
 
     assert done.returncode == 0, done.stderr
     [series] = capd_package.open(tmp_path / "store" / "r.zarr").series
