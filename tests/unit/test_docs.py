@@ -22,6 +22,9 @@ from capd_client.settings_file import FileSettings, WhenSettings
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(#[^)]*)?\)")
+CHINESE = sorted(path for path in PAGES if path.name.endswith(".zh.md"))
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
 def page(name: str) -> str:
@@ -33,6 +36,70 @@ def test_every_link_leads_somewhere(path: Path) -> None:
     targets = [target for target, _ in LINK.findall(path.read_text())]
 
     assert [target for target in targets if not (path.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("path", CHINESE, ids=lambda path: path.name)
+def test_a_chinese_page_has_the_code_blocks_names_and_figures_of_the_english_one(path: Path) -> None:
+    english = english_page(path)
+    chinese_text, english_text = path.read_text(), english.read_text()
+
+    assert code_blocks(english_text)
+    assert code_blocks(chinese_text) == code_blocks(english_text)
+    assert heading_levels(chinese_text) == heading_levels(english_text)
+    assert inline_code(chinese_text) == inline_code(english_text)
+    assert table_figures(chinese_text) == table_figures(english_text)
+    assert f"]({english.name})" in chinese_text.split("\n## ")[0]
+    assert f"]({path.name})" in english_text.split("\n## ")[0]
+
+
+@pytest.mark.parametrize("path", CHINESE, ids=lambda path: path.name)
+def test_every_link_of_a_chinese_page_leads_to_a_heading_that_exists(path: Path) -> None:
+    missing = [
+        target + anchor
+        for target, anchor in LINK.findall(path.read_text())
+        if not (path.parent / target).exists()
+        or (anchor and anchor[1:] not in anchors((path.parent / target).read_text()))
+    ]
+
+    assert missing == []
+
+
+def test_the_first_pages_are_there_in_chinese() -> None:
+    assert {path.relative_to(ROOT).as_posix() for path in CHINESE} >= {
+        "README.zh.md",
+        "docs/quickstart.zh.md",
+    }
+
+
+def english_page(path: Path) -> Path:
+    return path.with_name(path.name.removesuffix(".zh.md") + ".md")
+
+
+def code_blocks(text: str) -> list[tuple[str, list[str]]]:
+    """Language and lines of each block; comments, which are translated, left out."""
+    return [
+        (language, [re.sub(r"(^|\s+)#.*", "", line) for line in body.splitlines()])
+        for language, body in BLOCK.findall(text)
+    ]
+
+
+def heading_levels(text: str) -> list[int]:
+    return [match[0].index(" ") for match in HEADING.finditer(BLOCK.sub("", text))]
+
+
+def inline_code(text: str) -> set[str]:
+    return set(re.findall(r"`([^`\n]+)`", BLOCK.sub("", text)))
+
+
+def table_figures(text: str) -> list[list[str]]:
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    return [re.findall(r"\d+(?:\.\d+)?", row) for row in rows]
+
+
+def anchors(text: str) -> set[str]:
+    """The headings as GitHub makes anchors of them."""
+    headings = HEADING.findall(BLOCK.sub("", text))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_every_drop_reason_is_explained_and_has_a_remedy_or_was_chosen() -> None:
