@@ -9,7 +9,7 @@ while (($#)); do case $1 in single | batch | quick) mode=$1 && shift ;; bf16 | m
     --control-iter | --control-micro-batches) n=$2 && shift 2 ;; --collect-micro-batches) m=$2 && shift 2 ;;
     *) echo "usage: $0 [single|batch|quick] [bf16|mxfp8|mxfp4|hifp8] [--OPTION VALUE]..., see docs/migration-runs.md" >&2 && exit 2 ;;
     esac; done
-if [ "$mode" = batch ]; then type=bf16,mxfp8,mxfp4,hifp8; fi
+if [ "$mode" = batch ] && [[ $type != *,* ]]; then type=bf16,mxfp8,mxfp4,hifp8; fi
 exec capd run --mode "$mode" --quant-type "$type" --store "$store" --control-iter "$n" --collect-micro-batches "$m" \
     --require "$train" --require "$data" --env 'HOST_TENSORBOARD_LOGS_PATH={run_dir}/tensorboard' -- \
     bash "$train" '{run_dir}/checkpoints' '{run_dir}/tensorboard' "$tokenizer" "$data" "$dtype"
