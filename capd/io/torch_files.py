@@ -91,8 +91,10 @@ def _check_zip(file: BinaryIO, nbytes: int) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
             entries = {entry.filename: entry for entry in archive.infolist()}
-            if len(entries) != len(archive.infolist()):
-                raise BadTensorFile("it has two entries of one name")
+            if len({name.lower() for name in entries}) != len(archive.infolist()):
+                raise BadTensorFile("it has two entries of one name")  # torch takes upper case for lower case
+            if any(entry.filename != entry.orig_filename for entry in entries.values()):
+                raise BadTensorFile("it has an entry that readers know by different names")
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values()):
                 raise BadTensorFile(
                     "it is compressed, which torch.save never does: it could grow without limit"

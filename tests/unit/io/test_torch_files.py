@@ -200,3 +200,18 @@ def test_pickles_that_nest_doubles_cost_no_more_than_their_bytes(save: Save) -> 
         laughing = [laughing, laughing]
 
     assert load(save(seed_dictionary(torch.ones(1), lol=laughing)))["tensor"].numel() == 1
+
+
+def test_an_entry_that_differs_in_case_alone_cannot_replace_the_pickle_that_was_checked(save: Save) -> None:
+    path = save({"tensor": torch.zeros(4), "metadata": bytearray(b"not scanned")})
+    with zipfile.ZipFile(path) as archive:
+        unchecked = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
+    path = save(seed_dictionary(torch.zeros(4)))
+    with zipfile.ZipFile(path) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in entries.items():
+            archive.writestr(name, data)
+            if name.endswith("/data.pkl"):
+                archive.writestr(name.replace("data.pkl", "DATA.PKL"), unchecked)
+    assert "two entries of one name" in refusal(path)
