@@ -70,17 +70,22 @@ class GroupJob:
         process = self.process
         if process.poll() is not None:
             return
-        self._signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_S)
-        if process.poll() is None:
-            note(f"the job did not end within {END_S:g} s of SIGTERM and is killed")
-            process.kill()
-            process.wait()
+        try:
+            self._signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+            if process.poll() is None:
+                note(f"the job did not end within {END_S:g} s of SIGTERM and is killed")
+        finally:  # also where a second Ctrl-C or SIGTERM says not to wait
+            self._kill()
+
+    def _kill(self) -> None:
+        self.process.kill()
         self._signal(signal.SIGKILL)
         for pid in self._left():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        self.process.wait()
 
     def _left(self) -> Iterator[int]:
         """Processes of the job that are still there."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,18 @@ def test_a_job_that_does_not_hear_sigterm_is_killed_with_its_children(
         assert job.wait(0.2, all_nodes=False) is None
 
     until(lambda: not any(is_running(pid) for pid in (worker, child)))
+
+
+def test_whoever_asks_twice_does_not_leave_a_job_behind(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    script = f"trap '' TERM; sleep 600 & echo $! > {pid}; wait; wait"
+
+    with pytest.raises(SystemExit), PlannedJob(["sh", "-c", script], dict(os.environ), tmp_path) as job:
+        until(lambda: pid.exists() and pid.read_text().strip() != "")
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()  # the job's end is waited for by then
+
+    assert job.process.returncode == -signal.SIGKILL
+    until(lambda: not is_running(int(pid.read_text())))
 
 
 def test_what_a_job_leaves_behind_that_ended_by_itself_is_left_alone(tmp_path: Path) -> None:
