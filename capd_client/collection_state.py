@@ -188,9 +188,11 @@ def _usable(name: str, value: Any) -> Optional[int]:
         return None
     try:
         return as_index(name, value)
-    except ConfigError as error:
-        _say_once(name, repr(value)[:80], f"{error}; the next source counts")
-        return None
+    except ConfigError as error:  # its words, as showing a tensor would wait for its device
+        _say_once(name, str(error)[:160], f"{error}; the next source counts")
+    except Exception as error:  # of a value that cannot be asked, or shown
+        _say_once(name, type(value).__name__, f"{name} cannot be read: {type(error).__name__}; the next source counts")
+    return None
 
 
 def _say_once(name: str, value: str, problem: str) -> None:

@@ -489,3 +489,20 @@ def test_a_recomputed_segment_is_captured_once(on: Peer) -> None:
     checkpoint(segment, torch.ones(3, requires_grad=True), use_reentrant=True).backward()
 
     assert one(on).key.tensor_name == "x"
+
+
+def test_a_tensor_given_as_an_index_is_not_shown_as_that_would_wait_for_its_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown: list[object] = []
+    monkeypatch.setattr(torch.Tensor, "__repr__", lambda tensor, **_: shown.append(tensor) or "a tensor")
+    assert collection_state.sample_of(torch.ones(1, dtype=torch.int64, device="meta")) == 0
+    assert not shown
+
+
+def test_an_index_that_cannot_even_be_shown_raises_nothing() -> None:
+    class Broken:
+        def __repr__(self) -> str:
+            raise RuntimeError
+
+    assert collection_state.sample_of(Broken()) == 0
