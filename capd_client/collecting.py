@@ -35,9 +35,16 @@ def quota_of(config: Settings, context: Context) -> Optional[Quota]:
 
 
 def within_quota(config: Settings, context: Context, moment: Moment) -> bool:
-    """Whether an explicit capture at this moment is taken, as far as the quota is concerned."""
+    """Whether an explicit capture at this moment is taken, as far as the quota is concerned.
+
+    Where watches count, too, theirs is the iteration that counts: a caller may number iterations otherwise.
+    """
     quota = quota_of(config, context)
-    return quota is None or quota.take(moment.iteration, moment.micro_batch)
+    if quota is None:
+        return True
+    if quota.watched:
+        return quota.take(context.iteration, context.micro_batch)
+    return quota.take(moment.iteration, moment.micro_batch)
 
 
 class _Told:

@@ -31,6 +31,8 @@ class Gate:
         """quota: of a collection run, the micro-batches that are captured of those that the rules admit."""
         self.context = context
         self._quota = quota
+        if quota is not None:
+            quota.watched = True
         self.closed_at = -1  # the iteration known not to be captured
         self._ended_at = -1  # the iteration of which only those that capture all steps capture more
         self._open_at = -1  # the iteration that the next two are of

@@ -57,6 +57,7 @@ class Quota:
         self._iteration = -1
         self._taken: set[int] = set()  # micro-batches of this iteration
         self._complete = False
+        self.watched = False  # whether gates ask, by the iterations that capd counts
 
     @property
     def kept(self) -> int:

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capd_client.collecting import quota_of
+from capd_client.collecting import quota_of, within_quota
 from capd_client.config import ClientConfig
 from capd_client.context import Context
 from capd_client.errors import ConfigError
 from capd_client.gate import Gate
+from capd_client.key import Moment
 from capd_client.process_documents import left
 from capd_client.quota import Collected, Quota, parse_quota
 from capd_client.rules import When
@@ -123,3 +124,15 @@ def test_what_is_no_quota_is_refused(text: str) -> None:
 def test_quotas_are_read() -> None:
     assert parse_quota(" 3/2 ") == (3, 2)
     assert parse_quota("all/2") == (None, 2)
+
+
+def test_a_caller_that_numbers_iterations_from_one_does_not_complete_the_quota_of_a_watch() -> None:
+    context, config = Context(environ={}), ClientConfig(collect="1/1")
+    quota = quota_of(config, context)
+    assert quota is not None
+    gate = Gate(context, [When(Ranges("0-"))], quota)
+
+    assert gate.admits()
+    assert within_quota(config, context, Moment(iteration=1))
+    assert gate.admits()
+    assert quota.state == "reached"
