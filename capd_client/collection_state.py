@@ -191,7 +191,11 @@ def _usable(name: str, value: Any) -> Optional[int]:
     except ConfigError as error:  # its words, as showing a tensor would wait for its device
         _say_once(name, str(error)[:160], f"{error}; the next source counts")
     except Exception as error:  # of a value that cannot be asked, or shown
-        _say_once(name, type(value).__name__, f"{name} cannot be read: {type(error).__name__}; the next source counts")
+        _say_once(
+            name,
+            type(value).__name__,
+            f"{name} cannot be read: {type(error).__name__}; the next source counts",
+        )
     return None
 
 

@@ -103,7 +103,9 @@ def test_whoever_asks_twice_does_not_leave_a_job_behind(tmp_path: Path) -> None:
 
     with pytest.raises(SystemExit), PlannedJob(["sh", "-c", script], dict(os.environ), tmp_path) as job:
         until(lambda: pid.exists() and pid.read_text().strip() != "")
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()  # the job's end is waited for by then
+        threading.Timer(
+            0.5, os.kill, (os.getpid(), signal.SIGTERM)
+        ).start()  # the job's end is waited for by then
 
     assert job.process.returncode == -signal.SIGKILL
     until(lambda: not is_running(int(pid.read_text())))
