@@ -101,11 +101,15 @@ def test_whoever_asks_twice_does_not_leave_a_job_behind(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     script = f"trap '' TERM; sleep 600 & echo $! > {pid}; wait; wait"
 
-    with pytest.raises(SystemExit), PlannedJob(["sh", "-c", script], dict(os.environ), tmp_path) as job:
-        until(lambda: pid.exists() and pid.read_text().strip() != "")
-        threading.Timer(
-            0.5, os.kill, (os.getpid(), signal.SIGTERM)
-        ).start()  # the job's end is waited for by then
+    def run() -> None:
+        with job:
+            until(lambda: pid.exists() and pid.read_text().strip() != "")
+            # By then the job's end is waited for.
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    job = PlannedJob(["sh", "-c", script], dict(os.environ), tmp_path)
+    with pytest.raises(SystemExit):
+        run()
 
     assert job.process.returncode == -signal.SIGKILL
     until(lambda: not is_running(int(pid.read_text())))
