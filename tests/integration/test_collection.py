@@ -160,7 +160,12 @@ def test_a_collection_that_was_ended_itself_is_continued_by_the_same_command(
 ) -> None:
     command = arguments(*BATCH[:-1], "bf16,mxfp8", "--control-iter", "3", job=(*JOB, "--hang", "mxfp8"))
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
-        until(lambda: any("hanging" in log.read_text() for log in tmp_path.rglob("mxfp8.log")), 100)
+        until(
+            lambda: any(
+                "hanging" in log.read_text() for log in tmp_path.glob("store/*.collection/logs/mxfp8.log")
+            ),
+            100,
+        )
         process.send_signal(signum)
         assert process.wait(150) == (-signal.SIGKILL if signum == signal.SIGKILL else 130)
     left_behind = jobs(tmp_path)
@@ -185,7 +190,12 @@ def test_a_daemon_that_is_killed_costs_its_type_and_no_other(tmp_path: Path) -> 
         *BATCH[:-1], "bf16,mxfp8", "--run-id", "r", "--control-iter", "3", job=(*JOB, "--hang", "bf16")
     )
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
-        until(lambda: any("hanging" in log.read_text() for log in tmp_path.rglob("bf16.log")), 100)
+        until(
+            lambda: any(
+                "hanging" in log.read_text() for log in tmp_path.glob("store/*.collection/logs/bf16.log")
+            ),
+            100,
+        )
         [daemon] = jobs(tmp_path, "serve")
         os.kill(daemon, signal.SIGKILL)
         _, said = process.communicate(timeout=150)
