@@ -27,39 +27,46 @@ class CollectedJob(GroupJob):
     """The job; leaving the context ends it, and what it still prints is read.
 
     Whatever the log's disk or the terminal do, its output is read on, so that the job never waits for either.
-    Raises OSError where the command cannot be executed or the log cannot be made.
     """
 
     def __init__(
         self, command: Sequence[str], environ: dict[str, str], *, mark: str, log: Path, display: Display
     ) -> None:
-        self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        self._display = display
+        super().__init__(command, environ, mark=mark)
+        self._log_path, self._display = log, display
+        self._log = self._pipe = -1
+        self._files = contextlib.ExitStack()
         self._over = threading.Event()
+        self._reader = threading.Thread(target=self._read, name="capd-job-output", daemon=True)
+
+    def start(self) -> None:
+        """Start it. Raises OSError where the command cannot be executed or the log cannot be made."""
+        self._log = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._files.callback(os.close, self._log)
         self._pipe, end = os.pipe()
+        self._files.callback(os.close, self._pipe)
         try:
-            super().__init__(command, environ, mark=mark, stdout=end, stderr=end)
-        except BaseException:
-            os.close(self._pipe)
-            os.close(self._log)
-            raise
+            self._start(end, end)
         finally:
             os.close(end)
-        self._reader = threading.Thread(target=self._read, name="capd-job-output", daemon=True)
         self._reader.start()
+
+    def logged_nbytes(self) -> int:
+        """How much it has printed until now, as far as the log has it."""
+        return os.fstat(self._log).st_size
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._display.end()
         try:
+            self._display.end()
             super().__exit__(kind, error, trace)
         finally:
-            self._reader.join(_DRAIN_S)
-            self._over.set()
-            self._reader.join()
-            os.close(self._pipe)
-            os.close(self._log)
+            if self._reader.ident is not None:
+                self._reader.join(_DRAIN_S)
+                self._over.set()
+                self._reader.join()
+            self._files.close()
             self._display.end()
 
     def _read(self) -> None:
@@ -85,10 +92,11 @@ def _write_all(fd: int, content: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def last_lines(log: Path, count: int = 20) -> list[str]:
-    """The last lines of a log, without control characters; none where it cannot be read."""
+def last_lines(log: Path, count: int = 20, *, nbytes: int | None = None) -> list[str]:
+    """The last lines of a log, without control characters; none where it cannot be read. nbytes: of its beginning."""
     with contextlib.suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_NBYTES))
-        lines = file.read().decode(errors="replace").splitlines()[-count:]
+        end = file.seek(0, os.SEEK_END) if nbytes is None else nbytes
+        start = file.seek(max(0, end - _TAIL_NBYTES))
+        lines = file.read(end - start).decode(errors="replace").splitlines()[-count:]
         return ["".join(c for c in line if c.isprintable() or c == "\t")[:_LINE_CHARS] for line in lines]
     return []

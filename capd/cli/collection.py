@@ -146,12 +146,12 @@ class Collection:
         watcher = Watcher(self._request, time.monotonic())
         mark = f"CAPD_COLLECT_DIR={documents}"
         command = self._commands[one.quant_type].command
-        try:
-            job = CollectedJob(command, environ, mark=mark, log=log, display=self._display)
-        except OSError as error:
-            one.exit_code = 126
-            return Ending("failed", f"{command[0]} cannot be executed: {error.strerror or error}")
-        with job:
+        with CollectedJob(command, environ, mark=mark, log=log, display=self._display) as job:
+            try:
+                job.start()
+            except OSError as error:
+                one.exit_code = 126
+                return Ending("failed", f"{command[0]} cannot be executed: {error.strerror or error}")
             ending = self._watch_job(one, job, companion, documents, watcher, held)
             if ending is not None:
                 flush(companion)

@@ -111,12 +111,12 @@ def _train(
     """What the ranks saw, and the job's exit code if it ended by itself."""
     from capd.cli.planned_job import PlannedJob, documents
 
-    try:
-        job = PlannedJob(command, environ, directory)
-    except OSError as error:
-        note(f"{command[0]} cannot be executed: {error.strerror or error}")
-        raise typer.Exit(126) from None
-    with job:
+    with PlannedJob(command, environ, directory) as job:
+        try:
+            job.start()
+        except OSError as error:
+            note(f"{command[0]} cannot be executed: {error.strerror or error}")
+            raise typer.Exit(126) from None
         code = job.wait(timeout_s, all_nodes=all_nodes)
         if code is None:
             note("planned; the job is ended by SIGTERM")

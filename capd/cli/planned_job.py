@@ -32,7 +32,11 @@ class PlannedJob(GroupJob):
     def __init__(self, command: Sequence[str], environ: dict[str, str], directory: Path) -> None:
         self._directory = directory
         self._variable = f"CAPD_PLAN={directory}"
-        super().__init__(command, environ, mark=self._variable, stdout=2, stderr=None)
+        super().__init__(command, environ, mark=self._variable)
+
+    def start(self) -> None:
+        """Start it. Raises OSError where the command cannot be executed."""
+        self._start(2, None)
 
     def wait(self, timeout_s: float, *, all_nodes: bool) -> int | None:
         """Until every rank is planned, or the job has ended: its exit code, None while it runs.

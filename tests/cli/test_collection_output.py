@@ -85,6 +85,7 @@ def test_all_that_a_job_prints_is_shown_and_logged_whatever_the_log_does(
             [sys.executable, "-c", code], dict(os.environ), mark="A=1", log=log, display=display
         )
         with job:
+            job.start()
             assert job.process.wait(30) == 0
         return out.getvalue()[before:]
 
@@ -95,8 +96,9 @@ def test_all_that_a_job_prints_is_shown_and_logged_whatever_the_log_does(
         run(Path("/dev/full")).replace(b"capd: the job's log ends here: No space left on device\n", b"")
         == printed
     )
-    with pytest.raises(FileNotFoundError):
-        CollectedJob(["no-such-command"], {}, mark="A=1", log=tmp_path / "other", display=display)
+    missing = CollectedJob(["no-such-command"], {}, mark="A=1", log=tmp_path / "other", display=display)
+    with missing, pytest.raises(FileNotFoundError):
+        missing.start()
 
 
 def test_the_last_lines_of_a_log_are_harmless_and_few(tmp_path: Path) -> None:

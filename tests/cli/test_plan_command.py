@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +88,7 @@ def test_a_job_that_does_not_hear_sigterm_is_killed_with_its_children(
     script = f"trap '' TERM; setsid sleep 600 & echo $! > {pids}; sleep 600 & echo $! >> {pids}; wait; wait"
 
     with PlannedJob(["sh", "-c", script], {**os.environ, "CAPD_PLAN": str(tmp_path)}, tmp_path) as job:
+        job.start()
         until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
         worker, child = map(int, pids.read_text().split())
         (tmp_path / "a.json").write_bytes(msgspec.json.encode(seen(worker, state="running")))
@@ -97,28 +97,11 @@ def test_a_job_that_does_not_hear_sigterm_is_killed_with_its_children(
     until(lambda: not any(is_running(pid) for pid in (worker, child)))
 
 
-def test_whoever_asks_twice_does_not_leave_a_job_behind(tmp_path: Path) -> None:
-    pid = tmp_path / "pid"
-    script = f"trap '' TERM; sleep 600 & echo $! > {pid}; wait; wait"
-
-    def run() -> None:
-        with job:
-            until(lambda: pid.exists() and pid.read_text().strip() != "")
-            # By then the job's end is waited for.
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-
-    job = PlannedJob(["sh", "-c", script], dict(os.environ), tmp_path)
-    with pytest.raises(SystemExit):
-        run()
-
-    assert job.process.returncode == -signal.SIGKILL
-    until(lambda: not is_running(int(pid.read_text())))
-
-
 def test_what_a_job_leaves_behind_that_ended_by_itself_is_left_alone(tmp_path: Path) -> None:
     script = f"sleep 600 & echo $! > {tmp_path}/pid"
 
     with PlannedJob(["sh", "-c", script], dict(os.environ), tmp_path) as job:
+        job.start()
         assert job.wait(30, all_nodes=False) == 0
     pid = int((tmp_path / "pid").read_text())
     try:
