@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capd.cli.collected_job import CollectedJob, last_lines
-from capd.cli.collection_daemon import Before, Seen, before, flush, next_attempt, seen
+from capd.cli.collection_daemon import Counted, Seen, before, counted, flush, next_attempt, seen
 from capd.cli.companion import Companion, join, start
 from capd.cli.display import Display
 from capd.cli.job_settings import job_environment
@@ -44,6 +44,7 @@ tensors = ["grad_input", "grad_weight"]
 """
 
 _LOOK_S = 0.25
+_REPLY_S = 2.0  # a daemon that is stopped is not to keep the job beyond its time
 
 
 class Collection:
@@ -68,9 +69,10 @@ class Collection:
         self._commands, self._place = commands, place
         self._flags, self._file, self._job = flags, file, job
         self._display = Display()
+        self._printed: int | None = None  # of the job's log, when it was asked to end
 
-    def run(self) -> bool:
-        """Collect every type that is not collected yet; returns whether all of them are now."""
+    def run(self) -> None:
+        """Collect every type that is not collected yet."""
         write_text(self._directory / "rules.toml", RULES)
         for number, one in enumerate(self._state.types, 1):
             if one.quant_type not in self._commands:
@@ -78,33 +80,41 @@ class Collection:
             if one.collected:
                 note(f"{one.quant_type} is collected already: {one.records:,} records")
                 continue
+            self._printed = None
             where = f"{number} of {len(self._state.types)}"
             note(f"collecting {one.quant_type}, {where} (a label: capd emulates no format)")
             self._collect(one)
             note(f"{one.quant_type}: {one.outcome}, {one.reason}")
             if not one.collected:
                 self._show_log(one)
-        return all(one.collected for one in self._state.types if one.quant_type in self._commands)
 
     def _collect(self, one: TypeState) -> None:
         one.begin_try()
         log = tried(self._directory, one)[1]
         one.log = str(log)
-        for path in (self._commands[one.quant_type].run_dir, log.parent):
-            make_directory(path)
-        save(self._directory, self._state)
         began = time.monotonic()
         ending = Ending("interrupted", "capd run itself was ended, or could not go on")
         startup = Startup(self._job.watch, replace=self._job.replace_tensor_saver)
         try:
+            for path in (self._commands[one.quant_type].run_dir, log.parent):
+                make_directory(path)
+            self._save()
             with self._companion() as companion, startup, _documents() as documents:
                 environ = self._environment(one, companion, documents)
                 startup.put_into(environ)
                 ending = self._run_job(one, companion, startup, environ, documents, log)
+        except OSError as error:  # a full disk, above all
+            ending = Ending("failed", f"{error.strerror or error} ({error.filename or self._directory})")
         finally:
             one.outcome, one.reason = ending.outcome, ending.reason
             one.seconds = round(time.monotonic() - began, 3)
+            self._save()
+
+    def _save(self) -> None:
+        try:
             save(self._directory, self._state)
+        except OSError as error:
+            note(f"how far the collection is cannot be saved in {self._directory}: {error.strerror or error}")
 
     def _companion(self) -> Companion:
         endpoint, store, run_id, config = self._place
@@ -142,28 +152,35 @@ class Collection:
         documents: Path,
         log: Path,
     ) -> Ending:
+        if companion.store is None:
+            return Ending("daemon", f"none answers at {companion.endpoint}, so the job was not started")
         held = before(companion)
         watcher = Watcher(self._request, time.monotonic())
+        filled = self._commands[one.quant_type]
         mark = f"CAPD_COLLECT_DIR={documents}"
-        command = self._commands[one.quant_type].command
-        with CollectedJob(command, environ, mark=mark, log=log, display=self._display) as job:
+        with CollectedJob(filled.command, environ, mark=mark, log=log, display=self._display) as job:
             try:
                 job.start()
             except OSError as error:
                 one.exit_code = 126
-                return Ending("failed", f"{command[0]} cannot be executed: {error.strerror or error}")
+                return Ending("failed", f"{filled.command[0]} cannot be executed: {error.strerror or error}")
             ending = self._watch_job(one, job, companion, documents, watcher, held)
             if ending is not None:
+                self._printed = job.logged_nbytes()  # its last words are about its being ended
                 flush(companion)
         companion.finish(startup.why_nothing)
         found = seen(companion)
-        if found is not None and found.run is not None:
-            one.records = found.run.records - held.records
+        got = counted(found).since(held)
         code = job.process.returncode
         if ending is None:
             one.exit_code = code if code >= 0 else 128 - code
-            ranks = left(documents, Collected)
-            ending = watcher.ended(Look(time.monotonic(), ranks, one.records), one.exit_code)
+        if found is not None:
+            one.records = got.records
+        look = Look(
+            time.monotonic(), left(documents, Collected), one.records, lost=got.lost,
+            disk_full=got.disk_full > 0, daemon_ended=found is None,
+        )  # fmt: skip
+        ending = watcher.over(look, ending, one.exit_code or 0)
         one.micro_batches = watcher.kept
         return ending
 
@@ -174,20 +191,20 @@ class Collection:
         companion: Companion,
         documents: Path,
         watcher: Watcher,
-        held: Before,
+        held: Counted,
     ) -> Ending | None:
         """Why the job is to be ended; None when it has ended by itself."""
         began, expected = time.monotonic(), self._expected()
         while job.process.poll() is None:
-            found, now = seen(companion), time.monotonic()
-            run = None if found is None else found.run
-            if run is not None:
-                one.records = run.records - held.records
+            found, now = seen(companion, _REPLY_S), time.monotonic()
+            got = counted(found).since(held)
+            if found is not None:
+                one.records = got.records
             look = Look(
                 now,
                 left(documents, Collected),
                 one.records,
-                disk_full=run is not None and run.dropped.get("disk_full", 0) > held.disk_full,
+                disk_full=got.disk_full > 0,
                 daemon_ended=companion.process is not None and companion.process.poll() is not None,
             )
             ending = watcher.look(look)
@@ -218,7 +235,7 @@ class Collection:
         return " · ".join([*parts, f"{seconds:.0f} s{limit}"])
 
     def _show_log(self, one: TypeState) -> None:
-        lines = last_lines(Path(one.log))
+        lines = last_lines(Path(one.log), nbytes=self._printed)
         if lines:
             note(f"the last {len(lines)} lines of {one.log}:")
         for line in lines:

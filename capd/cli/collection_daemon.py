@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from capd.cli.companion import Companion
-from capd.cli.tool import connect
+from capd.cli.tool import REPLY_TIMEOUT_S, connect
+from capd.drops import lost
 from capd.errors import EndpointError
 from capd.metrics import DaemonStats, RunStats
 from capd.server.endpoint import parse
 from capd_client.tool_messages import Control, Stats, StatsReply
 
 if TYPE_CHECKING:
-    from capd.store.reader import Store
+    from capd.store.reader import Store, Totals
 
-__all__ = ["Before", "Seen", "before", "flush", "next_attempt", "seen"]
+__all__ = ["Counted", "Seen", "before", "counted", "flush", "next_attempt", "seen"]
 
 _FLUSH_S = 30.0
 
@@ -28,17 +29,22 @@ class Seen(NamedTuple):
     run: RunStats | None
 
 
-class Before(NamedTuple):
-    """What a run held when a job was started, of what the daemon counts."""
+class Counted(NamedTuple):
+    """What a run holds, of what the daemon counts. lost: drops that nobody asked for, disk_full among them."""
 
     records: int = 0
+    lost: int = 0
     disk_full: int = 0
 
+    def since(self, before: Counted) -> Counted:
+        """What came since then."""
+        return Counted(*(now - then for now, then in zip(self, before, strict=True)))
 
-def seen(companion: Companion) -> Seen | None:
+
+def seen(companion: Companion, timeout_s: float = REPLY_TIMEOUT_S) -> Seen | None:
     """What the daemon says of the run now; None where it does not answer."""
     with contextlib.suppress(EndpointError, ValueError), connect(parse(companion.endpoint)) as tool:
-        reply = tool.request(Stats(companion.run_id))
+        reply = tool.request(Stats(companion.run_id), timeout_s)
         if isinstance(reply, StatsReply):
             daemon = DaemonStats.model_validate(reply.stats)
             return Seen(daemon, next((run for run in daemon.runs if run.run_id == companion.run_id), None))
@@ -51,16 +57,22 @@ def flush(companion: Companion) -> None:
         tool.request(Control("flush", companion.run_id, wait_s=_FLUSH_S), _FLUSH_S + 10)
 
 
-def before(companion: Companion) -> Before:
-    """What is in the run already; a daemon that opens it anew counts that, too."""
+def before(companion: Companion) -> Counted:
+    """What is in the run already, when a job is started; a daemon that opens it anew counts that, too."""
     found = seen(companion)
     if found is not None and found.run is not None:
-        return Before(found.run.records, found.run.dropped.get("disk_full", 0))
+        return counted(found)
     store = _store(companion)
-    if store is None:
-        return Before()
-    totals = store.totals()
-    return Before(totals.records, totals.dropped.get("disk_full", 0))
+    return Counted() if store is None else _counted(store.totals())
+
+
+def counted(found: Seen | None) -> Counted:
+    """The run's numbers in what a daemon says."""
+    return Counted() if found is None or found.run is None else _counted(found.run)
+
+
+def _counted(run: RunStats | Totals) -> Counted:
+    return Counted(run.records, sum(lost(run.dropped).values()), run.dropped.get("disk_full", 0))
 
 
 def next_attempt(companion: Companion) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -70,6 +71,7 @@ class Companion:
 
         why_nothing: asked where nothing was captured.
         """
+        self.wake()
         try:
             stats = self._seal()
         except EndpointError as error:
@@ -80,6 +82,11 @@ class Companion:
             note(line)
         if run is None or not run.offered:
             note(f"nothing was captured: {why_nothing(connected=run is not None)}")
+
+    def wake(self) -> None:
+        """Let a private daemon go on that somebody has stopped (SIGSTOP): it holds captures."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGCONT)
 
     def _seal(self) -> DaemonStats:
         with connect(parse(self.endpoint)) as tool:
@@ -107,6 +114,7 @@ class Companion:
 
     def _stop(self, process: subprocess.Popen[bytes]) -> None:
         process.terminate()
+        self.wake()
         try:
             process.wait(self.stop_s)
         except subprocess.TimeoutExpired:

@@ -10,19 +10,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from capd.cli.group_job import leaving_on_signals
 from capd.cli.job import find_command
 from capd.cli.output import json_number, note, print_json, print_lines
 from capd.collect.placeholders import Filled, fill, parse_variables, shared_places
 from capd.collect.request import MODES, Request, make_request
+from capd.collect.watching import Outcome
 from capd.errors import ConfigError
 from capd_client.config import ClientConfig
 
 if TYPE_CHECKING:
     from capd.cli.run import Place
-    from capd.collect.state import CollectionState
+    from capd.collect.state import CollectionState, TypeState
     from capd.config import Resolved
 
 __all__ = ["Options", "Settings", "collection_request", "run_collection", "strict_json"]
+
+
+_EXIT_CODES: dict[Outcome | None, int] = {"nothing": 5, "full": 6}
 
 
 @dataclass(frozen=True)
@@ -106,15 +111,20 @@ def run_collection(
     collection = Collection(
         request, state, directory, commands, place, settings.flags, settings.file, settings.job
     )
-    finished = collection.run()
+    with leaving_on_signals():
+        collection.run()
     _report(place, directory, state, options.json)
-    if not finished:
-        open_ = ", ".join(
-            one.quant_type for one in state.types if one.quant_type in commands and not one.collected
-        )
-        again = f"the same command with --run-id {place.run_id} tries them again"
-        note(f"not collected: {open_}; {again}")
-    return 0 if finished else 1
+    missing = [one for one in state.types if one.quant_type in commands and not one.collected]
+    if missing:
+        names = ", ".join(one.quant_type for one in missing)
+        note(f"not collected: {names}; the same command with --run-id {place.run_id} tries them again")
+    return _exit_code(missing)
+
+
+def _exit_code(missing: Sequence[TypeState]) -> int:
+    """0 where nothing is missing; where all that is missing is so for one reason, that reason's, else 1."""
+    codes = {_EXIT_CODES.get(one.outcome, 1) for one in missing} or {0}
+    return codes.pop() if len(codes) == 1 else 1
 
 
 def _check(request: Request, place: Place, settings: Settings, yes: bool) -> None:
@@ -212,9 +222,12 @@ def _report(place: Place, directory: Path, state: CollectionState, as_json: bool
         return
     report = collection_report(open_store(path), state)
     document, lines = strict_json(json_of(report)), list(report_lines(report))
-    write_text(directory / "report.json", json.dumps(document, indent=2, ensure_ascii=False) + "\n")
-    write_text(directory / "report.txt", "\n".join(lines) + "\n")
-    note(f"the report is in {directory}: report.json, report.txt")
+    try:
+        write_text(directory / "report.json", json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        write_text(directory / "report.txt", "\n".join(lines) + "\n")
+        note(f"the report is in {directory}: report.json, report.txt")
+    except OSError as error:
+        note(f"the report cannot be written into {directory}: {error.strerror or error}")
     if as_json:
         print_json(document)
     else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from capd.collect.request import Request
-from capd_client.quota import Collected
+from capd_client.quota import Collected, QuotaState
 
 __all__ = ["COLLECTED", "Ending", "Look", "Outcome", "Watcher"]
 
@@ -30,11 +30,15 @@ COLLECTED: frozenset[Outcome] = frozenset({"complete", "stable", "ended"})
 
 @dataclass(frozen=True)
 class Look:
-    """What is seen of a job. records: kept of it until now. daemon_ended: the one that was started for this job."""
+    """What is seen of a job. records: kept of it until now. lost: captures of it that were dropped unasked.
+
+    daemon_ended: the one that was started for this job; at its end also one that does not answer.
+    """
 
     now_s: float
     ranks: Sequence[Collected]
     records: int
+    lost: int = 0
     disk_full: bool = False
     daemon_ended: bool = False
 
@@ -54,38 +58,51 @@ class Watcher:
         self._request = request
         self._began_s = self._changed_s = now_s
         self._records = 0
+        self._ranks: list[Collected] = []  # those of this node that have said something
+        self._silent = 0  # those that have not: they train nothing that is captured, or have not begun
         self.kept = 0  # micro-batches, of the rank that has the fewest
 
     def look(self, look: Look) -> Ending | None:
         """Why a job that runs is to be ended now; None: it goes on."""
-        ranks = self._see(look)
-        if ranks and all(one.state == "complete" for one in ranks):
-            return Ending("complete", self._how_many())
-        quiet_s = look.now_s - self._changed_s
-        if self._records and quiet_s >= self._request.stable_for_s:
-            reason = f"no new record for {self._request.stable_for_s:g} s"
-            if self._has_all(ranks):
-                return Ending("complete", f"{self._how_many()}, and {reason}")
-            if self._request.until == "stable":
-                return Ending("stable", reason)
+        self._see(look)
         if look.disk_full:
             return self._full()
+        complete = self._all("complete")
+        if complete and not self._silent:
+            return self._complete()
+        quiet = look.now_s - self._changed_s >= self._request.stable_for_s
+        if self._records and quiet and (complete or self._request.until == "stable"):
+            reason = f"no new record for {self._request.stable_for_s:g} s"
+            return self._complete(reason) if complete else Ending("stable", reason)
         if look.daemon_ended:
             return Ending("daemon", "the daemon ended before the job")
         if self._request.timeout_s and look.now_s - self._began_s >= self._request.timeout_s:
             return Ending("timeout", f"not complete after {self._request.timeout_s:g} s (--timeout)")
         return None
 
-    def ended(self, look: Look, code: int) -> Ending:
-        """How the job ended by itself, with this exit code; nothing of it is on its way any more."""
-        ranks = self._see(look)
+    def over(self, look: Look, asked: Ending | None, code: int) -> Ending:
+        """How the job ended, when nothing of it is on its way any more. asked: why it was ended; None: by itself."""
+        self._see(look)
+        ending = self._by_itself(code) if asked is None else asked
+        if ending.outcome in (*COLLECTED, "incomplete"):
+            if look.daemon_ended:
+                return Ending(
+                    "daemon", f"{ending.reason}, but what of it was stored the daemon does not say any more"
+                )
+            if not self._records:
+                return Ending("nothing", f"{ending.reason}, and nothing was captured")
+            if look.disk_full:
+                return self._full()
+        if look.lost:
+            return Ending(ending.outcome, f"{ending.reason}; {look.lost:,} captures were dropped")
+        return ending
+
+    def _by_itself(self, code: int) -> Ending:
         if code != 0:
             return Ending("failed", f"the job ended with exit code {code}")
-        if not self._records:
-            return Ending("nothing", "the job ended, and nothing was captured")
-        if self._has_all(ranks):
-            return Ending("complete", self._how_many())
-        if ranks and self._request.micro_batches:
+        if self._all("complete", "reached"):
+            return self._complete()
+        if self._ranks and self._records and self._request.micro_batches:
             return Ending(
                 "incomplete",
                 f"the job ended with {self.kept} of {self._request.micro_batches} micro-batches; let it train "
@@ -93,26 +110,28 @@ class Watcher:
             )
         return Ending("ended", "the job ended by itself")
 
-    def _see(self, look: Look) -> list[Collected]:
-        """The ranks of this node; none as long as some have not begun."""
+    def _see(self, look: Look) -> None:
         if look.records != self._records:
             self._records, self._changed_s = look.records, look.now_s
-        ranks = _farthest(look.ranks)
-        if len(ranks) < max((one.local_world_size for one in ranks), default=0):
-            ranks = []
-        self.kept = min((one.kept for one in ranks), default=0)
-        return ranks
+        self._ranks = _farthest(look.ranks)
+        count = max((one.local_world_size for one in self._ranks), default=0)
+        self._silent = max(0, count - len(self._ranks))
+        self.kept = min((one.kept for one in self._ranks), default=0)
+
+    def _all(self, *states: QuotaState) -> bool:
+        return bool(self._ranks) and all(one.state in states for one in self._ranks)
 
     def _full(self) -> Ending:
         reason = "the space is used up (max_disk, keep_free)"
         return Ending("full" if self._request.micro_batches else "ended", reason)
 
-    def _has_all(self, ranks: Sequence[Collected]) -> bool:
-        return bool(ranks) and all(one.state != "collecting" for one in ranks)
-
-    def _how_many(self) -> str:
-        count = self._request.micro_batches
-        return f"{count} micro-batch{'' if count == 1 else 'es'} of each rank"
+    def _complete(self, *reasons: str) -> Ending:
+        count, told = self._request.micro_batches, len(self._ranks)
+        whose = "each rank"
+        if self._silent:
+            whose = f"{told} of {told + self._silent} ranks (the rest captures nothing)"
+        kept = f"{count} micro-batch{'' if count == 1 else 'es'} of {whose}"
+        return Ending("complete", ", ".join((kept, *reasons)))
 
 
 def _farthest(ranks: Sequence[Collected]) -> list[Collected]:

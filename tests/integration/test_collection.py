@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 import capd as capd_package
+from tests.fault.file_systems import mounted_tmpfs
 from tests.integration.collect_job import LAYERS, MICRO_BATCHES
 from tests.integration.processes import Daemon, until
 
@@ -303,6 +305,110 @@ def test_both_ranks_of_torchrun_are_complete_before_they_are_ended(tmp_path: Pat
         daemon.stop()
     finally:
         daemon.discard()
+
+
+def ranks_job(kind: str) -> tuple[str, ...]:
+    script = Path(__file__).with_name("collect_ranks_job.py")
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    return (*launcher, str(script), kind)
+
+
+def test_ranks_that_accumulate_and_evaluate_keep_the_same_micro_batches_and_no_evaluation(
+    tmp_path: Path,
+) -> None:
+    options = ("--mode", "single", "--control-iter", "3", "--collect-micro-batches", "2", "--run-id", "r")
+    done = capd(*arguments(*options, job=ranks_job("ddp")), cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    store = capd_package.open(tmp_path / "store" / "r.zarr")
+    for rank in (0, 1):
+        for series in store.find(rank=rank):
+            kept = [(record.iteration, record.micro_batch) for record in series.records]
+            name = series.key.tensor_name
+            # A parameter is the same for all micro-batches of an iteration.
+            assert kept == ([(0, 0), (1, 0)] if name == "weight" else [(0, 0), (0, 1), (1, 0)]), series.path
+        found = {series.key.tensor_name for series in store.find(rank=rank)}
+        assert found >= {"input", "weight", "output", "grad_output", "grad_input", "grad_weight"}
+    assert len(store.find(rank=0)) == len(store.find(rank=1)) > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "environ"),
+    [
+        ("embedding", {}),
+        pytest.param("calls", {"CAPD_REPLACE_TENSOR_SAVER": "1"}, marks=pytest.mark.fault),
+    ],
+)
+def test_a_rank_that_captures_nothing_does_not_keep_the_others_from_being_complete(
+    kind: str, environ: dict[str, str], tmp_path: Path
+) -> None:
+    options = ("--mode", "single", "--control-iter", "3", "--stable-for", "4s", "--run-id", "r")
+    done = capd(*arguments(*options, job=ranks_job(kind)), cwd=tmp_path, **environ)
+
+    assert done.returncode == 0, done.stderr
+    said = (
+        "mxfp8: complete, 3 micro-batches of 1 of 2 ranks (the rest captures nothing), no new record for 4 s"
+    )
+    assert said in done.stderr
+    assert {series.key.rank for series in capd_package.open(tmp_path / "store" / "r.zarr").series} == {0}
+
+
+def test_a_byte_budget_that_is_used_up_ends_each_type_by_its_name(tmp_path: Path) -> None:
+    options = (*BATCH[:-1], "bf16,mxfp8", "--run-id", "r", "--control-iter", "100000")
+    job = (*JOB, "--checkpoint", "{run_dir}/step")
+    done = capd(*arguments(*options, job=job), cwd=tmp_path, CAPD_MAX_DISK="200KB")
+
+    assert done.returncode == 6
+    run = tmp_path / "store" / "r.zarr"
+    for name, one in state_of(run).items():
+        assert (one["outcome"], one["exit_code"]) == ("full", None)
+        assert f"{name}: full, the space is used up (max_disk, keep_free)" in done.stderr
+        assert one["records"] == sum(len(s) for s in capd_package.open(run).find(quant_type=name)) > 0
+        trained = (run.with_suffix(".collection") / "logs" / f"{name}.log").read_text()
+        assert "Traceback" not in trained
+    assert jobs(tmp_path) == jobs(tmp_path, "serve") == []
+
+
+@pytest.mark.fault
+def test_a_disk_that_is_full_to_its_last_byte_ends_types_and_not_the_collection(tmp_path: Path) -> None:
+    options = (*BATCH[:-1], "bf16,mxfp8", "--run-id", "r", "--control-iter", "100000", "--timeout", "20s")
+    with mounted_tmpfs(tmp_path / "disk", "size=3m") as disk:
+        done = capd(*arguments(*options), cwd=disk, CAPD_KEEP_FREE="0")
+
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+        assert "bf16: full, the space is used up" in done.stderr
+        assert "collecting mxfp8, 2 of 2" in done.stderr
+        assert "not collected: bf16, mxfp8" in done.stderr
+        assert "dropped of" in done.stdout  # the report is printed to its end
+        assert jobs(disk) == jobs(disk, "serve") == []
+
+
+@pytest.mark.fault
+def test_a_daemon_that_is_stopped_costs_its_type_and_no_other(tmp_path: Path) -> None:
+    """What it had is sealed all the same: it is woken once the job is over."""
+    command = arguments(
+        *BATCH[:-1], "bf16,mxfp8", "--run-id", "r", "--control-iter", "3", "--timeout", "25s",
+        job=(*JOB, "--hang", "bf16", "--checkpoint", "{run_dir}/step"),
+    )  # fmt: skip
+    log = tmp_path / "store" / "r.collection" / "logs" / "bf16.log"
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        until(lambda: log.exists() and "hanging" in log.read_text(), 100)
+        [daemon] = jobs(tmp_path, "serve")
+        os.kill(daemon, signal.SIGSTOP)
+        began = time.monotonic()
+        _, said = process.communicate(timeout=200)
+
+    run = tmp_path / "store" / "r.zarr"
+    assert process.returncode == 1, said
+    assert {name: one["outcome"] for name, one in state_of(run).items()} == {
+        "bf16": "timeout",
+        "mxfp8": "complete",
+    }
+    assert time.monotonic() - began < 150
+    assert moments_of(run)["bf16"] >= {(0, 0)}
+    assert moments_of(run)["mxfp8"] == {(0, 0), (1, 0), (2, 0)}
+    assert jobs(tmp_path) == jobs(tmp_path, "serve") == []
 
 
 def test_what_a_job_lacks_is_found_before_anything_starts(tmp_path: Path) -> None:

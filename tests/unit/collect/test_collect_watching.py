@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from capd.collect.request import Request
-from capd.collect.watching import COLLECTED, Look, Watcher
+from capd.collect.watching import COLLECTED, Ending, Look, Watcher
 from capd_client.quota import Collected
 
 ASKED = Request("single", ("mxfp8",), 2, 1, "complete", 60.0, 900.0)
@@ -43,12 +43,29 @@ def test_of_a_rank_that_was_restarted_the_process_that_got_farthest_counts() -> 
     assert outcome(Watcher(ASKED, 0.0), 1, *ranks, records=1) == "complete"
 
 
-def test_all_taken_and_nothing_more_coming_is_complete_though_no_iteration_follows() -> None:
+def test_the_backward_of_the_last_micro_batch_is_waited_for_however_long_it_takes() -> None:
+    waits, ends = Watcher(ASKED, 0.0), Watcher(replace(ASKED, until="stable"), 0.0)
+
+    for watcher in (waits, ends):
+        assert outcome(watcher, 10, rank(0, "reached"), records=7) is None
+        assert outcome(watcher, 69, rank(0, "reached"), records=7) is None
+    assert outcome(ends, 70, rank(0, "reached"), records=7) == "stable"
+    assert outcome(waits, 899, rank(0, "reached"), records=7) is None
+    assert outcome(waits, 900, rank(0, "reached"), records=7) == "timeout"
+
+
+def test_a_rank_that_captures_nothing_is_waited_for_as_long_as_records_come() -> None:
     watcher = Watcher(ASKED, 0.0)
 
-    assert outcome(watcher, 10, rank(0, "reached"), records=7) is None
-    assert outcome(watcher, 69, rank(0, "reached"), records=7) is None
-    assert outcome(watcher, 70, rank(0, "reached"), records=7) == "complete"
+    assert outcome(watcher, 10, rank(0, "complete", ranks=2), records=7) is None
+    assert outcome(watcher, 69, rank(0, "complete", ranks=2), records=7) is None
+    ending = watcher.look(Look(70, [rank(0, "complete", ranks=2)], 7))
+    assert ending is not None
+    assert ending.outcome == "complete"
+    assert (
+        ending.reason == "2 micro-batches of 1 of 2 ranks (the rest captures nothing), no new record for 60 s"
+    )
+    assert watcher.kept == 2
 
 
 def test_stable_is_an_ending_only_where_it_was_asked_for_and_something_has_come() -> None:
@@ -69,13 +86,17 @@ def test_time_space_and_the_daemon_end_it() -> None:
     assert outcome(Watcher(ASKED, 0.0), 1, records=1, disk_full=True) == "full"
     assert outcome(Watcher(replace(ASKED, micro_batches=0), 0.0), 1, records=1, disk_full=True) == "ended"
     assert outcome(Watcher(ASKED, 0.0), 1, records=1, daemon_ended=True) == "daemon"
+    full = outcome(Watcher(ASKED, 0.0), 1, rank(0, "complete"), records=1, disk_full=True)
+    assert full == "full"  # all are taken, and some were refused
 
 
 @pytest.mark.parametrize(
     ("code", "ranks", "records", "asked", "expected"),
     [
         (0, [rank(0, "reached")], 5, ASKED, "complete"),
+        (0, [rank(0, "reached", ranks=2)], 5, ASKED, "complete"),
         (0, [rank(0, "collecting", 1)], 5, ASKED, "incomplete"),
+        (0, [rank(0, "collecting", 1, ranks=2)], 5, ASKED, "incomplete"),
         (0, [rank(0, "collecting", 1)], 5, replace(ASKED, micro_batches=0), "ended"),
         (0, [], 5, ASKED, "ended"),  # nothing is watched: the script captures by itself
         (0, [rank(0, "collecting", 0)], 0, ASKED, "nothing"),
@@ -86,8 +107,34 @@ def test_time_space_and_the_daemon_end_it() -> None:
 def test_the_ending_of_a_job_that_ended_by_itself(
     code: int, ranks: list[Collected], records: int, asked: Request, expected: str
 ) -> None:
-    ending = Watcher(asked, 0.0).ended(Look(1.0, ranks, records), code)
+    ending = Watcher(asked, 0.0).over(Look(1.0, ranks, records), None, code)
 
     assert ending.outcome == expected
     assert (expected in COLLECTED) == (expected in ("complete", "ended"))
     assert code == 0 or str(code) in ending.reason
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        ({}, "complete"),
+        ({"records": 0}, "nothing"),
+        ({"disk_full": True, "lost": 3}, "full"),
+        ({"daemon_ended": True}, "daemon"),
+    ],
+)
+def test_a_job_that_was_ended_as_complete_is_so_only_if_its_captures_are_stored(
+    seen: dict[str, Any], expected: str
+) -> None:
+    look = Look(**{"now_s": 1.0, "ranks": [rank(0, "complete")], "records": 5, **seen})
+
+    assert Watcher(ASKED, 0.0).over(look, Ending("complete", "all"), 0).outcome == expected
+
+
+def test_drops_are_said_beside_whatever_the_ending_is() -> None:
+    look = Look(1.0, [rank(0, "complete")], 5, lost=1234)
+
+    assert Watcher(ASKED, 0.0).over(look, Ending("complete", "all"), 0) == Ending(
+        "complete", "all; 1,234 captures were dropped"
+    )
+    assert Watcher(ASKED, 0.0).over(look, Ending("timeout", "late"), 0).reason.startswith("late; 1,234")
