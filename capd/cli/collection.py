@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capd.cli.collected_job import CollectedJob, last_lines
-from capd.cli.collection_daemon import Counted, Seen, before, counted, flush, next_attempt, seen
+from capd.cli.collection_daemon import (
+    WATCH_REPLY_S,
+    Counted,
+    Seen,
+    before,
+    counted,
+    flush,
+    next_attempt,
+    seen,
+)
 from capd.cli.companion import Companion, join, start
 from capd.cli.display import Display
 from capd.cli.job_settings import job_environment
@@ -44,7 +53,6 @@ tensors = ["grad_input", "grad_weight"]
 """
 
 _LOOK_S = 0.25
-_REPLY_S = 2.0  # a daemon that is stopped is not to keep the job beyond its time
 
 
 class Collection:
@@ -167,7 +175,7 @@ class Collection:
             ending = self._watch_job(one, job, companion, documents, watcher, held)
             if ending is not None:
                 self._printed = job.logged_nbytes()  # its last words are about its being ended
-                flush(companion)
+                flush(companion, left(documents, Collected))
         companion.finish(startup.why_nothing)
         found = seen(companion)
         got = counted(found).since(held)
@@ -196,7 +204,7 @@ class Collection:
         """Why the job is to be ended; None when it has ended by itself."""
         began, expected = time.monotonic(), self._expected()
         while job.process.poll() is None:
-            found, now = seen(companion, _REPLY_S), time.monotonic()
+            found, now = seen(companion, WATCH_REPLY_S), time.monotonic()
             got = counted(found).since(held)
             if found is not None:
                 one.records = got.records

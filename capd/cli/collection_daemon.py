@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,14 +14,17 @@ from capd.drops import lost
 from capd.errors import EndpointError
 from capd.metrics import DaemonStats, RunStats
 from capd.server.endpoint import parse
+from capd_client.quota import Collected
 from capd_client.tool_messages import Control, Stats, StatsReply
 
 if TYPE_CHECKING:
     from capd.store.reader import Store, Totals
 
-__all__ = ["Counted", "Seen", "before", "counted", "flush", "next_attempt", "seen"]
+__all__ = ["WATCH_REPLY_S", "Counted", "Seen", "before", "counted", "flush", "next_attempt", "seen"]
 
+WATCH_REPLY_S = 2.0  # a daemon that is stopped is not to keep the job beyond its time
 _FLUSH_S = 30.0
+_LOOK_S = 0.05
 
 
 class Seen(NamedTuple):
@@ -51,10 +56,25 @@ def seen(companion: Companion, timeout_s: float = REPLY_TIMEOUT_S) -> Seen | Non
     return None
 
 
-def flush(companion: Companion) -> None:
-    """Wait until what the job has captured is in the store; a job that hangs is not waited for long."""
+def flush(companion: Companion, ranks: Sequence[Collected]) -> None:
+    """Wait until what the job has captured is in the store; a job that hangs is not waited for long.
+
+    ranks: what the job has said. One may have captured all before it has reached the daemon.
+    """
+    deadline = time.monotonic() + _FLUSH_S
+    while time.monotonic() < deadline and not _connected(companion, ranks):
+        time.sleep(_LOOK_S)
     with contextlib.suppress(EndpointError), connect(parse(companion.endpoint)) as tool:
         tool.request(Control("flush", companion.run_id, wait_s=_FLUSH_S), _FLUSH_S + 10)
+
+
+def _connected(companion: Companion, ranks: Sequence[Collected]) -> bool:
+    """Whether the daemon knows each process that has captured and lives; also where there is no daemon any more."""
+    if companion.process is not None and companion.process.poll() is not None:
+        return True
+    found = seen(companion, WATCH_REPLY_S)
+    known = set() if found is None or found.run is None else {one.pid for one in found.run.sessions}
+    return all(one.pid in known or not Path(f"/proc/{one.pid}").exists() for one in ranks if one.kept)
 
 
 def before(companion: Companion) -> Counted:

@@ -307,6 +307,19 @@ def test_both_ranks_of_torchrun_are_complete_before_they_are_ended(tmp_path: Pat
         daemon.discard()
 
 
+def test_a_rank_that_is_done_before_the_daemon_knows_it_loses_nothing(tmp_path: Path) -> None:
+    """The daemon is stopped while the job connects and trains; it is not ended before its captures are stored."""
+    daemon = "daemon=$(pgrep -P $PPID -f 'ca[p]d serve')"
+    stopped = f"{daemon}; kill -STOP $daemon; (sleep 6; kill -CONT $daemon) & exec {' '.join(JOB)}"
+    options = ("--mode", "quick", "--run-id", "r")
+    done = capd(*arguments(*options, job=("bash", "-c", stopped)), cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert "mxfp8: complete, 1 micro-batch of each rank\n" in done.stderr
+    store = capd_package.open(tmp_path / "store" / "r.zarr")
+    assert sum(len(series) for series in store.series) == OF_A_MICRO_BATCH + LINEARS
+
+
 def ranks_job(kind: str) -> tuple[str, ...]:
     script = Path(__file__).with_name("collect_ranks_job.py")
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
