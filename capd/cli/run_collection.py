@@ -95,7 +95,7 @@ def run_collection(
 ) -> int:
     """Check, collect, report; returns the exit code. Raises ConfigError, CapdError, typer.Exit of `find_command`."""
     from capd.cli.collection import Collection
-    from capd.collect.state import directory_of, load
+    from capd.collect.state import alone, directory_of, load
     from capd.store.files import make_directory
 
     _check(request, place, settings, options.yes)
@@ -111,7 +111,7 @@ def run_collection(
     collection = Collection(
         request, state, directory, commands, place, settings.flags, settings.file, settings.job
     )
-    with leaving_on_signals():
+    with alone(directory), leaving_on_signals():
         collection.run()
     _report(place, directory, state, options.json)
     missing = [one for one in state.types if one.quant_type in commands and not one.collected]

@@ -6,20 +6,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from capd.collect.request import CollectionMode, Request
 from capd.collect.watching import COLLECTED, Outcome
-from capd.errors import ConfigError, StoreError
+from capd.errors import ConfigError, StoreBusy, StoreError
 from capd.store.names import component
 
 __all__ = [
     "CollectionState",
     "TypeState",
+    "alone",
     "directory_of",
     "load",
     "save",
@@ -137,6 +140,22 @@ def unfinished(store: Path, request: Request, command: Sequence[str]) -> str | N
         ):
             return found.run_id
     return None
+
+
+@contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """Inside, this process is the only one that collects there. Raises StoreBusy where another does."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoreBusy(
+                f"{directory.stem} is being collected by another `capd run`; wait for it, or choose another --run-id"
+            ) from None
+        yield
+    finally:
+        os.close(fd)
 
 
 def tried(directory: Path, one: TypeState) -> tuple[Path, Path]:

@@ -1,10 +1,10 @@
 """A job of several ranks that knows nothing of capd: it accumulates gradients, and evaluates between its steps.
 
-collect_ranks_job.py ddp | embedding | calls
+collect_ranks_job.py ddp | embedding | calls [STEPS]
 
 ddp: each rank trains the same small model on its own data, MICRO_BATCHES of it per step; in front of every step and
 behind it the model is evaluated. embedding: rank 1 trains an embedding alone, in which capd captures nothing.
-calls: rank 0 alone captures its loss, by the predecessor's call. It trains until it is ended.
+calls: rank 0 alone captures its loss, by the predecessor's call. It trains STEPS steps, or until it is ended.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def evaluate(model: nn.Module, x: Tensor) -> None:
 
 
 def main() -> None:
-    kind = sys.argv[1]
+    kind, steps = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else sys.maxsize
     torch.set_num_threads(1)
     torch.manual_seed(3)
     dist.init_process_group("gloo")
@@ -59,7 +59,7 @@ def main() -> None:
     given = inputs(kind, rank)
     if kind == "calls" and not rank:
         from megatron.core.tensor_saver import save_tensor
-    while True:
+    for _ in range(steps):
         evaluate(model, next(given))
         for micro_batch in range(MICRO_BATCHES):
             loss = F.cross_entropy(model(next(given)).flatten(1), torch.arange(4)) / MICRO_BATCHES

@@ -102,6 +102,8 @@ def assert_report(report: dict[str, Any], run: Path) -> None:
         nbytes: Counter[Any] = Counter()
         elements: Counter[Any] = Counter()
         largest: dict[Any, float] = {}
+        smallest: dict[Any, float] = {}
+        sums: Counter[Any] = Counter()
         for series in store.series:
             for record in series.records:
                 of_moment = name in ("sample_idx", "iteration")
@@ -110,10 +112,18 @@ def assert_report(report: dict[str, Any], run: Path) -> None:
                 nbytes[value] += record.stats.count * 4
                 elements[value] += record.stats.count
                 largest[value] = max(largest.get(value, 0.0), record.stats.absmax or 0.0)
+                smallest[value] = min(smallest.get(value, 0.0), record.stats.min or 0.0)
+                sums[value] += (record.stats.mean or 0.0) * record.stats.count
         assert {one["value"]: one["records"] for one in groups} == counts, name
         assert {one["value"]: one["raw_bytes"] for one in groups} == nbytes, name
         assert {one["value"]: one["count"] for one in groups} == elements, name
         assert {one["value"]: one["absmax"] for one in groups} == largest, name
+        assert {one["value"]: one["min"] for one in groups} == smallest, name
+        for one in groups:
+            assert one["mean"] == pytest.approx(sums[one["value"]] / elements[one["value"]], abs=1e-9), name
+            assert one["nan"] == one["inf"] == 0
+            assert 0 < one["std"] < one["absmax"]
+            assert one["max"] <= one["absmax"]
 
 
 def test_a_type_that_crashes_hangs_or_is_killed_is_reported_and_a_second_start_continues(
@@ -368,11 +378,22 @@ def test_a_rank_that_captures_nothing_does_not_keep_the_others_from_being_comple
 
 def test_a_byte_budget_that_is_used_up_ends_each_type_by_its_name(tmp_path: Path) -> None:
     options = (*BATCH[:-1], "bf16,mxfp8", "--run-id", "r", "--control-iter", "100000")
-    job = (*JOB, "--checkpoint", "{run_dir}/step")
-    done = capd(*arguments(*options, job=job), cwd=tmp_path, CAPD_MAX_DISK="200KB")
+    job = ("bash", "-c", f"echo $WHICH; exec {' '.join(JOB)}")
+    own = ("--env", "WHICH=type {quant_type}, number {index}")
+    done = capd(*arguments(*options, *own, job=job), cwd=tmp_path, CAPD_MAX_DISK="200KB")
 
     assert done.returncode == 6
+    assert "CMD is the same for all types" not in done.stderr
     run = tmp_path / "store" / "r.zarr"
+    place = run.with_suffix(".collection")
+    assert (place / "report.txt").read_text() == done.stdout
+    report = json.loads((place / "report.json").read_text())
+    assert {one["quant_type"] for one in report["dropped"] if one["reason"] == "disk_full"} >= {
+        "bf16",
+        "mxfp8",
+    }
+    for number, name in enumerate(("bf16", "mxfp8")):
+        assert (place / "logs" / f"{name}.log").read_text().startswith(f"type {name}, number {number}\n")
     for name, one in state_of(run).items():
         assert (one["outcome"], one["exit_code"]) == ("full", None)
         assert f"{name}: full, the space is used up (max_disk, keep_free)" in done.stderr
@@ -439,6 +460,23 @@ def test_what_a_job_lacks_is_found_before_anything_starts(tmp_path: Path) -> Non
     assert "chmod +x" in plain.stderr
     assert "--require: words/mxfp8 does not exist" in data.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.bin", "data.idx", "train.sh"]
+
+
+def test_a_type_whose_command_turns_out_to_be_none_is_reported_and_the_next_one_runs(tmp_path: Path) -> None:
+    (tmp_path / "train_bf16.sh").write_text("#!/no/such/interpreter\n")
+    (tmp_path / "train_mxfp8.sh").write_text(f"#!/bin/sh\nexec {' '.join(JOB)}\n")
+    for script in tmp_path.glob("*.sh"):
+        script.chmod(0o755)
+    options = (*BATCH[:-1], "bf16,mxfp8", "--run-id", "r")
+    done = capd(*arguments(*options, job=("./train_{quant_type}.sh",)), cwd=tmp_path)
+
+    assert done.returncode == 1
+    assert "bf16: failed, ./train_bf16.sh cannot be executed: No such file or directory" in done.stderr
+    states = state_of(tmp_path / "store" / "r.zarr")
+    assert {name: (one["outcome"], one["exit_code"]) for name, one in states.items()} == {
+        "bf16": ("failed", 126),
+        "mxfp8": ("complete", None),
+    }
 
 
 def test_the_predecessors_command_line(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from capd.collect.request import Request
-from capd.collect.state import CollectionState, directory_of, load, save, tried, unfinished
-from capd.errors import ConfigError, StoreError
+from capd.collect.state import CollectionState, alone, directory_of, load, save, tried, unfinished
+from capd.errors import ConfigError, StoreBusy, StoreError
 
 ASKED = Request("batch", ("bf16", "Mx/8"), 3, 2, "complete", 60.0, 900.0)
 COMMAND = ["train.sh"]
@@ -78,3 +78,17 @@ def test_each_try_has_a_directory_of_its_own_whatever_the_type_is_called(tmp_pat
         tmp_path / name for name in ("runs/bf16", "logs/bf16.log", "runs/bf16~2", "logs/bf16~2.log")
     ]
     assert all(path.parent in (tmp_path / "runs", tmp_path / "logs") for path in places)
+
+
+def test_two_commands_do_not_collect_into_one_run_at_once(tmp_path: Path) -> None:
+    directory = directory_of(tmp_path, "r")
+    directory.mkdir()
+
+    with (
+        alone(directory),
+        pytest.raises(StoreBusy, match="r is being collected by another"),
+        alone(directory),
+    ):
+        pass
+    with alone(directory):
+        pass
