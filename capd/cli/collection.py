@@ -15,23 +15,22 @@ from capd.cli.collected_job import CollectedJob, last_lines
 from capd.cli.collection_daemon import (
     WATCH_REPLY_S,
     Counted,
-    Seen,
     before,
     counted,
     flush,
     next_attempt,
     seen,
 )
+from capd.cli.collection_progress import Progress, progress_text
 from capd.cli.companion import Companion, join, start
 from capd.cli.display import Display
 from capd.cli.job_settings import job_environment
-from capd.cli.output import human_nbytes, note
+from capd.cli.output import note
 from capd.cli.startup import Startup
 from capd.collect.placeholders import Filled
 from capd.collect.request import Request
 from capd.collect.state import CollectionState, TypeState, save, tried, write_text
 from capd.collect.watching import Ending, Look, Watcher
-from capd.drops import lost
 from capd.store.files import make_directory
 from capd_client.config import ClientConfig
 from capd_client.process_documents import left
@@ -218,29 +217,14 @@ class Collection:
             ending = watcher.look(look)
             if ending is not None:
                 return ending
-            self._display.progress(self._progress(one, watcher.kept, expected, found, now - began))
+            progress = Progress(one.quant_type, watcher.kept, one.records, expected, now - began)
+            self._display.progress(progress_text(progress, self._request, found))
             time.sleep(_LOOK_S)
         return None
 
     def _expected(self) -> int | None:
         """The records that a type should give: as many as one that is complete; None before there is one."""
         return next((one.records for one in self._state.types if one.outcome == "complete"), None)
-
-    def _progress(
-        self, one: TypeState, kept: int, expected: int | None, found: Seen | None, seconds: float
-    ) -> str:
-        wanted = f" of {self._request.micro_batches:,}" if self._request.micro_batches else ""
-        records = f"{one.records:,}" + ("" if expected is None else f" of {expected:,}") + " records"
-        limit = f" of {self._request.timeout_s:.0f} s" if self._request.timeout_s else ""
-        parts = [one.quant_type, f"{kept:,}{wanted} micro-batches", records]
-        if found is None:
-            parts.append("the daemon does not answer")
-        else:
-            run = found.run
-            parts.append(f"{0.0 if run is None else run.rate_mib_s:.1f} MiB/s")
-            parts.append(f"disk left {human_nbytes(max(0, found.daemon.disk_free - found.daemon.keep_free))}")
-            parts.append(f"{0 if run is None else sum(lost(run.dropped).values()):,} dropped")
-        return " · ".join([*parts, f"{seconds:.0f} s{limit}"])
 
     def _show_log(self, one: TypeState) -> None:
         lines = last_lines(Path(one.log), nbytes=self._printed)

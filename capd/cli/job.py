@@ -42,7 +42,8 @@ class Job:
 
     A context manager of the main thread: inside, SIGTERM, SIGHUP and user signals go to the job, and so does
     SIGINT unless the terminal has sent it to the job already. Before the job runs, SIGTERM, SIGHUP and SIGINT
-    end this command; once the job is over they change nothing, so that the store is still sealed.
+    end this command; once the job is over they change nothing, so that the store is still sealed. A signal that is
+    ignored (nohup) stays so, in the job, too.
     """
 
     def __init__(self) -> None:
@@ -51,6 +52,8 @@ class Job:
 
     def __enter__(self) -> Job:
         for number in (*_FORWARDED, signal.SIGINT):
+            if signal.getsignal(number) == signal.SIG_IGN:
+                continue
             self._before[number] = signal.signal(number, self._on_signal)
         return self
 

@@ -111,8 +111,12 @@ def run_collection(
     collection = Collection(
         request, state, directory, commands, place, settings.flags, settings.file, settings.job
     )
-    with alone(directory), leaving_on_signals():
-        collection.run()
+    try:
+        with alone(directory), leaving_on_signals():
+            collection.run()
+    except (KeyboardInterrupt, SystemExit):
+        note(f"interrupted; the same command goes on with run {place.run_id}")
+        raise
     _report(place, directory, state, options.json)
     missing = [one for one in state.types if one.quant_type in commands and not one.collected]
     if missing:

@@ -122,19 +122,30 @@ def test_a_signal_amid_the_start_leaves_nothing_behind(
     assert signal.getsignal(signum) == before
 
 
-def test_what_nohup_has_ignored_stays_ignored_in_the_job_too(tmp_path: Path) -> None:
+PLANNED = """
+with PlannedJob(command, dict(os.environ), Path.cwd()) as job:
+    job.start()
+    code = job.process.wait()
+"""
+PLAIN = """
+with Job() as job:
+    code = job.run(command, dict(os.environ))
+"""
+
+
+@pytest.mark.parametrize("job", [PLANNED, PLAIN], ids=["collected", "plain"])
+def test_what_nohup_has_ignored_stays_ignored_in_the_job_too(job: str, tmp_path: Path) -> None:
     code = f"""
 import os
 from pathlib import Path
+from capd.cli.job import Job
 from capd.cli.planned_job import PlannedJob
-script = "kill -HUP $PPID; kill -HUP $$; echo went on > {tmp_path}/said"
-with PlannedJob(["bash", "-c", script], dict(os.environ), Path({str(tmp_path)!r})) as job:
-    job.start()
-    raise SystemExit(job.process.wait())
+command = ["bash", "-c", "kill -HUP $PPID; kill -HUP $$; echo went on > said"]
+{job}
+raise SystemExit(code)
 """
-    done = subprocess.run(
-        ["nohup", sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False
-    )
+    command = ["nohup", sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
 
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "said").read_text() == "went on\n"

@@ -479,6 +479,16 @@ def test_a_type_whose_command_turns_out_to_be_none_is_reported_and_the_next_one_
     }
 
 
+def test_jobs_that_capture_nothing_are_told_why_and_warned_about_their_places(tmp_path: Path) -> None:
+    done = capd(*arguments(*BATCH[:-1], "bf16,mxfp8", job=("true",)), cwd=tmp_path)
+
+    assert done.returncode == 5
+    assert "CMD is the same for all types" in done.stderr
+    assert "mxfp8: nothing, the job ended by itself, and nothing was captured" in done.stderr
+    assert "no Python of the job read capd's start-up file" in done.stderr
+    assert done.stdout.splitlines()[1].split()[:2] == ["bf16", "nothing"]
+
+
 def test_the_predecessors_command_line(tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
     script.write_text(
