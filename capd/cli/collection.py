@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from capd.cli.collected_job import CollectedJob, last_lines
 from capd.cli.collection_daemon import (
+    LAST_REPLY_S,
     WATCH_REPLY_S,
     Counted,
     before,
@@ -176,7 +177,7 @@ class Collection:
                 self._printed = job.logged_nbytes()  # its last words are about its being ended
                 flush(companion, left(documents, Collected))
         companion.finish(startup.why_nothing)
-        found = seen(companion)
+        found = seen(companion, LAST_REPLY_S)
         got = counted(found).since(held)
         code = job.process.returncode
         if ending is None:

@@ -20,9 +20,20 @@ from capd_client.tool_messages import Control, Stats, StatsReply
 if TYPE_CHECKING:
     from capd.store.reader import Store, Totals
 
-__all__ = ["WATCH_REPLY_S", "Counted", "Seen", "before", "counted", "flush", "next_attempt", "seen"]
+__all__ = [
+    "LAST_REPLY_S",
+    "WATCH_REPLY_S",
+    "Counted",
+    "Seen",
+    "before",
+    "counted",
+    "flush",
+    "next_attempt",
+    "seen",
+]
 
 WATCH_REPLY_S = 2.0  # a daemon that is stopped is not to keep the job beyond its time
+LAST_REPLY_S = 60.0  # of a daemon that has much to do: without it nobody knows what is stored
 _FLUSH_S = 30.0
 _LOOK_S = 0.05
 

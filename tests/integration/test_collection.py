@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -414,7 +413,7 @@ def test_a_disk_that_is_full_to_its_last_byte_ends_types_and_not_the_collection(
         assert "bf16: full, the space is used up" in done.stderr
         assert "collecting mxfp8, 2 of 2" in done.stderr
         assert "not collected: bf16, mxfp8" in done.stderr
-        assert "dropped of" in done.stdout  # the report is printed to its end
+        assert "\ntensor_name " in done.stdout  # the report is printed to its end
         assert jobs(disk) == jobs(disk, "serve") == []
 
 
@@ -430,16 +429,15 @@ def test_a_daemon_that_is_stopped_costs_its_type_and_no_other(tmp_path: Path) ->
         until(lambda: log.exists() and "hanging" in log.read_text(), 100)
         [daemon] = jobs(tmp_path, "serve")
         os.kill(daemon, signal.SIGSTOP)
-        began = time.monotonic()
         _, said = process.communicate(timeout=200)
 
     run = tmp_path / "store" / "r.zarr"
     assert process.returncode == 1, said
+    assert "does not stop" not in said
     assert {name: one["outcome"] for name, one in state_of(run).items()} == {
         "bf16": "timeout",
         "mxfp8": "complete",
     }
-    assert time.monotonic() - began < 150
     assert moments_of(run)["bf16"] >= {(0, 0)}
     assert moments_of(run)["mxfp8"] == {(0, 0), (1, 0), (2, 0)}
     assert jobs(tmp_path) == jobs(tmp_path, "serve") == []
