@@ -8,40 +8,31 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-import time
 from collections.abc import Mapping
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
-import msgspec
 import torch
 
-from capd_client import embedded, optimizer_steps, recompute
+from capd_client import optimizer_steps, recompute
 from capd_client.collecting import NOT_EMULATED, within_quota
-from capd_client.config import load_config
-from capd_client.context import MOMENT_FIELDS, Context, as_index
+from capd_client.context import MOMENT_FIELDS
 from capd_client.counter_page import DropReason
-from capd_client.errors import CapdError, ConfigError
+from capd_client.errors import ConfigError
+from capd_client.explicit import KEYS, key_of, metadata_text, moment_of
 from capd_client.graph_capture import capture_in_graph
-from capd_client.key import Key, Moment
-from capd_client.notices import Notices, show
-from capd_client.planning.session import PlanSession
+from capd_client.notices import Notices
+from capd_client.process_session import AnySession, leave, make_session
 from capd_client.recompute import repeating
-from capd_client.session import Session
 from capd_client.slicing import parse_slice
 from capd_client.trials import trying
 from capd_client.untraced import traced_as, untraced
 
 __all__ = [
-    "AnySession", "capture", "close", "counters", "flush", "key_of", "moment_of", "running", "session", "session_into",
-    "set_moment",
+    "capture", "close", "counters", "flush", "running", "session", "session_into", "set_moment",
 ]  # fmt: skip
 
 _graph_task = torch._C._current_graph_task_id  # -1 outside of a backward; see recompute
-_MAX_KEYS_REMEMBERED = 1 << 16
 _NO_OVERRIDES = (None,) * len(MOMENT_FIELDS)
-
-AnySession = Union[Session, PlanSession]
-"""One that captures, or under `capd plan` one that says what would be captured."""
 
 _lock = threading.RLock()
 _resolved = False  # whether this process knows if it captures
@@ -49,7 +40,6 @@ _starting = False
 _session: Optional[AnySession] = None  # None: off
 _closed: Optional[AnySession] = None  # the session that `close` ended, for its counters
 _over = False  # nothing more is captured in this process: it has closed, or is forked from one that captured
-_keys: dict[tuple[Any, ...], Key] = {}
 _notices = Notices()
 _handlers_registered = False
 _fork_handler_registered = False
@@ -71,7 +61,7 @@ def _start() -> Optional[AnySession]:
             return _session
         _starting = True
         try:
-            _session = _make_session()
+            _session = _begin()
         finally:
             _resolved, _starting = True, False
         return _session
@@ -88,9 +78,7 @@ def session_into(directory: str) -> Optional[AnySession]:
             return _session
         _starting = True
         try:
-            _session = _make_session(
-                {**os.environ, "TENSOR_SAVE_ENABLED": "true", "TENSOR_SAVE_DIR": directory}
-            )
+            _session = _begin({**os.environ, "TENSOR_SAVE_ENABLED": "true", "TENSOR_SAVE_DIR": directory})
         finally:
             _starting = False
         return _session
@@ -101,33 +89,13 @@ def running() -> Optional[AnySession]:
     return _session
 
 
-def _make_session(environ: Optional[Mapping[str, str]] = None) -> Optional[AnySession]:
-    config = load_config() if environ is None else load_config(environ)
-    if config.log is not None:
-        show(config.log)
-    if not config.enabled or _in_data_worker():
-        return None
-    try:
-        if config.plan is not None:
-            made: AnySession = PlanSession(config)
-        else:
-            made = Session(config if config.embedded is None else embedded.provide(config, _notices))
-    except Exception as error:  # also no thread, or a broken installation: nothing of it ends the job
-        _notices.warn("start", "capture is off: %s", error if isinstance(error, CapdError) else repr(error))
-        if config.strict:
-            raise
-        return None
-    recompute.install()
-    optimizer_steps.listen(_optimizer_stepped)
-    _register_handlers()
+def _begin(environ: Optional[Mapping[str, str]] = None) -> Optional[AnySession]:
+    made = make_session(_notices, environ)
+    if made is not None:
+        recompute.install()
+        optimizer_steps.listen(_optimizer_stepped)
+        _register_handlers()
     return made
-
-
-def _in_data_worker() -> bool:
-    """Whether this is a DataLoader's worker process: it prepares data and is no rank."""
-    from torch.utils.data import get_worker_info
-
-    return get_worker_info() is not None
 
 
 def _register_handlers() -> None:
@@ -212,7 +180,7 @@ def capture(
         context = current.context
         names = (tensor_name, layer_type, component, operation, phase, layer, module, stack, quant_type)
         rank = context.bind()
-        key = _keys.get((names, tensor.dtype, rank)) or key_of(current, names, tensor.dtype, rank)
+        key = KEYS.get((names, tensor.dtype, rank)) or key_of(names, tensor.dtype, rank, current.quant_type)
         overrides = (iteration, micro_batch, sample_idx, batch_idx, sequence_idx)
         if overrides == _NO_OVERRIDES:
             if (
@@ -223,7 +191,7 @@ def capture(
             moment = context.moment(call=call)
         else:
             moment = moment_of(context, key, overrides)
-        text = "" if metadata is None else _metadata(metadata)
+        text = "" if metadata is None else metadata_text(metadata)
         take = None if slice is None else parse_slice(slice)
         attributes = None
         if current.config.collect is not None:
@@ -240,59 +208,6 @@ def capture(
         current.offer(
             tensor, key, moment, attributes=attributes, metadata=text, take=take, immutable=immutable
         )
-
-
-def key_of(current: AnySession, names: tuple[Any, ...], dtype: torch.dtype, rank: int) -> Key:
-    """The key of these names, the same object every time. Raises ConfigError for names that cannot be used."""
-    found = _keys.get((names, dtype, rank))
-    if found is not None:
-        return found
-    tensor_name, layer_type, component, operation, phase, layer, module, stack, quant_type = names
-    for name in (tensor_name, layer_type, component, operation, phase, module, stack):
-        if not isinstance(name, str):
-            raise ConfigError(f"a name is a str, not {name!r:.80}")
-    key = Key(
-        quant_type=current.quant_type(dtype) if quant_type is None else quant_type,
-        rank=rank,
-        tensor_name=tensor_name,
-        layer=None if layer is None else as_index("layer", layer),
-        phase=phase,
-        layer_type=layer_type,
-        operation=operation,
-        component=component,
-        module=module,
-        stack=stack,
-    )
-    if len(_keys) >= _MAX_KEYS_REMEMBERED:  # a caller that makes up new names all the time
-        _keys.clear()
-    _keys[names, dtype, rank] = key
-    return key
-
-
-def moment_of(context: Context, key: Key, overrides: tuple[Any, ...]) -> Moment:
-    """The moment of a capture that gives some of MOMENT_FIELDS itself; None leaves one to the context."""
-    given = {
-        name: as_index(name, value)
-        for name, value in zip(MOMENT_FIELDS, overrides, strict=True)
-        if value is not None
-    }
-    if "iteration" in given:
-        context.reach(given["iteration"])
-    elif _graph_task() == -1:
-        context.begin_if_dirty()
-    iteration = given.get("iteration", context.iteration)
-    micro_batch = given.get("micro_batch", context.micro_batch)
-    given["call"] = context.next_call(id(key), iteration, micro_batch)
-    return msgspec.structs.replace(context.moment(), **given)
-
-
-def _metadata(metadata: Mapping[str, Any]) -> str:
-    if not isinstance(metadata, Mapping):
-        raise ConfigError(f"metadata is a mapping of JSON values, not a {type(metadata).__name__}")
-    try:
-        return msgspec.json.encode(dict(metadata)).decode()
-    except (TypeError, ValueError, RecursionError, OverflowError) as error:
-        raise ConfigError(f"metadata holds something that JSON does not: {error}") from None
 
 
 @untraced
@@ -334,20 +249,11 @@ def close(timeout_s: Optional[float] = None) -> None:
             optimizer_steps.forget(_optimizer_stepped)
     if current is not None:
         try:
-            _leave(current, timeout_s)
+            leave(current, timeout_s)
         except Exception as error:
             _notices.warn("close", "closing failed: %s: %s", type(error).__name__, error)
             if current.config.strict:
                 raise
-
-
-def _leave(current: AnySession, timeout_s: Optional[float]) -> None:
-    config = current.config
-    deadline = time.monotonic() + (config.exit_timeout_s if timeout_s is None else timeout_s)
-    current.close(timeout_s)
-    welcome = current.transport.welcome if isinstance(current, Session) else None
-    if config.embedded is not None and config.endpoint is not None and welcome is not None:
-        embedded.settle(config.endpoint, welcome.run_id, deadline - time.monotonic())
 
 
 def counters() -> dict[str, Any]:

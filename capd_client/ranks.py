@@ -9,7 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["RankInfo", "distributed_ready", "find_rank", "index_in", "job_name", "spans_nodes"]
+__all__ = [
+    "RANK_VARIABLES", "RankInfo", "distributed_ready", "find_rank", "index_in", "job_name", "rank_in", "spans_nodes",
+]  # fmt: skip
+
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+"""What `rank_in` looks at."""
+
 
 _MAX_RANK = 2**31 - 1
 _world: Any = None  # torch's class that holds the default process group, once it is loaded
@@ -41,36 +47,40 @@ def _find_world() -> Any:
 
 
 def find_rank(environ: Mapping[str, str] | None = None) -> RankInfo:
-    """torch.distributed > RANK / LOCAL_RANK > 0.
-
-    LOCAL_RANK is the rank of a job known to stay on one node; where it spans nodes (WORLD_SIZE above
-    LOCAL_WORLD_SIZE), or may, only RANK tells ranks apart. Values that are no numbers count as absent.
-    """
+    """torch.distributed > RANK / LOCAL_RANK > 0. Values that are no numbers count as absent."""
     environ = os.environ if environ is None else environ
-    rank, local_rank = index_in(environ, "RANK"), index_in(environ, "LOCAL_RANK")
-    world = index_in(environ, "WORLD_SIZE")
+    local_rank, world = index_in(environ, "LOCAL_RANK"), index_in(environ, "WORLD_SIZE")
     local_world = index_in(environ, "LOCAL_WORLD_SIZE")
     tried = index_in(environ, "CAPD_ATTEMPT") or 0  # of a collection run that tries again
     attempt = tried + (index_in(environ, "TORCHELASTIC_RESTART_COUNT") or 0)
-    one_node = world is not None and local_world is not None and world <= local_world
-    order = (
-        (("LOCAL_RANK", local_rank), ("RANK", rank))
-        if one_node
-        else (("RANK", rank), ("LOCAL_RANK", local_rank))
-    )
-    source, number = next(((f"env {name}", n) for name, n in order if n is not None), ("default", 0))
+    number, source = rank_in(environ)
     if distributed_ready():
         from torch import distributed
 
         source, number, world = "torch.distributed", distributed.get_rank(), distributed.get_world_size()
     return RankInfo(
-        rank=number,
+        rank=number or 0,
         world_size=max(1, world or 1),
         local_rank=local_rank if local_rank is not None else 0,
         local_world_size=max(1, local_world or (world or 1) if local_rank is not None else 1),
         attempt=attempt,
         source=source,
     )
+
+
+def rank_in(environ: Mapping[str, str]) -> tuple[int | None, str]:
+    """The rank that the launcher's variables give, and its source; None and "default" where they give none.
+
+    LOCAL_RANK is the rank of a job known to stay on one node; where it spans nodes (WORLD_SIZE above
+    LOCAL_WORLD_SIZE), or may, only RANK tells ranks apart.
+    """
+    world, local_world = index_in(environ, "WORLD_SIZE"), index_in(environ, "LOCAL_WORLD_SIZE")
+    one_node = world is not None and local_world is not None and world <= local_world
+    for name in ("LOCAL_RANK", "RANK") if one_node else ("RANK", "LOCAL_RANK"):
+        number = index_in(environ, name)
+        if number is not None:
+            return number, f"env {name}"
+    return None, "default"
 
 
 def index_in(environ: Mapping[str, str], name: str, limit: int = _MAX_RANK) -> int | None:

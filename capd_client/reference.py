@@ -7,6 +7,7 @@ What is not there is left out. `capd.open(store).record(reference)` finds the re
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
@@ -38,15 +39,18 @@ _MOMENT = ("iteration", "micro_batch", "call", "sample_idx", "batch_idx", "seque
 
 def reference_of(key: Key, moment: Moment) -> str:
     """The reference of what is recorded of `key` at `moment`."""
-    fields: dict[str, Any] = {name: getattr(key, name) for name in _KEY}
-    fields |= {name: getattr(moment, name) for name in _MOMENT}
-    given = {
-        n: value
-        for n, value in fields.items()
-        if value is not None and (value != "" or n not in _MAY_BE_EMPTY)
-    }
+    numbers = [(name, getattr(moment, name)) for name in _MOMENT]
+    given = [f"{name}={number}" for name, number in numbers if number is not None]
     if not moment.attempt:
-        del given["attempt"]
+        given.pop()  # it is the last one
+    return f"{_beginning(key)}&{'&'.join(given)}"
+
+
+@lru_cache(maxsize=1 << 12)
+def _beginning(key: Key) -> str:
+    """What the references of all records of a key have in common."""
+    fields = {name: getattr(key, name) for name in _KEY}
+    given = {n: v for n, v in fields.items() if v is not None and (v != "" or n not in _MAY_BE_EMPTY)}
     return _SCHEME + urlencode(given, errors="replace")
 
 

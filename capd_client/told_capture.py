@@ -15,7 +15,9 @@ from capd_client.collecting import NOT_EMULATED, within_quota
 from capd_client.collection_state import STATE, rank_of, sample_of
 from capd_client.counter_page import DropReason
 from capd_client.errors import ConfigError
+from capd_client.explicit import key_of, moment_of
 from capd_client.notices import Notices
+from capd_client.process_session import AnySession
 from capd_client.protocol import MAX_METADATA_NBYTES
 from capd_client.recompute import repeating
 from capd_client.reference import reference_of
@@ -25,15 +27,15 @@ __all__ = ["capture_as_told", "sorted_out"]
 
 logger = logging.getLogger("capd_client")
 _notices = Notices()
-_followed: Optional[api.AnySession] = None  # the session whose moment follows STATE
+_followed: Optional[AnySession] = None  # the session whose moment follows STATE
 
 
 def capture_as_told(
-    current: api.AnySession, tensor: Any, names: tuple[Any, ...], rank: Any, sample_idx: Any, metadata: Any
+    current: AnySession, tensor: Any, names: tuple[Any, ...], rank: Any, sample_idx: Any, metadata: Any
 ) -> Optional[str]:
     """Capture a tensor under what the caller and STATE say. Returns the record's reference, None where it was dropped.
 
-    names: as `capd_client.api.key_of` takes them; the last one, the label, may be None. Raises ConfigError for what
+    names: as `capd_client.explicit.key_of` takes them; a label None is CUSTOM_QUANT_TYPE's. Raises ConfigError for what
     cannot be used.
     """
     if repeating() or trying():
@@ -45,12 +47,10 @@ def capture_as_told(
     context, manual = current.context, STATE.manual
     number, source = rank_of(tensor, rank)
     sample = sample_of(sample_idx, context.sample_idx)
-    key = api.key_of(current, _labelled(names), tensor.dtype, number)
-    batch, sequence = (
-        manual.get(f"{name}_idx", getattr(context, f"{name}_idx") or 0) for name in ("batch", "sequence")
-    )
-    overrides = (manual.get("iteration"), None, sample, batch, sequence)
-    moment = api.moment_of(context, key, overrides)
+    key = key_of(_labelled(names), tensor.dtype, number, current.quant_type)
+    batch = manual.get("batch_idx", context.batch_idx or 0)
+    sequence = manual.get("sequence_idx", context.sequence_idx or 0)
+    moment = moment_of(context, key, (manual.get("iteration"), None, sample, batch, sequence))
     if not within_quota(current.config, context, moment):
         return None
     if logger.isEnabledFor(logging.DEBUG):
@@ -74,15 +74,17 @@ def _labelled(names: tuple[Any, ...]) -> tuple[Any, ...]:
 def sorted_out(rank: Any, sample_idx: Any, weights: Any, metadata: Any) -> tuple[Any, Any, Any, Any]:
     """The last arguments, by what they are: in other versions metadata stood where rank or sample_idx stands."""
     given = (rank, sample_idx, weights)
-    shifted = any(isinstance(value, (Mapping, torch.Tensor)) for value in given[:2]) or isinstance(
-        weights, Mapping
-    )
-    if not shifted:
-        return rank, sample_idx, weights, metadata
+    if not (_displaced(rank) or _displaced(sample_idx) or isinstance(weights, Mapping)):
+        return *given, metadata
     metadata = next((value for value in given if isinstance(value, Mapping)), metadata)
     weights = next((value for value in given if isinstance(value, torch.Tensor)), None)
-    rank, sample_idx = (None if isinstance(v, (Mapping, torch.Tensor)) else v for v in given[:2])
+    rank, sample_idx = (None if _displaced(value) else value for value in given[:2])
     return rank, sample_idx, weights, metadata
+
+
+def _displaced(value: Any) -> bool:
+    """Whether what stands in the place of an index is metadata, or the attention weights."""
+    return value is not None and type(value) is not int and isinstance(value, (Mapping, torch.Tensor))
 
 
 def _metadata_text(metadata: Any) -> str:
@@ -105,7 +107,7 @@ def _as_text(value: Any) -> str:
     return f"tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else str(value)
 
 
-def _follow(current: api.AnySession) -> None:
+def _follow(current: AnySession) -> None:
     """From now on the session's moment follows STATE, so that what `watch` captures bears it, too."""
     global _followed
     if current is not _followed:
@@ -113,7 +115,7 @@ def _follow(current: api.AnySession) -> None:
         _tell(current, STATE.manual)
 
 
-def _tell(current: api.AnySession, values: Mapping[str, Optional[int]]) -> None:
+def _tell(current: AnySession, values: Mapping[str, Optional[int]]) -> None:
     try:
         current.context.set_moment(**values)
     except ConfigError as error:

@@ -13,7 +13,8 @@ from client_peer import Peer
 from fake_device import AlwaysDevice, FakeDevice, Rig
 
 import capd_client
-from capd_client import api
+from capd_client import api, explicit, saver, told_capture, told_indices
+from capd_client.collection_state import STATE
 from capd_client.config import ClientConfig
 from capd_client.context import Context
 from capd_client.device import DeviceStager
@@ -109,7 +110,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
     def forget() -> None:
         api._resolved, api._session, api._closed, api._over = False, None, None, False
-        api._keys.clear()
+        explicit.KEYS.clear()
 
     forget()
     monkeypatch.setenv("CAPD_ARENA_BYTES", str(1 << 20))
@@ -123,3 +124,22 @@ def on(fresh: pytest.MonkeyPatch, peer: Peer) -> Peer:
     """The same with a daemon to talk to."""
     fresh.setenv("CAPD_ENDPOINT", f"unix:{peer.path}")
     return peer
+
+
+@pytest.fixture
+def untold() -> Iterator[None]:
+    """A process that has made none of the predecessor's calls yet."""
+
+    def forget() -> None:
+        STATE.__init__()  # type: ignore[misc]
+        STATE.on_change = told_capture._changed
+        told_indices._said.clear()
+        told_indices._index_in.cache_clear()
+        told_indices._rank_in.cache_clear()
+        for notices in (told_indices._notices, told_capture._notices):
+            notices._last.clear()
+        saver._saver = told_capture._followed = None
+
+    forget()
+    yield
+    forget()
