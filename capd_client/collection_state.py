@@ -17,6 +17,7 @@ from capd_client.told_indices import (
     say_once,
     usable,
 )
+from capd_client.untraced import untraced, untraced_methods
 
 __all__ = [
     "STATE", "TensorCollectionState", "get_current_rank", "get_current_rank_and_sample", "get_tensor_collection_state",
@@ -32,6 +33,7 @@ _FIELDS = {
 }  # of the moment, by the attribute that sets it
 
 
+@untraced_methods
 class TensorCollectionState:
     """Manual state of a process: what is set here stays until it is set again; None hands it back.
 
@@ -159,6 +161,7 @@ def _manual_or_of_process(state: TensorCollectionState) -> tuple[Optional[int], 
     return rank_of_process() if manual is None else (manual, "manual")
 
 
+@untraced
 def initialize_tensor_collection(
     rank: Optional[int] = None,
     sample_idx: Optional[int] = None,
@@ -181,36 +184,43 @@ def get_tensor_collection_state() -> TensorCollectionState:
     return STATE
 
 
+@untraced
 def set_global_rank(rank: int) -> None:
     """Record further captures of these calls under this rank."""
     STATE.set_rank(rank)
 
 
+@untraced
 def set_global_sample_idx(sample_idx: int) -> None:
     """Record further captures with this sample."""
     STATE.set_sample_idx(sample_idx)
 
 
+@untraced
 def set_global_iteration(iteration: int) -> None:
     """Record further captures in this iteration."""
     STATE.set_iteration(iteration)
 
 
+@untraced
 def set_global_batch_idx(batch_idx: int) -> None:
     """Record further captures with this batch."""
     STATE.set_batch_idx(batch_idx)
 
 
+@untraced
 def set_global_sequence_idx(sequence_idx: int) -> None:
     """Record further captures with this sequence."""
     STATE.set_sequence_idx(sequence_idx)
 
 
+@untraced
 def get_current_rank() -> Optional[int]:
     """The rank that the manual state, torch.distributed or the environment gives; None where none does."""
     return STATE.get_rank()
 
 
+@untraced
 def get_current_rank_and_sample() -> tuple[Optional[int], Optional[int]]:
     """Rank and sample of a capture that names neither, the tensor's device left aside: 0 and 0 at the end."""
     return get_current_rank() or 0, sample_of()

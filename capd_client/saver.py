@@ -18,7 +18,7 @@ from capd_client.errors import ConfigError
 from capd_client.process_session import AnySession
 from capd_client.told_capture import capture_as_told, sorted_out
 from capd_client.told_indices import index_of_variable, say_once, usable
-from capd_client.untraced import untraced
+from capd_client.untraced import untraced, untraced_methods
 
 __all__ = ["TensorSaver", "get_tensor_saver"]
 
@@ -26,6 +26,7 @@ logger = logging.getLogger("capd_client")
 _saver: Optional[TensorSaver] = None
 
 
+@untraced_methods
 class TensorSaver:
     """What the predecessor's saver was: captures while `enabled`.
 
@@ -96,7 +97,6 @@ class TensorSaver:
         """The same, by its other name."""
         return self.should_collect_tensor()
 
-    @untraced
     def save_tensor(
         self,
         tensor: torch.Tensor,
@@ -136,7 +136,6 @@ class TensorSaver:
         self.tensor_counter += reference is not None
         return reference
 
-    @untraced
     def save_attention_tensors(
         self,
         query: torch.Tensor,
@@ -164,7 +163,6 @@ class TensorSaver:
             if tensor is not None
         }  # fmt: skip
 
-    @untraced
     def save_linear_tensors(
         self,
         input_tensor: torch.Tensor,
@@ -197,6 +195,7 @@ class TensorSaver:
         return current
 
 
+@untraced
 def get_tensor_saver() -> TensorSaver:
     """The saver of this process, made at the first call: enabled where capture is on, as is said then.
 

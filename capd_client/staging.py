@@ -30,7 +30,7 @@ from capd_client.protocol import Descriptor
 from capd_client.reducing import write_row
 from capd_client.room import RoomNotices
 from capd_client.slicing import Slice
-from capd_client.tensors import DTYPES, PLAIN_TYPES, modes_active, without_modes
+from capd_client.tensors import DTYPES, PLAIN_TYPES, is_tracing, modes_active, without_modes
 
 __all__ = ["Stager"]
 
@@ -79,7 +79,13 @@ class Stager(Describing):
 
         A normal return has counted the offer once, and so has Counted; other errors have not.
         """
-        if take is None and not metadata and type(tensor) in PLAIN_TYPES and tensor.is_cpu:
+        if (
+            take is None
+            and not metadata
+            and type(tensor) in PLAIN_TYPES
+            and tensor.is_cpu
+            and not is_tracing()  # in which numbers of elements are tensors
+        ):
             dtype = tensor.dtype if cast_to is None else cast_to
             definition = self._books.definitions.found.get((id(key), dtype, id(attributes)))
             if definition is not None and self._stage_known(tensor, dtype, definition, moment, store):

@@ -74,17 +74,17 @@ def _labelled(names: tuple[Any, ...]) -> tuple[Any, ...]:
 def sorted_out(rank: Any, sample_idx: Any, weights: Any, metadata: Any) -> tuple[Any, Any, Any, Any]:
     """The last arguments, by what they are: in other versions metadata stood where rank or sample_idx stands."""
     given = (rank, sample_idx, weights)
-    if not (_displaced(rank) or _displaced(sample_idx) or isinstance(weights, Mapping)):
+    if not (_displaced(rank) or _displaced(sample_idx) or issubclass(type(weights), Mapping)):
         return *given, metadata
-    metadata = next((value for value in given if isinstance(value, Mapping)), metadata)
-    weights = next((value for value in given if isinstance(value, torch.Tensor)), None)
+    metadata = next((value for value in given if issubclass(type(value), Mapping)), metadata)
+    weights = next((value for value in given if issubclass(type(value), torch.Tensor)), None)
     rank, sample_idx = (None if _displaced(value) else value for value in given[:2])
     return rank, sample_idx, weights, metadata
 
 
 def _displaced(value: Any) -> bool:
     """Whether what stands in the place of an index is metadata, or the attention weights."""
-    return value is not None and type(value) is not int and isinstance(value, (Mapping, torch.Tensor))
+    return value is not None and issubclass(type(value), (Mapping, torch.Tensor))
 
 
 def _metadata_text(metadata: Any) -> str:

@@ -6,17 +6,28 @@ Otherwise Dynamo would trace locks, clocks and counters into the job's graphs, o
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeVar
 
-__all__ = ["traced_as", "untraced"]
+__all__ = ["traced_as", "untraced", "untraced_methods"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Class = TypeVar("_Class", bound=type)
 
 
 def untraced(function: _Function) -> _Function:
     """Mark a plain function, as `torch.compiler.disable` does: a compiled caller breaks its graph and calls it."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return _never_compiled(function)
+
+
+def untraced_methods(kind: _Class) -> _Class:
+    """The same for every method of a class, and what is behind its properties."""
+    for value in vars(kind).values():
+        for function in (value.fget, value.fset) if isinstance(value, property) else (value,):
+            if isinstance(function, FunctionType):
+                untraced(function)
+    return kind
 
 
 def traced_as(

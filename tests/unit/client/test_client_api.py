@@ -292,6 +292,21 @@ def test_a_traced_function_holds_nothing_of_capd(on: Peer) -> None:
     assert len(on.records) == 1
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_a_tensor_that_is_known_from_before_a_trace_is_captured_in_it_too(on: Peer) -> None:
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        capd_client.capture(x, tensor_name="x")
+        return x * 2
+
+    doubled(torch.ones(3))
+    traced = torch.jit.trace(doubled, torch.ones(3), check_trace=False)
+    doubled(torch.ones(3))
+
+    assert "numel" not in str(traced.graph)
+    assert capd_client.flush(10)
+    assert on.data_of("x") == [torch.ones(3).numpy().tobytes()] * 3
+
+
 def test_a_gradient_belongs_to_the_iteration_of_its_forward_where_the_optimizer_steps_in_the_backward(
     on: Peer,
 ) -> None:
