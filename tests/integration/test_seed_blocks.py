@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
+import io
 import json
 import os
 import re
@@ -110,6 +112,26 @@ def test_variables_that_a_block_sets_in_the_process_hold_for_the_next_call(node:
     assert stored(run) == EXPECTED["000-1"]
 
 
+def test_the_line_that_a_document_prints_is_one_of_the_debug_log(node: Daemon) -> None:
+    names = {"rank": 3, "sample_idx": 6, "layer_type": "linear", "operation": "forward"}
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        exec(blocks()["001-2"], dict(names))  # noqa: S102 - the document's line
+    command = [sys.executable, str(JOB), "001-0"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60,
+        env=environment(
+            CAPD_ENDPOINT=node.endpoint, CAPD_RUN_ID="debug", CAPD_LOG="debug", **ENVIRONMENT, **OF_BLOCK["001-0"]
+        ),
+    )  # fmt: skip
+
+    told = dict(part.split(": ") for part in shown.getvalue().partition(" - ")[2].strip().split(", "))
+    assert told == {"Rank": "3", "Sample": "6", "Layer": "linear", "Operation": "forward"}
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("capd: output: ")]
+    for word, value in told.items():
+        assert f"{word.lower()} {value}" in line
+
+
 def test_the_metadata_that_a_document_shows_is_in_the_record(node: Daemon) -> None:
     shown = ast.literal_eval(blocks()["000-6"].strip())
     (series,) = capd.open(run_block(node, "000-1", "000-8")).series
@@ -135,24 +157,30 @@ def test_the_functions_that_a_document_lists_are_there_with_their_parameters() -
 @pytest.mark.parametrize(
     ("shell", "script", "block", "directory", "expected"),
     [
+        ("001-1", "", "000-1", "enhanced_tensor_logs", EXPECTED["000-1"]),
+        ("002-2", "", "002-3", "tensor_logs", rows(ATTENTION, 1, "hifp8")),
         ("000-7", "run_wikipedia_tensor_collection.sh", "000-1", "enhanced_tensor_logs", EXPECTED["000-1"]),
         ("001-3", "run_wikipedia_tensor_collection.sh", "000-1", "enhanced_tensor_logs", EXPECTED["000-1"]),
         ("002-5", "examples/llama/train_llama32_1b_h100_fp8.sh", "002-3", "tensor_logs/experiment_001",
          rows(ATTENTION, 1, "hifp8")),
     ],
-    ids=["000-7", "001-3", "002-5"],
+    ids=["001-1", "002-2", "000-7", "001-3", "002-5"],
 )  # fmt: skip
-def test_a_shell_block_runs_a_training_script_as_before(
+def test_what_a_shell_block_sets_and_runs_is_as_before(
     tmp_path: Path, shell: str, script: str, block: str, directory: str, expected: list[tuple[Any, ...]]
 ) -> None:
-    (tmp_path / script).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / script).write_text(f'"{sys.executable}" "{JOB}" {block}\n')
-    switched_on = (
-        {"TENSOR_SAVE_ENABLED": "true"} if shell == "001-3" else {}
-    )  # as its document has it elsewhere
+    training = f'"{sys.executable}" "{JOB}" {block}\n'
+    lines = blocks()[shell]
+    if script:  # which the block runs
+        (tmp_path / script).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / script).write_text(training)
+    else:
+        lines += training
+    document = shell.partition("-")[0]
+    switched_on = {"TENSOR_SAVE_ENABLED": "true"} if document == "001" else {}  # as another document has it
 
     done = subprocess.run(
-        ["bash", "-ec", blocks()[shell]], cwd=tmp_path, capture_output=True, text=True, timeout=100,
+        ["bash", "-ec", lines], cwd=tmp_path, capture_output=True, text=True, timeout=100,
         env=environment(**switched_on),
     )  # fmt: skip
 
