@@ -113,8 +113,8 @@ def _start(store: str, path: str, deadline: float) -> str:
         time.sleep(rest_s)  # the daemon of a job before listens no more, it seals and leaves
         rest_s = min(2 * rest_s, 5.0)  # each trial says on stderr why it ends
     raise EmbeddedError(
-        f"no daemon could be started on {store} (exit code {code}; its message is above). Install capd for "
-        f"{sys.executable}, or start `capd serve --store {store}` and set CAPD_ENDPOINT"
+        f"no daemon could be started on {store} (exit code {code}; its message is above). Choose another "
+        f"TENSOR_SAVE_DIR, install capd for {sys.executable}, or start `capd serve` and set CAPD_ENDPOINT"
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.processes import Daemon, Rank, StartRank
+from tests.integration.embedded_job import Job, StartJob
+from tests.integration.processes import Daemon, Rank, StartRank, daemons_on
 
 
 @pytest.fixture
@@ -40,3 +43,20 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def start_job(tmp_path: Path) -> Iterator[StartJob]:
+    """Starts jobs; neither they nor their daemons outlive the test."""
+    jobs: list[Job] = []
+
+    def start(*prefix: str, **environment: str) -> Job:
+        jobs.append(Job(tmp_path, *prefix, **environment))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        if job.process.poll() is None:
+            job.kill()
+    for pid in daemons_on(tmp_path / "enhanced_tensor_logs"):
+        os.kill(pid, signal.SIGKILL)

@@ -47,3 +47,8 @@ def run_ranks(
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return directory / "job.zarr"
+
+
+def can_unshare(*options: str) -> bool:
+    """Whether this machine lets us make such namespaces."""
+    return subprocess.run(["unshare", *options, "true"], capture_output=True, check=False).returncode == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.integration.checking import assert_balanced, captured_numbers
+from tests.integration.launching import can_unshare
 from tests.integration.processes import RANK_JOB, Daemon, Rank, at_rest, live_stats, until
 
 APART = ("--pid", "--fork", "--mount-proc", "--mount", "--ipc", "--uts", "--net", "--kill-child")
@@ -27,11 +27,6 @@ os.setgid({NOBODY})
 os.setuid({NOBODY})
 rank_job.main()
 """  # what is imported by then, the other user need not be able to read
-
-
-def can_unshare(*options: str) -> bool:
-    """Whether this machine lets us make such namespaces."""
-    return subprocess.run(["unshare", *options, "true"], capture_output=True, check=False).returncode == 0
 
 
 apart = pytest.mark.skipif(not can_unshare(*APART), reason="namespaces may not be made here (needs root)")

@@ -3,115 +3,22 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import capd
 from capd.server.daemon import node_name
+from tests.integration.embedded_job import StartJob, only_run, samples, spooled
 from tests.integration.launching import REPOSITORY
 from tests.integration.processes import Daemon, daemons_on, until
-
-JOB = """
-import json, os, sys, torch
-from capd_client.tensor_saver import save_tensor
-import capd_client
-def save(first, last):
-    return [save_tensor(torch.full((64,), float(n)), "linear", "forward", "bf16", "x", sample_idx=n) is not None
-            for n in range(first, last)]
-for line in sys.stdin:
-    verb, *numbers = line.split()
-    numbers = [int(n) for n in numbers]
-    if verb == "save":
-        print(json.dumps(all(save(*numbers))), flush=True)
-    elif verb == "flush":
-        print(json.dumps(capd_client.flush(30)), flush=True)
-    elif verb == "own":
-        from capd_client.tensor_saver import TensorSaver
-        saver = TensorSaver("mine/mxfp8")
-        print(json.dumps(saver.save_tensor(torch.ones(2), "linear", "forward", "mxfp8", "x") is not None), flush=True)
-    elif verb == "children":
-        tasks = os.listdir("/proc/self/task")
-        print(json.dumps([open(f"/proc/self/task/{t}/children").read() for t in tasks]), flush=True)
-    elif verb == "leave":
-        break
-"""
-
-
-class Job:
-    """A rank that does what it is told."""
-
-    def __init__(self, directory: Path, **environment: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", JOB], cwd=directory, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "CAPD_ARENA_BYTES": str(1 << 20),
-                 "TENSOR_SAVE_ENABLED": "true", **environment},
-        )  # fmt: skip
-
-    def ask(self, command: str) -> Any:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        assert line, self.process.communicate()[1]
-        return json.loads(line)
-
-    def leave(self) -> str:
-        """Returns what it said."""
-        _, said = self.process.communicate("leave\n", timeout=60)
-        assert self.process.returncode == 0, said
-        return said
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
-StartJob = Callable[..., Job]
-
-
-@pytest.fixture
-def start_job(tmp_path: Path) -> Iterator[StartJob]:
-    """Starts jobs; neither they nor their daemons outlive the test."""
-    jobs: list[Job] = []
-
-    def start(**environment: str) -> Job:
-        jobs.append(Job(tmp_path, **environment))
-        return jobs[-1]
-
-    yield start
-    for job in jobs:
-        if job.process.poll() is None:
-            job.kill()
-    for pid in daemons_on(tmp_path / "enhanced_tensor_logs"):
-        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     return tmp_path / "enhanced_tensor_logs"
-
-
-def samples(run: Path) -> list[tuple[int, int | None]]:
-    return sorted((s.key.rank, record.sample_idx) for s in capd.open(run).series for record in s.records)
-
-
-def only_run(store: Path) -> Path:
-    (run,) = store.glob("*.zarr")
-    return run
-
-
-def spooled(run: Path) -> list[Path]:
-    return [path for path in run.glob(".capd/node=*/spool/*") if path.is_file()]
 
 
 def test_a_job_leaves_a_sealed_store_the_moment_it_is_over_and_the_daemon_ends_by_itself(
@@ -134,10 +41,9 @@ def test_a_job_leaves_a_sealed_store_the_moment_it_is_over_and_the_daemon_ends_b
 def test_ranks_that_start_at_once_share_one_daemon_and_one_run(start_job: StartJob, store: Path) -> None:
     jobs = [start_job(LOCAL_RANK=str(rank)) for rank in range(3)]
     for job in jobs:
-        job.process.stdin.write("save 0 4\n")  # type: ignore[union-attr]
-        job.process.stdin.flush()  # type: ignore[union-attr]
+        job.tell("save 0 4")
     for job in jobs:
-        assert json.loads(job.process.stdout.readline()) is True  # type: ignore[union-attr]
+        assert job.hear() is True
 
     assert len(daemons_on(store)) == 1
     for job in jobs:
@@ -210,10 +116,9 @@ def test_a_store_that_a_daemon_is_still_leaving_is_waited_for(start_job: StartJo
     with (store / f".capd-{node_name(None)}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         job = start_job()
-        job.process.stdin.write("save 0 3\n")  # type: ignore[union-attr]
-        job.process.stdin.flush()  # type: ignore[union-attr]
+        job.tell("save 0 3")
         until(lambda: daemons_on(store))  # the first one, which is refused
-    assert json.loads(job.process.stdout.readline()) is True  # type: ignore[union-attr]
+    assert job.hear() is True
     job.leave()
 
     assert samples(only_run(store)) == [(0, n) for n in range(3)]
