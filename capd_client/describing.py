@@ -32,7 +32,7 @@ from capd_client.tensors import (
     without_modes,
 )
 
-__all__ = ["Describing"]
+__all__ = ["Describing", "key_of_part"]
 
 _PENDING = (
     "a collective fills it, in a selectively checkpointed part: waiting for that would upset what torch saved"
@@ -112,7 +112,7 @@ class Describing:
             for name, part in inner:
                 self._stage(
                     part,
-                    _key_of_part(key, tensor, name, part),
+                    key_of_part(key, tensor, name, part),
                     moment,
                     None,
                     context,
@@ -171,7 +171,7 @@ class Describing:
             return None
 
 
-def _key_of_part(key: Key, tensor: torch.Tensor, name: str, part: torch.Tensor) -> Key:
+def key_of_part(key: Key, tensor: torch.Tensor, name: str, part: torch.Tensor) -> Key:
     """The key of a tensor inside `tensor`, labelled with its own dtype where the key has that of the whole."""
     label = short_name(part.dtype) if key.quant_type == short_name(tensor.dtype) else key.quant_type
     return msgspec.structs.replace(key, tensor_name=f"{key.tensor_name}{name}", quant_type=label)

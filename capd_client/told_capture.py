@@ -14,13 +14,17 @@ from capd_client import api
 from capd_client.collecting import NOT_EMULATED, within_quota
 from capd_client.collection_state import STATE, rank_of, sample_of
 from capd_client.counter_page import DropReason
+from capd_client.describing import key_of_part
 from capd_client.errors import ConfigError
 from capd_client.explicit import key_of, moment_of
+from capd_client.inner import inner_tensors
+from capd_client.key import Key
 from capd_client.notices import Notices
 from capd_client.process_session import AnySession
 from capd_client.protocol import MAX_METADATA_NBYTES
 from capd_client.recompute import repeating
 from capd_client.reference import reference_of
+from capd_client.tensors import PLAIN_TYPES
 from capd_client.trials import trying
 
 __all__ = ["capture_as_told", "sorted_out"]
@@ -64,7 +68,13 @@ def capture_as_told(
     attributes = None if current.config.collect is None else NOT_EMULATED
     current.offer(tensor, key, moment, attributes=attributes, metadata=_metadata_text(metadata))
     admitted = books is not None and books.last_sequence != before
-    return reference_of(key, moment) if admitted else None
+    return reference_of(_recorded(key, tensor), moment) if admitted else None
+
+
+def _recorded(key: Key, tensor: torch.Tensor) -> Key:
+    """The key of the tensor's record; of a tensor that consists of others, that of the first one's."""
+    parts = () if type(tensor) in PLAIN_TYPES else inner_tensors(tensor)
+    return next((key_of_part(key, tensor, name, part) for name, part in parts), key)
 
 
 def _labelled(names: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from capd.cli.counters import Counters
 from capd.cli.ls import FIELDS
 from capd.config import DaemonSettings
 from capd.drops import CHOSEN, REMEDIES, describe_drops
+from capd_client import tensor_saver
 from capd_client.config import _SETTINGS
 from capd_client.counter_page import DropReason
 from capd_client.dtypes import ITEM_NBYTES
@@ -219,3 +221,24 @@ def row_names(text: str) -> list[str]:
     """The settings in the first column of tables."""
     columns = re.findall(r"^\| (`[^|]*`)[^|]*\|", text, re.MULTILINE)
     return [name for column in columns for name in re.findall(r"`(\w+)`", column)]
+
+
+def test_the_migration_page_has_every_call_of_the_predecessors_with_its_parameters() -> None:
+    text = page("migration")
+    classes = (tensor_saver.TensorSaver, tensor_saver.TensorCollectionState)
+    methods = {name for kind in classes for name, value in vars(kind).items() if inspect.isfunction(value)}
+    listed = dict(re.findall(r"`(\w+)\(([^`]*)\)`", text))
+
+    called = {name for name in tensor_saver.__all__ if inspect.isfunction(getattr(tensor_saver, name))}
+    told_as_a_range = re.compile("[sg]et_(rank|sample_idx|iteration|batch_idx|sequence_idx)")
+    named = {name for name in methods if not (name.startswith("_") or told_as_a_range.fullmatch(name))}
+    assert [name for name in {*tensor_saver.__all__, *named} if f"`{name}" not in text] == []
+    for name in called & listed.keys():
+        parameters = inspect.signature(getattr(tensor_saver, name)).parameters.values()
+        assert listed[name] == ", ".join(map(shown, parameters)), name
+
+
+def shown(parameter: inspect.Parameter) -> str:
+    default = parameter.default
+    text = f'"{default}"' if isinstance(default, str) else str(default)
+    return parameter.name if default is inspect.Parameter.empty else f"{parameter.name}={text}"

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import capd_client
 from capd_client import collection_state, tensor_saver
+from capd_client.reference import parse_reference
 from capd_client.tensor_saver import TensorSaver, get_tensor_saver, save_tensor
 
 TENSOR = torch.arange(6.0).view(2, 3)
@@ -312,3 +313,15 @@ def test_a_compiled_module_with_the_calls_computes_the_same_and_is_captured(on: 
     assert len(on.records) == 6 + 6 * 6
     moments = [record.descriptor.moment for record in on.records]
     assert {(moment.sample_idx, moment.batch_idx) for moment in moments} == {(7, 7)}
+
+
+def test_the_reference_of_a_tensor_that_consists_of_others_is_the_first_ones(on: Peer) -> None:
+    jagged = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged)
+
+    reference = save_tensor(jagged, "linear", "forward", "bf16", "x")
+
+    assert capd_client.flush(10)
+    assert reference is not None
+    names = [record.key.tensor_name for record in on.records]
+    assert len(names) > 1
+    assert parse_reference(reference)[0]["tensor_name"] == names[0]
