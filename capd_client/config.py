@@ -239,6 +239,8 @@ class _Resolver:
         """CAPD_ENDPOINT=off > TENSOR_SAVE_ENABLED=false > CAPD_ENDPOINT > TENSOR_SAVE_ENABLED=true > off."""
         text = self._environ.get("CAPD_ENDPOINT", "").strip()
         switch = self._environ.get("TENSOR_SAVE_ENABLED", "").strip().lower()
+        if switch and switch not in _TRUE | _FALSE:
+            self._report(f"TENSOR_SAVE_ENABLED={switch!r:.80} is neither true nor false", "; it says nothing")
         if text.lower() == "off":
             self._take("endpoint", None, "env CAPD_ENDPOINT")
         elif switch in _FALSE:

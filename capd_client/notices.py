@@ -62,6 +62,10 @@ class Notices:
         """Log at INFO, not limited: only for things that happen at human pace."""
         self._write(logging.INFO, message, *args)
 
+    def debug(self, message: str, *args: object) -> None:
+        """Log at DEBUG, not limited: ask `logger.isEnabledFor` before where there is one per capture."""
+        self._write(logging.DEBUG, message, *args)
+
     def _write(self, level: int, message: str, *args: object) -> None:
         try:
             logger.log(level, "capd: %s", message % args)

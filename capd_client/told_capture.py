@@ -39,8 +39,8 @@ def capture_as_told(
 ) -> Optional[str]:
     """Capture a tensor under what the caller and STATE say. Returns the record's reference, None where it was dropped.
 
-    names: as `capd_client.explicit.key_of` takes them; a label None is CUSTOM_QUANT_TYPE's. Raises ConfigError for what
-    cannot be used.
+    names: as `capd_client.explicit.key_of` takes them; without a label it is CUSTOM_QUANT_TYPE's. Raises ConfigError
+    for what cannot be used.
     """
     if repeating() or trying():
         return None
@@ -58,8 +58,8 @@ def capture_as_told(
     if not within_quota(current.config, context, moment):
         return None
     if logger.isEnabledFor(logging.DEBUG):
-        logger.debug(
-            "capd: %s: rank %d (%s), sample %d, iteration %d, layer %s %s, operation %s, phase %s",
+        _notices.debug(
+            "%s: rank %d (%s), sample %d, iteration %d, layer %s %s, operation %s, phase %s",
             key.tensor_name, number, source, sample, moment.iteration, key.layer_type, key.layer, key.operation,
             key.phase,
         )  # fmt: skip
@@ -78,7 +78,10 @@ def _recorded(key: Key, tensor: torch.Tensor) -> Key:
 
 
 def _labelled(names: tuple[Any, ...]) -> tuple[Any, ...]:
-    return names if names[-1] is not None else (*names[:-1], os.environ.get("CUSTOM_QUANT_TYPE") or None)
+    if names[-1] is not None and names[-1] != "":
+        return names
+    told = os.environ.get("CAPD_QUANT_TYPE") or os.environ.get("CUSTOM_QUANT_TYPE") or None
+    return (*names[:-1], told)
 
 
 def sorted_out(rank: Any, sample_idx: Any, weights: Any, metadata: Any) -> tuple[Any, Any, Any, Any]:

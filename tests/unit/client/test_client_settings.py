@@ -51,6 +51,14 @@ def test_the_predecessors_switch_in_any_case_of_letters_asks_for_a_daemon_of_the
     assert config.origins["embedded"] == "env TENSOR_SAVE_ENABLED"
 
 
+def test_a_switch_that_says_neither_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    config = load_config({"TENSOR_SAVE_ENABLED": "maybe", "CAPD_ENDPOINT": "unix:/run/s"})
+
+    assert config.endpoint == "/run/s"
+    assert caplog.text.count("TENSOR_SAVE_ENABLED='maybe'") == 1
+    assert not load_config({"TENSOR_SAVE_ENABLED": "maybe"}).enabled
+
+
 @pytest.mark.parametrize("word", ["", "false", "FALSE", "off", "0", "no", "nonsense"])
 def test_any_other_word_asks_for_none(word: str) -> None:
     config = load_config({"TENSOR_SAVE_ENABLED": word})

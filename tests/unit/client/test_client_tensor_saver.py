@@ -137,17 +137,24 @@ def test_what_is_not_said_is_recorded_as_the_predecessor_recorded_it(on: Peer) -
     assert (key.layer, key.phase, key.component) == (None, "unknown", "unknown")
 
 
+@pytest.mark.parametrize("given", [None, ""])
 @pytest.mark.parametrize(
-    ("variable", "expected"), [("hifp8", "hifp8"), (None, "fp32")], ids=["a label", "the dtype"]
+    ("variables", "expected"),
+    [
+        ({"CUSTOM_QUANT_TYPE": "hifp8"}, "hifp8"),
+        ({"CUSTOM_QUANT_TYPE": "hifp8", "CAPD_QUANT_TYPE": "mxfp4"}, "mxfp4"),
+        ({}, "fp32"),
+    ],
+    ids=["a label", "capd's own variable first", "the dtype"],
 )
 def test_without_a_quant_type_the_variable_labels_else_the_dtype(
-    on: Peer, monkeypatch: pytest.MonkeyPatch, variable: str | None, expected: str
+    on: Peer, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str, given: Any
 ) -> None:
     get_tensor_saver()
-    if variable is not None:
-        monkeypatch.setenv("CUSTOM_QUANT_TYPE", variable)  # behind the begin of the session
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)  # behind the begin of the session
 
-    save_tensor(TENSOR, "linear", "forward", None, "output")  # type: ignore[arg-type]
+    save_tensor(TENSOR, "linear", "forward", given, "output")
 
     assert one(on).key.quant_type == expected
 

@@ -325,3 +325,19 @@ def test_the_reference_of_a_tensor_that_consists_of_others_is_the_first_ones(on:
     names = [record.key.tensor_name for record in on.records]
     assert len(names) > 1
     assert parse_reference(reference)[0]["tensor_name"] == names[0]
+
+
+def test_a_log_handler_that_fails_costs_no_tensor(on: Peer, fresh: pytest.MonkeyPatch) -> None:
+    class Failing(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise OSError
+
+    fresh.setenv("CAPD_LOG", "debug")
+    log, handler = logging.getLogger("capd_client"), Failing()
+    log.addHandler(handler)
+    try:
+        assert save() is not None
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+    assert one(on).key.tensor_name == "output"
