@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import platform
 import sys
 from collections.abc import Iterable, Sequence
@@ -11,6 +10,7 @@ from importlib import metadata
 from typing import Any
 
 from capd._version import __version__
+from capd.strict_json import json_number
 from capd_client.texts import human_count, human_nbytes, table_lines
 
 __all__ = [
@@ -31,13 +31,6 @@ def print_lines(lines: Iterable[str]) -> None:
 def print_json(value: Any) -> None:
     """Write `value` as one JSON document to stdout, unrounded; floats go through `json_number` first."""
     print_lines([json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)])
-
-
-def json_number(value: float | None) -> float | str | None:
-    """A float as strict JSON: NaN and infinities become the strings "NaN", "Infinity", "-Infinity"."""
-    if value is None or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def note(message: str) -> None:

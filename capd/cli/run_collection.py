@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from capd.cli.group_job import leaving_on_signals
 from capd.cli.job import find_command
-from capd.cli.output import json_number, note, print_json, print_lines
+from capd.cli.output import note, print_json, print_lines
 from capd.collect.placeholders import Filled, fill, parse_variables, shared_places
 from capd.collect.request import MODES, Request, make_request
 from capd.collect.watching import Outcome
 from capd.errors import ConfigError
+from capd.strict_json import strict_json
 from capd_client.config import ClientConfig
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from capd.collect.state import CollectionState, TypeState
     from capd.config import Resolved
 
-__all__ = ["Options", "Settings", "collection_request", "run_collection", "strict_json"]
+__all__ = ["Options", "Settings", "collection_request", "run_collection"]
 
 
 _EXIT_CODES: dict[Outcome | None, int] = {"nothing": 5, "full": 6}
@@ -236,12 +237,3 @@ def _report(place: Place, directory: Path, state: CollectionState, as_json: bool
         print_json(document)
     else:
         print_lines(lines)
-
-
-def strict_json(value: Any) -> Any:
-    """With floats as strict JSON can hold them."""
-    if isinstance(value, dict):
-        return {name: strict_json(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [strict_json(item) for item in value]
-    return json_number(value) if isinstance(value, float) else value

@@ -7,11 +7,11 @@ import math
 
 import numpy as np
 
-from capd.cli.run_collection import strict_json
 from capd.collect.report import FIELDS, CollectionReport, Dropped, Group, _groups, _Sum, as_json
 from capd.collect.report_text import report_lines
 from capd.collect.state import TypeState
 from capd.store.statistics import merge_stats, public, summarise
+from capd.strict_json import strict_json
 
 STATS = public(summarise(np.array([1.0, -2.0, math.inf, math.nan], np.float32), "float32"))
 
