@@ -27,7 +27,7 @@ from capd.store.run import RunStore
 from capd_client.dtypes import SUPPORTED_DTYPES
 from capd_client.key import MAX_NDIM
 
-__all__ = ["Outcome", "import_files"]
+__all__ = ["LoadedFile", "Outcome", "import_files", "load_file"]
 
 _MAX_EXPANSION = 64
 """How much larger a tensor may be than the bytes it is a view of (keys expanded over query heads, say)."""
@@ -87,17 +87,17 @@ class _Import:
             yield item if isinstance(item, Outcome) else Outcome(item.file, item.record.bits.nbytes)
         self._writer.flush()
 
-    def _begin(self, file: SeedFile) -> Future[_Loaded] | None:
+    def _begin(self, file: SeedFile) -> Future[LoadedFile] | None:
         client, sequence = file.capture
         if client not in self._known:
             self._known[client] = RangeSet(self._store.committed(client))
         if sequence in self._known[client]:
             return None
-        return self._pool.submit(_load, file, self._layer_base)
+        return self._pool.submit(load_file, file, self._layer_base)
 
     def _ready(
-        self, loaded: Iterator[tuple[SeedFile, Future[_Loaded] | None]]
-    ) -> Iterator[_Loaded | Outcome]:
+        self, loaded: Iterator[tuple[SeedFile, Future[LoadedFile] | None]]
+    ) -> Iterator[LoadedFile | Outcome]:
         for file, future in loaded:
             if future is None:
                 yield Outcome(file, already=True)
@@ -113,28 +113,31 @@ class _Import:
             ) as error:  # the disk, or torch, which lacks memory, say
                 yield Outcome(file, problem=f"it cannot be read: {str(error).partition(chr(10))[0][:200]}")
 
-    def _plan(self, item: _Loaded | Outcome) -> Callable[[], None] | None:
+    def _plan(self, item: LoadedFile | Outcome) -> Callable[[], None] | None:
         return None if isinstance(item, Outcome) else self._writer.begin(item.record)
 
 
 @dataclass(frozen=True, slots=True)
-class _Loaded:
+class LoadedFile:
+    """A tensor file and the record that it is."""
+
     file: SeedFile
     record: ImportedRecord
 
 
-def _nbytes(item: _Loaded | Outcome) -> int:
-    return item.record.bits.nbytes if isinstance(item, _Loaded) else 0
+def _nbytes(item: LoadedFile | Outcome) -> int:
+    return item.record.bits.nbytes if isinstance(item, LoadedFile) else 0
 
 
-def _load(file: SeedFile, layer_base: int) -> _Loaded:
+def load_file(file: SeedFile, layer_base: int) -> LoadedFile:
+    """Check and load one file. Raises BadTensorFile, OSError, or what torch raises when it lacks memory."""
     if file.path.suffix.lower() == ".pkl":
         raise BadTensorFile("it is a plain pickle, which could hold any code, and is never read")
     with opened(file.path) as stream:
         found = load_tensor_file(stream)
     capture = capture_of(found, file.name, file.path.parent.name, layer_base)
     dtype, bits = _bits(found["tensor"])
-    return _Loaded(file, ImportedRecord(*file.capture, capture, dtype, bits))
+    return LoadedFile(file, ImportedRecord(*file.capture, capture, dtype, bits))
 
 
 def _bits(tensor: Any) -> tuple[str, NDArray[np.generic]]:
