@@ -36,6 +36,11 @@ VERBS: dict[str, _Verb] = {
     "stats": _Verb("capd.cli.stats", "stats", "Counters: offered, committed, in flight, dropped, disk left."),
     "ls": _Verb("capd.cli.ls", "ls", "List the series of a run, or count them by a field."),
     "show": _Verb("capd.cli.show", "show", "Show one series or one record: moments, statistics, values."),
+    "report": _Verb(
+        "capd.cli.report",
+        "report",
+        "Write statistics and figures of a run, or of tensor files, into a directory.",
+    ),
     "export": _Verb(
         "capd.cli.export", "export", "Write records as .pt files, .npz, safetensors or a Parquet table."
     ),

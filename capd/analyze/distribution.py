@@ -1,0 +1,166 @@
+"""How often each value occurs in any number of records: histograms of bit patterns, which merge exactly.
+
+There are two grids of 65,536 patterns. float16 has its own. All else is counted by the bfloat16 pattern of its value:
+bfloat16 itself, the 8-bit floats, packed fp4, int8, uint8 and bool are exact there. float32, float64 and wider integers
+are rounded to the nearest bfloat16, ties to even: a value of at least 2^-126 moves by at most 2^-8 of itself, a smaller
+one by at most 2^-134; what would round to Inf becomes the largest finite number. Rounding keeps the order, so a
+quantile moves no further than that. Finite float64 beyond float32's range counts as that largest number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capd.store.dtypes import to_values, value_table
+from capd_client.dtypes import ITEM_NBYTES
+
+__all__ = ["Distribution", "distribution_of"]
+
+_BLOCK = 1 << 17  # elements handled at once: what is made of them stays small beside the record
+_CODES = 1 << 16
+_LARGEST, _INFINITE, _NAN = 0x7F7F, 0x7F80, 0x7FC0
+_EXACT_WHOLE = 2.0**53
+Counts = tuple[NDArray[np.uint16], NDArray[np.int64]]  # patterns that occur, and how often
+
+
+class Distribution:
+    """Counts of bit patterns. `exact`: no element was rounded to its pattern. Not thread-safe.
+
+    Takes 10 bytes per pattern that occurs, some 60 KiB for the values of a layer, at most 2 MiB.
+    """
+
+    def __init__(self) -> None:
+        self.exact = True
+        self._parts: dict[str, list[Counts]] = {}
+        self._unjoined = 0  # patterns that were added since the parts were joined
+        self._quantiles: dict[tuple[float, ...], list[float] | None] = {}
+
+    def count(self, grid: str, codes: NDArray[np.uint16], counts: NDArray[np.int64]) -> None:
+        """Add patterns of the grid "float16" or "bfloat16"; the arrays are kept, and must not change any more."""
+        self._quantiles.clear()
+        parts = self._parts.setdefault(grid, [])
+        parts.append((codes, counts))
+        self._unjoined += codes.size
+        if self._unjoined > _CODES:  # now and then, so that it costs little
+            self._join()
+
+    def add(self, other: Distribution) -> None:
+        """Add all elements of another one."""
+        self.exact &= other.exact
+        other._join()
+        for grid, [part] in other._parts.items():
+            self.count(grid, *part)
+
+    def _join(self) -> None:
+        for parts in self._parts.values():
+            parts[:] = [_joined(parts)]
+        self._unjoined = 0
+
+    def finite(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """The finite values that occur, ascending, and how often each does."""
+        values, counts = np.empty(0), np.empty(0, np.int64)
+        self._join()
+        for grid, [(codes, seen)] in self._parts.items():
+            of_codes = value_table(grid)[codes]
+            usable = np.isfinite(of_codes)
+            values = np.concatenate([values, of_codes[usable]])
+            counts = np.concatenate([counts, seen[usable]])
+        order = np.argsort(values, kind="stable")
+        return values[order], counts[order]
+
+    def quantiles(self, shares: Sequence[float]) -> list[float] | None:
+        """Quantiles of the finite values, linear between neighbours as numpy's; None where there is no finite value."""
+        wanted = tuple(shares)
+        if wanted not in self._quantiles:  # asked for by each of JSON, text and pages
+            self._quantiles[wanted] = self._interpolated(wanted)
+        return self._quantiles[wanted]
+
+    def _interpolated(self, shares: tuple[float, ...]) -> list[float] | None:
+        values, counts = self.finite()
+        ends = np.cumsum(counts)
+        if not ends.size:
+            return None
+        last = int(ends[-1]) - 1
+        places = [share * last for share in shares]
+        low, high = (
+            values[
+                np.searchsorted(ends, [min(last, math.floor(place) + more) for place in places], side="right")
+            ]
+            for more in (0, 1)
+        )
+        rest = np.array(places) - np.floor(places)
+        found: list[float] = (low + rest * (high - low)).tolist()
+        return found
+
+
+def distribution_of(bits: NDArray[np.generic], dtype: str) -> Distribution:
+    """The distribution of a record. bits: as stored; dtype: the torch dtype's name."""
+    found = Distribution()
+    flat = bits.reshape(-1)
+    grid = "float16" if dtype == "float16" else "bfloat16"
+    width = _CODES if ITEM_NBYTES[dtype] > 1 else 256
+    counted = np.zeros(width, np.int64)
+    for at in range(0, flat.size, _BLOCK):
+        block = flat[at : at + _BLOCK]
+        if dtype in ("float16", "bfloat16"):
+            codes: NDArray[np.generic] = block.view(np.uint16)
+        elif width == 256:
+            codes = block.view(np.uint8)
+        else:
+            codes, exact = _rounded(block)
+            found.exact &= exact
+        counted += np.bincount(codes, minlength=width)
+    if width == 256:
+        counted = _by_value(counted, dtype)
+    used = np.flatnonzero(counted)
+    found.count(grid, used.astype(np.uint16), counted[used])
+    return found
+
+
+def _joined(parts: Sequence[Counts]) -> Counts:
+    if len(parts) == 1:
+        return parts[0]
+    codes = np.concatenate([codes for codes, _ in parts])
+    weights = np.concatenate([counts for _, counts in parts])
+    counted = _counted(codes, weights)
+    used = np.flatnonzero(counted)
+    return used.astype(np.uint16), counted[used]
+
+
+def _counted(codes: NDArray[np.uint16], weights: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.bincount(codes, weights, _CODES).astype(np.int64)  # sums in float64: exact up to 2^53 elements
+
+
+@np.errstate(over="ignore", invalid="ignore")  # float64 beyond float32; signalling NaNs
+def _rounded(values: NDArray[np.generic]) -> tuple[NDArray[np.uint16], bool]:
+    """bfloat16 patterns of values, and whether they have exactly these values."""
+    wide = values.astype(np.float64)
+    finite, nan = np.isfinite(wide), np.isnan(wide)
+    single = values.astype(np.float32).view(np.uint32)
+    codes = ((single + (0x7FFF + (single >> 16 & 1))) >> 16).astype(np.uint16)
+    beyond = finite & (codes & 0x7FFF >= _INFINITE)
+    codes[beyond] = codes[beyond] & 0x8000 | _LARGEST
+    codes[nan] = _NAN
+    exact = (value_table("bfloat16")[codes] == wide) | ~finite
+    if values.dtype.kind in "iu" and values.dtype.itemsize == 8:
+        exact &= np.abs(wide) < _EXACT_WHOLE  # beyond it float64 has rounded, too
+    return codes, bool(exact.all())
+
+
+def _by_value(counted: NDArray[np.int64], dtype: str) -> NDArray[np.int64]:
+    """Counts of the 256 patterns of an 8-bit dtype as counts of bfloat16 patterns."""
+    codes = _patterns(dtype)
+    return _counted(codes.ravel(), counted.repeat(codes.shape[1]))
+
+
+@cache
+def _patterns(dtype: str) -> NDArray[np.uint16]:
+    """[256, values per byte] bfloat16 patterns of what each byte stands for, exactly."""
+    stored = np.arange(256, dtype=np.uint8)
+    values = to_values(stored.view(np.int8) if dtype == "int8" else stored, dtype).astype(np.float32)
+    return _rounded(values.reshape(256, -1))[0]

@@ -1,0 +1,146 @@
+"""Records to be looked at, wherever they are: in runs, or in a directory of the predecessor's tensor files.
+
+An item is found without being read; `load` says what it is, and `read` gives its elements. Both may be called in
+another thread than the one that found it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capd.errors import StoreError
+from capd.io.import_pt import load_file
+from capd.io.seed_files import SeedFile, find_files
+from capd.store.reader import open_store
+from capd.store.series_view import Series
+from capd.store.statistics import Stats, public, summarise
+from capd_client.dtypes import ITEM_NBYTES
+from capd_client.key import Key
+from capd_client.statistics_row import ROW_VALUES
+
+__all__ = ["Item", "Items", "Loaded", "Test", "items_of_files", "items_of_runs"]
+
+Test = Callable[[Key], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What an item is. raw_bytes: of what is kept of it. stats: None where they are not known without reading it.
+    read: its elements as stored; None where statistics alone were kept."""
+
+    key: Key
+    sample_idx: int | None
+    iteration: int
+    dtype: str
+    raw_bytes: int
+    stats: Stats | None
+    read: Callable[[], NDArray[np.generic]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """name: what messages call it. nbytes: what it takes in memory once it is read. load: None where the selection
+    leaves it out. `load` and `Loaded.read` raise CapdError, OSError, RuntimeError or MemoryError."""
+
+    name: str
+    nbytes: int
+    load: Callable[[], Loaded | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """total: how many; found: each of them, made when it is asked for, as a run may have millions."""
+
+    total: int
+    found: Iterable[Item]
+
+
+def items_of_runs(paths: Sequence[Path], tests: Sequence[Test]) -> Items:
+    """The records of runs whose keys pass all tests; of records at one moment those of the job's latest attempt.
+
+    Series by series. Raises NotAStore, StoreError where a run cannot be opened.
+    """
+    series = [
+        (f"{path}/{one.path}" if len(paths) > 1 else one.path, one, _numbers(one))
+        for path in paths
+        for one in open_store(path).find()
+        if all(test(one.key) for test in tests)
+    ]
+    total = sum(1 if isinstance(numbers, StoreError) else len(numbers) for _, _, numbers in series)
+    return Items(total, _each(series))
+
+
+def _each(series: Sequence[tuple[str, Series, Sequence[int] | StoreError]]) -> Iterator[Item]:
+    for name, one, numbers in series:
+        if isinstance(numbers, StoreError):
+            yield Item(name, 0, partial(_fail, numbers))
+        else:
+            yield from (_item(f"{name}#{number}", one, number) for number in numbers)
+
+
+def _numbers(series: Series) -> Sequence[int] | StoreError:
+    try:
+        return series.numbers
+    except StoreError as error:
+        return error
+
+
+def _item(name: str, series: Series, number: int) -> Item:
+    try:
+        record = series.record(number)
+    except StoreError as error:
+        return Item(name, 0, partial(_fail, error))
+    whole = series.kept == "tensor"
+    nbytes = prod(record.shape) * ITEM_NBYTES[series.dtype] if whole else 8 * ROW_VALUES
+
+    def load() -> Loaded:
+        return Loaded(
+            series.key, record.sample_idx, record.iteration, series.dtype, nbytes,
+            record.committed_stats if whole else record.stats,
+            partial(series.read, number) if whole else None,
+        )  # fmt: skip
+
+    return Item(name, nbytes, load)
+
+
+def _fail(error: StoreError) -> NoReturn:
+    raise error
+
+
+def items_of_files(root: Path, tests: Sequence[Test], layer_base: int) -> Items:
+    """The tensor files below `root`, checked as an import checks them when they are loaded.
+
+    layer_base: the number that the first layer has in files that capd did not write. Whether a file passes the tests is
+    known when it is loaded. Raises OSError where `root` cannot be read.
+    """
+    files = find_files(root)
+    load = partial(_load_file, tests=tests, layer_base=layer_base)
+    return Items(len(files), (Item(_shown(file.path), file.nbytes, partial(load, file)) for file in files))
+
+
+def _load_file(file: SeedFile, tests: Sequence[Test], layer_base: int) -> Loaded | None:
+    record = load_file(file, layer_base).record
+    capture = record.capture
+    if not all(test(capture.key) for test in tests):
+        return None
+    # Its own statistics do not merge (docs/migration-files.md), and its elements are in memory by now.
+    stats = public(summarise(record.bits, record.dtype))
+    moment = capture.moment
+    return Loaded(
+        capture.key, moment.sample_idx, moment.iteration, record.dtype, record.bits.nbytes, stats, lambda: record.bits
+    )  # fmt: skip
+
+
+def _shown(path: Path) -> str:
+    """A name that may hold anything, without what a terminal would obey."""
+    text = os.fsencode(path).decode(errors="replace")
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
