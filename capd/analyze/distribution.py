@@ -24,6 +24,7 @@ __all__ = ["Distribution", "distribution_of"]
 _BLOCK = 1 << 17  # elements handled at once: what is made of them stays small beside the record
 _CODES = 1 << 16
 _LARGEST, _INFINITE, _NAN = 0x7F7F, 0x7F80, 0x7FC0
+_ROUNDS_TO_INFINITE = 0x7F7F_8000  # as float32, and all above, NaN included
 _EXACT_WHOLE = 2.0**53
 Counts = tuple[NDArray[np.uint16], NDArray[np.int64]]  # patterns that occur, and how often
 
@@ -136,13 +137,24 @@ def _counted(codes: NDArray[np.uint16], weights: NDArray[np.int64]) -> NDArray[n
     return np.bincount(codes, weights, _CODES).astype(np.int64)  # sums in float64: exact up to 2^53 elements
 
 
-@np.errstate(over="ignore", invalid="ignore")  # float64 beyond float32; signalling NaNs
 def _rounded(values: NDArray[np.generic]) -> tuple[NDArray[np.uint16], bool]:
     """bfloat16 patterns of values, and whether they have exactly these values."""
+    if values.dtype == np.float32:
+        bits = values.view(np.uint32)
+        if (bits & 0x7FFF_FFFF).max() < _ROUNDS_TO_INFINITE:
+            return _nearest(bits), not (bits & 0xFFFF).any()
+    return _rounded_with_care(values)
+
+
+def _nearest(single: NDArray[np.uint32]) -> NDArray[np.uint16]:
+    return ((single + (0x7FFF + (single >> 16 & 1))) >> 16).astype(np.uint16)
+
+
+@np.errstate(over="ignore", invalid="ignore")  # float64 beyond float32; signalling NaNs
+def _rounded_with_care(values: NDArray[np.generic]) -> tuple[NDArray[np.uint16], bool]:
     wide = values.astype(np.float64)
     finite, nan = np.isfinite(wide), np.isnan(wide)
-    single = values.astype(np.float32).view(np.uint32)
-    codes = ((single + (0x7FFF + (single >> 16 & 1))) >> 16).astype(np.uint16)
+    codes = _nearest(values.astype(np.float32).view(np.uint32))
     beyond = finite & (codes & 0x7FFF >= _INFINITE)
     codes[beyond] = codes[beyond] & 0x8000 | _LARGEST
     codes[nan] = _NAN

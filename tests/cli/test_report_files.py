@@ -120,7 +120,7 @@ def test_a_selection_of_files_is_made_by_what_they_say(capd: Capd, tmp_path: Pat
 
 
 def test_memory_is_bounded_whatever_the_size_of_the_run(tmp_path: Path) -> None:
-    """600 MiB of records; reading them takes less than half of that on top of an empty report's."""
+    """600 MiB of records; reading them takes less than a third of that on top of what a small run takes."""
     writer = StoreWriter(tmp_path)
     block = np.random.default_rng(1).integers(0, 1 << 14, (5 << 20,), dtype=np.uint16)
     for number in range(60):
@@ -144,4 +144,4 @@ def test_memory_is_bounded_whatever_the_size_of_the_run(tmp_path: Path) -> None:
         peaks[name] = int(done.stderr.split()[-1]) << 10
 
     assert document_of(tmp_path / "large")["all"]["count"] == 60 * block.size
-    assert peaks["large"] - peaks["small"] < 280 << 20, peaks
+    assert peaks["large"] - peaks["small"] < 200 << 20, peaks
