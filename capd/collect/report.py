@@ -5,24 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Union
+from typing import Any
 
+from capd.analyze.groups import FIELDS, KEY_FIELDS, MOMENT_FIELDS, STATISTICS, Tally, Value, in_order
 from capd.collect.state import CollectionState, TypeState
 from capd.store.reader import Record, Series, Store
-from capd.store.statistics import Stats, merge_stats
+from capd.store.statistics import Stats
 from capd_client.dtypes import ITEM_NBYTES
 
 __all__ = ["FIELDS", "STATISTICS", "CollectionReport", "Dropped", "Group", "as_json", "collection_report"]
-
-KEY_FIELDS = ("quant_type", "rank", "layer", "layer_type", "phase", "operation", "component", "tensor_name")
-MOMENT_FIELDS = ("sample_idx", "iteration")
-FIELDS = (
-    "quant_type", "rank", "sample_idx", "iteration", "layer", "layer_type", "phase", "operation", "component",
-    "tensor_name",
-)  # fmt: skip
-STATISTICS = ("count", "nan", "inf", "zero", "min", "max", "absmax", "mean", "std")
-
-Value = Union[str, int, None]
 
 
 @dataclass(frozen=True)
@@ -57,31 +48,19 @@ class CollectionReport:
     dropped: list[Dropped]
 
 
-@dataclass
-class _Sum:
-    records: int = 0
-    raw_bytes: int = 0
-    stats: Stats = field(default_factory=lambda: merge_stats(()))
-
-    def add(self, records: int, raw_bytes: int, stats: Stats) -> None:
-        self.records += records
-        self.raw_bytes += raw_bytes
-        self.stats = merge_stats((self.stats, stats))
-
-
 def collection_report(store: Store, state: CollectionState) -> CollectionReport:
     """The report of a run. Reads the row of every record once, one at a time; raises what reading a record raises."""
-    sums: dict[str, dict[Value, _Sum]] = {name: {} for name in FIELDS}
+    sums: dict[str, dict[Value, Tally]] = {name: {} for name in FIELDS}
     records = raw = stored = 0
     for series in store.series:
-        whole = _Sum()
+        whole = Tally()
         for record, nbytes in _sized(series):
-            whole.add(1, nbytes, record.stats)
+            one = Tally(1, nbytes, record.stats)
+            whole.add(one)
             for name in MOMENT_FIELDS:
-                sums[name].setdefault(getattr(record, name), _Sum()).add(1, nbytes, record.stats)
+                sums[name].setdefault(getattr(record, name), Tally()).add(one)
         for name in KEY_FIELDS:
-            group = sums[name].setdefault(getattr(series.key, name), _Sum())
-            group.add(whole.records, whole.raw_bytes, whole.stats)
+            sums[name].setdefault(getattr(series.key, name), Tally()).add(whole)
         records, raw, stored = records + whole.records, raw + whole.raw_bytes, stored + series.stored_bytes
     return CollectionReport(
         path=str(store.path.absolute()),
@@ -101,9 +80,11 @@ def _sized(series: Series) -> Iterator[tuple[Record, int]]:
         yield record, prod(record.shape) * ITEM_NBYTES[series.dtype] if constant is None else constant
 
 
-def _groups(sums: dict[Value, _Sum]) -> Iterable[Group]:
-    order = sorted(sums, key=lambda value: (value is not None, 0 if value is None else value))
-    return (Group(value, sums[value].records, sums[value].raw_bytes, sums[value].stats) for value in order)
+def _groups(sums: dict[Value, Tally]) -> Iterable[Group]:
+    return (
+        Group(value, sums[value].records, sums[value].raw_bytes, sums[value].stats)
+        for value in in_order(sums)
+    )
 
 
 def _dropped(store: Store) -> list[Dropped]:

@@ -7,7 +7,8 @@ import math
 
 import numpy as np
 
-from capd.collect.report import FIELDS, CollectionReport, Dropped, Group, _groups, _Sum, as_json
+from capd.analyze.groups import Tally
+from capd.collect.report import FIELDS, CollectionReport, Dropped, Group, _groups, as_json
 from capd.collect.report_text import report_lines
 from capd.collect.state import TypeState
 from capd.store.statistics import merge_stats, public, summarise
@@ -67,12 +68,12 @@ def test_the_json_is_strict() -> None:
 
 
 def test_groups_are_in_order_those_without_a_value_and_without_a_name_first() -> None:
-    assert [one.value for one in _groups({"linear": _Sum(), "": _Sum(), "FA": _Sum()})] == [
+    assert [one.value for one in _groups({"linear": Tally(), "": Tally(), "FA": Tally()})] == [
         "",
         "FA",
         "linear",
     ]
-    assert [one.value for one in _groups({10: _Sum(), None: _Sum(), 0: _Sum(), 9: _Sum()})] == [
+    assert [one.value for one in _groups({10: Tally(), None: Tally(), 0: Tally(), 9: Tally()})] == [
         None,
         0,
         9,
