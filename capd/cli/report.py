@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -78,54 +78,57 @@ def report(
     from capd.report.directory import opened
 
     place = default_store() if store is None else store
-    sources = [] if _holds_files(place) else _runs(place, run, all_runs)
-    items = _items(sources or [place], tests, layer_base, files=not sources)
+    found = _found(place, run, all_runs, tests, layer_base)
     with opened(out, (JSON_NAME, TEXT_NAME)) as directory:
-        gathered = _gather(items, workers, quick)
+        gathered = _gather(found.items, workers, quick)
         whole = gathered.groups.whole()
         if not whole.records and not gathered.skipped:
             raise NothingMatched(f"no tensor file in {place} matches the selection")
         if not whole.records:
-            kind = DamagedRecord if sources else CapdError
-            raise kind(f"nothing to report: none of {items.total:,} could be read")
-        _write(directory, [str(path) for path in sources or [place]], gathered, quick)
+            kind = CapdError if found.files else DamagedRecord
+            raise kind(f"nothing to report: none of {found.items.total:,} could be read")
+        _write(directory, found.sources, gathered, quick)
         problem = _draw(directory, gathered)
     _told(directory, gathered, as_json)
     if problem is not None:
         raise ConfigError(f"no figures were drawn, the other files stand: {problem}")
-    raise typer.Exit((4 if sources else 1) if gathered.skipped else 0)
+    raise typer.Exit((1 if found.files else 4) if gathered.skipped else 0)
 
 
-def _holds_files(place: Path) -> bool:
-    """Whether this is a directory of tensor files: no run, no directory with runs, but with such a file in it."""
-    if is_run(place) or not place.is_dir() or any(place.glob("*.zarr/zarr.json")):
-        return False
-    from capd.io.seed_files import find_files
+class _Found(NamedTuple):
+    """What to look at. sources: where it is; files: these are tensor files, not runs."""
 
-    return bool(find_files(place))
+    sources: list[str]
+    items: Items
+    files: bool
+
+
+def _found(place: Path, run: str | None, all_runs: bool, tests: Tests, layer_base: int) -> _Found:
+    from capd.io.items import items_of_files, items_of_runs
+
+    if place.is_dir() and not is_run(place) and not any(place.glob("*.zarr/zarr.json")):
+        items = items_of_files(place, tests, layer_base)
+        if items.total:
+            return _Found([str(place)], items, files=True)
+    paths = _runs(place, run, all_runs)
+    items = items_of_runs(paths, tests)
+    sources = [str(path) for path in paths]
+    if not items.total:
+        why = " matches the selection" if tests else " yet"
+        raise NothingMatched(f"no series in {', '.join(sources)}{why}")
+    return _Found(sources, items, files=False)
 
 
 def _runs(place: Path, run: str | None, all_runs: bool) -> list[Path]:
+    if any(place.glob("*/*.pt")):
+        note(f"{place} has tensor files, too, which are left out; `capd import` makes a run of them")
     if not all_runs:
         return [resolve_run(place, run)]
     if run is not None:
         raise ConfigError("--run names one run and --all-runs takes all of them; give one of the two")
     from capd.store.reader import runs
 
-    found = [] if is_run(place) else list(runs(place))
-    if any(path.suffix == ".pt" for path in place.glob("*/*.pt")):
-        note(f"{place} has tensor files, too, which are left out; `capd import` makes a run of them")
-    return found or [resolve_run(place)]
-
-
-def _items(places: Sequence[Path], tests: Tests, layer_base: int, *, files: bool) -> Items:
-    from capd.io.items import items_of_files, items_of_runs
-
-    items = items_of_files(places[0], tests, layer_base) if files else items_of_runs(places, tests)
-    if not items.total:
-        shown = ", ".join(map(str, places))
-        raise NothingMatched(f"no series in {shown}" + (" matches the selection" if tests else " yet"))
-    return items
+    return ([] if is_run(place) else list(runs(place))) or [resolve_run(place)]
 
 
 def _gather(items: Items, workers: int | None, quick: bool) -> Gathered:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from capd.errors import CapdError, StoreBusy
+from capd.errors import CapdError, StoreBusy, StoreFull
 from capd.io.seed_directory import locked_directory
 from capd.report.document import MARK
-from capd.store.files import rename, unlink, write_file
+from capd.store.files import new_file, rename, unlink
 
 __all__ = ["ReportDirectory", "opened"]
 
@@ -24,7 +25,7 @@ def opened(path: Path, names: Iterable[str]) -> Iterator[ReportDirectory]:
     """Make the directory (0700) if need be, and hold it alone.
 
     Raises CapdError where a file of one of these names is there that no report wrote, StoreBusy while another report is
-    written to it, StoreError where it cannot be made.
+    written to it, StoreError where it cannot be made, StoreFull for what the block raises where nothing more fits.
     """
     try:
         with locked_directory(path):
@@ -32,7 +33,14 @@ def opened(path: Path, names: Iterable[str]) -> Iterator[ReportDirectory]:
                 unlink(left, missing_ok=True)
             directory = ReportDirectory(path)
             directory.refuse_foreign(names)
-            yield directory
+            try:
+                yield directory
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                raise StoreFull(
+                    f"cannot write to {path}: {error.strerror}; the files that stand are whole"
+                ) from error
     except StoreBusy:
         raise StoreBusy(
             f"another report or export writes to {path}; wait for it, or choose another directory"
@@ -62,7 +70,7 @@ class ReportDirectory:
         self.refuse_foreign([name])
         temporary = self.path / f"{_TEMPORARY}{name}"
         try:
-            write_file(temporary, payload)
+            new_file(temporary, [payload])
             rename(temporary, self.path / name)
         finally:
             unlink(temporary, missing_ok=True)

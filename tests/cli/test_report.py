@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -369,6 +370,28 @@ def test_a_file_that_no_report_wrote_is_never_replaced(
     assert f"{out / name} is there" in done.err
     assert (tmp_path / "target").read_bytes() == b'{"written_by": "capd report"}'
     assert (out / name).is_symlink() or (out / name).is_dir() or (out / name).read_bytes() == b"mine"
+
+
+def test_a_full_disk_exits_with_6_and_leaves_whole_files_alone(
+    capd: Capd, known: tuple[Path, Values], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from capd.report import directory
+
+    def full(path: Path, parts: list[bytes]) -> int:
+        if path.suffix != ".png":
+            return new_file(path, parts)
+        new_file(path, [parts[0][:100]])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    new_file = directory.new_file
+    monkeypatch.setattr(directory, "new_file", full)
+
+    done = capd("report", known[0], "-o", tmp_path, "--quick", "--rank", "0")
+
+    assert done.code == 6
+    assert "No space left on device; the files that stand are whole" in done.err
+    assert {path.name for path in tmp_path.iterdir()} == {JSON_NAME, TEXT_NAME}
+    assert document_of(tmp_path)["all"]["records"] == len(known[1]) // 2
 
 
 def test_two_reports_at_once_into_one_directory_are_refused(
