@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["human_count", "human_nbytes", "table_lines"]
+__all__ = ["human_count", "human_nbytes", "printable", "table_lines"]
 
 
 def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[str] = ()) -> list[str]:
@@ -35,3 +35,8 @@ def human_nbytes(nbytes: float) -> str:
 def human_count(count: int) -> str:
     """A count with thousands separators."""
     return f"{count:,}"
+
+
+def printable(text: str) -> str:
+    """Text that may hold anything, without what a terminal would obey."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)

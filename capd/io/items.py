@@ -26,6 +26,7 @@ from capd.store.statistics import Stats, public, summarise
 from capd_client.dtypes import ITEM_NBYTES
 from capd_client.key import Key
 from capd_client.statistics_row import ROW_VALUES
+from capd_client.texts import printable
 
 __all__ = ["Item", "Items", "Loaded", "Test", "items_of_files", "items_of_runs"]
 
@@ -124,7 +125,7 @@ def items_of_files(root: Path, tests: Sequence[Test], layer_base: int) -> Items:
     """
     files = find_files(root)
     load = partial(_load_file, tests=tests, layer_base=layer_base)
-    return Items(len(files), (Item(_shown(file.path), file.nbytes, partial(load, file)) for file in files))
+    return Items(len(files), (Item(_name(file), file.nbytes, partial(load, file)) for file in files))
 
 
 def _load_file(file: SeedFile, tests: Sequence[Test], layer_base: int) -> Loaded | None:
@@ -140,7 +141,5 @@ def _load_file(file: SeedFile, tests: Sequence[Test], layer_base: int) -> Loaded
     )  # fmt: skip
 
 
-def _shown(path: Path) -> str:
-    """A name that may hold anything, without what a terminal would obey."""
-    text = os.fsencode(path).decode(errors="replace")
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+def _name(file: SeedFile) -> str:
+    return printable(os.fsencode(file.path).decode(errors="replace"))

@@ -10,7 +10,7 @@ import numpy as np
 
 from capd.analyze.distribution import Distribution
 from capd.analyze.groups import Groups, Value
-from capd.report.figures import Page, label, legend, new_figure, numbers_on, paged, style
+from capd.report.figures import Page, label, legend, new_figure, numbers_on, paged, say, style
 from capd.report.gather import BY_RANK, BY_TENSOR
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ def _counts(groups: Groups) -> Figure:
     for panel, (what, numbers) in zip(axes, panels.items(), strict=True):
         colours = [style(number)["color"] for number in range(len(types))]
         bars = panel.barh(range(len(types)), numbers, color=colours)
-        texts = [f"{number:,.0f}" if number == round(number) else f"{number:,.4g}" for number in numbers]
+        texts = [f"{number:,.0f}" if number == round(number) else f"{number:,.3g}" for number in numbers]
         panel.bar_label(bars, texts, padding=3)
-        panel.set_xlim(0, 1.35 * max(numbers) or 1)  # room for the numbers at the bars
+        panel.set_xlim(0, 1.6 * max(numbers) or 1)  # room for the numbers at the bars
         panel.set_xlabel(what)
         numbers_on(panel.xaxis, whole="(" not in what)
         panel.set_yticks(range(len(types)), [label(one) for one in types] if panel is axes[0] else [])
@@ -90,7 +90,7 @@ def _overlay(panel: Axes, seen: dict[int, Distribution], types: Sequence[Value])
         both.add(one)
     ends = both.quantiles(_ENDS)
     if ends is None:
-        panel.text(0.5, 0.5, "no finite value", ha="center", va="center", transform=panel.transAxes)
+        say(panel, "no finite value")
         return
     low, high = ends if ends[0] < ends[1] else (ends[0] - 0.5, ends[1] + 0.5)
     edges = np.linspace(low, high, _BINS + 1)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from capd.analyze.groups import Groups, Value
-from capd.report.figures import Page, label, legend, new_figure, paged, style
+from capd.report.figures import Page, label, legend, new_figure, paged, say, style
 from capd.report.gather import BY_TENSOR
 from capd.store.statistics import Stats
 
@@ -53,7 +53,7 @@ def _page(types: Sequence[Value], wanted: Sequence[tuple[str, dict[Value, Stats]
             panel.yaxis.set_major_formatter(_plain())
             panel.minorticks_off()
         else:
-            panel.text(0.5, 0.5, "no number but zero", ha="center", va="center", transform=panel.transAxes)
+            say(panel, "no number but zero")
     for panel in panels[len(wanted) :]:
         panel.remove()
     legend(figure, panels[: len(wanted)])

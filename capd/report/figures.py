@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAPS", "Page", "label", "legend", "must_have_matplotlib", "new_figure", "numbers_on", "paged", "place_layers",
-    "style", "ticks_at",
+    "say", "style", "ticks_at",
 ]  # fmt: skip
 
 MAPS = "viridis"
@@ -92,7 +92,7 @@ def style(number: int) -> dict[str, Any]:
 
 def label(value: Value) -> str:
     """A field's value as it can be shown: of any length and content in, one short line out."""
-    text = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in value_text(value))
+    text = value_text(value)
     if len(text) > _LABEL_CHARACTERS:
         text = f"{text[: _LABEL_CHARACTERS - 1]}…"
     return f" {text}" if text.startswith("_") else text  # matplotlib leaves such names out of legends
@@ -109,6 +109,11 @@ def legend(figure: Figure, axes: Sequence[Axes], title: str = "quant type") -> N
         figure.legend(
             handles.values(), handles.keys(), title=title, loc="outside lower center", ncols=columns
         )
+
+
+def say(panel: Axes, text: str) -> None:
+    """Words in the place of what there is nothing of."""
+    panel.text(0.5, 0.5, text, ha="center", va="center", transform=panel.transAxes)
 
 
 def ticks_at(values: Sequence[Value]) -> tuple[list[int], list[str]]:

@@ -13,6 +13,7 @@ from capd.io.ahead import AHEAD_NBYTES, ahead
 from capd.io.items import Item
 from capd.store.statistics import merge_stats, public, summarise
 from capd_client.key import Key
+from capd_client.texts import printable
 
 __all__ = [
     "BY_LAYER", "BY_RANK", "BY_SAMPLE", "BY_TENSOR", "BY_TYPE_AND_LAYER", "GROUPINGS", "Gathered", "Skipped", "gather",
@@ -103,7 +104,8 @@ def _look(item: Item, quick: bool) -> _Seen | Skipped | None:
             distribution = distribution_of(bits, loaded.dtype)
             stats = stats or public(summarise(bits, loaded.dtype))
     except (CapdError, OSError, RuntimeError, MemoryError) as error:  # damage; or torch, which lacks memory
-        return Skipped(item.name, (str(error).splitlines() or [type(error).__name__])[0][:500])
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return Skipped(item.name, printable(reason[:500]))
     tally = Tally(1, loaded.raw_bytes, stats or merge_stats(()), distribution)
     return _Seen(loaded.key, loaded.sample_idx, loaded.iteration, tally, stats is not None)
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from capd.analyze.groups import Groups, Value
-from capd.report.figures import Page, label, legend, new_figure, numbers_on, paged, place_layers, style
+from capd.report.figures import Page, label, legend, new_figure, numbers_on, paged, place_layers, say, style
 from capd.report.gather import BY_LAYER
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ def _page(groups: Groups, names: Sequence[Value]) -> Figure:
             panel.set_title(f"{label(name)}: {statistic}")
             panel.set_ylabel(f"{statistic} of the values")
             numbers_on(panel.yaxis)
+            if not panel.lines:
+                say(panel, "no finite value")
     legend(figure, [panel for row in axes for panel in row])
     return figure
 

@@ -47,6 +47,7 @@ def _page(groups: Groups) -> Figure:
         left.set_xlim(0, 2 * max(shares) or 1)
         left.set_yticks(range(len(types)), [label(one) for one in types])
         left.invert_yaxis()
+        left.set_ylabel("quant type")
         left.set_title(f"{shown} by quant type")
         left.set_xlabel(f"{shown} (% of the elements)")
         for number, one in enumerate(types):

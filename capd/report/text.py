@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from capd.analyze.groups import Fields, Tally, Value
 from capd.report.document import MARK, QUANTILES, quantiles_of
 from capd.report.gather import GROUPINGS, Gathered
-from capd_client.texts import human_count, human_nbytes, table_lines
+from capd_client.texts import human_count, human_nbytes, printable, table_lines
 
 __all__ = ["report_lines", "value_text"]
 
@@ -72,7 +72,7 @@ def _more(count: int) -> Iterator[str]:
 
 def value_text(value: Value) -> str:
     """A field's value for people."""
-    return "none" if value is None else str(value) or '""'
+    return "none" if value is None else printable(str(value)) or '""'
 
 
 def _number(value: float | None) -> str:
