@@ -341,6 +341,7 @@ def test_a_second_report_replaces_its_own_files_and_removes_pages_that_are_gone(
 ) -> None:
     first = capd("report", known[0], "-o", tmp_path, "--quick", "--quant-type", "bf16", "--json").json
     (tmp_path / "mine.png").write_bytes(b"somebody's picture")
+    (tmp_path / ".capd-report-overflow.png").write_bytes(b"of a report that was killed")
 
     second = capd("report", known[0], "-o", tmp_path, "--quick", "--quant-type", "mxfp8", "--json").json
 

@@ -64,9 +64,8 @@ def test_both_collects_and_draws_and_what_is_collected_later_is_drawn_with_it(pl
     assert by_type["hifp8"] > by_type["mxfp8"]
     assert {(0, 0), (0, 1), (1, 0)} in collected(place)
 
-    for arguments in ((), ("visualize",)):
-        assert draw(place, *arguments).returncode == 0
-        assert drawn(place) == by_type
+    assert draw(place).returncode == 0
+    assert drawn(place) == by_type
 
 
 def test_options_say_where_tensors_are_and_where_figures_go(place: Path) -> None:
@@ -86,7 +85,7 @@ def test_the_predecessors_files_are_drawn_where_they_lie(place: Path) -> None:
     export = [sys.executable, "-m", "capd", "export", "run", "--out", "enhanced_tensor_logs"]
     subprocess.run(export, cwd=place, check=True, capture_output=True, timeout=60)
 
-    done = draw(place)
+    done = draw(place, "visualize")
 
     assert done.returncode == 0, done.stderr
     assert drawn(place) == {"bf16": len(list((place / "enhanced_tensor_logs").rglob("*.pt")))}

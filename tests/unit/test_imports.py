@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-HEAVY = ("torch", "zarr", "pandas", "xarray", "dask")
+HEAVY = ("torch", "zarr", "pandas", "xarray", "dask", "matplotlib")
 
 
 def loaded_by(code: str, modules: tuple[str, ...] = HEAVY) -> list[str]:
