@@ -15,14 +15,18 @@ CapdError (capd_client.errors)
 
 from __future__ import annotations
 
+import errno
 from typing import ClassVar
 
 from capd_client.errors import ArenaError, CapdError, ConfigError, ProtocolError
 
 __all__ = [
-    "ArenaError", "CapdError", "ConfigError", "DamagedRecord", "EndpointError", "NotAStore", "NothingMatched",
-    "ProtocolError", "StoreBusy", "StoreError", "StoreFull", "exit_code_of",
+    "NO_SPACE", "ArenaError", "CapdError", "ConfigError", "DamagedRecord", "EndpointError", "NotAStore",
+    "NothingMatched", "ProtocolError", "StoreBusy", "StoreError", "StoreFull", "exit_code_of",
 ]  # fmt: skip
+
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""The numbers of an OSError that mean: nothing more fits there."""
 
 
 class EndpointError(CapdError):

@@ -73,6 +73,7 @@ def export(
         quant_type=quant_type, rank=rank, layer=layer, phase=phase, layer_type=layer_type, component=component,
         operation=operation, tensor=tensor, module=module,
     )  # fmt: skip
+    from capd.server.memory import settled_heap
     from capd.store.reader import open_store
 
     opened = open_store(resolve_run(store, run))
@@ -89,7 +90,8 @@ def export(
         )
     target = out or Path(f"{opened.path.stem}-{to}")
     naming = cast("Any", (names, tensor_names, layer_base))
-    _report(_files(opened.run_id, chosen, target, to, naming, jobs), chosen, target, to, as_json)
+    with settled_heap():
+        _report(_files(opened.run_id, chosen, target, to, naming, jobs), chosen, target, to, as_json)
 
 
 def _check(flag: str, value: str, known: Sequence[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from pathlib import Path
@@ -13,7 +12,7 @@ import typer
 from capd.cli.options import Config, StoreRoot
 from capd.cli.output import human_count, human_nbytes, print_json, print_lines
 from capd.cli.progress import Progress, progress_bar
-from capd.errors import ConfigError, NothingMatched, StoreError, StoreFull
+from capd.errors import NO_SPACE, ConfigError, NothingMatched, StoreError, StoreFull
 
 if TYPE_CHECKING:
     from capd.config import DaemonSettings
@@ -51,6 +50,7 @@ def import_files(
     """
     from capd.config import load_daemon_settings
     from capd.io.seed_files import find_files
+    from capd.server.memory import settled_heap
     from capd.server.naming import check_run_id
 
     settings = load_daemon_settings({"store": store, "codec": codec, "keep_free": keep_free}, path=config)
@@ -60,7 +60,7 @@ def import_files(
     files = find_files(directory)
     if not files:
         raise NothingMatched(f"no .pt, .pth or .pkl file in {directory}")
-    with progress_bar(len(files), "files") as progress:
+    with settled_heap(), progress_bar(len(files), "files") as progress:
         told = _Told(progress)
         _import(settings, name, files, layer_base, jobs, told)
     run = settings.store / f"{name}.zarr"
@@ -113,8 +113,10 @@ def _import(
             run.seal()
             run.close()
     except OSError as error:
-        kind = StoreFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
-        raise kind(f"cannot write to {settings.store}: {error.strerror or error}") from error
+        why = f"cannot write to {settings.store}: {error.strerror or error}"
+        if error.errno in NO_SPACE:
+            raise StoreFull(f"{why}; make room and give the import again: it goes on where it is") from error
+        raise StoreError(why) from error
     finally:
         lock.release(keep_note=True)
 

@@ -1,7 +1,7 @@
 """Writes records as the predecessor's tensor files, which plain torch.load(weights_only=True) reads.
 
-Records are read one after the other, in the order of their series, and written by a few threads; about 128 MiB of them
-are in memory at once, or one record where that is larger.
+Files get their names in the order of the series and their records; a few threads take one record each, from the store
+to its file. About 128 MiB of records are under way at once, or one record where that is larger.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Export:
         self._stamp = ""
 
     def begin(self, item: tuple[Series, Record]) -> Future[tuple[Path, int]]:
-        """Read a record and have it written."""
+        """Name a record's file and have it written."""
         series, record = item
         if series is not self._series:
             self._series, self._stamp = series, ""
@@ -86,10 +86,10 @@ class _Export:
         directory, counter = self._directory.place(key.quant_type)
         moment = Moment(**{name: getattr(record, name) for name in Moment.__struct_fields__})
         name = file_name(naming.scheme, naming.shown(key), moment, naming.layer(key), self._stamp, counter)
-        bits = series.read(record.index)
-        return self._pool.submit(self._write, series, record, bits, directory / name)
+        return self._pool.submit(self._write, series, record, directory / name)
 
-    def _write(self, series: Series, record: Record, bits: Any, path: Path) -> tuple[Path, int]:
+    def _write(self, series: Series, record: Record, path: Path) -> tuple[Path, int]:
+        bits = series.read(record.index)
         tensor = tensor_of(bits, series.dtype)
         found = dictionary_of(self._run_id, series, record, bits, tensor, self._naming)
         return path, write_new(path, partial(_save, found))
@@ -98,4 +98,11 @@ class _Export:
 def _save(found: dict[str, Any], file: BinaryIO) -> None:
     import torch
 
-    torch.save(found, file)
+    try:
+        torch.save(found, file)
+    except (
+        RuntimeError
+    ) as error:  # after a write that failed torch ends its archive, and speaks of that alone
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise

@@ -141,7 +141,7 @@ def load_file(file: SeedFile, layer_base: int) -> LoadedFile:
 
 
 def _bits(tensor: Any) -> tuple[str, NDArray[np.generic]]:
-    """dtype and stored bits of a loaded tensor; its memory, unless that must be put in order."""
+    """dtype and stored bits of a loaded tensor, in its memory and with its strides: a view of few bytes stays small."""
     import torch
 
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -155,5 +155,12 @@ def _bits(tensor: Any) -> tuple[str, NDArray[np.generic]]:
         raise BadTensorFile(f"its tensor is {list(shape)}, {nbytes} bytes, made of {held} bytes")
     if prod(max(1, extent) for extent in shape) * item_nbytes > _MAX_EXTENTS_NBYTES:
         raise BadTensorFile(f"its tensor is {list(shape)}, which is larger than any record")
-    flat = tensor.detach().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return dtype, flat.view(stored_type(dtype).stored).reshape(shape)
+    bits: NDArray[np.generic] = tensor.detach().resolve_neg().view(_bits_of(item_nbytes)).numpy()
+    return dtype, bits.view(stored_type(dtype).stored)
+
+
+def _bits_of(item_nbytes: int) -> Any:
+    """The torch dtype that elements are viewed as: numpy lacks some, and a view as one of their size needs no copy."""
+    import torch
+
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[item_nbytes]

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from capd.errors import StoreBusy, StoreError
+from capd.errors import NO_SPACE, StoreBusy, StoreError, StoreFull
 from capd.io.seed_names import name_parts
 from capd.store.names import component
 
@@ -25,7 +26,8 @@ _TEMPORARY = ".capd-export-"
 
 @contextlib.contextmanager
 def locked_directory(path: Path) -> Iterator[Path]:
-    """Make the directory (0700) if need be, and lock it. Raises StoreBusy while another export writes to it."""
+    """Make the directory (0700) if need be, and lock it. Raises StoreBusy while another export writes to it, StoreFull
+    for what the block raises where nothing more fits."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -39,23 +41,30 @@ def locked_directory(path: Path) -> Iterator[Path]:
                 f"another export writes to {path}; wait for it, or choose another directory"
             ) from None
         for left in path.rglob(f"{_TEMPORARY}*"):  # by an export that was killed
-            left.unlink(missing_ok=True)
+            if left.is_symlink() or not left.is_dir():
+                left.unlink(missing_ok=True)
         yield path
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        raise StoreFull(
+            f"cannot write to {path}: {error.strerror}; the files that stand are whole. Make room and export again "
+            "into an empty directory, or choose fewer records (--layer, --tensor, …)"
+        ) from error
     finally:
         os.close(fd)
 
 
 def write_new(path: Path, write: Callable[[BinaryIO], None]) -> int:
     """Write a file (0600) that does not exist yet; returns its size in bytes. Raises FileExistsError, OSError."""
-    temporary = path.with_name(f"{_TEMPORARY}{component(path.name)}")
+    fd, temporary = tempfile.mkstemp(prefix=_TEMPORARY, dir=path.parent)
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "wb") as file:
             write(file)
             nbytes = file.tell()
         os.link(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        os.unlink(temporary)
     return nbytes
 
 

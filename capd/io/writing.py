@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ _CATALOG_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ImportedRecord:
-    """A record to commit. client, sequence: who it is; bits: its elements as stored, in C order."""
+    """A record to commit. client, sequence: who it is; bits: its elements as stored, with strides of any kind."""
 
     client: bytes
     sequence: int
@@ -61,9 +62,8 @@ class ImportWriter:
         Raises StoreError, StoreFull where the limit refuses it; the commit OSError or StoreError.
         """
         bits = record.bits
-        sample = bits.reshape(-1).view(np.uint8)[:SAMPLE_NBYTES].data
         capture = record.capture
-        plan = self._store.plan(capture.key, record.dtype, capture.attributes, bits.shape, sample)
+        plan = self._store.plan(capture.key, record.dtype, capture.attributes, bits.shape, _sample(bits))
         copies = 2 if plan.is_small else 1  # in the log first, then in a shard
         if self._limit and (why := self._limit(bits.nbytes * copies, new_series=plan.series is None)):
             raise StoreFull(f"the import stopped, and goes on where it is when it is given again: {why}")
@@ -71,10 +71,10 @@ class ImportWriter:
             return partial(self._add_small, plan, record)
         geometry, chain = plan.geometry, plan.chain
         statistics = record.dtype if self._store.options.statistics else None
-        chunks = [
+        chunks = deque(
             self._pool.submit(encode_chunk, bits, ordinal, slices, geometry, chain, statistics)
             for ordinal, slices in geometry.chunks(bits.shape)
-        ]
+        )
         return partial(self._commit_large, plan, record, chunks)
 
     def flush(self) -> None:
@@ -98,7 +98,7 @@ class ImportWriter:
         if len(self._small) >= _TOGETHER or self._small_nbytes >= _TOGETHER_NBYTES:
             self.flush()
 
-    def _commit_large(self, plan: Plan, record: ImportedRecord, chunks: list[Future[ChunkResult]]) -> None:
+    def _commit_large(self, plan: Plan, record: ImportedRecord, chunks: deque[Future[ChunkResult]]) -> None:
         if plan.series is None:  # series get their paths in the order of their first commits
             self.flush()
         row = _row(plan, record)
@@ -107,10 +107,18 @@ class ImportWriter:
         self.flush()
 
 
-def _merged(row: RecordRow, chunks: list[Future[ChunkResult]]) -> Iterator[ChunkResult]:
-    """The chunks in order; their statistics gather in `row`, complete when its COMMIT is written."""
-    for future in chunks:
-        chunk = future.result()
+def _sample(bits: NDArray[np.generic]) -> memoryview:
+    """The first bytes of a record in C order; of a view of few bytes no more is made."""
+    count = SAMPLE_NBYTES // bits.itemsize
+    first = bits.reshape(-1)[:count] if bits.flags.c_contiguous else bits.flat[:count]
+    return first.view(np.uint8).data
+
+
+def _merged(row: RecordRow, chunks: deque[Future[ChunkResult]]) -> Iterator[ChunkResult]:
+    """The chunks in order, let go of as they are taken; their statistics gather in `row`, complete when its COMMIT is
+    written."""
+    while chunks:
+        chunk = chunks.popleft().result()
         if row.stats is not None and chunk.stats is not None:
             row.stats = merge(row.stats, chunk.stats)
         yield chunk

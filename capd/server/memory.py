@@ -1,12 +1,15 @@
-"""How the daemon's heap behaves: freed buffers are kept for the next ones, garbage is looked for rarely."""
+"""How the heap of the daemon, of an export or an import behaves: freed buffers are kept for the next ones, garbage is
+looked for rarely."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import sys
+from collections.abc import Iterator
 
-__all__ = ["settle_heap"]
+__all__ = ["settle_heap", "settled_heap"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _BUFFER_NBYTES = 32 << 20  # above it, allocations are mapped and unmapped alone; the most that glibc accepts
@@ -23,6 +26,18 @@ def settle_heap() -> None:
     _keep_freed_buffers()
     gc.freeze()  # what is imported by now never becomes garbage
     gc.set_threshold(_YOUNG_OBJECTS, 20, 20)
+
+
+@contextlib.contextmanager
+def settled_heap() -> Iterator[None]:
+    """As `settle_heap`, for work that a process does for a while: afterwards garbage is looked for as before."""
+    before = gc.get_threshold()
+    settle_heap()
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def _keep_freed_buffers() -> None:

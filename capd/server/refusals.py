@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import sqlite3
 
-from capd.errors import StoreError, StoreFull
+from capd.errors import NO_SPACE, StoreError, StoreFull
 from capd.server.jobs import Refusal
 from capd_client.counter_page import DropReason
 
@@ -14,12 +13,10 @@ __all__ = ["refusal_of"]
 
 logger = logging.getLogger(__name__)
 
-_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-
 
 def refusal_of(error: Exception) -> Refusal:
     """Reason and text; an error that nobody expects is logged, too."""
-    if isinstance(error, StoreFull) or (isinstance(error, OSError) and error.errno in _NO_SPACE):
+    if isinstance(error, StoreFull) or (isinstance(error, OSError) and error.errno in NO_SPACE):
         return DropReason.DISK_FULL, str(error)
     if isinstance(error, (OSError, StoreError, sqlite3.Error)):
         return DropReason.STORE_ERROR, str(error)

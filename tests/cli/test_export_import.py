@@ -26,6 +26,12 @@ Capd = Callable[..., Result]
 SECOND_NS = 1_000_000_000
 START_NS = 1_757_297_540 * SECOND_NS
 RNG = np.random.default_rng(7)
+NAN_PAYLOADS = {  # signalling and quiet NaNs of both signs, -0, a subnormal
+    "float64": np.array([0x7FF0_0000_0000_0001, 0xFFF8_0000_0012_3456, 1 << 63, 1], np.uint64),
+    "float32": np.array([0x7FA0_0001, 0xFFC1_2345, 1 << 31, 1], np.uint32),
+    "float16": np.array([0x7C01, 0xFE55, 1 << 15, 1], np.uint16),
+    "bfloat16": np.array([0x7F81, 0xFFC5, 1 << 15, 1], np.uint16),
+}
 
 # A process that has no capd: reads files as the predecessor's users do.
 READ_ALONE = """
@@ -42,7 +48,8 @@ assert "capd" not in sys.modules
 
 @pytest.fixture(scope="module")
 def rich(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with everything that a record can have: dtypes, growing shapes, restarts, attributes, odd names."""
+    """A run with everything that a record can have: dtypes, NaN payloads, growing shapes, ranks, layers, quant types,
+    restarts, attributes, odd names."""
     root = tmp_path_factory.mktemp("rich")
     writer = StoreWriter(root)
 
@@ -64,6 +71,12 @@ def rich(tmp_path_factory: pytest.TempPathFactory) -> Path:
         bits = RNG.integers(0, 2 if dtype == "bool" else 256, (5, item_nbytes), dtype=np.uint8)
         stored = bits.view(f"u{item_nbytes}")
         put(linear_key(quant_type="Any Type/..", tensor_name=dtype, layer=None), stored, dtype, 5)
+    for dtype, bits in NAN_PAYLOADS.items():
+        put(linear_key(tensor_name="nan"), bits, dtype, 6)
+    for rank, (quant_type, layer) in enumerate([("mxfp8", 0), ("mxfp4", 11), ("hifp8", None)]):
+        for stack in ("encoder", "decoder"):
+            key = linear_key(rank=rank, layer=layer, quant_type=quant_type, stack=stack, phase="post")
+            put(key, bf16_bits(RNG.normal(size=(3, 5))), "bfloat16", 6)
     put(linear_key(tensor_name="empty"), np.zeros((3, 0, 2), np.float32), "float32", 6)
     put(linear_key(tensor_name="scalar"), np.float64(np.nan).reshape(()), "float64", 6)
     put(linear_key(tensor_name="large"), RNG.normal(size=(1500, 1024)), "float64", 7)
