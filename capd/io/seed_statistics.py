@@ -1,14 +1,14 @@
 """The numbers of a `tensor_info`: min, max, mean and std as the predecessor defined them, not as capd does.
 
 There min and max are NaN as soon as one element is, Inf counts as a value, std is the sample's (n - 1), and an empty
-tensor has 0.0 throughout. Where all elements are finite they follow from the record's statistics; else, and where the
-sums of these would cancel, they are computed from the elements, block by block in float64.
+tensor has 0.0 throughout. Where one element is NaN, or all are finite, they follow from the record's statistics; with an
+Inf, and where the sums would cancel, they are computed from the elements, block by block in float64.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from capd.store.statistics import Stats
 
 __all__ = ["seed_statistics"]
 
+_NAMES = ("min", "max", "mean", "std")
 _BLOCK = 1 << 18
 _CANCELS = 1e-6  # of the mean square: a variance below it has lost half of its digits
 
@@ -25,14 +26,16 @@ _CANCELS = 1e-6  # of the mean square: a variance below it has lost half of its 
 def seed_statistics(bits: NDArray[np.generic], dtype: str, stats: Stats | None) -> dict[str, float]:
     """min, max, mean and std of a record. bits: as stored; stats: as committed, if it has any."""
     if bits.size == 0:
-        return dict.fromkeys(("min", "max", "mean", "std"), 0.0)
+        return dict.fromkeys(_NAMES, 0.0)
     derived = None if stats is None else _derived(stats)
     return _computed(bits, dtype) if derived is None else derived
 
 
 def _derived(stats: Stats) -> dict[str, float] | None:
     n = stats.count
-    if stats.nan or stats.inf or stats.min is None or stats.max is None or not math.isfinite(stats.sum_sq):
+    if stats.nan:
+        return dict.fromkeys(_NAMES, math.nan)
+    if stats.inf or stats.min is None or stats.max is None or not math.isfinite(stats.sum_sq):
         return None
     mean = stats.sum / n
     variance = stats.sum_sq / n - mean * mean
@@ -45,16 +48,14 @@ def _derived(stats: Stats) -> dict[str, float] | None:
 @np.errstate(invalid="ignore", over="ignore")  # Inf - Inf is NaN there, too
 def _computed(bits: NDArray[np.generic], dtype: str) -> dict[str, float]:
     flat = bits.reshape(-1)
-
-    def over(reduce: Callable[[NDArray[np.float64]], float]) -> NDArray[np.float64]:
-        return np.array([reduce(block) for block in _blocks(flat, dtype)])
-
-    n = sum(block.size for block in _blocks(flat, dtype))
-    mean = float(over(np.sum).sum() / n)
-    squares = float(over(lambda block: float(np.square(block - mean).sum())).sum())
+    found = [(block.size, block.min(), block.max(), block.sum()) for block in _blocks(flat, dtype)]
+    counts, lows, highs, sums = map(np.array, zip(*found, strict=True))
+    n = int(counts.sum())
+    mean = float(sums.sum() / n)
+    squares = float(np.array([np.square(block - mean).sum() for block in _blocks(flat, dtype)]).sum())
     return {
-        "min": float(over(np.min).min()),
-        "max": float(over(np.max).max()),
+        "min": float(lows.min()),
+        "max": float(highs.max()),
         "mean": mean,
         "std": math.sqrt(squares / (n - 1)) if n > 1 else math.nan,
     }
