@@ -48,7 +48,7 @@ def export_arrays(run_id: str, chosen: Sequence[Series], out: Path, suffix: str)
     """
     write = SUFFIXES[suffix]
     with locked_directory(out):
-        for series in chosen:
+        for series in (one.fresh() for one in chosen):
             path = out / f"{series.path}{suffix}"
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             records = list(series.records)

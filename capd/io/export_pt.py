@@ -57,9 +57,10 @@ def _in_order(chosen: Sequence[Series]) -> Iterator[tuple[Series, Record]]:
     """Series by series, the one that began first first, so that an import in the order of counters meets each key's
     series in the order in which they came to be."""
     # Of variants that began at one time, the one with the shorter path (`~v2` before `~v10`) is the older one.
-    for series in sorted(chosen, key=lambda s: (s.record(0).time_ns, len(s.path), s.path)):
-        for record in series.records:
-            yield series, record
+    for series in sorted(chosen, key=lambda s: (s.fresh().record(0).time_ns, len(s.path), s.path)):
+        reading = series.fresh()
+        for record in reading.records:
+            yield reading, record
 
 
 def _nbytes(item: tuple[Series, Record]) -> int:

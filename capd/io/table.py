@@ -50,7 +50,8 @@ def _write(file: BinaryIO, run_id: str, chosen: Sequence[Series]) -> None:
     from pyarrow import parquet
 
     schema = _schema(pa)
-    rows = (_row(run_id, series, record) for series in chosen for record in series.records)
+    fresh = (series.fresh() for series in chosen)
+    rows = (_row(run_id, series, record) for series in fresh for record in series.records)
     with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
         while group := list(islice(rows, _GROUP_ROWS)):
             writer.write_table(pa.Table.from_pylist(group, schema=schema))

@@ -109,6 +109,10 @@ class Series:
     def __init__(self, node: NodeView, row: SeriesRow, tools: ReadTools, attempt: int | str = "all") -> None:
         self._node, self._row, self._tools, self._attempt = node, row, tools, attempt
 
+    def fresh(self) -> Series:
+        """The same series, with nothing in memory of its records yet: what is read through it goes with it."""
+        return Series(self._node, self._row, self._tools, self._attempt)
+
     @cached_property
     def _rows(self) -> SeriesRows:
         return SeriesRows(self._node, self._row, self._attempt)
