@@ -135,7 +135,7 @@ def load_file(file: SeedFile, layer_base: int) -> LoadedFile:
         raise BadTensorFile("it is a plain pickle, which could hold any code, and is never read")
     with opened(file.path) as stream:
         found = load_tensor_file(stream)
-    capture = capture_of(found, file.name, file.path.parent.name, layer_base)
+    capture = capture_of(found, file.name, file.directory.name, layer_base)
     dtype, bits = _bits(found["tensor"])
     return LoadedFile(file, ImportedRecord(*file.capture, capture, dtype, bits))
 

@@ -18,11 +18,22 @@ _CLIENTS = 1 << 12  # committed sequences are kept per client; a few each make c
 
 @dataclass(frozen=True, slots=True)
 class SeedFile:
-    """A file to import. nbytes: its size when it was found, 0 where that is unknown."""
+    """A file to import; as few bytes as can be, for directories of a million. nbytes: its size when it was found, 0
+    where that is unknown."""
 
-    path: Path
-    name: NameParts | None
+    directory: Path
+    file_name: str
     nbytes: int
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self.directory / self.file_name
+
+    @property
+    def name(self) -> NameParts | None:
+        """What its name says."""
+        return name_parts(self.file_name)
 
     @property
     def capture(self) -> tuple[bytes, int]:
@@ -40,25 +51,25 @@ def find_files(root: Path) -> list[SeedFile]:
     """
     root = root.resolve()
     os.listdir(root)  # os.walk says nothing of a directory that cannot be read
-    found = [_seed_file(path) for path in _walk(root)]
+    found = [_seed_file(directory, file_name) for directory, file_name in _walk(root)]
     return sorted(found, key=_order)
 
 
-def _walk(root: Path) -> Iterator[Path]:
+def _walk(root: Path) -> Iterator[tuple[Path, str]]:
     for directory, subdirectories, names in os.walk(root):
         here = Path(directory)
-        yield from (here / name for name in names if name.lower().endswith(_ENDINGS))
-        yield from (here / name for name in subdirectories if (here / name).is_symlink())
+        yield from ((here, name) for name in names if name.lower().endswith(_ENDINGS))
+        yield from ((here, name) for name in subdirectories if (here / name).is_symlink())
 
 
-def _seed_file(path: Path) -> SeedFile:
+def _seed_file(directory: Path, file_name: str) -> SeedFile:
     try:
-        nbytes = path.lstat().st_size
+        nbytes = os.lstat(directory / file_name).st_size
     except OSError:  # gone meanwhile, or in a directory that may not be searched: opening it says so
         nbytes = 0
-    return SeedFile(path, name_parts(path.name), nbytes)
+    return SeedFile(directory, file_name, nbytes)
 
 
 def _order(file: SeedFile) -> tuple[str, str, int, str]:
-    stamp, counter = (file.name.stamp, file.name.counter) if file.name else ("", 0)
-    return str(file.path.parent), stamp, counter, file.path.name
+    name = file.name
+    return str(file.directory), name.stamp if name else "", name.counter if name else 0, file.file_name
