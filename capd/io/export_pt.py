@@ -1,13 +1,13 @@
 """Writes records as the predecessor's tensor files, which plain torch.load(weights_only=True) reads.
 
 Files get their names in the order of the series and their records; a few threads take one record each, from the store
-to its file. About 128 MiB of records are under way at once, or one record where that is larger.
+to its file, but for small ones. About 128 MiB of records are under way at once, or one record where that is larger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -23,6 +23,10 @@ from capd_client.dtypes import ITEM_NBYTES
 from capd_client.key import Moment
 
 __all__ = ["Written", "export_pt"]
+
+_WORTH_A_THREAD_NBYTES = (
+    256 << 10
+)  # below it a record is Python's work, and threads would take turns at each file
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ def export_pt(
         job = _Export(run_id, naming, SeedDirectory(out), pool)
         try:
             for item, done in ahead(_in_order(chosen), job.begin, _nbytes):
-                yield Written(*done.result(), 1, _nbytes(item))
+                yield Written(*done(), 1, _nbytes(item))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -76,8 +80,8 @@ class _Export:
         self._series: Series | None = None
         self._stamp = ""
 
-    def begin(self, item: tuple[Series, Record]) -> Future[tuple[Path, int]]:
-        """Name a record's file and have it written."""
+    def begin(self, item: tuple[Series, Record]) -> Callable[[], tuple[Path, int]]:
+        """Name a record's file and have it written; what is returned waits for that."""
         series, record = item
         if series is not self._series:
             self._series, self._stamp = series, ""
@@ -87,7 +91,11 @@ class _Export:
         directory, counter = self._directory.place(key.quant_type)
         moment = Moment(**{name: getattr(record, name) for name in Moment.__struct_fields__})
         name = file_name(naming.scheme, naming.shown(key), moment, naming.layer(key), self._stamp, counter)
-        return self._pool.submit(self._write, series, record, directory / name)
+        write = partial(self._write, series, record, directory / name)
+        if _nbytes(item) >= _WORTH_A_THREAD_NBYTES:
+            return self._pool.submit(write).result
+        written = write()
+        return lambda: written
 
     def _write(self, series: Series, record: Record, path: Path) -> tuple[Path, int]:
         bits = series.read(record.index)
