@@ -1,0 +1,143 @@
+"""The three ways through a format, with its options settled: to codes, from codes, and there and back."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+
+from capd_client.formats.blocks import Layout
+from capd_client.formats.elements import ELEMENTS
+from capd_client.formats.encoded import Encoded
+from capd_client.formats.fp8 import Fp8Scaling, fp8_multipliers
+from capd_client.formats.hif8 import hif8_codes, hif8_table, hif8_values
+from capd_client.formats.legacy import (
+    legacy_hif8_codes,
+    legacy_hif8_values,
+    legacy_mx_codes,
+    legacy_mx_values,
+)
+from capd_client.formats.lookup import elementwise
+from capd_client.formats.mx import MxScaling, mx_multipliers
+from capd_client.formats.nvfp4 import Nvfp4Scaling, nvfp4_multipliers
+from capd_client.formats.scaled import decode_rows, encode_rows, qdq_rows
+from capd_client.formats.spec import FormatError, Spec
+from capd_client.formats.unscaled import DTYPES, unscaled
+
+__all__ = ["decoded", "encoded_as", "quantised"]
+
+_INPUTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@torch.no_grad()
+def quantised(x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator]) -> torch.Tensor:
+    """See `capd_client.formats.qdq`."""
+    values = _checked(x, spec)
+    if spec.block is not None or spec.fmt == "fp8":
+        layout = _layout(values, spec)
+        rows = layout.rows(values)
+        if spec.legacy:
+            found = layout.join(legacy_mx_values(rows, spec))
+        else:
+            found = layout.join(qdq_rows(rows, spec, _scaling(rows, spec), generator))
+    elif spec.rounding == "stochastic":
+        found = _there_and_back(values, spec, generator)
+    else:
+        found = elementwise(values, _there_and_back, spec)
+    return found.to(x.dtype)
+
+
+@torch.no_grad()
+def encoded_as(x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator]) -> Encoded:
+    """See `capd_client.formats.encode`."""
+    values = _checked(x, spec)
+    if spec.block is None and spec.fmt != "fp8":
+        if spec.rounding == "stochastic":
+            payload = _codes(values, spec, generator)
+        else:
+            payload = elementwise(values, _codes, spec)
+        payload = payload.view(torch.uint16) if spec.fmt in DTYPES else payload
+        return Encoded(payload, None, None, spec.fmt)
+    layout = _layout(values, spec)
+    rows = layout.rows(values)
+    global_scale = None
+    if spec.legacy:
+        codes, stored = legacy_mx_codes(rows, spec)
+    else:
+        scaling = _scaling(rows, spec)
+        codes, stored = encode_rows(rows, spec, scaling, generator)
+        global_scale = scaling.global_scale if isinstance(scaling, Nvfp4Scaling) else None
+    return Encoded(
+        layout.join(codes),
+        layout.join_scales(stored),
+        global_scale,
+        spec.fmt,
+        spec.elem,
+        spec.block,
+        spec.axis,
+    )
+
+
+@torch.no_grad()
+def decoded(encoded: Encoded) -> torch.Tensor:
+    """See `capd_client.formats.decode`."""
+    payload = encoded.payload
+    if encoded.fmt in DTYPES:
+        return payload.view(DTYPES[encoded.fmt]).to(torch.float32)
+    if encoded.scale is None:
+        table = hif8_table(payload.device)
+        return table.index_select(0, payload.reshape(-1).to(torch.int32)).reshape(payload.shape)
+    layout = Layout(payload.shape, encoded.axis, encoded.block)
+    stored = layout.row_scales(encoded.scale)
+    if encoded.fmt == "fp8":
+        multipliers = fp8_multipliers(stored)
+    elif encoded.fmt == "nvfp4":
+        multipliers = nvfp4_multipliers(stored, encoded.global_scale)
+    else:
+        multipliers = mx_multipliers(stored)
+    return layout.join(decode_rows(layout.rows(payload), ELEMENTS[str(encoded.elem)], multipliers))
+
+
+def _checked(x: torch.Tensor, spec: Spec) -> torch.Tensor:
+    if not isinstance(x, torch.Tensor) or x.dtype not in _INPUTS:
+        given = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        raise FormatError(f"{spec.fmt} takes tensors of {', '.join(map(str, _INPUTS))}; it was given {given}")
+    return x.detach().to(torch.float32) if x.dtype == torch.float64 else x.detach()
+
+
+def _layout(x: torch.Tensor, spec: Spec) -> Layout:
+    ndim = max(1, x.ndim)
+    lowest = -min(2, ndim) if isinstance(spec.block, tuple) else -ndim
+    axis = spec.axis - ndim if spec.axis >= 0 else spec.axis
+    if not lowest <= axis < 0:
+        which = (
+            "one of the last two dimensions" if isinstance(spec.block, tuple) else f"{-ndim} to {ndim - 1}"
+        )
+        raise FormatError(
+            f"axis of {spec.fmt} cannot be {spec.axis} for a tensor of shape {tuple(x.shape)}; allowed are {which}"
+        )
+    return Layout(x.shape, axis, spec.block)
+
+
+def _scaling(rows: torch.Tensor, spec: Spec) -> Fp8Scaling | MxScaling | Nvfp4Scaling:
+    if spec.fmt == "fp8":
+        return Fp8Scaling(spec, rows)
+    return Nvfp4Scaling(spec, rows) if spec.fmt == "nvfp4" else MxScaling(spec)
+
+
+def _there_and_back(x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator] = None) -> torch.Tensor:
+    """An unscaled format's values, in x's dtype."""
+    if spec.fmt in DTYPES:
+        found = unscaled(x, spec, generator)
+    else:
+        found = legacy_hif8_values(x, spec) if spec.legacy else hif8_values(x, spec, generator)
+    return found.to(x.dtype)
+
+
+def _codes(x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator] = None) -> torch.Tensor:
+    """An unscaled format's codes; of 16 bits as int16."""
+    if spec.fmt in DTYPES:
+        return unscaled(x, spec, generator).view(torch.int16)
+    if spec.legacy:
+        return legacy_hif8_codes(x, spec)
+    return hif8_codes(hif8_values(x, spec, generator))

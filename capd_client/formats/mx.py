@@ -1,0 +1,47 @@
+"""MXFP8, MXFP6 and MXFP4: 32 elements share one power of two, E8M0.
+
+Source: OCP Microscaling Formats (MX) Specification v1.0, §5.2 (formats), §5.3 (elements), §5.4 (scale), §6.3
+(conversion). FP8's elements are those of the OCP 8-bit Floating Point Specification (OFP8) v1.0.
+
+| elem | format | max | smallest normal, subnormal | Inf, NaN |
+|---|---|---|---|---|
+| e4m3 | mxfp8 | 448 | 2^-6, 2^-9 | no Inf; NaN S.1111.111 |
+| e5m2 | mxfp8 | 57344 | 2^-14, 2^-16 | Inf, NaN; quantising makes no Inf |
+| e2m3 | mxfp6 | 7.5 | 1, 0.125 | none |
+| e3m2 | mxfp6 | 28 | 0.25, 0.0625 | none |
+| e2m1 | mxfp4 | 6 | 1, 0.5 | none |
+
+Value: X * P, with X = 2**-127 … 2**127. The scale's exponent is chosen by `scale_mode` (`scales`); P is V / X,
+rounded to nearest with ties to even (or as `rounding` says) and limited to ±max: under floor and even, elements above
+max * X saturate, as §6.3 has it. Zeros keep their sign. A block with an Inf or a NaN has the scale NaN, so all of it
+decodes to NaN: the specification leaves that open (§6.3), and this is what torchao's and microxcaling's current code
+does. A block of zeros has the scale 2**-127. Decoded values beyond float32 are Inf, which takes a scale mode that
+rounds up and a magnitude in the last binade.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from capd_client.formats.scaled import BlockScales, element_of
+from capd_client.formats.scales import e8m0_bytes, e8m0_reciprocals, e8m0_values
+from capd_client.formats.spec import Spec
+
+__all__ = ["MxScaling", "mx_multipliers"]
+
+
+class MxScaling:
+    """A power of two for each block."""
+
+    def __init__(self, spec: Spec) -> None:
+        self._element = element_of(spec)
+        self._mode = str(spec.scale_mode)
+
+    def of(self, amax: torch.Tensor) -> BlockScales:
+        found = e8m0_bytes(amax, self._element, self._mode)
+        return BlockScales(found.to(torch.uint8), e8m0_reciprocals(found), e8m0_values(found))
+
+
+def mx_multipliers(stored: torch.Tensor) -> torch.Tensor:
+    """What decoded elements are multiplied by, from the stored bytes."""
+    return e8m0_values(stored)

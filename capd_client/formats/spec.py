@@ -1,0 +1,158 @@
+"""The options of a format, checked: what each format takes, its defaults, and the errors that name all three."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Optional, Union
+
+from capd_client.errors import CapdError
+from capd_client.formats.blocks import Block
+
+__all__ = ["FORMATS", "OPTIONS", "FormatError", "Spec", "spec_of"]
+
+OPTIONS = ("elem", "block", "axis", "scale_mode", "rounding", "overflow", "tensor_scale", "preset")
+POWERS = ("floor", "ceil", "even", "rceil")
+SATURATE_OR_INF = ("saturate", "inf")
+
+
+class FormatError(CapdError, ValueError):
+    """A format, an option or a tensor that cannot be used; names it, its value and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a format takes. The first of each tuple is the default; an empty one means that there is no choice."""
+
+    elems: tuple[str, ...] = ()
+    blocks: tuple[Block, ...] = ()
+    scale_modes: tuple[str, ...] = ()
+    roundings: tuple[str, ...] = ("even", "away", "stochastic")
+    overflows: tuple[str, ...] = ()
+    has_legacy: bool = False
+    has_tensor_scale: bool = False
+
+
+FORMATS: dict[str, Family] = {
+    "bf16": Family(overflows=("inf", "saturate")),
+    "fp16": Family(overflows=("inf", "saturate")),
+    "fp8": Family(
+        ("e4m3", "e5m2"), (None, 128, (128, 128)), ("exact", "unit", *POWERS), overflows=SATURATE_OR_INF
+    ),
+    "mxfp8": Family(("e4m3", "e5m2"), (32,), POWERS, has_legacy=True),
+    "mxfp6": Family(("e2m3", "e3m2"), (32,), POWERS, has_legacy=True),
+    "mxfp4": Family(("e2m1",), (32,), POWERS, has_legacy=True),
+    "nvfp4": Family(("e2m1",), (16, (16, 16)), has_tensor_scale=True),
+    "hifp8": Family(
+        roundings=("away", "hybrid", "stochastic"), overflows=("inf", "saturate"), has_legacy=True
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A format with all its options settled."""
+
+    fmt: str
+    elem: Optional[str]
+    block: Block
+    axis: int
+    scale_mode: Optional[str]
+    rounding: str
+    overflow: Optional[str]
+    tensor_scale: bool
+    legacy: bool
+
+    @property
+    def saturate(self) -> bool:
+        return self.overflow in (None, "saturate")
+
+
+def spec_of(fmt: str, options: dict[str, Any]) -> Spec:
+    """Settle the options of a format. FormatError names the option, the value and the allowed values."""
+    if not isinstance(fmt, str) or fmt not in FORMATS:
+        raise _refused("fmt", fmt, FORMATS)
+    family = FORMATS[fmt]
+    unknown = sorted(set(options) - set(OPTIONS))
+    if unknown:
+        raise FormatError(f"{fmt} has no option {unknown[0]!r}; the options are {', '.join(OPTIONS)}")
+    given = {name: value for name, value in options.items() if value is not None}
+    legacy = _is_legacy(fmt, family, given)
+    return Spec(
+        fmt=fmt,
+        elem=_choice(fmt, "elem", family.elems, given, "e5m2" if legacy and fmt == "mxfp8" else None),
+        block=_block(fmt, family, given),
+        axis=_axis(fmt, family, given),
+        scale_mode=_choice(fmt, "scale_mode", family.scale_modes, given),
+        rounding=_choice(fmt, "rounding", family.roundings, given, "away" if legacy else None) or "even",
+        overflow=_choice(fmt, "overflow", family.overflows, given, "saturate" if legacy else None),
+        tensor_scale=_tensor_scale(fmt, family, given),
+        legacy=legacy,
+    )
+
+
+def _is_legacy(fmt: str, family: Family, given: dict[str, Any]) -> bool:
+    preset = given.get("preset")
+    if preset is None:
+        return False
+    if preset != "legacy":
+        raise _refused(f"preset of {fmt}", preset, ("legacy",))
+    if not family.has_legacy:
+        having = ", ".join(name for name, other in FORMATS.items() if other.has_legacy)
+        raise FormatError(f"{fmt} has no legacy preset; the predecessor had {having}")
+    fixed = {"scale_mode": "floor", "rounding": "away", "overflow": "saturate"}
+    for name, only in fixed.items():
+        if given.get(name, only) != only:
+            raise _refused(f"{name} with preset='legacy'", given[name], (only,))
+    return True
+
+
+def _choice(
+    fmt: str, name: str, allowed: Sequence[str], given: dict[str, Any], default: Optional[str] = None
+) -> Optional[str]:
+    if name not in given:
+        return default if default in allowed else next(iter(allowed), None)
+    if not allowed:
+        raise FormatError(f"{fmt} takes no {name}; it was given {given[name]!r}")
+    if given[name] not in allowed:
+        raise _refused(f"{name} of {fmt}", given[name], allowed)
+    return str(given[name])
+
+
+def _block(fmt: str, family: Family, given: dict[str, Any]) -> Block:
+    if "block" not in given:
+        return family.blocks[0] if family.blocks else None
+    block = given["block"]
+    if not family.blocks:
+        raise FormatError(f"{fmt} has no scales, so it takes no block; it was given {block!r}")
+    block = tuple(block) if isinstance(block, list) else block
+    sides: Union[tuple[Any, ...], list[Any]] = block if isinstance(block, tuple) else (block,)
+    is_tile = len(sides) == (2 if isinstance(block, tuple) else 1)
+    if not is_tile or not all(type(side) is int and side > 0 for side in sides):
+        raise FormatError(
+            f"block of {fmt} cannot be {block!r}; allowed are a number of values along the axis and a tile "
+            f"(rows, columns), as {', '.join(map(str, family.blocks))}"
+        )
+    return (int(sides[0]), int(sides[1])) if isinstance(block, tuple) else int(block)
+
+
+def _axis(fmt: str, family: Family, given: dict[str, Any]) -> int:
+    axis = given.get("axis", -1)
+    if "axis" in given and not family.blocks:
+        raise FormatError(f"{fmt} has no scales, so it takes no axis; it was given {axis!r}")
+    if type(axis) is not int:
+        raise _refused(f"axis of {fmt}", axis, ("a dimension of the tensor, -1 by default",))
+    return axis
+
+
+def _tensor_scale(fmt: str, family: Family, given: dict[str, Any]) -> bool:
+    value = given.get("tensor_scale", family.has_tensor_scale)
+    if "tensor_scale" in given and not family.has_tensor_scale:
+        raise FormatError(f"{fmt} takes no tensor_scale; it was given {value!r}")
+    if not isinstance(value, bool):
+        raise _refused(f"tensor_scale of {fmt}", value, (True, False))
+    return value
+
+
+def _refused(what: str, value: object, allowed: Any) -> FormatError:
+    return FormatError(f"{what} cannot be {value!r}; allowed are {', '.join(map(str, allowed))}")
