@@ -78,6 +78,7 @@ bench: setup ## Run the benchmarks (a quarter of an hour, on a quiet machine)
 	$(BIN)/python benchmarks/training_overhead.py --client transformers
 	$(BIN)/python benchmarks/stalled_daemon.py
 	$(BIN)/python benchmarks/rank_statistics.py
+	$(BIN)/python benchmarks/formats.py
 	$(MAKE) bench-store
 
 bench-gpu: $(GPU_SETUP) ## Run the benchmarks that need a CUDA device (eight minutes at most)
