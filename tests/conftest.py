@@ -25,9 +25,10 @@ SEED_VARIABLES = (
     "TORCHELASTIC_RESTART_COUNT",
 )  # fmt: skip
 
-# A shell that starts the suite in the background leaves SIGINT ignored, and every process a test starts would
-# inherit that and never see its Ctrl-C.
+# A shell that starts the suite in the background leaves SIGINT ignored, and nohup SIGHUP: every process a test starts
+# would inherit that and never see its Ctrl-C, or the end of its terminal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 hypothesis.settings.register_profile(
     "capd",
