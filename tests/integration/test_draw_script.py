@@ -68,6 +68,7 @@ def test_both_collects_and_draws_and_what_is_collected_later_is_drawn_with_it(pl
     assert drawn(place) == by_type
 
 
+@pytest.mark.fault
 def test_options_say_where_tensors_are_and_where_figures_go(place: Path) -> None:
     where = ("--tensor-dir", "./tensors")
     only = draw(place, "--mode", "collect", "--quant-type", "bf16", *where, "--data-path", "text")
@@ -79,6 +80,7 @@ def test_options_say_where_tensors_are_and_where_figures_go(place: Path) -> None
     assert set(drawn(place, "figures")) == {"bf16"}
 
 
+@pytest.mark.fault
 def test_the_predecessors_files_are_drawn_where_they_lie(place: Path) -> None:
     arguments = ("collect", "bf16", "--tensor-dir", "./run", "--data-path", "text")
     assert draw(place, *arguments).returncode == 0
@@ -91,6 +93,7 @@ def test_the_predecessors_files_are_drawn_where_they_lie(place: Path) -> None:
     assert drawn(place) == {"bf16": len(list((place / "enhanced_tensor_logs").rglob("*.pt")))}
 
 
+@pytest.mark.fault
 def test_a_collection_that_fails_draws_what_there_is_and_says_so(place: Path) -> None:
     assert draw(place, "both", "bf16", "--data-path", "text").returncode == 0
     (place / "train.sh").write_text("exit 3\n")

@@ -77,7 +77,7 @@ def kept(directory: Path) -> dict[str, set[tuple[int, int]]]:
             {"mxfp8"},
             {(0, 0), (0, 1), (1, 0)},
         ),
-        ("./run_tensor_collection.sh batch", ALL, {(0, 0)}),
+        pytest.param("./run_tensor_collection.sh batch", ALL, {(0, 0)}, marks=pytest.mark.fault),
         ("./run_tensor_collection.sh quick hifp8", {"hifp8"}, {(0, 0)}),
         pytest.param(
             "./run_tensor_collection.sh --mode single --quant-type mxfp8 --control-iter 10",
@@ -100,6 +100,7 @@ def test_the_lines_of_the_predecessors_script_collect_what_they_say(
     assert "mxfp8, 1 of 1 (a label" in done.stderr or types != {"mxfp8"}
 
 
+@pytest.mark.fault
 def test_whatever_was_typed_beside_it_has_a_line_that_works(megatron: Path) -> None:
     text = (REPOSITORY / "docs" / "migration-runs.md").read_text()
     table = text[text.index("The scripts before these") : text.index("What differs")]

@@ -60,7 +60,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = {"64 layers", "many samples and ranks"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.fault if case in SLOW else ()) for case in CASES]
+)
 @pytest.mark.timeout(240)
 def test_every_page_is_labelled_and_no_text_lies_on_another(
     case: str, monkeypatch: pytest.MonkeyPatch
