@@ -42,7 +42,7 @@ from capd.io.export_pt import export_pt
 from capd.io.import_pt import import_files
 from capd.io.seed_dictionary import Naming
 from capd.io.seed_files import find_files
-from capd.server.memory import settle_heap
+from capd.server.memory import settled_heap
 from capd.store.options import StoreOptions
 from capd.store.run import RunStore
 
@@ -78,7 +78,6 @@ def measure(variant: str, run: str, files: str, scratch: str, cold: bool) -> Row
     """One variant; wall and CPU seconds, raw bytes, and peak of memory. scratch: a directory of its own."""
     import torch
 
-    settle_heap()  # as the commands do, and then bare torch has the same
     store, out, found = capd.open(run), Path(scratch), find_files(Path(files))
     raw_nbytes = sum(series.raw_bytes for series in store.series)
     if cold:
@@ -97,7 +96,7 @@ def measure(variant: str, run: str, files: str, scratch: str, cold: bool) -> Row
     Path("/proc/self/clear_refs").write_text("5")
     before = _peak_nbytes()
     try:
-        with Meter() as meter:
+        with settled_heap(), Meter() as meter:  # as the commands do; bare torch has it no worse
             work[variant]()
         return meter.row(raw_nbytes=raw_nbytes, peak_mib=(_peak_nbytes() - before) / MIB)
     finally:
