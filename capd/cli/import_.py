@@ -13,6 +13,7 @@ from capd.cli.options import Config, StoreRoot
 from capd.cli.output import human_count, human_nbytes, print_json, print_lines
 from capd.cli.progress import Progress, progress_bar
 from capd.errors import NO_SPACE, ConfigError, NothingMatched, StoreError, StoreFull
+from capd_client.texts import printable
 
 if TYPE_CHECKING:
     from capd.config import DaemonSettings
@@ -121,11 +122,6 @@ def _import(
         lock.release(keep_note=True)
 
 
-def _shown(text: str) -> str:
-    """Text from a file or its name without what a terminal would obey."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
-
-
 class _Told:
     """What the files became."""
 
@@ -137,10 +133,8 @@ class _Told:
     def take(self, outcome: Outcome) -> None:
         self._progress.add(outcome.raw_nbytes)
         if outcome.problem is not None:
-            file, reason = (
-                _shown(os.fsencode(outcome.file.path).decode(errors="replace")),
-                _shown(outcome.problem),
-            )
+            file = printable(os.fsencode(outcome.file.path).decode(errors="replace"))
+            reason = printable(outcome.problem)
             self.skipped.append((file, reason))
             self._progress.say(f"skipped {file}: {reason}")
         elif outcome.already:
