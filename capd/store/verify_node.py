@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from capd.store.verify_metadata import total_problems
 
 __all__ = ["NodePromise", "look_at_node"]
 
+_OF_EVERY_RUN = {".capd", "zarr.json"}
 _DAMAGED = (sqlite3.DatabaseError, ValueError, TypeError, LookupError)
 
 
@@ -85,6 +87,11 @@ def _find(
 
 def _read_catalog(run: Path, node: NodePromise) -> None:
     path = node.directory / CATALOG_NAME
+    if not _has_tables(path) and _holds_nothing(run, node.directory):
+        node.notes.append(
+            f"{path.relative_to(run)}: not made yet, and nothing is stored; the next start makes it"
+        )
+        return
     if not path.is_file():
         _find(run, node, "catalog", "", (), path, None, "the catalog is missing")
         return
@@ -116,6 +123,24 @@ def _read_catalog(run: Path, node: NodePromise) -> None:
     for series, row in node.rows.items():
         for problem in total_problems(row, sums.get(row.id)):
             _find(run, node, "catalog", series, (), path, None, problem)
+
+
+def _has_tables(path: Path) -> bool:
+    """Whether a catalog was made; a kill amid the first start of a run leaves none, or a file without tables."""
+    if not path.is_file():
+        return False
+    try:
+        with contextlib.closing(connect_read_only(path)) as database:
+            return database.execute("SELECT 1 FROM sqlite_master").fetchone() is not None
+    except (StoreError, sqlite3.DatabaseError):
+        return True  # whatever it is, it is more than nothing
+
+
+def _holds_nothing(run: Path, directory: Path) -> bool:
+    """Whether no record can have been stored: the spool is empty, and there is no series of any node."""
+    return (
+        not any((directory / "spool").glob("*")) and {entry.name for entry in run.iterdir()} <= _OF_EVERY_RUN
+    )
 
 
 def _read_log(run: Path, run_ids: frozenset[str], node: NodePromise, path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -336,6 +338,26 @@ def test_a_missing_or_unreadable_catalog_is_damage(run: Path, content: bytes | N
     path.unlink() if content is None else path.write_bytes(content)
 
     assert the_damage(run).kind == "catalog"
+
+
+@pytest.mark.parametrize("left", ["no file", "an empty file", "a file without tables"])
+def test_a_catalog_that_a_kill_amid_the_first_start_left_is_no_damage(tmp_path: Path, left: str) -> None:
+    writer = Writer(tmp_path)
+    writer.close()
+    run = writer.run
+    catalog = run / ".capd" / "node=n0" / CATALOG_NAME
+    catalog.unlink()
+    if left == "an empty file":
+        catalog.touch()
+    elif left == "a file without tables":
+        with contextlib.closing(sqlite3.connect(catalog)) as database:
+            database.execute("PRAGMA journal_mode=WAL")
+        assert catalog.stat().st_size > 0
+
+    found = verify_run(run)
+
+    assert (found.damaged, found.records) == ([], 0)
+    assert any("the next start makes it" in note for note in found.notes)
 
 
 def test_damage_in_the_spool_is_found(tmp_path: Path) -> None:
