@@ -6,20 +6,19 @@
 
 Pure torch on the tensor's own device, outside of autograd; x is never changed. Each format's definition, with its
 source, stands in the module that computes it: `unscaled` (bf16, fp16), `fp8`, `mx`, `nvfp4`, `hif8`, and `legacy` for
-the preset of that name. docs/formats.md has all in one table.
+the preset of that name. docs/formats.md has all in one table. Importing this package loads no torch; its functions do.
 """
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
-import torch
-
-from capd_client.formats.blocks import Block
 from capd_client.formats.encoded import Encoded
-from capd_client.formats.encoding import decoded, encoded_as, quantised
 from capd_client.formats.spec import FORMATS as _FAMILIES
-from capd_client.formats.spec import OPTIONS, FormatError, spec_of
+from capd_client.formats.spec import OPTIONS, Block, FormatError, spec_of
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["FORMATS", "Encoded", "FormatError", "decode", "encode", "qdq"]
 
@@ -59,12 +58,16 @@ def encode(
 
     Raises FormatError, a ValueError, which names the option, its value and the allowed ones.
     """
+    from capd_client.formats.encoding import encoded_as
+
     options = _options(elem, block, axis, scale_mode, rounding, overflow, tensor_scale, preset)
     return encoded_as(x, spec_of(fmt, options), generator)
 
 
 def decode(encoded: Encoded) -> torch.Tensor:
     """The values of what `encode` gave, float32, of the payload's shape: element times scale times global scale."""
+    from capd_client.formats.encoding import decoded
+
     return decoded(encoded)
 
 
@@ -86,6 +89,8 @@ def qdq(
 
     Arguments and errors are those of `encode`. The result is contiguous, has x's shape, and requires no gradient.
     """
+    from capd_client.formats.encoding import quantised
+
     options = _options(elem, block, axis, scale_mode, rounding, overflow, tensor_scale, preset)
     return quantised(x, spec_of(fmt, options), generator)
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Optional, Union
+from typing import Optional
 
 import torch
 from torch.nn.functional import pad
 
-__all__ = ["Block", "Layout", "finite_amax", "pieces"]
+from capd_client.formats.spec import Block
 
-Block = Union[None, int, tuple[int, int]]
+__all__ = ["Layout", "finite_amax", "pieces", "slabs"]
 
 PIECE_VALUES = 1 << 17  # few enough for the caches of a core, enough to make little of the cost of a call
 
@@ -27,6 +27,33 @@ def pieces(values: torch.Tensor) -> Iterator[slice]:
     step = max(1, PIECE_VALUES // max(1, math.prod(values.shape[1:]))) if values.is_cpu else max(1, count)
     for start in range(0, count, step):
         yield slice(start, min(count, start + step))
+
+
+SLAB_VALUES = 1 << 20  # what is laid out as rows at once: that may take a copy
+
+
+def slabs(x: torch.Tensor, layout: Layout) -> Iterator[torch.Tensor]:
+    """Parts of a tensor of `layout.shape` that no block crosses, each of x's number of dimensions, few enough to copy.
+
+    A part is larger than SLAB_VALUES only where a single block is.
+    """
+    steps = [1] * max(1, x.ndim)
+    if layout.block is not None:
+        across, along = (1, layout.block) if isinstance(layout.block, int) else layout.block
+        if across > 1 and x.ndim > 1:
+            steps[-3 - layout.axis] = across  # the other one of the last two
+        steps[layout.axis] = along
+    yield from _cut(x.reshape(1) if x.ndim == 0 else x, steps, 0)
+
+
+def _cut(x: torch.Tensor, steps: list[int], dim: int) -> Iterator[torch.Tensor]:
+    if x.numel() <= SLAB_VALUES or dim == x.ndim:
+        yield x
+        return
+    size = x.shape[dim]
+    wanted = SLAB_VALUES // (x.numel() // size) // steps[dim] * steps[dim]
+    for start in range(0, size, step := max(steps[dim], wanted)):
+        yield from _cut(x.narrow(dim, start, min(step, size - start)), steps, dim + 1)
 
 
 @dataclass(frozen=True)
@@ -75,7 +102,10 @@ class Layout:
 
     @property
     def _tile(self) -> tuple[int, int]:
-        return (1, self.block) if isinstance(self.block, int) else self.block or (1, 1)
+        """Values of a block across and along; cut behind the tensor's end, where zeros alone would be filled in."""
+        across, along = (1, self.block) if isinstance(self.block, int) else self.block or (1, 1)
+        height, width = self._moved_shape[-2:]
+        return min(across, _whole(height)), min(along, _whole(width))
 
     @property
     def _grid(self) -> tuple[int, ...]:
@@ -97,6 +127,11 @@ class Layout:
 
     def _unmoved(self, x: torch.Tensor) -> torch.Tensor:
         return x if len(self.shape) < 2 else x.movedim(-1, self.axis)
+
+
+def _whole(length: int) -> int:
+    """In steps of 32, so that the usual blocks are never cut: rows of their lengths are the fastest."""
+    return -(-max(1, length) // 32) * 32
 
 
 def finite_amax(values: torch.Tensor) -> torch.Tensor:

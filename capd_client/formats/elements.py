@@ -7,10 +7,11 @@ floats, whose specials differ between versions, are not used.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, cached_property
 from typing import Optional
 
 import torch
+
+from capd_client.formats.tables import kept
 
 __all__ = ["ELEMENTS", "FP16", "Element", "codes_of", "decode_table", "quantise"]
 
@@ -45,7 +46,7 @@ class Element:
         """The exponent of the smallest normal value, and of the subnormals' step times 2**mantissa_bits."""
         return 1 - self.bias
 
-    @cached_property
+    @property
     def max_exponent(self) -> int:
         """The exponent of the largest power of two, `emax` in the MX specification."""
         return int(self.max_value).bit_length() - 1
@@ -75,7 +76,7 @@ ELEMENTS = {
 FP16 = Element("fp16", 5, 10, 15, 65504.0, infinity=0x7C00, nan=0x7E00)
 
 
-@cache
+@kept
 def decode_table(element: Element, device: torch.device) -> torch.Tensor:
     """The values of all codes, float32 [2 * sign_code]."""
     values = [element.value(code) for code in range(2 * element.sign_code)]
@@ -143,14 +144,15 @@ def codes_of(values: torch.Tensor, element: Element) -> torch.Tensor:
     return _code_table(element, values.device).index_select(0, patterns.view(-1)).view(values.shape)
 
 
-@cache
+@kept
 def _code_table(element: Element, device: torch.device) -> torch.Tensor:
     """Codes by the upper half of a value's float32 pattern, where all of its mantissa lies, uint8 [65536]."""
-    values = decode_table(element, device)
+    values = [element.value(code) for code in range(2 * element.sign_code)]
+    held = [code for code, value in enumerate(values) if value == value]
+    numbers = torch.tensor([values[code] for code in held], dtype=torch.float32, device=device)
+    patterns = (numbers.view(torch.int32) >> 16) & _UPPER_HALF
     codes = torch.zeros(_UPPER_HALF + 1, dtype=torch.uint8, device=device)
-    held = ~values.isnan()
-    patterns = (values.view(torch.int32) >> 16) & _UPPER_HALF
-    codes[patterns[held].to(torch.int64)] = torch.arange(len(values), dtype=torch.uint8, device=device)[held]
+    codes[patterns.to(torch.int64)] = torch.tensor(held, dtype=torch.uint8, device=device)
     every = torch.arange(_UPPER_HALF + 1, device=device)
     codes[(every & _UPPER_MAGNITUDE) > _UPPER_INFINITY] = element.nan or 0
     return codes

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
-import torch
+from capd_client.formats.spec import Block
 
-from capd_client.formats.blocks import Block
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Encoded"]
 

@@ -1,12 +1,13 @@
-"""The three ways through a format, with its options settled: to codes, from codes, and there and back."""
+"""The ways through a format, with its options settled: to codes, from codes, there and back, that piece by piece."""
 
 from __future__ import annotations
 
-from typing import Optional
+from collections.abc import Iterator
+from typing import NamedTuple, Optional
 
 import torch
 
-from capd_client.formats.blocks import Layout
+from capd_client.formats.blocks import Layout, pieces, slabs
 from capd_client.formats.elements import ELEMENTS
 from capd_client.formats.encoded import Encoded
 from capd_client.formats.fp8 import Fp8Scaling, fp8_multipliers
@@ -20,11 +21,11 @@ from capd_client.formats.legacy import (
 from capd_client.formats.lookup import elementwise
 from capd_client.formats.mx import MxScaling, mx_multipliers
 from capd_client.formats.nvfp4 import Nvfp4Scaling, nvfp4_multipliers
-from capd_client.formats.scaled import decode_rows, encode_rows, qdq_rows
+from capd_client.formats.scaled import Scaling, decode_rows, encode_rows, qdq_rows, quantised_rows
 from capd_client.formats.spec import FormatError, Spec
 from capd_client.formats.unscaled import DTYPES, unscaled
 
-__all__ = ["decoded", "encoded_as", "quantised"]
+__all__ = ["Piece", "decoded", "encoded_as", "quantised", "quantised_pieces"]
 
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -98,6 +99,61 @@ def decoded(encoded: Encoded) -> torch.Tensor:
     return layout.join(decode_rows(layout.rows(payload), ELEMENTS[str(encoded.elem)], multipliers))
 
 
+class Piece(NamedTuple):
+    """Some values of a tensor, and what a format makes of them, both float32.
+
+    With blocks [blocks, values of a block], where zeros fill what the tensor lacks, and `amax` (largest magnitudes,
+    NaN where there is one), `after` (what codes are multiplied by, float32), `stored` (scales as stored) [blocks, 1].
+    With one scale for the tensor these are [], without scales None, and the values are flat. within: False where a
+    value was filled in; None where none was.
+    """
+
+    values: torch.Tensor
+    found: torch.Tensor
+    amax: Optional[torch.Tensor] = None
+    after: Optional[torch.Tensor] = None
+    stored: Optional[torch.Tensor] = None
+    within: Optional[torch.Tensor] = None
+
+
+@torch.no_grad()
+def quantised_pieces(
+    x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator] = None
+) -> Iterator[Piece]:
+    """decode(encode(x)) piece by piece, with the scales, in memory of a few pieces; the pieces' order is not said.
+
+    Arguments and errors are those of `quantised`; the result is not rounded to x's dtype.
+    """
+    values = _checked(x, spec)
+    if spec.block is None and spec.fmt != "fp8":
+        flat = values.reshape(-1)
+        for piece in pieces(flat):
+            some = flat[piece]
+            yield Piece(some.to(torch.float32), _nearest(some, spec, generator).to(torch.float32))
+        return
+    layout = _layout(values, spec)
+    scaling = None if spec.legacy else _scaling(values.reshape(-1), spec)
+    for slab in slabs(values, layout):
+        own = Layout(slab.shape, layout.axis, spec.block)
+        rows = own.rows(slab)
+        within = own.rows(torch.ones_like(slab, dtype=torch.bool)) if rows.numel() > slab.numel() else None
+        for piece in pieces(rows):
+            found = _quantised_rows(rows[piece], spec, scaling, generator)
+            yield found if within is None else found._replace(within=within[piece])
+
+
+def _quantised_rows(
+    rows: torch.Tensor, spec: Spec, scaling: Optional[Scaling], generator: Optional[torch.Generator]
+) -> Piece:
+    values = rows.to(torch.float32)
+    if scaling is not None:
+        found, amax, scales = quantised_rows(values, spec, scaling, generator)
+        return Piece(values, found, amax, scales.after, scales.stored)
+    stored = legacy_mx_codes(rows, spec)[1]
+    found = legacy_mx_values(rows, spec).to(torch.float32)
+    return Piece(values, found, values.abs().amax(-1, keepdim=True), mx_multipliers(stored), stored)
+
+
 def _checked(x: torch.Tensor, spec: Spec) -> torch.Tensor:
     if not isinstance(x, torch.Tensor) or x.dtype not in _INPUTS:
         given = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
@@ -127,11 +183,14 @@ def _scaling(rows: torch.Tensor, spec: Spec) -> Fp8Scaling | MxScaling | Nvfp4Sc
 
 def _there_and_back(x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator] = None) -> torch.Tensor:
     """An unscaled format's values, in x's dtype."""
+    return _nearest(x, spec, generator).to(x.dtype)
+
+
+def _nearest(x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator]) -> torch.Tensor:
+    """An unscaled format's values, in the dtype that they are computed in."""
     if spec.fmt in DTYPES:
-        found = unscaled(x, spec, generator)
-    else:
-        found = legacy_hif8_values(x, spec) if spec.legacy else hif8_values(x, spec, generator)
-    return found.to(x.dtype)
+        return unscaled(x, spec, generator)
+    return legacy_hif8_values(x, spec) if spec.legacy else hif8_values(x, spec, generator)
 
 
 def _codes(x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator] = None) -> torch.Tensor:

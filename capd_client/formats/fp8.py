@@ -30,12 +30,12 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 class Fp8Scaling:
-    """A float32 for each block, or one for all of `rows`."""
+    """A float32 for each block, or without blocks one for all of `rows`."""
 
     def __init__(self, spec: Spec, rows: torch.Tensor) -> None:
         self._element = element_of(spec)
         self._mode = spec.scale_mode
-        self._whole = self._from_amax(_amax(rows)) if rows.ndim == 1 else None
+        self._whole = self._from_amax(_amax(rows)) if spec.block is None else None
 
     def of(self, amax: torch.Tensor) -> BlockScales:
         return self._from_amax(amax) if self._whole is None else self._whole

@@ -28,12 +28,12 @@ Overflow: what rounds to 1.5 * 2^15 or more (TA: from 40960) is Inf under `inf`,
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Optional
 
 import torch
 
 from capd_client.formats.spec import Spec
+from capd_client.formats.tables import kept
 
 __all__ = ["hif8_codes", "hif8_table", "hif8_values"]
 
@@ -69,7 +69,7 @@ def first_code(exponent: int) -> int:
     return start + ((size - half) + half * (exponent < 0) << mantissa_bits(exponent))
 
 
-@cache
+@kept
 def hif8_table(device: torch.device) -> torch.Tensor:
     """The values of all codes, float32 [256]."""
     values = [0.0] * 128
@@ -83,7 +83,7 @@ def hif8_table(device: torch.device) -> torch.Tensor:
     return torch.tensor(values + negative, dtype=torch.float32, device=device)
 
 
-@cache
+@kept
 def _by_field(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """For each exponent field of float32: how many mantissa bits are dropped, and the first code; int32 [256]."""
     exponents = [min(max(field - _BIAS, MIN_EXPONENT), MAX_EXPONENT) for field in range(256)]

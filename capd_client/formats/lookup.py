@@ -7,12 +7,12 @@ read at several times the speed of arithmetic.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 
 from capd_client.formats.blocks import pieces
 from capd_client.formats.spec import Spec
+from capd_client.formats.tables import kept
 
 __all__ = ["elementwise"]
 
@@ -34,7 +34,7 @@ def elementwise(x: torch.Tensor, function: Function, spec: Spec) -> torch.Tensor
     return out.reshape(x.shape)
 
 
-@lru_cache(maxsize=64)
+@kept
 def _table(function: Function, spec: Spec, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     patterns = torch.arange(PATTERNS, dtype=torch.int32, device=device).to(torch.int16)
     return function(patterns.view(dtype), spec)

@@ -14,7 +14,9 @@ from capd_client.formats.blocks import pieces
 from capd_client.formats.elements import ELEMENTS, Element, codes_of, decode_table, quantise
 from capd_client.formats.spec import Spec
 
-__all__ = ["BlockScales", "Scaling", "decode_rows", "element_of", "encode_rows", "qdq_rows"]
+__all__ = [
+    "BlockScales", "QuantisedRows", "Scaling", "decode_rows", "element_of", "encode_rows", "qdq_rows", "quantised_rows",
+]  # fmt: skip
 
 
 class BlockScales(NamedTuple):
@@ -39,10 +41,25 @@ def qdq_rows(
     """Quantise and dequantise; of the dtype of `rows`."""
     out = torch.empty_like(rows)
     for piece in pieces(rows):
-        values = rows[piece].to(torch.float32)
-        scales = scaling.of(_amax(values))
-        out[piece] = _on_grid(values, scales, spec, generator).mul_(scales.after)
+        out[piece] = quantised_rows(rows[piece].to(torch.float32), spec, scaling, generator).found
     return out
+
+
+class QuantisedRows(NamedTuple):
+    """What float32 values became, float32 [blocks, values of a block] ([values] without blocks), and their scales."""
+
+    found: torch.Tensor
+    amax: torch.Tensor
+    scales: BlockScales
+
+
+def quantised_rows(
+    values: torch.Tensor, spec: Spec, scaling: Scaling, generator: Optional[torch.Generator]
+) -> QuantisedRows:
+    """Quantise and dequantise one piece, not yet rounded to another dtype. values: float32; amax: as the scales."""
+    amax = _amax(values)
+    scales = scaling.of(amax)
+    return QuantisedRows(_on_grid(values, scales, spec, generator).mul_(scales.after), amax, scales)
 
 
 def encode_rows(

@@ -6,11 +6,10 @@ OCP Microscaling Formats (MX) Specification v1.0, §5.4.1 (E8M0) and §6.3 (conv
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 from capd_client.formats.elements import Element
+from capd_client.formats.tables import kept
 
 __all__ = ["e8m0_bytes", "e8m0_reciprocals", "e8m0_values"]
 
@@ -51,7 +50,7 @@ def _ceil_exponents(bits: torch.Tensor) -> torch.Tensor:
     return torch.where(bits <= _HALF_OF_SUBNORMALS, 0, (bits + _MANTISSA_MASK) >> 23)
 
 
-@cache
+@kept
 def _table(device: torch.device) -> torch.Tensor:
     values = [2.0 ** (byte - 127) for byte in range(_NAN_BYTE)]
     return torch.tensor([*values, float("nan")], dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""The options of a format, checked: what each format takes, its defaults, and the errors that name all three."""
+"""The options of a format, checked: what each format takes, its defaults, and errors that name all three. No torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Optional, Union
 
 from capd_client.errors import CapdError
-from capd_client.formats.blocks import Block
 
-__all__ = ["FORMATS", "OPTIONS", "FormatError", "Spec", "spec_of"]
+__all__ = ["FORMATS", "OPTIONS", "Block", "FormatError", "Spec", "spec_of"]
+
+Block = Union[None, int, tuple[int, int]]
 
 OPTIONS = ("elem", "block", "axis", "scale_mode", "rounding", "overflow", "tensor_scale", "preset")
 POWERS = ("floor", "ceil", "even", "rceil")

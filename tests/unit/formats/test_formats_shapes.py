@@ -82,6 +82,20 @@ def test_a_length_that_is_no_multiple_is_as_if_filled_with_zeros(fmt: str, block
     assert same_bits(qdq(values, fmt, block=block).float(), qdq(filled, fmt, block=block)[:20, :70].float())
 
 
+@pytest.mark.parametrize("fmt", ["fp8", "mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("whole", [10**12, (10**9, 10**9)], ids=["row", "tile"])
+def test_a_block_that_reaches_beyond_the_tensor_takes_no_more_memory_than_it(fmt: str, whole: Any) -> None:
+    values = torch.randn(20, 70, generator=torch.Generator().manual_seed(3))
+    least: Any = (20, 70) if isinstance(whole, tuple) else 70
+    found, expected = (encode(values, fmt, block=block) for block in (whole, least))
+
+    assert torch.equal(found.payload, expected.payload)
+    assert found.scale is not None
+    assert expected.scale is not None
+    assert torch.equal(found.scale, expected.scale)
+    assert same_bits(qdq(values, fmt, block=whole), decode(found))
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_strides_do_not_matter_and_no_graph_is_built(fmt: str) -> None:
     base = torch.randn(64, 96, generator=torch.Generator().manual_seed(4))
