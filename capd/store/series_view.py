@@ -171,6 +171,16 @@ class Series:
         """Numbers of the records in the array, in capture order."""
         return self._rows.numbers
 
+    @cached_property
+    def siblings(self) -> Sequence[Series]:
+        """The series of the same module, rank and operation, this one among them: parts of one tensor are such."""
+        own = _without_names(self.key)
+        return [
+            Series(self._node, row, self._tools, self._attempt)
+            for row in self._node.series.values()
+            if row.records and _without_names(row.header.key) == own
+        ]
+
     def record(self, number: int) -> Record:
         """The record with this number in the array."""
         row = self._rows.row(number)
@@ -222,9 +232,22 @@ class Series:
         """
         return to_values(self.numpy(i, region), self.dtype)
 
-    def torch(self, i: SupportsIndex, region: Region = ...) -> torch.Tensor:
-        """Record `i` as a CPU tensor of the captured dtype, bit for bit, with memory of its own."""
-        return tensor_of(self.numpy(i, region), self.dtype)
+    def torch(self, i: SupportsIndex, region: Region = ..., *, dequantise: bool = False) -> torch.Tensor:
+        """Record `i` as a CPU tensor of the captured dtype, bit for bit, with memory of its own.
+
+        dequantise: of a part of a quantised tensor (docs/frameworks.md) the whole tensor's values instead, in the shape
+        and dtype that it showed to the job; they are computed in float32. Of any other record as without it. Raises
+        CapdError where the tensor's class is not known, or where another of its parts was not kept.
+        """
+        number = self.numbers[operator.index(i)]
+        if not dequantise or "tensor_class" not in self.record(number).attributes:
+            return tensor_of(self.numpy(i, region), self.dtype)
+        import torch
+
+        from capd.store.native.dequantise import dequantised
+
+        values, dtype = dequantised(self, number)
+        return torch.from_numpy(values[region].copy()).to(getattr(torch, dtype))
 
     def stack(self, records: slice = slice(None), region: Region = ...) -> NDArray[np.generic]:
         """Stored bits of several records, which must have one shape, as [records, *record].
@@ -261,6 +284,10 @@ class Series:
         columns = {name: [getattr(moment, name) for moment in moments] for name in Moment.__struct_fields__}
         known = {name: values for name, values in columns.items() if None not in values}
         return data.assign_coords({name: ("record", values) for name, values in known.items()})
+
+
+def _without_names(key: Key) -> Key:
+    return msgspec.structs.replace(key, tensor_name="", quant_type="")
 
 
 def tensor_of(bits: NDArray[np.generic], dtype: str) -> torch.Tensor:
