@@ -230,6 +230,9 @@ class AppendThread(threading.Thread):
             self._booked.give(entry[1])
 
     def _report(self, tasks: list[Task], refusal: Refusal | None) -> None:
+        tickets = [task.ticket for task in tasks]
+        # First: to a rank that has heard of it, the bytes must not count as stored and as on their way.
+        self._tickets.written(tickets)
         for task in tasks:
             job = task.job
             try:
@@ -239,7 +242,7 @@ class AppendThread(threading.Thread):
                     job.sink.refused(job.sequence, *refusal)
             except Exception:  # a sink belongs to one session; the others must not suffer
                 logger.exception("the session of job %d could not be told", job.sequence)
-        self._tickets.done([task.ticket for task in tasks])
+        self._tickets.done(tickets)
 
 
 def _planned(task: Task) -> tuple[Plan, RecordRow]:

@@ -223,17 +223,21 @@ class Tickets:
             self._admitted[ticket] = (nbytes, new_series)
 
     def admitted(self) -> tuple[int, int]:
-        """(bytes, new series) of the jobs that the disk budget let pass and that are not done."""
+        """(bytes, new series) of the jobs that the disk budget let pass and that are not written yet."""
         with self._lock:
             held = list(self._admitted.values())
         return sum(nbytes for nbytes, _ in held), sum(new for _, new in held)
 
-    def done(self, tickets: Iterable[int]) -> None:
-        """The jobs with these tickets are committed or refused."""
+    def written(self, tickets: Iterable[int]) -> None:
+        """What these jobs were let pass for lies on the disk, or never will; their ranks may not know yet."""
         with self._lock:
             for ticket in tickets:
                 self._admitted.pop(ticket, None)
-                self._done.add(ticket)
+
+    def done(self, tickets: Iterable[int]) -> None:
+        """The jobs with these tickets are committed or refused, and their ranks told."""
+        with self._lock:
+            self._done.update(tickets)
             while self._oldest in self._done:
                 self._done.remove(self._oldest)
                 self._oldest += 1

@@ -240,9 +240,12 @@ class Registry:
         with self._lock:
             for run in self._runs.values():
                 if run.opened:
-                    run.totals = self._pipeline.run_stats(run.run_id)
-                    run.beside_bytes = self._pipeline.beside_nbytes(run.run_id)
+                    self._measure(run)
             return self._forgotten.added_nbytes + sum(run.added_nbytes for run in self._runs.values())
+
+    def _measure(self, run: Run) -> None:
+        run.totals = self._pipeline.run_stats(run.run_id)
+        run.beside_bytes = self._pipeline.beside_nbytes(run.run_id)
 
     def seal(self, run_id: str) -> Future[None]:
         """Seal a run now. Raises StoreError when this daemon has no such run, or has not opened it yet."""
@@ -292,6 +295,7 @@ class Registry:
         with self._lock:
             quiet = [run for run in self._runs.values() if run.sealed and not run.ranks and not run.arriving]
             for run in quiet[: max(0, len(quiet) - MAX_QUIET_RUNS)]:
+                self._measure(run)  # its seal may have ended after the clock counted
                 del self._runs[run.run_id]
                 self._forgotten.add(run, self._pipeline.close_run(run.run_id))
             self._forgotten.tend()

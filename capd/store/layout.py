@@ -11,6 +11,7 @@ A series directory is built aside and renamed into place, so that of two writers
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -48,6 +49,7 @@ from capd_client.key import Key
 __all__ = ["Layout", "has_shards", "node_directory", "shard_path"]
 
 _MAX_VARIANTS = 10_000
+_OCCUPIED = frozenset({errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR})
 
 
 def node_directory(run: Path, node: str) -> Path:
@@ -217,9 +219,11 @@ class Layout:
         failpoint("claim.before_rename")
         try:
             rename(aside, target)
-        except OSError:  # somebody else's series stands there now
+        except OSError as error:
             remove_tree(aside)
-            return False
+            if error.errno in _OCCUPIED:  # somebody else's series stands there now
+                return False
+            raise  # under another name it would fail as well
         failpoint("claim.after_rename")
         self.dirty |= {target.parent, target, target / "data"}
         for name, make in documents.items():

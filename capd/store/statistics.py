@@ -107,16 +107,27 @@ def merge(a: StatsRow, b: StatsRow) -> StatsRow:
 def merge_stats(group: Iterable[Stats]) -> Stats:
     """Statistics of all elements of a group of records (layers, ranks, steps), from those of each.
 
-    Of no records: a count of 0 and no extremes, as of an empty tensor.
+    The sums of the records are added without rounding, and rounded once, so their order makes no difference. Of no
+    records: a count of 0 and no extremes, as of an empty tensor.
     """
-    rows = (
+    rows = [
         StatsRow(
             stats.count, stats.nan, stats.inf, stats.zero, stats.min, stats.max, stats.absmax, stats.sum,
             stats.sum_sq, [number for pair in stats.exponent_histogram.items() for number in pair],
         )
         for stats in group
-    )  # fmt: skip
-    return public(reduce(merge, rows, StatsRow()))
+    ]  # fmt: skip
+    together = reduce(merge, rows, StatsRow())
+    together.sum, together.sum_sq = _total(row.sum for row in rows), _total(row.sum_sq for row in rows)
+    return public(together)
+
+
+def _total(terms: Iterable[float]) -> float:
+    known = list(terms)
+    try:
+        return math.fsum(known)
+    except (OverflowError, ValueError):  # beyond float64, or Inf of both signs
+        return sum(known)
 
 
 @_quiet

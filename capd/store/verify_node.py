@@ -87,7 +87,7 @@ def _find(
 
 def _read_catalog(run: Path, node: NodePromise) -> None:
     path = node.directory / CATALOG_NAME
-    if not _has_tables(path) and _holds_nothing(run, node.directory):
+    if _holds_nothing(run, node.directory) and not _has_tables(path):
         node.notes.append(
             f"{path.relative_to(run)}: not made yet, and nothing is stored; the next start makes it"
         )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from capd.server import budget
 from capd.server.budget import DiskBudget, encode_threads, usable_cpus
 from capd_client.amounts import default_max_disk
+from tests.unit.store.writing import Writer, key
 
 
 class Clock:
@@ -143,7 +145,7 @@ def test_inodes_are_kept_free_like_bytes_and_records_pass_again_when_they_return
 
 
 def test_the_inode_reserve_is_some_hundreds_and_none_where_nothing_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_disk(monkeypatch, inodes=2_000, free_inodes=512 + 40)
 
@@ -153,7 +155,7 @@ def test_the_inode_reserve_is_some_hundreds_and_none_where_nothing_is_kept(
 
 
 def test_series_that_wait_for_their_seal_hold_the_inodes_it_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_disk(monkeypatch, inodes=2_000, free_inodes=512 + 160)
     limit = DiskBudget(tmp_path, None, 0.1)
@@ -187,6 +189,19 @@ def test_a_store_that_is_gone_or_was_made_anew_refuses(tmp_path: Path, clock: Cl
     (tmp_path / "elsewhere").rename(root)
     clock.now += 1.1
     assert limit.refusal(1) is None
+
+
+@pytest.mark.parametrize("nbytes", [64, 512 << 10], ids=["small", "large"])
+def test_a_record_that_its_rank_has_heard_of_counts_as_stored_alone(tmp_path: Path, nbytes: int) -> None:
+    """A look at the disk between the answer and the rank's next record must not find it on its way as well."""
+    writer = Writer(tmp_path)
+    waiting: list[tuple[int, int]] = []
+    writer.outcomes.committed = lambda _: waiting.append(writer.pipeline.waiting())  # type: ignore[method-assign]
+    writer.put(key(), "uint8", np.zeros(nbytes, "u1"))
+    writer.flush()
+    writer.close()
+
+    assert waiting == [(0, 0)]
 
 
 def test_defaults_are_within_the_machine(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import sqlite3
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from capd.server.pipeline import Pipeline
 from capd.server.process import RETURN_S
 from capd.server.rank import RankSession
 from capd.server.registry import Registry
+from capd.server.run import Run
 from capd.store.options import StoreOptions
 from capd_client.counter_page import PAGE_NBYTES, DropReason
 from capd_client.key import Key, Moment
@@ -138,6 +140,35 @@ def test_forgotten_runs_are_closed_still_count_and_can_be_reopened(
     wait_until(lambda: pipeline.open_runs() == [])
     pipeline.open_run("one")
     assert pipeline.run_stats("one").records == 2
+
+
+def test_a_run_forgotten_in_the_tick_that_saw_its_seal_end_counts_as_it_was_sealed(
+    registry: Registry, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None]
+) -> None:
+    real = tending.Tending.seal
+
+    def seal(clock: tending.Tending, run: Run, now: float) -> None:
+        """The seal begins and ends behind the clock's count of the run."""
+        real(clock, run, now)
+        if run.sealing is not None:
+            run.sealing.result(20)
+            real(clock, run, now)
+
+    held: list[object] = []
+
+    def close_run(run_id: str) -> Future[None]:
+        held.extend([pipeline.run_stats(run_id), pipeline.beside_nbytes(run_id)])
+        return Future()
+
+    monkeypatch.setattr(tending.Tending, "seal", seal)
+    monkeypatch.setattr(module, "MAX_QUIET_RUNS", 0)
+    monkeypatch.setattr(pipeline, "close_run", close_run)
+    write_and_leave(registry, "one")
+    [run] = registry.runs()
+    wait_until(lambda: registry.tick() or not registry.runs())
+
+    assert [run.totals, run.beside_bytes] == held
+    assert registry.stored_nbytes() == run.added_nbytes > 0
 
 
 def test_a_rank_that_comes_while_its_forgotten_run_is_being_closed_gets_it_anew(

@@ -15,11 +15,12 @@ import zarr
 import capd
 from capd.errors import DamagedRecord, StoreError
 from capd.server.jobs import Job
-from capd.store import shards, small
+from capd.store import layout, shards, small
 from capd.store.catalog_read import CATALOG_NAME
 from capd.store.recovery import Recovery
 from capd.store.run import RunStore
 from capd.store.verify import verify_run
+from capd_client.counter_page import DropReason
 from capd_client.key import Moment
 from capd_client.protocol import Define, Descriptor
 from tests.unit.store.damaging import image
@@ -88,7 +89,7 @@ def test_a_failed_first_write_to_a_new_shard_leaves_the_sealed_one_alone(
 def test_a_full_disk_in_the_small_log_costs_that_record_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
-    writer = Writer(tmp_path / "a", log_nbytes=2000)
+    writer = Writer(tmp_path / "a", log_nbytes=1)  # each write begins a file
     for _ in range(5):
         put(writer, SMALL, little())
     writer.flush()
@@ -108,6 +109,32 @@ def test_a_full_disk_in_the_small_log_costs_that_record_only(
     assert_capd_reads(again.run, writer.held)
     assert_zarr_readers_read(again.run, writer.held)
     assert_zarr_readers_read(writer.run, writer.held)
+
+
+def test_a_disk_that_takes_no_new_name_is_not_asked_for_ten_thousand_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Writer(tmp_path)
+    asked: list[Path] = []
+
+    def rename(source: Path, target: Path) -> None:
+        asked.append(target)
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(layout, "rename", rename)
+    put(writer, SMALL, little())
+    put(writer, LARGE, large())
+    writer.flush()
+    monkeypatch.undo()
+    put(writer, SMALL, little())
+    put(writer, LARGE, large())
+    writer.close()
+
+    assert [reason for _, reason, _ in writer.outcomes.refusals] == [DropReason.DISK_FULL] * 2
+    assert len(asked) == 2
+    drop_refused(writer)
+    assert [series.path for series in capd.open(writer.run).series if "~" in series.path] == []
+    assert_capd_reads(writer.run, writer.held)
 
 
 def durable_writer(root: Path, identity: Any) -> Writer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -123,6 +125,15 @@ def test_statistics_as_users_read_them_merge_to_those_of_the_whole(dtype: str) -
     for name in ("sum", "sum_sq", "mean", "std"):
         assert getattr(merged, name) == pytest.approx(getattr(whole, name), rel=1e-9, nan_ok=True), name
     assert merge_stats([]) == public(StatsRow())
+
+
+def test_merged_sums_do_not_depend_on_the_order_of_the_records() -> None:
+    rng = np.random.default_rng(0)
+    values = (rng.normal(size=(30, 500)) * 10.0 ** rng.integers(-12, 12, (30, 1))).astype("f4")
+    parts = [public(summarise(row, "float32")) for row in values]
+
+    assert merge_stats(parts) == merge_stats(parts[::-1])
+    assert merge_stats(parts).sum == math.fsum(part.sum for part in parts)
 
 
 def test_fp16_sums_do_not_overflow() -> None:
