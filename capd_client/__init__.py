@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from capd_client.api import capture, close, counters, flush, set_moment
+    from capd_client.emulation.emulation import emulate
     from capd_client.hooks import watch
     from capd_client.integrations.te_inspection import te_features
     from capd_client.planning.model import plan
@@ -23,6 +24,7 @@ __all__ = [
     "capture",
     "close",
     "counters",
+    "emulate",
     "flush",
     "plan",
     "set_moment",
@@ -35,6 +37,7 @@ _HOMES = {
     "capture": "capd_client.api",
     "close": "capd_client.api",
     "counters": "capd_client.api",
+    "emulate": "capd_client.emulation.emulation",
     "flush": "capd_client.api",
     "plan": "capd_client.planning.model",
     "set_moment": "capd_client.api",
@@ -45,11 +48,11 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
     value = getattr(import_module(home), name)
     globals()[name] = value  # the next access does not come through here
     return value

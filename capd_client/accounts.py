@@ -18,6 +18,7 @@ from typing import Any, Optional
 
 import torch
 
+from capd_client import emulated
 from capd_client.counter_page import COUNTER_DROPS, COUNTER_OFFERED, DropReason
 from capd_client.counting import REASON_INDEX, Counters, Ledger, Snapshot
 from capd_client.definitions import Definition, Definitions
@@ -41,6 +42,7 @@ class Accounts:
         # The reason under which every offer is dropped; None: captures are taken.
         self.refusing: Optional[DropReason] = None
         self._later: deque[Callable[[], None]] = deque()
+        emulated.follow(self._emulation_changed)
 
     def define(self, key: Key, dtype: torch.dtype, attributes: Optional[dict[str, Any]]) -> Definition:
         """The definition of what is about to be offered. Raises ConfigError for what the protocol does not carry."""
@@ -49,6 +51,10 @@ class Accounts:
             return found
         with self.lock:
             return self.definitions.make(key, dtype, attributes)
+
+    def _emulation_changed(self) -> None:
+        with self.lock:
+            self.definitions.found.clear()
 
     def refuse(
         self, definition: Optional[Definition], reason: DropReason, nbytes: int = 0, iteration: int = 0

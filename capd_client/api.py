@@ -14,7 +14,7 @@ from typing import Any, Optional
 import torch
 
 from capd_client import optimizer_steps, recompute
-from capd_client.collecting import NOT_EMULATED, within_quota
+from capd_client.collecting import within_quota
 from capd_client.context import MOMENT_FIELDS
 from capd_client.counter_page import DropReason
 from capd_client.errors import ConfigError
@@ -193,11 +193,8 @@ def capture(
             moment = moment_of(context, key, overrides)
         text = "" if metadata is None else metadata_text(metadata)
         take = None if slice is None else parse_slice(slice)
-        attributes = None
-        if current.config.collect is not None:
-            if not within_quota(current.config, context, moment):
-                return
-            attributes = NOT_EMULATED
+        if current.config.collect is not None and not within_quota(current.config, context, moment):
+            return
     except (ConfigError, TypeError) as error:  # TypeError: a name that cannot be hashed
         current.drop_invalid(str(error))
         if current.config.strict:
@@ -205,9 +202,7 @@ def capture(
     except Exception as error:
         current.drop_internal("capture()", error)
     else:
-        current.offer(
-            tensor, key, moment, attributes=attributes, metadata=text, take=take, immutable=immutable
-        )
+        current.offer(tensor, key, moment, metadata=text, take=take, immutable=immutable)
 
 
 @untraced

@@ -9,12 +9,15 @@ import sys
 
 from torch import nn
 
-from capd_client.api import session
+from capd_client.api import running, session
 from capd_client.attaching import WatchHandle, attach
+from capd_client.config import load_config
+from capd_client.emulating import emulate_as_told
 from capd_client.integrations.megatron_schedule import models_under_way
+from capd_client.notices import show
 from capd_client.watch_plan import WatchPlan
 
-__all__ = ["give_way", "watch_found"]
+__all__ = ["emulate_found", "give_way", "watch_found"]
 
 _handles: list[WatchHandle] = []
 
@@ -24,16 +27,20 @@ def watch_found(model: nn.Module, *, called: nn.Module, name: str) -> str:
 
     Where one of Megatron's schedules runs several chunks of it, they are one watch, with the names of the whole model.
     Returns "watched"; "empty" where there is nothing in it to capture, or nothing that is not captured already; "off"
-    where nothing is captured in this process, or not without being asked (CAPD_WATCH=off).
+    where nothing is captured in this process, or not without being asked (CAPD_WATCH=off). What CAPD_EMULATE asks for
+    is put on the model first: it stays for the whole job, whatever is captured of it.
     """
     sink = session()
-    if sink is None or sink.config.watch == "off":
+    if sink is None:
         return "off"
+    chunks = models_under_way()
+    one_of_several = len(chunks) > 1 and any(chunk is model for chunk in chunks)
+    models, roots = (chunks, chunks) if one_of_several else ([model], [called])
+    emulate_as_told(models, sink.config)
+    if sink.config.watch == "off":
+        return "empty" if sink.config.emulate else "off"
     handle = WatchHandle()
     try:
-        chunks = models_under_way()
-        one_of_several = len(chunks) > 1 and any(chunk is model for chunk in chunks)
-        models, roots = (chunks, chunks) if one_of_several else ([model], [called])
         attach(sink, models, handle, WatchPlan(sink.config), name=name, roots=roots)
     except Exception as error:
         handle.remove()
@@ -43,6 +50,18 @@ def watch_found(model: nn.Module, *, called: nn.Module, name: str) -> str:
         return "empty"
     _handles.append(handle)
     return "watched"
+
+
+def emulate_found(model: nn.Module) -> str:
+    """The same where `model` is not to be watched: "empty", or "off" where capture is off, and emulation with it."""
+    sink = running()
+    config = load_config() if sink is None else sink.config
+    if not config.enabled:
+        return "off"
+    if sink is None and config.log is not None:
+        show(config.log)
+    emulate_as_told([model], config)
+    return "empty"
 
 
 def give_way() -> None:

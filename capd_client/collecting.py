@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from typing import Any, Optional
+from typing import Optional
 
 from capd_client.key import Moment
 from capd_client.notices import Notices
@@ -14,10 +14,7 @@ from capd_client.quota import Collected, Quota, parse_quota
 from capd_client.sink import Settings
 from capd_client.stepping import Context, clock_of
 
-__all__ = ["NOT_EMULATED", "quota_of", "within_quota"]
-
-NOT_EMULATED: dict[str, Any] = {"emulation": "none"}
-"""What a record of a collection run says: its quant_type is a label, the values are those that the job computed."""
+__all__ = ["quota_of", "within_quota"]
 
 _PAUSE_S = 0.2  # between two documents of a quota without an end, where nobody waits for the last one
 

@@ -52,6 +52,8 @@ class ClientConfig:
     activations and their gradients (`capd_client.slicing`), None for all.
     iteration, sample_idx: where the counting starts. ping_s: seconds between two PINGs.
     replace_tensor_saver: whether under `capd run` the predecessor's module is `capd_client.tensor_saver`.
+    emulate: the recipe, as text, by which the models that are found or watched compute (`capd_client.emulate`), None
+    for none.
     collect: under `capd run --mode single|batch|quick`, "N/M": of the moments that `steps` and rules select, the first
     N micro-batches, at most M of an iteration (`capd_client.quota`). collect_dir: where processes say how far they are.
     plan: under `capd plan`, the directory for what this process would capture; then nothing is captured, whatever
@@ -81,6 +83,7 @@ class ClientConfig:
     iteration: int = 0
     sample_idx: Optional[int] = None
     replace_tensor_saver: bool = False
+    emulate: Optional[str] = None
     collect: Optional[str] = None
     collect_dir: Optional[str] = None
     plan: Optional[str] = None
@@ -151,6 +154,7 @@ _SETTINGS: dict[str, _Setting] = {
     "max_d2h_gbps": _Setting(("CAPD_MAX_D2H_GBPS",), "max_d2h_gbps", values.size_in("GB", 0.001, 1e6)),
     "max_block_ms": _Setting(("CAPD_MAX_BLOCK_MS",), "max_block_ms", values.number(0, 86_400_000)),
     "replace_tensor_saver": _Setting(("CAPD_REPLACE_TENSOR_SAVER",), None, values.flag),
+    "emulate": _Setting(("CAPD_EMULATE",), None, values.emulation),
     "ping_s": _Setting(("CAPD_PING_S",), None, values.number(0.01, 3600)),
     "collect": _Setting(("CAPD_COLLECT",), None, values.quota),
     "collect_dir": _Setting(("CAPD_COLLECT_DIR",), None, str),

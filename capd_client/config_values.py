@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Optional
 
 from capd_client.errors import ConfigError
 from capd_client.quota import parse_quota
@@ -20,8 +20,8 @@ from capd_client.sizes import parse_size
 from capd_client.slicing import Slice
 
 __all__ = [
-    "flag", "integer", "label", "log_level", "mode", "number", "one_of", "quota", "ranges", "rules", "run_id",
-    "sample_every", "size", "size_in", "slice_text", "store_root",
+    "emulation", "flag", "integer", "label", "log_level", "mode", "number", "one_of", "quota", "ranges", "rules",
+    "run_id", "sample_every", "size", "size_in", "slice_text", "store_root",
 ]  # fmt: skip
 
 _MAX_SAMPLE_EVERY = 10**9
@@ -183,6 +183,17 @@ def label(value: Any) -> str:
     if not 0 < len(text) <= 256:
         raise ConfigError(f"a quant_type has 1 to 256 characters, not {len(text)}")
     return text
+
+
+def emulation(value: Any) -> Optional[str]:
+    """A recipe as the text that `capd_client.emulate` reads back; None for one that changes nothing."""
+    from capd_client.emulation.recipe import Recipe  # the formats are not needed by every tool
+
+    text = str(value).strip()
+    if text.lower() in ("off", "none"):
+        return None
+    recipe = Recipe.of(text)
+    return None if recipe.is_none else recipe.text()
 
 
 def store_root(directory: str) -> str:

@@ -1,8 +1,9 @@
-"""A watched model is pickled and copied without the hooks on it.
+"""A watched or emulated model is pickled and copied without what capd keeps on it.
 
 torch keeps hooks in a module's own dictionary, and pickles them with it. A model saved whole would then be read only
 where capd is installed, and not at all by `torch.load` with `weights_only`, its default. So while something is watched,
-modules leave capd's hooks out of what they tell pickle and copy of themselves.
+modules leave capd's hooks out of what they tell pickle and copy of themselves. So they do with the attribute by which
+emulated modules are known.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from torch import nn
 
 from capd_client.hook_objects import Hook
 
-__all__ = ["install", "uninstall"]
+__all__ = ["EMULATION", "install", "uninstall"]
+
+EMULATION = "_capd_emulation"
+"""The attribute of emulated modules (`capd_client.emulation.plans`)."""
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _ABOUT_HOOKS = (
@@ -31,7 +35,7 @@ _original: Callable[..., Any] = nn.Module.__reduce_ex__  # what ours calls, neve
 
 
 def install() -> None:
-    """Have modules pickled without capd's hooks. Calls nest; see `uninstall`."""
+    """Have modules pickled without what capd keeps on them. Calls nest; see `uninstall`."""
     global _users, _original
     with _lock:
         _users += 1
@@ -60,11 +64,12 @@ def _reduce(module: nn.Module, protocol: Any) -> Any:
     ours = {
         number for name in _HOOKS for number, hook in state.get(name, {}).items() if isinstance(hook, Hook)
     }
-    if not ours:
+    if not ours and EMULATION not in state:
         return reduced
     left = {
         name: OrderedDict((number, value) for number, value in state[name].items() if number not in ours)
         for name in (*_HOOKS, *_ABOUT_HOOKS)
         if name in state
     }
-    return (*reduced[:2], {**state, **left}, *reduced[3:])
+    kept = {name: value for name, value in state.items() if name != EMULATION}
+    return (*reduced[:2], {**kept, **left}, *reduced[3:])

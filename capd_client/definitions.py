@@ -12,6 +12,7 @@ from typing import Any, Optional
 import msgspec
 import torch
 
+from capd_client import emulated
 from capd_client.dtypes import ITEM_NBYTES
 from capd_client.errors import ConfigError
 from capd_client.key import Key
@@ -83,9 +84,12 @@ class Definitions:
         return found
 
     def make(self, key: Key, dtype: torch.dtype, attributes: Optional[dict[str, Any]]) -> Definition:
-        """Find by content or intern. Raises ConfigError for what the protocol does not carry."""
+        """Find by content or intern. Raises ConfigError for what the protocol does not carry.
+
+        Attributes that do not say which emulation is active get the one that is.
+        """
         try:
-            packed = msgspec.msgpack.encode(attributes or {})
+            packed = msgspec.msgpack.encode({emulated.ATTRIBUTE: emulated.current(), **(attributes or {})})
         except (TypeError, ValueError, RecursionError, OverflowError) as error:
             raise ConfigError(f"attributes cannot be sent: {error}") from None
         try:

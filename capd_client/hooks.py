@@ -14,6 +14,7 @@ from torch import nn
 from capd_client.api import session
 from capd_client.attaching import WatchHandle, attached
 from capd_client.auto_watch import give_way
+from capd_client.emulating import emulate_as_told
 from capd_client.watch_plan import Select
 
 __all__ = ["watch"]
@@ -32,7 +33,8 @@ def watch(
     query, key, value, the output and its gradient.
 
     Call it on the model that the training loop calls, before or after wrapping, sharding or parallelising it. Only
-    training forwards are captured, recomputes never.
+    training forwards are captured, recomputes never. Under CAPD_EMULATE the model computes in that number format from
+    now on, also once the handle is removed (`capd_client.emulate`).
 
     Args:
         model: its forwards begin the micro-batches. Or several: the chunks of a virtual pipeline, as Megatron's
@@ -61,6 +63,7 @@ def watch(
     sink = session()
     if sink is None:
         return WatchHandle()
+    emulate_as_told(model, sink.config)
     return attached(
         sink, model, "watch", name=name, steps=steps, tensors=tensors, select=select, slices=slices
     )

@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 from capd_client.signal_errors import is_interruption
 
@@ -17,10 +18,20 @@ INTERVAL_S = 20.0
 
 
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]  # generic for type checkers only
-    """What logging's last resort is for warnings, at any level: silent once the job sets up logging of its own."""
+    """In the place of logging's last resort, which swallows what a signal handler raises while it writes.
+
+    As that, to what sys.stderr is just then, and silent once the job sets up logging of its own.
+    """
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self, logging.WARNING)
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not logging.root.handlers:
+        if not logging.root.handlers and logger.handlers == [self]:
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -31,11 +42,14 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]  # generic for t
         super().handleError(record)
 
 
+_stderr = _Stderr()
+logger.addHandler(_stderr)
+
+
 def show(level: str) -> None:
     """Log from `level` on, to stderr where the job has set up no logging."""
     logger.setLevel(level)
-    if not logger.handlers:
-        logger.addHandler(_Stderr())
+    _stderr.setLevel(level)
 
 
 class Notices:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor, nn
 
+from capd_client import emulated
 from capd_client.calls import Call
 from capd_client.key import Key, Moment
 from capd_client.kinds import placement
@@ -23,7 +25,7 @@ class _Named(NamedTuple):
     """What a tensor of one name, dtype and rank is handed over as."""
 
     key: Key
-    attributes: Optional[dict[str, Any]]  # one dict for all of them: the session knows it again
+    attributes: dict[str, Any]  # one dict for all of them: the session knows it again
 
 
 class _KeptByRules(dict[int, dict[str, Kept]]):
@@ -47,12 +49,13 @@ class Offers:
     """
 
     __slots__ = (
-        "_common", "_computed", "_kind", "_lacks", "_named", "_of_tensor", "_parameter_at", "_place", "_sink", "_state",
-        "_wanted", "kept", "rules", "tensors",
+        "_common", "_computed", "_kind", "_lacks", "_module", "_named", "_of_tensor", "_parameter_at", "_place",
+        "_sink", "_state", "_wanted", "kept", "rules", "tensors",
     )  # fmt: skip
 
     def __init__(self, site: Site, place: Place, wanted: Mapping[str, Wanted], sink: Sink) -> None:
         self._kind = site.kind
+        self._module = weakref.ref(site.module)
         self._place = place
         self._sink = sink
         self._computed = site.computed
@@ -78,6 +81,10 @@ class Offers:
     def wanted(self, tensor_name: str) -> Wanted:
         """What is wanted of one of `tensors`."""
         return self._wanted[tensor_name]
+
+    def forget_names(self) -> None:
+        """What the tensors are handed over as is to be made anew."""
+        self._named.clear()
 
     def shape_of(self, tensor_name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of what is kept of a tensor of this shape."""
@@ -149,7 +156,10 @@ class Offers:
         )
 
     def _attributes_of(self, tensor_name: str) -> dict[str, Any]:
-        return dict((*self._common, *self._of_tensor.get(tensor_name, ())))
+        module = self._module()
+        emulation = emulated.NONE if module is None else emulated.text_of(module)
+        own = (*self._common, *self._of_tensor.get(tensor_name, ()))
+        return {**dict(own), emulated.ATTRIBUTE: emulation}
 
     def _name(
         self, tensor_name: str, dtype: torch.dtype, cast_to: Optional[torch.dtype], rank: int
@@ -166,5 +176,5 @@ class Offers:
         attributes = self._attributes_of(tensor_name)
         if cast_to is not None:
             attributes["cast_from"] = str(dtype).removeprefix("torch.")
-        found = self._named[asked] = _Named(key, attributes or None)
+        found = self._named[asked] = _Named(key, attributes)
         return found

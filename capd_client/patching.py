@@ -22,19 +22,29 @@ class _Place:
         self._ours = self._original
         self._wraps: list[_Wrap] = []
 
-    def add(self, wrap: _Wrap) -> None:
-        self._wraps.append(wrap)
-        self._set(wrap(getattr(self._holder, self._name)))
+    def add(self, wrap: _Wrap, *, innermost: bool) -> None:
+        if innermost and self._is_ours():
+            self._wraps.insert(0, wrap)
+            self._set(self._wrapped())
+        else:
+            self._wraps.append(wrap)
+            self._set(wrap(getattr(self._holder, self._name)))
 
     def discard(self, wrap: _Wrap) -> bool:
         """Whether nobody is left. What the job has patched after us stays: ours are below it and pass everything on."""
         self._wraps.remove(wrap)
-        if getattr(self._holder, self._name) is self._ours:
-            function = self._original
-            for other in self._wraps:
-                function = other(function)
-            self._set(function)
+        if self._is_ours():
+            self._set(self._wrapped())
         return not self._wraps
+
+    def _is_ours(self) -> bool:
+        return bool(getattr(self._holder, self._name) is self._ours)
+
+    def _wrapped(self) -> _Function:
+        function = self._original
+        for wrap in self._wraps:
+            function = wrap(function)
+        return function
 
     def _set(self, function: _Function) -> None:
         self._ours = function
@@ -47,13 +57,17 @@ class _Place:
 _places: dict[tuple[int, str], _Place] = {}
 
 
-def patch(holder: Any, name: str, wrap: _Wrap) -> Callable[[], None]:
-    """Let `wrap(function)` stand for the function that `holder` has under `name`; returns what undoes it."""
+def patch(holder: Any, name: str, wrap: _Wrap, *, innermost: bool = False) -> Callable[[], None]:
+    """Let `wrap(function)` stand for the function that `holder` has under `name`; returns what undoes it.
+
+    innermost: below those that are there already, so that they see what it is called with, and not what it makes of
+    that. What the job has patched after them stays below it.
+    """
     key = (id(holder), name)
     place = _places.get(key)
     if place is None:
         place = _places[key] = _Place(holder, name)
-    place.add(wrap)
+    place.add(wrap, innermost=innermost)
 
     def undo() -> None:
         if place.discard(wrap):

@@ -25,7 +25,17 @@ from typing import Any, Optional
 import torch
 import torch.utils.checkpoint
 
-__all__ = ["Segment", "in_backward", "in_segment", "install", "keep", "repeating", "take", "uninstall"]
+__all__ = [
+    "Segment",
+    "carry",
+    "in_backward",
+    "in_segment",
+    "install",
+    "keep",
+    "repeating",
+    "take",
+    "uninstall",
+]
 
 
 class _Local(threading.local):
@@ -37,6 +47,7 @@ _lock = threading.Lock()
 _graph_task = torch._C._current_graph_task_id  # -1 outside of a backward
 _users = 0
 _patches: dict[tuple[Any, ...], _Patch] = {}
+_carriers: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = []
 
 
 def in_backward() -> bool:
@@ -60,6 +71,8 @@ class Segment:
     __slots__ = ("_calls", "_function", "_outer", "_passes")
 
     def __init__(self, function: Callable[..., Any], *, passes: int = 0) -> None:
+        for carrier in _carriers:
+            function = carrier(function)
         self._function = function
         self._calls: dict[object, deque[Any]] = {}
         self._passes = passes  # those that have begun
@@ -118,6 +131,21 @@ def keep(tap: object, call: Any) -> None:
 def take(tap: object) -> Optional[Any]:
     """In a recompute: what the same call kept in the first pass; None where it kept nothing."""
     return None if _local.segment is None else _local.segment.take(tap)
+
+
+def carry(carrier: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Have `carrier(function)` called in the place of every segment's function; returns what undoes that.
+
+    It is asked where a segment begins, for what its second pass, which lies outside of all forwards, has to find.
+    """
+    install()
+    _carriers.append(carrier)
+
+    def undo() -> None:
+        _carriers.remove(carrier)
+        uninstall()
+
+    return undo
 
 
 class _Patch:

@@ -14,7 +14,9 @@ import torch
 from capd_client import api
 from capd_client.collection_state import STATE
 from capd_client.config import EMBEDDED_STORE
+from capd_client.emulating import job_quantises
 from capd_client.errors import ConfigError
+from capd_client.own_quantisation import PREDECESSOR
 from capd_client.process_session import AnySession
 from capd_client.told_capture import capture_as_told, sorted_out
 from capd_client.told_indices import index_of_variable, say_once, usable
@@ -43,6 +45,7 @@ class TensorSaver:
         self.collection_completed = False
         self.tensor_collected_in_warmup = False
         self._in_vain: Optional[Path] = None  # a directory for which there is no session
+        job_quantises(PREDECESSOR)
 
     @property
     def current_iteration(self) -> int:

@@ -106,6 +106,10 @@ class Tap:
         wanted = self._offers.wanted(tensor_name)
         return self.gate.steps_of(wanted.keeping or wanted.mask)
 
+    def emulation_changed(self) -> None:
+        """The records say which emulation is active: another one from now on."""
+        self._offers.forget_names()
+
     @property
     def captured_at(self) -> int:
         """The last iteration in which a call was captured; -1 before the first."""

@@ -56,18 +56,8 @@ def save_tensor(
 ) -> Optional[str]:
     """`get_tensor_saver().save_tensor(…)`."""
     return get_tensor_saver().save_tensor(
-        tensor,
-        layer_type,
-        operation,
-        quant_type,
-        tensor_name,
-        layer_idx,
-        phase,
-        component,
-        rank,
-        sample_idx,
-        metadata,
-    )
+        tensor, layer_type, operation, quant_type, tensor_name, layer_idx, phase, component, rank, sample_idx, metadata
+    )  # fmt: skip
 
 
 @untraced

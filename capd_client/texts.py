@@ -32,9 +32,9 @@ def human_nbytes(nbytes: float) -> str:
     return f"{value / 1024:.1f} PiB"
 
 
-def human_count(count: int) -> str:
-    """A count with thousands separators."""
-    return f"{count:,}"
+def human_count(count: int, noun: str = "") -> str:
+    """A count with thousands separators, and what is counted where that is given: "1 record", "2,000 records"."""
+    return f"{count:,}{noun and ' '}{noun}{'s' if noun and count != 1 else ''}"
 
 
 def printable(text: str) -> str:

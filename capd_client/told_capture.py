@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from capd_client import api
-from capd_client.collecting import NOT_EMULATED, within_quota
+from capd_client.collecting import within_quota
 from capd_client.collection_state import STATE, rank_of, sample_of
 from capd_client.counter_page import DropReason
 from capd_client.describing import key_of_part
@@ -65,8 +65,7 @@ def capture_as_told(
         )  # fmt: skip
     books = getattr(current, "books", None)  # none under `capd plan`
     before = None if books is None else books.last_sequence
-    attributes = None if current.config.collect is None else NOT_EMULATED
-    current.offer(tensor, key, moment, attributes=attributes, metadata=_metadata_text(metadata))
+    current.offer(tensor, key, moment, metadata=_metadata_text(metadata))
     admitted = books is not None and books.last_sequence != before
     return reference_of(_recorded(key, tensor), moment) if admitted else None
 

@@ -15,7 +15,8 @@ from typing import NamedTuple, Optional
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from capd_client.collecting import NOT_EMULATED, quota_of
+from capd_client import emulated
+from capd_client.collecting import quota_of
 from capd_client.function_sites import FunctionSite
 from capd_client.gate import Gate
 from capd_client.hook_objects import ForwardHook, PreHook
@@ -71,12 +72,12 @@ class Watched:
         self._rules = (*rules, default)
         quota = quota_of(sink.config, sink.context)
         self.gate = Gate(sink.context, [rule.when for rule in rules], quota)
-        self._attributes = () if quota is None else tuple(NOT_EMULATED.items())
         self._own: list[_Tapped] = []
         self._left: list[_Tapped] = []  # those that the job's own rules left out
         self._undo: list[Callable[[], None]] = []  # takes away what was put on modules and functions
         self._last: list[RemovableHandle] = []  # hooks that are to run last in front of a forward
         self._settled = False  # whether a forward has begun
+        emulated.follow(self._emulation_changed)
 
     @property
     def taps(self) -> list[Tap]:
@@ -170,8 +171,11 @@ class Watched:
             _give_up(tapped)
         self._own, self._left, self._undo, self._last = [], [], [], []
 
+    def _emulation_changed(self) -> None:
+        for tapped in (*self._own, *self._left):
+            tapped.tap.emulation_changed()
+
     def _tap(self, site: Site, place: Place, wanted: Mapping[str, Wanted], taps: list[_Tapped]) -> _Tapped:
-        site = site._replace(attributes=(*site.attributes, *self._attributes))
         module = site.module
         tap = Tap(site, place, wanted, self._sink, self.gate)
         tapped = _Tapped(tap, _product(site), place, wanted)

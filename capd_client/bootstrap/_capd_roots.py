@@ -6,7 +6,9 @@ Where a method of a larger model called it (a LightningModule's training_step, a
 watched, and the called part begins its micro-batches.
 
 The search ends when an optimizer steps for the second time, so that models that take turns are all found; with an
-explicit `watch`; and where the job has imported capd_client itself: then it says what it wants.
+explicit `watch`; and where the job has imported capd_client itself: then it says what it wants. What is found is
+watched, and under CAPD_EMULATE computes in that format; this also where nothing is to be watched (CAPD_WATCH=off, or
+a job that has imported capd_client).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any
 import torch
 from _capd_compiled import Compiling
 from _capd_owners import name_of, owner_of
-from _capd_startup import note
+from _capd_startup import emulates, note, watches
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
@@ -43,6 +45,7 @@ class _Search:
         self._pauses = 0
         self._calls = 0
         self._seen = False  # a training forward, from which on capd_client is there by our import
+        self._own = False  # whether it was there before
         self._names: list[str] = []  # of the models that are watched; the first one needs none
         self._lock = threading.Lock()
         self._compiling = Compiling(self)
@@ -100,7 +103,7 @@ class _Search:
         self._stepped.add(optimizer)
 
     def look_at(self, module: nn.Module, args: tuple[Any, ...]) -> bool:
-        """Watch `module` if it is what we search for; returns whether it is. Never raises."""
+        """Watch `module` if it is what we search for; returns whether it may have hooks now that it had not."""
         if not self._lock.acquire(blocking=False):
             return False  # another thread looks, or `watch` has a module called
         try:
@@ -132,23 +135,30 @@ class _Search:
         if not self._seen:
             self._seen = True
             note("forward")
-            if "capd_client" in sys.modules:
+            self._own = "capd_client" in sys.modules
+            if self._own:
                 note("own")
-                self.end()
-                return False
-        from capd_client.auto_watch import watch_found
-
+        if self._own and not emulates():
+            self.end()
+            return False
         owner = owner_of(module)
         self._known.update(owner.modules())
         self._known.add(module)
         name = self._fresh_name(owner) if self._names else ""
-        done = watch_found(owner, called=module, name=name)
+        if self._own or not watches():
+            from capd_client.auto_watch import emulate_found
+
+            done = emulate_found(owner)
+        else:
+            from capd_client.auto_watch import watch_found
+
+            done = watch_found(owner, called=module, name=name)
         note(done)
         if done == "off":
             self.end()
         if done == "watched":
             self._names.append(name)
-        return done == "watched"
+        return done != "off"
 
     def _fresh_name(self, module: nn.Module) -> str:
         """What tells the keys of a further model from those of the ones before."""

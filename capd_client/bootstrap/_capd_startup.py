@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-__all__ = ["begin", "note"]
+__all__ = ["begin", "emulates", "note", "watches"]
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -28,8 +28,18 @@ def begin() -> None:
     sys.meta_path.append(_Spare())
     if os.environ.get("CAPD_REPLACE_TENSOR_SAVER", "").strip().lower() in ("1", "true", "yes", "on"):
         sys.meta_path.insert(0, _Replacement())  # its calls say what is captured: no model is searched for
-    elif os.environ.get("CAPD_WATCH", "").strip().lower() != "off":
+    elif watches() or emulates():
         after_import("torch", _torch_imported)
+
+
+def watches() -> bool:
+    """Whether models that are found are captured, as far as the environment says."""
+    return os.environ.get("CAPD_WATCH", "").strip().lower() != "off"
+
+
+def emulates() -> bool:
+    """Whether models that are found are to compute in another number format."""
+    return os.environ.get("CAPD_EMULATE", "").strip().lower() not in ("", "none", "off")
 
 
 def note(what: str) -> None:
@@ -43,7 +53,7 @@ def note(what: str) -> None:
         return  # the job outlives its `capd run`, or runs elsewhere
     try:
         if what != "python" or os.fstat(file).st_size == 0:  # one of thousands of processes is enough
-            os.write(file, what.replace("\n", " ")[:1000].encode() + b"\n")
+            os.write(file, what.replace("\n", " ")[:4000].encode() + b"\n")
     except OSError:
         pass
     finally:

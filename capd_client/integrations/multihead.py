@@ -47,7 +47,13 @@ _NOT_IN_GRAPHS = (
     "compiled graphs, its linears are"
 )
 
-_linears = SimpleNamespace(**dict.fromkeys((*_PACKED, *_APART, _OUT), functional.linear))
+
+def _linear(*args: Any) -> Any:
+    """What F.linear is just now: an emulation's, say."""
+    return functional.linear(*args)
+
+
+_linears = SimpleNamespace(**dict.fromkeys((*_PACKED, *_APART, _OUT), _linear))
 """The function that computes each of the linears: torch's, tapped while it is watched."""
 
 
@@ -70,7 +76,7 @@ class _Linear(FunctionSite):
         return [(_linears, self.role), *whole]
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return super().wrap(function) if function is functional.linear else _with_taps(function)
+        return super().wrap(function) if function is _linear else _with_taps(function)
 
 
 _SITES = {role: _Linear(role) for role in vars(_linears)}

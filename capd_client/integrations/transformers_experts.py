@@ -26,7 +26,7 @@ from capd_client.owners import current_module, current_tap
 from capd_client.sites import Site
 from capd_client.taps import Tap
 
-__all__ = ["find_sites"]
+__all__ = ["find_sites", "is_experts"]
 
 _MOE = "transformers.integrations.moe"
 _ROLE = "experts"
@@ -178,7 +178,7 @@ def find_sites(model: nn.Module) -> dict[str, list[Site]]:
         return {}
     found: dict[str, list[Site]] = {}
     for name, module in model.named_modules():
-        if hasattr(module.__class__, "_apply_gate"):  # what transformers gives every class of experts
+        if is_experts(module):
             found[name] = [
                 _projection(module, parameter)
                 for parameter, value in module._parameters.items()
@@ -187,6 +187,11 @@ def find_sites(model: nn.Module) -> dict[str, list[Site]]:
         elif _is_router(module):
             found[name] = [Site(module, LINEAR, function=_ROUTER)]
     return found
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether these are all experts of a layer, each a part of the same parameters."""
+    return hasattr(module.__class__, "_apply_gate")  # what transformers gives every such class
 
 
 def _projection(module: nn.Module, parameter: str) -> Site:

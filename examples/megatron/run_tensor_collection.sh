@@ -6,7 +6,7 @@ data=dataset/wikipedia_processed/wikipedia_processed_text_document run=(--mode s
 while (($#)); do case $1 in
     single | batch | quick) run+=(--mode "$1") ;; bf16 | mxfp8 | mxfp4 | hifp8) run+=(--quant-type "$1") ;;
     --data-path) data=$2 && shift ;; --tokenizer-path) tokenizer=$2 && shift ;; --dtype) dtype=$2 && shift ;;
-    --tensor-path) run+=(--store "$2") && shift ;; --yes | --json | --help) run+=("$1") ;; --*) run+=("$1" "$2") && shift ;;
+    --tensor-path) run+=(--store "$2") && shift ;; --yes | --json | --label-only | --help) run+=("$1") ;; --*) run+=("$1" "$2") && shift ;;
     *) echo "$0: $1 is neither a mode (single, batch, quick) nor a type (bf16, mxfp8, mxfp4, hifp8)" >&2 && exit 2 ;;
 esac && shift; done
 exec capd run "${run[@]}" --require "$train" --require "$data" --env 'HOST_TENSORBOARD_LOGS_PATH={run_dir}/tensorboard' \

@@ -37,6 +37,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Found]]:
         return "watched" if has_linear else "empty"
 
     stand_in.watch_found = watch_found  # type: ignore[attr-defined]
+    stand_in.emulate_found = lambda model: watch_found(model, called=model, name="emulated")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "capd_client.auto_watch", stand_in)
     monkeypatch.delitem(sys.modules, "capd_client", raising=False)
     hooks = dict(torch_optimizer._global_optimizer_post_hooks)
@@ -202,6 +203,27 @@ def test_an_optimizer_that_steps_before_anything_trains_only_makes_its_state(fou
     train(model, optimizer)
 
     assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("own", "environ"),
+    [
+        pytest.param(True, {"CAPD_EMULATE": "mxfp8"}, id="it imports capd_client"),
+        pytest.param(False, {"CAPD_EMULATE": "mxfp8", "CAPD_WATCH": "off"}, id="nothing is to be watched"),
+    ],
+)
+def test_models_that_are_not_to_be_watched_are_found_to_be_emulated(
+    own: bool, environ: dict[str, str], found: list[Found], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    if own:
+        monkeypatch.setitem(sys.modules, "capd_client", types.ModuleType("capd_client"))
+    actor, critic = mlp(), mlp()
+
+    for model in (actor, critic, actor):
+        model(x())
+    assert found == [(actor, actor, "emulated"), (critic, critic, "emulated")]
 
 
 def test_a_job_that_imports_capd_client_is_left_alone(

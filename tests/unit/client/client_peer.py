@@ -70,7 +70,8 @@ class Peer:
     """Accepts ranks one after the other on `path`, each on a thread of its own.
 
     ack: whether PUTs are acknowledged. welcome: whether HELLO is answered. pong: whether PINGs are. reject: sent
-    instead of WELCOME. nack: reason index with which every PUT is refused. `hold` stops all reading while it is set.
+    instead of WELCOME. nack: reason index with which every PUT is refused. `hold` stops all reading while it is set:
+    at the latest once `holding` is.
     """
 
     path: str
@@ -94,6 +95,7 @@ class Peer:
 
     def __post_init__(self) -> None:
         self.hold = threading.Event()
+        self.holding = threading.Event()
         self._stop = threading.Event()
         self._connections: list[Connection] = []
         self._threads: list[threading.Thread] = []
@@ -155,8 +157,10 @@ class Peer:
             self._threads.append(thread)
 
     def hold_until_released(self) -> None:
+        self.holding.set()
         while self.hold.is_set() and not self._stop.is_set():
             time.sleep(0.002)
+        self.holding.clear()
 
     def _serve(self, peer: socket.socket) -> None:
         peer.settimeout(5)

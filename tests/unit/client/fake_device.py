@@ -40,6 +40,7 @@ class FakeDevice:
     recycled: list[FakeEvent] = field(default_factory=list)
     entered: list[str] = field(default_factory=list)
     fault: Exception | None = None
+    running: threading.Lock = field(default_factory=threading.Lock)
 
     def is_capturing(self) -> bool:
         return self.capturing
@@ -86,10 +87,11 @@ class FakeDevice:
         event.happened = True
 
     def run_all(self) -> None:
-        """Perform every copy not performed yet, in order."""
-        for index, (_, event) in enumerate(self.marks):
-            if not event.happened:
-                self.run(index)
+        """Perform every copy not performed yet, in order; once each, where several threads call it."""
+        with self.running:  # a second, later copy would go to a slot that is another capture's by then
+            for index, (_, event) in enumerate(self.marks):
+                if not event.happened:
+                    self.run(index)
 
     @property
     def sizes(self) -> list[int]:

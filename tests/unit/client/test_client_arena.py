@@ -105,7 +105,7 @@ def test_a_size_no_kernel_maps_is_an_arena_error_and_leaks_nothing() -> None:
     with pytest.raises(ArenaError):
         Arena(1 << 60)
 
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # garbage of earlier tests may go meanwhile
 
 
 def test_the_arena_takes_a_fifth_of_the_memory_over_the_ranks() -> None:

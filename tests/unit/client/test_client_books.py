@@ -160,10 +160,11 @@ def test_block_gives_up_after_its_time_and_does_not_wait_again_until_something_i
     started = time.monotonic()
     assert admit(books, definition) is None
     assert time.monotonic() - started >= 0.2
-    started = time.monotonic()
+    waits: list[None] = []
+    books.waiting.on_begin = lambda: waits.append(None)
     for _ in range(100):
         assert admit(books, definition) is None
-    assert time.monotonic() - started < 0.2
+    assert not waits
     assert books.snapshot().dropped == {"arena_full": 101}
 
     books.ready(first)
@@ -176,7 +177,7 @@ def test_block_gives_up_after_its_time_and_does_not_wait_again_until_something_i
 
 
 def test_a_wait_that_ran_out_while_others_were_given_room_is_no_standstill() -> None:
-    books, definition = make(pages=2, max_block_s=0.3)
+    books, definition = make(pages=2, max_block_s=1.0)
     for _ in range(2):
         small = admit(books, definition)
         assert small is not None
@@ -193,7 +194,7 @@ def test_a_wait_that_ran_out_while_others_were_given_room_is_no_standstill() -> 
     freeing.join()
     started = time.monotonic()
     assert admit(books, definition, 2 * PAGE) is None
-    assert time.monotonic() - started >= 0.3
+    assert time.monotonic() - started >= 1.0
 
 
 def test_closing_wakes_a_blocked_capture_and_counts_everything() -> None:

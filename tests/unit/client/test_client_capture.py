@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from capd_client import emulated
 from capd_client.counter_page import DropReason
 from capd_client.dtypes import ITEM_NBYTES
 from capd_client.errors import ConfigError
@@ -136,7 +137,7 @@ def test_a_cast_is_recorded_in_the_dtype_it_was_cast_to(session: Session, peer: 
     assert session.flush(10)
     assert peer.data_of("x") == [bits(tensor.to(torch.bfloat16))] * 2
     assert peer.records[0].dtype == "bfloat16"
-    assert peer.records[0].attributes == {"cast_from": "float32"}
+    assert peer.records[0].attributes == {"cast_from": "float32", "emulation": "none"}
     assert {record.descriptor.key_id for record in peer.records} == {0}
 
 
@@ -418,3 +419,21 @@ def test_mode_stats_sends_the_bytes_and_asks_for_statistics_alone(
     assert [record.descriptor.row_offset for record in peer.records] == [None] * 6
     assert [record.data for record in peer.records[:4]] == [bits(tensor) for tensor in offered]
     assert [record.descriptor.shape for record in peer.records[:4]] == [tuple(t.shape) for t in offered]
+
+
+def test_what_belongs_to_no_module_says_the_emulation_of_its_time(session: Session, peer: Peer) -> None:
+    tensor, model = torch.ones(2), torch.nn.Linear(2, 2)
+    offer(session, tensor)
+    end = emulated.begin([model], '{"linear":"mxfp8"}')
+    offer(session, tensor)
+    offer(session, tensor, attributes={"layout": "x"})
+    end()
+    offer(session, tensor)
+    assert session.flush(10)
+
+    assert [record.attributes for record in peer.records] == [
+        {"emulation": "none"},
+        {"emulation": '{"linear":"mxfp8"}'},
+        {"emulation": '{"linear":"mxfp8"}', "layout": "x"},
+        {"emulation": "none"},
+    ]

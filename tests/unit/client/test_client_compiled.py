@@ -226,7 +226,7 @@ def test_segments_within_segments_are_captured_once_from_the_first_capture_on(
     assert [record.descriptor.moment.call for record in on.records] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.fault)])
 @pytest.mark.parametrize("way", ["config", "region"])
 def test_with_a_memory_budget_captures_are_counted_once_for_each_graph(
     on: Peer, way: str, backend: str, caplog: pytest.LogCaptureFixture

@@ -249,11 +249,11 @@ def test_a_ring_that_stays_full_costs_one_wait_and_not_one_per_capture(peer: Pee
 def test_what_the_arena_left_of_a_wait_keeps_nobody_else_from_waiting_for_the_ring(
     peer: Peer, rig: MakeRig
 ) -> None:
-    r = rig(FakeDevice(nbytes=4096), by_hand=True, policy="block", max_block_ms=1000.0)
+    r = rig(FakeDevice(nbytes=4096), by_hand=True, policy="block", max_block_ms=2000.0)
     waits = waits_of(r)
     r.offer(torch.zeros(1024))
     whole = r.stager.deadline
-    r.stager.deadline = lambda: whole() - 0.99  # type: ignore[method-assign]
+    r.stager.deadline = lambda: whole() - 1.99  # type: ignore[method-assign]
     r.offer(torch.zeros(1024))
     r.stager.deadline = whole  # type: ignore[method-assign]
     r.offer(torch.zeros(1024))

@@ -162,6 +162,7 @@ TRAIN = """
 """
 
 
+@pytest.mark.fault
 def test_ranks_that_capture_unevenly_neither_hang_nor_add_a_collective(
     peer: Peer, job_env: dict[str, str], tmp_path: Path
 ) -> None:

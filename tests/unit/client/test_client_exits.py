@@ -81,7 +81,7 @@ def test_os_exit_with_captures_pending_ends_at_once_and_the_counters_tell(
     done = run("os._exit(7)", job_env)
     assert (done.returncode, done.stderr) == (7, "")
     wait_until(lambda: peer.last_words or not peer._connections)
-    if peer._connections:  # it may be gone before it was connected
+    if peer.last_words:  # it may be gone before it was connected
         assert peer.last_words[1:4] == [PENDING, 0, PENDING]
 
 
@@ -149,6 +149,30 @@ def test_a_signal_ends_the_job_as_it_would_without_capture(
     finally:
         process.kill()
         process.communicate()
+
+
+def test_what_a_signal_handler_raises_amid_a_line_of_the_log_reaches_the_job(job_env: dict[str, str]) -> None:
+    """Python's logging prints and forgets whatever is raised while it writes."""
+    done = run(
+        """
+        def limit(number, frame):
+            raise TimeoutError(number)
+
+        class Stderr:
+            def write(self, text):
+                signal.raise_signal(signal.SIGALRM)
+
+        signal.signal(signal.SIGALRM, limit)
+        before, sys.stderr = sys.stderr, Stderr()
+        try:
+            capd_client.capture("no tensor", tensor_name="y")
+        except TimeoutError:
+            print("reached")
+        sys.stderr = before
+        """,
+        {n: v for n, v in job_env.items() if n != "CAPD_STRICT"} | {"CAPD_EXIT_TIMEOUT_S": "0"},
+    )
+    assert (done.returncode, done.stdout) == (0, "reached\n"), done.stderr
 
 
 def test_what_a_signal_handler_raises_reaches_the_job(peer: Peer, job_env: dict[str, str]) -> None:
@@ -303,7 +327,7 @@ def test_a_daemon_of_another_protocol_version_is_one_warning_and_counted_drops(
             capd_client.capture(torch.ones(100), tensor_name="x")
         began = time.monotonic()
         capd_client.close()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 10
         now = capd_client.counters()
         assert now == {"offered": 503, "committed": 0, "in_flight": 0, "dropped": {"rejected": 503}}, now
         """,

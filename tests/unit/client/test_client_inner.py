@@ -74,10 +74,12 @@ def test_each_tensor_inside_is_a_capture_of_its_own(session: Session, peer: Peer
         about = dict(record.attributes)
         assert json.loads(about.pop("tensor_context")) == {"bits": 8, "dtype": "torch.float32"}
         assert about == {
+            "emulation": "none",
             "layout": "x",
             "tensor_class": f"{__name__}.Scaled",
             "tensor_shape": [2, 3],
             "tensor_dtype": "float32",
+            "tensor_parts": {"payload": [[2, 3], [3, 1]], "scale": [[2, 1], [1, 1]]},
         }
     assert session.snapshot().offered == 2
 

@@ -224,7 +224,7 @@ def test_after_a_reconnect_parts_and_captures_are_sent_again_in_order() -> None:
 
 
 def test_all_waits_of_a_record_share_one_budget_and_then_it_is_dropped_once() -> None:
-    books, definition = make(pages=2, max_block_s=0.4)
+    books, definition = make(pages=2, max_block_s=1.0)
     record = record_of(books, definition, 9)
     cut(books, record)
     cut(books, record)
@@ -239,9 +239,9 @@ def test_all_waits_of_a_record_share_one_budget_and_then_it_is_dropped_once() ->
     freeing.start()
     cut(books, record)
     freeing.join()
-    assert record.patience_s < 0.4
+    assert record.patience_s < 1.0
     assert books.cut(record, PAGE) is None
-    assert time.monotonic() - started >= 0.4
+    assert time.monotonic() - started >= 1.0
     assert books.snapshot().dropped == {"arena_full": 1}
     assert record.dropped is DropReason.ARENA_FULL
 

@@ -79,7 +79,7 @@ def test_without_a_daemon_a_job_ends_at_once_with_one_warning(job_env: dict[str,
             capd_client.capture(torch.ones(100), tensor_name="x")
         started = time.monotonic()
         capd_client.close()
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 10
         now = capd_client.counters()
         assert now["offered"] == 5000 == sum(now["dropped"].values()), now
         print(sorted(now["dropped"]))
@@ -265,12 +265,12 @@ def test_a_signal_handler_may_flush_in_the_middle_of_a_capture(peer: Peer, job_e
         handled = []
         def handler(*_):
             handled.append(capd_client.flush(0.05))
-            signal.setitimer(signal.ITIMER_REAL, 0.002)
+            if len(handled) < 100:  # none is left that could end the process when Python has taken the handler away
+                signal.setitimer(signal.ITIMER_REAL, 0.002)
         signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, 0.002)
         while len(handled) < 100:
             capd_client.capture(torch.ones(3), tensor_name="x")
-        signal.setitimer(signal.ITIMER_REAL, 0)
         assert capd_client.flush(20)
         now = capd_client.counters()
         assert now["offered"] == now["committed"] + sum(now["dropped"].values()), now
@@ -321,8 +321,8 @@ def test_the_counter_page_outlives_a_killed_job(number: int, peer: Peer, job_env
         wait_until(lambda: len(peer.puts) == 3, 60)
         started = time.monotonic()
         job.send_signal(number)
-        job.wait(10)
-        assert time.monotonic() - started < 5
+        job.wait(20)
+        assert time.monotonic() - started < 10
         wait_until(lambda: peer.last_words)
         assert peer.last_words[1:4] == [3, 0, 3]
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -319,3 +320,27 @@ def test_a_file_of_rules_that_cannot_be_used_leaves_those_of_capd_toml(
     assert [rule.name for rule in config.rules] == ["attention", "2"]
     assert said in caplog.text
     assert "rules (env CAPD_SELECT)" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["none", " OFF ", "bf16", '{"linear": "none"}', ""])
+def test_a_recipe_that_changes_nothing_is_none(text: str) -> None:
+    assert load_config({"CAPD_EMULATE": text, "CAPD_STRICT": "1"}).emulate is None
+
+
+def test_a_recipe_is_a_word_or_json_and_the_same_text_for_both() -> None:
+    word = load_config({"CAPD_EMULATE": " mxfp8 "})
+    assert word.emulate is not None
+    again = load_config({"CAPD_EMULATE": word.emulate})
+
+    assert again.emulate == word.emulate
+    assert json.loads(word.emulate)["linear"]["format"] == "mxfp8"
+    assert word.origins["emulate"] == "env CAPD_EMULATE"
+    assert load_config({"CUSTOM_QUANT_TYPE": "mxfp8", "CAPD_QUANT_TYPE": "mxfp8"}).emulate is None
+
+
+def test_a_recipe_that_cannot_be_read_emulates_nothing_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    assert load_config({"CAPD_EMULATE": "mxfp9"}).emulate is None
+    assert "emulate (env CAPD_EMULATE)" in caplog.text
+    assert "mxfp9" in caplog.text
+    with pytest.raises(ConfigError, match="mxfp9"):
+        load_config({"CAPD_EMULATE": "mxfp9", "CAPD_STRICT": "1"})

@@ -141,7 +141,7 @@ def test_a_stopped_session_counts_what_it_is_offered_and_takes_it_again_when_sta
     assert [record.descriptor.moment.iteration for record in peer.records] == [0, 0, 2]
     wait_until(lambda: peer.steered and peer.steered[-1].since == 2)
     assert peer.steered[-1].in_force == Steer(id=2, from_iteration=2)
-    wait_until(lambda: [(row.count, row.last_iteration) for row in peer.drops.values()] == [(4, 1)])
+    wait_until(lambda: [(row.count, row.last_iteration) for row in list(peer.drops.values())] == [(4, 1)])
 
 
 def test_the_counter_page_says_how_many_iterations_have_begun(make_session: Callable[..., Session]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from client_peer import Peer
+from told_calls import TENSOR, one, save
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import capd_client
@@ -17,18 +18,7 @@ from capd_client import collection_state, tensor_saver
 from capd_client.reference import parse_reference
 from capd_client.tensor_saver import TensorSaver, get_tensor_saver, save_tensor
 
-TENSOR = torch.arange(6.0).view(2, 3)
 pytestmark = pytest.mark.usefixtures("untold")
-
-
-def one(on: Peer) -> Any:
-    assert capd_client.flush(10)
-    (record,) = on.records
-    return record
-
-
-def save(**arguments: Any) -> str | None:
-    return save_tensor(TENSOR, "linear", "forward", "mxfp8", "output", **arguments)
 
 
 def test_off_every_call_returns_none_and_makes_nothing(fresh: pytest.MonkeyPatch, tmp_path: Any) -> None:

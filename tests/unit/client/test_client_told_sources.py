@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
 from client_peer import Peer
+from told_calls import TENSOR, one, save
 
 import capd_client
 from capd_client import collection_state, tensor_saver, told_indices
 from capd_client.collection_state import TensorCollectionState
-from capd_client.tensor_saver import get_tensor_saver, save_tensor
+from capd_client.tensor_saver import get_tensor_saver
 
-TENSOR = torch.arange(6.0).view(2, 3)
 pytestmark = pytest.mark.usefixtures("untold")
-
-
-def one(on: Peer) -> Any:
-    assert capd_client.flush(10)
-    (record,) = on.records
-    return record
-
-
-def save(**arguments: Any) -> str | None:
-    return save_tensor(TENSOR, "linear", "forward", "mxfp8", "output", **arguments)
 
 
 # -- where rank and sample come from ----------------------------------------------------------------------

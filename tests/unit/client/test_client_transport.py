@@ -148,7 +148,7 @@ def test_an_acknowledgement_before_the_second_sending_is_taken(
     first.close()
     second = Peer(socket_path, ack=False)
     try:
-        wait_until(lambda: session.transport.state is State.RUNNING and second.hellos)
+        wait_until(lambda: second.hellos and session.transport.state is State.RUNNING)
         second.send(Ack([(1, 2), (100, 200)]))
         wait_until(lambda: session.snapshot().committed == 2)
     finally:
@@ -171,21 +171,19 @@ def test_a_daemon_that_answers_no_ping_is_left_and_taken_over(
 ) -> None:
     peer.pong = False
     peer.ack = False
-    session = make_session(ping_s=0.03)
+    session = make_session(ping_s=0.1)
     offer(session, 1)
     wait_until(lambda: len(peer.puts) >= 2)
-    peer.pong = True
-    peer.ack = True
-    peer.acknowledge_all()
-    assert session.flush(10)
+    peer.ack = True  # on the next connection: this one may be closed at any moment
+    assert session.flush(20)
     assert peer.puts[0] == (1, 1)
     assert peer.puts[-1][0] >= 2
     assert values(peer) == [1]
 
 
 def test_a_daemon_that_answers_pings_is_kept(peer: Peer, make_session: Callable[..., Session]) -> None:
-    make_session(ping_s=0.05)
-    wait_until(lambda: peer.pings >= 8)
+    make_session(ping_s=0.5)  # four times that without an answer would end it, however busy the machine
+    wait_until(lambda: peer.pings >= 5)
     assert len(peer.hellos) == 1
 
 
@@ -195,6 +193,7 @@ def test_a_stopped_daemon_costs_drops_and_no_time_and_goes_on_where_it_was(
     session = make_session(ping_s=60.0)
     wait_until(lambda: session.transport.welcome)
     peer.hold.set()
+    wait_until(peer.holding.is_set)  # else it may read, and acknowledge, one message more
     worst = 0.0
     for value in range(3000):
         started = time.perf_counter()
@@ -339,7 +338,7 @@ def test_block_keeps_everything_and_drop_does_not(peer: Peer, make_session: Call
 def test_who_waits_for_room_ends_the_rest_of_the_client_thread(
     peer: Peer, make_session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = make_session(policy="block", max_block_ms=5_000.0)
+    session = make_session(policy="block", max_block_ms=20_000.0)
     wait_until(lambda: session.transport.state is State.RUNNING)
     monkeypatch.setattr("capd_client.transport._EASY_TICK_S", 30.0)
     wait_until(lambda: session.transport._doze.dozing)
@@ -405,7 +404,7 @@ def test_close_waits_its_time_for_a_lost_daemon_and_counts_what_is_lost(
     peer.close()
     started = time.monotonic()
     assert not session.close(0.3)
-    assert 0.3 <= time.monotonic() - started < 3
+    assert 0.3 <= time.monotonic() - started < 10
     now = session.snapshot()
     assert (now.in_flight, now.dropped) == (0, {"not_connected": 2})
 
@@ -415,7 +414,7 @@ def test_close_does_not_wait_without_a_daemon(make_session: Callable[..., Sessio
     offer(session, 1)
     started = time.monotonic()
     assert not session.close()
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10
     assert session.snapshot().dropped == {"not_connected": 1}
 
 
@@ -429,7 +428,7 @@ def test_close_does_not_wait_for_a_vanished_daemon_when_nothing_is_in_flight(
     peer.close()
     started = time.monotonic()
     assert session.close(20)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 10
 
 
 def test_a_socket_nobody_listens_on_is_as_good_as_none(

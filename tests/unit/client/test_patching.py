@@ -34,6 +34,20 @@ def test_whoever_leaves_the_others_stay(order: tuple[int, ...]) -> None:
     assert holder.call is original
 
 
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_an_innermost_one_is_below_those_that_came_before_and_stays_there(order: tuple[int, ...]) -> None:
+    holder: Any = SimpleNamespace(call=original)
+    undo = [patch(holder, "call", saying(str(number)), innermost=number == 2) for number in range(3)]
+    words = ["1", "0", "2", "original"]
+    assert holder.call().split() == words
+
+    for number in order:
+        undo[number]()
+        words.remove(str(number))
+        assert holder.call().split() == words
+    assert holder.call is original
+
+
 def test_an_inherited_method_is_inherited_again() -> None:
     class Base:
         def call(self) -> str:

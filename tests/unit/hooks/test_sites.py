@@ -39,9 +39,10 @@ def test_attributes_are_those_of_the_product_and_of_the_tensor(model: nn.Module,
     with torch.autocast("cpu", torch.bfloat16):
         model(torch.ones(4, 3))
 
-    cast = {"layout": "sbh", "cast_from": "float32"}
+    common = {"layout": "sbh", "emulation": "none"}
+    cast = {**common, "cast_from": "float32"}
     assert {c.key.tensor_name: c.attributes for c in sink.captured} == {
-        "input": cast, "weight": {**cast, "tp_placement": "S(0)"}, "output": {"layout": "sbh"},
+        "input": cast, "weight": {**cast, "tp_placement": "S(0)"}, "output": common,
     }  # fmt: skip
 
 

@@ -1,0 +1,56 @@
+"""What emulation costs: a training step of a small transformer in each format, against the same step without.
+
+    python benchmarks/emulation.py [--rounds N] [--quick] [--json FILE]
+
+Each recipe has a copy of the model of its own; in every round each of them takes a step, in turn. Shown are the median
+milliseconds, and the median of a round's ratio to its bare step.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+
+import torch
+from store_runner import options, report, table
+from torch import nn
+
+import capd_client
+
+RECIPES = ("none", "fp8", "mxfp8", "mxfp4", "nvfp4", "hifp8")
+
+
+def main() -> None:
+    args = options(__doc__, rounds=9).parse_args()
+    torch.set_num_threads(1)  # others, where a core is busy, wait for each other
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+    bare = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).to(torch.bfloat16)
+    models = {"bare": bare, **{recipe: copy.deepcopy(bare) for recipe in RECIPES}}
+    for recipe in RECIPES:
+        capd_client.emulate(models[recipe], recipe)
+    x = torch.randn(4, 8 if args.quick else 64, 256, dtype=torch.bfloat16)
+    taken = [{name: step(model, x) for name, model in models.items()} for _ in range(args.rounds + 1)][1:]
+    rows = [
+        {
+            "recipe": name,
+            "ms": statistics.median(times[name] for times in taken) * 1e3,
+            "of bare": statistics.median(times[name] / times["bare"] for times in taken),
+        }
+        for name in models
+    ]
+    table(list(rows[0]), [list(row.values()) for row in rows])
+    report({"rounds": args.rounds, "rows": rows}, args.json)
+
+
+def step(model: nn.Module, x: torch.Tensor) -> float:
+    """Seconds of a forward and a backward."""
+    start = time.perf_counter()
+    model(x).square().mean().backward()
+    model.zero_grad()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""`emulate(model, recipe)`: has a model's matrix products computed in other number formats, until it is removed."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, Optional
+
+import torch
+from torch import nn
+
+from capd_client import copies, emulated
+from capd_client.emulation.adapters import Adapter, adapter_of, reason_to_leave
+from capd_client.emulation.functions import patch_once
+from capd_client.emulation.plans import Plan, give, plan_of, take
+from capd_client.emulation.products import words_of
+from capd_client.emulation.quantise import quantise
+from capd_client.emulation.recipe import Recipe
+from capd_client.emulation.recipe import Words as Given
+from capd_client.errors import ConfigError
+from capd_client.naming import place_modules
+from capd_client.notices import Notices
+from capd_client.select import matches_any
+
+__all__ = ["Emulation", "emulate"]
+
+_Undo = Callable[[], None]
+_lock = threading.RLock()
+_notices = Notices()
+
+
+def emulate(
+    model: nn.Module,
+    recipe: Given,
+    *,
+    include: Optional[Iterable[str]] = None,
+    exclude: Optional[Iterable[str]] = None,
+    evaluation: bool = False,
+) -> Emulation:
+    """Have the linears and the attention of `model` compute with quantised operands, forward and backward.
+
+    Call it before the first forward, before or after wrapping, sharding or `torch.compile`; before or after
+    `watch(model)`, which records the operands as they are before they are quantised, and the emulated results. Neither
+    the parameters nor the names in a state_dict change; copies of the model, deep or pickled, are not emulated.
+
+    Args:
+        model: all its modules are looked at: nn.Linear, subclasses of it that call F.linear, nn.MultiheadAttention,
+            and modules that call F.scaled_dot_product_attention.
+        recipe: a format for all of these ("mxfp8"), or a mapping from linear, qk, pv to formats with their options, or
+            that as JSON; see Recipe. A recipe that is none installs nothing.
+        include: globs over module names without wrappers ("layers.*.mlp.*"), in place of the recipe's. Default: all.
+            One that names no module that multiplies is said in the log.
+        exclude: the same for modules that are left alone ("lm_head"); goes before `include`.
+        evaluation: emulate forwards without gradients in evaluation mode, too.
+
+    Returns:
+        What has `recipe`, `modules` (names), `left_alone` (reasons by name), and `remove()`.
+
+    Raises:
+        ConfigError: for a recipe that cannot be read, for globs that leave no module, and for a module that is
+            emulated already: remove() that emulation first.
+    """
+    wanted = Recipe.of(recipe).within(include, exclude)
+    plan = _plan(wanted, evaluation=evaluation)
+    if wanted.is_none:
+        return Emulation(wanted)
+    with _lock:
+        chosen, left = _chosen(model, wanted)
+        for name, (module, _) in chosen.items():
+            if copies.EMULATION in vars(module):
+                raise ConfigError(
+                    f"{name} is emulated already; remove() that emulation before another one begins"
+                )
+        emulation = Emulation(wanted, tuple(chosen), left)
+        emulation._begin(model, list(chosen.values()), plan)
+    if left:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(left.items())[:3])
+        _notices.warn("left alone", "%d modules are not emulated (%s)", len(left), reasons)
+    return emulation
+
+
+class Emulation:
+    """An emulation under way; `remove()` ends it, and so does leaving it as a context manager.
+
+    recipe: the whole of it. modules: the names of those that are emulated. left_alone: of modules that the recipe means
+    and that are not emulated, the reason.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        modules: tuple[str, ...] = (),
+        left_alone: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.recipe = recipe
+        self.modules = modules
+        self.left_alone = left_alone
+        self._undo: list[_Undo] = []
+
+    def remove(self) -> None:
+        """Let everything be as it was; the last emulation of a process takes the patches off. May be repeated."""
+        with _lock:
+            while self._undo:
+                self._undo.pop()()
+
+    def __enter__(self) -> Emulation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def _begin(self, model: nn.Module, chosen: list[tuple[nn.Module, Adapter]], plan: Plan) -> None:
+        if not chosen:
+            return
+        try:
+            copies.install()
+            self._undo.append(copies.uninstall)
+            self._patch(chosen)
+            for module, _ in chosen:
+                give(module, plan)
+                self._undo.append(functools.partial(take, module))
+            self._undo.append(emulated.begin([model], self.recipe.text()))
+            _forget_graphs()
+        except BaseException:
+            self.remove()
+            raise
+
+    def _patch(self, chosen: list[tuple[nn.Module, Adapter]]) -> None:
+        adapters = {adapter.name: adapter for _, adapter in chosen}
+        for adapter in adapters.values():
+            self._undo.extend(adapter.patches() if adapter.patches else ())
+        for holder, adapter in dict.fromkeys((_holder(type(module)), adapter) for module, adapter in chosen):
+            self._undo.append(patch_once(holder, "forward", _forward_of(adapter)))
+
+
+def _forget_graphs() -> None:
+    """Have everything compiled anew: torch takes it that the forward of a class stays what it was when it compiled."""
+    compiler: Any = sys.modules.get("torch._dynamo")
+    if compiler is not None:
+        compiler.reset_code_caches()
+
+
+def _plan(recipe: Recipe, *, evaluation: bool) -> Plan:
+    """What the modules of a recipe compute with; every format has quantised something then."""
+    words = {part: words_of(getattr(recipe, part)) for part in ("linear", "qk", "pv")}
+    for word in {word for found in words.values() for word in found or () if word}:
+        quantise(torch.zeros(2, 2), word, -1)
+    return Plan(**words, exact=recipe.level == "exact", evaluation=evaluation)
+
+
+def _chosen(model: nn.Module, recipe: Recipe) -> tuple[dict[str, tuple[nn.Module, Adapter]], dict[str, str]]:
+    """The modules to emulate, and why others that multiply are not, by their names without wrappers."""
+    modules = dict(model.named_modules())
+    places = place_modules(model, list(modules))
+    chosen: dict[str, tuple[nn.Module, Adapter]] = {}
+    left: dict[str, str] = {}
+    known: list[str] = []
+    multiplying: list[str] = []
+    for qualified, module in modules.items():
+        name = places[qualified].module
+        adapter = adapter_of(module)
+        reason = reason_to_leave(module, adapter, recipe.parts)
+        if adapter is None and not reason:
+            continue
+        known.append(name)
+        if adapter is not None and adapter.parts.isdisjoint(recipe.parts):
+            continue
+        multiplying.append(name)
+        if (recipe.include and not matches_any(name, recipe.include)) or matches_any(name, recipe.exclude):
+            continue
+        if adapter is None or reason:
+            left[name] = reason
+        else:
+            chosen[name] = module, adapter
+    if multiplying and not chosen and not left:
+        raise ConfigError(
+            f"include {list(recipe.include)} and exclude {list(recipe.exclude)} leave none of {len(multiplying)} "
+            f"modules to emulate, such as {multiplying[0]!r}"
+        )
+    _warn_of_globs_without_a_module(recipe, known)
+    return chosen, left
+
+
+def _warn_of_globs_without_a_module(recipe: Recipe, known: list[str]) -> None:
+    """Misspelt, or the name of what holds the modules. No error: one recipe may be for all models of a job."""
+    for option in ("include", "exclude"):
+        for glob in getattr(recipe, option):
+            if not any(matches_any(name, (glob,)) for name in known):
+                _notices.warn(
+                    f"{option} {glob}",
+                    "%s %r is the name of none of the %d modules that multiply%s",
+                    option,
+                    glob,
+                    len(known),
+                    f", such as {known[-1]!r}" if known else "",
+                )
+
+
+def _holder(kind: type[nn.Module]) -> type[Any]:
+    """The class that a module has its forward from."""
+    return next(base for base in kind.__mro__ if "forward" in vars(base))
+
+
+@functools.cache  # of one adapter the same, so that patches find theirs
+def _forward_of(adapter: Adapter) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            plan = plan_of(module)
+            if plan is None:
+                return original(module, *args, **kwargs)
+            return adapter.forward(original, plan, module, *args, **kwargs)
+
+        return forward
+
+    return wrap

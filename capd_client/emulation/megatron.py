@@ -1,0 +1,139 @@
+"""Megatron-LM's products in another number format: parallel linears, and the unfused core attention.
+
+The linears do not call F.linear: a function of their file gathers the sequence, multiplies, and in the backward reduces
+what the ranks have. Of an emulated layer that function is made of Megatron's own communication around the product, so
+that what is quantised are the operands that each rank's product really has, the whole sequence among them. Core
+attention multiplies by torch.baddbmm and torch.bmm, which are seen where they run within its forward alone.
+
+Left as they are: TransformerEngine's layers, which have recipes of their own; the router; experts in one kernel
+(GroupedMLP); the weight gradient of an embedding whose computation Megatron defers.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Optional
+
+import torch
+from torch import Tensor, nn
+
+from capd_client.emulation.functions import patch_once
+from capd_client.emulation.plans import Plan
+from capd_client.emulation.unfused import UnfusedProducts
+
+__all__ = ["attention_forward", "is_attention", "is_linear", "linear_forward", "patch_linear_functions"]
+
+_LAYERS = "megatron.core.tensor_parallel.layers"
+_MAPPINGS = "megatron.core.tensor_parallel.mappings"
+_ATTENTION = "megatron.core.transformer.dot_product_attention"
+_FUNCTIONS = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
+
+Function = Callable[..., Any]
+
+
+class _Local(threading.local):
+    plan: Optional[Plan] = None  # of the layer whose forward this thread is in
+
+
+_local = _Local()
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether this is one of Megatron's parallel linears."""
+    return _is(module, _LAYERS, "ColumnParallelLinear", "RowParallelLinear")
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether this is Megatron's core attention without a fused kernel."""
+    return _is(module, _ATTENTION, "DotProductAttention")
+
+
+def _is(module: nn.Module, file: str, *names: str) -> bool:
+    return any(base.__module__ == file and base.__name__ in names for base in type(module).__mro__)
+
+
+def linear_forward(original: Function, plan: Plan, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a parallel linear; the function that it multiplies by asks for the plan."""
+    before, _local.plan = _local.plan, plan
+    try:
+        return original(module, *args, **kwargs)
+    finally:
+        _local.plan = before
+
+
+def attention_forward(original: Function, plan: Plan, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of the core attention."""
+    with UnfusedProducts(plan):
+        return original(module, *args, **kwargs)
+
+
+def patch_linear_functions() -> list[Callable[[], None]]:
+    """Patch the functions that the linears multiply by; returns what undoes that."""
+    layers = sys.modules[_LAYERS]
+    return [patch_once(layers, name, _asking) for name in _FUNCTIONS]
+
+
+def _asking(function: Function) -> Function:
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        plan = _local.plan
+        if plan is None:
+            return function(*args, **kwargs)
+        return _multiply(plan, signature.bind(*args, **kwargs).arguments)
+
+    return asking
+
+
+def _multiply(plan: Plan, given: dict[str, Any]) -> Tensor:
+    """What such a function gives for these arguments."""
+    x, weight, bias = given["input"], given["weight"], given["bias"]
+    mappings: Any = sys.modules[_MAPPINGS]
+    if given["sequence_parallel"]:
+        x = _in_group(mappings.gather_from_sequence_parallel_region, given)(x)
+    elif given["allreduce_dgrad"]:
+        x = _in_group(mappings.copy_to_tensor_model_parallel_region, given)(x)
+    deferred, limit = given.get("grad_output_buffer"), given.get("wgrad_deferral_limit")
+    if deferred is not None and (not limit or len(deferred) < limit):
+        output = plan.multiply(x, weight.detach())
+        output.register_hook(deferred.append)  # type: ignore[no-untyped-call]  # torch's own lack
+    elif given["gradient_accumulation_fusion"] and weight.requires_grad:
+        output = plan.multiply(x, _IntoMainGrad.apply(weight))  # type: ignore[no-untyped-call]
+    else:
+        output = plan.multiply(x, weight)
+    return output if bias is None else output + bias
+
+
+def _in_group(communicate: Callable[..., Tensor], given: dict[str, Any]) -> Callable[..., Tensor]:
+    """Before 0.13 there is one group, which nobody names."""
+    group = given.get("tp_group")
+    return communicate if group is None else functools.partial(communicate, group=group)
+
+
+class _IntoMainGrad(torch.autograd.Function):
+    """A weight whose gradient Megatron adds to its main_grad by a kernel of its own: here it is added by torch."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Any) -> Any:
+        ctx.weight, ctx.main_grad = weight, getattr(weight, "main_grad", None)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        weight = ctx.weight
+        if hasattr(weight, "__fsdp_param__"):
+            weight.main_grad = weight.get_main_grad()
+            weight.main_grad.copy_(gradient)
+        else:
+            weight.main_grad = ctx.main_grad
+            weight.main_grad.add_(gradient)
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        weight.grad_added_to_main_grad = True  # so that nobody adds what is handed on, a placeholder
+        return torch.zeros_like(gradient)

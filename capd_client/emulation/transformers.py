@@ -1,0 +1,89 @@
+"""Hugging Face transformers' products: GPT-2's Conv1D, and attention by sdpa or eager.
+
+An attention module asks for the function that its configuration names. Both of these are emulated where they multiply:
+sdpa at torch's function, eager in the function of the model's file. Others (flash_attention_*, flex_attention) are left
+as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from capd_client.emulation.functions import patch_attention, patch_once, within
+from capd_client.emulation.plans import Plan, calling
+from capd_client.emulation.unfused import UnfusedProducts
+from capd_client.integrations.callers import calls
+
+__all__ = [
+    "attention_forward",
+    "attention_kernel",
+    "conv1d_forward",
+    "is_attention",
+    "is_conv1d",
+    "patch_attentions",
+]
+
+_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+_EAGER = "eager_attention_forward"
+
+Function = Callable[..., Any]
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether this is a linear whose weight is [in, out]."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def conv1d_forward(original: Function, plan: Plan, module: Any, x: Tensor) -> Tensor:
+    """The forward of a Conv1D."""
+    return plan.multiply(x, module.weight.t(), module.bias)
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether this module asks transformers for an attention function."""
+    utils: Any = sys.modules.get("transformers.modeling_utils")
+    kind: type = type(module)
+    return utils is not None and not isinstance(module, utils.PreTrainedModel) and calls(kind, _REGISTRY)
+
+
+def attention_kernel(module: nn.Module) -> str:
+    """The fused kernel that such a module's configuration names, in which nothing can be emulated; "" for none."""
+    name = str(getattr(getattr(module, "config", None), "_attn_implementation", None) or "")
+    return name if "flash" in name or "flex" in name else ""
+
+
+def attention_forward(original: Function, plan: Plan, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of an attention module; the functions that it calls ask for the plan."""
+    return within(plan, None, original, module, *args, **kwargs)
+
+
+def patch_attentions() -> list[Callable[[], None]]:
+    """Patch what such modules may be given; returns what undoes that."""
+    eager = [
+        patch_once(file, name, _eager)
+        for file in list(sys.modules.values())
+        if isinstance(file, ModuleType)
+        for name in list(vars(file))
+        if name.endswith(_EAGER) and callable(vars(file)[name])
+    ]
+    return [*patch_attention(), *eager]
+
+
+@functools.lru_cache(maxsize=256)
+def _eager(function: Function) -> Function:
+    @functools.wraps(function)
+    def eager(*args: Any, **kwargs: Any) -> Any:
+        plan = calling.attention
+        if plan is None:
+            return function(*args, **kwargs)
+        with UnfusedProducts(plan):
+            return within(None, None, function, *args, **kwargs)
+
+    return eager

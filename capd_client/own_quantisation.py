@@ -1,0 +1,91 @@
+"""Whether a job quantises by itself, as far as its modules and its imports tell: then capd must not do it again.
+
+Nothing is run to find out, and nothing is imported. A quantiser of the job's own that leaves no trace here is its
+owner's to name: `capd run --label-only`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, Optional
+
+from torch import nn
+from torch.nn import functional
+
+from capd_client.integrations.callers import calls
+
+__all__ = ["PREDECESSOR", "own_quantiser"]
+
+PREDECESSOR = "names its quant types itself, by the predecessor's calls (save_tensor, …)"
+
+_TENSOR_SAVERS = ("capd_client.tensor_saver", "megatron.core.tensor_saver")
+_CALLS = ("save_tensor", "save_linear_tensors", "save_attention_tensors")
+_LIBRARIES = frozenset(
+    {"torchao", "transformer_engine", "bitsandbytes", "modelopt", "mx", "msamp", "torch_npu"}
+)
+_TE_STATES = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")
+
+
+def own_quantiser(models: Iterable[nn.Module]) -> Optional[str]:
+    """What quantises in a job with these models, in words that follow "the job"; None where nothing is known to."""
+    return next(_reasons(tuple(models)), None)
+
+
+def _reasons(models: tuple[nn.Module, ...]) -> Iterator[str]:
+    if any(name in sys.modules for name in _TENSOR_SAVERS):
+        yield PREDECESSOR
+    if _is_of_library(type(functional.linear)) or _root_of(functional.linear) in _LIBRARIES:
+        yield f"has F.linear replaced by {_root_of(functional.linear)}"
+    if _te_autocast():
+        yield "trains under TransformerEngine's FP8 autocast"
+    kinds: set[type] = set()
+    for model in models:
+        for name, module in model.named_modules():
+            reason = _reason_of(module)
+            if reason:
+                yield f"has {reason} ({name or type(module).__name__})"
+            kinds.add(type(module))
+    if any(calls(kind, name) for kind in kinds for name in _CALLS):
+        yield PREDECESSOR
+
+
+def _reason_of(module: nn.Module) -> Optional[str]:
+    """What quantises in a module itself; the modules inside it are asked for themselves."""
+    if isinstance(module, nn.Linear) and _is_of_library(type(module)):
+        return f"{_root_of(type(module))}'s {type(module).__name__}"
+    for parameter in module.parameters(recurse=False):
+        held = getattr(parameter, "data", parameter)
+        kind = next((kind for kind in (type(parameter), type(held)) if _is_of_library(kind)), None)
+        if kind is not None:
+            return f"weights that are {_root_of(kind)}'s {kind.__name__}"
+    config = getattr(module, "config", None)
+    for name in ("fp8", "fp4", "quant_recipe", "quantization_config"):  # Megatron's three, transformers'
+        value = _member(config, name)
+        if value:
+            return f"{name} in its configuration"
+    return None
+
+
+def _member(config: Any, name: str) -> Any:
+    """What stands in a configuration itself: some answer every name that they are asked for."""
+    try:
+        return vars(config).get(name)
+    except TypeError:  # it has no dictionary
+        return None
+
+
+def _is_of_library(kind: type) -> bool:
+    return any(_root_of(base) in _LIBRARIES for base in kind.__mro__)
+
+
+def _root_of(value: Any) -> str:
+    return str(getattr(value, "__module__", "") or "").partition(".")[0]
+
+
+def _te_autocast() -> bool:
+    for name in _TE_STATES:
+        state = getattr(sys.modules.get(name), "FP8GlobalStateManager", None)
+        if isinstance(state, type) and state.is_fp8_enabled():  # type: ignore[attr-defined]  # TransformerEngine's
+            return True
+    return False

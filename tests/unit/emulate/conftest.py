@@ -1,0 +1,48 @@
+"""Fixtures of the emulation tests: whatever a test emulates, torch is as it was afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils import checkpoint
+
+from capd_client import emulated
+from capd_client.emulation import emulation, plans
+
+
+@pytest.fixture(autouse=True)
+def _all_is_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Removes what the test emulated."""
+    torch.manual_seed(3)
+    before = patched()
+    begun: list[emulation.Emulation] = []
+    original = emulation.Emulation.__init__
+
+    def remember(self: emulation.Emulation, *args: object) -> None:
+        begun.append(self)
+        original(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(emulation.Emulation, "__init__", remember)
+    yield
+    for one in begun:
+        one.remove()
+    assert patched() == before
+    assert not plans._modules
+    assert emulated.current() == emulated.NONE
+
+
+def patched() -> list[object]:
+    """What of torch an emulation puts its own in the place of."""
+    return [
+        nn.Linear.forward,
+        nn.MultiheadAttention.forward,
+        functional.linear,
+        functional.scaled_dot_product_attention,
+        vars(nn.Module).get("__reduce_ex__"),
+        checkpoint.CheckpointFunction.forward,
+        checkpoint._checkpoint_without_reentrant_generator,
+    ]
