@@ -10,7 +10,7 @@ quantile moves no further than that. Finite float64 beyond float32's range count
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import numpy as np
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from capd.store.dtypes import to_values, value_table
 from capd_client.dtypes import ITEM_NBYTES
 
-__all__ = ["Distribution", "distribution_of"]
+__all__ = ["Distribution", "counted_quantiles", "distribution_of"]
 
 _BLOCK = 1 << 17  # elements handled at once: what is made of them stays small beside the record
 _CODES = 1 << 16
@@ -65,14 +65,22 @@ class Distribution:
     def finite(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """The finite values that occur, ascending, and how often each does."""
         values, counts = np.empty(0), np.empty(0, np.int64)
-        self._join()
-        for grid, [(codes, seen)] in self._parts.items():
+        for grid, codes, seen in self.patterns():
             of_codes = value_table(grid)[codes]
             usable = np.isfinite(of_codes)
             values = np.concatenate([values, of_codes[usable]])
             counts = np.concatenate([counts, seen[usable]])
         order = np.argsort(values, kind="stable")
         return values[order], counts[order]
+
+    def specials(self) -> tuple[int, int]:
+        """How many NaN there are, and how many Inf of either sign."""
+        nan = inf = 0
+        for grid, codes, seen in self.patterns():
+            of_codes = value_table(grid)[codes]
+            nan += int(seen[np.isnan(of_codes)].sum())
+            inf += int(seen[np.isinf(of_codes)].sum())
+        return nan, inf
 
     def quantiles(self, shares: Sequence[float]) -> list[float] | None:
         """Quantiles of the finite values, linear between neighbours as numpy's; None where there is no finite value."""
@@ -82,21 +90,31 @@ class Distribution:
         return self._quantiles[wanted]
 
     def _interpolated(self, shares: tuple[float, ...]) -> list[float] | None:
-        values, counts = self.finite()
-        ends = np.cumsum(counts)
-        if not ends.size:
-            return None
-        last = int(ends[-1]) - 1
-        places = [share * last for share in shares]
-        low, high = (
-            values[
-                np.searchsorted(ends, [min(last, math.floor(place) + more) for place in places], side="right")
-            ]
-            for more in (0, 1)
-        )
-        rest = np.array(places) - np.floor(places)
-        found: list[float] = (low + rest * (high - low)).tolist()
-        return found
+        return counted_quantiles(*self.finite(), shares)
+
+    def patterns(self) -> Iterator[tuple[str, NDArray[np.uint16], NDArray[np.int64]]]:
+        """Of each grid its name, the patterns that occur, ascending, and how often each does."""
+        self._join()
+        for grid, [(codes, counts)] in self._parts.items():
+            yield grid, codes, counts
+
+
+def counted_quantiles(
+    values: NDArray[np.float64], counts: NDArray[np.int64], shares: Sequence[float]
+) -> list[float] | None:
+    """Quantiles of values that occur `counts` times, ascending, linear between neighbours; None where there is none."""
+    ends = np.cumsum(counts)
+    if not ends.size:
+        return None
+    last = int(ends[-1]) - 1
+    places = [share * last for share in shares]
+    low, high = (
+        values[np.searchsorted(ends, [min(last, math.floor(place) + more) for place in places], side="right")]
+        for more in (0, 1)
+    )
+    rest = np.array(places) - np.floor(places)
+    found: list[float] = (low + rest * (high - low)).tolist()
+    return found
 
 
 def distribution_of(bits: NDArray[np.generic], dtype: str) -> Distribution:

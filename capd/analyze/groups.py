@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Union
 
+from capd.analyze.block_ranges import BlockRanges
+from capd.analyze.channels import Channels
 from capd.analyze.distribution import Distribution
-from capd.store.statistics import Stats, merge_stats
+from capd.analyze.errors import Errors
+from capd.analyze.stats_sum import StatsSum
+from capd.store.statistics import Stats
 
 __all__ = [
     "FIELDS",
@@ -18,6 +23,7 @@ __all__ = [
     "Tally",
     "Value",
     "in_order",
+    "order_of",
 ]
 
 KEY_FIELDS = ("quant_type", "rank", "layer", "layer_type", "phase", "operation", "component", "tensor_name")
@@ -30,12 +36,15 @@ STATISTICS = ("count", "nan", "inf", "zero", "min", "max", "absmax", "mean", "st
 
 Value = Union[str, int, None]
 Fields = tuple[str, ...]
-_TOGETHER = 32
+_MOST_WIDTHS = 4
 
 
 class Tally:
     """What some records come to. raw_bytes: of what is kept of them; distribution: of the elements of those that were
-    read, None where none was."""
+    read, None where none was. Only where they were asked for: errors, by the label of the format; channels, by how many
+    channels the tensors have, of at most four numbers of them (other_channels: records of further ones); ranges, of
+    blocks by their size (`capd.analyze.block_ranges`).
+    """
 
     def __init__(
         self,
@@ -43,34 +52,59 @@ class Tally:
         raw_bytes: int = 0,
         stats: Stats | None = None,
         distribution: Distribution | None = None,
+        errors: Mapping[str, Errors] | None = None,
+        channels: Channels | None = None,
+        ranges: Mapping[str, BlockRanges] | None = None,
     ) -> None:
         self.records, self.raw_bytes, self.distribution = records, raw_bytes, distribution
-        self._stats = [] if stats is None else [stats]
+        self._sum, self._stats = StatsSum(), stats
+        if stats is not None:
+            self._sum.add(stats)
+        self.errors: dict[str, Errors] = dict(errors or {})
+        self.channels: dict[int, Channels] = {} if channels is None else {channels.channels: channels}
+        self.other_channels = 0
+        self.ranges: dict[str, BlockRanges] = dict(ranges or {})
 
     @property
     def stats(self) -> Stats:
-        """Statistics of all their elements."""
-        if len(self._stats) != 1:
-            self._stats = [merge_stats(self._stats)]
-        return self._stats[0]
+        """Statistics of all their elements, the same to the bit in whatever order records were added."""
+        if self._stats is None:
+            self._stats = self._sum.stats
+        return self._stats
 
-    def add(self, other: Tally, *, values: bool = True) -> None:
-        """Add the records of another one. values: their distribution, too."""
+    def add(self, other: Tally, *, values: bool = True, channels: bool = True) -> None:
+        """Add the records of another one. values: their distribution, too; channels: their channels, too."""
         self.records += other.records
         self.raw_bytes += other.raw_bytes
-        self._stats.append(other.stats)
-        if len(self._stats) > _TOGETHER:  # several in one go cost half of one by one
-            self._stats = [merge_stats(self._stats)]
+        self._stats = None
+        self._sum.add_sum(other._sum)
         if values and other.distribution is not None:
             self.distribution = self.distribution or Distribution()
             self.distribution.add(other.distribution)
+        for label, errors in other.errors.items():
+            self.errors.setdefault(label, Errors()).add(errors)
+        for size, ranges in other.ranges.items():
+            self.ranges.setdefault(size, BlockRanges()).add(ranges)
+        if channels:
+            self._add_channels(other)
+
+    def _add_channels(self, other: Tally) -> None:
+        self.other_channels += other.other_channels
+        for number, channels in other.channels.items():
+            if number in self.channels:
+                self.channels[number].add(channels)
+            elif len(self.channels) < _MOST_WIDTHS:
+                self.channels[number] = replace(channels)
+            else:
+                self.other_channels += channels.records
 
 
 class Groups:
-    """Tallies by one or several fields. groupings: the fields of each, and whether it keeps distributions."""
+    """Tallies by one or several fields. groupings: the fields of each, and whether it keeps distributions. channels:
+    the groupings that keep channels, where these were asked for."""
 
-    def __init__(self, groupings: Mapping[Fields, bool]) -> None:
-        self._groupings = groupings
+    def __init__(self, groupings: Mapping[Fields, bool], channels: Collection[Fields] = ()) -> None:
+        self._groupings, self._channels = groupings, channels
         self._tallies: dict[Fields, dict[tuple[Value, ...], Tally]] = {fields: {} for fields in groupings}
 
     @property
@@ -81,12 +115,12 @@ class Groups:
     def add(self, grouping: Fields, values: Sequence[Value], tally: Tally) -> None:
         """Add records that have these values of the grouping's fields."""
         held = self._tallies[grouping].setdefault(tuple(values), Tally())
-        held.add(tally, values=self._groupings[grouping])
+        held.add(tally, values=self._groupings[grouping], channels=grouping in self._channels)
 
     def by(self, *grouping: str) -> dict[tuple[Value, ...], Tally]:
         """The groups of a grouping by their values, in order, None before all else."""
         found = self._tallies[grouping]
-        return {values: found[values] for values in sorted(found, key=_order)}
+        return {values: found[values] for values in sorted(found, key=order_of)}
 
     def whole(self) -> Tally:
         """All records."""
@@ -100,8 +134,9 @@ class Groups:
 
 def in_order(values: Iterable[Value]) -> list[Value]:
     """Values of one field, ascending, None before all else."""
-    return [value for (value,) in sorted(((value,) for value in values), key=_order)]
+    return [value for (value,) in sorted(((value,) for value in values), key=order_of)]
 
 
-def _order(values: tuple[Value, ...]) -> list[tuple[bool, Value]]:
+def order_of(values: tuple[Value, ...]) -> list[tuple[bool, Value]]:
+    """What groups are sorted by: their values, ascending, None before all else."""
     return [(value is not None, 0 if value is None else value) for value in values]

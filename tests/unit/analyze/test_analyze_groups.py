@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
+
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 from capd.analyze.distribution import distribution_of
 from capd.analyze.groups import Groups, Tally, in_order
@@ -40,6 +45,38 @@ def test_each_group_has_the_statistics_of_all_its_values() -> None:
     whole = np.concatenate([part for parts in put.values() for part in parts])
     assert groups.whole().stats.sum == whole.sum()
     assert all(found.distribution is None for found in groups.by("layer", "rank").values())
+
+
+PARTS = [
+    tally((RNG.normal(size=300) * 10.0 ** RNG.integers(-9, 9, 300)).astype(np.float32)) for _ in range(40)
+]
+
+
+@given(st.permutations(range(len(PARTS))), st.lists(st.integers(1, len(PARTS)), max_size=4))
+def test_statistics_are_the_same_to_the_bit_in_every_order_and_grouping(
+    order: list[int], cuts: list[int]
+) -> None:
+    one_by_one, together = Tally(), Tally()
+    for part in PARTS:
+        one_by_one.add(part, values=False)
+    for start, end in pairwise(sorted({0, *cuts, len(order)})):
+        group = Tally()
+        for at in order[start:end]:
+            group.add(PARTS[at], values=False)
+        together.add(group, values=False)
+
+    assert together.stats == one_by_one.stats
+    assert together.stats.sum == math.fsum(part.stats.sum for part in PARTS)
+    assert together.stats.sum_sq == math.fsum(part.stats.sum_sq for part in PARTS)
+
+
+def test_sums_beyond_float64_stay_beyond_it() -> None:
+    huge = public(summarise(np.array([1e300, 1.0]), "float64"))
+    together = Tally()
+    for _ in range(3):
+        together.add(Tally(1, 0, huge))
+
+    assert (together.stats.sum_sq, together.stats.std, together.stats.sum) == (math.inf, math.inf, 3e300)
 
 
 def test_no_record_is_a_tally_of_nothing() -> None:

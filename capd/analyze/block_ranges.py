@@ -1,0 +1,86 @@
+"""How far the values of one block lie apart: what a scale that they share has to bridge, whatever the format."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from capd.analyze.blocks import Histogram, add_counts
+
+if TYPE_CHECKING:
+    import torch
+
+    from capd_client.formats.spec import Block
+
+__all__ = ["RANGE_BLOCKS", "BlockRanges", "block_ranges"]
+
+RANGE_BLOCKS: dict[str, tuple[int | tuple[int, int], int]] = {
+    "1x32": (32, -1),
+    "32x1": (32, -2),
+    "32x32": ((32, 32), -1),
+}
+"""Rows by columns of a block over the last two axes: along the last, along the one before it, and tiles."""
+
+
+@dataclass(slots=True)
+class BlockRanges:
+    """Counts over blocks; `add` is exact in any order. Not thread-safe.
+
+    count: all blocks; empty: without a finite non-zero value. amax: blocks by floor(log2(max|x|)). ranges: blocks by
+    floor(log2(max|x| / min|x|)) over the non-zero values. widest: the largest log2(max|x| / min|x|), the "max blockwise
+    dynamic range" of TransformerEngine.
+    """
+
+    count: int = 0
+    empty: int = 0
+    amax: Histogram = field(default_factory=dict)
+    ranges: Histogram = field(default_factory=dict)
+    widest: float = 0.0
+
+    def add(self, other: BlockRanges) -> None:
+        """Add other blocks of the same size."""
+        self.count += other.count
+        self.empty += other.empty
+        self.widest = max(self.widest, other.widest)
+        add_counts(self.amax, other.amax)
+        add_counts(self.ranges, other.ranges)
+
+
+def block_ranges(values: torch.Tensor, block: Block, axis: int) -> BlockRanges | None:
+    """The ranges of the blocks of one tensor: bfloat16, float16, float32, or float64, which is rounded to float32.
+
+    None for a tensor of fewer than two dimensions, unless its blocks lie along the last axis. NaN and Inf are left out.
+    Imports torch.
+    """
+    from capd_client.formats.blocks import Layout, pieces, slabs
+
+    if values.ndim < (1 if axis == -1 and isinstance(block, int) else 2):
+        return None
+    found = BlockRanges()
+    for slab in slabs(values.detach(), Layout(values.shape, axis, block)):
+        rows = Layout(slab.shape, axis, block).rows(slab)
+        for piece in pieces(rows):
+            _add(found, rows[piece].float().abs())
+    return found
+
+
+def _add(found: BlockRanges, magnitude: torch.Tensor) -> None:
+    magnitude[~magnitude.isfinite()] = 0.0
+    largest = magnitude.amax(-1).numpy()
+    smallest = magnitude.masked_fill_(magnitude == 0, math.inf).amin(-1).numpy()
+    some = largest > 0
+    high, low = np.log2(largest[some].astype(np.float64)), np.log2(smallest[some].astype(np.float64))
+    found.count += len(largest)
+    found.empty += int(len(largest) - len(high))
+    if high.size:
+        found.widest = max(found.widest, float((high - low).max()))
+        add_counts(found.amax, _counts(high))
+        add_counts(found.ranges, _counts(high - low))
+
+
+def _counts(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> Histogram:
+    present, often = np.unique(np.floor(values).astype(np.int64), return_counts=True)
+    return dict(zip(present.tolist(), often.tolist(), strict=True))

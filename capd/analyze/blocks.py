@@ -1,0 +1,119 @@
+"""What the blocks of a format with scales look like: which scales were chosen, how many saturate, how large each one's
+error is. All of it is counts, so tallies add up exactly in any order."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capd.analyze.distribution import counted_quantiles
+from capd.store.dtypes import value_table
+
+__all__ = ["Blocks", "Histogram", "add_counts", "sqnr_histogram"]
+
+Histogram = dict[int, int]
+_E8M0_BIAS = 127
+_LEAST_DB, _MOST_DB = -100, 400  # what a block's SQNR is counted as where it lies beyond
+
+
+@dataclass(slots=True)
+class Blocks:
+    """Counts over blocks. Not thread-safe.
+
+    scale_type: "e8m0", "e4m3", or "float32". count: all blocks. zero: of zeros alone, which are left out of what
+    follows. invalid: with a NaN for a scale, as an Inf or a NaN in the block gives it. saturated: with an element
+    beyond what the scale can hold, as `floor` and `even` allow it (OCP MX v1.0, §6.3). scales: how often each scale was
+    chosen, by its byte as stored; float32 by floor(log2). sqnr: blocks by floor of their SQNR in dB (`sqnr_histogram`),
+    and exact those without an error; both only where they were asked for.
+    """
+
+    scale_type: str
+    count: int = 0
+    zero: int = 0
+    invalid: int = 0
+    saturated: int = 0
+    scales: Histogram = field(default_factory=dict)
+    sqnr: Histogram | None = None
+    exact: int = 0
+
+    def add(self, other: Blocks) -> None:
+        """Add the blocks of another tally of the same format."""
+        self.count += other.count
+        self.zero += other.zero
+        self.invalid += other.invalid
+        self.saturated += other.saturated
+        self.exact += other.exact
+        add_counts(self.scales, other.scales)
+        if other.sqnr is not None:
+            self.sqnr = {} if self.sqnr is None else self.sqnr
+            add_counts(self.sqnr, other.sqnr)
+
+    @property
+    def saturated_percent(self) -> float | None:
+        """100 * saturated / count: the share of blocks whose largest element is cut off."""
+        return 100 * self.saturated / self.count if self.count else None
+
+    def exponents(self) -> dict[int, int]:
+        """How often floor(log2(scale)) took each value, ascending."""
+        found: Histogram = {}
+        for code, count in self.scales.items():
+            value = self._log2(code)
+            if value is not None:
+                add_counts(found, {math.floor(value): count})
+        return dict(sorted(found.items()))
+
+    @property
+    def scale_log2_mean(self) -> float | None:
+        """Mean of log2(scale)."""
+        return self._moments()[0]
+
+    @property
+    def scale_log2_std(self) -> float | None:
+        """Population standard deviation of log2(scale): how far the blocks of a tensor lie apart."""
+        return self._moments()[1]
+
+    def sqnr_quantiles(self, shares: tuple[float, ...]) -> list[float] | None:
+        """SQNR in dB below which these shares of the blocks with an error lie, to 1 dB; None where there is none."""
+        if not self.sqnr:
+            return None
+        values = np.array(sorted(self.sqnr), np.float64)
+        counts = np.array([self.sqnr[int(value)] for value in values], np.int64)
+        return counted_quantiles(values, counts, shares)
+
+    def _moments(self) -> tuple[float | None, float | None]:
+        pairs = [(self._log2(code), count) for code, count in sorted(self.scales.items())]
+        known = [(value, count) for value, count in pairs if value is not None]
+        total = sum(count for _, count in known)
+        if not total:
+            return None, None
+        mean = math.fsum(value * count for value, count in known) / total
+        square = math.fsum((value - mean) ** 2 * count for value, count in known) / total
+        return mean, math.sqrt(square)
+
+    def _log2(self, code: int) -> float | None:
+        if self.scale_type == "e4m3":
+            value = float(value_table("float8_e4m3fn")[code])
+            return math.log2(value) if value > 0 else None
+        return float(code - _E8M0_BIAS if self.scale_type == "e8m0" else code)
+
+
+def add_counts(into: Histogram, other: Histogram) -> None:
+    """Add the counts of another histogram."""
+    for code, count in other.items():
+        into[code] = into.get(code, 0) + count
+
+
+def sqnr_histogram(signal: NDArray[np.float64], noise: NDArray[np.float64]) -> tuple[Histogram, int]:
+    """Blocks by floor(10 * log10(signal / noise)), limited to -100 … 400 dB, and how many have no noise.
+
+    signal, noise: Σx² and Σd² of each block, [blocks]; a block without signal counts in neither.
+    """
+    usable = (signal > 0) & (noise > 0)
+    levels = np.floor(10 * (np.log10(signal[usable]) - np.log10(noise[usable])))
+    found = np.bincount(np.clip(levels, _LEAST_DB, _MOST_DB).astype(np.int64) - _LEAST_DB)
+    used = np.flatnonzero(found)
+    counts = zip((used + _LEAST_DB).tolist(), found[used].tolist(), strict=True)
+    return dict(counts), int(((signal > 0) & (noise == 0)).sum())

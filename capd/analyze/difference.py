@@ -1,0 +1,89 @@
+"""How one record differs from another one of the same shape and dtype: bits first, then values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capd.analyze.errors import Errors
+from capd.store.dtypes import to_values
+
+__all__ = ["Difference", "difference_of"]
+
+_BLOCK = 1 << 17  # elements handled at once
+_BEYOND = 2.0**500  # squares of float64 values from here on might not be finite
+_PACKED = "float4_e2m1fn_x2"
+
+
+@dataclass(slots=True)
+class Difference:
+    """Of any number of pairs of records, a and b; `add` is exact in any order. Not thread-safe.
+
+    identical: pairs that agree in every bit. equal: elements that do. special: elements that are NaN, Inf, or of 2^500
+    and more in one of the two, or in both, and do not agree. max_relative: max(|a - b| / |a|) over a ≠ 0. errors: with
+    x = a and y = b, over the other elements (`Errors.records` pairs, `Errors.count` elements).
+    """
+
+    identical: int = 0
+    equal: int = 0
+    special: int = 0
+    max_relative: float = 0.0
+    errors: Errors = field(default_factory=Errors)
+
+    def add(self, other: Difference) -> None:
+        """Add other pairs."""
+        self.identical += other.identical
+        self.equal += other.equal
+        self.special += other.special
+        self.max_relative = max(self.max_relative, other.max_relative)
+        self.errors.add(other.errors)
+
+    def exceeds(self, tolerance: float) -> bool:
+        """Whether max|a - b| > tolerance * max|a|, or an element is special; with 0, whether any bit differs."""
+        if not tolerance:
+            return self.identical != self.errors.records
+        return self.special > 0 or self.errors.max_abs > tolerance * self.errors.absmax
+
+
+def difference_of(a: NDArray[np.generic], b: NDArray[np.generic], dtype: str) -> Difference:
+    """The difference of two records of one shape. a, b: as stored; dtype: the torch dtype's name of both."""
+    found = Difference(errors=Errors(records=1))
+    left, right = a.reshape(-1), b.reshape(-1)
+    for start in range(0, left.size, _BLOCK):
+        block = slice(start, start + _BLOCK)
+        _add(found, left[block], right[block], dtype)
+    found.identical = int(found.equal == found.errors.count)
+    return found
+
+
+@np.errstate(invalid="ignore", over="ignore", divide="ignore")  # any bits may come
+def _add(found: Difference, a: NDArray[np.generic], b: NDArray[np.generic], dtype: str) -> None:
+    same = _codes(a, dtype) == _codes(b, dtype)
+    x, y = (to_values(bits, dtype).astype(np.float64) for bits in (a, b))
+    finite_x, finite_y = np.abs(x) < _BEYOND, np.abs(y) < _BEYOND  # not of NaN
+    usable = finite_x & finite_y
+    errors = found.errors
+    errors.count += x.size
+    errors.nan += int(np.isnan(x).sum())
+    errors.inf += int(np.isinf(x).sum())
+    errors.lost += int((finite_x & ~finite_y).sum())
+    found.equal += int(same.sum())
+    found.special += int((~usable & ~same).sum())
+    if not usable.all():
+        x, y = np.where(usable, x, 0.0), np.where(usable, y, 0.0)
+    errors.underflows += int(((x != 0) & (y == 0) & usable).sum())
+    if same.all():
+        errors.add_values(x, x)
+        return
+    errors.add_values(x, y)
+    ratios = np.abs(y - x) / np.abs(x)
+    found.max_relative = max(found.max_relative, float(ratios.max(initial=0.0, where=x != 0)))
+
+
+def _codes(bits: NDArray[np.generic], dtype: str) -> NDArray[np.generic]:
+    if dtype == _PACKED:
+        packed = bits.view(np.uint8)
+        return np.stack([packed & 15, packed >> 4], axis=-1).reshape(-1)
+    return bits.view(f"u{bits.dtype.itemsize}")

@@ -1,0 +1,179 @@
+"""Measures the error of a format on one tensor: by the histogram of its bit patterns, or piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from capd.analyze.blocks import Blocks, add_counts, sqnr_histogram
+from capd.analyze.distribution import Distribution, distribution_of
+from capd.analyze.errors import Errors
+from capd.analyze.format_choice import FormatChoice
+from capd_client.formats.elements import ELEMENTS, FP16, Element, quantise
+from capd_client.formats.encoding import Piece, quantised_pieces
+from capd_client.formats.spec import FormatError, Spec
+
+__all__ = ["Limits", "at_scale", "is_blockless", "limits_of", "measure_each", "measured", "measured_patterns"]
+
+_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_FEW = 1 << 13  # values; of fewer, counting 65,536 patterns costs more than the values themselves
+_ROUNDING = 1 + 2.0**-21  # an exact scale is rounded to float32, which makes no saturation
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
+
+
+class Limits(NamedTuple):
+    """Of a format without its scale: the largest finite value, and the smallest normal one."""
+
+    largest: float
+    smallest_normal: float
+
+
+def limits_of(spec: Spec) -> Limits:
+    """The limits of a format's elements. HiFloat8's normal values end at 2^-15: below, it has no mantissa."""
+    if spec.fmt == "hifp8":
+        return Limits(2.0**15, 2.0**-15)
+    if spec.fmt == "bf16":
+        return Limits(float(torch.finfo(torch.bfloat16).max), 2.0**-126)
+    element = FP16 if spec.fmt == "fp16" else ELEMENTS[str(spec.elem)]
+    return Limits(element.max_value, 2.0**element.min_exponent)
+
+
+def is_blockless(spec: Spec) -> bool:
+    """Whether equal values always become equal ones, so that counts of the values are enough."""
+    return spec.block is None and spec.rounding != "stochastic"
+
+
+def measure_each(
+    values: torch.Tensor,
+    distribution: Distribution,
+    choices: Sequence[FormatChoice],
+    *,
+    per_block: bool = False,
+) -> tuple[dict[str, Errors], list[str]]:
+    """The errors of one tensor in each format by its label, and why some formats do not take it, if so.
+
+    distribution: that of the tensor.
+    """
+    found, problems = {}, []
+    for choice in choices:
+        try:
+            found[choice.label] = _measured(values, distribution, choice.spec, per_block)
+        except FormatError as error:
+            problems.append(f"{choice.label}: {error}")
+    return found, problems
+
+
+def measured(values: torch.Tensor, spec: Spec, *, per_block: bool = False) -> Errors:
+    """See `capd.analyze.errors.errors_of`."""
+    name = _NAMES.get(values.dtype)
+    if name is not None and is_blockless(spec) and values.numel() > _FEW:
+        bits = values.detach().contiguous().view(torch.int16).numpy()
+        return measured_patterns(distribution_of(bits, name), spec)
+    return _measured(values, None, spec, per_block)
+
+
+def _measured(values: torch.Tensor, distribution: Distribution | None, spec: Spec, per_block: bool) -> Errors:
+    if distribution is not None and values.dtype in _NAMES and is_blockless(spec):
+        return measured_patterns(distribution, spec)
+    found, limits = Errors(1, values.numel()), limits_of(spec)
+    if spec.block is not None:
+        found.blocks = Blocks("float32" if spec.fmt == "fp8" else "e4m3" if spec.fmt == "nvfp4" else "e8m0")
+    for piece in quantised_pieces(values, spec, torch.Generator().manual_seed(0)):
+        _add_piece(found, piece, limits, per_block)
+    return found
+
+
+def measured_patterns(distribution: Distribution, spec: Spec) -> Errors:
+    """The errors of the values that a distribution counts, as of one record, in a format without blocks.
+
+    float32 values are there as rounded to bfloat16 (`Distribution.exact` tells). A scale of the tensor is that of all.
+    """
+    found, limits = Errors(1), limits_of(spec)
+    for grid, codes, counts in distribution.patterns():
+        values = torch.from_numpy(codes.view(np.int16).copy()).view(getattr(torch, grid))
+        found.count += int(counts.sum())
+        for piece in quantised_pieces(values, spec):  # one: there are few patterns
+            _add_piece(found, piece, limits, False, counts)
+    return found
+
+
+def at_scale(distribution: Distribution, element: Element, scale: float) -> Errors:
+    """The errors of the values that a distribution counts, divided by one scale, rounded onto an element's grid with
+    ties away from zero, saturating, and multiplied back, all in float32."""
+    found = Errors(1)
+    factor = torch.tensor(scale, dtype=torch.float32)
+    for grid, codes, counts in distribution.patterns():
+        values = torch.from_numpy(codes.view(np.int16).copy()).view(getattr(torch, grid)).to(torch.float32)
+        rounded = quantise(values / factor, values, element, "away").mul_(factor)
+        found.count += int(counts.sum())
+        limits = Limits(element.max_value, 2.0**element.min_exponent)
+        _add_piece(found, Piece(values, rounded, after=factor), limits, False, counts)
+    return found
+
+
+@np.errstate(invalid="ignore")  # signalling NaNs
+def _add_piece(
+    found: Errors, piece: Piece, limits: Limits, per_block: bool, counts: Counts | None = None
+) -> None:
+    usable = _count(found, piece, limits, counts)
+    wide = [values.numpy().astype(np.float64) for values in (piece.values, piece.found)]
+    if usable is not None:
+        wide = [np.where(usable, values, 0.0) for values in wide]
+    x, y = wide
+    found.add_values(x, y, counts)
+    if found.blocks is not None:
+        _add_blocks(found.blocks, piece, limits)
+        if per_block:
+            _add_block_errors(found.blocks, x, y)
+
+
+def _count(found: Errors, piece: Piece, limits: Limits, counts: Counts | None) -> NDArray[np.bool_] | None:
+    """Count what is seen of single values; returns which ones are compared, None where all are."""
+    x, y = piece.values.numpy(), piece.found.numpy()
+
+    def number(which: NDArray[np.bool_]) -> int:
+        return int(np.count_nonzero(which) if counts is None else counts[which].sum())
+
+    after = np.float32(1) if piece.after is None else piece.after.numpy()
+    magnitude, some = np.abs(x), x != 0
+    found.underflows += number((y == 0) & some)
+    found.flushes += number((magnitude < after * np.float32(limits.smallest_normal)) & some)
+    finite = np.isfinite(x)
+    found.saturations += number((magnitude > after * np.float32(limits.largest * _ROUNDING)) & finite)
+    usable: NDArray[np.bool_] = finite & np.isfinite(y)
+    if usable.all():
+        return None
+    found.nan += number(np.isnan(x))
+    found.inf += number(np.isinf(x))
+    within = True if piece.within is None else piece.within.numpy()
+    found.lost += number(finite & ~usable & within)
+    return usable
+
+
+def _add_blocks(blocks: Blocks, piece: Piece, limits: Limits) -> None:
+    amax, after, stored = (
+        of.numpy().ravel() for of in (piece.amax, piece.after, piece.stored) if of is not None
+    )
+    usable = np.isfinite(amax) & (amax > 0)
+    blocks.count += amax.size
+    blocks.zero += int(np.count_nonzero(amax == 0))
+    blocks.invalid += int(np.count_nonzero(~np.isfinite(amax)))
+    blocks.saturated += int(
+        np.count_nonzero(usable & (amax > after * np.float32(limits.largest * _ROUNDING)))
+    )
+    codes = stored[usable] if stored.dtype == np.uint8 else np.frexp(stored[usable])[1] - 1
+    chosen, often = np.unique(codes, return_counts=True)
+    add_counts(blocks.scales, dict(zip(chosen.tolist(), often.tolist(), strict=True)))
+
+
+def _add_block_errors(blocks: Blocks, x: Floats, y: Floats) -> None:
+    d = y - x
+    levels, without = sqnr_histogram(np.square(x).sum(-1), np.square(d, out=d).sum(-1))
+    blocks.sqnr = {} if blocks.sqnr is None else blocks.sqnr
+    add_counts(blocks.sqnr, levels)
+    blocks.exact += without
