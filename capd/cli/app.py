@@ -36,11 +36,15 @@ VERBS: dict[str, _Verb] = {
     "stats": _Verb("capd.cli.stats", "stats", "Counters: offered, committed, in flight, dropped, disk left."),
     "ls": _Verb("capd.cli.ls", "ls", "List the series of a run, or count them by a field."),
     "show": _Verb("capd.cli.show", "show", "Show one series or one record: moments, statistics, values."),
+    "compare": _Verb(
+        "capd.cli.compare", "compare", "Compare number formats on captured tensors, or two captures."
+    ),
     "report": _Verb(
         "capd.cli.report",
         "report",
         "Write statistics and figures of a run, or of tensor files, into a directory.",
     ),
+    "plot": _Verb("capd.cli.plot", "plot", "Draw one figure for a paper: PNG, SVG or PDF."),
     "export": _Verb(
         "capd.cli.export", "export", "Write records as .pt files, .npz, safetensors or a Parquet table."
     ),

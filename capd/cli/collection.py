@@ -25,6 +25,7 @@ from capd.cli.collection_daemon import (
 from capd.cli.collection_progress import Progress, progress_text
 from capd.cli.companion import Companion, join, start
 from capd.cli.display import Display
+from capd.cli.emulation import Choice
 from capd.cli.job_settings import job_environment
 from capd.cli.output import note
 from capd.cli.startup import Startup
@@ -58,8 +59,8 @@ _LOOK_S = 0.25
 class Collection:
     """All types of one collection run, whose state in `directory` is kept up to date.
 
-    commands: one for each type of the state. flags, file: the job's settings as `job_environment` takes them. job:
-    the same, resolved.
+    commands: one for each type of the state. choices: what each is to compute in. flags, file: the job's settings
+    as `job_environment` takes them. job: the same, resolved.
     """
 
     def __init__(
@@ -68,13 +69,14 @@ class Collection:
         state: CollectionState,
         directory: Path,
         commands: Mapping[str, Filled],
+        choices: Mapping[str, Choice],
         place: Place,
         flags: Mapping[str, str],
         file: Mapping[str, Any],
         job: ClientConfig,
     ) -> None:
         self._request, self._state, self._directory = request, state, directory
-        self._commands, self._place = commands, place
+        self._commands, self._choices, self._place = commands, choices, place
         self._flags, self._file, self._job = flags, file, job
         self._display = Display()
         self._printed: int | None = None  # of the job's log, when it was asked to end
@@ -90,7 +92,7 @@ class Collection:
                 continue
             self._printed = None
             where = f"{number} of {len(self._state.types)}"
-            note(f"collecting {one.quant_type}, {where} (a label: capd emulates no format)")
+            note(f"collecting {one.quant_type}, {where} ({self._choices[one.quant_type].text})")
             self._collect(one)
             note(f"{one.quant_type}: {one.outcome}, {one.reason}")
             if not one.collected:
@@ -102,7 +104,8 @@ class Collection:
         one.log = str(log)
         began = time.monotonic()
         ending = Ending("interrupted", "capd run itself was ended, or could not go on")
-        startup = Startup(self._job.watch, replace=self._job.replace_tensor_saver)
+        emulate = self._choices[one.quant_type].recipe != "none"
+        startup = Startup(self._job.watch, replace=self._job.replace_tensor_saver, emulate=emulate)
         try:
             for path in (self._commands[one.quant_type].run_dir, log.parent):
                 make_directory(path)
@@ -125,7 +128,7 @@ class Collection:
             note(f"how far the collection is cannot be saved in {self._directory}: {error.strerror or error}")
 
     def _companion(self) -> Companion:
-        endpoint, store, run_id, config = self._place
+        endpoint, store, run_id, config, _ = self._place
         return join(endpoint, run_id) if endpoint else start(store, run_id, config)
 
     def _environment(self, one: TypeState, companion: Companion, documents: Path) -> dict[str, str]:
@@ -140,6 +143,7 @@ class Collection:
             "CAPD_COLLECT": self._request.quota,
             "CAPD_COLLECT_DIR": str(documents),
             "CAPD_QUANT_TYPE": one.quant_type,
+            "CAPD_EMULATE": self._choices[one.quant_type].recipe,
             # What scripts of the predecessor look at, too.
             "CUSTOM_QUANT_TYPE": one.quant_type,
             "TENSOR_SAVE_ENABLED": "true",
@@ -177,6 +181,10 @@ class Collection:
                 self._printed = job.logged_nbytes()  # its last words are about its being ended
                 flush(companion, left(documents, Collected))
         companion.finish(startup.why_nothing)
+        told = startup.emulation()
+        one.emulation = told.text
+        for line in told.lines():
+            note(line)
         found = seen(companion, LAST_REPLY_S)
         got = counted(found).since(held)
         code = job.process.returncode

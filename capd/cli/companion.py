@@ -217,7 +217,7 @@ def summary(run: RunStats) -> list[str]:
     )
     lines = [
         *([losses] if losses else []),
-        f"{human_count(run.records)} records in {run.path}{reduced}",
+        f"{human_count(run.records, 'record')} in {run.path}{reduced}",
         f"{human_nbytes(run.raw_bytes)} raw, {human_nbytes(run.stored_bytes)} stored{ratio}",
         f"offered {human_count(run.offered)}, committed {human_count(run.committed)}, dropped {human_count(dropped)}"
         + (f", left out {human_count(chosen)}" if chosen else ""),

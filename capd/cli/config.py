@@ -24,6 +24,7 @@ _UNSET = {
     "sample_idx": "none",
     "embedded": "no",
     "log": "warnings",
+    "emulate": "none",
     "collect": "no",
     "collect_dir": "none",
     "plan": "no",

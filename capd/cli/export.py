@@ -137,8 +137,8 @@ def _report(written: Iterator[Written], chosen: list[Series], out: Path, to: str
         print_json({"directory": str(out), "format": to, **found})
         return
     of = (
-        f"{human_count(records)} records in {human_count(files)} files"
+        f"{human_count(records, 'record')} in {human_count(files, 'file')}"
         if to != "parquet"
-        else f"{human_count(records)} rows"
+        else f"{human_count(records, 'row')}"
     )
     print_lines([f"{out}: {of}, {human_nbytes(nbytes)}"])

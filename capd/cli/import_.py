@@ -152,7 +152,7 @@ class _Told:
         }
 
     def __str__(self) -> str:
-        parts = [f"{human_count(self.imported)} files imported ({human_nbytes(self.raw_nbytes)} raw)"]
+        parts = [f"{human_count(self.imported, 'file')} imported ({human_nbytes(self.raw_nbytes)} raw)"]
         parts += [f"{human_count(self.already)} there already"] if self.already else []
         parts += [f"{human_count(len(self.skipped))} skipped"] if self.skipped else []
         return ", ".join(parts)

@@ -51,8 +51,13 @@ QuantTypes = Annotated[
     str | None,
     typer.Option(
         "--quant-type",
-        help="Label of the captures, such as mxfp8; of a collection T[,T…] [default: mxfp8, four in batch].",
+        help="Number format that the job's models compute in, such as mxfp8, and label of the captures; another word "
+        "is a label alone. Of a collection T[,T…] [default: mxfp8, four in batch].",
     ),
+]
+LabelOnly = Annotated[
+    bool,
+    typer.Option("--label-only", help="Emulate nothing: --quant-type is a label of what the job computes."),
 ]
 ControlIter = Annotated[
     int | None,

@@ -1,16 +1,20 @@
-"""`capd report`: statistics and figures of a run, of several, or of a directory of tensor files."""
+"""`capd report`: a run, several, or a directory of tensor files, as one page for a browser or as a directory."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from capd.cli.output import human_count, human_nbytes, note, print_json, print_lines
+from capd.analyze.format_choice import DEFAULT_FORMATS
+from capd.cli.format_option import Formats, choices_of
+from capd.cli.gathered import contents, contents_json, gathered_of, skipped_code
+from capd.cli.output import human_count, human_nbytes, print_json, print_lines
 from capd.cli.progress import progress_bar
+from capd.cli.report_page import is_page, must_name_directory, page_of, write_page
 from capd.cli.selection import (
     Components,
     LayerRange,
@@ -23,32 +27,36 @@ from capd.cli.selection import (
     Tensors,
     key_filters,
 )
-from capd.cli.stores import RunOption, StoreArgument, default_store, is_run, resolve_run
-from capd.errors import CapdError, ConfigError, DamagedRecord, NothingMatched
+from capd.cli.sources import AllRuns, Found, LayerBase, Workers, found_in
+from capd.cli.stores import RunOption, StoreArgument, default_store
+from capd.errors import CapdError, ConfigError
 
 if TYPE_CHECKING:
-    from capd.io.items import Items
+    from capd.analyze.format_choice import FormatChoice
     from capd.report.directory import ReportDirectory
     from capd.report.gather import Gathered
 
-__all__ = ["report"]
+__all__ = ["Written", "report", "write_report"]
 
 JSON_NAME, TEXT_NAME = "global_statistics.json", "global_statistics_report.txt"
-Tests = Sequence[Callable[[Any], bool]]
+PAGE_NAME = "report.html"
 
 
 def report(
     store: StoreArgument = None,
     out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="DIR", help="Where the files go.", show_default=False)
+        Path,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="FILE.html|DIR",
+            help="One page, or where all files go.",
+            show_default=False,
+        ),
     ] = ...,  # type: ignore[assignment]  # typer's way to say that it is required
     run: RunOption = None,
-    all_runs: Annotated[
-        bool, typer.Option("--all-runs", help="All runs in STORE together, not the newest alone.")
-    ] = False,
-    layer_base: Annotated[
-        int, typer.Option(min=0, max=1, help="Number of the first layer in files that capd did not write.")
-    ] = 0,
+    all_runs: AllRuns = False,
+    layer_base: LayerBase = 0,
     quant_type: QuantTypes = None,
     rank: RankRange = None,
     layer: LayerRange = None,
@@ -58,16 +66,17 @@ def report(
     operation: Operations = None,
     tensor: Tensors = None,
     module: Modules = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, max=256, help="Threads that read [default: the CPUs].")
-    ] = None,
+    workers: Workers = None,
+    formats: Formats = DEFAULT_FORMATS,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE.html, whatever it is.")] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Stored statistics alone; reads no tensor of a run.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Write statistics (JSON, text) and figures (PNG; extra `plot`) of a run into DIR.
+    """Write a run's statistics and figures as one page, or with JSON, text and PNG files (extra `plot`) into DIR.
 
+    A name that ends in .html is a page for any browser, which loads nothing from anywhere; else it is a directory.
     STORE may also be a directory of the predecessor's .pt files, read in place. What cannot be read is named and
     skipped (exit code 4 for a damaged record, 1 for a bad file). Exits with 5 when nothing matches.
     """
@@ -75,78 +84,59 @@ def report(
         quant_type=quant_type, rank=rank, layer=layer, phase=phase, layer_type=layer_type, component=component,
         operation=operation, tensor=tensor, module=module,
     )  # fmt: skip
+    wanted = () if quick else choices_of(formats)
+    place = default_store() if store is None else store
+    one_page = is_page(out)
+    if not one_page:
+        must_name_directory(out)
+    found = found_in(place, run, all_runs, tests, layer_base)
+    if one_page:
+        gathered = write_page(found, place, out, workers=workers, quick=quick, choices=wanted, force=force)
+        _told({"file": os.fspath(out)}, [out.name], gathered, as_json)
+        raise typer.Exit(skipped_code(found, gathered))
+    if force:
+        raise ConfigError(
+            "--force is for one page, as in -o report.html; a directory keeps what no report wrote"
+        )
+    written = write_report(found, place, out, workers=workers, quick=quick, choices=wanted)
+    told = {"directory": os.fspath(written.directory.path)}
+    _told(told, written.directory.written, written.gathered, as_json)
+    if written.problem is not None:
+        raise ConfigError(f"no figures were drawn, the other files stand: {written.problem}")
+    raise typer.Exit(skipped_code(found, written.gathered))
+
+
+class Written(NamedTuple):
+    """A report that was written. problem: why there are no figures, None where they are."""
+
+    directory: ReportDirectory
+    gathered: Gathered
+    problem: CapdError | None
+
+
+def write_report(
+    found: Found,
+    place: Path,
+    out: Path,
+    *,
+    workers: int | None = None,
+    quick: bool = False,
+    choices: Sequence[FormatChoice] = (),
+) -> Written:
+    """Write the statistics, the page and the figures into the directory `out`.
+
+    place: what messages call what it is of; choices: formats whose errors are measured. Raises what `gathered_of` and
+    `capd.report.directory.opened` do, and OSError.
+    """
     from capd.report.directory import opened
 
-    place = default_store() if store is None else store
-    found = _found(place, run, all_runs, tests, layer_base)
-    with opened(out, (JSON_NAME, TEXT_NAME)) as directory:
-        gathered = _gather(found.items, workers, quick)
-        whole = gathered.groups.whole()
-        if not whole.records and not gathered.skipped:
-            raise NothingMatched(f"no tensor file in {place} matches the selection")
-        if not whole.records:
-            kind = CapdError if found.files else DamagedRecord
-            raise kind(f"nothing to report: none of {found.items.total:,} could be read")
-        _write(directory, found.sources, gathered, quick)
-        problem = _draw(directory, gathered)
-    _told(directory, gathered, as_json)
-    if problem is not None:
-        raise ConfigError(f"no figures were drawn, the other files stand: {problem}")
-    raise typer.Exit((1 if found.files else 4) if gathered.skipped else 0)
-
-
-class _Found(NamedTuple):
-    """What to look at. sources: where it is; files: these are tensor files, not runs."""
-
-    sources: list[str]
-    items: Items
-    files: bool
-
-
-def _found(place: Path, run: str | None, all_runs: bool, tests: Tests, layer_base: int) -> _Found:
-    from capd.io.items import items_of_files, items_of_runs
-
-    if place.is_dir() and not is_run(place) and not any(place.glob("*.zarr/zarr.json")):
-        items = items_of_files(place, tests, layer_base)
-        if items.total:
-            return _Found([str(place)], items, files=True)
-    paths = _runs(place, run, all_runs)
-    items = items_of_runs(paths, tests)
-    sources = [str(path) for path in paths]
-    if not items.total:
-        why = " matches the selection" if tests else " yet"
-        raise NothingMatched(f"no series in {', '.join(sources)}{why}")
-    return _Found(sources, items, files=False)
-
-
-def _runs(place: Path, run: str | None, all_runs: bool) -> list[Path]:
-    if any(place.glob("*/*.pt")):
-        note(f"{place} has tensor files, too, which are left out; `capd import` makes a run of them")
-    if not all_runs:
-        return [resolve_run(place, run)]
-    if run is not None:
-        raise ConfigError("--run names one run and --all-runs takes all of them; give one of the two")
-    from capd.store.reader import runs
-
-    return ([] if is_run(place) else list(runs(place))) or [resolve_run(place)]
-
-
-def _gather(items: Items, workers: int | None, quick: bool) -> Gathered:
-    from capd.report.gather import Gathered, Skipped, gather
-    from capd.server.budget import usable_cpus
-
-    gathered = Gathered()
-    threads = workers or max(1, round(usable_cpus()))
-    with progress_bar(items.total, "records") as progress:
-        for seen in gather(items.found, gathered, threads=threads, quick=quick):
-            if isinstance(seen, Skipped):
-                progress.say(f"skipped {seen.name}: {seen.reason}")
-            progress.add(0 if isinstance(seen, Skipped) else seen)
-    if gathered.without_statistics:
-        note(
-            f"{gathered.without_statistics:,} records have no stored statistics: --quick leaves their values out"
+    with opened(out, (JSON_NAME, TEXT_NAME, PAGE_NAME)) as directory:
+        gathered = gathered_of(
+            found, place, workers, quick=quick, choices=choices, channels=not quick, series=True
         )
-    return gathered
+        _write(directory, found.sources, gathered, quick)
+        directory.write(PAGE_NAME, page_of(found, gathered, quick=quick, choices=choices))
+        return Written(directory, gathered, _draw(directory, gathered))
 
 
 def _write(directory: ReportDirectory, sources: Sequence[str], gathered: Gathered, quick: bool) -> None:
@@ -178,17 +168,11 @@ def _draw(directory: ReportDirectory, gathered: Gathered) -> CapdError | None:
     return None
 
 
-def _told(directory: ReportDirectory, gathered: Gathered, as_json: bool) -> None:
-    groups, whole = gathered.groups, gathered.groups.whole()
-    types = groups.values(("quant_type",), "quant_type")
+def _told(where: dict[str, str], files: Sequence[str], gathered: Gathered, as_json: bool) -> None:
     if as_json:
-        skipped = [{"name": one.name, "reason": one.reason} for one in gathered.skipped]
-        found = {"records": whole.records, "raw_bytes": whole.raw_bytes, "quant_types": types}
-        print_json(
-            {"directory": os.fspath(directory.path), **found, "files": directory.written, "skipped": skipped}
-        )
+        print_json({**where, **contents_json(gathered), "files": list(files)})
         return
-    parts = [f"{human_count(whole.records)} records of {human_count(len(types))} quant types"]
-    parts += [f"{human_nbytes(whole.raw_bytes)} raw", f"{human_count(len(directory.written))} files"]
-    parts += [f"{human_count(len(gathered.skipped))} skipped"] if gathered.skipped else []
-    print_lines([f"{directory.path}: {', '.join(parts)}"])
+    size = human_nbytes(gathered.groups.whole().raw_bytes)
+    print_lines(
+        [f"{next(iter(where.values()))}: {contents(gathered)}; {size} raw, {human_count(len(files), 'file')}"]
+    )

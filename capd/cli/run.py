@@ -9,11 +9,13 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from capd.cli.emulation import choose
 from capd.cli.job_settings import checked_flags, checked_settings, job_environment
 from capd.cli.options import (
     Command,
     Config,
     ControlIter,
+    LabelOnly,
     MicroBatches,
     Policy,
     QuantTypes,
@@ -29,6 +31,7 @@ from capd.cli.options import (
     Yes,
 )
 from capd.cli.output import note
+from capd.cli.run_report import ReportInto, check_report, reported
 from capd.cli.startup import Startup
 
 __all__ = ["run"]
@@ -47,6 +50,7 @@ def run(
     steps: Steps = None,
     slice_: SliceOfRows = None,
     quant_type: QuantTypes = None,
+    label_only: LabelOnly = False,
     no_watch: Annotated[
         bool, typer.Option("--no-watch", help="Capture only what the job asks for with capd_client itself.")
     ] = False,
@@ -62,6 +66,7 @@ def run(
     env: Variables = None,
     require: Require = None,
     yes: Yes = False,
+    report: ReportInto = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Of a collection: print its report as JSON.")
     ] = False,
@@ -73,6 +78,9 @@ def run(
     exit code is this command's (128+N after signal N). With CAPD_ENDPOINT set, or --attach, the daemon there is
     joined instead of starting one. All other settings come from CAPD_* variables and capd.toml: `capd config show`
     lists them.
+
+    --quant-type has the models compute in that format (CAPD_EMULATE has a recipe of your own), except where the job
+    quantises by itself, as far as that can be seen, and under --label-only.
 
     --mode single, batch or quick is a collection run: the job once for each quant type, ended when it has N
     micro-batches, and a report at the end. {quant_type}, {run_dir} and {index} in CMD and --env are each type's own.
@@ -96,7 +104,14 @@ def run(
     job_flags = checked_flags({name: value for name, value in flags.items() if value is not None})
     if config is not None:
         job_flags["CAPD_CONFIG"] = str(config.absolute())
-    settings = checked_settings({**os.environ, **options.variables, **job_flags})
+    asked = {**os.environ, **options.variables}
+    if request is None and (quant_type is not None or label_only):
+        choice = choose(quant_type or "", asked, label_only=label_only)
+        job_flags["CAPD_EMULATE"] = choice.recipe
+        note(f"quant_type {quant_type}, {choice.text}" if quant_type else choice.text)
+    if request is not None:
+        asked.pop("CAPD_EMULATE", None)  # of each type its own
+    settings = checked_settings({**asked, **job_flags})
     for line in misspelt_variables():
         note(line)
     named = resolved.settings.run_id or shared_run_id(os.environ)
@@ -105,22 +120,29 @@ def run(
         note("CAPD_ENDPOINT=off: the job runs without capture")
     elif named is None or request is not None:
         refuse_several_nodes(os.environ, command, collection=request is not None)
-    place = Place(endpoint, Path(resolved.settings.store), named, config)
+    check_report(report, endpoint=endpoint, nodes=nodes_of(os.environ, command)[0])
+    place = Place(endpoint, Path(resolved.settings.store), named, config, report)
     if request is not None:
         raise typer.Exit(
-            run_collection(request, command, options, place, Settings(settings, job_flags, file, resolved))
+            run_collection(
+                request, command, options, place, Settings(settings, job_flags, file, resolved, label_only)
+            )
         )
-    startup = Startup(settings.watch, replace=settings.replace_tensor_saver)
+    startup = Startup(
+        settings.watch, replace=settings.replace_tensor_saver, emulate=settings.emulate is not None
+    )
     raise typer.Exit(_run([program, *command[1:]], place, startup, job_flags, file))
 
 
 class Place(NamedTuple):
-    """Where a job captures to: at a daemon's endpoint ("": one of its own, "off": nowhere)."""
+    """Where a job captures to: at a daemon's endpoint ("": one of its own, "off": nowhere). report: where what it has
+    captured is drawn to."""
 
     endpoint: str
     store: Path
     run_id: str | None
     config: Path | None
+    report: Path | None
 
 
 def _run(
@@ -130,7 +152,7 @@ def _run(
     from capd.cli.companion import join, start
     from capd.cli.job import Job
 
-    endpoint, store, run_id, config = place
+    endpoint, store, run_id, config, report = place
     with Job() as job:
         if endpoint == "off":
             return job.run(command, dict(os.environ))
@@ -139,7 +161,9 @@ def _run(
             startup.put_into(environ)
             code = job.run(command, environ)
             companion.finish(startup.why_nothing)
-    return code
+            for line in startup.emulation().lines():
+                note(line)
+    return reported(code, companion.store, companion.run_id, report)
 
 
 def _endpoint(environ: Mapping[str, str], *, attach: bool, store: Path | None) -> str:
@@ -167,13 +191,7 @@ def refuse_several_nodes(environ: Mapping[str, str], command: list[str], *, coll
     """Raise ConfigError when the job spans nodes that would each choose their own run id, or end a collection alone."""
     from capd.errors import ConfigError
 
-    nodes = _count(environ.get("SLURM_NNODES"))
-    origin = "SLURM_NNODES"
-    for at, word in enumerate(command):
-        if word in ("--nnodes", "-nnodes"):
-            nodes, origin = max(nodes, _count(command[at + 1] if at + 1 < len(command) else None)), word
-        elif word.startswith(("--nnodes=", "-nnodes=")):
-            nodes, origin = max(nodes, _count(word.split("=", 1)[1])), "--nnodes"
+    nodes, origin = nodes_of(environ, command)
     if nodes > 1 and collection:
         raise ConfigError(
             f"the job spans {nodes} nodes ({origin}), and a collection run ends the jobs of one; on several, run each "
@@ -184,6 +202,18 @@ def refuse_several_nodes(environ: Mapping[str, str], command: list[str], *, coll
             f"the job spans {nodes} nodes ({origin}) and no run id is shared between them; give every node "
             f"the same one: capd run --run-id NAME -- …, or CAPD_RUN_ID=NAME"
         )
+
+
+def nodes_of(environ: Mapping[str, str], command: list[str]) -> tuple[int, str]:
+    """How many nodes the job spans, 0 where nothing says so, and what says so."""
+    nodes = _count(environ.get("SLURM_NNODES"))
+    origin = "SLURM_NNODES"
+    for at, word in enumerate(command):
+        if word in ("--nnodes", "-nnodes"):
+            nodes, origin = max(nodes, _count(command[at + 1] if at + 1 < len(command) else None)), word
+        elif word.startswith(("--nnodes=", "-nnodes=")):
+            nodes, origin = max(nodes, _count(word.split("=", 1)[1])), "--nnodes"
+    return nodes, origin
 
 
 def _count(text: str | None) -> int:

@@ -10,9 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from capd.cli.emulation import choose
 from capd.cli.group_job import leaving_on_signals
 from capd.cli.job import find_command
 from capd.cli.output import note, print_json, print_lines
+from capd.cli.run_report import note_undrawn, reported
 from capd.collect.placeholders import Filled, fill, parse_variables, shared_places
 from capd.collect.request import MODES, Request, make_request
 from capd.collect.watching import Outcome
@@ -79,12 +81,16 @@ def collection_request(mode: str | None, quant_type: str | None, options: Option
 
 @dataclass(frozen=True)
 class Settings:
-    """What the job and the daemon are told, as `capd run` has resolved it. flags: the job's, as variables."""
+    """What the job and the daemon are told, as `capd run` has resolved it. flags: the job's, as variables.
+
+    label_only: whether no type is emulated.
+    """
 
     job: ClientConfig
     flags: Mapping[str, str]
     file: Mapping[str, Any]
     daemon: Resolved
+    label_only: bool = False
 
 
 def run_collection(
@@ -105,25 +111,30 @@ def run_collection(
     directory = directory_of(place.store, place.run_id)
     state = load(directory, place.run_id, request, command)
     commands = _commands(state, request, directory, command, options)
+    choices = {
+        name: choose(name, {**os.environ, **filled.variables}, label_only=settings.label_only)
+        for name, filled in commands.items()
+    }
     warning = shared_places(command, options.variables, len(commands))
     if warning:
         note(warning)
     make_directory(directory)
     collection = Collection(
-        request, state, directory, commands, place, settings.flags, settings.file, settings.job
+        request, state, directory, commands, choices, place, settings.flags, settings.file, settings.job
     )
     try:
         with alone(directory), leaving_on_signals():
             collection.run()
     except (KeyboardInterrupt, SystemExit):
         note(f"interrupted; the same command goes on with run {place.run_id}")
+        note_undrawn(place.store / f"{place.run_id}.zarr", place.report)
         raise
     _report(place, directory, state, options.json)
     missing = [one for one in state.types if one.quant_type in commands and not one.collected]
     if missing:
         names = ", ".join(one.quant_type for one in missing)
         note(f"not collected: {names}; the same command with --run-id {place.run_id} tries them again")
-    return _exit_code(missing)
+    return reported(_exit_code(missing), place.store, place.run_id, place.report)
 
 
 def _exit_code(missing: Sequence[TypeState]) -> int:

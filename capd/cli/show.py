@@ -139,6 +139,7 @@ def _record(record: Record) -> dict[str, Any]:
 
 def _record_document(series: Series, number: int, first: int) -> dict[str, Any]:
     document = {**_head(series), **_record(series.records[number]), "values": None, "value_histogram": None}
+    document["dequantises_to"] = _whole(series, document["attributes"])
     if series.kept == "tensor":
         flat = series.values(number).reshape(-1)
         edges, counts = value_counts(flat)
@@ -176,6 +177,7 @@ def _print_record(series: Series, number: int, first: int) -> None:
             f"time        {when}.{fraction // 10**6:03d}",
             f"marks       {', '.join(marks) or '-'}",
             *([f"metadata    {record.metadata}"] if record.metadata else []),
+            *_part_lines(_whole(series, record.attributes)),
             *(f"{name:<11} {human_number(getattr(stats, name))}" for name in _STATISTICS),
             f"values      {first_values}",
             "",
@@ -184,6 +186,19 @@ def _print_record(series: Series, number: int, first: int) -> None:
             *bars,
         ]
     )
+
+
+def _whole(series: Series, attributes: dict[str, Any]) -> dict[str, Any] | None:
+    from capd.store.native.dequantise import whole_of  # numpy and the tables of all formats
+
+    return whole_of(series.key.tensor_name, attributes)
+
+
+def _part_lines(found: dict[str, Any] | None) -> list[str]:
+    if found is None:
+        return []
+    whole = f"{found['class']} that dequantises to {found['dtype']} {found['shape']}"
+    return [f"part        a part of {found['tensor_name']}, of class {whole}"]
 
 
 def _elements(series: Series, number: int, first: int) -> tuple[str, list[str]]:

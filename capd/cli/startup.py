@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 import capd_client
+from capd.cli.emulation import Told, told_of
 
 __all__ = ["BOOTSTRAP", "Startup"]
 
@@ -23,16 +24,17 @@ class Startup:
     """A context manager; inside, processes of the job may note how far they came.
 
     watch: the setting, auto or off. replace: whether the predecessor's module is replaced, whose calls say what is
-    captured then.
+    captured then. emulate: whether the models that are found are to compute in another number format.
     """
 
-    def __init__(self, watch: str, *, replace: bool = False) -> None:
+    def __init__(self, watch: str, *, replace: bool = False, emulate: bool = False) -> None:
         self._watch = watch
         self._replace = replace
+        self._emulate = emulate
         self._notes: Path | None = None
 
     def __enter__(self) -> Startup:
-        if self._watch != "off" or self._replace:
+        if self._watch != "off" or self._replace or self._emulate:
             descriptor, name = tempfile.mkstemp(prefix="capd-run-", suffix=".notes")
             os.close(descriptor)
             self._notes = Path(name)
@@ -54,6 +56,14 @@ class Startup:
         environ["PYTHONPATH"] = os.pathsep.join([str(BOOTSTRAP), *parts] if before else [str(BOOTSTRAP)])
         environ["CAPD_RUN_NOTES"] = str(self._notes)
 
+    def emulation(self) -> Told:
+        """What became of the emulation that the job was asked for; nothing where it was asked for none."""
+        if not self._emulate:
+            return Told()
+        notes = self._read()
+        missing = next((meaning for passed, meaning in _STAGES if passed not in notes), "")
+        return told_of(notes, missing or "no model was found, nor one watched")
+
     def why_nothing(self, *, connected: bool) -> str:
         """Why the job has captured nothing, as far as its processes have told. connected: some rank was there."""
         notes = self._read()
@@ -62,7 +72,7 @@ class Startup:
                 "no step was reached that is selected (--steps, CAPD_STEPS, [when] or watch(steps=...)), "
                 "or the watched models hold nothing that is: see the job's log"
             )
-        if self._notes is None:
+        if self._watch == "off" and not self._replace:
             return "the job calls neither capd_client.watch nor capture, and watch is off (CAPD_WATCH)"
         problems = [line.removeprefix("problem ") for line in notes if line.startswith("problem ")]
         if problems:

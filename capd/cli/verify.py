@@ -180,11 +180,11 @@ def _print(reports: list[Report], done: list[Repair]) -> None:
         for text in report.notes:
             note(text)
         print_lines(str(damage) for damage in report.damaged)
-        verdict = "sound" if report.ok else f"{human_count(len(report.damaged))} places damaged"
+        verdict = "sound" if report.ok else f"{human_count(len(report.damaged), 'place')} damaged"
         print_lines(
             [
                 f"{report.run.name}: {verdict}; {human_count(report.series)} series, "
-                f"{human_count(report.records)} records, {human_nbytes(report.nbytes)} checked"
+                f"{human_count(report.records, 'record')}, {human_nbytes(report.nbytes)} checked"
             ]
         )
 

@@ -37,7 +37,10 @@ class Dropped:
 
 @dataclass(frozen=True)
 class CollectionReport:
-    """A whole run; `by` has the groups of each of FIELDS."""
+    """A whole run; `by` has the groups of each of FIELDS.
+
+    emulation: by quant type, how many of its records say which emulation was active; "unknown": those that do not say.
+    """
 
     path: str
     types: list[TypeState]
@@ -46,17 +49,22 @@ class CollectionReport:
     stored_bytes: int
     by: dict[str, list[Group]] = field(repr=False)
     dropped: list[Dropped]
+    emulation: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 def collection_report(store: Store, state: CollectionState) -> CollectionReport:
     """The report of a run. Reads the row of every record once, one at a time; raises what reading a record raises."""
     sums: dict[str, dict[Value, Tally]] = {name: {} for name in FIELDS}
+    emulation: dict[str, dict[str, int]] = {}
     records = raw = stored = 0
     for series in store.series:
         whole = Tally()
         for record, nbytes in _sized(series):
             one = Tally(1, nbytes, record.stats)
             whole.add(one)
+            said = emulation.setdefault(series.key.quant_type, {})
+            text = str(record.attributes.get("emulation", "unknown"))
+            said[text] = said.get(text, 0) + 1
             for name in MOMENT_FIELDS:
                 sums[name].setdefault(getattr(record, name), Tally()).add(one)
         for name in KEY_FIELDS:
@@ -70,6 +78,7 @@ def collection_report(store: Store, state: CollectionState) -> CollectionReport:
         stored_bytes=stored,
         by={name: list(_groups(found)) for name, found in sums.items()},
         dropped=_dropped(store),
+        emulation=emulation,
     )
 
 
@@ -111,6 +120,7 @@ def as_json(report: CollectionReport) -> dict[str, Any]:
         "stored_bytes": report.stored_bytes,
         "by": {name: [_group(one) for one in groups] for name, groups in report.by.items()},
         "dropped": [vars(one) for one in report.dropped],
+        "emulation": report.emulation,
     }
 
 

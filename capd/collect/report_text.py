@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from capd.collect.report import FIELDS, CollectionReport, Group
 from capd.collect.state import TypeState
@@ -13,7 +13,7 @@ __all__ = ["report_lines", "type_lines"]
 
 _MAX_ROWS = 40
 _NUMBERS = ("records", "raw", "min", "max", "absmax", "mean", "std", "nan", "inf", "zero")
-_LABEL = "quant_type is a label: the values are those that the job computed, capd emulated no format (emulation: none)"
+_LABEL = "a label: the values are those that the job computed by itself (emulation: none)"
 
 
 def report_lines(report: CollectionReport) -> Iterator[str]:
@@ -25,8 +25,9 @@ def report_lines(report: CollectionReport) -> Iterator[str]:
     if losses:
         yield losses
     sizes = f"{human_nbytes(report.raw_bytes)} raw, {human_nbytes(report.stored_bytes)} stored"
-    yield f"{human_count(report.records)} records in {report.path}: {sizes}"
-    yield _LABEL
+    yield f"{human_count(report.records, 'record')} in {report.path}: {sizes}"
+    for name, texts in report.emulation.items():
+        yield from _emulation_lines(name, texts)
     yield ""
     yield from type_lines(report.types)
     for name in FIELDS:
@@ -36,6 +37,12 @@ def report_lines(report: CollectionReport) -> Iterator[str]:
     yield from _drop_lines(report)
     if left_out(total):
         yield "sampled and stopped were asked for"
+
+
+def _emulation_lines(quant_type: str, texts: Mapping[str, int]) -> Iterator[str]:
+    for text, count in texts.items():
+        of = f"{human_count(count, 'record')} of " if len(texts) > 1 else ""
+        yield f"{of}{quant_type}: {_LABEL if text == 'none' else f'emulation: {text}'}"
 
 
 def type_lines(types: Sequence[TypeState]) -> list[str]:

@@ -6,17 +6,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from capd.collect.request import CollectionMode, Request
 from capd.collect.watching import COLLECTED, Outcome
-from capd.errors import ConfigError, StoreBusy, StoreError
+from capd.errors import ConfigError, StoreError
+from capd.io.output_directory import held
 from capd.store.names import component
 
 __all__ = [
@@ -43,7 +43,8 @@ class _Model(BaseModel):
 class TypeState(_Model):
     """One quant type. outcome: None before its first try, and when a try was cut off by the end of `capd run` itself.
 
-    tries: begun until now. records: kept in the last one. emulation: none, as the type is a label.
+    tries: begun until now. records: kept in the last one. emulation: the recipe by which the job computed, none where
+    the type is a label.
     """
 
     quant_type: str
@@ -62,6 +63,7 @@ class TypeState(_Model):
         self.tries += 1
         self.outcome = self.exit_code = None
         self.micro_batches = self.records = 0
+        self.emulation = "none"
 
     @property
     def collected(self) -> bool:
@@ -142,20 +144,12 @@ def unfinished(store: Path, request: Request, command: Sequence[str]) -> str | N
     return None
 
 
-@contextmanager
-def alone(directory: Path) -> Iterator[None]:
+def alone(directory: Path) -> AbstractContextManager[None]:
     """Inside, this process is the only one that collects there. Raises StoreBusy where another does."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StoreBusy(
-                f"{directory.stem} is being collected by another `capd run`; wait for it, or choose another --run-id"
-            ) from None
-        yield
-    finally:
-        os.close(fd)
+    busy = (
+        f"{directory.stem} is being collected by another `capd run`; wait for it, or choose another --run-id"
+    )
+    return held(directory, busy)
 
 
 def tried(directory: Path, one: TypeState) -> tuple[Path, Path]:

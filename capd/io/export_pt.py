@@ -24,9 +24,7 @@ from capd_client.key import Moment
 
 __all__ = ["Written", "export_pt"]
 
-_WORTH_A_THREAD_NBYTES = (
-    256 << 10
-)  # below it a record is Python's work, and threads would take turns at each file
+_WORTH_A_THREAD_NBYTES = 256 << 10  # below, a record is Python's work: threads would take turns at each file
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +107,7 @@ def _save(found: dict[str, Any], file: BinaryIO) -> None:
 
     try:
         torch.save(found, file)
-    except (
-        RuntimeError
-    ) as error:  # after a write that failed torch ends its archive, and speaks of that alone
+    except RuntimeError as error:  # after a failed write torch ends its archive, and speaks of that alone
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise

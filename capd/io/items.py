@@ -7,12 +7,12 @@ another thread than the one that found it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,30 +21,45 @@ from capd.errors import StoreError
 from capd.io.import_pt import load_file
 from capd.io.seed_files import SeedFile, find_files
 from capd.store.reader import open_store
-from capd.store.series_view import Series
+from capd.store.series_view import Record, Series
 from capd.store.statistics import Stats, public, summarise
 from capd_client.dtypes import ITEM_NBYTES
-from capd_client.key import Key
+from capd_client.key import Key, Moment
 from capd_client.statistics_row import ROW_VALUES
 from capd_client.texts import printable
 
-__all__ = ["Item", "Items", "Loaded", "Test", "items_of_files", "items_of_runs"]
+__all__ = [
+    "SOURCE_DTYPES", "Item", "Items", "Loaded", "Test", "file_name", "items_of_files", "items_of_runs", "moment_of",
+]  # fmt: skip
 
+SOURCE_DTYPES = ("bfloat16", "float16", "float32", "float64")
 Test = Callable[[Key], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """What an item is. raw_bytes: of what is kept of it. stats: None where they are not known without reading it.
-    read: its elements as stored; None where statistics alone were kept."""
+    read: its elements as stored; None where statistics alone were kept. attributes: as `Record.attributes`."""
 
     key: Key
-    sample_idx: int | None
-    iteration: int
+    moment: Moment
     dtype: str
     raw_bytes: int
     stats: Stats | None
     read: Callable[[], NDArray[np.generic]] | None
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    shape: tuple[int, ...] = ()
+
+    @property
+    def no_source(self) -> str | None:
+        """Why no format can be measured on it; None for high-precision values that are all there."""
+        if self.read is None:
+            return "statistics alone were kept of it"
+        if "tensor_class" in self.attributes:
+            return f"it is a part of a quantised tensor ({printable(str(self.attributes['tensor_class'])[:200])})"
+        if self.dtype not in SOURCE_DTYPES:
+            return f"{self.dtype} is no high-precision source; these are {', '.join(SOURCE_DTYPES)}"
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +120,17 @@ def _item(name: str, series: Series, number: int) -> Item:
 
     def load() -> Loaded:
         return Loaded(
-            series.key, record.sample_idx, record.iteration, series.dtype, nbytes,
+            series.key, moment_of(record), series.dtype, nbytes,
             record.committed_stats if whole else record.stats,
-            partial(series.read, number) if whole else None,
+            partial(series.read, number) if whole else None, record.attributes, record.shape,
         )  # fmt: skip
 
     return Item(name, nbytes, load)
+
+
+def moment_of(record: Record) -> Moment:
+    """When a record was captured."""
+    return Moment(*(getattr(record, name) for name in Moment.__struct_fields__))
 
 
 def _fail(error: StoreError) -> NoReturn:
@@ -125,7 +145,7 @@ def items_of_files(root: Path, tests: Sequence[Test], layer_base: int) -> Items:
     """
     files = find_files(root)
     load = partial(_load_file, tests=tests, layer_base=layer_base)
-    return Items(len(files), (Item(_name(file), file.nbytes, partial(load, file)) for file in files))
+    return Items(len(files), (Item(file_name(file), file.nbytes, partial(load, file)) for file in files))
 
 
 def _load_file(file: SeedFile, tests: Sequence[Test], layer_base: int) -> Loaded | None:
@@ -135,11 +155,12 @@ def _load_file(file: SeedFile, tests: Sequence[Test], layer_base: int) -> Loaded
         return None
     # Its own statistics do not merge (docs/migration-files.md), and its elements are in memory by now.
     stats = public(summarise(record.bits, record.dtype))
-    moment = capture.moment
     return Loaded(
-        capture.key, moment.sample_idx, moment.iteration, record.dtype, record.bits.nbytes, stats, lambda: record.bits
+        capture.key, capture.moment, record.dtype, record.bits.nbytes, stats, lambda: record.bits,
+        shape=record.bits.shape,
     )  # fmt: skip
 
 
-def _name(file: SeedFile) -> str:
+def file_name(file: SeedFile) -> str:
+    """What messages call a file."""
     return printable(os.fsencode(file.path).decode(errors="replace"))

@@ -8,14 +8,13 @@ subdirectory holds, whoever wrote them.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from capd.errors import NO_SPACE, StoreBusy, StoreError, StoreFull
+from capd.io.output_directory import output_directory
 from capd.io.seed_names import name_parts
 from capd.store.names import component
 
@@ -24,35 +23,12 @@ __all__ = ["SeedDirectory", "locked_directory", "write_new"]
 _TEMPORARY = ".capd-export-"
 
 
-@contextlib.contextmanager
-def locked_directory(path: Path) -> Iterator[Path]:
-    """Make the directory (0700) if need be, and lock it. Raises StoreBusy while another export writes to it, StoreFull
-    for what the block raises where nothing more fits."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise StoreError(f"cannot write to {path}: {error.strerror}; choose another directory") from error
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StoreBusy(
-                f"another export writes to {path}; wait for it, or choose another directory"
-            ) from None
-        for left in path.rglob(f"{_TEMPORARY}*"):  # by an export that was killed
-            if left.is_symlink() or not left.is_dir():
-                left.unlink(missing_ok=True)
-        yield path
-    except OSError as error:
-        if error.errno not in NO_SPACE:
-            raise
-        raise StoreFull(
-            f"cannot write to {path}: {error.strerror}; the files that stand are whole. Make room and export again "
-            "into an empty directory, or choose fewer records (--layer, --tensor, …)"
-        ) from error
-    finally:
-        os.close(fd)
+def locked_directory(path: Path) -> contextlib.AbstractContextManager[None]:
+    """The directory that an export writes to: `output_directory`."""
+    when_full = (
+        ". Make room and export again into an empty directory, or choose fewer records (--layer, --tensor, …)"
+    )
+    return output_directory(path, _TEMPORARY, when_full)
 
 
 def write_new(path: Path, write: Callable[[BinaryIO], None]) -> int:

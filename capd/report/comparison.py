@@ -10,14 +10,14 @@ import numpy as np
 
 from capd.analyze.distribution import Distribution
 from capd.analyze.groups import Groups, Value
-from capd.report.figures import Page, label, legend, new_figure, numbers_on, paged, say, style
+from capd.report.figures import Page, label, legend, log_shares, new_figure, numbers_on, paged, say, style
 from capd.report.gather import BY_RANK, BY_TENSOR
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["comparison_pages"]
+__all__ = ["comparison_pages", "distribution_pages", "overlay"]
 
 _COLUMNS, _ROWS = 3, 2
 _BINS = 80
@@ -25,13 +25,18 @@ _ENDS = (0.001, 0.999)
 
 
 def comparison_pages(groups: Groups) -> Iterator[Page]:
-    """The counts; and, where elements were read, the value distributions, six tensor names to a page."""
+    """The counts; and, where elements were read, the value distributions."""
     yield Page("quant_types.png", partial(_counts, groups))
+    yield from distribution_pages(groups)
+
+
+def distribution_pages(groups: Groups, *, log: bool = False) -> Iterator[Page]:
+    """The values where elements were read, six tensor names to a page."""
     found = groups.by(*BY_TENSOR)
     read = {name for (_, name), tally in found.items() if tally.distribution is not None}
     names = [name for name in groups.values(BY_TENSOR, "tensor_name") if name in read]
     for file, some in paged(names, _COLUMNS * _ROWS, "value_distribution"):
-        yield Page(file, partial(_distributions, groups, some))
+        yield Page(file, partial(_distributions, groups, some, log))
 
 
 def _counts(groups: Groups) -> Figure:
@@ -61,10 +66,10 @@ def _counts(groups: Groups) -> Figure:
     return figure
 
 
-def _distributions(groups: Groups, names: Sequence[Value]) -> Figure:
+def _distributions(groups: Groups, names: Sequence[Value], log: bool) -> Figure:
     columns = min(_COLUMNS, len(names))
     rows = -(-len(names) // columns)
-    title = "Values by tensor (from the 0.1 % to the 99.9 % quantile of all types)"
+    title = "Values by tensor, from the 0.1 % to the 99.9 % quantile"
     figure, axes = new_figure(title, rows, columns, (4.4, 3.0))
     panels = [panel for row in axes for panel in row]
     types = groups.values(BY_TENSOR, "quant_type")
@@ -73,17 +78,18 @@ def _distributions(groups: Groups, names: Sequence[Value]) -> Figure:
         seen = {
             number: found[one, name].distribution for number, one in enumerate(types) if (one, name) in found
         }
-        _overlay(panel, {number: one for number, one in seen.items() if one is not None}, types)
+        overlay(panel, {number: one for number, one in seen.items() if one is not None}, types, log=log)
         panel.set_title(label(name))
-        panel.set_xlabel("value")
-        panel.set_ylabel("elements per bin (%)")
     for panel in panels[len(names) :]:
         panel.remove()
     legend(figure, panels[: len(names)])
     return figure
 
 
-def _overlay(panel: Axes, seen: dict[int, Distribution], types: Sequence[Value]) -> None:
+def overlay(panel: Axes, seen: dict[int, Distribution], types: Sequence[Value], *, log: bool) -> None:
+    """Histograms of values over each other, on the bins of all of them. seen: by the number of the line."""
+    panel.set_xlabel("value")
+    panel.set_ylabel("elements per bin (%)")
     both = Distribution()
     seen = {number: one for number, one in seen.items() if one.finite()[1].size}
     for one in seen.values():
@@ -93,13 +99,22 @@ def _overlay(panel: Axes, seen: dict[int, Distribution], types: Sequence[Value])
         say(panel, "no finite value")
         return
     low, high = ends if ends[0] < ends[1] else (ends[0] - 0.5, ends[1] + 0.5)
+    drawn: list[list[float]] = []
     edges = np.linspace(low, high, _BINS + 1)
     for number, one in seen.items():
         values, counts = one.finite()
         within = np.histogram(values, edges, weights=counts.astype(np.float64))[0]
-        panel.stairs(100 * within / counts.sum(), edges, label=label(types[number]), **_outline(number))
+        shares = 100 * within / counts.sum()
+        drawn.append(shares.tolist())
+        panel.stairs(
+            np.where(shares > 0, shares, np.nan) if log else shares,
+            edges, label=label(types[number]), **_outline(number),
+        )  # fmt: skip
     numbers_on(panel.xaxis)
-    numbers_on(panel.yaxis)
+    if log:
+        log_shares(panel.yaxis, drawn)
+    else:
+        numbers_on(panel.yaxis)
 
 
 def _outline(number: int) -> dict[str, Any]:

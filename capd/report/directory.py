@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from capd.errors import CapdError, StoreBusy, StoreFull
-from capd.io.seed_directory import locked_directory
+from capd.errors import CapdError
+from capd.io.output_directory import output_directory
 from capd.report.document import MARK
 from capd.store.files import new_file, rename, unlink
 
-__all__ = ["ReportDirectory", "opened"]
+__all__ = ["ReportDirectory", "is_own", "opened"]
 
 _TEMPORARY = ".capd-report-"
 _HEAD_NBYTES = 512  # the mark stands within it in every file
@@ -24,27 +23,12 @@ _HEAD_NBYTES = 512  # the mark stands within it in every file
 def opened(path: Path, names: Iterable[str]) -> Iterator[ReportDirectory]:
     """Make the directory (0700) if need be, and hold it alone.
 
-    Raises CapdError where a file of one of these names is there that no report wrote, StoreBusy while another report is
-    written to it, StoreError where it cannot be made, StoreFull for what the block raises where nothing more fits.
+    Raises CapdError where a file of one of these names is there that no report wrote, and what `output_directory` does.
     """
-    try:
-        with locked_directory(path):
-            for left in path.glob(f"{_TEMPORARY}*"):  # by a report that was killed
-                unlink(left, missing_ok=True)
-            directory = ReportDirectory(path)
-            directory.refuse_foreign(names)
-            try:
-                yield directory
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                raise StoreFull(
-                    f"cannot write to {path}: {error.strerror}; the files that stand are whole"
-                ) from error
-    except StoreBusy:
-        raise StoreBusy(
-            f"another report or export writes to {path}; wait for it, or choose another directory"
-        ) from None
+    with output_directory(path, _TEMPORARY):
+        directory = ReportDirectory(path)
+        directory.refuse_foreign(names)
+        yield directory
 
 
 class ReportDirectory:
@@ -57,7 +41,7 @@ class ReportDirectory:
     def refuse_foreign(self, names: Iterable[str]) -> None:
         """Raises CapdError where one of these files is there and no report wrote it."""
         for name in names:
-            if os.path.lexists(self.path / name) and not _is_own(self.path / name):
+            if os.path.lexists(self.path / name) and not is_own(self.path / name):
                 raise CapdError(
                     f"{self.path / name} is there, and no report wrote it; move it away, or choose another directory"
                 )
@@ -79,11 +63,12 @@ class ReportDirectory:
     def remove_others(self) -> None:
         """Remove pages that an earlier report wrote and this one did not: they are of other records."""
         for path in self.path.glob("*.png"):
-            if path.name not in self.written and _is_own(path):
+            if path.name not in self.written and is_own(path):
                 unlink(path, missing_ok=True)
 
 
-def _is_own(path: Path) -> bool:
+def is_own(path: Path) -> bool:
+    """Whether a report wrote this file: a regular one that begins with the mark."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:  # a symbolic link, say

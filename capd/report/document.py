@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from capd.analyze.groups import STATISTICS, Fields, Tally, Value
+from capd.report.error_numbers import error_numbers
+from capd.report.format_use import format_numbers
 from capd.report.gather import GROUPINGS, Gathered
+from capd.report.quantiles import QUANTILES, quantiles_of
 from capd.strict_json import strict_json
 
-__all__ = ["MARK", "QUANTILES", "document", "json_text", "quantiles_of"]
+__all__ = ["MARK", "document", "json_text"]
 
 MARK = "capd report"
 """At the beginning of each file that a report writes: what has it may be replaced by the next one."""
 _FORMAT = 1
-QUANTILES = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999)
 
 
 def document(sources: Sequence[str], gathered: Gathered, *, quick: bool) -> dict[str, Any]:
@@ -28,12 +30,17 @@ def document(sources: Sequence[str], gathered: Gathered, *, quick: bool) -> dict
         "quick": quick,
         "skipped": [{"name": one.name, "reason": one.reason} for one in gathered.skipped],
         "without_statistics": gathered.without_statistics,
-        "all": _tally(groups.whole()),
+        "unmeasured": [
+            {"series": series, "reason": reason, "records": records}
+            for (series, reason), records in gathered.unmeasured.items()
+        ],
+        "all": _tally((), groups.whole()),
         "by": {
             ",".join(fields): [_group(fields, values, tally) for values, tally in groups.by(*fields).items()]
             for fields in GROUPINGS
             if fields
         },
+        **format_numbers(groups),
     }
 
 
@@ -42,16 +49,11 @@ def json_text(plain: dict[str, Any]) -> str:
     return json.dumps(strict_json(plain), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def quantiles_of(tally: Tally) -> list[float] | None:
-    """At QUANTILES, of the finite elements that were read; None where there is none."""
-    return None if tally.distribution is None else tally.distribution.quantiles(QUANTILES)
-
-
 def _group(fields: Fields, values: Sequence[Value], tally: Tally) -> dict[str, Any]:
-    return {**dict(zip(fields, values, strict=True)), **_tally(tally)}
+    return {**dict(zip(fields, values, strict=True)), **_tally(fields, tally)}
 
 
-def _tally(tally: Tally) -> dict[str, Any]:
+def _tally(grouping: Fields, tally: Tally) -> dict[str, Any]:
     quantiles = quantiles_of(tally)
     return {
         "records": tally.records,
@@ -62,4 +64,5 @@ def _tally(tally: Tally) -> dict[str, Any]:
         "quantiles_exact": None
         if quantiles is None
         else bool(tally.distribution and tally.distribution.exact),
+        **error_numbers(grouping, tally),
     }

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from capd.analyze.distribution import distribution_of
-from capd.analyze.groups import FIELDS, MOMENT_FIELDS, Fields, Groups, Tally
-from capd.errors import CapdError
+from capd.analyze.format_choice import FormatChoice
+from capd.analyze.groups import FIELDS, Fields, Groups, Tally
 from capd.io.ahead import AHEAD_NBYTES, ahead
 from capd.io.items import Item
-from capd.store.statistics import merge_stats, public, summarise
-from capd_client.key import Key
-from capd_client.texts import printable
+from capd.report.looking import Asked, Seen, Skipped, look
+from capd.report.series import SeriesSummaries, emulation_of
+from capd_client.key import Key, Moment
 
 __all__ = [
-    "BY_LAYER", "BY_RANK", "BY_SAMPLE", "BY_TENSOR", "BY_TYPE_AND_LAYER", "GROUPINGS", "Gathered", "Skipped", "gather",
+    "BY_ITERATION", "BY_LAYER", "BY_RANK", "BY_SAMPLE", "BY_TENSOR", "BY_TYPE_AND_LAYER", "CHANNEL_GROUPINGS",
+    "GROUPINGS", "Gathered",
+    "Skipped", "gather",
 ]  # fmt: skip
 
 BY_TENSOR: Fields = ("quant_type", "tensor_name")
 BY_TYPE_AND_LAYER: Fields = ("quant_type", "layer")
 BY_LAYER: Fields = ("quant_type", "tensor_name", "layer")
+BY_ITERATION: Fields = ("quant_type", "tensor_name", "iteration")
 BY_SAMPLE: Fields = ("quant_type", "layer", "sample_idx")
 BY_RANK: Fields = ("quant_type", "layer", "rank")
 # With their distributions, but for those that may be very many, or that nobody asks for.
@@ -31,59 +33,58 @@ GROUPINGS: dict[Fields, bool] = {
     BY_TENSOR: True,
     BY_TYPE_AND_LAYER: False,
     BY_LAYER: False,
+    BY_ITERATION: False,
     BY_SAMPLE: True,
     BY_RANK: True,
 }
-_OF_MOMENTS = [fields for fields in GROUPINGS if set(fields) & set(MOMENT_FIELDS)]
-_OF_KEYS = [fields for fields in GROUPINGS if not set(fields) & set(MOMENT_FIELDS)]
-
-
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """A record or file that could not be read, and why."""
-
-    name: str
-    reason: str
+CHANNEL_GROUPINGS = frozenset({BY_TENSOR, BY_LAYER})
+_MOMENT = frozenset(Moment.__struct_fields__)
 
 
 @dataclass
 class Gathered:
     """What was seen. without_statistics: records whose values were left out, as nothing was stored of them but the
-    elements, and these were not to be read."""
+    elements, and these were not to be read. unmeasured: where formats were asked for, how many records have no error of
+    them, by series or file and reason. series: of each by itself, where it was asked for. emulations: how many records
+    say which one was active, by quant type and emulation, None where they do not say."""
 
-    groups: Groups = field(default_factory=lambda: Groups(GROUPINGS))
+    groups: Groups = field(default_factory=lambda: Groups(GROUPINGS, CHANNEL_GROUPINGS))
+    series: SeriesSummaries | None = None
+    emulations: dict[tuple[str, str | None], int] = field(default_factory=dict)
     skipped: list[Skipped] = field(default_factory=list)
     without_statistics: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    key: Key
-    sample_idx: int | None
-    iteration: int
-    tally: Tally
-    has_statistics: bool = True
+    unmeasured: dict[tuple[str, str], int] = field(default_factory=dict)
 
 
 def gather(
-    items: Iterable[Item], gathered: Gathered, *, threads: int, quick: bool
+    items: Iterable[Item],
+    gathered: Gathered,
+    *,
+    threads: int,
+    quick: bool = False,
+    choices: Sequence[FormatChoice] = (),
+    per_block: bool = False,
+    channels: bool = False,
 ) -> Iterator[Skipped | int]:
     """Add all items to `gathered`; of each, in order, yields its bytes once it is seen, or why it was skipped.
 
-    quick: stored statistics alone, no element of a run is read. About 128 MiB of items are in memory at once, or one
-    item where that is larger. All are added when the iterator ends.
+    quick: stored statistics alone, no element of a run is read. choices: formats whose error on each high-precision
+    record goes into the tallies; per_block: with the spread over their blocks. channels: the channels of each record go
+    into the tallies, too. About 128 MiB of items are in memory at once, or one item where that is larger, and some MiB
+    for each thread that measures formats. All are added when the iterator ends.
     """
     adding = _Adding(gathered)
+    asked = Asked(quick=quick, choices=choices, per_block=per_block, channels=channels)
     with ThreadPoolExecutor(threads, thread_name_prefix="capd-report") as pool:
 
-        def begin(item: Item) -> Future[_Seen | Skipped | None]:
-            return pool.submit(_look, item, quick)
+        def begin(item: Item) -> Future[Seen | Skipped | None]:
+            return pool.submit(look, item, asked)
 
         try:
             for item, future in ahead(items, begin, lambda item: item.nbytes, AHEAD_NBYTES):
                 seen = future.result()
-                if isinstance(seen, _Seen):
-                    adding.add(seen)
+                if isinstance(seen, Seen):
+                    adding.add(item.name, seen)
                 elif seen is not None:
                     gathered.skipped.append(seen)
                 yield seen if isinstance(seen, Skipped) else item.nbytes
@@ -91,23 +92,8 @@ def gather(
             pool.shutdown(cancel_futures=True)
             raise
     adding.end_key()
-
-
-def _look(item: Item, quick: bool) -> _Seen | Skipped | None:
-    try:
-        loaded = item.load()
-        if loaded is None:
-            return None
-        stats, distribution = loaded.stats, None
-        if loaded.read is not None and not quick:
-            bits = loaded.read()
-            distribution = distribution_of(bits, loaded.dtype)
-            stats = stats or public(summarise(bits, loaded.dtype))
-    except (CapdError, OSError, RuntimeError, MemoryError) as error:  # damage; or torch, which lacks memory
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        return Skipped(item.name, printable(reason[:500]))
-    tally = Tally(1, loaded.raw_bytes, stats or merge_stats(()), distribution)
-    return _Seen(loaded.key, loaded.sample_idx, loaded.iteration, tally, stats is not None)
+    if gathered.series is not None:
+        gathered.series.close()
 
 
 class _Adding:
@@ -115,21 +101,31 @@ class _Adding:
 
     def __init__(self, gathered: Gathered) -> None:
         self._gathered, self._groups = gathered, gathered.groups
+        groupings = list(gathered.groups.groupings)
+        self._of_moments = [fields for fields in groupings if set(fields) & _MOMENT]
+        self._of_keys = [fields for fields in groupings if not set(fields) & _MOMENT]
         self._key: Key | None = None
         self._tally = Tally()
 
-    def add(self, seen: _Seen) -> None:
-        if seen.key != self._key:
+    def add(self, name: str, seen: Seen) -> None:
+        loaded = seen.loaded
+        if loaded.key != self._key:
             self.end_key()
-            self._key = seen.key
+            self._key = loaded.key
         self._tally.add(seen.tally)
-        for fields in _OF_MOMENTS:
-            of_moment = {"sample_idx": seen.sample_idx, "iteration": seen.iteration}
-            values = [of_moment[name] if name in of_moment else getattr(seen.key, name) for name in fields]
+        for fields in self._of_moments:
+            values = [getattr(loaded.moment if field in _MOMENT else loaded.key, field) for field in fields]
             self._groups.add(fields, values, seen.tally)
         self._gathered.without_statistics += not seen.has_statistics
+        for reason in seen.unmeasured:
+            place = name.rpartition("#")[0] or name, reason
+            self._gathered.unmeasured[place] = self._gathered.unmeasured.get(place, 0) + 1
+        said = loaded.key.quant_type, emulation_of(loaded)
+        self._gathered.emulations[said] = self._gathered.emulations.get(said, 0) + 1
+        if self._gathered.series is not None:
+            self._gathered.series.add(name, seen)
 
     def end_key(self) -> None:
-        for fields in _OF_KEYS if self._key is not None else ():
+        for fields in self._of_keys if self._key is not None else ():
             self._groups.add(fields, [getattr(self._key, name) for name in fields], self._tally)
         self._key, self._tally = None, Tally()

@@ -7,7 +7,19 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from capd.analyze.groups import Groups, Value
-from capd.report.figures import Page, label, legend, new_figure, numbers_on, paged, place_layers, say, style
+from capd.report.figures import (
+    Page,
+    drawable,
+    label,
+    legend,
+    log_values,
+    new_figure,
+    numbers_on,
+    paged,
+    place_layers,
+    say,
+    style,
+)
 from capd.report.gather import BY_LAYER
 
 if TYPE_CHECKING:
@@ -20,13 +32,13 @@ _STATISTICS = ("mean", "std", "absmax")
 _ROWS = 4
 
 
-def layer_pages(groups: Groups) -> Iterator[Page]:
+def layer_pages(groups: Groups, *, log: bool = False) -> Iterator[Page]:
     """mean, std and absmax by layer, four tensor names to a page."""
     for file, names in paged(groups.values(BY_LAYER, "tensor_name"), _ROWS, "statistics_by_layer"):
-        yield Page(file, partial(_page, groups, names))
+        yield Page(file, partial(_page, groups, names, log))
 
 
-def _page(groups: Groups, names: Sequence[Value]) -> Figure:
+def _page(groups: Groups, names: Sequence[Value], log: bool) -> Figure:
     figure, axes = new_figure("Statistics by layer", len(names), len(_STATISTICS), (4.4, 2.5))
     found, types = groups.by(*BY_LAYER), groups.values(BY_LAYER, "quant_type")
     for row, name in zip(axes, names, strict=True):
@@ -45,7 +57,10 @@ def _page(groups: Groups, names: Sequence[Value]) -> Figure:
                 line_by_layer(panel, layers, numbers, number, label(one))
             panel.set_title(f"{label(name)}: {statistic}")
             panel.set_ylabel(f"{statistic} of the values")
-            numbers_on(panel.yaxis)
+            if log:
+                log_values(panel)
+            else:
+                numbers_on(panel.yaxis)
             if not panel.lines:
                 say(panel, "no finite value")
     legend(figure, [panel for row in axes for panel in row])
@@ -56,7 +71,7 @@ def line_by_layer(
     panel: Axes, layers: Sequence[Value], numbers: Sequence[float | None], number: int, text: str
 ) -> None:
     """A line over the layers, with gaps where there is no number; what is in no layer stands apart from it."""
-    places = [place for place, value in enumerate(numbers) if value is not None]
+    places = [place for place, value in enumerate(numbers) if drawable(value)]
     look = {**style(number), "markersize": 3.5 if len(layers) <= 32 else 2, "linewidth": 1.2}
     apart = [place for place in places if layers[place] is None]
     of_layers = [place for place in places if layers[place] is not None]

@@ -10,18 +10,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capd.analyze.groups import Fields, Groups, Tally, Value
-from capd.report.document import QUANTILES, quantiles_of
 from capd.report.figures import MAPS, Page, label, new_figure, numbers_on, ticks_at
 from capd.report.gather import BY_RANK, BY_SAMPLE
+from capd.report.quantiles import QUANTILES, quantiles_of
 from capd.store.names import component
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["map_pages"]
+__all__ = ["draw_map", "map_pages"]
 
 _STATISTICS = ("mean", "std", "min", "max")
+_MOST_ROWS, _MOST_COLUMNS = 16, 8
+_LEAST_SPAN = 1e-3  # of the larger end
 _SHARES = (0.01, 0.25, 0.5, 0.75, 0.99)
 _MAPS = {"sample": (BY_SAMPLE, "sample_idx"), "rank": (BY_RANK, "rank")}
 
@@ -56,7 +58,7 @@ def _page(groups: Groups, one: Value, across: str, fields: Fields, name: str) ->
         grid = np.full((len(layers), len(others)), np.nan)
         for (layer, other), number in numbers.items():
             grid[layers.index(layer), others.index(other)] = np.nan if number is None else number
-        _map(figure, panel, grid, what)
+        draw_map(figure, panel, grid, what, f"{what} of the values")
         panel.set_xticks(*ticks_at(others), rotation=90 if len(others) > 8 else 0)
         panel.set_yticks(*ticks_at(layers))
         panel.set_xlabel(across)
@@ -83,13 +85,45 @@ def _panels(
     return found
 
 
-def _map(figure: Figure, panel: Axes, grid: NDArray[np.float64], what: str) -> None:
-    masked = np.ma.masked_invalid(grid)
+def draw_map(
+    figure: Figure,
+    panel: Axes,
+    grid: NDArray[np.float64],
+    title: str,
+    what: str,
+    *,
+    scale: NDArray[np.float64] | None = None,
+    log: bool = False,
+) -> None:
+    """A map with its colour bar. what: the bar's label; scale: the numbers that the colours span, and then numbers in
+    the cells of small ones; None for those of the grid. log: colours by the logarithm, of what is above 0."""
+    from matplotlib.colors import LogNorm, Normalize
+
+    seen = grid if scale is None else scale
+    seen = seen[np.isfinite(seen) & (seen > 0)] if log else seen[np.isfinite(seen)]
+    masked = np.ma.masked_invalid(np.where(grid > 0, grid, np.nan) if log else grid)
     panel.set_facecolor("lightgrey")  # no finite value, or no record
     panel.grid(visible=False)
-    image = panel.imshow(masked, cmap=MAPS, aspect="auto", interpolation="nearest")
-    panel.set_title(what)
+    norm = (LogNorm if log else Normalize)(*_ends(seen))
+    image = panel.imshow(masked, cmap=MAPS, norm=norm, aspect="auto", interpolation="nearest")
+    panel.set_title(title)
     if masked.count():
         bar = figure.colorbar(image, ax=panel)
-        bar.set_label(f"{what} of the values")
-        numbers_on(bar.ax.yaxis)
+        bar.set_label(what)
+        if not log:
+            numbers_on(bar.ax.yaxis)
+    if grid.shape[0] <= _MOST_ROWS and grid.shape[1] <= _MOST_COLUMNS and scale is not None:
+        for (row, column), value in np.ndenumerate(grid):
+            if np.isfinite(value):
+                dark = norm(value) < 0.55
+                colour = "white" if dark else "black"
+                panel.text(column, row, f"{value:.3g}", ha="center", va="center", fontsize=7, color=colour)
+
+
+def _ends(seen: NDArray[np.float64]) -> tuple[float, float]:
+    """What the colours span: a little around a single number, so that a bar has ticks."""
+    low, high = (float(seen.min()), float(seen.max())) if seen.size else (1.0, 1.0)
+    if high - low <= _LEAST_SPAN * max(abs(low), abs(high)):
+        margin = 0.1 * max(abs(low), abs(high)) or 1.0
+        low, high = low - margin, high + margin
+    return low, high

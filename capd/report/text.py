@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from capd.analyze.groups import Fields, Tally, Value
-from capd.report.document import MARK, QUANTILES, quantiles_of
+from capd.report.document import MARK
+from capd.report.error_numbers import error_lines
+from capd.report.format_use import format_lines
 from capd.report.gather import GROUPINGS, Gathered
-from capd_client.texts import human_count, human_nbytes, printable, table_lines
+from capd.report.names import value_text
+from capd.report.quantiles import QUANTILES, quantiles_of
+from capd_client.texts import human_count, human_nbytes, table_lines
 
 __all__ = ["report_lines", "value_text"]
 
@@ -23,8 +27,8 @@ def report_lines(sources: Sequence[str], gathered: Gathered, *, quick: bool) -> 
     """The whole report; what was skipped comes first."""
     groups, whole = gathered.groups, gathered.groups.whole()
     yield f"{MARK} of {', '.join(sources)}"
-    size = f"{human_nbytes(whole.raw_bytes)}, {human_count(whole.stats.count)} elements"
-    yield f"{human_count(whole.records)} records, {size}"
+    size = f"{human_nbytes(whole.raw_bytes)}, {human_count(whole.stats.count, 'element')}"
+    yield f"{human_count(whole.records, 'record')}, {size}"
     if gathered.skipped:
         yield ""
         yield f"skipped: {human_count(len(gathered.skipped))}"
@@ -36,6 +40,8 @@ def report_lines(sources: Sequence[str], gathered: Gathered, *, quick: bool) -> 
     for fields in GROUPINGS:
         yield ""
         yield from _table(fields, groups.by(*fields))
+    yield from error_lines(groups)
+    yield from format_lines(groups)
 
 
 def _about_quantiles(whole: Tally) -> str:
@@ -68,11 +74,6 @@ def _cells(tally: Tally) -> tuple[str, ...]:
 def _more(count: int) -> Iterator[str]:
     if count > 0:
         yield f"… and {human_count(count)} more: global_statistics.json has all"
-
-
-def value_text(value: Value) -> str:
-    """A field's value for people."""
-    return "none" if value is None else printable(str(value)) or '""'
 
 
 def _number(value: float | None) -> str:

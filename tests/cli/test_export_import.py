@@ -317,6 +317,7 @@ def test_what_is_imported_once_is_not_imported_twice_and_what_is_new_is(capd: Ca
     assert len(open_store(tmp_path / "store" / "logs.zarr").series[0]) == 2
 
 
+@pytest.mark.fault
 def test_an_import_that_was_killed_goes_on_where_it_was(tmp_path: Path, capd: Capd) -> None:
     logs, store = tmp_path / "logs", tmp_path / "store"
     tensors = [torch.randn(300, 1024) for _ in range(60)]
@@ -373,6 +374,7 @@ def test_a_directory_without_tensor_files_exits_with_5(capd: Capd, tmp_path: Pat
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.fault
 def test_ten_thousand_files_are_imported(capd: Capd, tmp_path: Path) -> None:
     first = seed_file(tmp_path / "logs" / SEED_NAME, torch.ones(1))
     for number in range(2, 10_001):

@@ -141,6 +141,7 @@ def test_a_foreign_directory_with_the_name_of_a_temporary_file_is_left_alone(
     assert sorted(os.listdir(tmp_path / "out")) == [".capd-export-mine", "bf16"]
 
 
+@pytest.mark.fault
 def test_views_that_grow_64_times_take_no_more_memory_than_their_files(capd: Capd, tmp_path: Path) -> None:
     logs, one = tmp_path / "logs", tmp_path / "one"
     views = [torch.full((1, 64 << 10), float(number)).expand(64, -1) for number in range(24)]  # 16 MiB each

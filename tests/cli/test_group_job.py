@@ -15,7 +15,7 @@ import pytest
 
 from capd.cli import group_job
 from capd.cli.planned_job import PlannedJob
-from tests.integration.processes import until
+from tests.integration.processes import is_running, until
 
 
 @pytest.fixture
@@ -35,14 +35,6 @@ def job(tmp_path: Path) -> Iterator[Callable[[str], PlannedJob]]:
 def written(directory: Path) -> list[int]:
     """The process ids that a script has written, one per file."""
     return [int(text) for file in directory.glob("pid*") if (text := file.read_text().strip())]
-
-
-def is_running(pid: int) -> bool:
-    """Not gone, and not only waiting for somebody to collect its exit code."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 SAVES = "trap 'sleep 0.3; echo saved > $AT/saved; exit' TERM; echo $BASHPID > $AT/pid1; while :; do sleep 0.02; done"

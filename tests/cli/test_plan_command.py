@@ -19,7 +19,7 @@ from capd_client.key import Key
 from capd_client.planning.seen import Calls, IterationSeen, RankSeen, SeriesSeen
 from capd_client.planning.text import plan_lines
 from capd_client.planning.whole import whole_plan
-from tests.integration.processes import until
+from tests.integration.processes import is_running, until
 
 SERIES = SeriesSeen(
     key=Key(quant_type="fp32", rank=0, tensor_name="x"), dtype="float32", payload=True, device="cpu", steps=None,
@@ -108,14 +108,6 @@ def test_what_a_job_leaves_behind_that_ended_by_itself_is_left_alone(tmp_path: P
         assert is_running(pid)
     finally:
         os.kill(pid, signal.SIGKILL)
-
-
-def is_running(pid: int) -> bool:
-    """Not gone, and not only waiting for somebody to collect its exit code."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_every_json_field_is_documented() -> None:

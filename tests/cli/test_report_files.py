@@ -119,6 +119,7 @@ def test_a_selection_of_files_is_made_by_what_they_say(capd: Capd, tmp_path: Pat
     assert capd("report", tmp_path / "nowhere", "-o", tmp_path / "out").code == 1
 
 
+@pytest.mark.fault
 def test_memory_is_bounded_whatever_the_size_of_the_run(tmp_path: Path) -> None:
     """600 MiB of records; reading them takes less than a third of that on top of what a small run takes."""
     writer = StoreWriter(tmp_path)

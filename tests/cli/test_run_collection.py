@@ -65,3 +65,14 @@ def test_a_byte_budget_allows_all_micro_batches(
     said = refused(capsys, "--mode", "single", "--control-iter", "0", "--require", "no/such/data")
 
     assert "--require: no/such/data does not exist" in said
+
+
+def test_a_recipe_that_cannot_be_read(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for mode in (("--quant-type", "mxfp8"), ("--mode", "batch"), ()):
+        monkeypatch.setenv("CAPD_EMULATE", "mxfp9")
+        assert "mxfp9" in refused(capsys, *mode)
+        monkeypatch.delenv("CAPD_EMULATE")
+    told = ("--env", 'CAPD_EMULATE={"linear": "{quant_type}"}', "--quant-type", "mxfp8,mine")
+    assert "'mine'" in refused(capsys, "--mode", "batch", *told)

@@ -26,7 +26,8 @@ def report(*dropped: Dropped, layers: int = 2) -> CollectionReport:
         TypeState(quant_type="x", outcome="failed", reason="why", tries=2, exit_code=9),
         TypeState(quant_type="y"),
     ]
-    return CollectionReport("/s/r.zarr", types, 3, 48, 32, by, list(dropped))
+    emulation = {"x": {"none": 1, "a recipe": 2}, "y": {"a recipe": 3}}
+    return CollectionReport("/s/r.zarr", types, 3, 48, 32, by, list(dropped), emulation)
 
 
 def test_the_first_line_speaks_of_drops_and_the_types_of_their_endings() -> None:
@@ -34,7 +35,11 @@ def test_the_first_line_speaks_of_drops_and_the_types_of_their_endings() -> None
 
     assert lines[0].startswith("2 captures were dropped: 2 disk_full (")
     assert lines[1] == "3 records in /s/r.zarr: 48 B raw, 32 B stored"
-    assert "emulation: none" in lines[2]
+    assert lines[2:5] == [
+        "1 record of x: a label: the values are those that the job computed by itself (emulation: none)",
+        "2 records of x: emulation: a recipe",
+        "y: emulation: a recipe",
+    ]
     at = lines.index("type  outcome    micro-batches  records  time  tries  exit code  why")
     assert lines[at + 1].split() == ["x", "failed", "0", "0", "0", "s", "2", "9", "why"]
     assert lines[at + 2].split() == ["y", "not", "tried", "0", "0", "0", "s", "0", "-"]

@@ -11,26 +11,32 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from capd.analyze.format_choice import DEFAULT_CHOICES
 from capd.analyze.groups import Groups
 from capd.io.items import Item, Loaded
 from capd.report.gather import Gathered, gather
 from capd.report.pages import all_pages
 from capd.store.statistics import public, summarise
-from capd_client.key import Key
+from capd_client.key import Key, Moment
 
 RNG = np.random.default_rng(4)
 ODD = ("$\\frac{1}{", "_hidden", "line\nbreak", "名字", "", "x" * 500)
 
 
-def item(key: Key, values: np.ndarray, sample: int | None) -> Item:
-    stats = public(summarise(values, "float32"))
-    loaded = Loaded(key, sample, 0, "float32", values.nbytes, stats, lambda: values)
+def item(key: Key, values: np.ndarray, sample: int | None, iteration: int = 0) -> Item:
+    dtype = values.dtype.name
+    stats = public(summarise(values, dtype))
+    loaded = Loaded(
+        key, Moment(iteration=iteration, sample_idx=sample), dtype, values.nbytes, stats, lambda: values
+    )
     return Item("name", values.nbytes, lambda: loaded)
 
 
-def groups_of(items: Iterator[Item], *, quick: bool = False) -> Groups:
+def groups_of(items: Iterator[Item], *, quick: bool = False, formats: bool = False) -> Groups:
     gathered = Gathered()
-    assert len(list(gather(items, gathered, threads=1, quick=quick))) == gathered.groups.whole().records
+    asked = {"choices": DEFAULT_CHOICES, "channels": True} if formats else {}
+    seen = list(gather(items, gathered, threads=1, quick=quick, **asked))  # type: ignore[arg-type]
+    assert len(seen) == gathered.groups.whole().records
     return gathered.groups
 
 
@@ -49,18 +55,28 @@ def odd() -> Iterator[Item]:
         yield item(Key(quant_type=one, rank=0, layer=None, tensor_name=name), numbers, None)
 
 
+def huge() -> Iterator[Item]:
+    """float64 beyond float32: no format reaches it."""
+    for layer in range(3):
+        key = Key(quant_type="fp64", rank=0, layer=layer, tensor_name="x")
+        for iteration in range(2):
+            yield item(key, RNG.normal(size=(4, 8)) * 1e300, None, iteration)
+
+
 CASES = {
-    "one layer": lambda: groups_of(many(1, ("bf16",), 1, None)),
-    "64 layers": lambda: groups_of(many(64, ("bf16", "hifp8"), 2, 2)),
+    "one layer": lambda: groups_of(many(1, ("bf16",), 1, None), formats=True),
+    "64 layers": lambda: groups_of(many(64, ("bf16", "hifp8"), 2, 2), formats=True),
     "many samples and ranks": lambda: groups_of(
         chain(many(1, ("bf16",), 1, 60), many(1, ("bf16",), 40, None))
     ),
     "quick": lambda: groups_of(many(2, ("bf16",), 1, 2), quick=True),
     "odd": lambda: groups_of(odd()),
+    "huge": lambda: groups_of(huge(), formats=True),
+    "odd, with formats": lambda: groups_of(odd(), formats=True),
 }
 
 
-SLOW = {"64 layers", "many samples and ranks"}
+SLOW = {"odd", "huge", "64 layers", "many samples and ranks", "odd, with formats"}
 
 
 @pytest.mark.parametrize(
@@ -80,6 +96,17 @@ def test_every_page_is_labelled_and_no_text_lies_on_another(
 
         assert type(page)(page.name, keep).png().startswith(b"\x89PNG")
         assert_readable(page.name, drawn.pop())
+
+
+def test_what_is_infinite_is_said_to_be_not_finite_and_a_narrow_range_has_more_than_one_tick() -> None:
+    pages = {page.name: page.figure() for page in all_pages(groups_of(huge(), formats=True))}
+    for name in ("statistics_by_layer.png", "statistics_by_iteration.png"):
+        [std] = [axes for axes in pages[name].axes if axes.get_title() == "x: std"]
+        assert [text.get_text() for text in std.texts] == ["no finite value"], name
+    [ranks] = [axes for axes in pages["channels.png"].axes if axes.get_title() == "x: channels by rank"]
+    low, high = ranks.get_ylim()
+    assert ranks.get_yscale() == "log"
+    assert sum(low <= tick <= high for tick in ranks.get_yticks()) >= 3
 
 
 def assert_readable(name: str, figure: Figure) -> None:

@@ -1,0 +1,28 @@
+"""The option that names number formats."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from capd.analyze.format_choice import FormatChoice
+
+__all__ = ["Formats", "choices_of"]
+
+Formats = Annotated[
+    str,
+    typer.Option(
+        "--formats",
+        metavar="LIST",
+        help="Number formats to measure: mxfp8,mxfp8:e5m2,nvfp4,hifp8:saturate; none for no one.",
+    ),
+]
+
+
+def choices_of(formats: str) -> tuple[FormatChoice, ...]:
+    """The formats that are named, of "none" none. Raises ConfigError."""
+    from capd.analyze.format_choice import choices
+
+    return () if formats.strip() == "none" else choices(formats)

@@ -1,0 +1,195 @@
+"""`capd plot`: one figure of a run, of several, or of a directory of tensor files, for a paper."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from capd.cli.format_option import choices_of
+from capd.cli.gathered import contents, contents_json, gathered_of, skipped_code
+from capd.cli.output import print_json, print_lines
+from capd.cli.selection import (
+    Components,
+    LayerRange,
+    LayerTypes,
+    Modules,
+    Operations,
+    Phases,
+    QuantTypes,
+    RankRange,
+    Tensors,
+    key_filters,
+)
+from capd.cli.sources import AllRuns, LayerBase, Workers, found_in
+from capd.cli.stores import RunOption
+from capd.errors import CapdError, ConfigError, NothingMatched
+
+if TYPE_CHECKING:
+    from capd.report.figures import Look, Page
+    from capd.report.gather import Gathered
+    from capd.report.kinds import Kind, Wanted
+
+__all__ = ["plot"]
+
+_KINDS = "distribution, exponents, layers, heatmap, boxes, channels, iterations, hifp8, overflow, tensor"
+_SUFFIXES = ("png", "svg", "pdf")
+_SIZE = re.compile(r"(\d{1,3}(?:\.\d{1,3})?)x(\d{1,3}(?:\.\d{1,3})?)")
+_LEAST_INCHES, _MOST_INCHES = 1.0, 100.0
+
+
+def plot(
+    store: Annotated[
+        Path,
+        typer.Argument(
+            metavar="STORE", help="A run, a directory of runs, or of .pt files.", show_default=False
+        ),
+    ],
+    kind: Annotated[str, typer.Argument(metavar="KIND", help=_KINDS, show_default=False)],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="x.png, x.svg or x.pdf.", show_default=False)
+    ],
+    formats: Annotated[
+        str | None,
+        typer.Option(
+            "--formats",
+            metavar="LIST",
+            help="Number formats: mxfp8,mxfp8:e5m2,nvfp4 [default: five of them].",
+        ),
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            "--metric", metavar="WORD", help="Of heatmap and boxes: sqnr, underflow, … [default: sqnr]."
+        ),
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option("--size", metavar="WxH", help="Inches, as 3.3x2.5 [default: what fits].")
+    ] = None,
+    dpi: Annotated[int, typer.Option(min=30, max=1200, help="Dots per inch of a PNG.")] = 200,
+    title: Annotated[
+        str | None, typer.Option("--title", help='Above the figure; "" for none [default: what it shows].')
+    ] = None,
+    log: Annotated[bool, typer.Option("--log", help="Logarithmic axes of values, or colours.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE.")] = False,
+    run: RunOption = None,
+    all_runs: AllRuns = False,
+    layer_base: LayerBase = 0,
+    quant_type: QuantTypes = None,
+    rank: RankRange = None,
+    layer: LayerRange = None,
+    phase: Phases = None,
+    layer_type: LayerTypes = None,
+    component: Components = None,
+    operation: Operations = None,
+    tensor: Tensors = None,
+    module: Modules = None,
+    workers: Workers = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Draw one figure of a run into FILE (extra `plot`), the same bytes for the same records.
+
+    Where it takes several pages, their files are numbered: x_1.pdf, x_2.pdf. What cannot be read is named and skipped
+    (exit code 4 for a damaged record, 1 for a bad file). Exits with 5 when nothing matches, or nothing is to be drawn.
+    """
+    tests = key_filters(
+        quant_type=quant_type, rank=rank, layer=layer, phase=phase, layer_type=layer_type, component=component,
+        operation=operation, tensor=tensor, module=module,
+    )  # fmt: skip
+    chosen, wanted, look = _checked(kind, out, formats, metric, size, dpi, title, log)
+    if not force:
+        _refuse_existing([out])
+    found = found_in(store, run, all_runs, tests, layer_base)
+    quick = chosen.reads == "statistics" and not (wanted.choices and chosen.metric)
+    measured = wanted.choices if chosen.metric or chosen.reads == "errors" else ()
+    gathered = gathered_of(found, store, workers, quick=quick, choices=measured, channels=chosen.channels)
+    pages = list(chosen.pages(gathered.groups, wanted))
+    if not pages:
+        raise NothingMatched(f"nothing to draw as {kind}: {chosen.without}")
+    written = _write(pages, out, look, force=force)
+    _told(kind, written, gathered, as_json)
+    raise typer.Exit(skipped_code(found, gathered))
+
+
+def _checked(
+    kind: str,
+    out: Path,
+    formats: str | None,
+    metric: str | None,
+    size: str | None,
+    dpi: int,
+    title: str | None,
+    log: bool,
+) -> tuple[Kind, Wanted, Look]:
+    """Everything that can be refused before a record is read. Raises ConfigError."""
+    from capd.analyze.format_choice import DEFAULT_CHOICES
+    from capd.report.error_maps import METRICS
+    from capd.report.figures import Look, must_have_matplotlib
+    from capd.report.kinds import KINDS, Wanted
+
+    chosen = KINDS.get(kind)
+    if chosen is None:
+        raise ConfigError(f"{kind!r} is no kind of figure; they are {_KINDS}")
+    if out.suffix[1:].lower() not in _SUFFIXES:
+        raise ConfigError(f"-o {out}: the name ends in {', '.join(f'.{one}' for one in _SUFFIXES)}")
+    for option, given, taken in (
+        ("--formats", formats is not None, chosen.formats),
+        ("--metric", metric is not None, chosen.metric),
+        ("--log", log, chosen.log),
+    ):
+        if given and not taken:
+            having = ", ".join(name for name, one in KINDS.items() if getattr(one, option[2:]))
+            raise ConfigError(f"{kind} takes no {option}; {having} do")
+    if metric is not None and metric not in METRICS:
+        raise ConfigError(f"--metric {metric!r} is not known; they are {', '.join(METRICS)}")
+    if metric is not None and kind == "boxes" and formats is None:
+        raise ConfigError("--metric of boxes is that of formats; name them with --formats")
+    try:
+        must_have_matplotlib()
+    except CapdError as error:
+        raise ConfigError(str(error)) from error
+    choices = choices_of(formats) if formats is not None else ()
+    if not choices and chosen.reads == "errors" and formats is None:
+        choices = DEFAULT_CHOICES
+    look = Look(None if size is None else _inches(size), dpi, title)
+    return chosen, Wanted(choices, metric or "sqnr", log), look
+
+
+def _inches(text: str) -> tuple[float, float]:
+    match = _SIZE.fullmatch(text)
+    sides = (float(match[1]), float(match[2])) if match else ()
+    if not sides or not all(_LEAST_INCHES <= side <= _MOST_INCHES for side in sides):
+        raise ConfigError(
+            f"--size {text!r}: width and height in inches, {_LEAST_INCHES:g} to {_MOST_INCHES:g}, as 3.3x2.5"
+        )
+    return sides[0], sides[1]
+
+
+def _refuse_existing(paths: list[Path]) -> None:
+    for path in paths:
+        if os.path.lexists(path):
+            raise CapdError(f"{path} is there; choose another name, or replace it with --force")
+
+
+def _write(pages: list[Page], out: Path, look: Look, *, force: bool) -> list[Path]:
+    """One file, or one for each page; each whole or absent."""
+    from capd.report.image_files import write_image
+
+    paths = [out]
+    if len(pages) > 1:
+        paths = [out.with_name(f"{out.stem}_{number}{out.suffix}") for number in range(1, len(pages) + 1)]
+    if not force:
+        _refuse_existing(paths)
+    for path, page in zip(paths, pages, strict=True):
+        write_image(path, page.image(out.suffix[1:].lower(), look), force=force)
+    return paths
+
+
+def _told(kind: str, written: list[Path], gathered: Gathered, as_json: bool) -> None:
+    if as_json:
+        print_json({"kind": kind, "files": [os.fspath(path) for path in written], **contents_json(gathered)})
+        return
+    print_lines([f"{path}: {kind} of {contents(gathered)}" for path in written])

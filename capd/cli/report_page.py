@@ -1,0 +1,64 @@
+"""The report as one page for a browser, for `capd report -o FILE.html` and beside the files of a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from capd.cli.gathered import gathered_of
+from capd.cli.sources import Found
+from capd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from capd.analyze.format_choice import FormatChoice
+    from capd.report.gather import Gathered
+
+__all__ = ["is_page", "must_name_directory", "page_of", "write_page"]
+
+_SUFFIXES = (".html", ".htm")
+_OF_FILES = (*_SUFFIXES, ".pdf", ".png", ".svg", ".json", ".txt", ".csv")
+
+
+def is_page(out: Path) -> bool:
+    """Whether the user means a page, not a directory of files."""
+    return out.suffix.lower() in _SUFFIXES and not out.is_dir()
+
+
+def must_name_directory(out: Path) -> None:
+    """Raises ConfigError where `out` is no directory, or would be one that its name has for a file."""
+    if out.is_dir() or not (out.exists() or out.suffix.lower() in _OF_FILES):
+        return
+    raise ConfigError(
+        f"{out} is no directory: a report is one, or with `capd report -o FILE.html` one page; "
+        "`capd plot` draws single figures"
+    )
+
+
+def page_of(found: Found, gathered: Gathered, *, quick: bool, choices: Sequence[FormatChoice]) -> bytes:
+    """The page's file. gathered: with its series."""
+    from capd.report.page.data import page_data
+    from capd.report.page.html import page_html
+
+    return page_html(page_data(found.sources, gathered, files=found.files, quick=quick, choices=choices))
+
+
+def write_page(
+    found: Found,
+    place: Path,
+    out: Path,
+    *,
+    workers: int | None,
+    quick: bool,
+    choices: Sequence[FormatChoice],
+    force: bool,
+) -> Gathered:
+    """Write the page to `out`. Raises what `gathered_of` and `capd.report.page.file.write_page_file` do."""
+    from capd.report.page.file import refuse_foreign_file, write_page_file
+
+    refuse_foreign_file(out, force=force)  # before everything is read
+    gathered = gathered_of(
+        found, place, workers, quick=quick, choices=choices, channels=not quick, series=True
+    )
+    write_page_file(out, page_of(found, gathered, quick=quick, choices=choices), force=force)
+    return gathered

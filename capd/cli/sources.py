@@ -1,0 +1,94 @@
+"""What the reading commands that go over whole runs look at, and how they go over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from capd.cli.output import note
+from capd.cli.progress import progress_bar
+from capd.cli.stores import is_run, resolve_run
+from capd.errors import ConfigError, NothingMatched
+
+if TYPE_CHECKING:
+    from capd.io.items import Items
+    from capd.report.gather import Gathered
+
+__all__ = [
+    "AllRuns", "Found", "LayerBase", "Tests", "Workers", "found_in", "gather_shown", "holds_files", "threads_of",
+]  # fmt: skip
+
+Tests = Sequence[Callable[[Any], bool]]
+AllRuns = Annotated[
+    bool, typer.Option("--all-runs", help="All runs in STORE together, not the newest alone.")
+]
+LayerBase = Annotated[
+    int, typer.Option(min=0, max=1, help="Number of the first layer in files that capd did not write.")
+]
+Workers = Annotated[int | None, typer.Option(min=1, max=256, help="Threads that read [default: the CPUs].")]
+
+
+class Found(NamedTuple):
+    """What to look at. sources: where it is; files: these are tensor files, not runs."""
+
+    sources: list[str]
+    items: Items
+    files: bool
+
+
+def found_in(place: Path, run: str | None, all_runs: bool, tests: Tests, layer_base: int) -> Found:
+    """The items that STORE means: records of the newest run in it, of `run`, of all runs; or its tensor files.
+
+    Raises NothingMatched where no series passes the tests; of files that is known only once they are loaded.
+    """
+    from capd.io.items import items_of_files, items_of_runs
+
+    if holds_files(place):
+        items = items_of_files(place, tests, layer_base)
+        if items.total:
+            return Found([str(place)], items, files=True)
+    paths = _runs(place, run, all_runs)
+    items = items_of_runs(paths, tests)
+    sources = [str(path) for path in paths]
+    if not items.total:
+        why = " matches the selection" if tests else " yet"
+        raise NothingMatched(f"no series in {', '.join(sources)}{why}")
+    return Found(sources, items, files=False)
+
+
+def _runs(place: Path, run: str | None, all_runs: bool) -> list[Path]:
+    if any(place.glob("*/*.pt")):
+        note(f"{place} has tensor files, too, which are left out; `capd import` makes a run of them")
+    if not all_runs:
+        return [resolve_run(place, run)]
+    if run is not None:
+        raise ConfigError("--run names one run and --all-runs takes all of them; give one of the two")
+    from capd.store.reader import runs
+
+    return ([] if is_run(place) else list(runs(place))) or [resolve_run(place)]
+
+
+def holds_files(place: Path) -> bool:
+    """Whether `place` can only be a directory of tensor files: it is no run, and has none."""
+    return place.is_dir() and not is_run(place) and not any(place.glob("*.zarr/zarr.json"))
+
+
+def threads_of(workers: int | None) -> int:
+    """How many threads work: as many as were asked for, else one for each CPU."""
+    from capd.server.budget import usable_cpus
+
+    return workers or max(1, round(usable_cpus()))
+
+
+def gather_shown(items: Items, gathered: Gathered, workers: int | None, **asked: Any) -> None:
+    """Gather all items, with a progress bar, and say what is skipped. asked: as `gather` takes it."""
+    from capd.report.gather import Skipped, gather
+
+    with progress_bar(items.total, "records") as progress:
+        for seen in gather(items.found, gathered, threads=threads_of(workers), **asked):
+            if isinstance(seen, Skipped):
+                progress.say(f"skipped {seen.name}: {seen.reason}")
+            progress.add(0 if isinstance(seen, Skipped) else seen)

@@ -1,0 +1,54 @@
+"""A directory that one command at a time writes files to; what a killed one left half-written in it is removed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from capd.errors import NO_SPACE, StoreBusy, StoreError, StoreFull
+
+__all__ = ["held", "output_directory"]
+
+
+@contextlib.contextmanager
+def held(directory: Path, busy: str) -> Iterator[None]:
+    """Hold the lock of a directory. Raises StoreBusy, with these words, where another process does; OSError."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoreBusy(busy) from None
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def output_directory(path: Path, temporary: str, when_full: str = "") -> Iterator[None]:
+    """Make the directory (0700) if need be, hold it, and remove files below it whose names begin with `temporary`.
+
+    Raises StoreBusy while another command writes to it, StoreError where it cannot be made, StoreFull, with `when_full`
+    behind the reason, for what the block raises where nothing more fits.
+    """
+    busy = f"another export or report writes to {path}; wait for it, or choose another directory"
+    with contextlib.ExitStack() as stack:
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            stack.enter_context(held(path, busy))
+        except OSError as error:
+            raise StoreError(f"cannot write to {path}: {error.strerror}; choose another directory") from error
+        for left in path.rglob(f"{temporary}*"):
+            if left.is_symlink() or not left.is_dir():
+                left.unlink(missing_ok=True)
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            raise StoreFull(
+                f"cannot write to {path}: {error.strerror}; the files that stand are whole{when_full}"
+            ) from error

@@ -1,0 +1,123 @@
+"""Finds, for each record of one side, the record of the other side that is the same tensor at the same moment."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from capd.io.sides import Entry, Side, Unread
+from capd_client.key import Key
+
+__all__ = ["MATCHED_MOMENT", "Matched", "Pair", "disjoint_fields", "entries_of", "matched"]
+
+KEY = Key.__struct_fields__
+MATCHED_MOMENT = ("iteration", "micro_batch", "call", "sample_idx", "batch_idx", "sequence_idx", "recompute")
+"""What of a moment two records of a pair share; attempt and time differ between runs."""
+
+
+class Pair(NamedTuple):
+    """Two records of one identity."""
+
+    left: Entry
+    right: Entry
+
+    @property
+    def mismatch(self) -> str | None:
+        """Why their elements cannot be set against each other; None where they can."""
+        for what, a, b in (
+            ("dtype", self.left.dtype, self.right.dtype),
+            ("shape", list(self.left.shape), list(self.right.shape)),
+        ):
+            if a != b:
+                return f"{what} {a} against {b}"
+        return None
+
+
+class Matched(NamedTuple):
+    """What came of matching. pairs: in order of execution, by the left record's iteration, micro-batch and time.
+    only_left, only_right: records without a counterpart."""
+
+    pairs: list[Pair]
+    only_left: list[Entry]
+    only_right: list[Entry]
+
+
+def entries_of(side: Side) -> tuple[list[Entry], list[Unread]]:
+    """All records of a side, and what of it cannot be read."""
+    found: list[Entry] = []
+    unread: list[Unread] = []
+    for entry in side.entries():
+        if isinstance(entry, Unread):
+            unread.append(entry)
+        else:
+            found.append(entry)
+    return found, unread
+
+
+def matched(left: Iterable[Entry], right: Iterable[Entry], free: Collection[str]) -> Matched:
+    """Match two sides. free: the fields of keys and moments in which the two records of a pair may differ.
+
+    Where several records of a side have one identity, equal dtypes and shapes find each other first, then they are
+    taken in capture order.
+    """
+    waiting, found = _Waiting(free), Matched([], [], [])
+    for entry in right:
+        waiting.put(entry)
+    for entry in left:
+        other = waiting.take(entry)
+        if other is None:
+            found.only_left.append(entry)
+        else:
+            found.pairs.append(Pair(entry, other))
+    found.pairs.sort(key=lambda pair: _executed(pair.left))
+    return found._replace(only_right=waiting.rest())
+
+
+def disjoint_fields(left: Sequence[Entry], right: Sequence[Entry]) -> dict[str, tuple[list[Any], list[Any]]]:
+    """The fields of which the two sides share no value, and their values: why nothing was matched."""
+    entries = left, right
+    found = {}
+    for name in (*KEY, *MATCHED_MOMENT):
+        values = [{_value(entry, name) for entry in side} for side in entries]
+        if all(values) and not values[0] & values[1]:
+            found[name] = (sorted(values[0], key=str), sorted(values[1], key=str))
+    return found
+
+
+class _Waiting:
+    """Entries of one side, by their identity."""
+
+    def __init__(self, free: Collection[str]) -> None:
+        self._key = [name for name in KEY if name not in free]
+        self._moment = [name for name in MATCHED_MOMENT if name not in free]
+        self._found: dict[tuple[Any, ...], dict[tuple[Any, ...], list[Entry]]] = {}
+
+    def put(self, entry: Entry) -> None:
+        key, moment = self._identity(entry)
+        self._found.setdefault(key, {}).setdefault(moment, []).append(entry)
+
+    def take(self, entry: Entry) -> Entry | None:
+        key, moment = self._identity(entry)
+        some = self._found.get(key, {}).get(moment)
+        if not some:
+            return None
+        same = (at for at, one in enumerate(some) if (one.dtype, one.shape) == (entry.dtype, entry.shape))
+        return some.pop(next(same, 0))
+
+    def rest(self) -> list[Entry]:
+        return [entry for moments in self._found.values() for some in moments.values() for entry in some]
+
+    def _identity(self, entry: Entry) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return (
+            tuple([getattr(entry.key, name) for name in self._key]),
+            tuple([getattr(entry.moment, name) for name in self._moment]),
+        )
+
+
+def _executed(entry: Entry) -> tuple[int, int, int]:
+    moment = entry.moment
+    return moment.iteration, moment.micro_batch, moment.time_ns
+
+
+def _value(entry: Entry, name: str) -> Any:
+    return getattr(entry.key if name in KEY else entry.moment, name)

@@ -1,0 +1,107 @@
+// Lines and steps by uPlot, with a legend that the keyboard reaches, and sizes and colours that follow the page.
+
+import { el, svg } from "./dom.js";
+import { stroke, themed } from "./colours.js";
+import { num } from "./numbers.js";
+
+/* global uPlot */
+const HEIGHT = 300;
+const MARKED = 40; // up to so many points have a marker each
+const FONT = "12px system-ui, sans-serif";
+const live = new Set();
+
+/** Forget the charts of the page that is left. */
+export function dropCharts() {
+  live.forEach(({ drop }) => drop());
+  live.clear();
+}
+
+/** Draw those of the page again, in the colours of the theme that is now. */
+export function redrawCharts() {
+  live.forEach(({ redraw }) => redraw());
+}
+
+function swatch(look) {
+  return svg("svg", { class: "swatch", width: 26, height: 10, "aria-hidden": "true" },
+    svg("line", { x1: 0, x2: 26, y1: 5, y2: 5, stroke: look.colour, "stroke-width": 2.5, "stroke-dasharray": look.dash.join(" ") || null }));
+}
+
+function scaleRange(axis) {
+  if (axis.range) return axis.range;
+  if (axis.log || !axis.zero) return undefined;
+  return (plot, low, high) => [0, high > 0 ? high * 1.05 : 1];
+}
+
+/** Grid lines of a logarithmic axis: over many decades only their powers, as nine in each would be a grey band. */
+function decades(plot, marks) {
+  return marks.length > 30 ? marks.map((mark) => (mark.toExponential().startsWith("1e") ? mark : null)) : marks;
+}
+
+function axisOf(axis, scale, side) {
+  const [colour, faint] = ["text", "grid"].map((name) => () => themed(name));
+  return {
+    scale, side, label: axis.label, labelSize: 22, size: side % 2 ? 64 : 44, font: FONT, labelFont: FONT, stroke: colour,
+    grid: { show: scale !== "right", stroke: faint, width: 1, ...(axis.log ? { filter: decades } : {}) }, ticks: { stroke: faint, width: 1 },
+    values: (plot, marks) => marks.map((mark) => (mark === null ? "" : (axis.show ?? num)(mark))),
+    ...(axis.whole ? { incrs: [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536, 1e6, 1e7, 1e8] } : {}),
+    ...(axis.log ? { space: 34 } : {}),
+  };
+}
+
+function seriesOf(line, number, points) {
+  const look = stroke(line.look ?? number);
+  const steps = line.steps ? { paths: uPlot.paths.stepped({ align: 1 }) } : {};
+  const stems = line.stems ? { paths: uPlot.paths.bars({ size: [0.8, 8] }) } : {};
+  return {
+    label: line.label, scale: line.right ? "right" : "y", stroke: look.colour, dash: look.dash, width: line.right ? 2.5 : 1.75,
+    fill: line.filled || line.stems ? `${look.colour}${line.stems ? "99" : "2b"}` : undefined, show: line.shown ?? true,
+    points: { show: !line.steps && !line.stems && points <= MARKED, size: 6, fill: look.colour }, spanGaps: false, ...steps, ...stems,
+  };
+}
+
+/**
+ * chart({ label, x: { label, values, show?, whole? }, y: { label, log?, zero?, show? }, right?, lines }).
+ * lines: [{ label, values, steps?, stems?, filled?, right?, shown?, look? }], values null where there is none.
+ */
+export function chart({ label, x, y, right, lines, height = HEIGHT }) {
+  const holder = el("div", { class: "plot", role: "img", "aria-label": `${label}; the numbers stand in the table below` });
+  const readout = el("p", { class: "readout", "aria-hidden": "true" }, " ");
+  let plot = null;
+
+  function read(shown) {
+    const at = shown.cursor.idx;
+    if (at === null || at === undefined) { readout.textContent = " "; return; }
+    const parts = lines.map((line, place) => [line, shown.data[place + 1][at], shown.series[place + 1].show]).filter(([, value, on]) => on && value !== null && value !== undefined);
+    readout.textContent = `${(x.show ?? num)(x.values[at])}: ${parts.slice(0, 8).map(([line, value]) => `${line.label} ${num(value)}`).join(" · ")}`;
+  }
+
+  function draw(width) {
+    const axes = [axisOf(x, "x", 2), axisOf(y, "y", 3), ...(right ? [axisOf(right, "right", 1)] : [])];
+    const scales = { x: { time: false, range: x.range }, y: { distr: y.log ? 3 : 1, range: scaleRange(y) }, ...(right ? { right: { range: scaleRange(right) } } : {}) };
+    plot = new uPlot({
+      width, height, scales, axes, legend: { show: false }, cursor: { y: false, points: { size: 7 } }, hooks: { setCursor: [read] },
+      series: [{}, ...lines.map((line, number) => seriesOf(line, number, x.values.length))],
+    }, [x.values, ...lines.map((line) => line.values)], holder);
+  }
+
+  const watching = new ResizeObserver(([entry]) => {
+    const width = Math.floor(entry.contentRect.width);
+    if (width < 1) return;
+    if (plot === null) draw(width);
+    else if (plot.width !== width) plot.setSize({ width, height });
+  });
+  watching.observe(holder);
+  live.add({ drop: () => { watching.disconnect(); plot?.destroy(); }, redraw: () => plot?.redraw(false, true) });
+  return el("div", { class: "chart" }, legend(lines, (number, on) => plot?.setSeries(number + 1, { show: on })), holder, readout);
+}
+
+function legend(lines, toggled) {
+  return el("div", { class: "legend", role: "group", "aria-label": "Lines, shown or not" }, lines.map((line, number) => {
+    const button = el("button", { type: "button", "aria-pressed": String(line.shown ?? true), click: () => {
+      const on = button.getAttribute("aria-pressed") !== "true";
+      button.setAttribute("aria-pressed", String(on));
+      toggled(number, on);
+    } }, swatch(stroke(line.look ?? number)), el("bdi", {}, line.label));
+    return button;
+  }));
+}

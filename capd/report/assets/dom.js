@@ -1,0 +1,43 @@
+// Elements out of plain values. Text becomes text nodes alone, so that a name from a store is never markup.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function filled(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (typeof value === "function") node.addEventListener(name, value);
+    else node.setAttribute(name, value === true ? "" : String(value));
+  }
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+/** An HTML element; functions among the attributes are listeners, children are nodes or text. */
+export function el(tag, attributes = {}, ...children) {
+  return filled(document.createElement(tag), attributes, children);
+}
+
+/** An SVG element, likewise. */
+export function svg(tag, attributes = {}, ...children) {
+  return filled(document.createElementNS(SVG, tag), attributes, children);
+}
+
+/** A name from the store, which may be of any script and direction: it cannot turn the text around it. */
+export function named(text) {
+  return el("bdi", { class: "name" }, text === null ? "–" : String(text));
+}
+
+/** Several things that have one direction of reading, side by side where there is room. */
+export function section(title, note, ...children) {
+  return el("section", {}, el("h2", {}, title), note ? el("p", { class: "note" }, note) : null, ...children);
+}
+
+/** What is said where a section has nothing to show. */
+export function nothing(text) {
+  return el("p", { class: "nothing" }, text);
+}
+
+/** A box that scrolls by itself, by keyboard too, so that the page never does sideways. */
+export function scroller(label, ...children) {
+  return el("div", { class: "scroller", role: "region", tabindex: 0, "aria-label": label }, ...children);
+}

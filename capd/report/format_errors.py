@@ -1,0 +1,121 @@
+"""What formats make of groups of records, as plain values: what `capd compare --formats` prints (docs/cli.md)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from capd.analyze.block_ranges import BlockRanges
+from capd.analyze.blocks import Blocks, Histogram
+from capd.analyze.errors import Errors
+from capd.analyze.format_choice import FormatChoice
+from capd.analyze.groups import Fields, Tally
+from capd.analyze.shape import shape_of
+from capd.report.gather import Gathered
+
+__all__ = ["BLOCK_SHARES", "COUNTS", "METRICS", "best_of", "error_document", "plain_errors", "plain_group"]
+
+COUNTS = ("records", "count", "nan", "inf", "lost", "underflows", "saturations", "flushes")
+METRICS = (
+    "sqnr_db", "mse", "rmse", "mae", "max_abs", "relative", "relative_mse", "normalised_l2", "cosine", "psnr_db",
+    "underflow_percent", "saturation_percent", "flush_percent", "lost_percent",
+)  # fmt: skip
+BLOCK_SHARES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+_VALUES = ("count", "nan", "inf", "zero", "absmax", "mean", "std")
+
+
+def error_document(
+    sources: Sequence[str], gathered: Gathered, choices: Sequence[FormatChoice], by: Fields
+) -> dict[str, Any]:
+    """The whole comparison, floats as they are."""
+    groups = gathered.groups
+    return {
+        "sources": list(sources),
+        "formats": [
+            {"label": each.label, "format": each.fmt, "options": each.options, "axis": each.axis}
+            for each in choices
+        ],
+        "by": list(by),
+        "all": plain_group(groups.whole()),
+        "groups": [
+            {**dict(zip(by, values, strict=True)), **plain_group(tally)}
+            for values, tally in (groups.by(*by).items() if by else ())
+            if tally.errors
+        ],
+        "unmeasured": [
+            {"name": name, "reason": reason, "records": records}
+            for (name, reason), records in gathered.unmeasured.items()
+        ],
+        "skipped": [{"name": one.name, "reason": one.reason} for one in gathered.skipped],
+    }
+
+
+def plain_group(tally: Tally) -> dict[str, Any]:
+    """The values of a group, and the error of each format on them."""
+    distribution = tally.distribution
+    shape = None if distribution is None else asdict(shape_of(distribution))
+    return {
+        "records": tally.records,
+        "values": {
+            **{name: getattr(tally.stats, name) for name in _VALUES},
+            **(shape or {}),
+            "exact": distribution is not None and distribution.exact,
+        },
+        "block_ranges": {size: _plain_ranges(ranges) for size, ranges in tally.ranges.items()} or None,
+        "best": best_of(tally.errors),
+        "errors": {label: plain_errors(errors) for label, errors in tally.errors.items()},
+    }
+
+
+def best_of(errors: Mapping[str, Errors]) -> str | None:
+    """The format that took the most records, lost the fewest values, and has the highest SQNR; the first of equals."""
+
+    def merit(label: str) -> tuple[int, int, float]:
+        one = errors[label]
+        return one.records, -one.lost, -math.inf if one.sqnr_db is None else one.sqnr_db
+
+    return max(errors, key=merit) if any(one.sqnr_db is not None for one in errors.values()) else None
+
+
+def plain_errors(errors: Errors) -> dict[str, Any]:
+    """Counts and metrics of one format, and what is known of its blocks."""
+    return {
+        **{name: getattr(errors, name) for name in (*COUNTS, *METRICS)},
+        "blocks": None if errors.blocks is None else _plain_blocks(errors.blocks),
+    }
+
+
+def _plain_blocks(blocks: Blocks) -> dict[str, Any]:
+    found = None if blocks.sqnr is None else blocks.sqnr_quantiles(BLOCK_SHARES)
+    quantiles = None if found is None else dict(zip(map(str, BLOCK_SHARES), found, strict=True))
+    return {
+        "count": blocks.count,
+        "zero": blocks.zero,
+        "invalid": blocks.invalid,
+        "saturated": blocks.saturated,
+        "saturated_percent": blocks.saturated_percent,
+        "scale_type": blocks.scale_type,
+        "scales": _plain(blocks.scales),
+        "scale_exponents": _plain(blocks.exponents()),
+        "scale_log2_mean": blocks.scale_log2_mean,
+        "scale_log2_std": blocks.scale_log2_std,
+        "exact": None if blocks.sqnr is None else blocks.exact,
+        "sqnr_db": quantiles,
+        "sqnr_histogram": None if blocks.sqnr is None else _plain(blocks.sqnr),
+    }
+
+
+def _plain_ranges(ranges: BlockRanges) -> dict[str, Any]:
+    return {
+        "count": ranges.count,
+        "empty": ranges.empty,
+        "widest": ranges.widest,
+        "range_histogram": _plain(ranges.ranges),
+        "amax_exponents": _plain(ranges.amax),
+    }
+
+
+def _plain(histogram: Histogram) -> dict[str, int]:
+    return {str(level): count for level, count in sorted(histogram.items())}

@@ -1,0 +1,32 @@
+"""Single image files where the user wants them: whole or absent, and over nothing unless that was asked for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from capd.errors import NO_SPACE, CapdError, StoreFull
+from capd.store.files import link, new_file, rename, unlink
+
+__all__ = ["write_image"]
+
+
+def write_image(path: Path, payload: bytes, *, force: bool) -> None:
+    """Write a file, mode 0600. force: in the place of what is there.
+
+    Raises CapdError where the name is taken or the file cannot be made, StoreFull where it does not fit.
+    """
+    temporary = path.with_name(f".capd-plot-{os.getpid()}-{path.name}")
+    try:
+        new_file(temporary, [payload])
+        if force:
+            rename(temporary, path)
+        else:
+            link(temporary, path)
+    except FileExistsError:
+        raise CapdError(f"{path} is there; choose another name, or replace it with --force") from None
+    except OSError as error:
+        kind = StoreFull if error.errno in NO_SPACE else CapdError
+        raise kind(f"cannot write {path}: {error.strerror or error}; choose another place") from error
+    finally:
+        unlink(temporary, missing_ok=True)

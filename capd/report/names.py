@@ -1,0 +1,13 @@
+"""A field's value in the words of reports."""
+
+from __future__ import annotations
+
+from capd.analyze.groups import Value
+from capd_client.texts import printable
+
+__all__ = ["value_text"]
+
+
+def value_text(value: Value) -> str:
+    """A field's value for people."""
+    return "none" if value is None else printable(str(value)) or '""'

@@ -1,0 +1,113 @@
+"""The report as one HTML file: data, scripts and style within it, and a policy that lets nothing else in."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any
+
+from capd.report.document import MARK
+
+__all__ = ["page_html"]
+
+_ASSETS = files("capd.report") / "assets"
+_ENTRY = "main"
+_IMPORT = re.compile(r'^import \{([^}]*)\} from "\./(\w+)\.js";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:const|function) (\w+))", re.MULTILINE)
+
+_PAGE = """<!doctype html>
+<html lang="en" data-theme="auto">
+<head>
+<meta charset="utf-8">
+<meta name="generator" content="{mark}">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<title>{title}</title>
+<link rel="icon" href="data:,">
+<style>{style}</style>
+</head>
+<body>
+<a class="skip" href="#">Skip to the content</a>
+<header></header>
+<main tabindex="-1"></main>
+<noscript>This report draws itself: allow scripts for this file. It loads nothing from anywhere.</noscript>
+<!-- {licence} -->
+<script type="application/json" id="data">{data}</script>
+<script>{chart}</script>
+<script type="module">{script}</script>
+</body>
+</html>
+"""
+
+
+def page_html(data: Mapping[str, Any]) -> bytes:
+    """The file's content. data: what `page_data` gives. Its first 512 bytes hold the report's mark.
+
+    Names within the data are only ever text: JSON without a `<`, which scripts put into text nodes. The policy lets
+    exactly these scripts and this style run, and no request leave.
+    """
+    style = _asset("uPlot.min.css") + _asset("page.css")
+    chart, script = _asset("uPlot.iife.min.js"), _linked()
+    return _PAGE.format(
+        mark=MARK,
+        policy=_policy([chart, script], style),
+        title=html.escape(f"{data['title']} · {MARK}"),
+        style=style,
+        licence=f"uPlot 1.6.32:\n{_asset('uPlot.LICENSE')}",
+        data=_embedded(data),
+        chart=chart,
+        script=script,
+    ).encode(errors="replace")
+
+
+def _asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")
+
+
+def _policy(scripts: list[str], style: str) -> str:
+    allowed = " ".join(_hash(script) for script in scripts)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _embedded(data: Mapping[str, Any]) -> str:
+    """Strict JSON that no HTML parser sees an end, a comment or a script in."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _linked() -> str:
+    """The entry's module and all that it imports as one script, as a file that lies alone can import none.
+
+    Each module becomes a function that runs once and gives what the module exports.
+    """
+    parts: dict[str, str] = {}
+
+    def link(name: str) -> None:
+        source = _asset(f"{name}.js")
+        for _, other in _IMPORT.findall(source):
+            if other not in parts:
+                link(other)
+        body = _IMPORT.sub(lambda found: f"const {{{found[1]}}} = {_called(found[2])};\n", source)
+        exported = ", ".join(_EXPORT.findall(body))
+        parts[name] = (
+            f"const {_called(name)} = (() => {{\n{_EXPORT.sub('', body)}return {{ {exported} }};\n}})();\n"
+        )
+
+    link(_ENTRY)
+    return "".join(parts.values())
+
+
+def _called(name: str) -> str:
+    return f"module_{name}"

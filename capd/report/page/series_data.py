@@ -1,0 +1,53 @@
+"""Series as the page's data has them: what the page of each tensor shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from capd.report.page.plain import errors_plain, exponents_of, short, tally_plain
+from capd.report.series import MOST_SERIES, SeriesSummaries, SeriesSummary
+
+__all__ = ["series_data"]
+
+_POINTS = 12_000  # of all series together,
+_MOST_POINTS, _LEAST_POINTS = 96, 8  # and of one
+
+
+def series_data(series: SeriesSummaries | None, notes: list[str]) -> dict[str, Any]:
+    """`series`, as many as have a page, and `series_total`."""
+    if series is None:
+        return {"series": [], "series_total": 0}
+    found = list(series)
+    if len(series) > MOST_SERIES:
+        notes.append(
+            f"tensors: the first {MOST_SERIES:,} of {len(series):,} series have a page of their own; the groups are of "
+            "all; --layer, --rank and --tensor choose others"
+        )
+    most = max(_LEAST_POINTS, min(_MOST_POINTS, _POINTS // max(1, len(found))))
+    if any(one.step > 1 or len(one.points) > most for one in found):
+        notes.append(f"tensors: of each series at most {most:,} records are drawn, evenly chosen")
+    return {"series": [_series(one, most) for one in found], "series_total": len(series)}
+
+
+def _series(one: SeriesSummary, most: int) -> dict[str, Any]:
+    every = -(-len(one.points) // most)
+    points = one.points[::every]
+    return {
+        "path": one.path,
+        **msgspec.structs.asdict(one.key),
+        "dtype": one.dtype,
+        "shape": list(one.shape),
+        "emulation": one.emulation,
+        **tally_plain(one.tally),
+        "quantiles": None if one.quantiles is None else [short(value) for value in one.quantiles],
+        "exponents": exponents_of(one.tally.stats),
+        "errors": errors_plain(one.tally.errors),
+        "moments": {
+            "iteration": [point.moment.iteration for point in points],
+            "micro_batch": [point.moment.micro_batch for point in points],
+            **{name: [short(getattr(point, name)) for point in points] for name in ("mean", "std", "absmax")},
+        },
+        "moments_step": one.step * every,
+    }

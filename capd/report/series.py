@@ -1,0 +1,108 @@
+"""What each series comes to, for the pages of single tensors: a few KiB each, however many records it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from capd.analyze.groups import Tally
+from capd.io.items import Loaded
+from capd.report.looking import Seen
+from capd.report.quantiles import quantiles_of
+from capd_client.key import Key, Moment
+
+__all__ = ["MOST_SERIES", "Point", "SeriesSummaries", "SeriesSummary", "emulation_of"]
+
+MOST_SERIES = 1000
+"""Of how many series there are pages; of further ones only the groups tell."""
+_MOST_POINTS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One record of a series: when it was, and its statistics."""
+
+    moment: Moment
+    mean: float | None
+    std: float | None
+    absmax: float | None
+
+
+@dataclass(slots=True)
+class SeriesSummary:
+    """What the records of one key and dtype come to.
+
+    path: of the series below its run, or of its first file. shape: its first record's. emulation: what its last record
+    says was active, None where none says so. tally: without a distribution. quantiles: at QUANTILES, exact as the
+    distribution is; None where no element was read, or where its records were not neighbours, as in a directory of
+    files. points: every `step`-th record, at most 128.
+    """
+
+    path: str
+    key: Key
+    dtype: str
+    shape: tuple[int, ...]
+    emulation: str | None = None
+    tally: Tally = field(default_factory=Tally)
+    quantiles: list[float] | None = None
+    points: list[Point] = field(default_factory=list)
+    step: int = 1
+    _closed: bool = False
+
+    def add(self, seen: Seen) -> None:
+        """Add a record."""
+        if self.tally.records % self.step == 0:
+            stats = seen.tally.stats
+            self.points.append(Point(seen.loaded.moment, stats.mean, stats.std, stats.absmax))
+            if len(self.points) > _MOST_POINTS:
+                self.points, self.step = self.points[::2], 2 * self.step
+        self.tally.add(seen.tally, values=not self._closed, channels=False)
+        self.emulation = emulation_of(seen.loaded) or self.emulation
+
+    def close(self) -> None:
+        """Its neighbours are all added: keep of their distribution its quantiles alone, and none of a further part."""
+        self.quantiles = None if self._closed else quantiles_of(self.tally)
+        self.tally.distribution, self._closed = None, True
+
+
+class SeriesSummaries:
+    """The first MOST_SERIES series. other: how many more there were."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Key, str], SeriesSummary] = {}
+        self._others: set[tuple[Key, str]] = set()
+        self._last: SeriesSummary | None = None
+
+    def add(self, name: str, seen: Seen) -> None:
+        """Add a record. name: as its item is called."""
+        loaded = seen.loaded
+        identity = loaded.key, loaded.dtype
+        summary = self._found.get(identity)
+        if summary is None:
+            if len(self._found) >= MOST_SERIES:
+                self._others.add(identity)
+                return
+            path = name.rpartition("#")[0] or name
+            summary = self._found[identity] = SeriesSummary(path, loaded.key, loaded.dtype, loaded.shape)
+        if summary is not self._last:
+            self.close()
+            self._last = summary
+        summary.add(seen)
+
+    def close(self) -> None:
+        """Nothing more comes of the series that the last record was of."""
+        if self._last is not None:
+            self._last.close()
+            self._last = None
+
+    def __iter__(self) -> Iterator[SeriesSummary]:
+        return iter(self._found.values())
+
+    def __len__(self) -> int:
+        return len(self._found) + len(self._others)
+
+
+def emulation_of(loaded: Loaded) -> str | None:
+    """Which emulation a record says was active when it was captured."""
+    found = loaded.attributes.get("emulation")
+    return found if isinstance(found, str) else None

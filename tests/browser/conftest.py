@@ -1,0 +1,90 @@
+"""A real browser, offline, and what went wrong in it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHROMIUM = shutil.which("chromium")
+ARRIVED = "window.arrived = location.hash; addEventListener('hashchange', () => { window.arrived = location.hash; })"
+FRAMES = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+DRAWN = "() => [...document.querySelectorAll('.plot')].every((plot) => plot.children.length)"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """The browser; skips where there is none. Gone with its module: as long as it is there an event loop runs in this
+    thread, and whoever wants to run another one fails, zarr among them."""
+    if CHROMIUM is None:
+        pytest.skip("no chromium on the PATH; install Debian's package chromium")
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@dataclass
+class Opened:
+    """A report in a page of the browser. problems: errors of the console, uncaught ones, requests that failed."""
+
+    page: Any
+    address: str
+    problems: list[str] = field(default_factory=list)
+
+    def go(self, place: str) -> None:
+        """Follow an address within the report."""
+        self.page.goto(f"{self.address}#{place}")
+        self.page.wait_for_function("(place) => window.arrived === `#${place}`", arg=place)
+        self.page.wait_for_selector("main section")
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until every chart is drawn: each is made when the browser has told it its width, a frame later."""
+        self.page.wait_for_function(DRAWN)
+        self.page.evaluate(FRAMES)
+
+    def text(self, selector: str = "main") -> str:
+        return str(self.page.inner_text(selector))
+
+    def choose(self, label: str, option: str) -> None:
+        self.page.get_by_label(label, exact=True).first.select_option(label=option)
+        self.settle()
+
+
+@pytest.fixture
+def opened(chromium: Any) -> Iterator[Callable[..., Opened]]:
+    """`opened(path, width=400, theme="dark")` opens a report, offline; at the end nothing may have gone wrong in it."""
+    reports: list[Opened] = []
+    with ExitStack() as closing:
+
+        def open_(path: Path, *, width: int = 1280, theme: str = "light") -> Opened:
+            size = {"width": width, "height": 900}
+            context = closing.enter_context(
+                chromium.new_context(offline=True, viewport=size, color_scheme=theme)
+            )
+            context.add_init_script(ARRIVED)
+            found = Opened(context.new_page(), path.as_uri())
+            page, problems = found.page, found.problems
+            page.on("console", lambda said: said.type in ("error", "warning") and problems.append(said.text))
+            page.on("pageerror", lambda error: problems.append(str(error)))
+            page.on("requestfailed", lambda request: problems.append(f"failed: {request.url}"))
+            page.on(
+                "request",
+                lambda request: request.url.startswith(("file:", "data:")) or problems.append(request.url),
+            )
+            page.on("dialog", lambda dialog: (problems.append(dialog.message), dialog.dismiss()))
+            page.set_default_timeout(30_000)
+            page.goto(found.address)
+            page.wait_for_selector("main section")
+            reports.append(found)
+            return found
+
+        yield open_
+    assert [report.problems for report in reports] == [[] for _ in reports]

@@ -1,0 +1,74 @@
+"""Real runs of a training job, compared: with themselves, and with one that a flipped bit leads elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import capd as capd_package
+from capd.formats import qdq
+from tests.integration.processes import capd
+
+JOB = Path(__file__).with_name("diverging_job.py")
+FLIPPED = 1
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs: `first`, and `flipped`, with one bit of a weight changed."""
+    root = tmp_path_factory.mktemp("captures")
+    train(root, "first")
+    train(root, "flipped", "--flip", str(FLIPPED))
+    return root
+
+
+def train(root: Path, run_id: str, *options: str) -> None:
+    command = ["run", "--store", str(root), "--run-id", run_id, "--", sys.executable, str(JOB), *options]
+    capd(*command, CAPD_STRICT="1")
+
+
+def compared(*arguments: str | Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(capd("compare", *map(str, arguments), "--json").stdout)
+    return found
+
+
+@pytest.mark.fault
+def test_a_deterministic_job_is_captured_twice_bit_for_bit(store: Path) -> None:
+    train(store, "again")
+
+    found = compared(store / "first.zarr", store / "again.zarr")
+
+    assert found["compared"] == found["left"]["records"] == found["right"]["records"] > 0
+    assert found["all"]["identical"] == found["compared"]
+    assert (found["first_divergence"], found["only_left"]["count"]) == (None, 0)
+
+
+def test_a_flipped_bit_is_found_where_it_first_shows(store: Path) -> None:
+    found = compared(store / "first.zarr", store / "flipped.zarr", "--first-divergence")
+    whole = compared(store / "first.zarr", store / "flipped.zarr", "--by", "iteration")
+
+    first = found["first_divergence"]
+    assert (first["iteration"], first["module"], first["operation"]) == (FLIPPED, "2", "forward")
+    assert first["tensor_name"] in ("weight", "output")  # whichever of the two was captured first
+    assert whole["first_divergence"] == first
+    same, changed, *_ = whole["groups"]
+    assert same["identical"] == same["pairs"]
+    assert 0 < changed["identical"] < changed["pairs"]  # what comes before the flipped weight is as it was
+
+
+def test_the_error_of_a_format_is_that_of_the_captured_tensors(store: Path) -> None:
+    found = compared(store / "first.zarr", "--formats", "mxfp4", "--tensor", "weight", "--by", "module")
+
+    series = capd_package.open(store / "first.zarr").find(tensor_name="weight")
+    assert {group["module"] for group in found["groups"]} == {one.key.module for one in series}
+    for one in series:
+        x = torch.cat([one.torch(at).reshape(-1, one.shape[-1]) for at in range(len(one))])
+        error = (qdq(x, "mxfp4").double() - x.double()).numpy()
+        [group] = [group for group in found["groups"] if group["module"] == one.key.module]
+        assert group["errors"]["mxfp4"]["mse"] == pytest.approx(np.square(error).mean(), rel=1e-9)
