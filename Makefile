@@ -13,7 +13,7 @@ GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 SOURCES := capd capd_client tests benchmarks examples
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-store check check-static format lint type imports test-fault test-gpu test-all bench bench-gpu bench-store clean
+.PHONY: help setup demo test test-store check check-static format lint type imports test-random test-fault test-gpu test-all bench bench-gpu bench-store clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,7 +34,7 @@ demo: setup ## Train a small GPT on two ranks, capture it, then show what was ca
 	$(BIN)/capd ls $(STORE)/$$run_id.zarr --limit 20
 
 test: setup ## Run the default test tier
-	$(PYTEST) -m "not fault and not gpu" $(SIDE_BY_SIDE)
+	$(PYTEST) -m "not fault and not gpu" $(SIDE_BY_SIDE) $(TEST_ARGS)
 
 test-store: ## Run the store's tests without torch, on any Python: make test-store PYTHON=python3.13
 	@set -e; version=$$($(PYTHON) -c 'import sys; print("{}.{}".format(*sys.version_info))'); \
@@ -66,6 +66,9 @@ imports: setup
 test-fault: setup ## Run the slow tier: kills, stops and faults
 	$(PYTEST) -m fault -o faulthandler_timeout=0
 
+test-random: setup ## Run the property tests on new random examples, and more of them
+	$(PYTEST) -m "hypothesis and not gpu" --hypothesis-profile=random -o timeout=1200 -o faulthandler_timeout=0
+
 test-gpu: $(GPU_SETUP) ## Run the tests that need a CUDA device; GPU_PYTHON=python3 runs them without .venv
 	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(GPU_PYTHON) -m pytest tests/gpu -m gpu
 
@@ -79,6 +82,8 @@ bench: setup ## Run the benchmarks (a quarter of an hour, on a quiet machine)
 	$(BIN)/python benchmarks/stalled_daemon.py
 	$(BIN)/python benchmarks/rank_statistics.py
 	$(BIN)/python benchmarks/formats.py
+	$(BIN)/python benchmarks/compare.py
+	$(BIN)/python benchmarks/emulation.py
 	$(MAKE) bench-store
 
 bench-gpu: $(GPU_SETUP) ## Run the benchmarks that need a CUDA device (eight minutes at most)

@@ -15,7 +15,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-LEAK_WAIT_S = 5.0
+LEAK_WAIT_S = 20.0  # a busy machine ends threads and children late; only a leak takes so long
 # Process-wide pools of libraries, made once and kept on purpose.
 LIBRARY_THREADS = ("zarr_io", "asyncio_", "ThreadPoolExecutor-", "Dummy-", "tensorstore")
 LIBRARY_CHILDREN = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
@@ -34,8 +34,12 @@ hypothesis.settings.register_profile(
     "capd",
     deadline=None,
     max_examples=50,
+    derandomize=True,  # the same examples on every machine; `make test-random` takes others
     print_blob=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],  # a busy machine is no defect of the test
+)
+hypothesis.settings.register_profile(
+    "random", hypothesis.settings.get_profile("capd"), derandomize=False, max_examples=500
 )
 hypothesis.settings.load_profile("capd")
 
@@ -44,6 +48,13 @@ hypothesis.settings.load_profile("capd")
 def pytest_report_to_serializable() -> Generator[Any, Any, Any]:
     """A report goes to the main process as UTF-8, which cannot carry the half characters that some tests log."""
     return _as_utf8((yield))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Whatever failed before it passed, with `--reruns`, is told of like a failure: it is a defect of something."""
+    for report in terminalreporter.getreports("rerun"):
+        terminalreporter.section(f"failed, and was run again: {report.nodeid}")
+        terminalreporter.write_line(report.longreprtext)
 
 
 def _as_utf8(value: Any) -> Any:
@@ -106,7 +117,7 @@ def _children() -> set[tuple[int, str]]:
     for task in Path("/proc/self/task").iterdir():
         try:
             pids = (task / "children").read_text().split()
-        except FileNotFoundError:  # the thread ended meanwhile
+        except (FileNotFoundError, ProcessLookupError):  # the thread ended meanwhile
             continue
         for pid in pids:
             command = _command(pid)
@@ -118,7 +129,7 @@ def _children() -> set[tuple[int, str]]:
 def _command(pid: str) -> bytes | None:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
 
 

@@ -98,6 +98,14 @@ class DaemonProcess:
         runs = self.stats(run_id)["runs"]
         return runs[0] if runs else {}
 
+    def open_links(self) -> list[str]:
+        """What the daemon's descriptors point to; one that is closed meanwhile is left out."""
+        found = []
+        for entry in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                found.append(os.readlink(entry))
+        return found
+
     def control(self, verb: str, run_id: str | None = None) -> ControlReply:
         reply = self.ask(Control(verb, run_id))
         assert isinstance(reply, ControlReply)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import capd
 from tests.integration.launching import REPOSITORY
+from tests.integration.processes import Told
 
 __all__ = ["Job", "StartJob", "only_run", "samples", "spooled"]
 
@@ -22,6 +21,12 @@ import capd_client
 def save(first, last):
     return [save_tensor(torch.full((64,), float(n)), "linear", "forward", "bf16", "x", sample_idx=n) is not None
             for n in range(first, last)]
+def children(task):
+    try:
+        with open(f"/proc/self/task/{task}/children") as file:
+            return file.read()
+    except (FileNotFoundError, ProcessLookupError):  # the thread ended meanwhile
+        return ""
 for line in sys.stdin:
     verb, *numbers = line.split()
     numbers = [int(n) for n in numbers]
@@ -34,14 +39,13 @@ for line in sys.stdin:
         saver = TensorSaver("mine/mxfp8")
         print(json.dumps(saver.save_tensor(torch.ones(2), "linear", "forward", "mxfp8", "x") is not None), flush=True)
     elif verb == "children":
-        tasks = os.listdir("/proc/self/task")
-        print(json.dumps([open(f"/proc/self/task/{t}/children").read() for t in tasks]), flush=True)
+        print(json.dumps([children(task) for task in os.listdir("/proc/self/task")]), flush=True)
     elif verb == "leave":
         break
 """
 
 
-class Job:
+class Job(Told):
     """A rank, below the command `prefix`, that does what it is told."""
 
     def __init__(self, directory: Path, *prefix: str, **environment: str) -> None:
@@ -51,22 +55,6 @@ class Job:
             env={**os.environ, "PYTHONPATH": str(REPOSITORY), "CAPD_ARENA_BYTES": str(1 << 20),
                  "TENSOR_SAVE_ENABLED": "true", **environment},
         )  # fmt: skip
-
-    def tell(self, command: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
-
-    def hear(self) -> Any:
-        """The next answer."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, self.process.communicate()[1]
-        return json.loads(line)
-
-    def ask(self, command: str) -> Any:
-        self.tell(command)
-        return self.hear()
 
     def leave(self) -> str:
         """Returns what it said."""

@@ -96,20 +96,61 @@ class Daemon:
         raise AssertionError("no RssAnon in /proc status")
 
 
+def command_line(pid: int | str) -> list[bytes]:
+    """The words a process was started with; none of one that is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def command_lines() -> dict[int, list[bytes]]:
+    """Those of every process, by its id."""
+    return {int(name): command_line(name) for name in os.listdir("/proc") if name.isdigit()}
+
+
+def is_running(pid: int) -> bool:
+    """Not gone, and not only waiting for somebody to collect its exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def daemons_on(store: Path) -> list[int]:
     """Processes whose command line names the store."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = entry.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"serve" in words and os.fsencode(store) in words:
-            found.append(int(entry.parent.name))
-    return found
+    return [
+        pid for pid, words in command_lines().items() if b"serve" in words and os.fsencode(store) in words
+    ]
 
 
-class Rank:
+class Told:
+    """A process that is told what to do line by line, and answers with JSON."""
+
+    process: subprocess.Popen[str]
+
+    def tell(self, command: str) -> None:
+        """Send a command without waiting for its answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> Any:
+        """The next answer."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, (
+            f"it ended with {self.process.wait(10)}: {self.process.stderr and self.process.stderr.read()}"
+        )
+        return json.loads(line)
+
+    def ask(self, command: str) -> Any:
+        """Send a command and wait for its answer."""
+        self.tell(command)
+        return self.hear()
+
+
+class Rank(Told):
     """A rank as its own process (rank_job.py, or `command`), told what to do line by line."""
 
     def __init__(
@@ -137,24 +178,6 @@ class Rank:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True
         )
-
-    def tell(self, command: str) -> None:
-        """Send a command without waiting for its answer."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
-
-    def hear(self) -> Any:
-        """The next answer."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"rank {self.rank} ended with {self.process.wait(10)}"
-        return json.loads(line)
-
-    def ask(self, command: str) -> Any:
-        """Send a command and wait for its answer."""
-        self.tell(command)
-        return self.hear()
 
     def leave(self) -> None:
         """Let it close and end in order."""

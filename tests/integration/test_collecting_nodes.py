@@ -102,6 +102,7 @@ def assert_collected(run_path: Path) -> None:
     assert daemons_on(run_path.parent) == []
 
 
+@pytest.mark.fault
 def test_the_launch_lines_of_the_example(
     environ: dict[str, str], started: list[subprocess.Popen[str]], tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import capd as capd_package
+from capd_client.emulation.recipe import Recipe
 from tests.fault.file_systems import mounted_tmpfs
 from tests.integration.collect_job import LAYERS, MICRO_BATCHES
 from tests.integration.processes import Daemon, until
@@ -68,8 +69,12 @@ def test_a_batch_of_three_types_ends_by_itself_with_exactly_the_micro_batches_as
         name: sum(len(series) for series in store.find(quant_type=name)) for name in TYPES
     } == dict.fromkeys(TYPES, records)
     assert {one["outcome"] for one in state_of(run).values()} == {"complete"}
-    assert {one["emulation"] for one in state_of(run).values()} == {"none"}
-    assert {series.attributes["emulation"] for series in store.series} == {"none"}
+    recipes = {name: Recipe.of(name).text() for name in TYPES}
+    assert {name: one["emulation"] for name, one in state_of(run).items()} == recipes
+    assert recipes["bf16"] == "none" != recipes["mxfp4"]
+    assert {(series.key.quant_type, series.attributes["emulation"]) for series in store.series} == set(
+        recipes.items()
+    )
     backward_post = {
         (series.key.tensor_name, series.key.operation, series.key.phase)
         for series in store.series
@@ -125,6 +130,7 @@ def assert_report(report: dict[str, Any], run: Path) -> None:
             assert one["max"] <= one["absmax"]
 
 
+@pytest.mark.fault
 def test_a_type_that_crashes_hangs_or_is_killed_is_reported_and_a_second_start_continues(
     tmp_path: Path,
 ) -> None:
@@ -237,6 +243,7 @@ def jobs(directory: Path, word: str = "collect_job.py") -> list[int]:
     return found
 
 
+@pytest.mark.fault
 def test_all_micro_batches_until_no_more_come(tmp_path: Path) -> None:
     options = (
         "--mode",
@@ -262,10 +269,14 @@ def test_all_micro_batches_until_no_more_come(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "environ"), [("--explicit", {}), ("--calls", {"CAPD_REPLACE_TENSOR_SAVER": "1"})]
+    ("how", "environ", "emulation"),
+    [
+        ("--explicit", {}, Recipe.of("mxfp8").text()),
+        pytest.param("--calls", {"CAPD_REPLACE_TENSOR_SAVER": "1"}, "none", marks=pytest.mark.fault),
+    ],
 )
 def test_captures_of_the_scripts_own_count_and_are_left_out_beyond_what_is_asked_for(
-    tmp_path: Path, how: str, environ: dict[str, str]
+    tmp_path: Path, how: str, environ: dict[str, str], emulation: str
 ) -> None:
     options = ("--mode", "single", "--control-iter", "3", "--run-id", "r")
     done = capd(*arguments(*options, job=(*JOB, how)), cwd=tmp_path, **environ)
@@ -276,7 +287,7 @@ def test_captures_of_the_scripts_own_count_and_are_left_out_beyond_what_is_asked
     assert [(record.iteration, record.call) for record in series.records] == [
         (iteration, call) for iteration in range(3) for call in range(MICRO_BATCHES)
     ]
-    assert series.attributes["emulation"] == "none"
+    assert series.attributes["emulation"] == emulation
 
 
 def test_a_job_that_trains_too_short_is_incomplete(tmp_path: Path) -> None:
@@ -316,6 +327,7 @@ def test_both_ranks_of_torchrun_are_complete_before_they_are_ended(tmp_path: Pat
         daemon.discard()
 
 
+@pytest.mark.fault
 def test_a_rank_that_is_done_before_the_daemon_knows_it_loses_nothing(tmp_path: Path) -> None:
     """The daemon is stopped while the job connects and trains; it is not ended before its captures are stored."""
     daemon = "daemon=$(pgrep -P $PPID -f 'ca[p]d serve')"
@@ -335,6 +347,7 @@ def ranks_job(kind: str) -> tuple[str, ...]:
     return (*launcher, str(script), kind)
 
 
+@pytest.mark.fault
 def test_ranks_that_accumulate_and_evaluate_keep_the_same_micro_batches_and_no_evaluation(
     tmp_path: Path,
 ) -> None:
@@ -354,11 +367,12 @@ def test_ranks_that_accumulate_and_evaluate_keep_the_same_micro_batches_and_no_e
     assert len(store.find(rank=0)) == len(store.find(rank=1)) > 0
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("kind", "environ"),
     [
         ("embedding", {}),
-        pytest.param("calls", {"CAPD_REPLACE_TENSOR_SAVER": "1"}, marks=pytest.mark.fault),
+        ("calls", {"CAPD_REPLACE_TENSOR_SAVER": "1"}),
     ],
 )
 def test_a_rank_that_captures_nothing_does_not_keep_the_others_from_being_complete(
@@ -375,6 +389,7 @@ def test_a_rank_that_captures_nothing_does_not_keep_the_others_from_being_comple
     assert {series.key.rank for series in capd_package.open(tmp_path / "store" / "r.zarr").series} == {0}
 
 
+@pytest.mark.fault
 def test_a_byte_budget_that_is_used_up_ends_each_type_by_its_name(tmp_path: Path) -> None:
     options = (*BATCH[:-1], "bf16,mxfp8", "--run-id", "r", "--control-iter", "100000")
     job = ("bash", "-c", f"echo $WHICH; exec {' '.join(JOB)}")

@@ -55,7 +55,8 @@ def dead_session(daemon: Daemon) -> dict[str, Any]:
 def contained(daemon: Daemon) -> Iterator[Rank]:
     """A rank that is process 1 of its pid namespace, on a host of another name."""
     inside = ("sh", "-c", 'hostname inside; exec "$@"', "sh", sys.executable, str(RANK_JOB))
-    rank = Rank(daemon.endpoint, command=("unshare", *APART, *inside))
+    # A busy machine may not answer three pings within a second, and the rank is to be connected when it is looked at.
+    rank = Rank(daemon.endpoint, command=("unshare", *APART, *inside), CAPD_PING_S="5")
     try:
         yield rank
     finally:

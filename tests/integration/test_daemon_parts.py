@@ -37,8 +37,7 @@ def part(sequence: int, record: int, first: int, nbytes: int, of: int) -> Descri
 
 def scratch_files(daemon: DaemonProcess) -> list[str]:
     """Files without a name that the daemon has open in the spool."""
-    held = Path(f"/proc/{daemon.process.pid}/fd")
-    return [name for fd in held.iterdir() if "/spool/#" in (name := str(fd.readlink()))]
+    return [name for name in daemon.open_links() if "/spool/#" in name]
 
 
 def test_parts_that_contradict_each_other_cost_their_record_alone(

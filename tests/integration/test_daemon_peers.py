@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import resource
@@ -20,6 +21,7 @@ import pytest
 from daemon_kit import (
     ARENA_NBYTES,
     DEFINE,
+    PATIENCE_S,
     DaemonProcess,
     Rank,
     make_memfd,
@@ -146,7 +148,7 @@ def test_malformed_frames_after_the_handshake_end_the_connection_too(
 def trickle(sock: socket.socket, over: threading.Event) -> None:
     """A HELLO that never ends, a byte at a time."""
     hello = encode(Hello(protocol=1, client=b"s" * 16, connection=1, rank=0, arena_nbytes=ARENA_NBYTES))
-    for byte in struct.pack("!i", 1000) + hello:
+    for byte in itertools.chain(struct.pack("!i", 1000), itertools.cycle(hello)):
         if over.wait(0.1):
             return
         with contextlib.suppress(OSError):
@@ -155,19 +157,19 @@ def trickle(sock: socket.socket, over: threading.Event) -> None:
 
 @pytest.mark.usefixtures("witness")
 def test_peers_without_hello_are_sent_away_in_time_however_they_stall(daemon: DaemonProcess) -> None:
+    began = time.monotonic()
     silent = open_socket(daemon.path)
     halfway = raw_rank(daemon.path)
     slow = raw_rank(daemon.path)
     over = threading.Event()
     thread = threading.Thread(target=trickle, args=(slow, over))
     thread.start()
-    began = time.monotonic()
 
     for sock in (silent, halfway, slow):
-        assert select.select([sock], [], [], HANDSHAKE_TIMEOUT_S + 3)[0]
+        assert select.select([sock], [], [], HANDSHAKE_TIMEOUT_S + PATIENCE_S)[0]
         assert "no HELLO" in rejected(answer_of(os.dup(sock.fileno())), "malformed").message
 
-    assert HANDSHAKE_TIMEOUT_S - 1 < time.monotonic() - began < HANDSHAKE_TIMEOUT_S + 2
+    assert time.monotonic() - began >= HANDSHAKE_TIMEOUT_S
     over.set()
     thread.join()
     for sock in (silent, halfway, slow):
@@ -199,21 +201,20 @@ def test_an_ordinary_file_of_the_right_size_is_refused(rank: Rank, tmp_path: Pat
         rejected(rank.open(fds=[file.fileno()]), "arena")
 
 
-def open_files(daemon: DaemonProcess) -> int:
-    return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
+def descriptors(daemon: DaemonProcess) -> list[int]:
+    return [int(number) for number in os.listdir(f"/proc/{daemon.process.pid}/fd")]
 
 
 def limit_for_one_more_file(daemon: DaemonProcess) -> int:
     """Once nobody but the witness is connected."""
-    files = Path(f"/proc/{daemon.process.pid}/fd")
-
-    def sockets() -> int:
-        with contextlib.suppress(FileNotFoundError):
-            return sum(os.readlink(file).startswith("socket:") for file in files.iterdir())
-        return -1
-
-    wait_for(lambda: sockets() == 4, "the listening one, the event loop's own two, and the witness's")
-    used = {int(file.name) for file in files.iterdir()}
+    wait_for(
+        lambda: sum(name.startswith("socket:") for name in daemon.open_links()) == 4,
+        "the listening one, the event loop's own two, and the witness's",
+    )
+    used = set(descriptors(daemon))
+    for _ in range(10):  # without what a look at the store's files has open for a moment
+        time.sleep(0.01)
+        used &= set(descriptors(daemon))
     return [number for number in range(len(used) + 2) if number not in used][1]
 
 
@@ -256,12 +257,12 @@ def test_a_wrong_number_of_descriptors_is_refused_and_none_is_kept(
     daemon: DaemonProcess, rank: Rank, count: int
 ) -> None:
     wait_for(lambda: daemon.stats()["connections"] == 1, "only the asking tool is connected")
-    before = open_files(daemon)
+    before = len(descriptors(daemon))
 
     rejected(rank.open(fds=[rank.fd] * count), "malformed")
     rank.disconnect()
 
-    wait_for(lambda: open_files(daemon) <= before, "descriptors closed again")
+    wait_for(lambda: len(descriptors(daemon)) <= before, "descriptors closed again")
 
 
 def test_an_unknown_first_byte_is_refused(daemon: DaemonProcess) -> None:
@@ -402,9 +403,9 @@ def test_refusals_are_counted(daemon: DaemonProcess) -> None:
 def test_a_rank_that_counts_nonsense_puts_off_no_order_for_the_others(daemon: DaemonProcess) -> None:
     ranks = [Rank(daemon.path, rank=number, run_id="counts") for number in range(3)]
     try:
-        for rank, begun in zip(ranks, (7, 8, 2**60), strict=True):
-            rank.connect()
+        for rank, begun in zip(ranks, (8, 7, 2**60), strict=True):  # a count that grew would have a pace
             rank.memory[8 * COUNTER_STEPS : 8 * COUNTER_STEPS + 8] = struct.pack("Q", begun)
+            rank.connect()
 
         reply = daemon.control("stop", "counts")
         assert isinstance(reply, ControlReply)

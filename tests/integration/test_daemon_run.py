@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from daemon_kit import DaemonProcess, stored_payloads, wait_for
 
+from tests.integration.processes import command_line
+
 HERE = str(Path(__file__).parent)
 CAPTURING_JOB = f"""
     import json, os, sys
@@ -142,8 +144,9 @@ def test_signals_reach_the_job_and_the_store_is_still_sealed(tmp_path: Path, num
 def test_the_job_outlives_its_daemon(tmp_path: Path) -> None:
     script = textwrap.dedent(CAPTURING_JOB) + textwrap.dedent("""
         import signal, socket, struct, time
-        with open("daemon.pid") as file:
-            os.kill(int(file.read()), signal.SIGKILL)
+        while not (pid := Path("daemon.pid").read_text()):
+            time.sleep(0.01)
+        os.kill(int(pid), signal.SIGKILL)
         while os.path.exists("daemon.pid"):
             time.sleep(0.01)
         raise SystemExit(5)
@@ -154,10 +157,7 @@ def test_the_job_outlives_its_daemon(tmp_path: Path) -> None:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
 
     def daemon_pid() -> str:
-        for pid in children.read_text().split():
-            if b"serve" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return pid
-        return ""
+        return next((pid for pid in children.read_text().split() if b"serve" in command_line(pid)), "")
 
     pid = wait_for(daemon_pid, "the daemon runs")
     (tmp_path / "daemon.pid").write_text(pid)
@@ -202,5 +202,5 @@ def test_a_private_daemon_does_not_outlive_a_killed_capd_run(tmp_path: Path, run
 
     wait_for(lambda: not list(runtime_dir.glob("capd-run-*")), "the daemon left and removed its directory")
     for pid in children:
-        if b"sleep" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if b"sleep" in command_line(pid):
             os.kill(pid, signal.SIGKILL)  # the job itself goes on, which is right

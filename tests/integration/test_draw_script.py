@@ -50,6 +50,7 @@ def collected(place: Path) -> list[set[tuple[int, int]]]:
     return [{(record.iteration, record.micro_batch) for record in of_run} for of_run in records]
 
 
+@pytest.mark.fault
 def test_both_collects_and_draws_and_what_is_collected_later_is_drawn_with_it(place: Path) -> None:
     first = draw(place, "both", "mxfp8", "--data-path", "text")
     assert first.returncode == 0, first.stderr
@@ -80,7 +81,6 @@ def test_options_say_where_tensors_are_and_where_figures_go(place: Path) -> None
     assert set(drawn(place, "figures")) == {"bf16"}
 
 
-@pytest.mark.fault
 def test_the_predecessors_files_are_drawn_where_they_lie(place: Path) -> None:
     arguments = ("collect", "bf16", "--tensor-dir", "./run", "--data-path", "text")
     assert draw(place, *arguments).returncode == 0

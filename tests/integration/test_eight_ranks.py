@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.integration.checking import assert_balanced
 from tests.integration.crowd import Crowd
 from tests.integration.processes import Daemon, live_stats, until
@@ -63,6 +65,7 @@ def test_ranks_that_all_want_more_than_there_is_get_alike(daemon: Daemon, tmp_pa
     assert_exact(reports, daemon)
 
 
+@pytest.mark.fault
 def test_a_rank_that_floods_costs_the_others_nothing(daemon: Daemon, tmp_path: Path) -> None:
     """It offers as fast as it can, they a hundred times a second: what does not fit is dropped, and is its own."""
     with crowd_of(tmp_path, daemon, CAPD_POLICY="drop", CAPD_ARENA_BYTES=str(8 << 20)) as crowd:

@@ -52,6 +52,7 @@ def test_ranks_that_start_at_once_share_one_daemon_and_one_run(start_job: StartJ
     until(lambda: not daemons_on(store), 20)
 
 
+@pytest.mark.fault
 def test_the_daemon_outlives_the_rank_that_started_it_and_others_go_on(
     start_job: StartJob, store: Path
 ) -> None:
@@ -73,6 +74,7 @@ def test_the_daemon_outlives_the_rank_that_started_it_and_others_go_on(
     assert spooled(run) == []
 
 
+@pytest.mark.fault
 def test_a_killed_job_leaves_a_sealed_store_too(start_job: StartJob, store: Path) -> None:
     job = start_job(CAPD_IDLE_SEAL_S="0.5")
     assert job.ask("save 0 5") is True
@@ -85,6 +87,7 @@ def test_a_killed_job_leaves_a_sealed_store_too(start_job: StartJob, store: Path
     assert sum(series.zarr().shape[0] for series in capd.open(run).series) == 5
 
 
+@pytest.mark.fault
 def test_the_next_job_makes_a_run_of_its_own(start_job: StartJob, store: Path) -> None:
     for _ in range(2):
         job = start_job()
@@ -95,6 +98,7 @@ def test_the_next_job_makes_a_run_of_its_own(start_job: StartJob, store: Path) -
     assert [samples(run) for run in store.glob("*.zarr")] == [[(0, 0), (0, 1)]] * 2
 
 
+@pytest.mark.fault
 def test_a_job_that_starts_while_the_daemon_of_the_one_before_leaves_gets_its_own(
     start_job: StartJob, store: Path
 ) -> None:
@@ -125,6 +129,7 @@ def test_a_store_that_a_daemon_is_still_leaving_is_waited_for(start_job: StartJo
     until(lambda: not daemons_on(store), 20)
 
 
+@pytest.mark.fault
 def test_a_daemon_that_has_the_store_already_is_joined(
     start_job: StartJob, store: Path, runtime_dir: Path
 ) -> None:
@@ -156,6 +161,7 @@ def test_without_the_rest_of_capd_the_job_runs_on_with_one_warning(
     assert "Traceback" in said  # of the daemon that was tried, not of the job
 
 
+@pytest.mark.fault
 def test_nodes_that_share_no_name_are_told_how_to(start_job: StartJob, store: Path) -> None:
     nodes = {
         "RANK": "2",

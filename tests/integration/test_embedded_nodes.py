@@ -73,6 +73,7 @@ def test_each_node_has_one_daemon_and_no_two_ranks_merge(
     check(store, [(rank, n) for rank in RANKS for n in range(2)], runtime_dir)
 
 
+@pytest.mark.fault
 @apart
 def test_a_node_that_loses_all_its_ranks_costs_the_other_nothing(
     ranks: list[Job], tmp_path: Path, runtime_dir: Path

@@ -39,11 +39,19 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
             capture.test_tensors_arrive_as_they_were_whatever_happens_to_them_and_no_call_waits,
             (same, "ready"),
         ),
-        (capture.test_a_watched_layer_in_training_forward_and_backward, (same,)),
-        (capture.test_the_ring_is_allocated_at_watch, ()),
+        pytest.param(
+            capture.test_a_watched_layer_in_training_forward_and_backward, (same,), marks=pytest.mark.fault
+        ),
+        pytest.param(capture.test_the_ring_is_allocated_at_watch, (), marks=pytest.mark.fault),
         (capture.test_small_captures_share_copies, (same,)),
-        (hazards.test_graph_captures_of_other_threads_survive_pending_captures, (same,)),
-        (hazards.test_a_static_tap_gives_what_each_replay_computed, (same,)),
+        pytest.param(
+            hazards.test_graph_captures_of_other_threads_survive_pending_captures,
+            (same,),
+            marks=pytest.mark.fault,
+        ),
+        pytest.param(
+            hazards.test_a_static_tap_gives_what_each_replay_computed, (same,), marks=pytest.mark.fault
+        ),
         (hazards.test_a_failed_page_lock_costs_speed_and_nothing_else, (same,)),
         (statistics.test_device_and_daemon_agree, ("stats",)),
     ],

@@ -19,6 +19,7 @@ import capd
 from capd_client.config import ClientConfig
 from capd_client.context import Context
 from capd_client.key import Key, Moment
+from capd_client.parts import PartCapture, Record
 from capd_client.session import Session
 from tests.integration.checking import assert_balanced
 from tests.integration.processes import Daemon, at_rest, live_stats, until
@@ -91,11 +92,24 @@ def scratch_files(daemon: Daemon) -> list[str]:
     return [line for line in lines if "/spool/" in line and line.endswith("(deleted)")]
 
 
-def middle_of(session: Session, captured: threading.Thread, parts: int = 8) -> None:
-    """Return once some parts of the record that `captured` captures have been cut."""
-    before = session.books.last_sequence
+def stop_amid(session: Session, daemon: Daemon, captured: threading.Thread, parts: int = 8) -> None:
+    """Return with the daemon stopped once some parts of the record that `captured` captures have been cut.
+
+    The thread that cuts them stops it: however late another one looks, the arena holds far less than what is missing.
+    """
+    cut, left, stopped = session.books.cut, [parts], threading.Event()
+
+    def counted(record: Record, nbytes: int) -> PartCapture | None:
+        left[0] -= 1
+        if left[0] == 0:
+            daemon.send(signal.SIGSTOP)
+            stopped.set()
+        return cut(record, nbytes)
+
+    session.books.cut = counted  # type: ignore[method-assign]
     captured.start()
-    until(lambda: session.books.last_sequence > before + parts)
+    assert stopped.wait(60)
+    assert captured.is_alive()
 
 
 def test_every_layout_and_dtype_comes_back_bit_for_bit_beside_small_captures(
@@ -200,9 +214,7 @@ def test_a_daemon_killed_amid_the_parts_costs_that_record_and_says_so(
     session = connect(ping_s=0.3)
     offer(session, "x", random(6 * MIB, seed=1), 0)
     capture = threading.Thread(target=offer, args=(session, "x", random(6 * MIB, seed=2), 1))
-    middle_of(session, capture)
-    daemon.send(signal.SIGSTOP)  # the arena holds far less than what is missing, so it stays amid
-    assert capture.is_alive()
+    stop_amid(session, daemon, capture)
     daemon.kill()
     daemon.start()
     capture.join(60)
@@ -229,9 +241,8 @@ def _at_rest(daemon: Daemon) -> dict[str, Any] | None:
 def test_a_lost_connection_resumes_where_it_was(daemon: Daemon, connect: Connect, run: Path) -> None:
     session = connect(ping_s=0.1)
     capture = threading.Thread(target=offer, args=(session, "x", random(6 * MIB)))
-    middle_of(session, capture)
+    stop_amid(session, daemon, capture)
     before = session.transport._connections
-    daemon.send(signal.SIGSTOP)
     until(lambda: session.transport._connections > before)  # three pings went unanswered
     daemon.send(signal.SIGCONT)
     capture.join(60)
@@ -262,28 +273,29 @@ def test_a_stopped_daemon_costs_one_wait_and_one_drop(
     until(lambda: not session.books.busy)
     offer(session, "y", torch.zeros(200_000))  # nearly all of the arena: every slot came back
     assert session.flush(30)
-    assert not scratch_files(daemon)
+    until(lambda: not scratch_files(daemon))
     session.close(30)
     stats = until(lambda: _at_rest(daemon))
     assert (stats["offered"], stats["committed"], stats["dropped"]) == (4, 2, {"arena_full": 2})
 
 
 JOB = """
-import os, signal, sys, threading, time
+import os, signal, sys
 import torch, capd_client
 from capd_client import api
 
 capd_client.capture(torch.ones(3), tensor_name="first")
 assert capd_client.flush(30)
 books = api._session.books
+cut = books.cut
 
-def stop_the_daemon():
-    while books.last_sequence < 12:
-        time.sleep(0.001)
-    os.kill(int(sys.argv[1]), signal.SIGSTOP)
-    print("amid", flush=True)
+def counted(record, nbytes):
+    if books.last_sequence == 12:
+        os.kill(int(sys.argv[1]), signal.SIGSTOP)  # by the thread that cuts the parts: never behind the last of them
+        print("amid", flush=True)
+    return cut(record, nbytes)
 
-threading.Thread(target=stop_the_daemon, daemon=True).start()
+books.cut = counted
 capd_client.capture(torch.zeros(8 << 20), tensor_name="large")
 """
 
@@ -338,4 +350,4 @@ def test_a_record_and_its_file_must_both_fit_on_the_disk(small_disk: Daemon) -> 
         session.close(30)
     stats = until(lambda: _at_rest(small_disk))
     assert (stats["offered"], stats["committed"], stats["dropped"]) == (2, 1, {"disk_full": 1})
-    assert not scratch_files(small_disk)
+    until(lambda: not scratch_files(small_disk))

@@ -85,6 +85,7 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
 
 
+@pytest.mark.fault
 def test_a_dev_shm_smaller_than_the_arena_is_no_matter(place: Place) -> None:
     """As containers have it: 64 MiB, which files there would fill until a write ends in SIGBUS."""
     mount = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
@@ -202,6 +203,7 @@ def group() -> Iterator[MemoryGroup]:
     made.path.rmdir()
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("asked", [None, 4096 * MIB], ids=["default", "asked for too much"])
 def test_the_arena_fits_into_a_memory_cgroup(place: Place, group: MemoryGroup, asked: int | None) -> None:
     """Its pages are made ahead, so one that is too large would have the rank killed before its first step."""

@@ -25,7 +25,7 @@ import xarray
 import zarr
 
 import capd as capd_package
-from tests.integration.processes import capd
+from tests.integration.processes import capd, command_lines, until
 
 REPOSITORY = Path(__file__).parents[2]
 RANKS, STEPS, MICRO_BATCHES, LAYERS, CAPTURED = 2, 3, 2, 2, (0, 1)
@@ -33,6 +33,8 @@ OPTIONS = [
     "--steps", str(STEPS), "--layers", str(LAYERS), "--d-model", "64", "--heads", "2", "--seq", "32",
     "--micro-batches", str(MICRO_BATCHES), "--corpus-bytes", "300000", "--capture-steps", "0-1",
 ]  # fmt: skip
+GLOO_ABORT = "terminate called without an active exception"
+"""What torch 2.13 prints where a thread of gloo outlives the interpreter: rarely, and in jobs without capture, too."""
 Moment = tuple[int, str, str, int, int]  # rank, module, tensor_name, iteration, micro_batch
 
 
@@ -63,10 +65,13 @@ def job() -> Iterator[Job]:
             env=environment, capture_output=True, text=True, timeout=110,
         )  # fmt: skip
         assert captured.returncode == 0, captured.stdout + captured.stderr
-        plain = subprocess.run(
-            [*torchrun, "--dump-losses", str(directory / "off.json")],
-            env=environment, capture_output=True, text=True, timeout=110,
-        )  # fmt: skip
+        for _ in range(2):
+            plain = subprocess.run(
+                [*torchrun, "--dump-losses", str(directory / "off.json")],
+                env=environment, capture_output=True, text=True, timeout=110,
+            )  # fmt: skip
+            if GLOO_ABORT not in plain.stderr:
+                break
         assert plain.returncode == 0, plain.stderr
         reference = {
             (rank, *identity): tensor
@@ -207,5 +212,5 @@ def test_the_command_line_tells_the_same(job: Job) -> None:
 def test_run_leaves_nothing_behind(job: Job) -> None:
     assert not list((job.run / ".capd").glob("*/spool/*"))
     assert "Traceback" not in job.output
-    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
-    assert not [command for command in commands if str(job.run.parent).encode() in command]
+    mark = os.fsencode(job.run.parent)
+    until(lambda: not [words for words in command_lines().values() if mark in b" ".join(words)])

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import capd as capd_package
@@ -163,6 +164,7 @@ def thinned_by_the_rule(pages: int) -> tuple[set[Moment], dict[str, int]]:
     return kept, dropped
 
 
+@pytest.mark.fault
 def test_thin_captures_whole_calls_while_the_daemon_stands_still(daemon: Daemon, tmp_path: Path) -> None:
     signals = {"connected": signal.SIGSTOP, "trained": signal.SIGCONT}
     held = job(

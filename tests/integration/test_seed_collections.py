@@ -97,7 +97,7 @@ def test_the_lines_of_the_predecessors_script_collect_what_they_say(
 
     assert done.returncode == 0, done.stderr
     assert kept(megatron) == dict.fromkeys(types, micro_batches)
-    assert "mxfp8, 1 of 1 (a label" in done.stderr or types != {"mxfp8"}
+    assert "mxfp8, 1 of 1 (emulation: mxfp8)" in done.stderr or types != {"mxfp8"}
 
 
 @pytest.mark.fault

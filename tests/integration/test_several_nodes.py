@@ -93,6 +93,7 @@ def assert_zarr_opens_everything(run: Path) -> int:
     return records
 
 
+@pytest.mark.fault
 def test_each_node_survives_kills_alone_and_readers_see_one_store(
     start: Start, ranks: list[Rank], tmp_path: Path
 ) -> None:

@@ -177,7 +177,7 @@ def test_training_waits_for_no_slow_disk(daemon: Daemon, tmp_path: Path) -> None
         assert daemon.anonymous_nbytes() < 256 * MIB
 
 
-@pytest.mark.parametrize("policy", ["drop", "block"])
+@pytest.mark.parametrize("policy", [pytest.param("drop", marks=pytest.mark.fault), "block"])
 def test_training_waits_for_no_daemon_that_is_absent(policy: str, tmp_path: Path, runtime_dir: Path) -> None:
     """Under policy block it waits once, for the time that was stated, and not again."""
     with a_job(

@@ -83,6 +83,7 @@ def test_one_rank_killed_the_other_goes_on_and_nothing_sent_is_lost(
     assert captured_numbers(run, 1) == list(range(total))
 
 
+@pytest.mark.fault
 def test_everything_killed_the_store_opens_and_the_next_daemon_carries_on(
     daemon: Daemon, start_rank: StartRank, run: Path
 ) -> None:
@@ -115,6 +116,7 @@ def test_everything_killed_the_store_opens_and_the_next_daemon_carries_on(
     assert sealed == len(kept) + 10
 
 
+@pytest.mark.fault
 def test_a_stopped_daemon_and_a_reconnecting_rank_tear_and_repeat_nothing(
     daemon: Daemon, start_rank: StartRank, run: Path
 ) -> None:
@@ -207,6 +209,7 @@ def test_a_rank_without_a_daemon_trains_on_and_counts(tmp_path: Path, runtime_di
     assert counters["offered"] == counters["in_flight"] + sum(counters["dropped"].values())
 
 
+@pytest.mark.fault
 def test_the_daemons_memory_stays_bounded(daemon: Daemon, start_rank: StartRank) -> None:
     ranks = [start_rank(number) for number in range(2)]
     for rank in ranks:

@@ -145,11 +145,7 @@ def served(daemon: DaemonProcess) -> Iterator[None]:
 
 def held(daemon: DaemonProcess, kind: str) -> int:
     """Descriptors of this kind that the daemon has open."""
-    found = 0
-    for entry in Path(f"/proc/{daemon.process.pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            found += os.readlink(entry).startswith(kind)
-    return found
+    return sum(name.startswith(kind) for name in daemon.open_links())
 
 
 def converse(daemon: DaemonProcess, first: bytes, sent: list[bytes], opening: bool) -> None:

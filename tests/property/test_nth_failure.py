@@ -16,7 +16,7 @@ LARGEST = 200
 BATCH = [(3, 0, 0, False), (3, 1, 0, False), (4, 0, 1, False), (4, 1, 1, False), (0, 0, 0, False)]
 
 
-@pytest.mark.parametrize("evict", [False, True])
+@pytest.mark.parametrize("evict", [pytest.param(False, marks=pytest.mark.fault), True])
 @pytest.mark.parametrize("kind", ["sync", "write", "rename"])
 def test_one_failed_operation_costs_a_durable_store_nothing_it_acknowledged(
     kind: Literal["sync", "write", "rename"], evict: bool

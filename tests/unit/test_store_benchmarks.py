@@ -139,6 +139,16 @@ def test_tensor_files_are_measured_against_bare_torch(tmp_path: Path) -> None:
     assert any(check["at_most"] for check in found["checks"])  # the peak of memory
 
 
+def test_every_way_to_compare_is_measured_and_its_memory_is_judged(tmp_path: Path) -> None:
+    found = results("compare.py", tmp_path)
+
+    rows = {row["variant"]: row for row in found["rows"]}
+    assert {"", "hifp8", "mxfp8", "mxfp8:axis=-2", "nvfp4", "sweep", "two runs"} <= rows.keys()
+    raw = {name: row["raw_nbytes"] for name, row in rows.items() if name != "two runs"}
+    assert set(raw.values()) == {rows["two runs"]["raw_nbytes"] // 2}
+    assert [check["at_most"] for check in found["checks"]] == [True] * 4
+
+
 def test_the_benchmark_of_listing_runs() -> None:
     done = subprocess.run(
         [sys.executable, BENCHMARKS / "listing.py", "--records", "200", "--series", "20", "--json"],
