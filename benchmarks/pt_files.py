@@ -94,11 +94,11 @@ def measure(variant: str, run: str, files: str, scratch: str, cold: bool) -> Row
         "import, codec fast": lambda: _import(found, out, "fast"),
     }
     Path("/proc/self/clear_refs").write_text("5")
-    before = _peak_nbytes()
+    before = peak_nbytes()
     try:
         with settled_heap(), Meter() as meter:  # as the commands do; bare torch has it no worse
             work[variant]()
-        return meter.row(raw_nbytes=raw_nbytes, peak_mib=(_peak_nbytes() - before) / MIB)
+        return meter.row(raw_nbytes=raw_nbytes, peak_mib=(peak_nbytes() - before) / MIB)
     finally:
         shutil.rmtree(out, ignore_errors=True)
 
@@ -145,7 +145,8 @@ def _drop(paths: Any) -> None:
         os.close(fd)
 
 
-def _peak_nbytes() -> int:
+def peak_nbytes() -> int:
+    """The most memory that this process has held."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) << 10
