@@ -413,7 +413,7 @@ class TestCompiled:
 
         model = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
         with torch.no_grad():
-            model.parametrizations.weight[0]._u.copy_(torch.nn.functional.normalize(torch.ones(8), dim=0))
+            model.parametrizations.weight[0]._v.copy_(torch.nn.functional.normalize(torch.ones(8), dim=0))
         unwatched = trained(copy.deepcopy(model))
         watch(model, tensors=TENSORS)
 
