@@ -119,7 +119,7 @@ def run(
     if endpoint == "off":
         note("CAPD_ENDPOINT=off: the job runs without capture")
     elif named is None or request is not None:
-        refuse_several_nodes(os.environ, command, collection=request is not None)
+        refuse_several_nodes(os.environ, command, collection=request is not None, label_only=label_only)
     check_report(report, endpoint=endpoint, nodes=nodes_of(os.environ, command)[0])
     place = Place(endpoint, Path(resolved.settings.store), named, config, report)
     if request is not None:
@@ -187,15 +187,18 @@ def shared_run_id(environ: Mapping[str, str]) -> str | None:
     return f"slurm-{job}.{step}" if job and step else None
 
 
-def refuse_several_nodes(environ: Mapping[str, str], command: list[str], *, collection: bool = False) -> None:
+def refuse_several_nodes(
+    environ: Mapping[str, str], command: list[str], *, collection: bool = False, label_only: bool = False
+) -> None:
     """Raise ConfigError when the job spans nodes that would each choose their own run id, or end a collection alone."""
     from capd.errors import ConfigError
 
     nodes, origin = nodes_of(environ, command)
     if nodes > 1 and collection:
+        label = " --label-only" if label_only else ""
         raise ConfigError(
             f"the job spans {nodes} nodes ({origin}), and a collection run ends the jobs of one; on several, run each "
-            "type by itself: CAPD_COLLECT=N/M CAPD_STEPS=all capd run --run-id NAME --quant-type T -- …"
+            f"type by itself: CAPD_COLLECT=N/M CAPD_STEPS=all capd run --run-id NAME --quant-type T{label} -- …"
         )
     if nodes > 1:
         raise ConfigError(

@@ -89,7 +89,7 @@ def nodes_of(environ: dict[str, str]) -> list[dict[str, str]]:
     return [{**environ, "NODE_RANK": str(node), "CAPD_NODE": f"node{node}"} for node in range(NODES)]
 
 
-def assert_collected(run_path: Path) -> None:
+def assert_collected(run_path: Path, *, emulated: bool = False) -> None:
     """Both ranks, each from its own node, have two micro-batches of the first iteration and one of the second."""
     store = capd.open(run_path)
     for rank in range(NODES):
@@ -97,7 +97,7 @@ def assert_collected(run_path: Path) -> None:
         assert [[(r.iteration, r.micro_batch) for r in series.records] for series in found] == [
             [(0, 0), (0, 1), (1, 0)]
         ] * 2
-        assert {series.attributes["emulation"] for series in found} == {"none"}
+        assert {series.attributes["emulation"] != "none" for series in found} == {emulated}
     assert len(list(run_path.glob(".capd/node=*"))) == NODES
     assert daemons_on(run_path.parent) == []
 
@@ -121,15 +121,16 @@ def test_the_batch_script_of_the_example(
 
 
 @pytest.mark.fault
+@pytest.mark.parametrize(("flag", "emulated"), [("", True), ("--label-only", False)])
 def test_the_remedy_that_a_refused_collection_names(
-    environ: dict[str, str], started: list[subprocess.Popen[str]], tmp_path: Path
+    flag: str, emulated: bool, environ: dict[str, str], started: list[subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     torchrun = (
         f"torchrun --nnodes {NODES} --nproc-per-node 1 --node-rank $NODE_RANK --master-addr $HEAD "
         f"--master-port {free_port()} {JOB}"
     )
     refused = subprocess.run(
-        ["bash", "-c", f"NODE_RANK=0 capd run --mode quick -- {torchrun}"],
+        ["bash", "-c", f"NODE_RANK=0 capd run --mode quick {flag} -- {torchrun}"],
         env=environ, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert refused.returncode == 2
@@ -145,4 +146,4 @@ def test_the_remedy_that_a_refused_collection_names(
 
     run(remedy, started, *({**one, "CAPD_STORE": str(tmp_path / "store")} for one in nodes_of(environ)))
 
-    assert_collected(tmp_path / "store" / "n.zarr")
+    assert_collected(tmp_path / "store" / "n.zarr", emulated=emulated)
