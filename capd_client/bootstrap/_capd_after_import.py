@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-__all__ = ["after_import"]
+__all__ = ["after_import", "wait_no_more"]
 
 
 def after_import(name: str, function: Callable[[], None]) -> None:
@@ -30,6 +30,11 @@ def after_import(name: str, function: Callable[[], None]) -> None:
         _call(function)
     else:
         _finder.wait(name, function)
+
+
+def wait_no_more(names: Sequence[str]) -> None:
+    """Forget what was to be called after the import of these modules."""
+    _finder.forget(names)
 
 
 def _call(function: Callable[[], None]) -> None:
@@ -50,6 +55,11 @@ class _Finder:
         self._waiting.setdefault(name, []).append(function)
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
+
+    def forget(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._waiting.pop(name, None)
+        self._leave_if_idle()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -77,10 +87,13 @@ class _Finder:
 
     def _imported(self, name: str) -> None:
         functions = self._waiting.pop(name, ())
-        if not self._waiting and self in sys.meta_path:
-            sys.meta_path.remove(self)
+        self._leave_if_idle()
         for function in functions:
             _call(function)
+
+    def _leave_if_idle(self) -> None:
+        if not self._waiting and self in sys.meta_path:
+            sys.meta_path.remove(self)
 
 
 _finder = _Finder()

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from types import FrameType
+from typing import Any
 
 from torch import nn
+from torch.optim.optimizer import Optimizer
 
-__all__ = ["name_of", "owner_of"]
+__all__ = ["name_of", "owner_of", "trains_others"]
+
+_WRAPPED = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
+_MEANINGLESS = frozenset({*_WRAPPED, "submod"})  # names that say nothing about a model
 
 
 def owner_of(module: nn.Module) -> nn.Module:
@@ -22,15 +27,48 @@ def owner_of(module: nn.Module) -> nn.Module:
 
 
 def name_of(module: nn.Module) -> str:
-    """What the code that calls `module` calls it ("critic"), else its class's name."""
+    """What the code that calls `module` calls it ("critic"), else the class's name of what it wraps."""
     for frame in _callers():
-        first = _first_argument(frame)
-        this = frame.f_locals.get(first)
-        for names in (frame.f_locals, getattr(this, "__dict__", {}), frame.f_globals):
+        home = str(frame.f_globals.get("__name__", ""))
+        for names in () if home.partition(".")[0] == "torch" else _namespaces(frame):
             for name, value in tuple(names.items()):
-                if value is module and name != first and not name.startswith("_"):
+                meaningless = name in _MEANINGLESS or name.startswith("_") or name == _first_argument(frame)
+                if value is module and not meaningless:
                     return str(name)
-    return type(module).__name__
+    return type(_inside(module)).__name__
+
+
+def trains_others(module: nn.Module) -> bool:
+    """Whether the code that calls `module` has another model, too, and an optimizer of that one's parameters."""
+    own = {id(parameter) for parameter in module.parameters()}
+    trained: set[int] = set()
+    others: list[set[int]] = []
+    for frame in _callers():
+        for names in _namespaces(frame):
+            for value in tuple(names.values()):
+                kind = type(value)  # isinstance would ask what only stands for something else
+                if issubclass(kind, Optimizer):
+                    trained.update(_parameters_of(value))
+                elif issubclass(kind, nn.Module):
+                    others.append({id(parameter) for parameter in value.parameters()})
+    return any(other & trained and not other & own for other in others)
+
+
+def _parameters_of(optimizer: Any) -> Iterable[int]:
+    return (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _namespaces(frame: FrameType) -> Generator[dict[str, Any], None, None]:
+    """Where a frame finds what it names: its variables, the attributes of what it is a method of, its globals."""
+    yield frame.f_locals
+    yield getattr(frame.f_locals.get(_first_argument(frame)), "__dict__", {})
+    yield frame.f_globals
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    """The model in its wrappers."""
+    inner = next((module._modules[name] for name in _WRAPPED if name in module._modules), None)
+    return module if inner is None else _inside(inner)
 
 
 def _first_argument(frame: FrameType) -> str:

@@ -5,6 +5,8 @@ enabled, outside of a backward, that has parameters to train, is what the loop c
 Where a method of a larger model called it (a LightningModule's training_step, an agent's act), the larger one is
 watched, and the called part begins its micro-batches.
 
+Forwards that a framework runs to learn shapes, that are counted or traced, or that initialise lazy modules, are none.
+
 The search ends when an optimizer steps for the second time, so that models that take turns are all found; with an
 explicit `watch`; and where the job has imported capd_client itself: then it says what it wants. What is found is
 watched, and under CAPD_EMULATE computes in that format; this also where nothing is to be watched (CAPD_WATCH=off, or
@@ -20,10 +22,12 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+import _capd_calls
 import torch
 from _capd_compiled import Compiling
-from _capd_owners import name_of, owner_of
+from _capd_owners import name_of, owner_of, trains_others
 from _capd_startup import emulates, note, watches
+from _capd_trials import during_forward, is_unreal, under_mode, uninitialized
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
@@ -33,7 +37,6 @@ from torch.utils.hooks import RemovableHandle
 __all__ = ["begin", "end"]
 
 _MAX_CALLS = 200_000  # of modules in training mode, in a job whose optimizers never step as torch's do
-_UNREAL = frozenset({"FakeTensor", "FunctionalTensor", "Proxy"})  # a forward with these computes nothing
 
 
 class _Search:
@@ -46,13 +49,14 @@ class _Search:
         self._calls = 0
         self._seen = False  # a training forward, from which on capd_client is there by our import
         self._own = False  # whether it was there before
-        self._names: list[str] = []  # of the models that are watched; the first one needs none
+        self._names: list[str] = []  # of the models that are watched
         self._lock = threading.Lock()
         self._compiling = Compiling(self)
 
     def begin(self) -> None:
         """Hook into torch."""
         self.running = True
+        _capd_calls.begin()
         self._compiling.begin()
         self._hook()
         # Never taken away: it might be while torch iterates over the hooks, and compiled optimizers guard them.
@@ -61,6 +65,7 @@ class _Search:
     def end(self) -> None:
         """Leave torch as it was. May be called twice, and while a call of ours is under way."""
         self.running = False
+        _capd_calls.end()
         self._compiling.end()
         self._unhook()
 
@@ -90,7 +95,12 @@ class _Search:
         if self._calls > _MAX_CALLS:
             self.end()
         before = frozenset(module._forward_pre_hooks)
-        if module in self._known or not self.look_at(module, args):
+        if module in self._known:
+            return None
+        if uninitialized(module):
+            during_forward(module, self.paused())
+            return None
+        if not self.look_at(module, args):
             return None
         return _run_hooks_after(module, before, args)
 
@@ -120,13 +130,15 @@ class _Search:
             return False
         if torch._C._current_graph_task_id() != -1 or torch.compiler.is_compiling():
             return False
-        if torch._C._get_tracing_state() is not None or _unreal(args):
+        if torch._C._get_tracing_state() is not None or is_unreal(args):
+            return False
+        if under_mode() or _capd_calls.trying() or uninitialized(module):
             return False
         parameter = next((p for p in module.parameters() if p.requires_grad), None)
         if parameter is None:  # a loss, or frozen
             self._known.update(module.modules())
             return False
-        return not parameter.is_meta and not _unreal((parameter,))
+        return not is_unreal((parameter,))
 
     def _watch(self, module: nn.Module) -> bool:
         if get_worker_info() is not None:
@@ -144,7 +156,7 @@ class _Search:
         owner = owner_of(module)
         self._known.update(owner.modules())
         self._known.add(module)
-        name = self._fresh_name(owner) if self._names else ""
+        name = self._fresh_name(owner)
         if self._own or not watches():
             from capd_client.auto_watch import emulate_found
 
@@ -161,8 +173,11 @@ class _Search:
         return done != "off"
 
     def _fresh_name(self, module: nn.Module) -> str:
-        """What tells the keys of a further model from those of the ones before."""
-        name = name_of(module)
+        """What tells the keys of a model from those of others: "" where it is the only one that is known of."""
+        stage = _capd_calls.stage_of(module)
+        if stage is None and not self._names and not trains_others(module):
+            return ""
+        name = name_of(module) if stage is None else f"stage{stage}"
         taken = sum(used.partition("#")[0] == name for used in self._names)
         return f"{name}#{taken}" if taken else name
 
@@ -173,10 +188,6 @@ def _problem(error: Exception) -> str:
             f"{sys.executable} has no {error.name}; install it: {sys.executable} -m pip install {error.name}"
         )
     return repr(error)
-
-
-def _unreal(values: tuple[Any, ...]) -> bool:
-    return any(type(value).__name__ in _UNREAL for value in values)
 
 
 def _nothing(*_: Any) -> None:

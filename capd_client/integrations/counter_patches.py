@@ -1,36 +1,41 @@
-"""How a method of a framework is wrapped so that a counter counts while it runs. Wrappers hand everything through."""
+"""What is put around methods of frameworks, so that counters count while they run. Wrappers hand everything through."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Optional
 
 from capd_client import optimizer_steps
 from capd_client.context import Counter
 from capd_client.notices import Notices
 from capd_client.signal_errors import is_interruption
-from capd_client.stepping import begin_counted, counting, end_counted
+from capd_client.stepping import counting
 
-__all__ = ["Method", "Patch", "before", "counted", "end_adopted", "listen", "unless_it_fails"]
+__all__ = [
+    "Around", "Method", "Patch", "adopt", "counted", "end_adopted", "enter", "listen", "unless_it_fails", "wrapped",
+]  # fmt: skip
 
 Method = Callable[..., Any]
+Around = Callable[..., Optional[AbstractContextManager[Any]]]
 _notices = Notices()
 _listening = False  # else wrappers that stay below somebody else's do nothing
 
 
 class Patch(NamedTuple):
-    """`wrap` makes, of the method of a class in a module, what stands in its place.
+    """A method of a class in a module, and what it tells.
 
-    owner: the class; "" for a function of the module. adopt: begins counting for the object whose method runs already.
-    begun: the same where other functions run while it counts.
+    owner: the class; "" for a function of the module. around: called with the arguments of a call, before the method
+    runs; what it returns, if anything, holds while the method runs. adopt: the same for a call that had begun before
+    anybody listened. begun: begins the micro-batch that is under way where other functions run while it counts.
     """
 
     module: str
     owner: str
     method: str
-    wrap: Callable[[Method], Method]
-    adopt: Optional[Callable[[Any], None]] = None
+    around: Around
+    adopt: Optional[Around] = None
     begun: Optional[Callable[[], None]] = None
 
 
@@ -40,75 +45,73 @@ def listen(listening: bool) -> None:
     _listening = listening
 
 
-def _around(counter_of: Callable[[Any], Optional[Counter]]) -> Callable[[Method], Method]:
-    """While the method runs, the counter that `counter_of(self)` returns counts, if any."""
+def wrapped(patch: Patch, method: Method) -> Method:
+    """What stands in the place of `method`."""
+    around = patch.around
 
-    def wrap(method: Method) -> Method:
-        @functools.wraps(method)
-        def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if _adopted:
-                end_adopted()
-            counter = unless_it_fails(counter_of, self) if _listening else None
-            if counter is None:
-                return method(self, *args, **kwargs)
-            with counting(counter):
-                return method(self, *args, **kwargs)
-
-        return counted
-
-    return wrap
-
-
-_adopted: list[Counter] = []  # of calls that had begun before they could be wrapped
-
-
-def _adopting(counter_of: Callable[[Any], Optional[Counter]]) -> Callable[[Any], None]:
-    """What `_around` does, from the middle of a call until the next one, or until an optimizer steps."""
-
-    def adopt(owner: Any) -> None:
-        counter = counter_of(owner)
-        if counter is not None:
-            if not _adopted:
-                optimizer_steps.listen(end_adopted)
-            _adopted.append(counter)
-            begin_counted(counter)
-
-    return adopt
-
-
-def end_adopted() -> None:
-    while _adopted:
-        end_counted(_adopted.pop())
-    optimizer_steps.forget(end_adopted)
-
-
-def before(told: Method) -> Callable[[Method], Method]:
-    """`told` hears of every call, before the method runs."""
-
-    def wrap(method: Method) -> Method:
-        @functools.wraps(method)
-        def telling(*args: Any, **kwargs: Any) -> Any:
-            if _listening:
-                unless_it_fails(told, *args, **kwargs)
+    @functools.wraps(method)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if _adopted:
+            end_adopted(patch)
+        held = unless_it_fails(around, *args, **kwargs) if _listening else None
+        if held is None:
+            return method(*args, **kwargs)
+        with held:
             return method(*args, **kwargs)
 
-        return telling
+    return counted
 
-    return wrap
+
+def enter(patch: Patch, *args: Any, **kwargs: Any) -> Optional[Callable[[], None]]:
+    """Begin what holds during a call that is under way already; returns what ends it, None: nothing does."""
+    held = None if patch.adopt is None else unless_it_fails(patch.adopt, *args, **kwargs)
+    if held is None:
+        return None
+    held.__enter__()
+    return functools.partial(held.__exit__, None, None, None)
+
+
+_adopted: list[
+    tuple[Patch, Callable[[], None]]
+] = []  # calls whose end nobody sees, and what ends them for us
+
+
+def adopt(patch: Patch, *args: Any) -> None:
+    """The same where nothing tells of the call's end: until the next one, or until an optimizer steps."""
+    ended = enter(patch, *args)
+    if ended is not None:
+        if not _adopted:
+            optimizer_steps.listen(end_adopted)
+        _adopted.append((patch, ended))
+
+
+def end_adopted(of: Optional[Patch] = None) -> None:
+    """End what was adopted, by one patch or by all."""
+    for one in [one for one in _adopted if of is None or one[0] is of]:
+        _adopted.remove(one)
+        one[1]()
+    if not _adopted:
+        optimizer_steps.forget(end_adopted)
 
 
 def unless_it_fails(function: Method, *args: Any, **kwargs: Any) -> Any:
+    """What `function` returns; None where it raises, which is said."""
     try:
         return function(*args, **kwargs)
     except Exception as error:  # a version of the framework never seen
         if is_interruption(error):
             raise
-        _notices.warn(
-            "failed", "%s: forwards and steps are counted instead, for now: %r", function.__qualname__, error
-        )
+        name = getattr(function, "__qualname__", function)
+        _notices.warn("failed", "%s: forwards and steps are counted instead, for now: %r", name, error)
         return None
 
 
 def counted(module: str, owner: str, method: str, counter_of: Callable[[Any], Optional[Counter]]) -> Patch:
     """While the method runs, the counter that `counter_of(self)` returns counts, if any; one that runs already, too."""
-    return Patch(module, owner, method, _around(counter_of), _adopting(counter_of))
+
+    @functools.wraps(counter_of)
+    def around(this: Any, *_: Any, **__: Any) -> Optional[AbstractContextManager[Any]]:
+        counter = counter_of(this)
+        return None if counter is None else counting(counter)
+
+    return Patch(module, owner, method, around, around)

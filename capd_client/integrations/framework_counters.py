@@ -6,12 +6,13 @@ where it left off.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Optional
 
 from capd_client.context import Counter
 from capd_client.integrations import megatron_schedule, pipelining
-from capd_client.integrations.counter_patches import Method, Patch, before, counted
+from capd_client.integrations.counter_patches import Patch, counted
 from capd_client.stepping import begin_counted, end_counted
 
 __all__ = ["PATCHES", "end"]
@@ -49,10 +50,6 @@ class _TrainerSteps:
         self._state, self._micro_batch = state, 0
         begin_counted(self)
 
-    def adopt(self, trainer: Any) -> None:
-        """`train` runs already, and its first forward as a rule."""
-        self.begin(None, None, trainer.state)
-
     def go_on(self, _handler: object, _args: object, state: Any, *_: Any, **__: Any) -> None:
         if state is self._state:  # else it began before the patch
             self._micro_batch += 1
@@ -66,17 +63,23 @@ class _TrainerSteps:
 _trainer_steps = _TrainerSteps()
 
 
-def _train(method: Method) -> Method:
+@contextmanager
+def _training() -> Iterator[None]:
     """An error in the middle of a step ends the counting, too."""
+    try:
+        yield
+    finally:
+        _trainer_steps.end()
 
-    @functools.wraps(method)
-    def train(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(*args, **kwargs)
-        finally:
-            _trainer_steps.end()
 
-    return train
+def _train(*_: Any, **__: Any) -> AbstractContextManager[None]:
+    return _training()
+
+
+def _train_on(trainer: Any, *_: Any, **__: Any) -> AbstractContextManager[None]:
+    """`train` runs already, and its first forward as a rule."""
+    _trainer_steps.begin(None, None, trainer.state)
+    return _training()
 
 
 # -- Lightning -----------------------------------------------------------------------------------------------------
@@ -133,10 +136,10 @@ def _titan_micro_batch(trainer: Any) -> Optional[Counter]:
 
 _CALLBACKS = ("transformers.trainer_callback", "CallbackHandler")
 PATCHES = (
-    Patch(*_CALLBACKS, "on_step_begin", before(_trainer_steps.begin)),
-    Patch(*_CALLBACKS, "on_substep_end", before(_trainer_steps.go_on)),
-    Patch(*_CALLBACKS, "on_step_end", before(_trainer_steps.end)),
-    Patch("transformers.trainer", "Trainer", "train", _train, _trainer_steps.adopt),
+    Patch(*_CALLBACKS, "on_step_begin", _trainer_steps.begin),
+    Patch(*_CALLBACKS, "on_substep_end", _trainer_steps.go_on),
+    Patch(*_CALLBACKS, "on_step_end", _trainer_steps.end),
+    Patch("transformers.trainer", "Trainer", "train", _train, _train_on),
     *(
         counted(f"{package}.loops.optimization.{module}", owner, method, counter_of)
         for package in ("lightning.pytorch", "pytorch_lightning")
@@ -146,15 +149,15 @@ PATCHES = (
         )
     ),
     counted("deepspeed.runtime.engine", "DeepSpeedEngine", "forward", _deepspeed),
-    *(Patch(pipelining.MODULE, *wrap) for wrap in pipelining.WRAPS),
+    *(Patch(pipelining.MODULE, owner, method, told, told) for owner, method, told in pipelining.TOLD),
     *(
         counted(module, "Trainer", method, counter_of)
         for module in ("torchtitan.trainer", "torchtitan.train")
         for method, counter_of in (("train_step", _titan_step), ("forward_backward_step", _titan_micro_batch))
     ),
-    Patch(megatron_schedule.MODULE, "", "check_first_val_step", before(megatron_schedule.ask)),
+    Patch(megatron_schedule.MODULE, "", "check_first_val_step", megatron_schedule.ask),
     Patch(
-        megatron_schedule.MODULE, "", "set_current_microbatch", before(megatron_schedule.begin),
+        megatron_schedule.MODULE, "", "set_current_microbatch", megatron_schedule.begin,
         begun=megatron_schedule.adopt,
     ),
 )  # fmt: skip

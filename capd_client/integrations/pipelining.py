@@ -6,21 +6,19 @@ run backwards in two parts. All of these are methods of the stages' classes, whi
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Optional
 
 from capd_client import optimizer_steps
+from capd_client.integrations.counter_patches import Around
 from capd_client.split_backward import inputs_only, weights_only
 from capd_client.stepping import counting
 from capd_client.trials import trial
 
-__all__ = ["MODULE", "WRAPS"]
+__all__ = ["MODULE", "TOLD"]
 
 MODULE = "torch.distributed.pipelining.stage"
-
-_Method = Callable[..., Any]
 
 
 class _Rounds:
@@ -52,51 +50,32 @@ _weights: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """The micro-batch of each stage the gradients of whose weights are computed, or were last."""
 
 
-def _forward_one_chunk(method: _Method) -> _Method:
-    @functools.wraps(method)
-    def forward_one_chunk(stage: Any, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        if not stage.has_backward:
-            return method(stage, fwd_chunk_id, *args, **kwargs)
-        micro_batch = _rounds.begin(stage, fwd_chunk_id)
-        with counting(lambda: (None, micro_batch)):
-            return method(stage, fwd_chunk_id, *args, **kwargs)
-
-    return forward_one_chunk
+def _forward_one_chunk(
+    stage: Any, fwd_chunk_id: int, *_: Any, **__: Any
+) -> Optional[AbstractContextManager[None]]:
+    if not stage.has_backward:
+        return None
+    micro_batch = _rounds.begin(stage, fwd_chunk_id)
+    return counting(lambda: (None, micro_batch))
 
 
-def _prepare(method: _Method) -> _Method:
-    @functools.wraps(method)
-    def prepare(*args: Any, **kwargs: Any) -> Any:
-        with trial():
-            return method(*args, **kwargs)
-
-    return prepare
+def _prepare(*_: Any, **__: Any) -> AbstractContextManager[None]:
+    return trial()
 
 
-def _backward_weight_one_chunk(method: _Method) -> _Method:
-    @functools.wraps(method)
-    def backward_weight_one_chunk(stage: Any, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        _weights[stage] = _rounds.of(stage, bwd_chunk_id)
-        return method(stage, bwd_chunk_id, *args, **kwargs)
-
-    return backward_weight_one_chunk
+def _backward_weight_one_chunk(stage: Any, bwd_chunk_id: int, *_: Any, **__: Any) -> None:
+    _weights[stage] = _rounds.of(stage, bwd_chunk_id)
 
 
-def _backward(method: _Method) -> _Method:
-    @functools.wraps(method)
-    def backward_maybe_with_nosync(stage: Any, backward_type: str, *args: Any, **kwargs: Any) -> Any:
-        if backward_type == "input":
-            with inputs_only():
-                return method(stage, backward_type, *args, **kwargs)
-        if backward_type == "weight" and stage in _weights:
-            with weights_only(_weights[stage]):
-                return method(stage, backward_type, *args, **kwargs)
-        return method(stage, backward_type, *args, **kwargs)
-
-    return backward_maybe_with_nosync
+def _backward(stage: Any, backward_type: str, *_: Any, **__: Any) -> Optional[AbstractContextManager[None]]:
+    if backward_type == "input":
+        return inputs_only()
+    if backward_type == "weight" and stage in _weights:
+        return weights_only(_weights[stage])
+    return None
 
 
-WRAPS: tuple[tuple[str, str, Callable[[_Method], _Method]], ...] = (
+TOLD: tuple[tuple[str, str, Around], ...] = (
     ("_PipelineStageBase", "forward_one_chunk", _forward_one_chunk),
     ("_PipelineStageBase", "backward_weight_one_chunk", _backward_weight_one_chunk),
     ("_PipelineStageBase", "backward_maybe_with_nosync", _backward),
@@ -104,4 +83,4 @@ WRAPS: tuple[tuple[str, str, Callable[[_Method], _Method]], ...] = (
     ("PipelineStage", "_prepare_backward_infra", _prepare),
     ("_PipelineStage", "_prepare_forward_infra", _prepare),
 )
-"""Class, method, and what makes of the method what stands in its place."""
+"""Class, method, and what is told of its calls (see `counter_patches.Patch`)."""

@@ -1,8 +1,10 @@
 """Lets frameworks that count their steps tell capd's clock where they are (capd_client.stepping.begin_counted).
 
-Patches sit on their classes, hand everything through, and are taken off again by the last `uninstall`.
+Patches sit on their classes, hand everything through, and are taken off again by the last `uninstall`. Under `capd run`
+the methods are followed from their import on (`bootstrap/_capd_calls.py`): there patches sit on what follows, see calls
+through references that the job kept, and are told of the calls that are under way, and of their end.
 
-A framework may be imported, or found, when it trains already: whatever of it this thread is in counts from then on.
+Elsewhere a framework may train already when it is found: whatever of it this thread is in is known by its frames.
 """
 
 from __future__ import annotations
@@ -10,21 +12,30 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple, Optional
 
 from capd_client.integrations import framework_counters
-from capd_client.integrations.counter_patches import Method, Patch, end_adopted, listen, unless_it_fails
+from capd_client.integrations.counter_patches import (
+    Method,
+    Patch,
+    adopt,
+    end_adopted,
+    enter,
+    listen,
+    unless_it_fails,
+    wrapped,
+)
 from capd_client.integrations.megatron_schedule import schedule
 
 __all__ = ["install", "look_again", "uninstall"]
 
 
 class _Installed(NamedTuple):
-    owner: Any
-    original: FunctionType
-    wrapper: Method
+    original: Method
+    place: Any  # of a method that is followed; None: the patch sits on its class
+    undo: Callable[[], bool]  # returns whether the patch is gone
 
 
 _lock = threading.RLock()  # re-entrant: a signal handler of the job may watch, too
@@ -67,32 +78,68 @@ def _patch_imported() -> None:
 
 
 def _put_on(patch: Patch) -> bool:
+    place = getattr(_followed(), "places", {}).get((patch.module, patch.owner, patch.method))
+    if place is not None:
+        place.counted = wrapped(patch, place.method)
+        _installed[patch] = _Installed(place.method, place, lambda: _leave(place))
+        return True
     module = sys.modules.get(patch.module)
     owner = getattr(module, patch.owner, None) if patch.owner else module
     method = vars(owner).get(patch.method) if isinstance(owner, (type, ModuleType)) else None
     if not isinstance(method, FunctionType):
         return False
-    wrapper = patch.wrap(method)
+    wrapper = wrapped(patch, method)
     setattr(owner, patch.method, wrapper)
-    _installed[patch] = _Installed(owner, method, wrapper)
+    _installed[patch] = _Installed(method, None, lambda: _take_off(owner, patch.method, method, wrapper))
+    return True
+
+
+def _followed() -> Optional[ModuleType]:
+    """What `capd run` follows since this process began."""
+    return sys.modules.get("_capd_calls")
+
+
+def _leave(place: Any) -> bool:
+    place.counted = None
+    return True
+
+
+def _take_off(owner: Any, name: str, method: Method, wrapper: Method) -> bool:
+    if vars(owner).get(name) is not wrapper:
+        return False
+    setattr(owner, name, method)
     return True
 
 
 def _adopt(fresh: Sequence[Patch]) -> None:
-    """Let those count whose methods this thread is in, the outermost first.
+    """Let those count whose methods this thread is in, the outermost first."""
+    at_places = {id(_installed[patch].place): patch for patch in fresh if _installed[patch].place is not None}
+    for call in _followed().under_way() if at_places else ():  # type: ignore[union-attr]  # it has places
+        patch = at_places.get(id(call.place))
+        if patch is not None and not call.known:
+            call.known = True
+            ended = enter(patch, *call.args, **call.kwargs)
+            if ended is not None:
+                call.ended.append(ended)
+    _adopt_frames([patch for patch in fresh if _installed[patch].place is None and patch.adopt is not None])
+
+
+def _adopt_frames(fresh: Sequence[Patch]) -> None:
+    """The same by the frames of this thread.
 
     Methods are known by their own code: what one decorator puts around several (torchtitan's) has one code for all.
     """
     patches = {inspect.unwrap(_installed[patch].original).__code__: patch for patch in fresh}
     found = []
     frame: Optional[FrameType] = sys._getframe()
-    while frame is not None:
+    while frame is not None and patches:
         patch = patches.get(frame.f_code)
-        if patch is not None and patch.adopt is not None:
-            found.append((patch.adopt, frame.f_locals[frame.f_code.co_varnames[0]]))
+        if patch is not None:
+            names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+            found.append((patch, [frame.f_locals[name] for name in names]))
         frame = frame.f_back
-    for adopt, owner in reversed(found):
-        adopt(owner)
+    for patch, arguments in reversed(found):
+        adopt(patch, *arguments)
 
 
 def uninstall() -> None:
@@ -108,7 +155,6 @@ def uninstall() -> None:
         listen(False)
         framework_counters.end()
         end_adopted()
-        for patch, (owner, original, wrapper) in tuple(_installed.items()):
-            if vars(owner).get(patch.method) is wrapper:
-                setattr(owner, patch.method, original)
+        for patch, installed in tuple(_installed.items()):
+            if installed.undo():
                 del _installed[patch]

@@ -155,7 +155,10 @@ def test_models_that_take_turns_are_all_found_and_told_apart(found: list[Found])
         train(generator, of_generator)
     late(x())
 
-    assert found == [(discriminator, discriminator, ""), (generator, generator, "generator")]
+    assert found == [
+        (discriminator, discriminator, "discriminator"),
+        (generator, generator, "generator"),
+    ]
 
 
 def test_models_are_named_after_what_their_caller_calls_them(found: list[Found]) -> None:

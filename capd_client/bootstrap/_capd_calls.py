@@ -1,0 +1,134 @@
+"""The calls of frameworks that are under way and tell where training is, known from their start.
+
+A model is found in its first forward, in the middle of what its framework calls around it. A patch that is put on a
+method then misses this call, and all calls through a bound method that the job kept. So each method is followed from
+the import of its module on. Once a model is watched, capd_client (`integrations.step_counters`) counts at these places.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+from _capd_after_import import after_import, wait_no_more
+
+__all__ = ["METHODS", "TRIALS", "Call", "Place", "begin", "end", "places", "stage_of", "trying", "under_way"]
+
+_PIPELINING = "torch.distributed.pipelining.stage"
+
+TRIALS = (
+    (_PIPELINING, "PipelineStage", "_prepare_forward_infra"),
+    (_PIPELINING, "PipelineStage", "_prepare_backward_infra"),
+    (_PIPELINING, "_PipelineStage", "_prepare_forward_infra"),
+)
+"""Module, class and method of those that run a model to learn shapes: what they run trains nothing."""
+
+METHODS = (
+    *TRIALS,
+    (_PIPELINING, "_PipelineStageBase", "forward_one_chunk"),
+    (_PIPELINING, "_PipelineStageBase", "backward_weight_one_chunk"),
+    (_PIPELINING, "_PipelineStageBase", "backward_maybe_with_nosync"),
+    ("transformers.trainer", "Trainer", "train"),
+    *(
+        (f"{package}.loops.optimization.{module}", owner, method)
+        for package in ("lightning.pytorch", "pytorch_lightning")
+        for module, owner, method in (
+            ("automatic", "_AutomaticOptimization", "_training_step"),
+            ("manual", "_ManualOptimization", "advance"),
+        )
+    ),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine", "forward"),
+    *(
+        (module, "Trainer", method)
+        for module in ("torchtitan.trainer", "torchtitan.train")
+        for method in ("train_step", "forward_backward_step")
+    ),
+)  # fmt: skip
+"""Module, class and method of all that are followed."""
+
+
+class Place:
+    """A followed method. counted: what stands in its place while capd_client counts; takes the same arguments."""
+
+    __slots__ = ("counted", "method", "trial")
+
+    def __init__(self, method: Callable[..., Any], *, trial: bool) -> None:
+        self.method = method
+        self.trial = trial
+        self.counted: Callable[..., Any] | None = None
+
+
+class Call:
+    """One call of a followed method. known: capd_client counts it. ended: called when it is over; must not raise."""
+
+    __slots__ = ("args", "ended", "known", "kwargs", "place", "thread")
+
+    def __init__(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.place = place
+        self.args = args
+        self.kwargs = kwargs
+        self.thread = get_ident()
+        self.known = place.counted is not None
+        self.ended: list[Callable[[], None]] = []
+
+
+places: dict[tuple[str, str, str], Place] = {}
+_calls: list[Call] = []
+
+
+def begin() -> None:
+    """Follow the methods of each framework from its import on."""
+    for module in dict.fromkeys(module for module, _, _ in METHODS):
+        after_import(module, functools.partial(_follow, module))
+
+
+def end() -> None:
+    """Wait for no more imports. What is followed stays so: the job may have kept it."""
+    wait_no_more([module for module, _, _ in METHODS])
+
+
+def under_way() -> list[Call]:
+    """The calls that this thread is in, the outermost first."""
+    thread = get_ident()
+    return [call for call in tuple(_calls) if call.thread == thread]
+
+
+def trying() -> bool:
+    """Whether this thread is in a framework's trial."""
+    return any(call.place.trial for call in under_way())
+
+
+def stage_of(model: object) -> int | None:
+    """The number of the pipeline's stage that runs `model` now."""
+    for call in under_way():
+        number = getattr(call.args[0], "stage_index", None) if call.args else None
+        if type(number) is int and getattr(call.args[0], "submod", None) is model:
+            return number
+    return None
+
+
+def _follow(module: str) -> None:
+    for place in METHODS:
+        owner = getattr(sys.modules.get(module), place[1], None) if place[0] == module else None
+        method = vars(owner).get(place[2]) if isinstance(owner, type) else None
+        if callable(method) and place not in places:
+            places[place] = Place(method, trial=place in TRIALS)
+            setattr(owner, place[2], _followed(places[place], method))
+
+
+def _followed(place: Place, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        call = Call(place, args, kwargs)
+        _calls.append(call)
+        try:
+            return (place.counted or method)(*args, **kwargs)
+        finally:
+            _calls.remove(call)
+            for ended in call.ended:
+                ended()
+
+    return followed
