@@ -29,7 +29,7 @@ from capd_client.graph_taps import (
 from capd_client.recompute import in_backward, in_segment
 from capd_client.sites import Site, operands_of, output_of, with_operands
 from capd_client.tensors import is_tracing
-from capd_client.trials import trying
+from capd_client.trials import Trial, trying
 from capd_client.untraced import traced_as, untraced
 
 if TYPE_CHECKING:
@@ -173,13 +173,14 @@ class RootHook(Hook):
     """
 
     __slots__ = (
-        "__weakref__", "_begun", "_clock", "_input", "_number", "_outer", "_root", "_sink", "forwards",
+        "__weakref__", "_begun", "_clock", "_input", "_number", "_outer", "_root", "_sink", "_trial", "forwards",
     )  # fmt: skip
 
     def __init__(self, root: nn.Module, clock: Clock, sink: Sink, begun: Callable[[], None]) -> None:
         self._root = weakref.ref(root)
         self._clock = clock
         self._sink = sink
+        self._trial = Trial(root)
         self._begun = begun  # called when a training forward has begun its micro-batch
         self.forwards = 0  # the training forwards that it has seen
         self._outer: Optional[bool] = (
@@ -201,7 +202,7 @@ class RootHook(Hook):
     def begin(self, with_gradients: bool) -> None:
         """A forward of the root in training mode starts."""
         try:
-            if in_backward() or trying():
+            if in_backward() or trying() or self._trial.begins():
                 return
             clock = self._clock
             self._outer = clock.context.evaluating
@@ -213,6 +214,7 @@ class RootHook(Hook):
 
     def end(self) -> None:
         """The forward ends, or has raised."""
+        self._trial.end()
         if self._outer is not None:
             self._clock.context.evaluating, self._outer = self._outer, None
             self._clock.context.end_forward()

@@ -16,6 +16,8 @@ import torch
 
 from capd_client.kinds import ATTENTION, LINEAR
 from tests.integration.algebra import Captures, attention, check_attention, check_linear
+from tests.integration.expected import ATTENTION as ATTENTION_BY_DEFAULT
+from tests.integration.expected import LINEAR as LINEAR_BY_DEFAULT
 from tests.integration.expected import Expected
 from tests.integration.launching import needs, run_ranks
 from tests.integration.torchtitan_job import LAYERS, MICRO_BATCHES, ROWS, STEPS, TOKENS, VOCABULARY, WAYS
@@ -48,26 +50,36 @@ def captures() -> Iterator[Captures]:
     torch.set_num_threads(threads)
 
 
-def expected(way: str) -> Expected:
-    ranks = RANKS_OF[way]
+@pytest.fixture(scope="module")
+def found() -> Iterator[Captures]:
+    """What is captured of a script that knows nothing of capd, and keeps a method of its trainer."""
+    with tempfile.TemporaryDirectory(prefix="capd-torchtitan-") as name:
+        settings = {"package": "torchtitan", "CAPD_STEPS": "all"}
+        yield Captures.of_store(run_ranks("torchtitan_job.py", 1, Path(name), "found", **settings))
+
+
+def expected(way: str, *, tensors: Any = LINEAR.tensors, attention: Any = ATTENTION.tensors) -> Expected:
+    """What a way captures; an empty one: of a model that is found, and so has no name."""
+    ranks = RANKS_OF.get(way, 1)
     parts = 2 if "tp2" in way else 1
+    name = f"{way}." if way else ""
     found = Expected(steps=range(STEPS), micro_batches=MICRO_BATCHES, ranks=range(ranks))
-    tensors: dict[str, Any] = {"tensors": LINEAR.tensors}
     for layer in range(LAYERS):
         at = (layer, way)
-        for name, (out, into) in LINEARS.items():
-            by_rows = name in ("attention.wo", "feed_forward.w2")
+        for linear, (out, into) in LINEARS.items():
+            by_rows = linear in ("attention.wo", "feed_forward.w2")
             inputs, outputs = (into // parts, out) if by_rows else (into, out // parts)
-            found.linear(f"{way}.layers.{layer}.{name}", (ROWS, TOKENS), inputs, outputs, at=at, **tensors)
+            module = f"{name}layers.{layer}.{linear}"
+            found.linear(module, (ROWS, TOKENS), inputs, outputs, at=at, tensors=tensors)
         heads = (ROWS, HEADS // parts, TOKENS, WIDTH // HEADS)
         heads = (ROWS, TOKENS, HEADS // parts, WIDTH // HEADS) if "flex" in way else heads
         shapes = dict.fromkeys(("query", "key", "value", "output"), heads)
-        module = f"{way}.layers.{layer}.attention.inner_attention"
-        found.attention(module, shapes, tensors=ATTENTION.tensors, at=at)
+        module = f"{name}layers.{layer}.attention.inner_attention"
+        found.attention(module, shapes, tensors=attention, at=at)
     rows = (ROWS, TOKENS // CHUNKS)
-    found.linear(f"{way}.lm_head", rows, WIDTH, VOCABULARY // parts, calls=CHUNKS, **tensors)
+    found.linear(f"{name}lm_head", rows, WIDTH, VOCABULARY // parts, calls=CHUNKS, tensors=tensors)
     # Each chunk of the loss has a backward of its own, and so a gradient of the weight.
-    head = [record for record in found.records if record.call.module == f"{way}.lm_head"]
+    head = [record for record in found.records if record.call.module == f"{name}lm_head"]
     for record in (record for record in head if record.tensor_name == "grad_weight"):
         for call in range(1, CHUNKS):
             found.records[record._replace(call=record.call._replace(call=call))] += 1
@@ -95,6 +107,14 @@ def test_the_trainer_s_products_are_captured_and_nothing_more(captures: Captures
         tolerance=1e-5,
     )
     assert compared == dict.fromkeys(("O", "dQ", "dK", "dV"), calls * LAYERS)
+
+
+def test_a_model_that_is_found_has_the_moments_of_a_trainer_whose_methods_the_script_kept(
+    found: Captures,
+) -> None:
+    expected("", tensors=LINEAR_BY_DEFAULT, attention=ATTENTION_BY_DEFAULT).check(found)
+    products = STEPS * MICRO_BATCHES * (LAYERS * len(LINEARS) + CHUNKS)
+    assert check_linear(found) == {"Y": products}
 
 
 def test_series_say_where_the_rank_stood(captures: Captures) -> None:

@@ -1,10 +1,11 @@
 """A rank of torchtitan: its own Trainer and debug model on CPUs, first unwatched, then watched under the way's name.
 
-    python torchtitan_job.py FILE
+    python torchtitan_job.py FILE [found]
 
-The ways are those that the number of ranks allows (`WAYS`). Losses and parameters must be the same bits in both;
-FILE.<rank> tells the losses. What torchtitan 0.3 asks of a GPU is given in `use_cpus`, and its dataset is of made-up
-words; all else is torchtitan's.
+found: a script that knows nothing of capd trains the way "single" alone, and keeps a method of the trainer before its
+first forward, as one that times its micro-batches does. Otherwise the ways are those that the number of ranks allows
+(`WAYS`). Losses and parameters must be the same bits in both; FILE.<rank> tells the losses. What torchtitan 0.3 asks of
+a GPU is given in `use_cpus`, and its dataset is of made-up words; all else is torchtitan's.
 """
 
 from __future__ import annotations
@@ -98,9 +99,12 @@ def config_of(way: str, parallelism: dict[str, Any], directory: Path) -> Any:
     return config
 
 
-def train(config: Any, name: str) -> list[str]:
+def train(config: Any, name: str, *, keeps: bool = False) -> list[str]:
     """All steps of torchtitan's own training; returns losses and a digest of the parameters."""
     trainer = config.build()
+    if keeps:
+        kept = trainer.forward_backward_step
+        trainer.forward_backward_step = lambda *args, **kwargs: kept(*args, **kwargs)
     [model] = trainer.model_parts
     for part in model.modules():
         if isinstance(part, FSDPModule):
@@ -126,6 +130,13 @@ def train(config: Any, name: str) -> list[str]:
     return [*losses, *(float(p.double().sum()).hex() for p in local)]
 
 
+def found(path: Path) -> None:
+    use_cpus()
+    use_cpus_for_flex()
+    train(config_of("single", {}, path.parent), "", keeps=True)
+    dist.destroy_process_group()
+
+
 def main(path: Path) -> None:
     import capd_client  # so that `capd run` leaves it to this script what is watched
 
@@ -143,4 +154,4 @@ def main(path: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]))
+    (found if sys.argv[2:] == ["found"] else main)(Path(sys.argv[1]))
