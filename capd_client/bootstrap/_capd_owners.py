@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 __all__ = ["name_of", "owner_of", "trains_others"]
 
 _WRAPPED = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
+_MOST_HELD = 32  # optimizers or models in a container of the job's
 _MEANINGLESS = frozenset({*_WRAPPED, "submod"})  # names that say nothing about a model
 
 
@@ -46,12 +47,20 @@ def trains_others(module: nn.Module) -> bool:
     for frame in _callers():
         for names in _namespaces(frame):
             for value in tuple(names.values()):
-                kind = type(value)  # isinstance would ask what only stands for something else
-                if issubclass(kind, Optimizer):
-                    trained.update(_parameters_of(value))
-                elif issubclass(kind, nn.Module):
-                    others.append({id(parameter) for parameter in value.parameters()})
+                for one in _contents(value):
+                    kind = type(one)  # isinstance would ask what only stands for something else
+                    if issubclass(kind, Optimizer):
+                        trained.update(_parameters_of(one))
+                    elif issubclass(kind, nn.Module):
+                        others.append({id(parameter) for parameter in one.parameters()})
     return any(other & trained and not other & own for other in others)
+
+
+def _contents(value: Any) -> Iterable[Any]:
+    """The values of a small container; else the value itself."""
+    if type(value) not in (list, tuple, dict) or len(value) > _MOST_HELD:
+        return (value,)
+    return tuple(value.values() if type(value) is dict else value)
 
 
 def _parameters_of(optimizer: Any) -> Iterable[int]:

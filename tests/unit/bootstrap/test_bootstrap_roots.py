@@ -173,6 +173,70 @@ def test_models_are_named_after_what_their_caller_calls_them(found: list[Found])
     assert actor is found[0].model
 
 
+@pytest.mark.parametrize("turn", [1, -1])
+def test_models_that_train_side_by_side_have_the_same_names_whichever_runs_first(
+    found: list[Found], turn: int
+) -> None:
+    actor, critic, teacher = mlp(), mlp(), mlp()
+    averaged = torch.optim.swa_utils.AveragedModel(actor)
+    optimizers = {"all": torch.optim.SGD([*actor.parameters(), *critic.parameters()], lr=0.1)}
+    pair = [actor, critic][::turn]
+    for net in pair:
+        net(x())
+
+    assert {watch.name: watch.model for watch in found} == {"actor": actor, "critic": critic}
+    del averaged, teacher, optimizers
+
+
+def test_the_only_model_that_trains_needs_no_name(found: list[Found]) -> None:
+    """Though others are at hand: an average of it, a teacher that nobody froze."""
+    model, teacher = mlp(), mlp()
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    model(x())
+
+    assert found == [(model, model, "")]
+    del averaged, teacher, optimizer
+
+
+def test_names_that_say_nothing_are_left_off(found: list[Found]) -> None:
+    first = mlp()
+    first(x())
+    module = torch.optim.swa_utils.AveragedModel(Net())
+    module(x())
+
+    assert [watch.name for watch in found] == ["", "Net"]
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_the_forward_that_initialises_lazy_modules_is_no_training(found: list[Found], raises: bool) -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+    if raises:
+        with pytest.raises(TypeError):
+            model(x(), x())
+    model(x())
+    assert found == []
+
+    model(x())
+    assert found == [(model, model, "")]
+
+
+def test_a_forward_that_is_counted_or_faked_is_no_training(found: list[Found]) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = mlp()
+    with FlopCounterMode(display=False):
+        model(x()).sum().backward()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model(x())
+    assert found == []
+
+    model(x())
+    assert found == [(model, model, "")]
+
+
 def test_a_method_of_a_larger_model_that_calls_its_parts_makes_it_the_model(found: list[Found]) -> None:
     class Agent(nn.Module):
         def __init__(self) -> None:
