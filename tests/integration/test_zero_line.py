@@ -157,7 +157,7 @@ def test_models_compiled_in_any_way_are_captured_and_compiled_once(jobs: Jobs) -
 
     expected = [
         record
-        for prefix in ("", "in_place.", "in_function.")
+        for prefix in ("whole.", "in_place.", "in_function.")
         for record in first_step(0, prefix=prefix)
         if record[4] == 0
     ]
