@@ -68,6 +68,8 @@ class Trial:
 
     def begins(self) -> bool:
         """Whether the forward that begins is one; until `end`, then."""
+        if not self._lazy and not _dispatch_modes():
+            return False
         self._lazy = self._lazy and _initialises(self._model())
         why = "that initialises lazy modules" if self._lazy else _counted_or_traced()
         if not why:
@@ -90,7 +92,5 @@ def _initialises(model: Optional[nn.Module]) -> bool:
 
 def _counted_or_traced() -> str:
     """Under which mode this thread computes only for that; empty: under none."""
-    if not _dispatch_modes():
-        return ""
     kinds = (kind.__name__ for mode in _get_current_dispatch_mode_stack() for kind in type(mode).__mro__)
     return next((f"under {name.lstrip('_')}" for name in kinds if name in MODES), "")

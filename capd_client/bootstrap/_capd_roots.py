@@ -132,7 +132,7 @@ class _Search:
             return False
         if torch._C._get_tracing_state() is not None or is_unreal(args):
             return False
-        if under_mode() or _capd_calls.trying() or uninitialized(module):
+        if under_mode() or _capd_calls.trying():
             return False
         parameter = next((p for p in module.parameters() if p.requires_grad), None)
         if parameter is None:  # a loss, or frozen
