@@ -71,10 +71,12 @@ class Trial:
         if not self._lazy and not _dispatch_modes():
             return False
         self._lazy = self._lazy and _initialises(self._model())
-        why = "that initialises lazy modules" if self._lazy else _counted_or_traced()
-        if not why:
+        if self._lazy:
+            _notices.info("the forward that initialises lazy modules is a trial: not captured, not counted")
+        elif not (mode := _counting_or_tracing()):
             return False
-        _notices.warn("trial", "a forward %s is taken for a trial: not captured, not counted", why)
+        else:
+            _notices.warn("trial", "forwards under %s are taken for trials: not captured, not counted", mode)
         self._thread = get_ident()
         _trying.append(self._thread)
         return True
@@ -90,7 +92,7 @@ def _initialises(model: Optional[nn.Module]) -> bool:
     return model is not None and any(is_lazy(parameter) for parameter in model.parameters())
 
 
-def _counted_or_traced() -> str:
-    """Under which mode this thread computes only for that; empty: under none."""
+def _counting_or_tracing() -> str:
+    """The mode that this thread computes under only to be counted or traced; empty: none."""
     kinds = (kind.__name__ for mode in _get_current_dispatch_mode_stack() for kind in type(mode).__mro__)
-    return next((f"under {name.lstrip('_')}" for name in kinds if name in MODES), "")
+    return next((name.lstrip("_") for name in kinds if name in MODES), "")

@@ -58,7 +58,7 @@ def test_a_forward_that_is_counted_or_faked_is_a_trial(
 
     assert moments(sink) == [(i, m, 0) for i in (0, 1) for m in (0, 1)]
     [message] = [record.getMessage() for record in caplog.records]
-    assert "Mode is taken for a trial: not captured, not counted" in message
+    assert "Mode are taken for trials: not captured, not counted" in message
 
 
 def test_a_counter_counts_a_watched_model_as_an_unwatched_one(sink: MemorySink) -> None:
