@@ -41,7 +41,7 @@ def name_of(module: nn.Module) -> str:
 
 def trains_others(module: nn.Module) -> bool:
     """Whether the code that calls `module` has another model, too, and an optimizer of that one's parameters."""
-    own = {id(parameter) for parameter in module.parameters()}
+    own = {id(parameter) for parameter in nn.Module.parameters(module)}
     trained: set[int] = set()
     others: list[set[int]] = []
     for frame in _callers():
@@ -51,8 +51,8 @@ def trains_others(module: nn.Module) -> bool:
                     kind = type(one)  # isinstance would ask what only stands for something else
                     if issubclass(kind, Optimizer):
                         trained.update(_parameters_of(one))
-                    elif issubclass(kind, nn.Module):
-                        others.append({id(parameter) for parameter in one.parameters()})
+                    elif issubclass(kind, nn.Module) and "_parameters" in vars(one):  # else it is being made
+                        others.append({id(parameter) for parameter in nn.Module.parameters(one)})
     return any(other & trained and not other & own for other in others)
 
 
@@ -64,7 +64,9 @@ def _contents(value: Any) -> Iterable[Any]:
 
 
 def _parameters_of(optimizer: Any) -> Iterable[int]:
-    return (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    return (
+        id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]
+    )
 
 
 def _namespaces(frame: FrameType) -> Generator[dict[str, Any], None, None]:
