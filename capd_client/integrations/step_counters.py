@@ -116,7 +116,11 @@ def _adopt(fresh: Sequence[Patch]) -> None:
     at_places = {id(_installed[patch].place): patch for patch in fresh if _installed[patch].place is not None}
     for call in _followed().under_way() if at_places else ():  # type: ignore[union-attr]  # it has places
         patch = at_places.get(id(call.place))
-        if patch is not None and not call.known:
+        if patch is None:
+            continue
+        if (
+            not call.known or patch.adopt is not patch.around
+        ):  # a call that is known holds what is around it, itself
             call.known = True
             ended = enter(patch, *call.args, **call.kwargs)
             if ended is not None:
