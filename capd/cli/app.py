@@ -2,7 +2,8 @@
 
 A verb's module is imported when the verb is used, so `capd --help` costs little and `capd ls` never
 imports torch or zarr. Exit codes: 0 ok, 1 failure, 2 usage, 3 daemon unreachable, 4 damage found,
-5 nothing matched, 6 out of space or budget, 7 store owned by another daemon, 130 Ctrl-C.
+5 nothing matched, 6 out of space or budget, 7 store owned by another daemon, 8 stopped with records left unsealed, 130
+Ctrl-C.
 """
 
 from __future__ import annotations

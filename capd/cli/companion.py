@@ -26,6 +26,7 @@ from capd.errors import EndpointError
 from capd.metrics import DaemonStats, RunStats
 from capd.server.endpoint import MAX_PATH_NBYTES, parse
 from capd.server.naming import check_run_id, new_run_id
+from capd.server.unsealed import EXIT_UNSEALED
 from capd_client.protocol import Ping
 from capd_client.tool_messages import Control, ControlReply, Stats, StatsReply
 
@@ -180,10 +181,12 @@ def _wait_ready(companion: Companion, process: subprocess.Popen[bytes]) -> None:
                 )
                 return
         time.sleep(0.02)
-    if process.returncode > 0:
+    code = process.returncode
+    if code > 0 and code != EXIT_UNSEALED:
         note("the daemon did not start, so the job was not started")
-        raise typer.Exit(process.returncode)
-    note(f"the daemon was ended by signal {-process.returncode}; the job runs without capture")
+        raise typer.Exit(code)
+    how = f"ended by signal {-code}" if code < 0 else "told to stop while it started"
+    note(f"the daemon was {how}; the job runs without capture")
 
 
 def _socket_directory() -> Path:

@@ -46,9 +46,8 @@ def go_on_detached(settings: DaemonSettings) -> None:
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
-            code = os.waitstatus_to_exitcode(status)
             os.write(2, os.pread(log, _MAX_SAID_NBYTES, known_nbytes))
-            os._exit(code if code >= 0 else 128 - code)
+            os._exit(_code_of_ended(status))
         try:
             with connect(path) as tool:
                 tool.request(Ping())
@@ -58,6 +57,15 @@ def go_on_detached(settings: DaemonSettings) -> None:
                 note(f"the daemon (pid {pid}) is not ready after {READY_S:.0f} s: {error}")
                 os._exit(1)
         time.sleep(_REST_S)
+
+
+def _code_of_ended(status: int) -> int:
+    """The exit code for a daemon that ended before it answered; never 0, which says that one listens."""
+    code = os.waitstatus_to_exitcode(status)
+    if code == 0:
+        note("the daemon was told to stop before it answered")
+        return 1
+    return code if code > 0 else 128 - code
 
 
 def _open_log(store: Path, node: str) -> tuple[int, int]:

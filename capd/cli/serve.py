@@ -1,4 +1,4 @@
-"""`capd serve`: run this node's daemon in the foreground until SIGTERM or Ctrl-C."""
+"""`capd serve`: run this node's daemon in the foreground until SIGTERM, SIGHUP or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ def serve(
 ) -> None:
     """Run the daemon of this node.
 
-    Ranks find it through CAPD_ENDPOINT, which the log line "listening on …" gives. SIGTERM or Ctrl-C drains,
-    seals and exits with 0; a second Ctrl-C leaves at once, keeping everything that was acknowledged. With --detach
-    this command ends with 0 when the daemon listens, or with the daemon's exit code if it does not start.
+    Ranks find it through CAPD_ENDPOINT, which the log line "listening on …" gives. SIGTERM, SIGHUP or Ctrl-C drains,
+    seals and exits with 0, or with 8 if records are left unsealed, which the last message names. A second Ctrl-C
+    leaves at once, keeping everything that was acknowledged. With --detach this command ends with 0 when the daemon
+    listens, or with the daemon's exit code if it does not start.
     """
     from capd.cli.output import note
     from capd.config import load_daemon_settings, misspelt_variables

@@ -1,9 +1,9 @@
 """The daemon's life: own the store root, listen, keep the clock, and leave in order.
 
 start: limits → root lock → socket → pipeline → "listening on unix:…" → take up what was left unsealed.
-stop (SIGTERM, Ctrl-C, or a tool's CONTROL): stop accepting → let ranks finish what they sent → persist
-counters → drain and seal → release the root. A second Ctrl-C leaves at once; what was acknowledged is kept
-either way, and the next start takes up the rest.
+stop (SIGTERM, SIGHUP, Ctrl-C, or a tool's CONTROL): stop accepting → let ranks finish what they sent → persist
+counters → drain and seal, what is still being taken up included → say what is left → release the root. A second
+Ctrl-C leaves at once; what was acknowledged is kept either way, and the next start takes up the rest.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ import contextlib
 import logging
 import os
 import socket
-import threading
 import time
 import uuid
 from pathlib import Path
 
 from capd._version import __version__
 from capd.config import DaemonSettings
-from capd.errors import CapdError
 from capd.metrics import DaemonStats
 from capd.server import endpoint
 from capd.server.budget import (
@@ -39,7 +37,9 @@ from capd.server.pipeline import Pipeline
 from capd.server.process import OtherProcess
 from capd.server.registry import Registry
 from capd.server.stopping import StopRequests
+from capd.server.taking_up import TakingUp
 from capd.server.tools import ToolContext
+from capd.server.unsealed import EXIT_UNSEALED, describe_unsealed, find_unsealed
 from capd.store.options import StoreOptions, open_files_within
 from capd_client.amounts import amount_nbytes, default_max_disk
 
@@ -83,7 +83,10 @@ class Daemon:
         self._drained_by = 0.0
 
     def run(self) -> int:
-        """Serve until SIGTERM, Ctrl-C or a tool's shutdown; returns 0, or 1 if the time to drain was not enough.
+        """Serve until SIGTERM, SIGHUP, Ctrl-C or a tool's shutdown; returns the exit code.
+
+        It is 0 when everything is sealed, EXIT_UNSEALED when records are left that plain Zarr readers do not see, 1
+        when only captures were left that nobody had acknowledged.
 
         Raises StoreBusy when another daemon owns the store or the socket, StoreError or EndpointError when
         either cannot be used, ConfigError on a bad run id. Call it from the main thread.
@@ -92,7 +95,7 @@ class Daemon:
             self._start(stack)
             while not self._stop.wait(_TICK_S):
                 self._tick()
-            return 0 if self._shut_down() else 1
+            return self._shut_down()
 
     def stats(self, run_id: str | None = None) -> DaemonStats:
         """What STATS answers: one run, or all."""
@@ -148,8 +151,8 @@ class Daemon:
         self._budget.stored = lambda: self._registry.stored_nbytes() + self._pipeline.scratch_nbytes
         self._budget.waiting, self._budget.unsealed = self._pipeline.waiting, self._pipeline.unsealed_series
         self._listen(self._bound, open_files - options.open_files)
-        self._recovery = threading.Thread(target=self._take_up_unsealed, name="capd-recover", daemon=True)
-        self._recovery.start()
+        self._taking_up = TakingUp(self._root, self._node, self._registry)
+        self._taking_up.start()
 
     def _disk_budget(self) -> DiskBudget:
         settings, found = self._settings, os.statvfs(self._root)
@@ -206,19 +209,6 @@ class Daemon:
         )
         logger.info("listening on %s", bound.endpoint)  # capd run and tests wait for this line
 
-    def _take_up_unsealed(self) -> None:
-        """Recover what a daemon before left in the spool; the clock seals it unless its ranks come back."""
-        for spool in sorted(self._root.glob(f"*.zarr/.capd/node={self._node}/spool")):
-            run_id = spool.parents[2].name.removesuffix(".zarr")
-            if self._stop.reason:
-                return  # the next start goes on
-            try:
-                if any(spool.iterdir()):
-                    logger.info("run %s was left unsealed, taking it up", run_id)
-                    self._registry.adopt(run_id)
-            except (OSError, CapdError) as error:
-                logger.error("run %s cannot be taken up: %s", run_id, error)
-
     # Life and end
 
     def _tick(self) -> None:
@@ -233,28 +223,31 @@ class Daemon:
         elif time.monotonic() - self._quiet_since > _LINGER_S:
             self._stop.request("the process it was started for is gone")
 
-    def _shut_down(self) -> bool:
+    def _shut_down(self) -> int:
         timeout_s = self._settings.shutdown_timeout_s
         began = time.monotonic()
+        until = began + timeout_s
         logger.info("stopping (%s), %d connections", self._stop.reason, self._listener.connections)
         self._registry.refuse_new()
+        self._taking_up.hurry(until)
         self._drained_by = began + timeout_s / 2  # the other half is for sealing
         os.eventfd_write(self._closing, 1)
         self._listener.join_accept()
         self._close_socket()
         self._listener.stop(timeout_s / 2 + 2.0)
-        self._recovery.join(timeout_s / 2)
-        complete = True
         try:
-            self._pipeline.flush().result(max(0.1, began + timeout_s / 2 - time.monotonic()))
+            self._pipeline.flush().result(max(0.1, self._drained_by - time.monotonic()))
         except TimeoutError:
-            complete = False
+            logger.warning("%.0f s were not enough to write all that ranks had sent", timeout_s / 2)
         self._registry.save_all(timeout_s=2.0)
-        complete &= self._pipeline.close(max(0.1, began + timeout_s - time.monotonic()))
-        if not complete and time.monotonic() - began >= timeout_s:
-            logger.warning("%.0f s were not enough to seal everything; the next start takes it up", timeout_s)
+        self._pipeline.seal_all(until)  # first what is open: what is taken up meanwhile may take all the time
+        self._taking_up.join(max(0.0, until - time.monotonic()))
+        complete = self._pipeline.close(max(0.1, until - time.monotonic()))
+        left = find_unsealed(self._root, self._node, self._pipeline.unsealed_records)
+        if left:
+            logger.error("%s", describe_unsealed(left, self._root))
         logger.info("stopped after %.1f s", time.monotonic() - began)
-        return complete
+        return EXIT_UNSEALED if left else 0 if complete else 1
 
     def _close_socket(self) -> None:
         if self._bound is not None:
@@ -265,5 +258,6 @@ class Daemon:
 
     def _leave_at_once(self) -> None:
         self._close_socket()
-        os.write(2, b"capd: interrupted again, leaving without sealing; the next start takes it up\n")
+        way_on = f"`capd serve --store {self._root}` takes it up"
+        os.write(2, os.fsencode(f"capd: interrupted again, leaving without sealing; {way_on}\n"))
         os._exit(130)

@@ -110,6 +110,11 @@ class Pipeline:
         """Bytes that an open run holds beside its shards: small-record logs and catalog."""
         return self._runs[run_id].beside_nbytes()
 
+    def unsealed_records(self, run_id: str) -> int | None:
+        """Committed records of a run that no sealed shard holds; None where this daemon never opened it."""
+        store = self._runs.get(run_id)
+        return None if store is None else store.unsealed_records
+
     def unsealed_series(self) -> int:
         """Series of the open runs that are still to be sealed."""
         return sum(store.unsealed_series for store in list(self._runs.values()))
@@ -168,7 +173,7 @@ class Pipeline:
 
     def close(self, deadline_s: float) -> bool:
         """Drain, seal and close. False if the deadline came first: `.partial` files stay for the next start."""
-        complete = self._drain_and_seal(time.monotonic() + deadline_s)
+        complete = self.seal_all(time.monotonic() + deadline_s)
         self._gathering.stop(timeout_s=5.0)
         self._lanes.close()
         self._appending.inbox.put(None)
@@ -177,7 +182,8 @@ class Pipeline:
         self._pool.shutdown(wait=complete, cancel_futures=True)
         return complete
 
-    def _drain_and_seal(self, until: float) -> bool:
+    def seal_all(self, until: float) -> bool:
+        """Drain, then seal every open run; False if the time (monotonic) came first, or a run could not be sealed."""
         complete = True
         try:
             self.flush().result(timeout=max(0.0, until - time.monotonic()))
@@ -189,9 +195,7 @@ class Pipeline:
                         raise
                     if run_id not in self._runs:
                         continue  # closed meanwhile, sealed
-                    logger.error(
-                        "run %s: not all is sealed: %s; the next `capd serve` takes it up", run_id, error
-                    )
+                    logger.error("run %s could not be sealed: %s", run_id, error)
                     complete = False
         except TimeoutError:
             return False

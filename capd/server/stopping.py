@@ -1,4 +1,4 @@
-"""Turns SIGTERM, Ctrl-C and a tool's word into one thing the main thread can wait for."""
+"""Turns SIGTERM, SIGHUP, Ctrl-C and a tool's word into one thing the main thread can wait for."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from typing import Any
 
 __all__ = ["StopRequests"]
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _SAME_KEYPRESS_S = 0.3  # a second Ctrl-C sooner than this is the first one, delivered twice
 
 
 class StopRequests:
     """A context manager of the main thread: inside, signals no longer interrupt but are waited for.
 
-    A pipe rather than an Event: a signal handler may run while the main thread holds an Event's lock.
+    A hangup that is ignored (nohup) stays so. A pipe rather than an Event: a signal handler may run while the main
+    thread holds an Event's lock.
     """
 
     def __init__(self, force: Callable[[], None]) -> None:
@@ -33,6 +34,8 @@ class StopRequests:
 
     def __enter__(self) -> StopRequests:
         for number in _SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             self._before[number] = signal.signal(number, self._on_signal)
         return self
 

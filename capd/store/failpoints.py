@@ -1,8 +1,9 @@
 """Named places in the store's protocols where a test can stop or fail the process.
 
-`CAPD_FAILPOINTS="seal.after_rename=kill,commit.after_write=error"`: `kill` is SIGKILL to the process, `error` an
-OSError EIO, `enospc` an OSError ENOSPC; `=kill@3` acts at the third pass, `error` and `enospc` once. Without
-the variable a failpoint costs one look into an empty dictionary.
+`CAPD_FAILPOINTS="seal.after_rename=kill,commit.after_write=error"`: `kill` is SIGKILL to the process, `term`, `hup`
+and `int` are the signals that ask it to stop, `error` is an OSError EIO, `enospc` an OSError ENOSPC, and `hang` never
+goes on. `=kill@3` acts at the third pass; all but `kill` act once. Without the variable a failpoint costs one look
+into an empty dictionary.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 
 __all__ = ["NAMES", "failpoint"]
 
@@ -48,6 +50,8 @@ NAMES = (
     "catalog.before_swap",  # a catalog made anew
 )
 _ERRORS = {"error": errno.EIO, "enospc": errno.ENOSPC}
+_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "hup": signal.SIGHUP, "int": signal.SIGINT}
+_ACTIONS = (*_SIGNALS, *_ERRORS, "hang")
 
 
 def _parse(text: str) -> dict[str, tuple[str, int]]:
@@ -55,8 +59,8 @@ def _parse(text: str) -> dict[str, tuple[str, int]]:
     for entry in filter(None, text.split(",")):
         name, _, action = entry.partition("=")
         action, _, number = action.partition("@")
-        if name not in NAMES or action not in ("kill", *_ERRORS):
-            raise ValueError(f"CAPD_FAILPOINTS: {entry!r} is not NAME=kill|error|enospc[@N]")
+        if name not in NAMES or action not in _ACTIONS:
+            raise ValueError(f"CAPD_FAILPOINTS: {entry!r} is not NAME={'|'.join(_ACTIONS)}[@N]")
         found[name] = (action, int(number or 1))
     return found
 
@@ -65,14 +69,17 @@ _active = _parse(os.environ.get("CAPD_FAILPOINTS", ""))
 
 
 def failpoint(name: str) -> None:
-    """Act as CAPD_FAILPOINTS says for `name`; raises OSError for `error` and `enospc`."""
+    """Act as CAPD_FAILPOINTS says for `name`; raises OSError for `error` and `enospc`, never returns for `hang`."""
     if not _active or name not in _active:
         return
     action, left = _active[name]
     if left > 1:
         _active[name] = (action, left - 1)
         return
-    if action == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
     del _active[name]
+    if action in _SIGNALS:
+        os.kill(os.getpid(), _SIGNALS[action])
+        return
+    if action == "hang":
+        threading.Event().wait()
     raise OSError(_ERRORS[action], os.strerror(_ERRORS[action]), f"failpoint {name}")

@@ -225,6 +225,11 @@ class RunStore:
         return sum(s.shard is not None or len(s.waiting) > 0 for s in list(self._series.values()))
 
     @property
+    def unsealed_records(self) -> int:
+        """How many records plain Zarr readers do not see yet."""
+        return sum(series.row.records - series.row.sealed for series in list(self._series.values()))
+
+    @property
     def is_durable(self) -> bool:
         """Whether acknowledgements wait for `sync`."""
         return self._files.durable
