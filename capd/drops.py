@@ -18,7 +18,8 @@ REMEDIES: dict[str, str] = {
     DropReason.NOT_CONNECTED.value: "raise CAPD_EXIT_TIMEOUT_S, and keep the daemon up until the job ends",
     DropReason.REJECTED.value: "the daemon refused the session; the job's log says why",
     DropReason.BAD_DESCRIPTOR.value: "job and daemon disagree; run the same capd version on both sides",
-    DropReason.DISK_FULL.value: "make room on the disk, raise CAPD_MAX_DISK (--max-disk) or lower CAPD_KEEP_FREE",
+    DropReason.DISK_FULL.value: "by max_disk, keep_free or the disk itself, which the job's log tells: raise "
+    "CAPD_MAX_DISK (--max-disk), lower CAPD_KEEP_FREE (--keep-free), or make room",
     DropReason.STORE_ERROR.value: "the daemon's log names the error",
     DropReason.RANK_DIED.value: "the rank was killed before handing these over",
     DropReason.STREAM_CAPTURE.value: "a CUDA graph was being captured; take its tensors with capd_client.static_tap",
@@ -42,14 +43,18 @@ def left_out(dropped: Mapping[str, int]) -> dict[str, int]:
     return {reason: count for reason, count in dropped.items() if count and reason in CHOSEN}
 
 
-def describe_drops(dropped: Mapping[str, int]) -> str | None:
-    """One line that says how many captures were lost, why, and what to change; None where none was."""
+def describe_drops(dropped: Mapping[str, int], why_full: str | None = None) -> str | None:
+    """One line that says how many captures were lost, why, and what to change; None where none was.
+
+    why_full: what the daemon said that was full, with what to do, where it is known.
+    """
+    remedies = {**REMEDIES, DropReason.DISK_FULL.value: why_full} if why_full else REMEDIES
     reasons = [(count, reason) for reason, count in lost(dropped).items()]
     if not reasons:
         return None
     total = sum(count for count, _ in reasons)
     parts = [
-        f"{count:,} {reason} ({REMEDIES.get(reason, 'see the log')})"
+        f"{count:,} {reason} ({remedies.get(reason, 'see the log')})"
         for count, reason in sorted(reasons)[::-1]
     ]
     return f"{total:,} capture{'s were' if total != 1 else ' was'} dropped: " + "; ".join(parts)

@@ -49,6 +49,7 @@ class RunStats(_Model):
     stored_bytes: int
     rate_mib_s: float  # raw MiB committed per second, over the last few seconds
     sealed: bool  # nothing was committed since the last seal
+    why_full: str  # what refused a record as disk_full, and how full it is; "" where nothing did
     sessions: list[SessionStats]
     clean: bool
 

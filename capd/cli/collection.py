@@ -21,6 +21,7 @@ from capd.cli.collection_daemon import (
     flush,
     next_attempt,
     seen,
+    why_full,
 )
 from capd.cli.collection_progress import Progress, progress_text
 from capd.cli.companion import Companion, join, start
@@ -194,7 +195,7 @@ class Collection:
             one.records = got.records
         look = Look(
             time.monotonic(), left(documents, Collected), one.records, lost=got.lost,
-            disk_full=got.disk_full > 0, daemon_ended=found is None,
+            disk_full=got.disk_full > 0, why_full=why_full(found), daemon_ended=found is None,
         )  # fmt: skip
         ending = watcher.over(look, ending, one.exit_code or 0)
         one.micro_batches = watcher.kept
@@ -221,6 +222,7 @@ class Collection:
                 left(documents, Collected),
                 one.records,
                 disk_full=got.disk_full > 0,
+                why_full=why_full(found),
                 daemon_ended=companion.process is not None and companion.process.poll() is not None,
             )
             ending = watcher.look(look)

@@ -30,6 +30,7 @@ __all__ = [
     "flush",
     "next_attempt",
     "seen",
+    "why_full",
 ]
 
 WATCH_REPLY_S = 2.0  # a daemon that is stopped is not to keep the job beyond its time
@@ -104,6 +105,11 @@ def counted(found: Seen | None) -> Counted:
 
 def _counted(run: RunStats | Totals) -> Counted:
     return Counted(run.records, sum(lost(run.dropped).values()), run.dropped.get("disk_full", 0))
+
+
+def why_full(found: Seen | None) -> str:
+    """What refused records as disk_full, and how full it is; "" where nothing did, or no daemon says it."""
+    return "" if found is None or found.run is None else found.run.why_full
 
 
 def next_attempt(companion: Companion) -> int:

@@ -212,7 +212,7 @@ def _stats(reply: object) -> DaemonStats:
 
 def summary(run: RunStats) -> list[str]:
     """The lines that close a run; the first one speaks of drops where there are any."""
-    losses = describe_drops(run.dropped)
+    losses = describe_drops(run.dropped, run.why_full)
     ratio = f", ratio {run.raw_bytes / run.stored_bytes:.2f}" if run.stored_bytes else ""
     dropped, chosen = sum(lost(run.dropped).values()), sum(left_out(run.dropped).values())
     reduced = (

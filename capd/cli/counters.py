@@ -20,7 +20,8 @@ __all__ = ["Counters", "Source"]
 class Counters(BaseModel):
     """What `capd stats --json` prints. Bytes are exact; rates are None where only the store could be asked.
 
-    source: "daemon" (live) or "store" (as last persisted). compression_ratio: raw_bytes / stored_bytes.
+    source: "daemon" (live) or "store" (as last persisted). why_full: what refused a record as disk_full, "" where
+    nothing did. compression_ratio: raw_bytes / stored_bytes.
     clean: false when a kill cut off the last persisted second of some session's counters.
     """
 
@@ -39,6 +40,7 @@ class Counters(BaseModel):
     stored_bytes: int
     compression_ratio: float | None
     rate_mib_s: float | None
+    why_full: str | None
     disk_free: int
     keep_free: int | None
     max_disk: int | None
@@ -149,6 +151,7 @@ def read_store(path: Path) -> Counters:
         stored_bytes=totals.stored_bytes,
         compression_ratio=_ratio(totals.raw_bytes, totals.stored_bytes),
         rate_mib_s=None,
+        why_full=None,
         disk_free=disk.f_bavail * disk.f_frsize,
         keep_free=None,
         max_disk=None,

@@ -88,6 +88,7 @@ def _import(
     from capd.server.budget import DiskBudget, raise_open_files, usable_cpus
     from capd.server.daemon import node_name
     from capd.server.instance import RootLock
+    from capd.space import what_is_full
     from capd.store.options import StoreOptions, open_files_within
     from capd.store.run import RunStore
 
@@ -114,10 +115,12 @@ def _import(
             run.seal()
             run.close()
     except OSError as error:
-        why = f"cannot write to {settings.store}: {error.strerror or error}"
         if error.errno in NO_SPACE:
-            raise StoreFull(f"{why}; make room and give the import again: it goes on where it is") from error
-        raise StoreError(why) from error
+            why = what_is_full(error, root)
+            raise StoreFull(
+                f"cannot write to {root}: {why} and give the import again: it goes on where it is"
+            ) from error
+        raise StoreError(f"cannot write to {settings.store}: {error.strerror or error}") from error
     finally:
         lock.release(keep_note=True)
 

@@ -110,7 +110,7 @@ def _refreshes(source: Source, interval_s: float) -> Iterator[tuple[Counters, bo
 
 def render(counters: Counters) -> list[str]:
     """The counters for people; the first line speaks of drops where there are any."""
-    losses, chosen = describe_drops(counters.dropped), left_out(counters.dropped)
+    losses, chosen = describe_drops(counters.dropped, counters.why_full), left_out(counters.dropped)
     where = "the daemon" if counters.source == "daemon" else "the store"
     lines = [
         *([losses] if losses else []),

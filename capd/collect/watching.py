@@ -40,6 +40,7 @@ class Look:
     records: int
     lost: int = 0
     disk_full: bool = False
+    why_full: str = ""
     daemon_ended: bool = False
 
 
@@ -66,7 +67,7 @@ class Watcher:
         """Why a job that runs is to be ended now; None: it goes on."""
         self._see(look)
         if look.disk_full:
-            return self._full()
+            return self._full(look)
         complete = self._all("complete")
         if complete and not self._silent:
             return self._complete()
@@ -92,7 +93,7 @@ class Watcher:
             if not self._records:
                 return Ending("nothing", f"{ending.reason}, and nothing was captured")
             if look.disk_full:
-                return self._full()
+                return self._full(look)
         if look.lost:
             return Ending(ending.outcome, f"{ending.reason}; {look.lost:,} captures were dropped")
         return ending
@@ -121,8 +122,8 @@ class Watcher:
     def _all(self, *states: QuotaState) -> bool:
         return bool(self._ranks) and all(one.state in states for one in self._ranks)
 
-    def _full(self) -> Ending:
-        reason = "the space is used up (max_disk, keep_free)"
+    def _full(self, look: Look) -> Ending:
+        reason = f"the space is used up: {look.why_full or 'max_disk, keep_free or the disk itself'}"
         return Ending("full" if self._request.micro_batches else "ended", reason)
 
     def _complete(self, *reasons: str) -> Ending:

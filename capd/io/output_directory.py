@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from capd.errors import NO_SPACE, StoreBusy, StoreError, StoreFull
+from capd.space import what_is_full
 
 __all__ = ["held", "output_directory"]
 
@@ -40,6 +41,8 @@ def output_directory(path: Path, temporary: str, when_full: str = "") -> Iterato
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             stack.enter_context(held(path, busy))
         except OSError as error:
+            if error.errno in NO_SPACE:
+                raise StoreFull(f"cannot make {path}: {what_is_full(error, path)}") from error
             raise StoreError(f"cannot write to {path}: {error.strerror}; choose another directory") from error
         for left in path.rglob(f"{temporary}*"):
             if left.is_symlink() or not left.is_dir():
@@ -50,5 +53,5 @@ def output_directory(path: Path, temporary: str, when_full: str = "") -> Iterato
             if error.errno not in NO_SPACE:
                 raise
             raise StoreFull(
-                f"cannot write to {path}: {error.strerror}; the files that stand are whole{when_full}"
+                f"cannot write to {path}: {what_is_full(error, path)}; the files that stand are whole{when_full}"
             ) from error

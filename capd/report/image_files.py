@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from capd.errors import NO_SPACE, CapdError, StoreFull
+from capd.space import what_is_full
 from capd.store.files import link, new_file, rename, unlink
 
 __all__ = ["write_image"]
@@ -26,7 +27,10 @@ def write_image(path: Path, payload: bytes, *, force: bool) -> None:
     except FileExistsError:
         raise CapdError(f"{path} is there; choose another name, or replace it with --force") from None
     except OSError as error:
-        kind = StoreFull if error.errno in NO_SPACE else CapdError
-        raise kind(f"cannot write {path}: {error.strerror or error}; choose another place") from error
+        if error.errno in NO_SPACE:
+            raise StoreFull(
+                f"cannot write {path}: {what_is_full(error, path)}, or choose another place"
+            ) from error
+        raise CapdError(f"cannot write {path}: {error.strerror or error}; choose another place") from error
     finally:
         unlink(temporary, missing_ok=True)

@@ -17,6 +17,7 @@ from typing import Any
 from capd.errors import StoreError
 from capd.server.jobs import Booked, Chunks, Refusal, Task, Tickets
 from capd.server.refusals import refusal_of
+from capd.space import if_full
 from capd.store.encode import ChunkResult, summarise_small
 from capd.store.frames import RecordRow, StatsRow
 from capd.store.packed_statistics import pack
@@ -94,7 +95,7 @@ class AppendThread(threading.Thread):
                 continue
             self._commit_small(small)
             if isinstance(item, Task):
-                self._finish([item], item.refusal or self._attempt(item, self._write_large))
+                self._finish([item], item.refusal or self._attempt(item.job.run_id, item, self._write_large))
             elif item is not None:
                 self._sync_group()
                 item()
@@ -118,8 +119,9 @@ class AppendThread(threading.Thread):
             if now - self._said.get(run_id, -_SAY_EVERY_S) >= _SAY_EVERY_S:
                 self._said[run_id] = now
                 expected = isinstance(error, (OSError, StoreError, sqlite3.Error))
+                why = if_full(error, store.path)
                 logger.error(
-                    "run %s: catalog or seal failed, trying again: %s", run_id, error, exc_info=not expected
+                    "run %s: catalog or seal failed, trying again: %s", run_id, why, exc_info=not expected
                 )
 
     # -- commits
@@ -128,19 +130,20 @@ class AppendThread(threading.Thread):
         """Commit small records of one run in one write, or one by one if that fails; empties `tasks`."""
         if not tasks:
             return
-        refusal = self._attempt(tasks, self._write_small)
+        run_id = tasks[0].job.run_id
+        refusal = self._attempt(run_id, tasks, self._write_small)
         if refusal is not None and len(tasks) > 1:
             for task in tasks:
-                self._finish([task], self._attempt([task], self._write_small))
+                self._finish([task], self._attempt(run_id, [task], self._write_small))
         else:
             self._finish(tasks, refusal)
         tasks.clear()
 
-    def _attempt(self, work: Any, write: Callable[[Any], None]) -> Refusal | None:
+    def _attempt(self, run_id: str, work: Any, write: Callable[[Any], None]) -> Refusal | None:
         try:
             write(work)
         except Exception as error:  # the job is refused and the daemon goes on
-            return refusal_of(error)
+            return refusal_of(error, self._runs[run_id].path)
         return None
 
     def _write_small(self, tasks: list[Task]) -> None:
@@ -201,7 +204,7 @@ class AppendThread(threading.Thread):
         for task in waiting:
             run_id = task.job.run_id
             if run_id not in outcomes:
-                outcomes[run_id] = self._attempt(self._runs[run_id], RunStore.sync)
+                outcomes[run_id] = self._attempt(run_id, self._runs[run_id], RunStore.sync)
             self._report([task], outcomes[run_id])
 
     def _merged(self, task: Task, row: RecordRow) -> Iterator[ChunkResult]:

@@ -12,7 +12,9 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
+from capd.space import mount_of, shown_size
 from capd_client.amounts import amount_nbytes
 from capd_client.memory import available_nbytes
 
@@ -28,6 +30,16 @@ _MIN_KEPT_INODES = 512
 _CGROUP = Path("/sys/fs/cgroup")
 
 
+class _Seen(NamedTuple):
+    """A look at the disk, in bytes. by_max_disk: it is nearer than keep_free."""
+
+    free: int = 0
+    total: int = 0
+    kept: int = 0
+    stored: int = 0
+    by_max_disk: bool = False
+
+
 class DiskBudget:
     """Says whether one more record may be written.
 
@@ -39,8 +51,12 @@ class DiskBudget:
     and one that is still on its way to the disk counts beyond the next look, so the limits err on the safe side.
     """
 
-    def __init__(self, root: Path, max_disk: int | None, keep_free: int | float) -> None:
+    def __init__(
+        self, root: Path, max_disk: int | None, keep_free: int | float, *, is_default: bool = False
+    ) -> None:
+        """is_default: nobody has set max_disk."""
         self.root = root
+        self._is_default = is_default
         self.max_disk = max_disk
         self.keep_free = keep_free
         self.stored: Callable[[], int] = lambda: 0  # bytes stored so far; set by the daemon
@@ -49,7 +65,10 @@ class DiskBudget:
         self._lock = threading.Lock()
         self._until = 0.0
         self._identity = self._identify()
-        self._room, self._why = 0, ""
+        self._mount = mount_of(root)
+        self._room, self._pending = 0, 0  # pending: bytes being written at the last look, or admitted since
+        self._seen = _Seen()
+        self._broken = ""  # why the store takes nothing, whatever is free
         self._inode_room: int | None = None  # None: the file system has no inodes to count
         self._inode_why = ""
 
@@ -63,13 +82,32 @@ class DiskBudget:
             if time.monotonic() >= self._until:
                 self._look()
             if nbytes > self._room:
-                return self._why
+                return self._byte_refusal(nbytes)
             if self._inode_room is not None:
                 if inodes > self._inode_room:
                     return self._inode_why
                 self._inode_room -= inodes
             self._room -= nbytes
+            self._pending += nbytes
             return None
+
+    def _byte_refusal(self, nbytes: int) -> str:
+        if self._broken:
+            return self._broken
+        seen, pending = self._seen, self._pending
+        what = f"a record of {shown_size(nbytes)}" if nbytes else "every record"
+        place = f"on the file system {self._mount} of the store {self.root}"
+        free = f"{shown_size(max(0, seen.free - pending))} of {shown_size(seen.total)} are free {place}"
+        if self.max_disk is not None and seen.by_max_disk:
+            used, default = shown_size(seen.stored + pending), " by default" if self._is_default else ""
+            return (
+                f"max_disk refuses {what}: {used} of the {shown_size(self.max_disk)} that this daemon may add{default} "
+                f"are stored or being written, {free}; raise CAPD_MAX_DISK (--max-disk)"
+            )
+        if seen.kept:
+            remedy = "make room there, or lower CAPD_KEEP_FREE (--keep-free)"
+            return f"keep_free refuses {what}: {free}, {shown_size(seen.kept)} stay free; {remedy}"
+        return f"the full disk refuses {what}: {free}; make room there, or use a store on another file system"
 
     def free_nbytes(self) -> int:
         """Bytes a user may still write to the file system of the store."""
@@ -87,12 +125,13 @@ class DiskBudget:
             found = os.statvfs(self.root)
         except OSError as error:
             self._room = -1
-            self._why = f"the store {self.root} does not answer: {error.strerror}; check its disk or mount"
+            self._broken = f"the store {self.root} does not answer: {error.strerror}; check its disk or mount"
             return
         if self._identify() != self._identity:  # what is open lies in files that have no name any more
             self._room = -1
-            self._why = f"the store {self.root} was removed and made anew; start `capd serve` again"
+            self._broken = f"the store {self.root} was removed and made anew; start `capd serve` again"
             return
+        self._broken = ""
         self._look_at_bytes(found, nbytes)
         self._look_at_inodes(found, series)
 
@@ -104,17 +143,13 @@ class DiskBudget:
 
     def _look_at_bytes(self, found: os.statvfs_result, waiting_nbytes: int) -> None:
         free, kept = found.f_bavail * found.f_frsize, self._kept_nbytes(found)
-        self._room = free - kept
-        self._why = (
-            f"{_size(free)} free on the store's disk, {_size(kept)} are kept free; "
-            f"make room or lower --keep-free"
-        )
+        room, stored, by_max_disk = free - kept, 0, False
         if self.max_disk is not None:
             stored = self.stored()
-            if self.max_disk - stored < self._room:
-                self._room = self.max_disk - stored
-                self._why = f"{_size(stored)} stored of at most {_size(self.max_disk)}; raise --max-disk"
-        self._room -= waiting_nbytes
+            by_max_disk = self.max_disk - stored < room
+            room = min(room, self.max_disk - stored)
+        self._seen = _Seen(free, found.f_blocks * found.f_frsize, kept, stored, by_max_disk)
+        self._room, self._pending = room - waiting_nbytes, waiting_nbytes
 
     def _look_at_inodes(self, found: os.statvfs_result, waiting_series: int) -> None:
         if found.f_files == 0:  # btrfs and others make them as needed
@@ -124,17 +159,15 @@ class DiskBudget:
         kept = max(_MIN_KEPT_INODES, int(share * found.f_files)) if share else 0
         to_seal = self.unsealed() * _SEAL_INODES
         self._inode_room = found.f_favail - kept - to_seal - waiting_series * _NEW_SERIES_INODES
+        refuser = "keep_free" if kept else "the full disk"
         self._inode_why = (
-            f"{found.f_favail:,} inodes free on the store's file system, {kept + to_seal:,} of them are kept for "
-            f"sealing and as a reserve; delete files there, or use a --store on a file system with more inodes"
+            f"{refuser} refuses a new series: {found.f_favail:,} inodes free of {found.f_files:,} on the file system "
+            f"{self._mount} of the store {self.root}, {kept:,} are kept free and {to_seal:,} for sealing; delete files "
+            f"there, or use a store on a file system with more inodes"
         )
 
     def _kept_nbytes(self, found: os.statvfs_result) -> int:
         return amount_nbytes(self.keep_free, found.f_blocks * found.f_frsize)
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10**9 else f"{nbytes / 1e6:.1f} MB"
 
 
 def staging_within(asked_nbytes: int) -> int:

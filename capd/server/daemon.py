@@ -161,7 +161,7 @@ class Daemon:
             if settings.max_disk is None
             else amount_nbytes(settings.max_disk, found.f_blocks * found.f_frsize)
         )
-        budget = DiskBudget(self._root, max_disk, settings.keep_free)
+        budget = DiskBudget(self._root, max_disk, settings.keep_free, is_default=settings.max_disk is None)
         refusal = budget.refusal(0)
         if refusal is not None:
             logger.warning("every record will be dropped: %s", refusal)

@@ -141,7 +141,7 @@ class GatherThread(threading.Thread):
                 self._hand_on(key, task)
                 return
         except Exception as error:  # outermost loop of the thread: one record must not end the daemon
-            refusal = refusal_of(error)
+            refusal = refusal_of(error, self._directory(job.run_id))
         if refusal is None:
             job.sink.committed(job.sequence)
         else:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from capd.errors import StoreBusy, StoreError
+from capd.errors import NO_SPACE, StoreBusy, StoreError, StoreFull
+from capd.space import what_is_full
 
 __all__ = ["OwnerNote", "RootLock"]
 
@@ -45,9 +46,7 @@ class RootLock:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            raise StoreError(
-                f"cannot use store {root}: {error.strerror or error}; choose another --store"
-            ) from error
+            raise self._unusable(root, error) from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -62,7 +61,19 @@ class RootLock:
             ) from None
         self.previous = self._read()  # what a daemon that did not end in order left behind
         self.note = OwnerNote(pid=os.getpid())
-        self.write()
+        try:
+            self.write()
+        except OSError as error:
+            os.close(self._fd)
+            raise self._unusable(root, error) from error
+
+    @staticmethod
+    def _unusable(root: Path, error: OSError) -> StoreError:
+        if error.errno in NO_SPACE:
+            return StoreFull(
+                f"cannot use store {root}: {what_is_full(error, root)}, or choose another --store"
+            )
+        return StoreError(f"cannot use store {root}: {error.strerror or error}; choose another --store")
 
     def write(self) -> None:
         """Write `note` to the file; a crash in between leaves the note, with a rest that is not read."""

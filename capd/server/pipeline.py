@@ -28,6 +28,7 @@ from capd.server.appending import AppendThread
 from capd.server.gathering import GatherThread
 from capd.server.jobs import Booked, DiskLimit, Job, Lanes, Task, Tickets
 from capd.server.refusals import refusal_of
+from capd.space import if_full
 from capd.store.catalog_read import SessionRow
 from capd.store.codec_choice import SAMPLE_NBYTES
 from capd.store.dtypes import statistics_of, stored_type
@@ -82,7 +83,8 @@ class Pipeline:
             try:
                 self._runs[run_id] = RunStore(self._root, run_id, self._node, self._options, self._room)
             except OSError as error:
-                raise StoreError(f"cannot open run {run_id!r} in {self._root}: {error}") from error
+                why = if_full(error, self._root)
+                raise StoreError(f"cannot open run {run_id!r} in {self._root}: {why}") from error
 
     def open_runs(self) -> list[str]:
         """Ids of the open runs."""
@@ -144,7 +146,7 @@ class Pipeline:
                     raise StoreError(f"run {run_id!r} was closed meanwhile", retry=True)
                 done.set_result(action(store))
             except (OSError, StoreError) as error:  # it belongs to whoever waits for the result
-                done.set_exception(error)
+                done.set_exception(if_full(error, self._root))
             except sqlite3.Error as error:
                 done.set_exception(StoreError(f"the catalog of run {run_id!r} failed: {error}"))
             except Exception as error:  # as above, and the thread must go on
@@ -231,7 +233,7 @@ class Pipeline:
             self._tickets.admit(task.ticket, nbytes, new_series)
             task.plan = plan
         except Exception as error:  # outermost loop of the thread: one job must not end the daemon
-            task.refusal = refusal_of(error)
+            task.refusal = refusal_of(error, self._root)
 
     def _encode(self, task: Task) -> None:
         assert task.chunks is not None  # noqa: S101 - set by the caller

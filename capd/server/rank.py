@@ -48,6 +48,7 @@ class RankSession:
         self.orders = Orders(steering)
         self.started_ns = started_ns
         self.ended_ns: int | None = None
+        self.why_full = ""  # what the last refusal as disk_full said
         self._submit, self._forget = submit, forget
         self._arena: Arena | None = arena
         self._last_page = PageCounters()  # once the arena is released
@@ -192,6 +193,8 @@ class RankSession:
         """The record will never be; its slot is free."""
         with self._lock:
             self.session.refused(sequence, reason, message)
+            if reason is DropReason.DISK_FULL:
+                self.why_full = message
             self._after_outcome()
 
     # From the daemon's clock

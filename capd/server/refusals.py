@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+from pathlib import Path
 
-from capd.errors import NO_SPACE, StoreError, StoreFull
+from capd.errors import StoreError, StoreFull
 from capd.server.jobs import Refusal
+from capd.space import if_full
 from capd_client.counter_page import DropReason
 
 __all__ = ["refusal_of"]
@@ -14,10 +16,11 @@ __all__ = ["refusal_of"]
 logger = logging.getLogger(__name__)
 
 
-def refusal_of(error: Exception) -> Refusal:
-    """Reason and text; an error that nobody expects is logged, too."""
-    if isinstance(error, StoreFull) or (isinstance(error, OSError) and error.errno in NO_SPACE):
-        return DropReason.DISK_FULL, str(error)
+def refusal_of(error: Exception, place: Path) -> Refusal:
+    """Reason and text; an error that nobody expects is logged, too. place: what was written to."""
+    error = if_full(error, place)
+    if isinstance(error, StoreFull):
+        return DropReason.DISK_FULL, f"the full disk refuses a record: {error}"
     if isinstance(error, (OSError, StoreError, sqlite3.Error)):
         return DropReason.STORE_ERROR, str(error)
     logger.error("a record could not be committed", exc_info=error)

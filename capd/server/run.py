@@ -42,6 +42,7 @@ class Run:
     sealed_records: int = -1  # records at the last seal; -1: not sealed by this daemon
     sealing: Future[None] | None = None
     sealing_records: int = 0
+    why_full: str = ""  # why the disk took no record of a rank that is gone; the newest such reason
     rates: deque[tuple[float, int]] = field(default_factory=deque)  # (time, raw bytes)
     steering: RunSteering = field(default_factory=RunSteering)
 

@@ -37,6 +37,7 @@ def run_stats(run: Run, ranks: list[RankSession], finished: list[SessionRow]) ->
         rate_mib_s=run.rate_mib_s(),
         sealed=run.sealed,
         sessions=sorted(sessions, key=lambda session: (session.rank, session.attempt)),
+        why_full=next((rank.why_full for rank in ranks if rank.why_full), run.why_full),
         clean=all(session.clean for session in sessions),
     )
 

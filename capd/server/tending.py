@@ -40,6 +40,7 @@ class Tending:
             with self._lock:  # under which a connection may bring it back
                 if rank.at_rest:
                     run.finished[client] = rank.row()
+                    run.why_full = rank.why_full or run.why_full
                     del run.ranks[client]
                     self._keeper.forget(rank)
                     rank.release()

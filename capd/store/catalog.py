@@ -21,6 +21,7 @@ from typing import TypeAlias
 import msgspec
 
 from capd.errors import StoreError
+from capd.space import full_database, if_full
 from capd.store.catalog_file import guarded, open_file
 from capd.store.catalog_place import CatalogPlace
 from capd.store.catalog_read import (
@@ -121,7 +122,10 @@ class Catalog:
         try:
             self._place.publish(self._db)
         except (OSError, sqlite3.Error) as error:
-            raise StoreError(f"catalog {self._place.published}: {error}", retry=True) from error
+            why: object = if_full(error, self._place.published)
+            if isinstance(error, sqlite3.OperationalError) and "full" in str(error):
+                why = full_database(self._place.live)  # whose file system need not be the store's
+            raise StoreError(f"catalog {self._place.published}: {why}", retry=True) from error
         self._unpublished = False
         now = time.monotonic()
         self._publish_at = now + max(_PUBLISH_INTERVAL_S, _PUBLISH_SHARE * (now - began))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from capd.errors import StoreError, StoreFull
+from capd.space import full_database
 from capd.store.catalog_read import CATALOG_VERSION, check_version
 from capd_client.key import Key
 
@@ -65,8 +66,9 @@ def guarded(db: sqlite3.Connection, path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.OperationalError as error:
-        full = "full" in str(error)
-        raise (StoreFull if full else StoreError)(f"catalog {path}: {error}", retry=True) from error
+        if "full" in str(error):
+            raise StoreFull(f"catalog {path}: {full_database(path)}", retry=True) from error
+        raise StoreError(f"catalog {path}: {error}", retry=True) from error
     except sqlite3.DatabaseError:
         with contextlib.suppress(sqlite3.Error):
             db.execute("DELETE FROM meta WHERE name='complete'")

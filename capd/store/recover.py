@@ -21,7 +21,8 @@ import sqlite3
 from collections.abc import Mapping, Set
 from pathlib import Path
 
-from capd.errors import StoreError
+from capd.errors import StoreError, StoreFull
+from capd.space import if_full
 from capd.store.catalog import Catalog
 from capd.store.catalog_place import CatalogPlace
 from capd.store.catalog_read import CATALOG_NAME
@@ -83,6 +84,9 @@ def open_node(
             place.fetch()
             return _open(layout, files, place, headers or {}, check_spool=check_spool)
     except (OSError, *_DAMAGED) as error:
+        full = if_full(error, layout.run)
+        if full is not error:
+            raise StoreFull(f"cannot open {layout.run}: {full}, then try again") from error
         raise StoreError(
             f"cannot recover {layout.run}: {error}; check the disk, then start `capd serve` again"
         ) from error

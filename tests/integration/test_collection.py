@@ -410,7 +410,7 @@ def test_a_byte_budget_that_is_used_up_ends_each_type_by_its_name(tmp_path: Path
         assert (place / "logs" / f"{name}.log").read_text().startswith(f"type {name}, number {number}\n")
     for name, one in state_of(run).items():
         assert (one["outcome"], one["exit_code"]) == ("full", None)
-        assert f"{name}: full, the space is used up (max_disk, keep_free)" in done.stderr
+        assert f"{name}: full, the space is used up: max_disk refuses a record of" in done.stderr
         assert one["records"] == sum(len(s) for s in capd_package.open(run).find(quant_type=name)) > 0
         trained = (run.with_suffix(".collection") / "logs" / f"{name}.log").read_text()
         assert "Traceback" not in trained

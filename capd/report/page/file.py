@@ -7,6 +7,7 @@ from pathlib import Path
 
 from capd.errors import NO_SPACE, CapdError, StoreFull
 from capd.report.directory import is_own
+from capd.space import what_is_full
 from capd.store.files import new_file, rename, unlink
 
 __all__ = ["refuse_foreign_file", "write_page_file"]
@@ -34,7 +35,10 @@ def write_page_file(path: Path, payload: bytes, *, force: bool) -> None:
         new_file(temporary, [payload])
         rename(temporary, path)
     except OSError as error:
-        kind = StoreFull if error.errno in NO_SPACE else CapdError
-        raise kind(f"cannot write {path}: {error.strerror or error}; choose another place") from error
+        if error.errno in NO_SPACE:
+            raise StoreFull(
+                f"cannot write {path}: {what_is_full(error, path)}, or choose another place"
+            ) from error
+        raise CapdError(f"cannot write {path}: {error.strerror or error}; choose another place") from error
     finally:
         unlink(temporary, missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 
 import capd
 from capd.store import catalog_place
+from capd_client.counter_page import DropReason
+from tests.fault.file_systems import mounted_tmpfs
 from tests.unit.store.damaging import image
 from tests.unit.store.reading import assert_capd_reads, assert_zarr_readers_read
 from tests.unit.store.writing import Writer, key
@@ -53,6 +56,30 @@ def test_what_is_sealed_while_the_daemon_works_is_in_the_snapshot(root: Path, tm
     assert not local_files(tmp_path)
     assert_capd_reads(writer.run, writer.held)
     assert_zarr_readers_read(writer.run, writer.held)
+
+
+def test_a_full_disk_of_the_local_catalog_is_named_and_not_that_of_the_store(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with mounted_tmpfs(tmp_path / "local", "size=4m") as local:
+        monkeypatch.setenv("XDG_STATE_HOME", str(local / "state"))
+        writer = Writer(root)
+        put(writer, 0, 1)
+        found = os.statvfs(local)
+        (local / "ballast").write_bytes(bytes(found.f_bavail * found.f_frsize))
+        for number in range(40):
+            writer.put(key(f"new{number}"), "int64", RNG.integers(0, 99, 2000))
+        writer.flush()
+        texts = {text for _, _, text in writer.outcomes.refusals}
+        assert texts
+        assert all(
+            f"the file system {local} has no room left for {local / 'state'}" in text for text in texts
+        )
+        assert {reason for _, reason, _ in writer.outcomes.refusals} == {DropReason.DISK_FULL}
+        (local / "ballast").unlink()
+        refused = {sequence for sequence, _, _ in writer.outcomes.refusals}
+        assert len(refused) < writer.sequence
+        writer.pipeline.close(30)
 
 
 def test_after_a_kill_the_node_goes_on_without_its_local_copy(
