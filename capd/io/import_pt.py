@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from capd.errors import StoreFull
 from capd.io.ahead import AHEAD_NBYTES, ahead
 from capd.io.seed_dictionary import capture_of
 from capd.io.seed_files import SeedFile
@@ -114,7 +116,17 @@ class _Import:
                 yield Outcome(file, problem=f"it cannot be read: {str(error).partition(chr(10))[0][:200]}")
 
     def _plan(self, item: LoadedFile | Outcome) -> Callable[[], None] | None:
-        return None if isinstance(item, Outcome) else self._writer.begin(item.record)
+        if isinstance(item, Outcome):
+            return None
+        try:
+            return self._writer.begin(item.record)
+        except StoreFull as error:
+            return partial(self._stop, error)
+
+    def _stop(self, full: StoreFull) -> None:
+        """A record that was looked at ahead found no room; by now those before it are committed."""
+        self._writer.flush()
+        raise full
 
 
 @dataclass(frozen=True, slots=True)

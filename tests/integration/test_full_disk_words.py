@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -13,11 +14,13 @@ import pytest
 import torch
 from daemon_kit import DaemonProcess, Rank, daemons, wait_for
 
+from capd.store.reader import open_store
 from capd_client.counter_page import PAGE_NBYTES, DropReason
 from capd_client.key import Key, Moment
 from capd_client.protocol import Define, Descriptor, Put
 from tests.cli.conftest import StoreWriter, linear_key
 from tests.fault.file_systems import mounted_tmpfs
+from tests.unit.io.seeds import SEED_NAME, seed_dictionary
 
 RECORD_NBYTES = 512 << 10
 MANY = 200
@@ -221,3 +224,23 @@ def test_an_export_names_the_file_system_that_is_full(disk: Path, tmp_path: Path
     assert done.returncode == 6, done.stderr
     assert f"the file system {disk} has no room left" in done.stderr
     assert "of 12.6 MB are free" in done.stderr
+
+
+def test_an_import_keeps_what_has_room_says_who_refused_and_goes_on(disk: Path, tmp_path: Path) -> None:
+    for number in range(8):
+        path = tmp_path / "logs" / "mxfp8" / SEED_NAME.replace("0001", f"{number:04d}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(seed_dictionary(torch.randn(1024, 512)), path)
+    command = [sys.executable, "-m", "capd", "import", str(tmp_path / "logs"), "--keep-free", "0", "--json"]
+    command += ["--store", str(disk / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 6, done.stderr
+    assert "given again: the full disk refuses a record of 2.1 MB: " in done.stderr
+    assert f"of 12.6 MB are free on the file system {disk} of the store {disk / 'store'}" in done.stderr
+    [series] = open_store(disk / "store" / "logs.zarr").series
+    kept = len(series)
+    assert 3 <= kept < 8
+    subprocess.run(["mount", "-o", "remount,size=40m", str(disk)], check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (json.loads(done.stdout)["already"], json.loads(done.stdout)["imported"]) == (kept, 8 - kept)
