@@ -104,7 +104,7 @@ class DiskBudget:
                 f"max_disk refuses {what}: {used} of the {shown_size(self.max_disk)} that this daemon may add{default} "
                 f"are stored or being written, {free}; raise CAPD_MAX_DISK (--max-disk)"
             )
-        if seen.kept:
+        if seen.kept and nbytes < seen.free - pending:  # else it would not help to keep nothing free
             remedy = "make room there, or lower CAPD_KEEP_FREE (--keep-free)"
             return f"keep_free refuses {what}: {free}, {shown_size(seen.kept)} stay free; {remedy}"
         return f"the full disk refuses {what}: {free}; make room there, or use a store on another file system"
@@ -158,8 +158,9 @@ class DiskBudget:
         share = self._kept_nbytes(found) / max(1, found.f_blocks * found.f_frsize)
         kept = max(_MIN_KEPT_INODES, int(share * found.f_files)) if share else 0
         to_seal = self.unsealed() * _SEAL_INODES
-        self._inode_room = found.f_favail - kept - to_seal - waiting_series * _NEW_SERIES_INODES
-        refuser = "keep_free" if kept else "the full disk"
+        usable = found.f_favail - to_seal - waiting_series * _NEW_SERIES_INODES
+        self._inode_room = usable - kept
+        refuser = "keep_free" if kept and usable >= _NEW_SERIES_INODES else "the full disk"
         self._inode_why = (
             f"{refuser} refuses a new series: {found.f_favail:,} inodes free of {found.f_files:,} on the file system "
             f"{self._mount} of the store {self.root}, {kept:,} are kept free and {to_seal:,} for sealing; delete files "

@@ -129,6 +129,22 @@ def test_free_space_below_what_is_kept_refuses_even_an_empty_record(
     assert limit.refusal(9) is None
 
 
+def test_where_nothing_is_free_the_disk_refuses_and_not_what_is_kept(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To keep less free would not help."""
+    disk = on_disk(monkeypatch, free=500)
+    limit = DiskBudget(tmp_path, None, 0.1)
+
+    assert str(limit.refusal(499)).startswith("keep_free refuses a record of 499 B: ")
+    assert str(limit.refusal(500)).startswith("the full disk refuses a record of 500 B: ")
+    disk.figures |= {"free": 10**12, "inodes": 10_000, "free_inodes": 15}
+    clock.now += 1.1
+    assert str(limit.refusal(1, new_series=True)).startswith(
+        "the full disk refuses a new series: 15 inodes free"
+    )
+
+
 def test_inodes_are_kept_free_like_bytes_and_records_pass_again_when_they_return(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
