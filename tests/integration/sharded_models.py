@@ -10,9 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import capd_client
-from capd_client.kinds import ATTENTION, LINEAR
-
 if TYPE_CHECKING:
     from tests.integration.expected import Expected
 
@@ -87,6 +84,8 @@ class Stage(Transformer):
 
     def say(self, x: Tensor, name: str) -> None:
         if self.case:
+            import capd_client  # not above: a job that knows nothing of capd has these models, too
+
             capd_client.capture(x.detach(), tensor_name=name, module=f"{self.case}.stage{self.number}")
 
 
@@ -143,6 +142,8 @@ def tensor_parallel(model: Transformer, mesh: Any, *, sequence: bool) -> None:
 
 def expect(found: Expected, name: str, *, parts: int = 1, split_head: bool = False) -> None:
     """Add all that a watch of a Transformer captures, every linear split into `parts`; `name`: the watch's."""
+    from capd_client.kinds import ATTENTION, LINEAR
+
     rows = (ROWS, TOKENS)
     for layer, (linear, (out, into)) in itertools.product(range(LAYERS), LINEARS.items()):
         module = f"{name}.layers.{layer}." + (linear if linear in ("up", "down") else f"attention.{linear}")

@@ -1,0 +1,8 @@
+"""All rows of the matrix, by their names."""
+
+from __future__ import annotations
+
+from tests.integration import three_ways_rows, three_ways_sharded
+from tests.integration.three_ways_rows import Row
+
+ROWS: dict[str, Row] = {**three_ways_rows.ROWS, **three_ways_sharded.ROWS}
