@@ -19,8 +19,9 @@ import json
 import os
 import socket
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,26 @@ class Script:
         if way == "watched":
             import capd_client  # noqa: F401  # as at the top of a script that watches
 
-    def watch(self, model: nn.Module, name: str = "", wrapped: nn.Module | None = None) -> None:
-        """A model as it was made, before any wrapper, by the name that `capd run` gives it; `wrapped`: what is watched."""
+    def watch(
+        self, *models: nn.Module, name: str = "", wrapped: Any = None, layers: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """A model as it was made, or the chunks of one, by the name that `capd run` gives it.
+
+        wrapped: what a script has at hand to watch, if not the model itself. layers: of each chunk the numbers that
+        its layers have in the whole model.
+        """
         if self.oracle is not None:
-            self.oracle.watch(model, name)
+            for number, model in enumerate(models):
+                self.oracle.watch(model, name, layers[number] if layers else ())
         if self.way == "watched":
             import capd_client
 
-            capd_client.watch(model if wrapped is None else wrapped, name=name or None)
+            capd_client.watch(models[0] if wrapped is None else wrapped, name=name or None)
+
+    def bounded(self, *kinds: type[nn.Module]) -> None:
+        """Kinds of modules that multiply in ways of their own, all of whose operands are arguments."""
+        if self.oracle is not None:
+            self.oracle.bounded = kinds
 
     def attention_returns(self, layout: Callable[[Tensor], Tensor]) -> None:
         """How the framework hands on what F.scaled_dot_product_attention returns."""
@@ -131,13 +144,16 @@ def prepare(rows: list[Row]) -> None:
 def main(directory: Path, ways: list[str], names: list[str]) -> int:
     """Returns how many rows failed, in any way and rank."""
     torch.set_num_threads(1)
+    began = time.monotonic()
     prepare([ROWS[name] for name in names])
+    print(f"imports: {time.monotonic() - began:.1f} s", flush=True)
     failed = 0
     for name in names:
         for way in ways:
-            port = free_port()
+            port, began = free_port(), time.monotonic()
             ranks = [start(name, way, directory, rank, port) for rank in range(ROWS[name].ranks)]
             failed += any([os.waitpid(pid, 0)[1] != 0 for pid in ranks])
+            print(f"{name} {way}: {time.monotonic() - began:.1f} s", flush=True)
     return failed
 
 

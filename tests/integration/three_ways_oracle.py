@@ -9,10 +9,11 @@ ways of their own are recorded at their boundary (`bounded`).
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -69,11 +70,15 @@ class Oracle:
         torch.compile = lambda model=None, **_: (lambda m: m) if model is None else model  # type: ignore[assignment]
         nn.Module.compile = lambda *_, **__: None  # type: ignore[method-assign, assignment]
 
-    def watch(self, model: nn.Module, name: str = "") -> None:
-        """Record the products of `model`, which is not wrapped yet, under its names and behind `name`."""
+    def watch(self, model: nn.Module, name: str = "", layers: Sequence[int] = ()) -> None:
+        """Record the products of `model`, which is not wrapped yet, under its names and behind `name`.
+
+        layers: the numbers that its layers have in the whole model, where it is a part of one.
+        """
         self._kept.append(model)
         for own, module in model.named_modules():
-            self._names[id(module)] = ".".join(filter(None, [name, own])) or type(model).__name__
+            whole = re.sub(r"(?<=layers\.)\d+", lambda at: str(layers[int(at[0])]), own) if layers else own
+            self._names[id(module)] = ".".join(filter(None, [name, whole])) or type(model).__name__
 
     def save(self, path: Path) -> None:
         """One file of bytes and one that says what each of them is."""

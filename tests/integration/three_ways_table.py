@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from tests.integration import three_ways_frameworks, three_ways_rows, three_ways_sharded
+from tests.integration import (
+    three_ways_frameworks,
+    three_ways_megatron,
+    three_ways_pipelines,
+    three_ways_rows,
+    three_ways_sharded,
+)
 from tests.integration.three_ways_rows import Row
 
-ROWS: dict[str, Row] = {**three_ways_rows.ROWS, **three_ways_sharded.ROWS, **three_ways_frameworks.ROWS}
+ROWS: dict[str, Row] = {
+    **three_ways_rows.ROWS,
+    **three_ways_sharded.ROWS,
+    **three_ways_pipelines.ROWS,
+    **three_ways_frameworks.ROWS,
+    **three_ways_megatron.ROWS,
+}
