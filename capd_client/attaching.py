@@ -25,7 +25,7 @@ from capd_client.rule_report import (
     tensors_text,
 )
 from capd_client.rule_settings import RuleSettings
-from capd_client.rules import Resolved, Wanted, resolve
+from capd_client.rules import Resolved, Wanted, resolve, run_together
 from capd_client.sink import Sink
 from capd_client.sites import Site
 from capd_client.stages import may_be_a_stage
@@ -150,7 +150,7 @@ def attach(
     micro-batches; then nothing is said of what is watched already, or has nothing to watch.
     """
     products = find_products(models, name)
-    resolved = resolve(plan.rules, [target_of(site.kind, place) for site, place in products])
+    resolved = resolve(plan.rules, [target_of(site, place) for site, place in products])
     found = [(*product, wanted) for product, wanted in zip(products, resolved.wanted, strict=True)]
     chosen = [product for product in found if product[2]]
     fresh = [product for product in chosen if not is_tapped(product[0])]
@@ -177,7 +177,8 @@ def attach(
     handle.follow(sink.steering)
     handle.modules = tuple(place.module for _, place, _ in fresh)
     _say_what_lacks([(site, wanted) for site, _, wanted in fresh])
-    _say(f"watching {len(fresh)} of {len(products)} products of {told}", plan, resolved)
+    count = len(run_together([target_of(site, place) for site, place, _ in fresh]))
+    _say(f"watching {count} of {len(run_together(resolved.targets))} products of {told}", plan, resolved)
     without = rank_left_out(resolved, sink.context.rank)
     if without:
         _notices.info("%s", without)

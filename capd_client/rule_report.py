@@ -9,7 +9,7 @@ from itertools import combinations, groupby
 from typing import Optional
 
 from capd_client.rule_settings import RuleSettings, texts
-from capd_client.rules import Resolved, Rule, Target
+from capd_client.rules import Resolved, Rule, Target, run_together
 
 __all__ = ["counted", "plan_lines", "problems_of", "rank_left_out", "rank_problems", "tensors_text"]
 
@@ -39,9 +39,9 @@ def _modules(targets: Sequence[Target]) -> str:
     return f"{counted(targets)} in layer{'s' * (len(layers) > 1)} {_compact(layers)}"
 
 
-def counted(targets: Iterable[Target]) -> str:
-    """How many there are of which component."""
-    counts = Counter(target.component for target in targets)
+def counted(targets: Sequence[Target]) -> str:
+    """How many products of which component a forward can run."""
+    counts = Counter(target.component for target in run_together(targets))
     return ", ".join(f"{count} {component}" for component, count in counts.items())
 
 

@@ -14,7 +14,7 @@ from capd_client.rule_settings import RuleSettings, operation_of, texts
 from capd_client.select import Ranges, Selection
 from capd_client.slicing import Slice, parse_slices
 
-__all__ = ["Kept", "Resolved", "Rule", "Target", "Wanted", "When", "resolve", "restricting", "rules_of"]
+__all__ = ["Kept", "Resolved", "Rule", "Target", "Wanted", "When", "resolve", "restricting", "rules_of", "run_together"]
 
 
 class When(NamedTuple):
@@ -52,6 +52,7 @@ class Target(NamedTuple):
     """A product of a model, as rules see it.
 
     module, layer, component: as in its keys. tensors: all that it has. default: those captured unless others are named.
+    instead_of: the modules, as in their keys, of products that run where this one does not.
     """
 
     module: str
@@ -59,6 +60,13 @@ class Target(NamedTuple):
     component: str
     tensors: tuple[str, ...]
     default: frozenset[str]
+    instead_of: tuple[str, ...] = ()
+
+
+def run_together(targets: Sequence[Target]) -> list[Target]:
+    """The products that one forward can run: without those that would run instead of others of them."""
+    modules = {target.module for target in targets}
+    return [target for target in targets if modules.isdisjoint(target.instead_of)]
 
 
 class Kept(NamedTuple):

@@ -31,6 +31,7 @@ class Site(NamedTuple):
     in the order of `kind.operands`. Or the product is a call of `function` somewhere in the module's forward.
 
     suffix: behind the module's name, where a module holds several products.
+    instead_of: suffixes of products of the module that run where this one does not, as a call decides.
     role: what the module's owner knows the tap by, where it has several on one function.
     parameter: the module's attribute that holds it, or what it is a part of, where it is not called as in the kind.
     attributes: what is constant about its tensors (layout, coordinates): JSON values that can be hashed.
@@ -46,6 +47,7 @@ class Site(NamedTuple):
     arguments: tuple[str, ...] = ()
     function: Optional[FunctionSite] = None
     suffix: str = ""
+    instead_of: tuple[str, ...] = ()
     role: str = ""
     parameter: str = ""
     attributes: Attributes = ()

@@ -21,11 +21,10 @@ from capd_client.function_sites import FunctionSite
 from capd_client.gate import Gate
 from capd_client.hook_objects import ForwardHook, PreHook
 from capd_client.key import Key
-from capd_client.kinds import Kind
 from capd_client.naming import Place
 from capd_client.owners import owner_of
 from capd_client.rule_settings import RuleSettings
-from capd_client.rules import Rule, Target, Wanted, rules_of
+from capd_client.rules import Rule, Target, Wanted, rules_of, run_together
 from capd_client.select import Selection, matches_any
 from capd_client.sink import Sink
 from capd_client.sites import Site
@@ -49,15 +48,18 @@ def _product(site: Site) -> _Product:
     return site.function, site.suffix
 
 
-def target_of(kind: Kind, place: Place) -> Target:
+def target_of(site: Site, place: Place) -> Target:
     """The product as rules see it."""
-    return Target(place.module, place.layer, kind.component, kind.tensors, frozenset(kind.default_tensors))
+    kind, owner = site.kind, place.module.removesuffix(site.suffix)
+    instead_of = tuple(owner + suffix for suffix in site.instead_of)
+    default = frozenset(kind.default_tensors)
+    return Target(place.module, place.layer, kind.component, kind.tensors, default, instead_of)
 
 
 class _Tapped(NamedTuple):
     tap: Tap
     product: _Product
-    place: Place
+    target: Target
     wanted: Mapping[str, Wanted]  # by tensor name: what the job's own rules want
 
 
@@ -121,19 +123,19 @@ class Watched:
         if selection.modules is None:
             del whens[-1]
         takes_part = self.gate.steer(whens if steer.capturing else [])
-        chosen = 0
+        chosen = []
         for tapped in self._own:
-            wanted = selection.modules is None or matches_any(tapped.place.module, selection.modules)
+            wanted = selection.modules is None or matches_any(tapped.target.module, selection.modules)
             tapped.tap.select(self._steered(tapped, selection.tensors) if wanted else {})
-            chosen += wanted
+            chosen += [tapped.target] if wanted else []
         for tapped in self._left:
-            named = selection.modules is not None and matches_any(tapped.place.module, selection.modules)
+            named = selection.modules is not None and matches_any(tapped.target.module, selection.modules)
             wanted = named and _claim(tapped)
             tapped.tap.select(self._steered(tapped, selection.tensors) if wanted else {})
             if not wanted:
                 _give_up(tapped)
-            chosen += wanted
-        return chosen if takes_part else 0
+            chosen += [tapped.target] if wanted else []
+        return len(run_together(chosen)) if takes_part else 0
 
     def _steered(self, tapped: _Tapped, tensors: Optional[Iterable[str]]) -> Mapping[str, Wanted]:
         """What is captured of a product as told; a tensor that no rule names as all the rules of its product say."""
@@ -141,7 +143,7 @@ class Watched:
         if tensors is None:
             if tapped.wanted:
                 return tapped.wanted
-            tensors = self._rules[default].tensors_of(target_of(kind, tapped.place))
+            tensors = self._rules[default].tensors_of(tapped.target)
         rules = rules_of(tapped.wanted) or 1 << default
         kept = [(number, rule) for number, rule in enumerate(self._rules) if rules >> number & 1]
         return {
@@ -157,7 +159,7 @@ class Watched:
         """
         for own in self._own:
             wanted = own.wanted.get(key.tensor_name.partition(".")[0])  # "weight.absmax": of a quantised one
-            if own.place.module == key.module and own.tap.kind.component == key.component and wanted:
+            if own.target.module == key.module and own.tap.kind.component == key.component and wanted:
                 kept = wanted.keeping or wanted.mask
                 return self.gate.steps_of(kept), self.gate.steps_of(wanted.mask & ~kept)
         return None
@@ -178,7 +180,7 @@ class Watched:
     def _tap(self, site: Site, place: Place, wanted: Mapping[str, Wanted], taps: list[_Tapped]) -> _Tapped:
         module = site.module
         tap = Tap(site, place, wanted, self._sink, self.gate)
-        tapped = _Tapped(tap, _product(site), place, wanted)
+        tapped = _Tapped(tap, _product(site), target_of(site, place), wanted)
         taps.append(tapped)  # first: what fails half-way is removed with the rest
         if site.function is None:
             before = module.register_forward_pre_hook(PreHook(tap, site), with_kwargs=True)

@@ -33,11 +33,15 @@ _LAYOUT = (("layout", "bhsd"),)
 def find_sites(model: nn.Module) -> dict[str, list[Site]]:
     """The plain linears of `model`, and the modules that call attention."""
     found: dict[str, list[Site]] = {}
+    decoders = [module for module in model.modules() if isinstance(module, nn.TransformerDecoderLayer)]
+    crossing = {id(decoder.multihead_attn) for decoder in decoders}
     for name, module in model.named_modules():
         if is_plain(module):
             found[name] = [Site(module, LINEAR, ("input",))]
         elif calls(module.__class__, "scaled_dot_product_attention"):
             found[name] = [Site(module, ATTENTION, function=SDPA, attributes=_LAYOUT)]
         elif calls(module.__class__, "multi_head_attention_forward"):
-            found[name] = [Site(module, ATTENTION, function=SDPA, attributes=_LAYOUT), *linears_of(module)]
+            packed_as = ("in_proj_q", "in_proj_kv") if id(module) in crossing else ("in_proj",)
+            sites = linears_of(module, packed_as)
+            found[name] = [Site(module, ATTENTION, function=SDPA, attributes=_LAYOUT), *sites]
     return found
