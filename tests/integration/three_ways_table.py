@@ -8,11 +8,13 @@ from tests.integration import (
     three_ways_pipelines,
     three_ways_rows,
     three_ways_sharded,
+    three_ways_trials,
 )
 from tests.integration.three_ways_rows import Row
 
 ROWS: dict[str, Row] = {
     **three_ways_rows.ROWS,
+    **three_ways_trials.ROWS,
     **three_ways_sharded.ROWS,
     **three_ways_pipelines.ROWS,
     **three_ways_frameworks.ROWS,
