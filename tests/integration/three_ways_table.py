@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.integration import (
+    three_ways_extras,
     three_ways_frameworks,
     three_ways_megatron,
     three_ways_pipelines,
@@ -19,4 +20,5 @@ ROWS: dict[str, Row] = {
     **three_ways_pipelines.ROWS,
     **three_ways_frameworks.ROWS,
     **three_ways_megatron.ROWS,
+    **three_ways_extras.ROWS,
 }
