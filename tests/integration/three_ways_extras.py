@@ -25,6 +25,8 @@ def deepspeed(script: Script, stage: int) -> Losses:
     deepspeed.init_distributed(dist_backend="gloo")
     model = Transformer()
     script.watch(model)
+    if stage == 3:  # it has a function of its own in the place of F.linear
+        script.bounded(torch.nn.Linear)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),

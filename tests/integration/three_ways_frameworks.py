@@ -81,9 +81,7 @@ def trainer(script: Script, **options: Any) -> Losses:
 
 
 def trainer_checkpointed(script: Script) -> Losses:
-    return trainer(
-        script, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True}
-    )
+    return trainer(script, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True})
 
 
 def trainer_bf16(script: Script) -> Losses:

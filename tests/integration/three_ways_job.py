@@ -152,7 +152,8 @@ def main(directory: Path, ways: list[str], names: list[str]) -> int:
         for way in ways:
             port, began = free_port(), time.monotonic()
             ranks = [start(name, way, directory, rank, port) for rank in range(ROWS[name].ranks)]
-            failed += any([os.waitpid(pid, 0)[1] != 0 for pid in ranks])
+            codes = [os.waitpid(pid, 0)[1] for pid in ranks]
+            failed += any(codes)
             print(f"{name} {way}: {time.monotonic() - began:.1f} s", flush=True)
     return failed
 

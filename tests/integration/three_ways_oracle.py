@@ -26,7 +26,9 @@ from torch.nn.modules import module as torch_module
 
 QKV = ("query", "key", "value")
 At = tuple[int, int]  # iteration, micro-batch
-Boundary = Callable[[nn.Module, tuple[Any, ...], Any], "tuple[str, tuple[Tensor, ...], Tensor | None, Tensor]"]
+Boundary = Callable[
+    [nn.Module, tuple[Any, ...], Any], "tuple[str, tuple[Tensor, ...], Tensor | None, Tensor]"
+]
 
 
 class Product(NamedTuple):
@@ -52,7 +54,9 @@ class Oracle:
         self.at: At | None = None
         self.backward: At | None = None  # of a schedule that runs the gradients of weights apart
         self.bounded: tuple[type[nn.Module], ...] = ()  # parallel linears, which return (output, bias)
-        self.output: Callable[[Tensor], Tensor] = lambda output: output  # of attention, as the framework hands it on
+        self.output: Callable[[Tensor], Tensor] = lambda output: (
+            output
+        )  # of attention, as the framework hands it on
         self._names: dict[int, str] = {}
         self._kept: list[Any] = []  # whose ids must stay theirs
         self._found: dict[tuple[Any, ...], tuple[Tensor, str]] = {}
@@ -103,6 +107,10 @@ class Oracle:
         if isinstance(module, self.bounded) and id(module) in self._names and result is not None:
             call = module.__dict__.pop("_oracle_call", None)
             if call is not None:
+                if (
+                    call.product.kind == "linear"
+                ):  # now: what is sharded was gathered after the call had begun
+                    self._weight(call, module.weight)  # type: ignore[arg-type]
                 self._end(call, result[0] if isinstance(result, tuple) else result)
 
     def _stack(self) -> list[nn.Module]:
@@ -142,8 +150,7 @@ class Oracle:
         names = ("input",) if linear else QKV
         product = Product(self._names[id(module)], "linear" if linear else "attention")
         given = dict(zip(names, args, strict=False))
-        weight = module.weight if linear else None
-        call, operands = self._begin(product, given, weight)  # type: ignore[arg-type]
+        call, operands = self._begin(product, given)
         module.__dict__["_oracle_call"] = call
         return (*operands, *args[len(operands) :])
 
@@ -157,10 +164,8 @@ class Oracle:
         if not call.again:
             for name, operand in operands.items():
                 self._keep(call, name, _as_multiplied(operand))
-            if weight is not None and (_is_computed(weight) or self._is_first(call)):
-                self._keep(call, "weight", _as_multiplied(weight))
-        if weight is not None and weight.requires_grad and weight.is_leaf:
-            self._hook_parameter(product.module, weight)
+        if weight is not None:
+            self._weight(call, weight)
         given = []
         for name, operand in operands.items():
             if torch.is_grad_enabled() and operand.requires_grad:
@@ -168,6 +173,12 @@ class Oracle:
                 operand.register_hook(self._gradient(call, f"grad_{name}"))
             given.append(operand)
         return call, tuple(given)
+
+    def _weight(self, call: Call, weight: Tensor) -> None:
+        if not call.again and (_is_computed(weight) or self._is_first(call)):
+            self._keep(call, "weight", _as_multiplied(weight))
+        if weight.requires_grad and weight.is_leaf:
+            self._hook_parameter(call.product.module, weight)
 
     def _called(self, product: Product) -> Call | None:
         if torch._C._current_graph_task_id() != -1:  # inside of a backward: a recompute

@@ -1,4 +1,4 @@
-"""Rows of pipelines: each schedule of torch.distributed.pipelining, on two ranks, whose stages learn shapes by a trial."""
+"""Rows of torch.distributed.pipelining on two ranks: stages learn shapes by a trial before each schedule begins."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ class Told(PipelineStage):
         return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
-def pipeline(script: Script, kind: str, stages: int = 1, *, folded: bool = False, compiled: bool = False) -> Losses:
+def pipeline(
+    script: Script, kind: str, stages: int = 1, *, folded: bool = False, compiled: bool = False
+) -> Losses:
     """stages: of each rank. folded: a rank has one of each end, as in a V."""
     begin("pp")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -80,7 +82,9 @@ ROWS: dict[str, Row] = {
         partial(pipeline, kind="Schedule1F1B", compiled=True), ranks=2, imports=_IMPORTS
     ),
     "looped_bfs": Row(partial(pipeline, kind="ScheduleLoopedBFS", stages=2), ranks=2, imports=_IMPORTS),
-    "interleaved": Row(partial(pipeline, kind="ScheduleInterleaved1F1B", stages=2), ranks=2, imports=_IMPORTS),
+    "interleaved": Row(
+        partial(pipeline, kind="ScheduleInterleaved1F1B", stages=2), ranks=2, imports=_IMPORTS
+    ),
     "zero_bubble": Row(
         partial(pipeline, kind="ScheduleInterleavedZeroBubble", stages=2), ranks=2, imports=_IMPORTS
     ),
