@@ -83,7 +83,9 @@ ROWS: dict[str, Row] = {
         )
         for stage in (0, 1, 2, 3)
     },
-    "torchtitan": Row(partial(torchtitan, way="single"), imports=("torchtitan",), package="torchtitan"),
+    "torchtitan": Row(
+        partial(torchtitan, way="single"), imports=("torchtitan",), package="torchtitan", launched=True
+    ),
     "torchtitan_tp": Row(
         partial(torchtitan, way="tp2"), ranks=2, imports=("torchtitan",), package="torchtitan"
     ),

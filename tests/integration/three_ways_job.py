@@ -112,7 +112,7 @@ def start(name: str, way: str, directory: Path, rank: int, port: int) -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ |= {"CAPD_RUN_ID": f"{name}-{way}"}
-    if ROWS[name].ranks > 1:
+    if ROWS[name].ranks > 1 or ROWS[name].launched:
         os.environ |= {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ROWS[name].ranks),
             "LOCAL_WORLD_SIZE": str(ROWS[name].ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),

@@ -132,8 +132,10 @@ class Oracle:
         call, (operand,) = self._begin(Product(module, "linear"), {"input": input}, weight)
         output = self._linear(operand, self._own(call, weight), bias)
         self._end(call, output)
-        # The caller may write into what it gets; a hook on a view that is written into is the caller's then.
-        return output.clone() if call is not None and output.requires_grad else output
+        # The caller may write into what it gets; a hook on a view that is written into is the caller's then. DTensors
+        # are left alone: a copy of partial sums would be their sum.
+        copied = call is not None and output.requires_grad and type(output) is Tensor
+        return output.clone() if copied else output
 
     def _run_attention(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         owner = self._owner()

@@ -20,9 +20,11 @@ STEPS, MICRO_BATCHES = 2, 3
 
 
 class Row(NamedTuple):
-    """A script. ranks: of torchrun. imports: what takes time to import. default: whether the default tier runs it.
+    """A script.
 
-    package: one that capd's development does not need, as for `launching.needs`.
+    ranks: of torchrun, which starts it if there are several. imports: modules that take time to import. default:
+    whether the default tier runs it. package: one that capd's development does not need, as for `launching.needs`.
+    launched: torchrun starts it though it is one rank.
     """
 
     run: Callable[[Script], Losses]
@@ -30,6 +32,7 @@ class Row(NamedTuple):
     imports: tuple[str, ...] = ()
     default: bool = False
     package: str = ""
+    launched: bool = False
 
 
 def vectors(seed: int) -> Tensor:
@@ -160,6 +163,23 @@ def checkpointed_reentrant(script: Script) -> Losses:
     return loop(script, model, words)
 
 
+def several(script: Script) -> Losses:
+    """Two models that train side by side."""
+    reader, writer = models.Block(), models.Block()
+    script.watch(reader, name="reader")
+    script.watch(writer, name="writer")
+    optimizer = torch.optim.SGD([*reader.parameters(), *writer.parameters()], lr=0.1)
+    losses = []
+    for _, micro_batch, seed in moments(script):
+        loss = square(lambda x: writer(reader(x)), seed)
+        loss.backward()
+        losses.append(loss.detach())
+        if micro_batch == MICRO_BATCHES - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
 ROWS: dict[str, Row] = {
     "plain": Row(plain, default=True),
     "autocast": Row(autocast),
@@ -167,6 +187,7 @@ ROWS: dict[str, Row] = {
     "translator": Row(translator),
     "variants": Row(variants),
     "odd": Row(odd),
+    "several": Row(several),
     "compiled": Row(compiled, default=True),
     "compiled_blocks": Row(compiled_blocks),
     "checkpointed": Row(checkpointed, default=True),
