@@ -29,12 +29,8 @@ from capd.server.run import Forgotten, Run
 from capd.server.session import Session
 from capd.server.snapshot import run_stats
 from capd.server.tending import Tending
-from capd.store.catalog_read import (
-    CATALOG_NAME,
-    SessionRow,
-    connect_read_only,
-    read_sessions,
-)
+from capd.store.catalog_open import connect_read_only
+from capd.store.catalog_read import CATALOG_NAME, SessionRow, read_sessions
 from capd.store.ranges import RangeSet
 from capd_client.protocol import PROTOCOL_VERSION, Hello
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from capd.store.catalog_read import connect_read_only, head_of, read_acked, read_records
+from capd.store.catalog_open import connect_read_only
+from capd.store.catalog_read import head_of, read_acked, read_records
 from capd.store.frames import RecordRow
 from capd.store.ranges import RangeSet
 
@@ -68,6 +69,8 @@ def read_sums(database: sqlite3.Connection) -> dict[int, Sums]:
         "SELECT series, record, stored_nbytes, body FROM records ORDER BY series, record"
     ):
         head = head_of(body)
+        if not all(type(number) is int and number >= 0 for number in (series, record, stored)):
+            raise sqlite3.DatabaseError(f"record {record!r} of series {series!r} has no numbers")
         sums = found.setdefault(series, Sums())
         sums.records += 1
         sums.last = record

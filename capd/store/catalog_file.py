@@ -10,27 +10,11 @@ from pathlib import Path
 
 from capd.errors import StoreError, StoreFull
 from capd.space import full_database
-from capd.store.catalog_read import CATALOG_VERSION, check_version
-from capd_client.key import Key
+from capd.store.catalog_open import CATALOG_VERSION, SCHEMA, check_version, distrust_schema, schema_problem
 
 __all__ = ["guarded", "open_file"]
 
 _CACHE_KIB = 8192  # a transaction changes the last pages of thousands of series
-_KEY_FIELDS = Key.__struct_fields__
-
-_SCHEMA = f"""
-CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
-CREATE TABLE series (
-  id INTEGER PRIMARY KEY, path TEXT UNIQUE NOT NULL, {", ".join(_KEY_FIELDS)}, dtype TEXT NOT NULL,
-  header BLOB NOT NULL, records INTEGER NOT NULL DEFAULT 0, sealed INTEGER NOT NULL DEFAULT 0,
-  sealing INTEGER NOT NULL DEFAULT 0, max_shape TEXT NOT NULL DEFAULT '[]', raw_bytes INTEGER NOT NULL DEFAULT 0,
-  stored_bytes INTEGER NOT NULL DEFAULT 0);
-CREATE TABLE records (
-  series INTEGER, record INTEGER, attempt INTEGER NOT NULL, stored_nbytes INTEGER NOT NULL, body BLOB NOT NULL,
-  PRIMARY KEY (series, record)) WITHOUT ROWID;
-CREATE TABLE acked (client BLOB PRIMARY KEY, ranges BLOB NOT NULL) WITHOUT ROWID;
-CREATE TABLE sessions (client BLOB PRIMARY KEY, body BLOB NOT NULL) WITHOUT ROWID;
-"""
 
 
 def open_file(path: Path) -> tuple[sqlite3.Connection, bool]:
@@ -49,14 +33,25 @@ def open_file(path: Path) -> tuple[sqlite3.Connection, bool]:
         with guarded(db, path):
             version = db.execute("PRAGMA user_version").fetchone()[0]
             check_version(version, path)  # a newer capd's file is not touched
+            distrust_schema(db)
+            problem = schema_problem(db)
+            if problem:
+                raise _Strange(problem)
             db.execute("PRAGMA journal_mode=WAL")
             db.execute(f"PRAGMA cache_size={-_CACHE_KIB}")
-            if version == 0:
-                db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={CATALOG_VERSION}; COMMIT;")
+            if problem is not None:
+                db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={CATALOG_VERSION}; COMMIT;")
+    except _Strange as strange:
+        db.close()
+        raise sqlite3.DatabaseError(str(strange)) from None
     except BaseException:
         db.close()
         raise
     return db, was_closed
+
+
+class _Strange(Exception):
+    """The tables are not those that capd makes: nothing may be written, a trigger would run."""
 
 
 @contextlib.contextmanager

@@ -6,25 +6,21 @@ import json
 import sqlite3
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from capd.errors import NotAStore, StoreError
 from capd.store.columns import ColumnRow
+from capd.store.dtypes import is_statistics
 from capd.store.frames import RecordHead, RecordRow, SeriesHeader, decode_head, decode_row
-from capd_client.key import Key
+from capd.store.headers import is_usable
+from capd_client.key import MAX_INDEX, MAX_NDIM, Key
 
 __all__ = [
     "CATALOG_NAME",
-    "CATALOG_VERSION",
-    "DamagedCatalog",
     "LedgerRow",
     "SeriesRow",
     "SessionRow",
-    "check_version",
-    "connect_read_only",
     "has_attempt",
     "head_of",
     "read_acked",
@@ -38,7 +34,6 @@ __all__ = [
 ]
 
 CATALOG_NAME = "catalog.sqlite"
-CATALOG_VERSION = 1
 H = TypeVar("H", RecordHead, RecordRow)
 
 
@@ -94,54 +89,37 @@ class SeriesRow:
     stored_bytes: int
 
 
-class DamagedCatalog(StoreError):
-    """The file is no SQLite database any more; the shards' journals still hold what it held."""
-
-
-def connect_read_only(path: Path) -> sqlite3.Connection:
-    """Open a catalog for reading beside a live daemon; raises StoreError with the reason if that fails,
-    DamagedCatalog where the file itself is the reason."""
-    for options in ("mode=ro", "mode=ro&immutable=1"):  # immutable: a read-only medium without a -shm file
-        try:
-            db = sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True, check_same_thread=False)
-        except sqlite3.DatabaseError as error:
-            reason = error
-            continue
-        try:
-            check_version(db.execute("PRAGMA user_version").fetchone()[0], path)
-        except sqlite3.DatabaseError as error:
-            db.close()
-            reason = error
-        except BaseException:
-            db.close()
-            raise
-        else:
-            return db
-    kind = StoreError if isinstance(reason, sqlite3.OperationalError) else DamagedCatalog
-    raise kind(f"cannot read the catalog {path}: {reason}; start `capd serve` on the store to rebuild it")
-
-
-def check_version(version: int, path: Path) -> None:
-    """Raise NotAStore for a catalog that a newer capd wrote."""
-    if version > CATALOG_VERSION:
-        raise NotAStore(
-            f"{path} has catalog version {version}, this capd reads up to {CATALOG_VERSION}; upgrade capd"
-        )
-
-
 _SELECT_SERIES = "SELECT id, header, records, sealed, sealing, max_shape, raw_bytes, stored_bytes FROM series"
 _decode_header = msgspec.msgpack.Decoder(SeriesHeader).decode
 
 
+def read_series(db: sqlite3.Connection) -> list[SeriesRow]:
+    """All series of a catalog. Raises sqlite3.DatabaseError for one that cannot be worked with."""
+    return [_series_row(row) for row in db.execute(_SELECT_SERIES)]
+
+
 def _series_row(row: tuple[Any, ...]) -> SeriesRow:
     identity, header, records, sealed, sealing, max_shape, raw, stored = row
-    shape = tuple(json.loads(max_shape))
-    return SeriesRow(identity, _decode_header(header), records, sealed, bool(sealing), shape, raw, stored)
+    try:
+        shape = tuple(json.loads(max_shape))
+        found = SeriesRow(
+            identity, _decode_header(header), records, sealed, bool(sealing), shape, raw, stored
+        )
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
+        raise sqlite3.DatabaseError(f"the row of series {identity!r} cannot be read: {error}") from error
+    if not is_usable(found.header):
+        raise sqlite3.DatabaseError(f"what it says of {found.header.path!r} makes no sense")
+    counts = (identity, records, sealed, raw, stored, *shape)
+    if not all(type(n) is int and 0 <= n <= MAX_INDEX for n in counts) or not _is_within(found):
+        raise sqlite3.DatabaseError(f"its totals of {found.header.path} make no sense")
+    return found
 
 
-def read_series(db: sqlite3.Connection) -> list[SeriesRow]:
-    """All series of a catalog opened with connect_read_only."""
-    return [_series_row(row) for row in db.execute(_SELECT_SERIES)]
+def _is_within(row: SeriesRow) -> bool:
+    """Whether records of the largest shape fit the series."""
+    if is_statistics(row.header.dtype) or not row.records:
+        return len(row.max_shape) <= MAX_NDIM
+    return row.header.geometry.fits(row.max_shape)
 
 
 def read_captures(database: sqlite3.Connection) -> Iterator[tuple[bytes, int]]:
@@ -153,13 +131,19 @@ def read_captures(database: sqlite3.Connection) -> Iterator[tuple[bytes, int]]:
 
 def read_acked(db: sqlite3.Connection) -> dict[bytes, list[tuple[int, int]]]:
     """Committed sequence ranges per client uuid."""
-    decode = msgspec.msgpack.Decoder(list[tuple[int, int]]).decode
-    return {client: decode(ranges) for client, ranges in db.execute("SELECT * FROM acked")}
+    try:
+        found = {bytes(client): _decode_ranges(ranges) for client, ranges in db.execute(_SELECT_ACKED)}
+    except (msgspec.MsgspecError, TypeError) as error:
+        raise sqlite3.DatabaseError(f"the acknowledged ranges cannot be read: {error}") from error
+    for ranges in found.values():
+        ends = [end for both in ranges for end in both]
+        if ends != sorted(ends):
+            raise sqlite3.DatabaseError("the acknowledged ranges are not in order")
+    return found
 
 
-def read_sessions(db: sqlite3.Connection) -> list[SessionRow]:
-    """All sessions of a catalog opened with connect_read_only."""
-    return list(_sessions(db))
+_SELECT_ACKED = "SELECT client, ranges FROM acked"
+_decode_ranges = msgspec.msgpack.Decoder(list[tuple[int, int]]).decode
 
 
 _SELECT_ROWS = (
@@ -213,6 +197,8 @@ def _rows(
     try:
         for number, attempt, body in db.execute(_SELECT_ROWS, (series, first, last)):
             row = decode(body)
+            if type(number) is not int:
+                raise msgspec.ValidationError("its number is none")
             if row.moment.attempt != attempt:
                 raise msgspec.ValidationError(f"attempt {row.moment.attempt} is filed under {attempt}")
             yield number, row
@@ -243,9 +229,18 @@ def has_attempt(db: sqlite3.Connection, attempt: int) -> set[int]:
     }
 
 
+def read_sessions(db: sqlite3.Connection) -> list[SessionRow]:
+    """All sessions of a catalog. Raises sqlite3.DatabaseError for one that cannot be read."""
+    found = []
+    for client, body in db.execute("SELECT client, body FROM sessions"):
+        try:
+            row = _decode_session(body)
+        except (msgspec.MsgspecError, TypeError, RecursionError) as error:
+            raise sqlite3.DatabaseError(f"a session's row cannot be read: {error}") from error
+        if row.client != client:
+            raise sqlite3.DatabaseError(f"the session of client {row.client.hex()} is filed under another")
+        found.append(row)
+    return found
+
+
 _decode_session = msgspec.msgpack.Decoder(SessionRow).decode
-
-
-def _sessions(db: sqlite3.Connection) -> Iterator[SessionRow]:
-    for (body,) in db.execute("SELECT body FROM sessions"):
-        yield _decode_session(body)

@@ -11,8 +11,8 @@ from capd.errors import CapdError
 from capd.store.dtypes import statistics_of, stored_type
 from capd.store.frames import SeriesHeader
 from capd.store.geometry import Geometry
+from capd.store.headers import is_usable
 from capd.store.published import read_array, read_published
-from capd.store.scan import is_usable
 from capd.store.verify_metadata import array_problems, group_problems
 from capd_client.key import Key
 

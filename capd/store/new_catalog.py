@@ -12,14 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from capd.errors import StoreError
-from capd.store.catalog_read import (
-    CATALOG_NAME,
-    SeriesRow,
-    SessionRow,
-    connect_read_only,
-    read_series,
-    read_sessions,
-)
+from capd.store.catalog_open import connect_read_only
+from capd.store.catalog_read import CATALOG_NAME, SeriesRow, SessionRow, read_series, read_sessions
 from capd.store.failpoints import failpoint
 from capd.store.files import rename, sync_paths, unlink
 from capd.store.frames import SeriesHeader

@@ -19,15 +19,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
-
 from capd.errors import StoreError
+from capd.store.catalog_open import DamagedCatalog, connect_read_only
 from capd.store.catalog_read import (
     CATALOG_NAME,
-    DamagedCatalog,
     SeriesRow,
     SessionRow,
-    connect_read_only,
     has_attempt,
     read_acked,
     read_attempts,
@@ -36,16 +33,26 @@ from capd.store.catalog_read import (
     read_series,
     read_sessions,
 )
-from capd.store.frames import RecordHead, RecordRow
+from capd.store.frames import RecordHead, RecordRow, SeriesHeader
 from capd.store.from_shards import ShardedSeries, all_from_shards, series_from_shards
+from capd.store.headers import fits
 from capd.store.ranges import RangeSet
 from capd.store.spool import Spool, SpooledSeries
+from capd.store.statistics import is_possible
 
 __all__ = ["NodeView"]
 
 logger = logging.getLogger(__name__)
 
-_DAMAGE = (DamagedCatalog, sqlite3.DatabaseError, msgspec.MsgspecError, ValueError, TypeError, OverflowError)
+_DAMAGE = (
+    DamagedCatalog,
+    sqlite3.DatabaseError,
+    msgspec.MsgspecError,
+    ValueError,
+    TypeError,
+    ArithmeticError,
+    RecursionError,
+)
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 T = TypeVar("T")
 
@@ -84,7 +91,7 @@ class NodeView:
                 raise FileNotFoundError("it is missing")
             with self._opened() as database:
                 database.execute("BEGIN")  # one snapshot for the three
-                self.series = {row.header.path: _sound_series(row) for row in read_series(database)}
+                self.series = {row.header.path: row for row in read_series(database)}
                 self.sessions = read_sessions(database)
                 self._acked = {client: RangeSet(ranges) for client, ranges in read_acked(database).items()}
         except (*_DAMAGE, FileNotFoundError) as error:
@@ -173,7 +180,10 @@ class NodeView:
         """Records first ≤ number < last of a series as of this view: catalog rows, else the spool's."""
 
         def ask(database: sqlite3.Connection, series: int) -> dict[int, RecordRow]:
-            return {number: _sound(row) for number, row in read_records(database, series, first, last)}
+            found = read_records(database, series, first, last)
+            return {number: _sound(row, header) for number, row in found}
+
+        header = self.series[path].header
 
         found = self._ask(path, ask, lambda s: {n: row for n, row in s.rows.items() if first <= n < last})
         if (spooled := self.spooled.get(path)) is not None:
@@ -221,20 +231,13 @@ class NodeView:
         return {path for path, row in self.series.items() if row.id in ids or path in self.spooled}
 
 
-def _sound_series(row: SeriesRow) -> SeriesRow:
-    geometry = row.header.geometry
-    sizes = (*geometry.extents, *geometry.chunk, geometry.batch, geometry.shard_records, geometry.itemsize)
-    counts = (row.id, row.records, row.sealed, row.raw_bytes, row.stored_bytes, *row.max_shape)
-    if not all(type(n) is int and n >= 0 for n in counts) or min(sizes) < 1:
-        raise ValueError(f"its totals of {row.header.path} make no sense")
-    if len(geometry.extents) != len(geometry.chunk):
-        raise ValueError(f"its geometry of {row.header.path} makes no sense")
-    return row
-
-
-def _sound(row: RecordRow) -> RecordRow:
-    """The row, if its texts are what they are read as. Raises ValueError."""
+def _sound(row: RecordRow, header: SeriesHeader) -> RecordRow:
+    """The row, if shape, statistics and texts are what they are read as. Raises ValueError."""
     for text in (row.metadata, row.attributes):
         if text and not isinstance(json.loads(text), dict):
             raise ValueError("a record's metadata is no object")
+    if not fits(header, row.shape, row.nbytes):
+        raise ValueError("a record's shape does not fit its series")
+    if row.stats is not None and not is_possible(row.stats):
+        raise ValueError("a record's statistics make no sense")
     return row

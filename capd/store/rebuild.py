@@ -38,12 +38,12 @@ from capd.store.files import (
     write_file,
 )
 from capd.store.frames import FileHeader, RecordRow, SeriesHeader
+from capd.store.headers import SERIES_PATH
 from capd.store.layout import Layout, node_directory, shard_path
 from capd.store.mend import set_aside
 from capd.store.open_files import OpenFiles
 from capd.store.partials import partials_of
 from capd.store.salvage import Salvaged, ShardSource, write_records
-from capd.store.scan import SERIES_PATH
 from capd.store.shards import ShardWriter
 from capd.store.spool_copies import Capture, SpoolCopies
 from capd.store.survey import UNKNOWN_CLIENT, shard_files

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +21,7 @@ from capd.store.decode import decode_into
 from capd.store.dtypes import stored_shape
 from capd.store.encode import as_array
 from capd.store.frames import RecordHead, SeriesHeader
+from capd.store.headers import fits
 from capd.store.locate import Locator
 from capd.store.node import NodeView
 from capd.store.parallel import Job, run_jobs
@@ -99,7 +99,7 @@ class RecordReader:
 
     def _plan(self, number: int, record: RecordHead, region: Region) -> _Plan:
         geometry, shape = self._header.geometry, stored_shape(self._header.dtype, record.shape)
-        if not geometry.fits(shape) or record.nbytes != prod(shape) * geometry.itemsize:
+        if not fits(self._header, record.shape, record.nbytes):
             what = f"a shape of {list(shape)} with {record.nbytes} bytes does not fit the series"
             raise self._locator.damage(number, what, self._node.directory)
         plan = self._whole.get(shape) if region is Ellipsis else None

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from capd.errors import DamagedRecord, NothingMatched, StoreError
 from capd.store.catalog_check import read_slice
-from capd.store.catalog_read import CATALOG_NAME, SeriesRow, connect_read_only, read_captures
+from capd.store.catalog_open import connect_read_only
+from capd.store.catalog_read import CATALOG_NAME, SeriesRow, read_captures
 from capd.store.damage import Damage, Report
 from capd.store.files import make_directory, replace_files, sync_paths
 from capd.store.frames import FORMAT_VERSION, FileHeader, RecordRow, SeriesHeader

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from capd.errors import StoreError
 from capd.store.catalog_check import series_of_record
-from capd.store.catalog_read import connect_read_only
+from capd.store.catalog_open import connect_read_only
 from capd.store.files import unlink
 from capd.store.frames import RecordRow, SeriesHeader
 from capd.store.mend import KeptSmall, copy_aside, is_the_files_fault, mend_log, set_aside

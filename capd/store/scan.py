@@ -10,16 +10,13 @@ journal that somebody appended: nothing from there on counts.
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from capd.errors import CapdError
-from capd.store.codecs import chain_for
-from capd.store.dtypes import is_statistics, stored_shape
+from capd.store.dtypes import stored_shape
 from capd.store.frames import (
     FRAME_NBYTES,
     Commit,
@@ -33,16 +30,14 @@ from capd.store.frames import (
     read_frame,
 )
 from capd.store.geometry import Geometry
+from capd.store.headers import is_usable
 from capd.store.journal import pieces
 from capd.store.small import LogPlace, log_number, log_place
 
 __all__ = [
-    "SERIES_PATH", "LoggedRecord", "Run", "ScannedLog", "ScannedShard", "is_usable", "read_log", "read_shard",
+    "LoggedRecord", "Run", "ScannedLog", "ScannedShard", "read_log", "read_shard",
     "scan_shard",
 ]  # fmt: skip
-
-_MAX_SLOTS = 1 << 24  # an index of 256 MiB
-SERIES_PATH = re.compile(r"(?:[A-Za-z0-9_~\-][A-Za-z0-9_.~\-]*/){4}[A-Za-z0-9_~\-][A-Za-z0-9_.~\-]*\Z")
 
 
 class Run(NamedTuple):
@@ -212,25 +207,6 @@ def _slots(geometry: Geometry, commit: Commit) -> set[int]:
 
 def _in_a_gap(gaps: list[tuple[int, int]], start: int, end: int) -> bool:
     return any(first <= start and end <= last for first, last in gaps)
-
-
-def is_usable(header: SeriesHeader) -> bool:
-    """Whether what a header says about its series can be worked with; it comes from a disk."""
-    g = header.geometry
-    sizes = (*g.extents, *g.chunk, g.batch, g.shard_records, g.itemsize)
-    if len(g.extents) != len(g.chunk) or min(sizes) < 1 or g.shard_records % g.batch:
-        return False
-    if any(extent % chunk for extent, chunk in zip(g.extents, g.chunk, strict=True)):
-        return False
-    if g.shard_slots > _MAX_SLOTS or not SERIES_PATH.match(header.path):
-        return False
-    if is_statistics(header.dtype) and not g.extents == g.chunk == stored_shape(header.dtype, ()):
-        return False
-    try:
-        chain = chain_for(header.codec, header.dtype)
-    except (CapdError, KeyError, ValueError):
-        return False
-    return chain.stored.itemsize == g.itemsize
 
 
 def read_log(path: Path, *, check: bool = False) -> ScannedLog | None:

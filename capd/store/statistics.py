@@ -24,11 +24,13 @@ from capd.store.frames import Number, StatsRow
 from capd_client.dtypes import ITEM_NBYTES
 
 __all__ = [
-    "Stats", "exponent_bins", "is_whole", "merge", "merge_stats", "public", "summarise", "summarise_rows",
+    "Stats", "exponent_bins", "is_possible", "is_whole", "merge", "merge_stats", "public", "summarise",
+    "summarise_rows",
 ]  # fmt: skip
 
 # Any bit pattern may come: signalling NaNs make casts "invalid", squares of large float64 values overflow to Inf.
 _quiet = np.errstate(over="ignore", under="ignore", invalid="ignore")
+_BINS = 256
 _BLOCK = 1 << 17  # elements handled at once: the working set stays in the L2 cache
 
 
@@ -48,6 +50,19 @@ class Stats:
     sum: float
     sum_sq: float
     exponent_histogram: dict[int, int] = field(repr=False)
+
+
+def is_possible(row: StatsRow) -> bool:
+    """Whether a row's counts and bins are such as elements can have; a catalog may say anything."""
+    counts = (row.count, row.nan, row.inf, row.zero, *row.exponents[1::2])
+    bins = row.exponents[::2]
+    return (
+        len(row.exponents) % 2 == 0
+        and min(counts) >= 0
+        and min(bins, default=0) >= 0
+        and max(bins, default=0) < _BINS
+        and row.nan + row.inf <= row.count
+    )
 
 
 def public(row: StatsRow) -> Stats:

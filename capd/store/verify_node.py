@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import sqlite3
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from capd.errors import NotAStore, StoreError
 from capd.store.catalog_check import read_sums
-from capd.store.catalog_read import CATALOG_NAME, SeriesRow, connect_read_only, read_series
+from capd.store.catalog_open import EmptyCatalog, connect_read_only
+from capd.store.catalog_read import CATALOG_NAME, SeriesRow, read_series
 from capd.store.damage import Damage, Kind
 from capd.store.frames import RecordRow, SeriesHeader
 from capd.store.scan import ScannedLog, read_log, scan_shard
@@ -130,10 +130,12 @@ def _has_tables(path: Path) -> bool:
     if not path.is_file():
         return False
     try:
-        with contextlib.closing(connect_read_only(path)) as database:
-            return database.execute("SELECT 1 FROM sqlite_master").fetchone() is not None
+        connect_read_only(path).close()
+    except EmptyCatalog:
+        return False
     except (StoreError, sqlite3.DatabaseError):
-        return True  # whatever it is, it is more than nothing
+        pass  # whatever it is, it is more than nothing
+    return True
 
 
 def _holds_nothing(run: Path, directory: Path) -> bool:

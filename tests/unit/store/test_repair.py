@@ -17,7 +17,8 @@ import zarr
 import capd
 from capd.errors import DamagedRecord, NothingMatched
 from capd.store import new_catalog, rebuild, repair, spool_copies
-from capd.store.catalog_read import CATALOG_NAME, SessionRow, connect_read_only
+from capd.store.catalog_open import connect_read_only
+from capd.store.catalog_read import CATALOG_NAME, SessionRow
 from capd.store.frames import FRAME_NBYTES, Kind
 from capd.store.new_catalog import rebuild_catalog
 from capd.store.partials import partial_path

@@ -14,7 +14,8 @@ import pytest
 import capd
 from capd.errors import StoreError
 from capd.store import repair, spool_copies
-from capd.store.catalog_read import CATALOG_NAME, connect_read_only, read_series
+from capd.store.catalog_open import connect_read_only
+from capd.store.catalog_read import CATALOG_NAME, read_series
 from capd.store.described import described
 from capd.store.frames import Kind
 from capd.store.repair import repair_node
