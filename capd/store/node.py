@@ -47,7 +47,6 @@ logger = logging.getLogger(__name__)
 _DAMAGE = (
     DamagedCatalog,
     sqlite3.DatabaseError,
-    msgspec.MsgspecError,
     ValueError,
     TypeError,
     ArithmeticError,
