@@ -235,7 +235,10 @@ class Catalog:
             (stored,) = self._db.execute(
                 "SELECT TOTAL(stored_nbytes) FROM records WHERE series=?", (row.id,)
             ).fetchone()
-            row.raw_bytes = sum(head.nbytes for _, head in read_heads(self._db, row.id, 0, first))
+            row.raw_bytes, row.max_shape = 0, ()
+            for _, head in read_heads(self._db, row.id, 0, first):
+                row.raw_bytes += head.nbytes
+                row.max_shape = tuple(map(max, row.max_shape or head.shape, head.shape))
         row.records, row.stored_bytes = first, int(stored)
 
     def rows(self, series: int, first: int, last: int) -> Iterator[tuple[int, RecordRow]]:

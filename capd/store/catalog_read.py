@@ -93,9 +93,11 @@ _SELECT_SERIES = "SELECT id, header, records, sealed, sealing, max_shape, raw_by
 _decode_header = msgspec.msgpack.Decoder(SeriesHeader).decode
 
 
-def read_series(db: sqlite3.Connection) -> list[SeriesRow]:
-    """All series of a catalog. Raises sqlite3.DatabaseError for one that cannot be worked with."""
-    return [_series_row(row) for row in db.execute(_SELECT_SERIES)]
+def read_series(db: sqlite3.Connection, path: str | None = None) -> list[SeriesRow]:
+    """All series of a catalog, or the one filed under `path`. Raises sqlite3.DatabaseError for one that makes no
+    sense."""
+    where, given = ("", ()) if path is None else (" WHERE path=?", (path,))
+    return [_series_row(row) for row in db.execute(_SELECT_SERIES + where, given)]
 
 
 def _series_row(row: tuple[Any, ...]) -> SeriesRow:
@@ -136,8 +138,8 @@ def read_acked(db: sqlite3.Connection) -> dict[bytes, list[tuple[int, int]]]:
     except (msgspec.MsgspecError, TypeError) as error:
         raise sqlite3.DatabaseError(f"the acknowledged ranges cannot be read: {error}") from error
     for ranges in found.values():
-        ends = [end for both in ranges for end in both]
-        if ends != sorted(ends):
+        ends = [end for both in ranges for end in both] or [0]
+        if ends != sorted(ends) or not 0 <= ends[0] <= ends[-1] < MAX_INDEX:
             raise sqlite3.DatabaseError("the acknowledged ranges are not in order")
     return found
 

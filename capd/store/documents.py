@@ -19,6 +19,7 @@ from capd.store.columns import TABLE_ROWS, Columns
 from capd.store.dtypes import stored_type
 from capd.store.frames import FORMAT_VERSION, SeriesHeader
 from capd.store.geometry import Geometry
+from capd.store.json_document import read_document
 
 __all__ = [
     "array_document",
@@ -44,22 +45,16 @@ def run_attributes(run: Path) -> dict[str, Any]:
     if not isinstance(attributes, dict) or "format" not in attributes:
         raise NotAStore(f"{run} is a Zarr hierarchy, but not one that capd wrote")
     version = attributes["format"]
-    if not isinstance(version, int) or version > FORMAT_VERSION:
+    if type(version) is not int or not 0 < version <= FORMAT_VERSION:
         raise NotAStore(f"{run} has format {version!r}, this capd reads up to {FORMAT_VERSION}; upgrade capd")
+    if not isinstance(attributes.get("run_id", ""), str):
+        raise NotAStore(f"{run / 'zarr.json'} does not name the run")
     return attributes
 
 
 def read_group(path: Path) -> dict[str, Any] | None:
     """The parsed zarr.json of a group, or None where there is none. Raises NotAStore if it is no JSON object."""
-    try:
-        document = json.loads((path / "zarr.json").read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except ValueError as error:
-        raise NotAStore(f"{path / 'zarr.json'} is not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise NotAStore(f"{path / 'zarr.json'} is not a Zarr document")
-    return document
+    return read_document(path / "zarr.json")
 
 
 def series_document(header: SeriesHeader, node: str, columns: Columns) -> bytes:

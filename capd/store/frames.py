@@ -38,14 +38,16 @@ from capd.store.geometry import Geometry
 from capd_client.key import Key, Moment
 
 __all__ = [
-    "FORMAT_VERSION", "FRAME_NBYTES", "Commit", "FileHeader", "Frame", "Kind", "RecordHead", "RecordRow",
-    "SeriesHeader", "StatsRow", "decode_commit", "decode_head", "decode_payload", "decode_row", "encode_commit",
-    "encode_row", "frame", "frame_header", "parse_frame", "payload_is_sound", "read_frame", "session_of", "walk",
+    "FORMAT_VERSION", "FRAME_NBYTES", "MAX_PAYLOAD_NBYTES", "UNKNOWN_CLIENT", "Commit", "FileHeader", "Frame", "Kind",
+    "RecordHead", "RecordRow", "SeriesHeader", "StatsRow", "decode_commit", "decode_head", "decode_payload",
+    "decode_row", "encode_commit", "encode_row", "frame", "frame_header", "parse_frame", "payload_is_sound",
+    "read_frame", "session_of", "walk",
 ]  # fmt: skip
 
 FORMAT_VERSION = 1
 FRAME_NBYTES = 48
 MAX_PAYLOAD_NBYTES = 64 << 20
+UNKNOWN_CLIENT = bytes(16)  # of a record whose COMMIT is lost
 _MAGIC = b"CPDF"
 _HEADER = struct.Struct("<4sBBHIIQQQII")
 _HEAD = struct.Struct("<4sBBHIIQQQI")  # without its own checksum

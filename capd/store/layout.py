@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
@@ -44,6 +43,7 @@ from capd.store.files import (
     write_file,
 )
 from capd.store.frames import FORMAT_VERSION, SeriesHeader
+from capd.store.json_document import is_length, read_document
 from capd_client.key import Key
 
 __all__ = ["Layout", "has_shards", "node_directory", "shard_path"]
@@ -245,11 +245,11 @@ class Layout:
 
     def table_length(self, header: SeriesHeader) -> int:
         """Rows that the `moments` array of a series holds; 0 where there is none, or none to go on with."""
-        try:
-            document = json.loads((self.run / header.path / "moments" / "zarr.json").read_bytes())
-            return int(document["shape"][0])
-        except (FileNotFoundError, ValueError, LookupError, TypeError):
-            return 0
+        with contextlib.suppress(NotAStore, LookupError, TypeError):
+            document = read_document(self.run / header.path / "moments" / "zarr.json")
+            if document is not None and is_length(document["shape"][0]):
+                return int(document["shape"][0])
+        return 0
 
     def publish(self, series: Sequence[tuple[SeriesHeader, Columns, tuple[int, ...]]]) -> None:
         """Let plain Zarr readers see the sealed records of many series, durably: moments, then array shapes.

@@ -7,7 +7,6 @@ step leaves the old place readable until the new one stands, so looking again fi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from capd.errors import DamagedRecord, StoreError
 from capd.store.frames import RecordHead, SeriesHeader
 from capd.store.layout import shard_path
 from capd.store.node import NodeView
+from capd.store.published import read_shape
 from capd.store.shard_file import FileCache, Place, ShardFile, is_same_series
 from capd.store.small import log_of, log_path, offset_of, read_small
 
@@ -142,9 +142,8 @@ class Locator:
         if not file.has_index:
             return False
         try:
-            document = json.loads((self._node.run / self._header.path / "data" / "zarr.json").read_bytes())
-            count = int(document["shape"][0])
-        except (OSError, ValueError, TypeError, LookupError):
+            count = read_shape(self._node.run / self._header.path)[0]
+        except DamagedRecord:
             return False
         return number < count and self._files.open(file.path) is file
 

@@ -44,14 +44,7 @@ __all__ = ["NodeView"]
 
 logger = logging.getLogger(__name__)
 
-_DAMAGE = (
-    DamagedCatalog,
-    sqlite3.DatabaseError,
-    ValueError,
-    TypeError,
-    ArithmeticError,
-    RecursionError,
-)
+_DAMAGE = (DamagedCatalog, sqlite3.DatabaseError, ValueError, TypeError, ArithmeticError, RecursionError)
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 T = TypeVar("T")
 

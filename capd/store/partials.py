@@ -13,14 +13,13 @@ import msgspec
 from capd.errors import DamagedRecord
 from capd.store.described import described
 from capd.store.files import truncate, unlink
-from capd.store.frames import Kind, SeriesHeader, payload_is_sound, walk
+from capd.store.frames import UNKNOWN_CLIENT, Kind, SeriesHeader, payload_is_sound, walk
 from capd.store.layout import shard_path
 from capd.store.mend import copy_aside, is_the_files_fault, mend_partial, set_aside
 from capd.store.recovery import Recovery
 from capd.store.scan import Run, ScannedShard, scan_shard
 from capd.store.series import Series
 from capd.store.shards import ShardWriter, read_index
-from capd.store.survey import UNKNOWN_CLIENT
 
 __all__ = ["by_digest", "named", "partial_path", "partials_of", "records_on_disk", "take_up_partials"]
 

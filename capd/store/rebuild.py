@@ -37,7 +37,7 @@ from capd.store.files import (
     sync_paths,
     write_file,
 )
-from capd.store.frames import FileHeader, RecordRow, SeriesHeader
+from capd.store.frames import UNKNOWN_CLIENT, FileHeader, RecordRow, SeriesHeader
 from capd.store.headers import SERIES_PATH
 from capd.store.layout import Layout, node_directory, shard_path
 from capd.store.mend import set_aside
@@ -46,7 +46,7 @@ from capd.store.partials import partials_of
 from capd.store.salvage import Salvaged, ShardSource, write_records
 from capd.store.shards import ShardWriter
 from capd.store.spool_copies import Capture, SpoolCopies
-from capd.store.survey import UNKNOWN_CLIENT, shard_files
+from capd.store.survey import shard_files
 from capd_client.key import Moment
 
 __all__ = ["Rebuilt", "finish_swaps", "rebuild_series"]

@@ -28,7 +28,7 @@ from capd.store.catalog_place import CatalogPlace
 from capd.store.catalog_read import CATALOG_NAME
 from capd.store.failpoints import failpoint
 from capd.store.files import remove_tree, unlink
-from capd.store.frames import SeriesHeader
+from capd.store.frames import UNKNOWN_CLIENT, SeriesHeader
 from capd.store.layout import Layout, node_directory, shard_path
 from capd.store.mend import set_aside
 from capd.store.open_files import OpenFiles
@@ -39,14 +39,7 @@ from capd.store.replay import replay_logs
 from capd.store.seal import publish
 from capd.store.series import Series
 from capd.store.spool_copies import Capture, SpoolCopies
-from capd.store.survey import (
-    UNKNOWN_CLIENT,
-    Sealed,
-    SurveyedSeries,
-    scan_if_readable,
-    survey,
-    survey_series,
-)
+from capd.store.survey import Sealed, SurveyedSeries, scan_if_readable, survey, survey_series
 from capd.store.sweep import beyond_catalog, mend_documents
 
 __all__ = ["Recovered", "open_node", "partial_path"]

@@ -9,12 +9,11 @@ from capd.store import power
 from capd.store.catalog import Catalog, NewRow, new_row
 from capd.store.catalog_read import SeriesRow
 from capd.store.documents import run_attributes
-from capd.store.frames import FORMAT_VERSION, FileHeader, RecordRow, SeriesHeader
+from capd.store.frames import FORMAT_VERSION, UNKNOWN_CLIENT, FileHeader, RecordRow, SeriesHeader
 from capd.store.layout import Layout, node_directory
 from capd.store.open_files import OpenFiles
 from capd.store.ranges import RangeSet
 from capd.store.series import Series
-from capd.store.survey import UNKNOWN_CLIENT
 from capd_client.key import Moment
 
 __all__ = ["Recovered", "Recovery"]

@@ -126,7 +126,7 @@ def scan_shard(
     known: series and shard number, for a file whose HEADER is lost. visit: called with the descriptor and every
     CHUNK frame. Raises OSError.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         return read_shard(fd, known, visit)
     finally:
@@ -216,7 +216,7 @@ def read_log(path: Path, *, check: bool = False) -> ScannedLog | None:
     """
     if not path.stem.removeprefix("small-").isdecimal():
         return None
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         size = _regular_nbytes(fd) or 0
         begin, file = _read_header(fd, size)

@@ -22,6 +22,7 @@ from capd.store.packed_statistics import unpack
 from capd.store.records import ReadTools, RecordReader
 from capd.store.region import Region
 from capd.store.rows import SeriesRows
+from capd.store.shown_array import check_array
 from capd.store.statistics import Stats, public, summarise
 from capd_client.key import Key, Moment
 
@@ -259,9 +260,13 @@ class Series:
         return self._reader.stack(chosen, region)
 
     def zarr(self) -> Any:
-        """The sealed records as a read-only zarr.Array [record, *shape] of stored bits, or of statistics rows."""
+        """The sealed records as a read-only zarr.Array [record, *shape] of stored bits, or of statistics rows.
+
+        Raises DamagedRecord where the array's metadata contradict the series.
+        """
         import zarr
 
+        check_array(self._node.run, self._row.header)
         return zarr.open_array(self._node.run / self.path / "data", mode="r")
 
     def dask(self) -> Any:
@@ -278,6 +283,7 @@ class Series:
         """
         self._must_have_elements()
         xr = import_extra("xarray", "distributed")
+        check_array(self._node.run, self._row.header)
         data = xr.open_zarr(self._node.run / self.path, consolidated=False, chunks=None)["data"]
         rows = SeriesRows(self._node, self._row)
         moments = [rows.row(number).moment for number in range(data.sizes["record"])]

@@ -73,7 +73,7 @@ class ShardFile:
     def __init__(self, path: str) -> None:
         self.path = path
         self.fd = -1
-        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         self.identity = _identity(os.fstat(self.fd))
         self._asked: SeriesHeader | None = None  # `belongs_to` answers for one series, again and again
         self._belongs: bool | None = None

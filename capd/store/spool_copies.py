@@ -19,13 +19,13 @@ from capd.store.codecs import chain_for
 from capd.store.dtypes import stored_shape
 from capd.store.encode import as_array
 from capd.store.files import link, make_directory, remove_tree, sync_paths
-from capd.store.frames import FileHeader, RecordRow, SeriesHeader
+from capd.store.frames import UNKNOWN_CLIENT, FileHeader, RecordRow, SeriesHeader
 from capd.store.mend import copy_aside, is_the_files_fault
 from capd.store.partials import by_digest, named
 from capd.store.salvage import Salvaged, ShardSource
 from capd.store.scan import ScannedLog, read_log
 from capd.store.small import LOG_GLOB, offset_of, read_small
-from capd.store.survey import UNKNOWN_CLIENT, scan_if_readable
+from capd.store.survey import scan_if_readable
 
 __all__ = ["Capture", "HeldSpool", "SpoolCopies"]
 

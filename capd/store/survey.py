@@ -16,13 +16,12 @@ from pathlib import Path
 from capd.errors import DamagedRecord
 from capd.store.described import described
 from capd.store.dtypes import stored_shape
-from capd.store.frames import RecordRow, SeriesHeader
+from capd.store.frames import UNKNOWN_CLIENT, RecordRow, SeriesHeader
 from capd.store.published import Published, read_published
 from capd.store.scan import ScannedShard, scan_shard
-from capd_client.key import Moment
+from capd_client.key import MAX_NDIM, Moment
 
 __all__ = [
-    "UNKNOWN_CLIENT",
     "Sealed",
     "SurveyedSeries",
     "row_from_columns",
@@ -33,8 +32,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-UNKNOWN_CLIENT = bytes(16)
 
 
 @dataclass(slots=True)
@@ -105,8 +102,8 @@ def shard_files(series: Path) -> dict[int, Path]:
         if not entry.name.isdecimal() or str(int(entry.name)) != entry.name:
             continue
         place = entry
-        while place.is_dir():
-            place = place / "0"
+        for _ in range(MAX_NDIM + 1):  # links may form a circle
+            place = place / "0" if place.is_dir() else place
         if (
             place.exists() and not place.is_dir()
         ):  # made since the last look: a shard that is begun gets its room

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from capd.errors import NotAStore
+from capd.errors import DamagedRecord, NotAStore
 from capd.store.documents import read_group
 from capd.store.files import remove_tree
 from capd.store.layout import has_shards, shard_path
+from capd.store.published import read_shape
 from capd.store.recovery import Recovery
 from capd.store.series import Series
 
@@ -66,8 +66,8 @@ def mend_documents(state: Recovery) -> None:
 
 def _length(data: Path) -> int | None:
     """The array's length as published; None where the document cannot be read."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        return int(json.loads((data / "zarr.json").read_bytes())["shape"][0])
+    with contextlib.suppress(DamagedRecord):
+        return read_shape(data.parent)[0]
     return None
 
 

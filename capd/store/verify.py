@@ -19,10 +19,12 @@ from typing import Any
 import msgspec
 
 from capd.errors import DamagedRecord, NotAStore, StoreError
-from capd.store.catalog_check import has_series
-from capd.store.damage import Damage, Report
+from capd.store.catalog_check import Sums, series_now
+from capd.store.catalog_read import SeriesRow
+from capd.store.damage import Damage, Kind, Report
 from capd.store.described import described
 from capd.store.documents import read_group, run_attributes
+from capd.store.dtypes import stored_shape
 from capd.store.frames import FORMAT_VERSION, SeriesHeader
 from capd.store.published import Published, read_array, read_published
 from capd.store.scan import scan_shard
@@ -35,7 +37,7 @@ from capd.store.verify_tree import foreign_files, group_documents, group_problem
 __all__ = ["run_identity", "verify_run"]
 
 _SECOND_LOOK_S = 0.3
-_DAMAGED = (sqlite3.DatabaseError, ValueError, TypeError, LookupError)
+_DAMAGED = (sqlite3.DatabaseError, ValueError, TypeError, LookupError, RecursionError)
 
 
 def verify_run(
@@ -137,8 +139,7 @@ def _checks_of(
     yield lambda: found
     if promise is None:
         return
-    per_shard = promise.header.geometry.shard_records
-    for number in sorted({*range(-(-promise.count // per_shard)), *promise.files}):
+    for number in promise.shards():
         yield lambda number=number: _shard(promise, number)  # type: ignore[misc]
 
 
@@ -158,20 +159,20 @@ def _promise_of(
     """What is said about a series, and where its metadata is wrong."""
     found = ShardResult()
     node = next((node for node in nodes if path in node.rows), None)
-    known = node.rows[path].records if node is not None and path in node.rows else 0
 
-    def damage(file: str, what: str) -> None:
+    def damage(file: str, what: str, kind: Kind = "metadata") -> None:
         owner = "" if node is None else node.name
-        found.damaged.append(Damage("metadata", path, (), f"{path}/{file}", None, what, owner))
+        found.damaged.append(Damage(kind, path, (), f"{path}/{file}", None, what, owner))
 
-    document, shape0 = _array(run / path, damage)
+    document = _array(run / path, damage)
+    shape = (0,) if document is None else tuple(document["shape"])
     published = _published(run / path, damage)
     files = shard_files(run / path)
     if node is None:
         node = next((n for n in nodes if path in n.headers or (published and n.name == published.node)), None)
     header = _header(run, node, path, files)
     if node is None or header is None:
-        if files or shape0:
+        if files or shape[0]:
             damage("zarr.json", "nothing says what the series is, or which node wrote it")
         return None, found
     if document is not None:
@@ -180,38 +181,66 @@ def _promise_of(
     if published is not None:
         for problem in group_problems(published.document, header, node.name):
             damage("zarr.json", problem)
-        if published.count < shape0:
-            damage("zarr.json", f"moments of {published.count} records, but the array has {shape0}")
-    catalog = None
-    if node.catalog is not None and path in node.rows:
-        catalog = (node.catalog, node.rows[path].id)
-    elif node.catalog is not None and files and shape0 and not _is_new(node.catalog, path):
-        found.damaged.append(
-            Damage("catalog", path, (), f"{path}/data", None, "the series is not in the catalog", node.name)
-        )
+        if published.count < shape[0]:
+            damage("zarr.json", f"moments of {published.count} records, but the array has {shape[0]}")
+    known = node.rows.get(path)
+    if known is not None and path in node.headers and node.headers[path] != header:
+        damage("data", "the catalog describes the series differently than the spool", "catalog")
+    for problem in _catalog_problems(node, path, shape, has_shards=bool(files)):
+        damage("data", problem, "catalog")
+    sums = Sums() if known is None else node.sums.get(known.id, Sums())
     logged = node.logged.get(path, {})
-    count = max(shape0, known, max(logged, default=-1) + 1, node.unsealed.get(path, 0))
+    said = max(shape[0], sums.last + 1, max(logged, default=-1) + 1, node.unsealed.get(path, 0))
+    held = sums.records + len(logged) + (0 if published is None else published.count)
+    held += header.geometry.shard_records * (len(files) + (path in node.unsealed))
+    if shape[0] > held:
+        damage("data/zarr.json", f"the array has {shape[0]} records, all files together at most {held}")
     promise = SeriesPromise(
-        run, ids, node.name, header, catalog, known, count, published, shape0, logged, files
-    )
+        run, ids, node.name, header,
+        None if node.catalog is None or known is None else (node.catalog, known.id),
+        sums.last + 1,
+        0 if known is None or known.sealing else known.sealed,
+        min(said, held), published, shape, logged, files,
+    )  # fmt: skip
     return promise, found
 
 
-def _is_new(catalog: Path, path: str) -> bool:
-    """Whether the catalog has got to know a series since it was read: a large run takes minutes to check."""
+def _catalog_problems(
+    node: NodePromise, path: str, shape: tuple[int, ...], *, has_shards: bool
+) -> Iterator[str]:
+    """How the catalog contradicts the published shape of a series, looked at before and after that was read."""
+    if node.catalog is None:
+        return
+    before, now = node.rows.get(path), _row_now(node.catalog, path)
+    if before is None:
+        if has_shards and shape[0] and now is None:
+            yield "the series is not in the catalog"
+        return
+    if not before.sealing and before.sealed > shape[0]:
+        yield f"the catalog has {before.sealed} sealed records, the array {shape[0]}"
+    if now is None:
+        return
+    if not now.sealing and now.sealed < shape[0]:
+        yield f"the catalog has {now.sealed} sealed records, the array {shape[0]}"
+    largest = stored_shape(now.header.dtype, now.max_shape)
+    if shape[0] and now.records and any(n > held for n, held in zip(shape[1:], largest, strict=False)):
+        yield f"the array's shape is {list(shape)}, the largest record of the catalog {list(largest)}"
+
+
+def _row_now(catalog: Path, path: str) -> SeriesRow | None:
+    """The row of a series as it is now: a large run takes minutes to check."""
     try:
-        return has_series(catalog, path)
+        return series_now(catalog, path)
     except (StoreError, sqlite3.DatabaseError):
-        return False
+        return None
 
 
-def _array(series: Path, damage: Callable[[str, str], None]) -> tuple[dict[str, Any] | None, int]:
+def _array(series: Path, damage: Callable[[str, str], None]) -> dict[str, Any] | None:
     try:
-        document = read_array(series)
-        return document, int(document["shape"][0])
-    except (DamagedRecord, LookupError) as error:
+        return read_array(series)
+    except DamagedRecord as error:
         damage("data/zarr.json", str(error))
-        return None, 0
+        return None
 
 
 def _published(series: Path, damage: Callable[[str, str], None]) -> Published | None:

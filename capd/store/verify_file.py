@@ -29,9 +29,11 @@ class Finding:
 @dataclass(slots=True)
 class ShardFile:
     """What a file holds. is_foreign: another shard's, or unreadable. rewritten: a Zarr tool wrote it anew, without
-    frames: readable, but the catalog cannot be rebuilt from it. index: slot → (offset, bytes) as readers see it."""
+    frames: readable, but the catalog cannot be rebuilt from it. index: slot → (offset, bytes) as readers see it.
+    shares: stored bytes of each record."""
 
     rows: dict[int, RecordRow] = field(default_factory=dict)
+    shares: dict[int, int] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     nbytes: int = 0
     header: SeriesHeader | None = None
@@ -55,7 +57,7 @@ def check_file(
     ids and the node that its HEADER may name. Raises OSError if it cannot be read.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     try:
@@ -99,6 +101,9 @@ class _Check:
             return self._unusable(f"is of run {scanned.file.run_id!r}, node {scanned.file.node!r}")
         self.out.header = scanned.header
         self.out.rows = scanned.rows
+        for run in scanned.runs:
+            numbers = range(run.commit.first, run.commit.first + len(run.commit.rows))
+            self.out.shares.update(dict.fromkeys(numbers, run.share))
         end = size - 16 * self._header.geometry.shard_slots - 4 if self._sealed else scanned.end
         self._check_index(scanned)
         self._check_gaps(scanned, end)

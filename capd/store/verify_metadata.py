@@ -12,7 +12,7 @@ import msgspec
 from capd.store.catalog_check import Sums
 from capd.store.catalog_read import SeriesRow
 from capd.store.codecs import chain_for
-from capd.store.dtypes import is_statistics, stored_type
+from capd.store.dtypes import stored_type
 from capd.store.frames import RecordRow, SeriesHeader, StatsRow
 
 __all__ = ["array_problems", "group_problems", "row_differences", "total_problems"]
@@ -58,6 +58,9 @@ def array_problems(document: dict[str, Any], header: SeriesHeader) -> Iterator[s
     strange = document.keys() - expected.keys() - _OTHER_MEMBERS
     if strange:
         yield f"unknown members {', '.join(sorted(strange))}"
+    shape = document["shape"]
+    if len(shape) != len(grid) or any(n > e for n, e in zip(shape[1:], grid[1:], strict=False)):
+        yield f"shape is {shape}, the shards hold records of up to {list(grid[1:])}"
     yield from _codec_problems(document, header)
 
 
@@ -93,15 +96,13 @@ def _codecs(documents: Any) -> list[tuple[str, dict[str, Any]]]:
 def row_differences(commit: RecordRow, row: RecordRow) -> list[str]:
     """Names of the fields in which a catalog row differs from its COMMIT."""
     found = [name for name in _ROW_FIELDS if getattr(commit, name) != getattr(row, name)]
-    if commit.stats is not None:
-        if row.stats is None:
-            return [*found, "stats"]
-        found += [
-            name
-            for name in StatsRow.__struct_fields__
-            if not _equal(getattr(commit.stats, name), getattr(row.stats, name))
-        ]
-    return found
+    if commit.stats is None or row.stats is None:
+        return found if commit.stats is row.stats else [*found, "stats"]
+    return found + [
+        name
+        for name in StatsRow.__struct_fields__
+        if not _equal(getattr(commit.stats, name), getattr(row.stats, name))
+    ]
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -120,11 +121,9 @@ def total_problems(row: SeriesRow, sums: Sums | None) -> Iterator[str]:
         yield f"raw_bytes is {row.raw_bytes}, the records have {sums.raw_nbytes}"
     if not sums.stored_nbytes <= row.stored_bytes <= sums.stored_nbytes + sums.records:
         yield f"stored_bytes is {row.stored_bytes}, the records have {sums.stored_nbytes}"
-    try:
-        largest = tuple(max(axis) for axis in zip(*sums.shapes, strict=True))
-        limits = row.max_shape if is_statistics(row.header.dtype) else row.header.geometry.extents
-        fits = all(a <= b <= c for a, b, c in zip(largest, row.max_shape, limits, strict=True))
-    except (ValueError, TypeError):
-        fits = False
-    if sums.records and not fits:
-        yield f"max_shape is {row.max_shape}, which does not hold the shapes of the records"
+    if len({len(shape) for shape in sums.shapes}) > 1:
+        yield "its records have different numbers of axes"
+        return
+    largest = tuple(max(axis) for axis in zip(*sums.shapes, strict=True))
+    if sums.records and largest != row.max_shape:
+        yield f"max_shape is {list(row.max_shape)}, the records reach {list(largest)}"

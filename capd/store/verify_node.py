@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from capd.errors import NotAStore, StoreError
-from capd.store.catalog_check import read_sums
+from capd.store.catalog_check import Sums, acked_problems, column_problems, read_sums
 from capd.store.catalog_open import EmptyCatalog, connect_read_only
-from capd.store.catalog_read import CATALOG_NAME, SeriesRow, read_series
+from capd.store.catalog_read import CATALOG_NAME, SeriesRow, read_series, read_sessions
 from capd.store.damage import Damage, Kind
 from capd.store.frames import RecordRow, SeriesHeader
 from capd.store.scan import ScannedLog, read_log, scan_shard
@@ -19,18 +19,22 @@ from capd.store.verify_metadata import total_problems
 __all__ = ["NodePromise", "look_at_node"]
 
 _OF_EVERY_RUN = {".capd", "zarr.json"}
-_DAMAGED = (sqlite3.DatabaseError, ValueError, TypeError, LookupError)
+_DAMAGED = (sqlite3.DatabaseError, ValueError, TypeError, LookupError, RecursionError)
 
 
 @dataclass(slots=True)
 class NodePromise:
-    """What a node's directory says. catalog: its file, None if it cannot be used. rows: series by path as the catalog
-    counts them. logged: rows of small records by series path and number. headers: of unsealed series by path.
-    unsealed: by path the number behind the newest record in a `.partial`."""
+    """What a node's directory says.
+
+    catalog: its file, None if it cannot be used. rows: series by path as the catalog counts them. sums: what the record
+    rows of each add up to, by its id. logged: rows of small records by series path and number. headers: of unsealed
+    series by path. unsealed: by path the number behind the newest record in a `.partial`.
+    """
 
     directory: Path
     catalog: Path | None = None
     rows: dict[str, SeriesRow] = field(default_factory=dict)
+    sums: dict[int, Sums] = field(default_factory=dict)
     logged: dict[str, dict[int, RecordRow]] = field(default_factory=dict)
     headers: dict[str, SeriesHeader] = field(default_factory=dict)
     unsealed: dict[str, int] = field(default_factory=dict)
@@ -103,9 +107,11 @@ def _read_catalog(run: Path, node: NodePromise) -> None:
                 raise sqlite3.DatabaseError(check)
             database.execute("BEGIN")
             node.rows = {row.header.path: row for row in read_series(database)}
-            sums = read_sums(database)
+            node.sums = read_sums(database)
+            problems = [*column_problems(database), *acked_problems(database)]
+            read_sessions(database)
             identities = {row.id for row in node.rows.values()}
-            if sums.keys() - identities:
+            if node.sums.keys() - identities:
                 raise sqlite3.DatabaseError("it has records of series that it does not know")
             if database.execute("SELECT 1 FROM meta WHERE name='complete'").fetchone() is None:
                 node.notes.append(
@@ -116,12 +122,14 @@ def _read_catalog(run: Path, node: NodePromise) -> None:
     except NotAStore:
         raise
     except (StoreError, *_DAMAGED) as error:
-        node.rows = {}
+        node.rows, node.sums = {}, {}
         _find(run, node, "catalog", "", (), path, None, f"the catalog is damaged: {error}")
         return
     node.catalog = path
+    for series, what in problems:
+        _find(run, node, "catalog", series, (), path, None, what)
     for series, row in node.rows.items():
-        for problem in total_problems(row, sums.get(row.id)):
+        for problem in total_problems(row, node.sums.get(row.id)):
             _find(run, node, "catalog", series, (), path, None, problem)
 
 

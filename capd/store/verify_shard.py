@@ -6,7 +6,7 @@ published shape, the logs), then the files that must keep the promise, then the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,11 +15,11 @@ import msgspec
 from capd.errors import DamagedRecord
 from capd.store.catalog_check import Slice, read_slice
 from capd.store.damage import Damage, Kind
-from capd.store.frames import RecordRow, SeriesHeader
+from capd.store.dtypes import stored_shape
+from capd.store.frames import UNKNOWN_CLIENT, RecordRow, SeriesHeader
 from capd.store.partials import partial_path
 from capd.store.published import Published
 from capd.store.ranges import RangeSet
-from capd.store.survey import UNKNOWN_CLIENT
 from capd.store.verify_file import ShardFile, check_file
 from capd.store.verify_metadata import row_differences
 
@@ -31,8 +31,9 @@ class SeriesPromise:
     """What was said about a series before its shards are read.
 
     catalog: the node's catalog and the series' id in it, None without a usable one. known: records that it counted.
-    count: records that there are at least, of any kind.
-    published: None where the metadata is damaged. shape0: records that plain Zarr readers see. logged: in small logs.
+    sealed: of these, how many it said to be in shards that are published.
+    count: records that there are at least, of any kind, as far as anything can hold them.
+    published: None where the metadata is damaged. shape: what plain Zarr readers see. logged: in small logs.
     """
 
     run: Path
@@ -41,11 +42,23 @@ class SeriesPromise:
     header: SeriesHeader
     catalog: tuple[Path, int] | None
     known: int
+    sealed: int
     count: int
     published: Published | None
-    shape0: int
+    shape: tuple[int, ...]
     logged: Mapping[int, RecordRow]
     files: Mapping[int, Path]  # sealed shards
+
+    @property
+    def shape0(self) -> int:
+        """Records that plain Zarr readers see."""
+        return self.shape[0]
+
+    def shards(self) -> list[int]:
+        """Numbers of the shards that there are, or should be."""
+        per_shard = self.header.geometry.shard_records
+        logged = {number // per_shard for number in self.logged}
+        return sorted({*range(-(-self.count // per_shard)), *self.files, *logged})
 
     @property
     def spool(self) -> Path:
@@ -143,6 +156,12 @@ class _ShardCheck:
         except DamagedRecord as error:
             self._find("metadata", range(self._range.start, stop), path, None, str(error))
             return
+        large = [
+            n for n in range(self._range.start, stop) if n in sealed.rows and self._exceeds(sealed.rows[n])
+        ]
+        if large:
+            path = self._promise.run / header.path / "data" / "zarr.json"
+            self._find("metadata", tuple(large), path, None, "the array's shape does not hold these records")
         wrong = [
             number
             for number, column in enumerate(columns, self._range.start)
@@ -152,6 +171,10 @@ class _ShardCheck:
             self._find(
                 "metadata", tuple(wrong), path, None, "published moments or shapes contradict the commits"
             )
+
+    def _exceeds(self, row: RecordRow) -> bool:
+        shape = stored_shape(self._promise.header.dtype, row.shape)
+        return any(n > held for n, held in zip(shape, self._promise.shape[1:], strict=False))
 
     def _check_catalog(
         self, rows: Mapping[int, RecordRow], nameless: set[int], sealed: ShardFile | None
@@ -164,9 +187,10 @@ class _ShardCheck:
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
             self._find("catalog", (), path, None, f"rows of the series cannot be read: {error}")
             return
-        for number, what in self._row_problems(rows, found):
-            self._find("catalog", (number,), path, None, what)
         in_shard = {} if sealed is None or sealed.is_foreign else sealed.rows
+        shares = {} if sealed is None or sealed.findings else sealed.shares  # a damaged frame hides its bytes
+        for number, what in self._row_problems(rows, found, in_shard.keys(), shares):
+            self._find("catalog", (number,), path, None, f"table records, row {(identity, number)}: {what}")
         absent = sorted((in_shard.keys() | nameless) - found.rows.keys())
         if absent:
             self._find("catalog", tuple(absent), path, None, "sealed records are not in the catalog")
@@ -176,13 +200,24 @@ class _ShardCheck:
             kind: Kind = "shard" if gone[0] < self._promise.shape0 else "spool"
             self._find(kind, tuple(gone), path, None, "records of the catalog are in no file")
 
-    def _row_problems(self, rows: Mapping[int, RecordRow], found: Slice) -> Iterator[tuple[int, str]]:
+    def _row_problems(
+        self, rows: Mapping[int, RecordRow], found: Slice, in_shard: Set[int], shares: Mapping[int, int]
+    ) -> Iterator[tuple[int, str]]:
         for number, commit in rows.items():
             row = found.rows.get(number)
             if row is None:
                 continue
             differences = row_differences(commit, row)
-            if differences and row.client != UNKNOWN_CLIENT:
-                yield number, f"the catalog's row differs from the commit in {', '.join(differences)}"
-            elif row.sequence not in found.acked.get(row.client, RangeSet()) and row.client != UNKNOWN_CLIENT:
+            if (
+                row.client == UNKNOWN_CLIENT and number not in in_shard
+            ):  # its COMMIT was lost where it is sealed
+                differences = [name for name in differences if name in ("moment", "shape", "nbytes")]
+            elif row.sequence not in found.acked.get(row.client, RangeSet()):
                 yield number, f"sequence {row.sequence} is not among the acknowledged ones"
+            if (
+                number < self._promise.sealed
+                and shares.get(number, found.stored[number]) != found.stored[number]
+            ):
+                differences.append("stored_nbytes")
+            if differences:
+                yield number, f"it differs from the commit in {', '.join(differences)}"

@@ -1,0 +1,57 @@
+"""Reads a zarr.json that may come from anybody: one JSON object from a regular file of bounded size."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from capd.errors import NotAStore
+
+__all__ = ["MAX_LENGTH", "is_length", "read_document"]
+
+MAX_LENGTH = 2**62  # of an array's axis; more is no number to calculate with
+_MAX_NBYTES = 64 << 20  # the columns of 10,000 records take some 4 MiB
+
+
+def read_document(path: Path) -> dict[str, Any] | None:
+    """The object in a document, or None where there is no file.
+
+    Raises:
+        NotAStore: it is no regular file, too large, or no JSON object with each name once.
+        OSError: it cannot be read.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for a writer
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise NotAStore(f"{path} is no regular file")
+        with open(fd, "rb", closefd=False) as file:
+            content = file.read(_MAX_NBYTES + 1)
+    finally:
+        os.close(fd)
+    if len(content) > _MAX_NBYTES:
+        raise NotAStore(f"{path} has more than {_MAX_NBYTES} bytes")
+    try:
+        document = json.loads(content, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise NotAStore(f"{path} is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise NotAStore(f"{path} is not a Zarr document")
+    return document
+
+
+def is_length(value: Any) -> bool:
+    """Whether a value of a document can be the length of an axis, or a count."""
+    return type(value) is int and 0 <= value <= MAX_LENGTH
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands twice in one object")
+    return found
