@@ -115,6 +115,8 @@ def read_sums(database: sqlite3.Connection) -> dict[int, Sums]:
         if not all(type(number) is int and number >= 0 for number in (series, record, stored)):
             raise sqlite3.DatabaseError(f"record {record!r} of series {series!r} has no numbers")
         sums = found.setdefault(series, Sums())
+        if record <= sums.last:
+            raise sqlite3.DatabaseError(f"record {record} of series {series} stands there twice")
         sums.records += 1
         sums.last = record
         sums.raw_nbytes += head.nbytes

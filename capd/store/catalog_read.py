@@ -97,7 +97,12 @@ def read_series(db: sqlite3.Connection, path: str | None = None) -> list[SeriesR
     """All series of a catalog, or the one filed under `path`. Raises sqlite3.DatabaseError for one that makes no
     sense."""
     where, given = ("", ()) if path is None else (" WHERE path=?", (path,))
-    return [_series_row(row) for row in db.execute(_SELECT_SERIES + where, given)]
+    found: list[SeriesRow] = []
+    for row in db.execute(_SELECT_SERIES + where, given):
+        found.append(_series_row(row))
+        if len(found) > 1 and found[-2].id >= found[-1].id:  # pages that form a circle
+            raise sqlite3.DatabaseError(f"series {found[-1].id} stands there twice")
+    return found
 
 
 def _series_row(row: tuple[Any, ...]) -> SeriesRow:
@@ -195,12 +200,13 @@ def read_columns(db: sqlite3.Connection, series: int, first: int, last: int) -> 
 def _rows(
     db: sqlite3.Connection, series: int, first: int, last: int, decode: Callable[[bytes], H]
 ) -> Iterator[tuple[int, H]]:
-    number = -1
+    number = before = -1
     try:
         for number, attempt, body in db.execute(_SELECT_ROWS, (series, first, last)):
             row = decode(body)
-            if type(number) is not int:
-                raise msgspec.ValidationError("its number is none")
+            if type(number) is not int or number <= before:
+                raise msgspec.ValidationError("its number is none, or out of order")
+            before = number
             if row.moment.attempt != attempt:
                 raise msgspec.ValidationError(f"attempt {row.moment.attempt} is filed under {attempt}")
             yield number, row
