@@ -29,11 +29,9 @@ __all__ = [
 
 
 class Slice(msgspec.Struct):
-    """Rows of one series in a range of record numbers, their stored bytes, and the acknowledged ranges, as one
-    snapshot."""
+    """Rows of one series in a range of record numbers, and the acknowledged ranges, as one snapshot."""
 
     rows: dict[int, RecordRow]
-    stored: dict[int, int]
     acked: dict[bytes, RangeSet]
 
 
@@ -86,14 +84,10 @@ def read_slice(catalog: Path, series: int, first: int, last: int) -> Slice:
     try:
         database.execute("BEGIN")
         rows = dict(read_records(database, series, first, last))
-        stored = dict(database.execute(_SELECT_STORED, (series, first, last)))
         acked = {client: RangeSet(ranges) for client, ranges in read_acked(database).items()}
-        return Slice(rows, stored, acked)
+        return Slice(rows, acked)
     finally:
         database.close()
-
-
-_SELECT_STORED = "SELECT record, stored_nbytes FROM records WHERE series=? AND record>=? AND record<?"
 
 
 def series_of_record(database: sqlite3.Connection, client: bytes, sequence: int) -> int | None:

@@ -23,6 +23,7 @@ __all__ = [
     "check_version",
     "connect_read_only",
     "distrust_schema",
+    "regular_nbytes",
     "schema_problem",
 ]
 
@@ -102,7 +103,7 @@ def connect_read_only(path: Path) -> sqlite3.Connection:
         EmptyCatalog: it has no tables at all.
         NotAStore: a newer capd wrote it.
     """
-    nbytes = _regular_nbytes(path)
+    nbytes = regular_nbytes(path)
     for options in ("mode=ro", "mode=ro&immutable=1"):  # immutable: a read-only medium without a -shm file
         try:
             db = sqlite3.connect(
@@ -140,7 +141,7 @@ def _look(db: _Bounded, path: Path, nbytes: int) -> None:
     )
 
 
-def _regular_nbytes(path: Path) -> int:
+def regular_nbytes(path: Path) -> int:
     """Bytes of the file and its write-ahead log. Raises DamagedCatalog where SQLite would wait for a pipe."""
     nbytes = 0
     for place in (path, *(path.with_name(path.name + suffix) for suffix in _BESIDE)):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from capd.errors import StoreError
-from capd.store.catalog_open import DamagedCatalog, connect_read_only
+from capd.store.catalog_open import DamagedCatalog, connect_read_only, regular_nbytes
 from capd.store.catalog_read import (
     CATALOG_NAME,
     SeriesRow,
@@ -45,6 +45,7 @@ __all__ = ["NodeView"]
 logger = logging.getLogger(__name__)
 
 _DAMAGE = (DamagedCatalog, sqlite3.DatabaseError, ValueError, TypeError, ArithmeticError, RecursionError)
+_MIN_ROW_NBYTES = 32  # of a record: its client and sequence, moment and shape
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 T = TypeVar("T")
 
@@ -86,6 +87,9 @@ class NodeView:
                 self.series = {row.header.path: row for row in read_series(database)}
                 self.sessions = read_sessions(database)
                 self._acked = {client: RangeSet(ranges) for client, ranges in read_acked(database).items()}
+            held = regular_nbytes(self._catalog) // _MIN_ROW_NBYTES
+            if sum(row.records for row in self.series.values()) > held:
+                raise ValueError(f"it counts more than the {held} records that a file of its size can hold")
         except (*_DAMAGE, FileNotFoundError) as error:
             self.series, self.sessions, self._acked = {}, [], {}
             self._from_shards = all_from_shards(self.run, self.name)

@@ -199,7 +199,6 @@ def _promise_of(
         run, ids, node.name, header,
         None if node.catalog is None or known is None else (node.catalog, known.id),
         sums.last + 1,
-        0 if known is None or known.sealing else known.sealed,
         min(said, held), published, shape, logged, files,
     )  # fmt: skip
     return promise, found

@@ -29,11 +29,9 @@ class Finding:
 @dataclass(slots=True)
 class ShardFile:
     """What a file holds. is_foreign: another shard's, or unreadable. rewritten: a Zarr tool wrote it anew, without
-    frames: readable, but the catalog cannot be rebuilt from it. index: slot → (offset, bytes) as readers see it.
-    shares: stored bytes of each record."""
+    frames: readable, but the catalog cannot be rebuilt from it. index: slot → (offset, bytes) as readers see it."""
 
     rows: dict[int, RecordRow] = field(default_factory=dict)
-    shares: dict[int, int] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     nbytes: int = 0
     header: SeriesHeader | None = None
@@ -101,9 +99,6 @@ class _Check:
             return self._unusable(f"is of run {scanned.file.run_id!r}, node {scanned.file.node!r}")
         self.out.header = scanned.header
         self.out.rows = scanned.rows
-        for run in scanned.runs:
-            numbers = range(run.commit.first, run.commit.first + len(run.commit.rows))
-            self.out.shares.update(dict.fromkeys(numbers, run.share))
         end = size - 16 * self._header.geometry.shard_slots - 4 if self._sealed else scanned.end
         self._check_index(scanned)
         self._check_gaps(scanned, end)

@@ -31,7 +31,6 @@ class SeriesPromise:
     """What was said about a series before its shards are read.
 
     catalog: the node's catalog and the series' id in it, None without a usable one. known: records that it counted.
-    sealed: of these, how many it said to be in shards that are published.
     count: records that there are at least, of any kind, as far as anything can hold them.
     published: None where the metadata is damaged. shape: what plain Zarr readers see. logged: in small logs.
     """
@@ -42,7 +41,6 @@ class SeriesPromise:
     header: SeriesHeader
     catalog: tuple[Path, int] | None
     known: int
-    sealed: int
     count: int
     published: Published | None
     shape: tuple[int, ...]
@@ -188,8 +186,7 @@ class _ShardCheck:
             self._find("catalog", (), path, None, f"rows of the series cannot be read: {error}")
             return
         in_shard = {} if sealed is None or sealed.is_foreign else sealed.rows
-        shares = {} if sealed is None or sealed.findings else sealed.shares  # a damaged frame hides its bytes
-        for number, what in self._row_problems(rows, found, in_shard.keys(), shares):
+        for number, what in self._row_problems(rows, found, in_shard.keys()):
             self._find("catalog", (number,), path, None, f"table records, row {(identity, number)}: {what}")
         absent = sorted((in_shard.keys() | nameless) - found.rows.keys())
         if absent:
@@ -201,7 +198,7 @@ class _ShardCheck:
             self._find(kind, tuple(gone), path, None, "records of the catalog are in no file")
 
     def _row_problems(
-        self, rows: Mapping[int, RecordRow], found: Slice, in_shard: Set[int], shares: Mapping[int, int]
+        self, rows: Mapping[int, RecordRow], found: Slice, in_shard: Set[int]
     ) -> Iterator[tuple[int, str]]:
         for number, commit in rows.items():
             row = found.rows.get(number)
@@ -214,10 +211,5 @@ class _ShardCheck:
                 differences = [name for name in differences if name in ("moment", "shape", "nbytes")]
             elif row.sequence not in found.acked.get(row.client, RangeSet()):
                 yield number, f"sequence {row.sequence} is not among the acknowledged ones"
-            if (
-                number < self._promise.sealed
-                and shares.get(number, found.stored[number]) != found.stored[number]
-            ):
-                differences.append("stored_nbytes")
             if differences:
                 yield number, f"it differs from the commit in {', '.join(differences)}"
