@@ -180,6 +180,8 @@ def _print(reports: list[Report], done: list[Repair]) -> None:
         for text in report.notes:
             note(text)
         print_lines(str(damage) for damage in report.damaged)
+        if any(damage.kind == "catalog" for damage in report.damaged):
+            note(f"`capd verify {report.run} --rebuild-catalog` makes the catalog again from the frames")
         verdict = "sound" if report.ok else f"{human_count(len(report.damaged), 'place')} damaged"
         print_lines(
             [

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from capd.errors import StoreError
-from capd.store.catalog_open import connect_read_only
+from capd.store.catalog_open import connect_read_only, distrust_schema, schema_problem
 from capd.store.catalog_read import CATALOG_NAME, SeriesRow, SessionRow, read_series, read_sessions
 from capd.store.failpoints import failpoint
 from capd.store.files import rename, sync_paths, unlink
@@ -99,6 +99,9 @@ def forget_completeness(run: Path, node: str) -> None:
     with contextlib.suppress(sqlite3.DatabaseError):
         database = sqlite3.connect(catalog, isolation_level=None)
         try:
+            distrust_schema(database)
+            if schema_problem(database) is not None:
+                return  # it is not used, and a trigger would run
             database.execute("PRAGMA synchronous=FULL")
             database.execute("DELETE FROM meta WHERE name='complete'")
             database.execute("PRAGMA journal_mode=DELETE")

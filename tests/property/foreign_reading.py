@@ -1,6 +1,6 @@
 """Everything that reads a run, in a process of its own for each, with bounded memory and time.
 
-Started as a program: runs on the lines of stdin, how the process ended on those of stdout. Modules are imported and warm
+Started as a program: runs on the lines of stdin, how the process ended on those of stdout. Modules are imported
 once, the work is done by a fork.
 """
 

@@ -99,9 +99,7 @@ def _fill(writer: Writer) -> None:
 
 def change(run: Path, changes: list[Change]) -> None:
     """Make the changes in a run; what a store does not have cannot be changed."""
-    with contextlib.suppress(
-        sqlite3.Error, OSError, LookupError, msgspec.MsgspecError, ValueError, OverflowError
-    ):
+    with contextlib.suppress(sqlite3.Error, OSError, LookupError, ValueError, ArithmeticError):
         for kind, *what in changes:
             _KINDS[kind](run, *what)
 

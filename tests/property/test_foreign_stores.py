@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 import capd
@@ -25,6 +25,7 @@ from tests.property.foreign_stores import BASES, DEEP, GONE, SCRIPTS, TABLES, TE
 
 EXAMPLES = int(os.environ.get("CAPD_FUZZ_EXAMPLES", "2000"))
 SLICE = 30
+PHASES = (Phase.explicit, Phase.generate)  # an example is one or two changes: nothing to shrink
 
 numbers = st.sampled_from(
     [-1, 0, 1, 2, 3, 1.5, 4096, 2**31, 2**60, 2**62, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30, 1e308, 1e-300]
@@ -143,10 +144,10 @@ def test_whatever_stands_where_a_document_belongs_is_answered(reading: Reading, 
         reading.hold("sealed", [("document", document, how)])
 
 
-@settings(
-    max_examples=SLICE, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+@settings(max_examples=SLICE, suppress_health_check=[HealthCheck.too_slow])
 @given(mutants)
+@example(("sealed", [("json", 5, 0, [2**60, 2**60])]))
+@example(("sealed", [("cell", "series", "tensor_name", 0, "zzz")]))
 def test_a_changed_store_gives_an_answer_or_a_clear_error(
     reading: Reading, mutant: tuple[str, list[Change]]
 ) -> None:
@@ -154,7 +155,7 @@ def test_a_changed_store_gives_an_answer_or_a_clear_error(
 
 
 @pytest.mark.fault
-@settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=EXAMPLES, phases=PHASES, suppress_health_check=[HealthCheck.too_slow])
 @given(mutants)
 def test_many_changed_stores_give_an_answer_or_a_clear_error(
     reading: Reading, mutant: tuple[str, list[Change]]
