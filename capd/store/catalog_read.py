@@ -94,8 +94,7 @@ _decode_header = msgspec.msgpack.Decoder(SeriesHeader).decode
 
 
 def read_series(db: sqlite3.Connection, path: str | None = None) -> list[SeriesRow]:
-    """All series of a catalog, or the one filed under `path`. Raises sqlite3.DatabaseError for one that makes no
-    sense."""
+    """All series of a catalog, or the one at `path`. Raises sqlite3.DatabaseError where one makes no sense."""
     where, given = ("", ()) if path is None else (" WHERE path=?", (path,))
     found: list[SeriesRow] = []
     for row in db.execute(_SELECT_SERIES + where, given):
@@ -124,9 +123,8 @@ def _series_row(row: tuple[Any, ...]) -> SeriesRow:
 
 def _is_within(row: SeriesRow) -> bool:
     """Whether records of the largest shape fit the series."""
-    if is_statistics(row.header.dtype) or not row.records:
-        return len(row.max_shape) <= MAX_NDIM
-    return row.header.geometry.fits(row.max_shape)
+    anything = is_statistics(row.header.dtype) or not row.records
+    return len(row.max_shape) <= MAX_NDIM if anything else row.header.geometry.fits(row.max_shape)
 
 
 def read_captures(database: sqlite3.Connection) -> Iterator[tuple[bytes, int]]:

@@ -13,6 +13,7 @@ from capd.errors import NotAStore
 __all__ = ["MAX_LENGTH", "is_length", "read_document"]
 
 MAX_LENGTH = 2**62  # of an array's axis; more is no number to calculate with
+_MAX_DEPTH = 64
 _MAX_NBYTES = 64 << 20  # the columns of 10,000 records take some 4 MiB
 
 
@@ -40,7 +41,7 @@ def read_document(path: Path) -> dict[str, Any] | None:
         document = json.loads(content, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise NotAStore(f"{path} is not JSON: {error}") from error
-    if not isinstance(document, dict):
+    if not isinstance(document, dict) or not _is_shallow(document):
         raise NotAStore(f"{path} is not a Zarr document")
     return document
 
@@ -48,6 +49,17 @@ def read_document(path: Path) -> dict[str, Any] | None:
 def is_length(value: Any) -> bool:
     """Whether a value of a document can be the length of an axis, or a count."""
     return type(value) is int and 0 <= value <= MAX_LENGTH
+
+
+def _is_shallow(document: Any) -> bool:
+    """Whether nothing that works through the document one call per level can run out of levels."""
+    level = [document]
+    for _ in range(_MAX_DEPTH):
+        members = (m for one in level for m in (one.values() if isinstance(one, dict) else one))
+        level = [member for member in members if isinstance(member, (dict, list))]
+        if not level:
+            return True
+    return False
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -87,8 +87,8 @@ def _codec_problems(document: dict[str, Any], header: SeriesHeader) -> Iterator[
 def _codecs(documents: Any) -> list[tuple[str, dict[str, Any]]]:
     found = []
     for document in json.loads(json.dumps(documents, default=str)):
-        if document.keys() - {"name", "configuration"}:
-            raise ValueError("unknown members")
+        if not isinstance(document, dict) or document.keys() - {"name", "configuration"}:
+            raise ValueError("no codec, or unknown members")
         found.append((document["name"], document.get("configuration") or {}))
     return found
 

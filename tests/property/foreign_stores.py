@@ -23,7 +23,7 @@ __all__ = ["BASES", "DEEP", "GONE", "SCRIPTS", "TABLES", "TEXTS", "Change", "bui
 Change = tuple[Any, ...]
 BASES = ("sealed", "killed")
 DEEP, GONE = "@DEEP@", "@GONE@"
-_DEPTH = 20_000
+_DEPTH = 900  # just what json reads
 TABLES = {
     "meta": ("name", "value"),
     "series": (
