@@ -12,6 +12,7 @@ from capd.store.codecs import chain_for
 from capd.store.dtypes import is_statistics, stored_shape
 from capd.store.frames import MAX_PAYLOAD_NBYTES, SeriesHeader
 from capd.store.geometry import MAX_SHARD_RECORDS, Geometry
+from capd.store.json_document import is_shallow
 from capd_client.key import MAX_NDIM
 
 __all__ = ["SERIES_PATH", "fits", "is_usable"]
@@ -24,7 +25,7 @@ def is_usable(header: SeriesHeader) -> bool:
     """Whether everything that a header says can be: sizes, names, codec and attributes."""
     if not _is_possible(header.geometry) or not SERIES_PATH.match(header.path):
         return False
-    if is_statistics(header.dtype) and not _is_of_statistics(header):
+    if not is_shallow(header.attributes) or (is_statistics(header.dtype) and not _is_of_statistics(header)):
         return False
     try:
         chain = chain_for(header.codec, header.dtype)

@@ -10,7 +10,7 @@ from typing import Any
 
 from capd.errors import NotAStore
 
-__all__ = ["MAX_LENGTH", "is_length", "read_document"]
+__all__ = ["MAX_LENGTH", "is_length", "is_shallow", "read_document"]
 
 MAX_LENGTH = 2**62  # of an array's axis; more is no number to calculate with
 _MAX_DEPTH = 64
@@ -41,7 +41,7 @@ def read_document(path: Path) -> dict[str, Any] | None:
         document = json.loads(content, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise NotAStore(f"{path} is not JSON: {error}") from error
-    if not isinstance(document, dict) or not _is_shallow(document):
+    if not isinstance(document, dict) or not is_shallow(document):
         raise NotAStore(f"{path} is not a Zarr document")
     return document
 
@@ -51,7 +51,7 @@ def is_length(value: Any) -> bool:
     return type(value) is int and 0 <= value <= MAX_LENGTH
 
 
-def _is_shallow(document: Any) -> bool:
+def is_shallow(document: Any) -> bool:
     """Whether nothing that works through the document one call per level can run out of levels."""
     level = [document]
     for _ in range(_MAX_DEPTH):

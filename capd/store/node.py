@@ -36,6 +36,7 @@ from capd.store.catalog_read import (
 from capd.store.frames import RecordHead, RecordRow, SeriesHeader
 from capd.store.from_shards import ShardedSeries, all_from_shards, series_from_shards
 from capd.store.headers import fits
+from capd.store.json_document import is_shallow
 from capd.store.ranges import RangeSet
 from capd.store.spool import Spool, SpooledSeries
 from capd.store.statistics import is_possible
@@ -230,7 +231,7 @@ class NodeView:
 def _sound(row: RecordRow, header: SeriesHeader) -> RecordRow:
     """The row, if shape, statistics and texts are what they are read as. Raises ValueError."""
     for text in (row.metadata, row.attributes):
-        if text and not isinstance(json.loads(text), dict):
+        if text and not (isinstance(found := json.loads(text), dict) and is_shallow(found)):
             raise ValueError("a record's metadata is no object")
     if not fits(header, row.shape, row.nbytes):
         raise ValueError("a record's shape does not fit its series")
