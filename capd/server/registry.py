@@ -30,7 +30,8 @@ from capd.server.session import Session
 from capd.server.snapshot import run_stats
 from capd.server.tending import Tending
 from capd.store.catalog_open import connect_read_only
-from capd.store.catalog_read import CATALOG_NAME, SessionRow, read_sessions
+from capd.store.catalog_read import CATALOG_NAME, SessionRow
+from capd.store.catalog_sessions import read_sessions
 from capd.store.ranges import RangeSet
 from capd_client.protocol import PROTOCOL_VERSION, Hello
 

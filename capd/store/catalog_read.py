@@ -30,7 +30,6 @@ __all__ = [
     "read_heads",
     "read_records",
     "read_series",
-    "read_sessions",
 ]
 
 CATALOG_NAME = "catalog.sqlite"
@@ -233,20 +232,3 @@ def has_attempt(db: sqlite3.Connection, attempt: int) -> set[int]:
     return {
         series for (series,) in db.execute("SELECT DISTINCT series FROM records WHERE attempt=?", (attempt,))
     }
-
-
-def read_sessions(db: sqlite3.Connection) -> list[SessionRow]:
-    """All sessions of a catalog. Raises sqlite3.DatabaseError for one that cannot be read."""
-    found = []
-    for client, body in db.execute("SELECT client, body FROM sessions"):
-        try:
-            row = _decode_session(body)
-        except (msgspec.MsgspecError, TypeError, RecursionError) as error:
-            raise sqlite3.DatabaseError(f"a session's row cannot be read: {error}") from error
-        if row.client != client:
-            raise sqlite3.DatabaseError(f"the session of client {row.client.hex()} is filed under another")
-        found.append(row)
-    return found
-
-
-_decode_session = msgspec.msgpack.Decoder(SessionRow).decode

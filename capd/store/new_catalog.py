@@ -13,7 +13,8 @@ from pathlib import Path
 
 from capd.errors import StoreError
 from capd.store.catalog_open import connect_read_only, distrust_schema, schema_problem
-from capd.store.catalog_read import CATALOG_NAME, SeriesRow, SessionRow, read_series, read_sessions
+from capd.store.catalog_read import CATALOG_NAME, SeriesRow, SessionRow, read_series
+from capd.store.catalog_sessions import read_sessions
 from capd.store.failpoints import failpoint
 from capd.store.files import rename, sync_paths, unlink
 from capd.store.frames import SeriesHeader

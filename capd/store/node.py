@@ -31,8 +31,8 @@ from capd.store.catalog_read import (
     read_heads,
     read_records,
     read_series,
-    read_sessions,
 )
+from capd.store.catalog_sessions import read_sessions
 from capd.store.frames import RecordHead, RecordRow, SeriesHeader
 from capd.store.from_shards import ShardedSeries, all_from_shards, series_from_shards
 from capd.store.headers import fits

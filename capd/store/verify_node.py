@@ -9,7 +9,8 @@ from pathlib import Path
 from capd.errors import NotAStore, StoreError
 from capd.store.catalog_check import Sums, acked_problems, column_problems, read_sums
 from capd.store.catalog_open import EmptyCatalog, connect_read_only
-from capd.store.catalog_read import CATALOG_NAME, SeriesRow, read_series, read_sessions
+from capd.store.catalog_read import CATALOG_NAME, SeriesRow, read_series
+from capd.store.catalog_sessions import read_sessions
 from capd.store.damage import Damage, Kind
 from capd.store.frames import RecordRow, SeriesHeader
 from capd.store.scan import ScannedLog, read_log, scan_shard

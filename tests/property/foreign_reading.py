@@ -70,6 +70,8 @@ def _answers(run: str, paths: list[str], *, through_zarr: bool = True) -> dict[s
     for path in paths:
         answers[f"show {path}"] = _command("show", run, path, "--json")
         answers[f"show {path}#0"] = _command("show", run, f"{path}#0")
+    answers["stats"] = _command("stats", run, "--json")
+    answers["stats of drops"] = _command("stats", run)
     answers["compare"] = _command("compare", run, "--json", "--workers", "1")
     answers["open"] = _read(run, through_zarr=through_zarr)
     return answers

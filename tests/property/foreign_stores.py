@@ -15,8 +15,9 @@ import msgspec
 import numpy as np
 
 from capd.store import columns
+from capd.store.catalog_read import LedgerRow, SessionRow
 from tests.unit.store.damaging import image
-from tests.unit.store.writing import Writer, key
+from tests.unit.store.writing import CLIENT, Writer, key
 
 __all__ = ["BASES", "DEEP", "GONE", "SCRIPTS", "TABLES", "TEXTS", "Change", "build", "change"]
 
@@ -34,7 +35,7 @@ TABLES = {
     "acked": ("client", "ranges"),
     "sessions": ("client", "body"),
 }  # fmt: skip
-_BLOBS = {"series": "header", "records": "body", "acked": "ranges"}
+_BLOBS = {"series": "header", "records": "body", "acked": "ranges", "sessions": "body"}
 _ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT"
 _ALL = ", ".join(f"i AS {name}" for name in TABLES["series"])
 SCRIPTS = (
@@ -94,6 +95,9 @@ def _fill(writer: Writer) -> None:
             writer.put(key("weight", module="layers.0.linear"), "bfloat16", bits, iteration=step)
     for step in range(2):
         writer.put(key("output"), "float32", numbers.standard_normal((260, 300)).astype("f4"), iteration=step)
+    drops = [LedgerRow(key("input"), "float32", "ring_full", 3, 72, 0, 2)]
+    session = SessionRow(CLIENT, 0, 0, "host", 1, 10**18, None, "live", 12, 9, 0, {"ring_full": 3}, drops)
+    writer.pipeline.save_session(writer.run_id, session).result(timeout=60)
     writer.put_statistics(key("grad_output"), "float32", small, iteration=0)
 
 
