@@ -9,6 +9,7 @@ readers go by these two.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -72,18 +73,15 @@ class ShardFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.fd = -1
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        # No __del__: at the end of the interpreter it may run after the module's globals are gone.
+        weakref.finalize(self, os.close, self.fd).atexit = False
         self.identity = _identity(os.fstat(self.fd))
         self._asked: SeriesHeader | None = None  # `belongs_to` answers for one series, again and again
         self._belongs: bool | None = None
         self._entries: NDArray[np.uint64] | None = None
         self._journal: dict[int, Place] | None = None  # slot → place, from all COMMIT frames
         self._committed: dict[int, Committed] = {}
-
-    def __del__(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
 
     @property
     def nbytes(self) -> int:
