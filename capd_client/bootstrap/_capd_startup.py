@@ -28,6 +28,7 @@ def begin() -> None:
     sys.meta_path.append(_Spare())
     if os.environ.get("CAPD_REPLACE_TENSOR_SAVER", "").strip().lower() in ("1", "true", "yes", "on"):
         sys.meta_path.insert(0, _Replacement())  # its calls say what is captured: no model is searched for
+        sys.meta_path.append(_Parents())
     elif watches() or emulates():
         after_import("torch", _torch_imported)
 
@@ -96,6 +97,30 @@ class _Replacement:
     def exec_module(self, module: ModuleType) -> None:
         sys.modules[module.__name__] = self._module
         note("replaced")
+
+
+class _Parents:
+    """Finds empty packages above that module where the job's Python has none: last, they shadow nothing.
+
+    Any other module below them is missing as in every package that lacks it.
+    """
+
+    _names = ("megatron", "megatron.core")
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self._names:
+            return None
+        from importlib.machinery import ModuleSpec
+
+        return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]  # a loader by its methods
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """An ordinary empty one."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing is in it."""
 
 
 class _Spare:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
@@ -50,6 +53,33 @@ def test_a_megatron_without_the_module_has_it(fork: Path) -> None:
     assert imported(fork, CAPD_REPLACE_TENSOR_SAVER="1") == CAPDS
 
 
+@pytest.fixture
+def bare_python(tmp_path: Path) -> Path:
+    """An interpreter with what this one has installed, but for Megatron."""
+    venv.create(tmp_path / "bare", symlinks=True)
+    ours, theirs = (
+        sysconfig.get_path("purelib", vars=base) for base in ({}, {"base": str(tmp_path / "bare")})
+    )
+    for entry in Path(ours).iterdir():
+        if not entry.name.startswith("megatron"):
+            (Path(theirs) / entry.name).symlink_to(entry)
+    return tmp_path / "bare" / "bin" / "python"
+
+
+def test_without_megatron_its_packages_are_empty_but_for_it(bare_python: Path) -> None:
+    def bare(code: str) -> subprocess.CompletedProcess[str]:
+        return python(
+            "-c", code, program=bare_python, PYTHONPATH=str(BOOTSTRAP), CAPD_REPLACE_TENSOR_SAVER="1", **ON
+        )
+
+    assert bare(LOOK).stdout.strip() == CAPDS
+    called = bare("from megatron.core.tensor_saver import save_tensor; print(save_tensor.__module__)")
+    assert called.stdout.strip() == "capd_client.tensor_saver", called.stderr
+    for missing in ("megatron.core.parallel_state", "megatron.training", "megatron.core.tensor_saver.more"):
+        assert f"ModuleNotFoundError: No module named '{missing}'" in bare(f"import {missing}").stderr
+    assert "cannot import name 'parallel_state'" in bare("from megatron.core import parallel_state").stderr
+
+
 def test_where_capds_cannot_be_imported_the_job_has_its_own(fork: Path, tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "capd_client.py").write_text("raise OSError('broken')")
@@ -61,7 +91,7 @@ def test_no_model_is_searched_for_then() -> None:
     plain = state()[1]
 
     found = state(PYTHONPATH=str(BOOTSTRAP), CAPD_REPLACE_TENSOR_SAVER="1", **ON)[1]
-    assert found == ["_Replacement", *plain, "_Spare"]
+    assert found == ["_Replacement", *plain, "_Spare", "_Parents"]
 
 
 def test_it_is_told_why_nothing_was_captured() -> None:

@@ -21,11 +21,11 @@ print(json.dumps([sorted(sys.modules), [getattr(f, "__name__", type(f).__name__)
 
 
 def python(
-    *arguments: str, directory: Path | None = None, **environment: str
+    *arguments: str, program: Path | str = sys.executable, directory: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("CAPD_", "PYTHON"))}
     return subprocess.run(
-        [sys.executable, *arguments],
+        [program, *arguments],
         env={**inherited, **environment}, cwd=directory, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
 
