@@ -16,16 +16,10 @@ from capd_client.integrations import step_counters
 from capd_client.late_watch import LateWatch
 from capd_client.notices import Notices
 from capd_client.placing import find_products, left_out
-from capd_client.rule_report import (
-    counted,
-    plan_lines,
-    problems_of,
-    rank_left_out,
-    rank_problems,
-    tensors_text,
-)
-from capd_client.rule_settings import RuleSettings
+from capd_client.rule_problems import met_by, problems_of
+from capd_client.rule_report import in_words, rank_left_out, rank_problems
 from capd_client.rules import Resolved, Wanted, resolve, run_together
+from capd_client.shared_rules import shared_rules_of
 from capd_client.sink import Sink
 from capd_client.sites import Site
 from capd_client.stages import may_be_a_stage
@@ -53,6 +47,10 @@ class WatchHandle:
         self._watched: Optional[Watched] = None
         self._steering: Optional[Watches] = None
         self._late: list[LateWatch] = []
+        self._what = ""
+
+    def __repr__(self) -> str:
+        return f"<watching {self._what if self._watched is not None else 'nothing'}>"
 
     @property
     def taps(self) -> list[Tap]:
@@ -75,8 +73,9 @@ class WatchHandle:
                 model.register_forward_hook(RootEnd(root), always_call=True),
             ]
 
-    def follow(self, steering: Watches) -> None:
-        """Let `capd ctl` change what is captured, now that everything is tapped."""
+    def follow(self, steering: Watches, modules: Sequence[str], what: str) -> None:
+        """Let `capd ctl` change what is captured, now that everything is tapped. what: that, in words."""
+        self.modules, self._what = tuple(modules), what
         if self._watched is not None:
             self._steering = steering
             steering.add(self._watched)
@@ -157,10 +156,7 @@ def attach(
     told = ", ".join(dict.fromkeys(type(model).__name__ for model in models))
     whole = roots is not None
     if roots is None or (products and len(fresh) == len(chosen)):
-        # A watch that was asked for and gives nothing is told of every rule why.
-        excused = plan.rules if whole or chosen else ()
-        elsewhere = [rule.settings for rule in excused if sink.steering.uses(rule.settings)]
-        whole = _say_problems(sink, told, plan, resolved, len(chosen) - len(fresh), elsewhere) or whole
+        whole = _say_problems(sink, told, plan, resolved, len(chosen) - len(fresh), asked=not whole) or whole
     if not products or (whole and not fresh):
         return
     watched = Watched(sink, plan.rules, plan.default)
@@ -174,11 +170,15 @@ def attach(
         sink.prepare({parameter.device for model in models for parameter in model.parameters()})
     if fresh:
         handle.look_for_late_watch(models)
-    handle.follow(sink.steering)
-    handle.modules = tuple(place.module for _, place, _ in fresh)
-    _say_what_lacks([(site, wanted) for site, _, wanted in fresh])
     count = len(run_together([target_of(site, place) for site, place, _ in fresh]))
-    _say(f"watching {count} of {len(run_together(resolved.targets))} products of {told}", plan, resolved)
+    what, in_full = in_words(
+        f"{count} of {len(run_together(resolved.targets))} products of {told}",
+        resolved,
+        simple=plan.is_simple,
+    )
+    handle.follow(sink.steering, [place.module for _, place, _ in fresh], what)
+    _say_what_lacks([(site, wanted) for site, _, wanted in fresh])
+    _notices.info("watching %s", in_full)
     without = rank_left_out(resolved, sink.context.rank)
     if without:
         _notices.info("%s", without)
@@ -191,18 +191,20 @@ def _say_problems(
     plan: WatchPlan,
     resolved: Resolved,
     watched: int,
-    elsewhere: Sequence[RuleSettings],
+    *,
+    asked: bool,
 ) -> bool:
     """Report what cannot be meant as it is written; returns whether the model is known to be whole.
 
-    watched: of the modules that are wanted, those that another watch has. elsewhere: as for `problems_of`.
+    watched: of the modules that are wanted, those that another watch has. asked: somebody called `watch`.
     """
     info = sink.context.rank_info
     whole = not may_be_a_stage([target.layer for target in resolved.targets], info.world_size)
     problems = rank_problems(plan.rules, info.world_size)
     if resolved.targets:
-        # Of this model: a rule of the file may be meant for one that is watched later, which nobody knows here.
-        problems += [f"{told}: {one}" for one in problems_of(resolved, whole=whole, elsewhere=elsewhere)]
+        problems += [f"{told}: {text}" for text in _rule_problems(sink, told, plan, resolved, whole=whole)]
+        if asked and whole and plan.shared and not any(resolved.chosen):
+            problems.append(f"{told}: no rule matches any of its {len(resolved.targets)} products")
     else:
         problems.append(
             f"{told or 'nothing'} has no product that capd knows; use capd_client.capture() for its tensors"
@@ -216,18 +218,16 @@ def _say_problems(
     return whole
 
 
-def _say(what: str, plan: WatchPlan, resolved: Resolved) -> None:
-    """Log what is watched: a line, and where there are rules a table of them."""
-    if not plan.is_simple:
-        _notices.info("%s:\n%s", what, "\n".join(f"  {line}" for line in plan_lines(resolved)))
-        return
-    rule, chosen = plan.rules[0], [resolved.targets[at] for at in resolved.chosen[0]]
-    steps = rule.when.steps.text
-    _notices.info(
-        '%s (%s): %s in steps "%s"%s',
-        what, counted(chosen), tensors_text(rule, chosen), steps,
-        "" if steps == "all" else '; widen it with steps="all", CAPD_STEPS or [when] steps in capd.toml',
-    )  # fmt: skip
+def _rule_problems(sink: Sink, told: str, plan: WatchPlan, resolved: Resolved, *, whole: bool) -> list[str]:
+    """What is said now of the rules on this model. What it lacks of rules that other models share is said later."""
+    found = problems_of(resolved, whole=whole)
+    if plan.shared:
+        shared = shared_rules_of(sink.context)
+        found = shared.unmet(found, met_by(resolved, found))
+        if not plan.strict:
+            shared.hold(told, found)
+            found = [problem for problem in found if problem.part is None]
+    return [problem.text for problem in found]
 
 
 def _say_what_lacks(products: list[tuple[Site, Mapping[str, Wanted]]]) -> None:

@@ -12,6 +12,7 @@ from capd_client.errors import CapdError
 from capd_client.notices import Notices, show
 from capd_client.planning.session import PlanSession
 from capd_client.session import Session
+from capd_client.shared_rules import shared_rules_of
 
 __all__ = ["AnySession", "leave", "make_session"]
 
@@ -43,6 +44,7 @@ def make_session(notices: Notices, environ: Optional[Mapping[str, str]] = None) 
 def leave(current: AnySession, timeout_s: Optional[float]) -> None:
     """Close the session; the last one with a daemon of the job's own has it seal the run, in the time left."""
     config = current.config
+    shared_rules_of(current.context).tell()
     deadline = time.monotonic() + (config.exit_timeout_s if timeout_s is None else timeout_s)
     current.close(timeout_s)
     welcome = current.transport.welcome if isinstance(current, Session) else None

@@ -1,19 +1,27 @@
-"""What is told of rules when a model is watched: the plan as a table, and what cannot be meant as it is written."""
+"""What is said of rules when a model is watched: the plan as a table, and the ranks that they name."""
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import combinations, groupby
-from typing import Optional
+from itertools import groupby
 
-from capd_client.rule_settings import RuleSettings, texts
 from capd_client.rules import Resolved, Rule, Target, run_together
 
-__all__ = ["counted", "plan_lines", "problems_of", "rank_left_out", "rank_problems", "tensors_text"]
+__all__ = ["compact", "counted", "in_words", "plan_lines", "rank_left_out", "rank_problems", "tensors_text"]
 
-_SHOWN = 3
+
+def in_words(what: str, resolved: Resolved, *, simple: bool) -> tuple[str, str]:
+    """What is watched, in a line, and as the log has it: with rules as a table. simple: there are none."""
+    if not simple:
+        rules = ", ".join(repr(rule.name) for rule in resolved.rules)
+        table = "\n".join(f"  {line}" for line in plan_lines(resolved))
+        return f"{what} by the rules {rules}", f"{what}:\n{table}"
+    rule, chosen = resolved.rules[0], [resolved.targets[at] for at in resolved.chosen[0]]
+    steps = rule.when.steps.text
+    line = f'{what} ({counted(chosen)}): {tensors_text(rule, chosen)} in steps "{steps}"'
+    wider = "" if steps == "all" else '; widen it with steps="all", CAPD_STEPS or [when] steps in capd.toml'
+    return line, line + wider
 
 
 def plan_lines(resolved: Resolved) -> list[str]:
@@ -36,7 +44,7 @@ def _modules(targets: Sequence[Target]) -> str:
     layers = sorted({target.layer for target in targets if target.layer is not None})
     if not layers:
         return counted(targets)
-    return f"{counted(targets)} in layer{'s' * (len(layers) > 1)} {_compact(layers)}"
+    return f"{counted(targets)} in layer{'s' * (len(layers) > 1)} {compact(layers)}"
 
 
 def counted(targets: Sequence[Target]) -> str:
@@ -45,7 +53,7 @@ def counted(targets: Sequence[Target]) -> str:
     return ", ".join(f"{count} {component}" for component, count in counts.items())
 
 
-def _compact(numbers: Iterable[int]) -> str:
+def compact(numbers: Iterable[int]) -> str:
     """Ascending numbers as ranges: 0-2, 7."""
     parts = []
     for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
@@ -98,131 +106,3 @@ def rank_left_out(resolved: Resolved, rank: int) -> str:
 
 def _of(rule: Rule) -> str:
     return "" if rule.settings.ranks is None else f"rule {rule.name!r}: "
-
-
-def problems_of(resolved: Resolved, *, whole: bool, elsewhere: Sequence[RuleSettings] = ()) -> list[str]:
-    """What of the rules comes to nothing, or contradicts itself, on this model; a sentence each.
-
-    whole: False where the model may be a part of one, as a pipeline stage is: then other ranks may have the layers and
-    modules that this one lacks. elsewhere: the rules that need match nothing here, for they are of other models.
-    """
-    problems = []
-    for number, rule in enumerate(resolved.rules):
-        targets = [resolved.targets[at] for at in resolved.chosen[number]]
-        if not targets:
-            blamed = whole and rule.settings not in elsewhere
-            problems += [_nothing(rule, resolved.targets)] if blamed else []
-            continue
-        problems += _unusable(rule, targets)
-        problems += _layers_beyond(rule, resolved.targets) if whole else []
-    return problems + _contradictions(resolved)
-
-
-def _nothing(rule: Rule, targets: Sequence[Target]) -> str:
-    reasons = [rule.leaves_out(target) for target in targets]
-    left = next((r for r in ("layers", "components", "exclude", "include") if r in reasons), None)
-    matched = sum(reason is None for reason in reasons)
-    if matched:
-        have = _sorted_by_use(
-            name for target in targets if not rule.leaves_out(target) for name in target.tensors
-        )
-        wanted = ", ".join(sorted(rule.tensors or ())) or "such tensors"
-        return f"rule {rule.name!r}: none of its {matched} modules has {wanted}; they have {', '.join(have)}"
-    stage = [target for target, reason in zip(targets, reasons, strict=True) if reason == left]
-    return f"rule {rule.name!r} matches nothing: {_why(rule, left, stage)}"
-
-
-def _why(rule: Rule, left: Optional[str], stage: Sequence[Target]) -> str:
-    """stage: the modules that this filter, the last one that any module came to, leaves out."""
-    if left == "layers" and rule.layers is not None:
-        layers = sorted({target.layer for target in stage if target.layer is not None})
-        lie = f"are in layers {_compact(layers)}" if layers else "are in no layer"
-        return f'layers "{rule.layers.text}", and its modules {lie}'
-    if left == "components":
-        have = sorted({target.component for target in stage})
-        wanted = texts(rule.settings.components)
-        lower = {name.lower(): name for name in have}
-        near = [n for w in wanted for n in difflib.get_close_matches(w.lower(), lower, n=1)]
-        hint = f"; did you mean {lower[near[0]]}?" if near else ""
-        return f"components {', '.join(wanted)}, and its modules are of {', '.join(have)}{hint}"
-    names = [target.module for target in stage]
-    some = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-    if left == "exclude":
-        return f"exclude leaves out {some}"
-    return f"no module's name fits ({some})"
-
-
-def _unusable(rule: Rule, targets: Sequence[Target]) -> list[str]:
-    """Tensors that the rule names for modules that have none of the kind."""
-    have = _sorted_by_use(name for target in targets for name in target.tensors)
-    problems = []
-    missing = [name for name in texts(rule.settings.tensors) if name not in have]
-    if missing:
-        problems.append(
-            f"rule {rule.name!r}: none of its {len(targets)} modules has {', '.join(missing)}; "
-            f"they have {', '.join(have)}"
-        )
-    captured = {name for target in targets for name in rule.tensors_of(target)}
-    if isinstance(rule.settings.slices, dict):
-        idle = [name for name in rule.settings.slices if name not in captured]
-        if idle:
-            problems.append(f"rule {rule.name!r}: slices of {', '.join(idle)}, which it does not capture")
-    return problems
-
-
-def _sorted_by_use(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(names))
-
-
-def _layers_beyond(rule: Rule, targets: Sequence[Target]) -> list[str]:
-    layers = [
-        target.layer
-        for target in targets
-        if target.layer is not None and rule.leaves_out(target) in (None, "layers")
-    ]
-    beyond = rule.layers.beyond(max(layers) + 1) if rule.layers is not None and layers else None
-    if rule.layers is None or beyond is None:
-        return []
-    return [
-        f'rule {rule.name!r}: layers "{rule.layers.text}" name layer {beyond}; '
-        f"its modules are in layers 0-{max(layers)}"
-    ]
-
-
-def _contradictions(resolved: Resolved) -> list[str]:
-    """Pairs of rules that want one tensor of one module in two ways at the same moments."""
-    problems = []
-    for (number, one), (other, two) in combinations(enumerate(resolved.rules), 2):
-        if not one.when.meets(two.when):
-            continue
-        both = set(resolved.chosen[number]).intersection(resolved.chosen[other])
-        shared = [
-            (resolved.targets[at], name)
-            for at in sorted(both)
-            for name in one.tensors_of(resolved.targets[at])
-            if name in two.tensors_of(resolved.targets[at])
-        ]
-        sliced = [(target, name) for target, name in shared if _text(one, name) != _text(two, name)]
-        if sliced:
-            name = sliced[0][1]
-            problems.append(
-                f"{_both(one, two, sliced)} in the same steps, as {_text(one, name)} and as {_text(two, name)}; "
-                f"what {one.name!r} says is kept"
-            )
-        stores = {one.settings.store, two.settings.store}
-        if shared and stores in ({"stats", "full"}, {"stats", "both"}) and one.when.equals(two.when):
-            problems.append(
-                f"{_both(one, two, shared)} in the same steps, as {one.store} and as {two.store}; both are kept, "
-                'which store = "both" of one rule says as well'
-            )
-    return problems
-
-
-def _both(one: Rule, two: Rule, shared: Sequence[tuple[Target, str]]) -> str:
-    target, name = shared[0]
-    more = f" (and {len(shared) - 1} more)" if len(shared) > 1 else ""
-    return f"rules {one.name!r} and {two.name!r} contradict each other: both capture {name} of {target.module}{more}"
-
-
-def _text(rule: Rule, name: str) -> str:
-    return rule.slices[name].text if name in rule.slices else "whole"

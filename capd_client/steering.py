@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from capd_client.errors import ConfigError
 from capd_client.key import Key
 from capd_client.notices import Notices
-from capd_client.rule_settings import RuleSettings
 from capd_client.tool_messages import Steer, Steered
 
 __all__ = ["Steering", "Watch", "Watches"]
@@ -38,17 +37,12 @@ class Watch(Protocol):
         """
         ...
 
-    def uses(self, rule: RuleSettings) -> bool:
-        """Whether its own selection has this rule, and it wants something of the model."""
-        ...
-
 
 class Watches(Protocol):
     """Who is told of every `watch`: a session's `Steering`, or a plan."""
 
     def add(self, watch: Watch) -> None: ...
     def discard(self, watch: Watch) -> None: ...
-    def uses(self, rule: RuleSettings) -> bool: ...
 
 
 class Steering:
@@ -112,10 +106,6 @@ class Steering:
         with self._lock:
             if watch in self._watches:
                 self._watches.remove(watch)
-
-    def uses(self, rule: RuleSettings) -> bool:
-        """Whether the rule wants something of a model that is watched."""
-        return any(watch.uses(rule) for watch in self._watches)
 
     def _follow(self, steer: Steer) -> tuple[int, str]:
         self._capture(steer.capturing)

@@ -27,6 +27,7 @@ from capd_client.signal_errors import is_interruption
 if TYPE_CHECKING:
     from capd_client.gate import Gate
     from capd_client.quota import Quota
+    from capd_client.shared_rules import SharedRules
 
 __all__ = [
     "Clock", "Context", "begin_counted", "clock_of", "counting", "end_counted", "evaluate", "iteration_over",
@@ -79,6 +80,7 @@ class Clock:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.quota: Optional[Quota] = None  # see `capd_client.collecting.quota_of`
+        self.shared_rules: Optional[SharedRules] = None  # see `capd_client.shared_rules.shared_rules_of`
         self._gates: list[Gate] = []
         self._lock = threading.Lock()
         self._iteration = -1

@@ -37,6 +37,7 @@ class WatchPlan:
     ) -> None:
         self.strict = config.strict
         settings = self._selected(select, config.rules) if select else config.rules
+        self.shared = bool(settings) and settings is config.rules  # with the other models of the job
         only_names = all(RuleSettings(name=one.name, include=one.include) == one for one in settings)
         self.is_simple = len(settings) < 2 and only_names  # one line tells it all
         when = When(

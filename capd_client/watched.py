@@ -23,7 +23,6 @@ from capd_client.hook_objects import ForwardHook, PreHook
 from capd_client.key import Key
 from capd_client.naming import Place
 from capd_client.owners import owner_of
-from capd_client.rule_settings import RuleSettings
 from capd_client.rules import Rule, Target, Wanted, rules_of, run_together
 from capd_client.select import Selection, matches_any
 from capd_client.sink import Sink
@@ -85,13 +84,6 @@ class Watched:
     def taps(self) -> list[Tap]:
         """Those of the products that the job selected."""
         return [own.tap for own in self._own]
-
-    def uses(self, rule: RuleSettings) -> bool:
-        """Whether the job's own selection has this very rule, and it wants something here."""
-        used = 0
-        for own in self._own:
-            used |= rules_of(own.wanted)
-        return any(one.settings == rule and used >> number & 1 for number, one in enumerate(self._rules))
 
     def attach(self, site: Site, place: Place, wanted: Mapping[str, Wanted]) -> None:
         """Tap a product that the job selected."""

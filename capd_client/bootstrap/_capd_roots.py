@@ -34,7 +34,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.data import get_worker_info
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["begin", "end"]
+__all__ = ["begin", "end", "searching"]
 
 _MAX_CALLS = 200_000  # of modules in training mode, in a job whose optimizers never step as torch's do
 
@@ -242,3 +242,8 @@ def begin() -> None:
 def end() -> None:
     """Search no more: the job calls `watch` itself."""
     _search.end()
+
+
+def searching() -> bool:
+    """Whether further models may be found."""
+    return _search.running

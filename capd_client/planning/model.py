@@ -19,6 +19,7 @@ from capd_client.planning.disk import disk_plan, disk_settings
 from capd_client.planning.sink import PlanSink
 from capd_client.planning.text import expected_lines, plan_lines
 from capd_client.planning.whole import whole_plan
+from capd_client.shared_rules import shared_rules_of
 from capd_client.tensors import local_part
 from capd_client.watch_plan import Select
 
@@ -104,6 +105,7 @@ def plan(
     handle = attached(
         sink, model, "plan", name=name, steps=steps, tensors=tensors, select=select, slices=slices
     )
+    shared_rules_of(sink.context).tell()
     return Plan(sink, handle)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Optional
 
 from capd_client.key import Key
-from capd_client.rule_settings import RuleSettings
 from capd_client.select import Selection
 from capd_client.steering import Watch
 from capd_client.tool_messages import Steer
@@ -29,10 +28,6 @@ class PlannedWatches:
     def discard(self, watch: Watch) -> None:
         """It is no more."""
         self._watches.remove(watch)
-
-    def uses(self, rule: RuleSettings) -> bool:
-        """Whether the rule wants something of a model that is planned."""
-        return any(watch.uses(rule) for watch in self._watches)
 
     def steps_of(self, key: Key) -> Optional[tuple[str, str]]:
         """The steps in which a watch captures what has this key, and those of statistics beside that.

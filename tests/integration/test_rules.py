@@ -222,12 +222,12 @@ def test_rules_that_cannot_be_meant_are_said_once_each_and_the_job_goes_on(
     said = [line.removeprefix("capd: ") for line in ended.log.splitlines() if "rule" in line and "'" in line]
     assert said == [
         "rule 'ranks': ranks \"0-7\" name rank 7; this job has rank 0 alone",
+        "Model: rules 'query' and 'ranks' contradict each other: both capture input of head in the same steps, as "
+        "whole and as first:1; what 'query' says is kept",
         "Model: rule 'none' matches nothing: no module's name fits (layers.0.qkv, layers.0.attn, layers.0.mlp.up, ...)",
         "Model: rule 'query': none of its 10 modules has query; they have input, weight, output, grad_output, "
         "grad_input, grad_weight",
         "Model: rule 'layers': layers \"2-3\" name layer 3; its modules are in layers 0-2",
-        "Model: rules 'query' and 'ranks' contradict each other: both capture input of head in the same steps, as "
-        "whole and as first:1; what 'query' says is kept",
     ]
     inputs, outputs = 10 * MICRO_BATCHES, 4 * MICRO_BATCHES
     head = 1 + 2 * MICRO_BATCHES  # weight, output and grad_output; its input is captured already

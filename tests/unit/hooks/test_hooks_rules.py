@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ from small_models import MLP, Blocks, Repeated, non_reentrant, reentrant
 from test_hooks_steering import OPERANDS, of, steer, taken, train
 from torch import nn
 
-from capd_client import watch_plan
+from capd_client import shared_rules, watch_plan
 from capd_client.config import ClientConfig
 from capd_client.context import Context
 from capd_client.errors import ConfigError
 from capd_client.hooks import watch
 from capd_client.notices import Notices
 from capd_client.rule_settings import parse_rules
+from capd_client.shared_rules import shared_rules_of
 
 LAYERS = ("layers.0.0", "layers.0.2", "layers.1.0", "layers.1.2")
 
@@ -310,27 +312,68 @@ def test_a_rank_that_is_left_out_is_told_so(
     assert bool(sink.captured) is not said.startswith("nothing")
 
 
-def test_a_model_is_not_told_of_the_rules_of_another_one(
+def test_shared_rules_are_to_blame_only_where_no_model_of_the_job_has_what_they_name(
     sink: MemorySink, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def said() -> list[str]:
         found = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
         caplog.clear()
-        monkeypatch.setattr(watch_plan, "_notices", Notices())
         return found
 
-    configured(sink, {"include": "fc1"}, {"include": "inlet"})
-    handle = watch(MLP())
-    [message] = said()
-    assert "MLP: rule '2' matches nothing: no module's name fits (fc1, fc2)" in message
-
+    monkeypatch.setattr(watch_plan, "_notices", Notices())
+    monkeypatch.setattr(shared_rules, "_notices", Notices())
+    configured(
+        sink,
+        {"include": "fc1"},
+        {"include": "inlet"},
+        {"tensors": ["input", "query"]},
+        {"include": "nowhere"},
+    )
+    model = MLP()
+    watch(model)
     watch(Blocks())
+    watch(nn.MultiheadAttention(8, 2))
     assert said() == []
 
-    watch(nn.Sequential(nn.Linear(2, 2)))
-    assert len(said()) == 2  # of which nothing is captured, and that is to be told
+    train(model)
+    assert said() == [
+        "capd: MLP: rule '4' matches nothing: no module's name fits (fc1, fc2) "
+        "(nor is there in Blocks, MultiheadAttention)"
+    ]
+    train(model)
+    shared_rules_of(sink.context).tell()
+    assert said() == []
 
+
+def test_a_model_of_which_shared_rules_want_nothing_is_said_to_give_none(
+    sink: MemorySink, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_plan, "_notices", Notices())
+    monkeypatch.setattr(shared_rules, "_notices", Notices())
+    configured(sink, {"include": "fc1"}, {"include": "fc2"})
+
+    watch(MLP())
+    watch(nn.Sequential(nn.Linear(2, 2)))
+    shared_rules_of(sink.context).tell()
+
+    [message] = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert message == "capd: Sequential: no rule matches any of its 1 products"
+
+
+def test_a_strict_job_is_told_at_the_watch(sink: MemorySink) -> None:
+    configured(sink, {"include": "fc1"}, {"include": "inlet"}, strict=True)
+
+    with pytest.raises(ConfigError, match="MLP: rule '2' matches nothing"):
+        watch(MLP())
+
+
+def test_a_handle_says_what_it_watches(sink: MemorySink) -> None:
+    handle = watch(MLP(), steps="0-3")
+    other = watch(Blocks(), select=[{"include": "inlet"}, {"layers": 0, "name": "first"}])
+
+    assert repr(handle) == (
+        '<watching 2 of 2 products of MLP (2 linear): input, weight, output, grad_output in steps "0-3">'
+    )
+    assert re.fullmatch(r"<watching \d of \d products of Blocks by the rules '1', 'first'>", repr(other))
     handle.remove()
-    watch(Blocks())
-    [message] = said()
-    assert "Blocks: rule '1' matches nothing" in message
+    assert repr(handle) == "<watching nothing>"
