@@ -1,14 +1,21 @@
-"""The log of the training process: of warnings at most one per 20 s and reason, with the number held back."""
+"""The log of the training process: of warnings at most one per 20 s and reason, with the number held back.
+
+What several ranks of a node say alike is one line (`capd_client.together`), unless the level is DEBUG.
+"""
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+from capd_client.ranks import find_rank
 from capd_client.signal_errors import is_interruption
+from capd_client.together import Together
 
 __all__ = ["INTERVAL_S", "Notices", "logger", "show"]
 
@@ -52,6 +59,16 @@ def show(level: str) -> None:
     _stderr.setLevel(level)
 
 
+def _say(level: int, text: str) -> None:
+    """The rank that has the line has asked for its level already."""
+    logger.handle(logger.makeRecord(logger.name, level, __file__, 0, "capd: %s", (text,), None))
+
+
+_together = Together(_say)
+atexit.register(_together.end)  # before the session's, so it runs after that
+os.register_at_fork(after_in_child=_together.forked)
+
+
 class Notices:
     """Rate-limits log lines by reason. A broken log handler does not reach training; a signal handler's error does."""
 
@@ -81,8 +98,14 @@ class Notices:
         self._write(logging.DEBUG, message, *args)
 
     def _write(self, level: int, message: str, *args: object) -> None:
+        if not logger.isEnabledFor(level):
+            return
         try:
-            logger.log(level, "capd: %s", message % args)
+            info, text = find_rank(), message % args
+            if logger.isEnabledFor(logging.DEBUG):
+                _say(level, f"rank {info.rank}: {text}" if info.world_size > 1 else text)
+            else:
+                _together.tell(info, level, text)
         except Exception as error:  # the user's handler: nothing of it may reach the job
             if is_interruption(error):
                 raise

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
-    "RANK_VARIABLES", "RankInfo", "distributed_ready", "find_rank", "index_in", "job_name", "rank_in", "spans_nodes",
+    "RANK_VARIABLES", "RankInfo", "distributed_ready", "find_rank", "index_in", "job_name", "node_job", "rank_in",
+    "spans_nodes",
 ]  # fmt: skip
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -109,6 +110,11 @@ def job_name(environ: Mapping[str, str] | None = None) -> str | None:
         return None
     if spans_nodes(environ):
         return None if job == "none" else re.sub(r"[^A-Za-z0-9._-]", "-", job).lstrip(".-")[:128] or None
+    return node_job()
+
+
+def node_job() -> str | None:
+    """A name that the ranks of a job that one process starts on this node derive alike. None: there is no /proc."""
     agent = os.getppid()
     began = _began(agent)
     return None if began is None else f"job-{agent}-{began}"

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import NamedTuple, Optional
 
-from capd_client.rule_report import compact
 from capd_client.rule_settings import RuleSettings, texts
 from capd_client.rules import Resolved, Rule, Target
+from capd_client.texts import number_ranges
 
 __all__ = ["Part", "Problem", "met_by", "problems_of"]
 
@@ -79,7 +79,7 @@ def _why(rule: Rule, left: Optional[str], stage: Sequence[Target]) -> str:
     """stage: the modules that this filter, the last one that any module came to, leaves out."""
     if left == "layers" and rule.layers is not None:
         layers = sorted({target.layer for target in stage if target.layer is not None})
-        lie = f"are in layers {compact(layers)}" if layers else "are in no layer"
+        lie = f"are in layers {number_ranges(layers)}" if layers else "are in no layer"
         return f'layers "{rule.layers.text}", and its modules {lie}'
     if left == "components":
         have = sorted({target.component for target in stage})

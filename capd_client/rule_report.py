@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 
 from capd_client.rules import Resolved, Rule, Target, run_together
+from capd_client.texts import number_ranges
 
-__all__ = ["compact", "counted", "in_words", "plan_lines", "rank_left_out", "rank_problems", "tensors_text"]
+__all__ = ["counted", "in_words", "plan_lines", "rank_left_out", "rank_problems", "tensors_text"]
 
 
 def in_words(what: str, resolved: Resolved, *, simple: bool) -> tuple[str, str]:
@@ -44,22 +44,13 @@ def _modules(targets: Sequence[Target]) -> str:
     layers = sorted({target.layer for target in targets if target.layer is not None})
     if not layers:
         return counted(targets)
-    return f"{counted(targets)} in layer{'s' * (len(layers) > 1)} {compact(layers)}"
+    return f"{counted(targets)} in layer{'s' * (len(layers) > 1)} {number_ranges(layers)}"
 
 
 def counted(targets: Sequence[Target]) -> str:
     """How many products of which component a forward can run."""
     counts = Counter(target.component for target in run_together(targets))
     return ", ".join(f"{count} {component}" for component, count in counts.items())
-
-
-def compact(numbers: Iterable[int]) -> str:
-    """Ascending numbers as ranges: 0-2, 7."""
-    parts = []
-    for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
-        members = [number for _, number in run]
-        parts.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
-    return ", ".join(parts)
 
 
 def tensors_text(rule: Rule, targets: Iterable[Target]) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
-__all__ = ["human_count", "human_nbytes", "printable", "table_lines"]
+__all__ = ["human_count", "human_nbytes", "number_ranges", "printable", "table_lines"]
 
 
 def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[str] = ()) -> list[str]:
@@ -40,3 +41,12 @@ def human_count(count: int, noun: str = "") -> str:
 def printable(text: str) -> str:
     """Text that may hold anything, without what a terminal would obey."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def number_ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers as ranges: 0-2, 7."""
+    parts = []
+    for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        parts.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
+    return ", ".join(parts)

@@ -52,6 +52,7 @@ class Companion:
         self.endpoint = endpoint
         self.run_id = run_id
         self.store = store  # root of the store, where it is known
+        self.absent = False  # nobody answered at the start, which has been said
         self.process: subprocess.Popen[bytes] | None = None  # the private daemon
         self.directory: Path | None = None  # of the private daemon's socket
         self.stop_s = STOP_MARGIN_S  # how long the private daemon may take to end
@@ -76,7 +77,8 @@ class Companion:
         try:
             stats = self._seal()
         except EndpointError as error:
-            note(self._lost(error))
+            if not self.absent:
+                note(self._lost(error))
             return
         run = next((run for run in stats.runs if run.run_id == self.run_id), None)
         for line in [] if run is None else summary(run):
@@ -136,6 +138,7 @@ def join(endpoint: str, run_id: str | None) -> Companion:
             companion.store = Path(_stats(tool.request(Stats())).store)
     except EndpointError as error:
         note(f"{error}; the job runs without capture until a daemon is there")
+        companion.absent = True
         return companion
     companion.run_id = run_id or new_run_id(companion.store)
     return companion

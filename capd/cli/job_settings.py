@@ -39,6 +39,9 @@ def job_environment(
 ) -> dict[str, str]:
     """The job's environment: flags first, then what the user's environment and capd.toml already say."""
     job = {"CAPD_LOG": "INFO", **environ, **flags, "CAPD_ENDPOINT": companion.endpoint}
+    job.pop("CAPD_RUN_NO_DAEMON", None)
+    if companion.absent:
+        job["CAPD_RUN_NO_DAEMON"] = "1"  # ranks need not say it again
     if companion.run_id:
         job["CAPD_RUN_ID"] = companion.run_id
     if companion.store is not None:
