@@ -172,9 +172,9 @@ class _Gatherer:
         with peer:
             if not _is_ours(peer):
                 return
-            peer.settimeout(_RETRY_S)  # a line is sent before we are asked to take it
+            peer.settimeout(_RETRY_S)
             try:
-                line = _decode(peer.recv(_MAX_NBYTES))
+                line = _decode(_received(peer))
             except (OSError, msgspec.MsgspecError):
                 return
         _, ranks = self._waiting.setdefault((line.level, line.text), (time.monotonic() + GATHER_S, set()))
@@ -187,6 +187,15 @@ class _Gatherer:
                 del self._waiting[level, text]
                 with suppress(Exception):
                     self._say(level, f"rank{'s' * (len(ranks) > 1)} {number_ranges(sorted(ranks))}: {text}")
+
+
+def _received(peer: socket.socket) -> bytes:
+    """What the peer sends. One that is stopped between connecting and sending is told that it failed."""
+    try:
+        return peer.recv(_MAX_NBYTES)
+    except TimeoutError:
+        peer.shutdown(socket.SHUT_RD)
+        return peer.recv(_MAX_NBYTES)
 
 
 def _sent(address: str, line: Line) -> bool:
