@@ -21,6 +21,7 @@ from typing import Optional
 import msgspec
 
 from capd_client.ranks import RankInfo, node_job
+from capd_client.signal_errors import is_interruption
 from capd_client.texts import number_ranges
 
 __all__ = ["GATHER_S", "Line", "Together"]
@@ -87,7 +88,9 @@ class Together:
                 if not _sent(address, line):
                     self._courier = self._courier or _Courier(address, self._say)
                     self._courier.take(line)
-        except (OSError, RuntimeError):  # somebody has the name, or no further thread is allowed
+        except (OSError, RuntimeError) as error:  # somebody has the name, or no further thread is allowed
+            if is_interruption(error):
+                raise
             say_alone(self._say, line)
 
 
@@ -205,7 +208,9 @@ def _sent(address: str, line: Line) -> bool:
         try:
             peer.connect(address)
             return _is_ours(peer) and peer.send(msgspec.msgpack.encode(line)) > 0
-        except OSError:
+        except OSError as error:
+            if is_interruption(error):
+                raise
             return False
 
 

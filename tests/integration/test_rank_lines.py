@@ -63,8 +63,8 @@ def test_ranks_that_agree_say_it_once_and_the_others_are_named(ranks: int, tmp_p
             f"ranks 0-{ranks - 1}: watching 1 of 1",
         ]
     )
-    assert [line.partition(" is")[0] for line in said if "watch(steps" in line] == [
-        "rank 3: watch(steps=...): 'never'"
+    assert [line.partition(" read")[0] for line in said if "watch(steps" in line] == [
+        "rank 3: watch(steps=...): cannot"
     ]
 
 
