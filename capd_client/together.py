@@ -137,7 +137,9 @@ class _Gatherer:
     """
 
     def __init__(self, address: str, ranks: int, say: Say) -> None:
+        self._address = address
         self._ranks = ranks
+        self._over = threading.Event()
         self._say = say
         self._waiting: dict[tuple[int, str], tuple[float, set[int]]] = {}
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -151,25 +153,25 @@ class _Gatherer:
             raise
 
     def end(self) -> None:
-        """Say what is waiting. What is sent from now on is refused, so that nothing is lost between."""
-        self.listener.shutdown(socket.SHUT_RD)
+        """Say what is waiting."""
+        self._over.set()
+        _sent(self._address, None)  # wakes the thread; where that fails, others do
         self._thread.join(_END_S)
         self.listener.close()
 
     def _run(self) -> None:
-        over = False
-        while not over:
+        while not self._over.is_set():
             times = [deadline for deadline, _ in self._waiting.values()]
             self.listener.settimeout(max(0.001, min(times) - time.monotonic()) if times else None)
-            try:
-                peer, _ = self.listener.accept()
-            except TimeoutError:
-                pass
-            except OSError:  # shut down, and all that was sent before is taken
-                over = True
-            else:
-                self._take(peer)
-            self._say_due(over=over)
+            with suppress(OSError):
+                self._take(self.listener.accept()[0])
+            self._say_due(over=False)
+        self.listener.shutdown(socket.SHUT_RD)  # what is sent from now on is refused: nothing is lost between
+        self.listener.settimeout(0)
+        with suppress(OSError):
+            while True:
+                self._take(self.listener.accept()[0])
+        self._say_due(over=True)
 
     def _take(self, peer: socket.socket) -> None:
         with peer:
@@ -201,7 +203,7 @@ def _received(peer: socket.socket) -> bytes:
         return peer.recv(_MAX_NBYTES)
 
 
-def _sent(address: str, line: Line) -> bool:
+def _sent(address: str, line: Optional[Line]) -> bool:
     """Whether rank 0 has the line now. Waits for nobody."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
         peer.setblocking(False)

@@ -24,12 +24,14 @@ from capd_client import notices
 rank = int(os.environ["RANK"])
 notices.show(os.environ.get("LEVEL", "INFO"))
 told = notices.Notices()
+open(os.environ["READY"], "w").close()
+sys.stdin.readline()
 """
 WAIT = "\nsys.stdin.read()\n"
 
 
 class Ranks:
-    """Processes with the variables of torchrun that run a script and wait before they end."""
+    """Processes with the variables of torchrun that run a script together and wait before they end."""
 
     def __init__(self, log: Path, world: int, script: str, *, nodes: int = 1, **environment: str) -> None:
         self._log = log
@@ -41,11 +43,19 @@ class Ranks:
                     "RANK": str(rank), "LOCAL_RANK": str(rank % local), "WORLD_SIZE": str(world),
                     "LOCAL_WORLD_SIZE": str(local), "PYTHONPATH": str(Path(__file__).parents[3]),
                 }  # fmt: skip
+                ready = log.with_name(f"ready-{rank}")
+                ready.unlink(missing_ok=True)
                 command = [sys.executable, "-c", HEAD + script + WAIT]
-                environ = {**os.environ, **variables, **environment}
+                environ = {**os.environ, **variables, **environment, "READY": str(ready)}
                 self.processes.append(
                     subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stderr=output)
                 )
+
+        until(lambda: all(log.with_name(f"ready-{rank}").exists() for rank in range(world)), 60)
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(b"\n")
+            process.stdin.flush()
 
     @property
     def said(self) -> list[str]:
