@@ -14,7 +14,18 @@ from capd_client.rule_settings import RuleSettings, operation_of, texts
 from capd_client.select import Ranges, Selection
 from capd_client.slicing import Slice, parse_slices
 
-__all__ = ["Kept", "Resolved", "Rule", "Target", "Wanted", "When", "resolve", "restricting", "rules_of", "run_together"]
+__all__ = [
+    "Kept",
+    "Resolved",
+    "Rule",
+    "Target",
+    "Wanted",
+    "When",
+    "resolve",
+    "restricting",
+    "rules_of",
+    "run_together",
+]
 
 
 class When(NamedTuple):

@@ -95,7 +95,11 @@ def linears_of(module: nn.Module, packed_as: Sequence[str] = ("in_proj",)) -> li
     held[_OUT] = f"{_OUT}.weight"
     return [
         Site(
-            module, LINEAR, function=_SITES[role], suffix=role, parameter=parameter,
+            module,
+            LINEAR,
+            function=_SITES[role],
+            suffix=role,
+            parameter=parameter,
             instead_of=usual if role in _PACKED and role not in usual else (),
         )
         for role, parameter in held.items()
