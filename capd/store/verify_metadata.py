@@ -53,8 +53,11 @@ def array_problems(document: dict[str, Any], header: SeriesHeader) -> Iterator[s
         "dimension_names": ["record", *(f"dim_{axis}" for axis in range(len(geometry.extents)))],
     }
     for name, value in expected.items():
-        if document.get(name) != value:
-            yield f"{name} is {json.dumps(document.get(name))}, the shards say {json.dumps(value)}"
+        found = document.get(name)
+        if found != value if name == "fill_value" else _text(found) != _text(value):
+            yield f"{name} is {json.dumps(found)}, the shards say {json.dumps(value)}"
+    if document.get("storage_transformers", []) != [] or not isinstance(document.get("attributes", {}), dict):
+        yield "attributes or storage_transformers are not those of an array without any"
     strange = document.keys() - expected.keys() - _OTHER_MEMBERS
     if strange:
         yield f"unknown members {', '.join(sorted(strange))}"
@@ -75,13 +78,19 @@ def _codec_problems(document: dict[str, Any], header: SeriesHeader) -> Iterator[
         yield "codecs are not those of a sharded array"
         return
     codecs = _codecs([codec.to_dict() for codec in chain_for(header.codec, header.dtype).zarr_codecs()])
-    if (sharding, chunk, chain) != ("sharding_indexed", [geometry.batch, *geometry.chunk], codecs):
+    expected = ("sharding_indexed", [geometry.batch, *geometry.chunk], codecs)
+    if _text((sharding, chunk, chain)) != _text(expected):
         yield f"codecs are {json.dumps(document['codecs'])}, which is not what the shards say"
     single = stored_type(header.dtype).stored.itemsize == 1
     little = (("bytes", {"endian": "little"}), *((("bytes", {}),) if single else ()))
     plain = (index_first, index_order, index_chain) == ("bytes", {"endian": "little"}, [("crc32c", {})])
     if (first, order) not in little or not plain or location != "end" or members != 4:
         yield "codecs do not store elements and index as little-endian bytes with a checksum behind the chunks"
+
+
+def _text(value: Any) -> str:
+    """JSON tells 3 from 3.0 and true, which Python's equality does not."""
+    return json.dumps(value, sort_keys=True)
 
 
 def _codecs(documents: Any) -> list[tuple[str, dict[str, Any]]]:

@@ -79,6 +79,25 @@ def test_a_shape_that_nothing_can_hold_is_damage(run: Path, shape: list[Any]) ->
         series.zarr()
 
 
+@pytest.mark.parametrize(
+    "member",
+    [
+        {"storage_transformers": -1},
+        {"attributes": 3},
+        {"zarr_format": 3.0},
+        {"codecs": [7]},
+        {"fill_value": None},
+    ],
+    ids=repr,
+)
+def test_metadata_that_no_zarr_reader_takes_are_damage(run: Path, member: dict[str, Any]) -> None:
+    edit(run / PATH / "data" / "zarr.json", lambda document: document.update(member))
+
+    assert f"{PATH}/data/zarr.json" in found(run)
+    with pytest.raises(DamagedRecord, match=r"zarr\.json"):
+        capd.open(run).find(tensor_name="input")[0].zarr()
+
+
 @pytest.mark.parametrize("count", [HUGE, -1, 2, 4, 1.5, None, "3", 10**30])
 def test_columns_that_are_not_those_of_the_records_are_damage(run: Path, count: Any) -> None:
     def change(document: dict[str, Any]) -> None:
