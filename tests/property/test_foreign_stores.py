@@ -33,7 +33,7 @@ numbers = st.sampled_from(
 words = st.sampled_from(
     ["", "zzz", "../../x", "a/b", "\0", "\ud800", "x" * 5000, "int64", "-1", "zstd:1", DEEP]
 )
-nasty = (
+nasty: st.SearchStrategy[Any] = (
     numbers
     | words
     | st.sampled_from([None, True, float("inf"), float("nan"), [], {}, [[1]], [2**60, 2**60], GONE])
