@@ -209,7 +209,7 @@ class _ShardCheck:
                 row.client == UNKNOWN_CLIENT and number not in in_shard
             ):  # its COMMIT was lost where it is sealed
                 differences = [name for name in differences if name in ("moment", "shape", "nbytes")]
-            elif row.sequence not in found.acked.get(row.client, RangeSet()):
+            elif row.client != UNKNOWN_CLIENT and row.sequence not in found.acked.get(row.client, RangeSet()):
                 yield number, f"sequence {row.sequence} is not among the acknowledged ones"
             if differences:
                 yield number, f"it differs from the commit in {', '.join(differences)}"
