@@ -57,7 +57,7 @@ def torchtitan(script: Script, way: str) -> Losses:
         config = job.config_of(way, job.WAYS[int(way[-1]) if way[-1].isdigit() else 1][way], Path(directory))
         trainer = config.build()
         [model] = trainer.model_parts
-        script.watch(model)
+        script.watch(model, wrapper="_checkpoint_wrapped_module")
         losses: Losses = []
         counts: Counter[int] = Counter()
         original = trainer.forward_backward_step

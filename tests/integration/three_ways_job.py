@@ -48,16 +48,21 @@ class Script:
             import capd_client  # noqa: F401  # as at the top of a script that watches
 
     def watch(
-        self, *models: nn.Module, name: str = "", wrapped: Any = None, layers: Sequence[Sequence[int]] = ()
+        self,
+        *models: nn.Module,
+        name: str = "",
+        wrapped: Any = None,
+        layers: Sequence[Sequence[int]] = (),
+        wrapper: str = "",
     ) -> None:
         """A model as it was made, or the chunks of one, by the name that `capd run` gives it.
 
         wrapped: what a script has at hand to watch, if not the model itself. layers: of each chunk the numbers that
-        its layers have in the whole model.
+        its layers have in the whole model. wrapper: the attribute of what is around its blocks already.
         """
         if self.oracle is not None:
             for number, model in enumerate(models):
-                self.oracle.watch(model, name, layers[number] if layers else ())
+                self.oracle.watch(model, name, layers[number] if layers else (), wrapper)
         if self.way == "watched":
             import capd_client
 

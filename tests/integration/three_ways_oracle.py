@@ -74,14 +74,16 @@ class Oracle:
         torch.compile = lambda model=None, **_: (lambda m: m) if model is None else model  # type: ignore[assignment]
         nn.Module.compile = lambda *_, **__: None  # type: ignore[method-assign, assignment]
 
-    def watch(self, model: nn.Module, name: str = "", layers: Sequence[int] = ()) -> None:
+    def watch(self, model: nn.Module, name: str = "", layers: Sequence[int] = (), wrapper: str = "") -> None:
         """Record the products of `model`, which is not wrapped yet, under its names and behind `name`.
 
-        layers: the numbers that its layers have in the whole model, where it is a part of one.
+        layers: the numbers that its layers have in the whole model, where it is a part of one. wrapper: the attribute
+        of what a framework has put around blocks before anybody could have the model.
         """
         self._kept.append(model)
         for own, module in model.named_modules():
             whole = re.sub(r"(?<=layers\.)\d+", lambda at: str(layers[int(at[0])]), own) if layers else own
+            whole = ".".join(part for part in whole.split(".") if part != wrapper)
             self._names[id(module)] = ".".join(filter(None, [name, whole])) or type(model).__name__
 
     def save(self, path: Path) -> None:
