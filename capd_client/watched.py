@@ -119,14 +119,16 @@ class Watched:
         for tapped in self._own:
             wanted = selection.modules is None or matches_any(tapped.target.module, selection.modules)
             tapped.tap.select(self._steered(tapped, selection.tensors) if wanted else {})
-            chosen += [tapped.target] if wanted else []
+            if wanted:
+                chosen.append(tapped.target)
         for tapped in self._left:
             named = selection.modules is not None and matches_any(tapped.target.module, selection.modules)
             wanted = named and _claim(tapped)
             tapped.tap.select(self._steered(tapped, selection.tensors) if wanted else {})
-            if not wanted:
+            if wanted:
+                chosen.append(tapped.target)
+            else:
                 _give_up(tapped)
-            chosen += [tapped.target] if wanted else []
         return len(run_together(chosen)) if takes_part else 0
 
     def _steered(self, tapped: _Tapped, tensors: Optional[Iterable[str]]) -> Mapping[str, Wanted]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -82,14 +82,13 @@ class _Linear(FunctionSite):
 _SITES = {role: _Linear(role) for role in vars(_linears)}
 
 
-def linears_of(module: nn.Module, packed_as: Sequence[str] = ("in_proj",)) -> list[Site]:
+def linears_of(module: nn.Module, packed_as: tuple[str, ...] = ("in_proj",)) -> list[Site]:
     """The linears of a module that calls F.multi_head_attention_forward.
 
     A packed weight is used whole where query, key and value are one tensor, in two parts where key and value are, and
     in three otherwise; which it is, a call decides. packed_as: the parts that its calls use, as far as is known; the
     others stand for them.
     """
-    usual = tuple(packed_as)
     packed = getattr(module, "in_proj_weight", None) is not None
     held = dict.fromkeys(_PACKED, "in_proj_weight") if packed else {role: f"{role}_weight" for role in _APART}
     held[_OUT] = f"{_OUT}.weight"
@@ -100,7 +99,7 @@ def linears_of(module: nn.Module, packed_as: Sequence[str] = ("in_proj",)) -> li
             function=_SITES[role],
             suffix=role,
             parameter=parameter,
-            instead_of=usual if role in _PACKED and role not in usual else (),
+            instead_of=packed_as if role in _PACKED and role not in packed_as else (),
         )
         for role, parameter in held.items()
     ]

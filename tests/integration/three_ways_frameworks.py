@@ -241,7 +241,7 @@ ROWS: dict[str, Row] = {
     "trainer_checkpointed": Row(trainer_checkpointed, imports=_TRAINER),
     "trainer_bf16": Row(trainer_bf16, imports=_TRAINER),
     "trainer_compiled": Row(trainer_compiled, imports=_TRAINER),
-    "transformers_loop": Row(transformers_loop, imports=_TRAINER, default=True),
+    "transformers_loop": Row(transformers_loop, imports=_TRAINER),
     "peft": Row(peft, imports=("peft",), default=True),
     "accelerate": Row(accelerate, imports=("accelerate",), default=True),
     "lightning": Row(lightning, imports=_LIGHTNING, default=True),

@@ -90,7 +90,7 @@ def warm_up(script: Script) -> Losses:
 
 
 ROWS: dict[str, Row] = {
-    "lazy": Row(lazy, default=True),
+    "lazy": Row(lazy),
     "flops": Row(flops),
     "flops_watched": Row(flops_watched),
     "fake": Row(fake),
