@@ -180,6 +180,11 @@ class Books(Entrance):
         return not self.waiting.count and 2 * self.slots.free_nbytes > self.slots.capacity
 
     @property
+    def calm(self) -> bool:
+        """Whether so little of the arena is taken that what comes can wait to be sent. A look without the lock."""
+        return not self.waiting.count and self.slots.free_nbytes >= self._calm_nbytes
+
+    @property
     def behind(self) -> bool:
         """Whether more waits to be sent than one message takes. A look without the lock."""
         return len(self._queue) + len(self._resend) > MAX_BATCH

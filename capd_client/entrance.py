@@ -24,6 +24,7 @@ from capd_client.waiting import Waiting
 __all__ = ["Entrance"]
 
 _DROPPED = -1  # the sequence of an offer that got none
+_CALM_SHARE = 8  # captures of less than this part of the arena can wait for the client thread's next tick
 
 
 class Entrance(Accounts):
@@ -48,6 +49,7 @@ class Entrance(Accounts):
         self.step_budget = StepBudget(step_nbytes)
         self.thinning = thinning
         self.waiting = Waiting(self.lock, slots, max_block_s)
+        self._calm_nbytes = slots.capacity - slots.capacity // _CALM_SHARE  # at least so much is free while calm
         self._live: dict[int, Capture] = {}  # by sequence, ascending: everything that owns a slot
         self._queue: deque[Capture] = deque()  # not sent yet, by sequence
         self._resend: deque[Capture] = deque()  # sent on an earlier connection and not settled
@@ -104,6 +106,8 @@ class Entrance(Accounts):
         words[COUNTER_IN_FLIGHT] = in_flight
         if queued:
             self._queue += (capture,)
+        if self.slots.free_nbytes < self._calm_nbytes:
+            self.waiting.on_begin()
         return capture
 
     def _refuse(self, definition: Definition, descriptor: Descriptor, reason: DropReason) -> None:

@@ -2,9 +2,9 @@
 
 States: DISCONNECTED (tries again after 50 ms … 2 s, for ever) → HANDSHAKE (HELLO sent) → RUNNING → DISCONNECTED …,
 and ENDED after BYE or a refusal without retry. The thread never waits for a state: it looks around once per
-tick, so copies from devices go on whatever the daemon does. A tick is up to 25 ms while nobody waits and the arena is
-half free, but 5 ms with devices or a small arena, and 1 ms otherwise. Training threads wake it only when they begin to
-wait themselves, or for a device after a long rest: else that would cost them the GIL.
+tick, so copies from devices go on whatever the daemon does. How long a tick is says `capd_client.rests`. Training
+threads wake it only when they begin to wait themselves, when the arena fills up, or for a device after a long rest: else
+that would cost them the GIL.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ from capd_client.doze import Doze
 from capd_client.link import Link
 from capd_client.notices import Notices
 from capd_client.protocol import HANDSHAKE_TIMEOUT_S, ByeOk, NackRow, Reject, Welcome
+from capd_client.rests import EASY_TICK_S, Rests
 from capd_client.steering import Steering
 
 __all__ = ["State", "Transport"]
 
-_TICK_S = 0.001
-_EASY_TICK_S = 0.005  # while nothing presses, at least: every round costs the job 200 to 350 µs
-_IDLE_TICK_S = 0.025
-_TAKEN_PER_S = 1e9  # bytes: no daemon takes more from one rank
 _BACKOFF_S = (0.05, 2.0)
+_PATIENCE_S = 60.0  # for WELCOME, on one connection
 
 
 class State(enum.Enum):
@@ -79,17 +77,17 @@ class Transport:
         self._next_attempt = 0.0
         self._deadline = 0.0  # of the handshake
         self._outage_told = "CAPD_RUN_NO_DAEMON" in os.environ  # `capd run` has said so
-        self._tick_s = _TICK_S
         self._leaving = False
         self._renew = False
         self._stop = threading.Event()
-        self._doze = Doze(_EASY_TICK_S)
-        # There is something to do: a flush, copies from a device, room that somebody waits for.
+        self._rests = Rests(books, self._devices)
+        self._doze = Doze(EASY_TICK_S)
+        # There is something to do: a flush, copies from a device, room that somebody waits for or soon will.
         self.wake = self._doze.wake
         books.waiting.on_begin = self.wake
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.bye_ok = threading.Event()  # the daemon has the final counters
-        self.refused = threading.Event()  # the last attempt to connect failed
+        self.refused = threading.Event()  # the last attempt to connect failed, or is overdue
         self.welcome: Optional[Welcome] = None  # the newest one: None if never connected
         self.state = State.DISCONNECTED
 
@@ -177,7 +175,7 @@ class Transport:
             self._deadline = now + self._handshake_timeout_s
             self.state = State.HANDSHAKE
         elif self.state is State.HANDSHAKE and now > self._deadline:
-            raise TimeoutError("it did not answer HELLO")
+            self._overdue(now)
         elif self.state is State.RUNNING and self._renew:
             self._renew = False
             self._drop_link()
@@ -197,17 +195,16 @@ class Transport:
 
     def _rest(self, worked: bool) -> None:
         """Wait for an answer or the next tick, whichever is first, and take the answers."""
-        easy_s = self._easy_s()
-        # A ring fills up faster than an arena: with devices no rest is long, unless `wake` can end it.
-        idle_s = _IDLE_TICK_S if easy_s or not self._devices else _EASY_TICK_S
-        self._tick_s = _TICK_S if worked else min(self._tick_s * 2, idle_s)
+        calm = not (self._flushes or self._leaving) and self.state is State.RUNNING
+        easy_s = self._rests.easy_s() if calm else 0.0
+        tick_s = self._rests.next_tick_s(worked, easy_s)
         talk = self._talk
         if talk is None:
-            self._stop.wait(self._tick_s)
+            self._stop.wait(tick_s)
             return
         if easy_s:
-            self._doze.rest(max(self._tick_s, easy_s), self._called)  # what comes meanwhile is taken together
-        elif not talk.link.wait(self._tick_s):
+            self._doze.rest(max(tick_s, easy_s), self._called)  # what comes meanwhile is taken together
+        elif not talk.link.wait(tick_s):
             return
         verdict = talk.hear()
         if verdict is not None:
@@ -217,18 +214,6 @@ class Transport:
         """Whether there is what `wake` is called for."""
         waiting = self._flushes or self._leaving or self._stop.is_set() or self._books.waiting.count
         return bool(waiting) or any(stager.pending for stager in self._devices)
-
-    def _easy_s(self) -> float:
-        """How long a rest may be while captures keep coming; 0 where somebody waits for an answer, or for room.
-
-        What the daemon could have taken meanwhile is no more than a tenth of the arena.
-        """
-        waited_for = self._flushes or self._leaving or self.state is not State.RUNNING
-        if waited_for or not self._books.roomy or any(stager.pressed for stager in self._devices):
-            return 0.0
-        if self._devices or self._books.behind:  # small tensors come faster than room runs out
-            return _EASY_TICK_S
-        return max(_EASY_TICK_S, min(self._books.slots.capacity / 10 / _TAKEN_PER_S, _IDLE_TICK_S))
 
     def _judge(self, verdict: Verdict, talk: Conversation) -> None:
         if isinstance(verdict, Welcome):
@@ -295,14 +280,29 @@ class Transport:
         self.refused.set()
         self._next_attempt = time.monotonic() + self._backoff_s * self._random.uniform(0.5, 1.0)
         self._backoff_s = min(self._backoff_s * 2, _BACKOFF_S[1])
+        # EOFError says nothing
+        self._tell_outage("lost" if was_running else "cannot reach", str(error) or "it closed the connection")
+
+    def _overdue(self, now: float) -> None:
+        """Say that HELLO is not answered in time, and go on waiting.
+
+        On a busy node the daemon answers late; a second HELLO would have it do twice what it has no time for.
+        """
+        if now > self._deadline + _PATIENCE_S:
+            raise TimeoutError("it did not answer HELLO")
+        if not self.refused.is_set():
+            self.refused.set()
+            self._tell_outage("cannot reach", "it has not answered HELLO yet")
+
+    def _tell_outage(self, what: str, why: str) -> None:
         if not self._outage_told:
             self._outage_told = True
             self._notices.warn(
                 "disconnected",
                 "%s the daemon: %s. Captures wait in the arena and are dropped when it is full; "
                 "capd keeps trying to connect",
-                "lost" if was_running else "cannot reach",
-                str(error) or "it closed the connection",  # EOFError says nothing
+                what,
+                why,
             )
 
     def _drop_link(self) -> None:
