@@ -49,7 +49,9 @@ class Entrance(Accounts):
         self.step_budget = StepBudget(step_nbytes)
         self.thinning = thinning
         self.waiting = Waiting(self.lock, slots, max_block_s)
-        self._calm_nbytes = slots.capacity - slots.capacity // _CALM_SHARE  # at least so much is free while calm
+        self._calm_nbytes = (
+            slots.capacity - slots.capacity // _CALM_SHARE
+        )  # at least so much is free while calm
         self._live: dict[int, Capture] = {}  # by sequence, ascending: everything that owns a slot
         self._queue: deque[Capture] = deque()  # not sent yet, by sequence
         self._resend: deque[Capture] = deque()  # sent on an earlier connection and not settled

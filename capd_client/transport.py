@@ -3,8 +3,8 @@
 States: DISCONNECTED (tries again after 50 ms … 2 s, for ever) → HANDSHAKE (HELLO sent) → RUNNING → DISCONNECTED …,
 and ENDED after BYE or a refusal without retry. The thread never waits for a state: it looks around once per
 tick, so copies from devices go on whatever the daemon does. How long a tick is says `capd_client.rests`. Training
-threads wake it only when they begin to wait themselves, when the arena fills up, or for a device after a long rest: else
-that would cost them the GIL.
+threads wake it only when they begin to wait themselves, when the arena fills up, or for a device after a long rest:
+else that would cost them the GIL.
 """
 
 from __future__ import annotations

@@ -12,16 +12,17 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from capd._version import __version__
 from capd.errors import ProtocolError, StoreError
 from capd.server.peer import Peer, PeerGone, Refusal
+from capd.server.priority import yield_to_training
 from capd.server.rank import RankSession
 from capd.server.registry import Registry
-from capd.server.sender import Sender
+from capd.server.sender import Sender, SendLoop
 from capd_client.protocol import (
     PING_INTERVAL_S,
     PROTOCOL_VERSION,
@@ -53,7 +54,8 @@ class ConnectionContext:
     """What every connection of one daemon works with.
 
     closing: a descriptor that becomes readable when the daemon shuts down. drained_by: the moment
-    (monotonic) until which connections may wait for outcomes then. save: persists a rank's counters.
+    (monotonic) until which connections may wait for outcomes then. save: persists a rank's counters. hurry: has
+    records that somebody waits for go on at once.
     """
 
     registry: Registry
@@ -62,6 +64,8 @@ class ConnectionContext:
     closing: int
     drained_by: Callable[[], float]
     save: Callable[[RankSession], Future[None]]
+    hurry: Callable[[], None]
+    sending: SendLoop = field(default_factory=SendLoop)
 
 
 def serve_rank(context: ConnectionContext, peer: Peer, fd: int, greeted: Callable[[], None]) -> None:
@@ -82,7 +86,10 @@ def serve_rank(context: ConnectionContext, peer: Peer, fd: int, greeted: Callabl
         os.close(fd)
         if process is not None:
             os.close(process)
-    _RankConnection(context, peer, rank, hello).run(watched)
+    connection = _RankConnection(context, peer, rank, hello)
+    logger.info("rank %d connected to run %s (pid %d)", hello.rank, rank.run_id, peer.credentials.pid)
+    yield_to_training()
+    connection.run(watched)
 
 
 class _RankConnection:
@@ -92,16 +99,14 @@ class _RankConnection:
         self._rank = rank
         self._ordinal = hello.connection
         self._name = f"rank {hello.rank}"
+        self._pressing_offset = hello.arena_nbytes // 4
         try:
             peer.send(self._welcome())  # before the sender exists: nothing may come before it
             take = partial(rank.take_replies, hello.connection)  # not through self: that would be a cycle
-            self._sender = Sender(peer, f"capd-send-{hello.rank}", take)
+            self._sender = Sender(peer, context.sending, take)
         except PeerGone:
             rank.disconnect(self._ordinal)
             raise
-        except RuntimeError as error:  # no further thread is allowed
-            rank.disconnect(self._ordinal)
-            raise Refusal("peer", f"the daemon cannot start a thread: {error}", retry=True) from error
 
     def _welcome(self) -> Welcome:
         run_id = self._rank.run_id
@@ -117,9 +122,6 @@ class _RankConnection:
         """Read until the connection ends, then let the sender finish."""
         last: Reject | None = None
         self._rank.attach(self._ordinal, self._sender)
-        logger.info(
-            "%s connected to run %s (pid %d)", self._name, self._rank.run_id, self._peer.credentials.pid
-        )
         try:
             last = self._read(process)
         except PeerGone:
@@ -165,6 +167,8 @@ class _RankConnection:
         current = True
         if isinstance(message, Put):
             current = rank.put(ordinal, message)
+            if any(item.offset > self._pressing_offset for item in message.items):
+                self._context.hurry()  # slots are taken from the front: its arena fills up
             self._hold_back()
         elif isinstance(message, Define):
             nbytes = self._peer.received_nbytes
@@ -173,6 +177,7 @@ class _RankConnection:
             current = rank.tell(ordinal, lambda session: session.drops(message))
         elif isinstance(message, Flush):
             current = rank.tell(ordinal, lambda session: session.flush(message))
+            self._context.hurry()
         elif isinstance(message, (Steered, Drained)):
             current = rank.tell(ordinal, lambda _: rank.orders.answered(message))
         elif isinstance(message, Ping):

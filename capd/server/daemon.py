@@ -9,6 +9,7 @@ Ctrl-C leaves at once; what was acknowledged is kept either way, and the next st
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import socket
@@ -34,6 +35,7 @@ from capd.server.listener import Listener
 from capd.server.memory import settle_heap
 from capd.server.naming import RunNames
 from capd.server.pipeline import Pipeline
+from capd.server.priority import PromptThread, yield_to_training
 from capd.server.process import OtherProcess
 from capd.server.registry import Registry
 from capd.server.stopping import StopRequests
@@ -48,7 +50,6 @@ __all__ = ["Daemon", "node_name"]
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
-_NICE = 10
 _LINGER_S = 2.0
 _RESERVED_FILES = 64
 _FILES_PER_CONNECTION = 4  # socket, process handle, mapping, arena while it is checked
@@ -120,8 +121,9 @@ class Daemon:
     def _start(self, stack: contextlib.ExitStack) -> None:
         settings = self._settings
         self._started = time.monotonic()
-        with contextlib.suppress(OSError):
-            os.nice(max(0, _NICE - os.nice(0)))  # before any thread is started: they inherit it
+        accepting = PromptThread("capd-accept")
+        stack.callback(accepting.dismiss)
+        yield_to_training()  # before any other thread is started: they inherit it
         settle_heap()
         open_files = raise_open_files()
         self._closing = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -150,7 +152,7 @@ class Daemon:
         self._registry = Registry(self._root, self._node, lock, names, self._pipeline, settings.idle_seal_s)
         self._budget.stored = lambda: self._registry.stored_nbytes() + self._pipeline.scratch_nbytes
         self._budget.waiting, self._budget.unsealed = self._pipeline.waiting, self._pipeline.unsealed_series
-        self._listen(self._bound, open_files - options.open_files)
+        self._listen(self._bound, open_files - options.open_files, accepting)
         self._taking_up = TakingUp(self._root, self._node, self._registry)
         self._taking_up.start()
 
@@ -176,7 +178,7 @@ class Daemon:
             durability=settings.durability,
         )
 
-    def _listen(self, bound: endpoint.BoundSocket, free_files: int) -> None:
+    def _listen(self, bound: endpoint.BoundSocket, free_files: int, accepting: PromptThread) -> None:
         settings = self._settings
         ranks = ConnectionContext(
             registry=self._registry,
@@ -185,6 +187,7 @@ class Daemon:
             closing=self._closing,
             drained_by=lambda: self._drained_by,
             save=lambda rank: self._pipeline.save_session(rank.run_id, rank.row()),
+            hurry=self._pipeline.hurry,
         )
         controller = Controller(self._registry, lambda: self._stop.request("a tool"))
         tools = ToolContext(self.stats, controller, self._closing)
@@ -196,7 +199,7 @@ class Daemon:
             allowed_uids=frozenset({os.getuid(), *settings.allow_uid}),
             max_connections=max(8, min(_MAX_CONNECTIONS, room)),
         )
-        self._listener.start()
+        self._listener.start(accepting)
         logger.info(
             "store %s, node %s, %d encode threads, %d MiB staging, at most %.1f GB, %.1f GB kept free, pid %d",
             self._root,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -24,10 +25,14 @@ from capd_client.protocol import Define, Descriptor
 from capd_client.statistics_row import ROW_NBYTES
 
 __all__ = [
-    "TURN_NBYTES", "Booked", "Chunks", "DiskLimit", "Job", "Lanes", "Refusal", "Sink", "Task", "Tickets",
+    "PAUSE_NBYTES", "PAUSE_TASKS", "TURN_NBYTES", "Booked", "Chunks", "DiskLimit", "Job", "Lanes", "Refusal", "Sink",
+    "Task", "Tickets",
 ]  # fmt: skip
 
 TURN_NBYTES = 1 << 20
+PAUSE_S = 0.01  # between two rounds of dispatch that find little
+PAUSE_TASKS = 64  # no longer little
+PAUSE_NBYTES = 256 << 10
 _TASK_NBYTES = 16 << 10  # what a record costs beside its bytes, in the time that bytes take
 
 Refusal = tuple[DropReason, str]
@@ -153,31 +158,63 @@ class Lanes:
     large records that come one at a time would pass those of everybody. Unbounded; the slots that queued jobs occupy in
     the ranks' arenas bound it."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._changed = threading.Condition()
         self._lanes: dict[bytes, _Lane] = {}  # of clients with tasks, or in debt
         self._turns: deque[_Lane] = deque()
         self._waiting = 0
+        self._waiting_nbytes = 0
+        self._clock = clock
+        self._next_round = clock()  # until when little waits for more
+        self._pausing = False
+        self._hurried = False
         self._closed = False
 
-    def put(self, task: Task) -> None:
-        """Queue a task behind its client's others."""
-        client = task.job.client
+    def put(self, tasks: Iterable[Task]) -> None:
+        """Queue tasks, each behind its client's others."""
         with self._changed:
-            lane = self._lanes.get(client)
-            if lane is None:
-                lane = self._lanes[client] = _Lane(client, deque())
-                self._turns.append(lane)
-            lane.tasks.append(task)
-            self._waiting += 1
-            if self._waiting == 1:
+            for task in tasks:
+                client = task.job.client
+                lane = self._lanes.get(client)
+                if lane is None:
+                    lane = self._lanes[client] = _Lane(client, deque())
+                    self._turns.append(lane)
+                lane.tasks.append(task)
+                self._waiting += 1
+                self._waiting_nbytes += task.job.descriptor.nbytes
+            if self._waiting and (not self._pausing or self._presses()):
                 self._changed.notify()
 
+    def hurry(self) -> None:
+        """Somebody waits for what is queued: no pause holds it back."""
+        with self._changed:
+            self._hurried = True
+            self._changed.notify()
+
     def get(self, limit: int) -> list[Task]:
-        """The next tasks, at most `limit`, waiting for one; empty once the lanes are closed and empty."""
+        """The next tasks, at most `limit`, waiting for one; empty once the lanes are closed and empty.
+
+        What is taken within PAUSE_S of the last tasks waits for the rest of this time, if it is little and nobody is
+        in a hurry: of many ranks that trickle, each would have its records written alone.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
-            return [self._next() for _ in range(min(limit, self._waiting))]
+            self._pausing = True
+            self._changed.wait_for(self._presses, self._next_round - self._clock())
+            self._pausing = False
+            tasks = [self._next() for _ in range(min(limit, self._waiting))]
+            self._hurried = self._hurried and self._waiting > 0
+            self._next_round = self._clock() + PAUSE_S
+            return tasks
+
+    def _presses(self) -> bool:
+        """Whether what is queued goes on at once."""
+        return (
+            self._hurried
+            or self._closed
+            or self._waiting >= PAUSE_TASKS
+            or self._waiting_nbytes >= PAUSE_NBYTES
+        )
 
     def _next(self) -> Task:
         turns = self._turns
@@ -190,6 +227,7 @@ class Lanes:
                 del self._lanes[lane.client]
         task = lane.tasks.popleft()
         self._waiting -= 1
+        self._waiting_nbytes -= task.job.descriptor.nbytes
         lane.credit -= task.job.descriptor.nbytes + _TASK_NBYTES
         return task
 
@@ -211,11 +249,12 @@ class Tickets:
         self._waiting: list[tuple[int, Future[None]]] = []
         self._admitted: dict[int, tuple[int, bool]] = {}  # bytes, and whether they open a series
 
-    def issue(self) -> int:
-        """A ticket for a new job."""
+    def issue(self, count: int = 1) -> int:
+        """Tickets for so many new jobs, ascending; returns the first."""
         with self._lock:
-            self._last += 1
-            return self._last
+            first = self._last + 1
+            self._last += count
+            return first
 
     def admit(self, ticket: int, nbytes: int, new_series: bool) -> None:
         """The disk budget let this job pass."""

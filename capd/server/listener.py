@@ -18,6 +18,7 @@ from collections.abc import Callable
 from capd.errors import ProtocolError
 from capd.server.connection import ConnectionContext, serve_rank
 from capd.server.peer import Peer, PeerGone, Refusal
+from capd.server.priority import PromptThread, yield_to_training
 from capd.server.tools import ToolContext, serve_tool
 from capd_client.protocol import HANDSHAKE_TIMEOUT_S, Reject
 
@@ -51,20 +52,22 @@ class Listener:
         self._late: set[Peer] = set()
         self._logged_at: dict[str, float] = {}
         self.refused: dict[str, int] = {}  # connections sent away, by code
-        self._thread = threading.Thread(target=self._accept_loop, name="capd-accept", daemon=True)
+        self._accepting: PromptThread | None = None
 
     @property
     def connections(self) -> int:
         """Connections open now."""
         return len(self._open)
 
-    def start(self) -> None:
-        """Begin to accept."""
-        self._thread.start()
+    def start(self, accepting: PromptThread) -> None:
+        """Begin to accept, in a thread whose priority the connections have until they are taken."""
+        self._accepting = accepting
+        accepting.begin(self._accept_loop)
 
     def join_accept(self) -> None:
         """Wait until nothing is accepted any more, after the closing descriptor was set."""
-        self._thread.join()
+        if self._accepting is not None:
+            self._accepting.join()
 
     def stop(self, timeout_s: float) -> None:
         """Wait for all connections to end by themselves; whoever is left after `timeout_s` is disconnected."""
@@ -124,7 +127,9 @@ class Listener:
     def _expire(self) -> None:
         now = time.monotonic()
         with self._lock:
-            for peer in [peer for peer, until in self._greeting.items() if until < now]:
+            # What a peer has sent and nobody could read yet is this daemon's delay, not the peer's.
+            late = [peer for peer, until in self._greeting.items() if until < now and not peer.has_sent()]
+            for peer in late:
                 del self._greeting[peer]
                 self._late.add(peer)
                 peer.shutdown(socket.SHUT_RD)
@@ -137,6 +142,7 @@ class Listener:
             fd = peer.receive_first()
             greeted = self._greeted(peer)
             if fd is None:
+                yield_to_training()
                 serve_tool(self._tools, peer, greeted)
             else:
                 serve_rank(self._ranks, peer, fd, greeted)

@@ -1,7 +1,7 @@
 """One accepted socket: who is on the other side, its first byte and descriptor, and frames both ways.
 
-Frames are read and written with `multiprocessing.connection.Connection.recv_bytes` and `send_bytes` only:
-its `recv` would unpickle, and so run, what a peer sends.
+Frames are those of `multiprocessing.connection`, read without it: several that are there come in one call, and nothing
+is ever unpickled.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import socket
 import struct
 import threading
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 
 import msgspec
 
@@ -30,12 +29,20 @@ from capd_client.protocol import (
     encode,
 )
 
-__all__ = ["SEND_TIMEOUT_S", "Credentials", "Peer", "PeerGone", "Refusal"]
+__all__ = ["SEND_TIMEOUT_S", "Credentials", "Peer", "PeerGone", "Refusal", "framed"]
 
 SEND_TIMEOUT_S = 5.0  # a peer that takes nothing for so long is disconnected
 _SO_PEERPIDFD = 77  # Linux 6.5; valid even where the peer's pid is not (other pid namespace)
 _MAX_FDS = 4
+_READ_NBYTES = 64 << 10
+_HEADER = struct.Struct("!i")  # the length of a frame, as multiprocessing.connection writes it
 _UCRED = struct.Struct("iII")
+
+
+def framed(message: DaemonMessage) -> bytes:
+    """A message as it goes over a connection."""
+    frame = encode(message)
+    return _HEADER.pack(len(frame)) + frame
 
 
 class PeerGone(Exception):
@@ -67,7 +74,8 @@ class Peer:
         pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
         self.credentials = Credentials(pid, uid)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_TIMEOUT_S), 0))
-        self._frames = Connection(sock.fileno())
+        self._unread = bytearray()  # of frames that are not taken yet
+        self._poll: tuple[select.poll, tuple[int, ...]] | None = None
         self._closing = threading.Lock()
         self._closed = False
         self.received_nbytes = 0  # length of the last frame
@@ -111,38 +119,70 @@ class Peer:
 
     def fileno(self) -> int:
         """For poll; only while the connection is open."""
-        return self._frames.fileno()
+        return self._sock.fileno()
 
     def receive(self) -> ClientMessage:
         """The next message. Raises PeerGone at its end, ProtocolError on anything that is not one."""
-        try:
-            frame = self._frames.recv_bytes(MAX_FRAME_NBYTES)
-        except EOFError:
-            raise PeerGone from None
-        except OSError as error:
-            if str(error) == "bad message length":  # Connection's own words
-                raise ProtocolError(f"a frame is longer than {MAX_FRAME_NBYTES} bytes") from None
-            raise PeerGone from None
-        self.received_nbytes = len(frame)
+        while not self._has_frame():
+            try:
+                chunk = self._sock.recv(_READ_NBYTES)  # several frames at once, where there are
+            except OSError:
+                raise PeerGone from None
+            if not chunk:
+                raise PeerGone
+            self._unread += chunk
+        frame = bytes(self._unread[_HEADER.size : _HEADER.size + self.received_nbytes])
+        del self._unread[: _HEADER.size + self.received_nbytes]
         try:
             return decode_client(frame)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"a frame holds no message of the protocol: {error}") from None
 
+    def _has_frame(self) -> bool:
+        """Whether a whole frame is unread; `received_nbytes` is its length then. Raises ProtocolError."""
+        if len(self._unread) < _HEADER.size:
+            return False
+        (self.received_nbytes,) = _HEADER.unpack_from(self._unread)
+        if not 0 <= self.received_nbytes <= MAX_FRAME_NBYTES:
+            raise ProtocolError(f"a frame is longer than {MAX_FRAME_NBYTES} bytes")
+        return len(self._unread) >= _HEADER.size + self.received_nbytes
+
     def send(self, message: DaemonMessage) -> None:
         """Send one message. Raises PeerGone when the peer is away or takes nothing for SEND_TIMEOUT_S."""
         try:
-            self._frames.send_bytes(encode(message))
+            self._sock.sendall(framed(message))
         except OSError:
             self.shutdown()  # a frame may be half sent: nothing sensible can follow
             raise PeerGone from None
 
+    def send_some(self, frames: memoryview) -> int:
+        """Send as much of `frames` as the socket takes at once; returns how much. Raises PeerGone."""
+        try:
+            return self._sock.send(frames, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            raise PeerGone from None
+
     def wait(self, *others: int, timeout_s: float | None = None) -> set[int]:
         """Descriptors among this connection and `others` that are readable; empty when the time is over."""
-        poll = select.poll()
-        for fd in (self.fileno(), *others):
-            poll.register(fd, select.POLLIN)
-        return {fd for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)}
+        if self._poll is None or self._poll[1] != others:
+            poll = select.poll()
+            for fd in (self.fileno(), *others):
+                poll.register(fd, select.POLLIN)
+            self._poll = poll, others
+        here = {self.fileno()} if self._has_frame() else set()
+        timeout_ms = 0 if here else None if timeout_s is None else timeout_s * 1000
+        return here | {fd for fd, _ in self._poll[0].poll(timeout_ms)}
+
+    def has_sent(self) -> bool:
+        """Whether the socket holds something that is not received yet, or the end. From any thread."""
+        with self._closing:
+            if self._closed:
+                return False
+            poll = select.poll()
+            poll.register(self.fileno(), select.POLLIN)
+            return bool(poll.poll(0))
 
     def shutdown(self, how: int = socket.SHUT_RDWR) -> None:
         """Wake the reader (SHUT_RD) or both sides with the end of the connection."""
@@ -155,5 +195,4 @@ class Peer:
         with self._closing:
             if not self._closed:
                 self._closed = True
-                self._sock.detach()
-                self._frames.close()
+                self._sock.close()

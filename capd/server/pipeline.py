@@ -70,7 +70,7 @@ class Pipeline:
         self._appending = AppendThread(self._runs, self._booked, self._tickets, statistics=options.statistics)
         self._dispatching = threading.Thread(target=self._dispatch, name="capd-dispatch", daemon=True)
         self._gathering = GatherThread(
-            lambda run_id: self._runs[run_id].spool, self._lanes.put, self._tickets, budget
+            lambda run_id: self._runs[run_id].spool, self._hand_on, self._tickets, budget
         )
         for thread in (self._appending, self._dispatching, self._gathering):
             thread.start()
@@ -121,11 +121,15 @@ class Pipeline:
         """Series of the open runs that are still to be sealed."""
         return sum(store.unsealed_series for store in list(self._runs.values()))
 
-    def submit(self, job: Job) -> None:
-        """Queue a job for its client's lane. Never waits."""
-        task = Task(job, self._tickets.issue())
-        if not self._gathering.takes(task):
-            self._lanes.put(task)
+    def submit(self, *jobs: Job) -> None:
+        """Queue jobs for their clients' lanes. Never waits."""
+        first = self._tickets.issue(len(jobs))
+        tasks = [Task(job, ticket) for ticket, job in enumerate(jobs, first)]
+        self._lanes.put([task for task in tasks if not self._gathering.takes(task)])
+
+    def hurry(self) -> None:
+        """Somebody waits for the outcome of what is submitted: it is not held back for others to join it."""
+        self._lanes.hurry()
 
     def forget(self, client: bytes, record: int | None = None) -> None:
         """Let go of what there is of a record that lacks parts; None: of all of this client's."""
@@ -133,7 +137,9 @@ class Pipeline:
 
     def flush(self) -> Future[None]:
         """Resolves when everything submitted so far is committed or refused."""
-        return self._tickets.all_so_far()
+        done = self._tickets.all_so_far()
+        self.hurry()
+        return done
 
     def post(self, run_id: str, action: Callable[[RunStore], Any]) -> Future[Any]:
         """Run `action` with the run's store on the append thread. Its errors come as OSError or StoreError."""
@@ -202,6 +208,9 @@ class Pipeline:
         except TimeoutError:
             return False
         return complete
+
+    def _hand_on(self, task: Task) -> None:
+        self._lanes.put([task])
 
     def _dispatch(self) -> None:
         while tasks := self._lanes.get(_DISPATCH_TOGETHER):

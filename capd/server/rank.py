@@ -38,7 +38,7 @@ class RankSession:
         session: Session,
         hello: Hello,
         arena: Arena,
-        submit: Callable[[Job], None],
+        submit: Callable[..., None],
         forget: Callable[[bytes, int], None],
         started_ns: int,
         steering: RunSteering,
@@ -107,10 +107,12 @@ class RankSession:
                 new = self.session.put(items)
                 abandoned = self.session.take_abandoned()
                 self._wake_sender()
+            jobs = []
             for item, define in new:
                 data = arena.slice(item.offset, item.nbytes)
                 row = rows.get(item.sequence)
-                self._submit(Job(self.run_id, self.client, item.sequence, define, item, data, self, row))
+                jobs.append(Job(self.run_id, self.client, item.sequence, define, item, data, self, row))
+            self._submit(*jobs)
             for record in abandoned:
                 self._forget(self.client, record)
         return True

@@ -72,7 +72,7 @@ class FakeRegistry:
         if self.rank is None:
             session = Session(hello.client, "run")
             self.rank = RankSession(
-                session, hello, arena, self.jobs.append, lambda *_: None, 0, self.steering
+                session, hello, arena, lambda *new: self.jobs.extend(new), lambda *_: None, 0, self.steering
             )
         if self.handle is not None and process is not None:
             os.dup2(self.handle, process)  # the connection polls this very descriptor
@@ -142,6 +142,7 @@ def stage() -> Iterator[Stage]:
         closing=closing,
         drained_by=lambda: 0.0,
         save=lambda _: saves[0],
+        hurry=lambda: None,
     )
     made = Stage(registry, context, closing, saves)
     yield made

@@ -45,7 +45,7 @@ class Ranks:
         arena = Arena(fd, NBYTES)
         os.close(fd)
         session = Session(hello.client, "run")
-        rank = RankSession(session, hello, arena, lambda _: None, lambda *_: None, 0, self.run.steering)
+        rank = RankSession(session, hello, arena, lambda *_: None, lambda *_: None, 0, self.run.steering)
         assert rank.connect(hello, arena, None) is None
         self.run.ranks[hello.client] = rank
         return rank

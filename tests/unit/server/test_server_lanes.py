@@ -17,7 +17,7 @@ LARGE, SMALL = 16 << 20, 4 << 10
 def put(lanes: Lanes, client: bytes, nbytes: int, count: int = 1) -> None:
     for _ in range(count):
         descriptor = Descriptor(1, 4096, nbytes, 0, (nbytes,), Moment())
-        lanes.put(Task(Job("run", client, 1, DEFINE, descriptor, memoryview(b""), None), 0))  # type: ignore[arg-type]
+        lanes.put([Task(Job("run", client, 1, DEFINE, descriptor, memoryview(b""), None), 0)])  # type: ignore[arg-type]
 
 
 def take(lanes: Lanes, count: int) -> list[bytes]:
