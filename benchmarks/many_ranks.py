@@ -6,9 +6,9 @@
 is divided by the records, user and system, with what it spends until the last one is acknowledged; "connections" are
 the threads that came with the ranks, "pipeline" all others. `capture()` is timed in the ranks.
 
-"start": ranks that have imported torch make their sessions at the same moment and trickle, while one process per core
-computes without a pause. For each rank the time from its first capture to the daemon's WELCOME is taken, and its
-connections: more than one is a handshake that ran out of time.
+"start": ranks that have imported torch make their sessions at the same moment and capture each 0.1 s, while one
+process per core computes without a pause. For each rank the time from its first capture to the daemon's WELCOME is
+taken, and its connections: more than one is a handshake that ran out of time.
 
 must: 80 microseconds of the daemon's CPU per record, no second connection.
 """
@@ -33,6 +33,7 @@ import capd_client.api
 FORK = multiprocessing.get_context("fork")  # from a process that has imported torch, and made no session yet
 NBYTES = 4 << 10
 PERIOD_S = 0.005
+STEP_S = 0.1  # between two captures of a rank that has just started
 ARENA_NBYTES = 64 << 20
 WARM_UP = 200  # captures of a rank before the daemon's time is taken
 TIMEOUT_S = 40.0
@@ -120,7 +121,7 @@ def _captures(tensor: torch.Tensor, first: int, count: int) -> list[float]:
 
 
 def start(pipe: Connection) -> None:
-    """A rank that makes its session, and trickles while it waits for the daemon."""
+    """A rank that makes its session, and captures while it waits for the daemon."""
     tensor = torch.randn(NBYTES // 4)
     pipe.send(None)
     pipe.recv()
@@ -129,7 +130,7 @@ def start(pipe: Connection) -> None:
     session: Any = capd_client.api.running()
     iteration = 1
     while session.transport.welcome is None:
-        time.sleep(PERIOD_S)
+        time.sleep(STEP_S)
         _capture(tensor, iteration)
         iteration += 1
     welcome_s = time.monotonic() - began

@@ -9,7 +9,6 @@ Ctrl-C leaves at once; what was acknowledged is kept either way, and the next st
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
 import socket
