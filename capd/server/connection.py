@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -65,7 +65,7 @@ class ConnectionContext:
     drained_by: Callable[[], float]
     save: Callable[[RankSession], Future[None]]
     hurry: Callable[[], None]
-    sending: SendLoop = field(default_factory=SendLoop)
+    sending: SendLoop
 
 
 def serve_rank(context: ConnectionContext, peer: Peer, fd: int, greeted: Callable[[], None]) -> None:

@@ -37,6 +37,7 @@ from capd.server.pipeline import Pipeline
 from capd.server.priority import PromptThread, yield_to_training
 from capd.server.process import OtherProcess
 from capd.server.registry import Registry
+from capd.server.sender import SendLoop
 from capd.server.stopping import StopRequests
 from capd.server.taking_up import TakingUp
 from capd.server.tools import ToolContext
@@ -151,7 +152,9 @@ class Daemon:
         self._registry = Registry(self._root, self._node, lock, names, self._pipeline, settings.idle_seal_s)
         self._budget.stored = lambda: self._registry.stored_nbytes() + self._pipeline.scratch_nbytes
         self._budget.waiting, self._budget.unsealed = self._pipeline.waiting, self._pipeline.unsealed_series
-        self._listen(self._bound, open_files - options.open_files, accepting)
+        sending = SendLoop()
+        stack.callback(sending.stop)
+        self._listen(self._bound, open_files - options.open_files, accepting, sending)
         self._taking_up = TakingUp(self._root, self._node, self._registry)
         self._taking_up.start()
 
@@ -177,7 +180,9 @@ class Daemon:
             durability=settings.durability,
         )
 
-    def _listen(self, bound: endpoint.BoundSocket, free_files: int, accepting: PromptThread) -> None:
+    def _listen(
+        self, bound: endpoint.BoundSocket, free_files: int, accepting: PromptThread, sending: SendLoop
+    ) -> None:
         settings = self._settings
         ranks = ConnectionContext(
             registry=self._registry,
@@ -187,6 +192,7 @@ class Daemon:
             drained_by=lambda: self._drained_by,
             save=lambda rank: self._pipeline.save_session(rank.run_id, rank.row()),
             hurry=self._pipeline.hurry,
+            sending=sending,
         )
         controller = Controller(self._registry, lambda: self._stop.request("a tool"))
         tools = ToolContext(self.stats, controller, self._closing)

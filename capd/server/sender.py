@@ -35,6 +35,7 @@ class SendLoop:
             Sender, None
         ] = {}  # since the last round; used without a lock, by single operations
         self._woken = False
+        self._stopping = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._full: dict[
             Sender, float
@@ -49,8 +50,15 @@ class SendLoop:
             self._woken = True
             os.eventfd_write(self._wake_fd, 1)
 
+    def stop(self) -> None:
+        """End the thread; all senders are closed, nobody calls any more."""
+        self._stopping = True
+        os.eventfd_write(self._wake_fd, 1)
+        self._thread.join()
+        os.close(self._wake_fd)
+
     def _run(self) -> None:
-        while True:
+        while not self._stopping:
             self._wait()
             self._woken = False  # first: whoever comes from here on wakes this thread again
             due = dict.fromkeys(self._full)

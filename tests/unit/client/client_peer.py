@@ -131,6 +131,10 @@ class Peer:
         """Send one message on the newest connection."""
         self._connections[-1].send_bytes(encode(message))
 
+    def answer_hello(self) -> None:
+        """Send the WELCOME that `welcome` held back, on the newest connection."""
+        self.send(_welcome(self.hellos[-1]))
+
     def send_raw(self, frame: bytes) -> None:
         """Send one frame of anything; the other side may hang up before it has read it all.
 

@@ -10,7 +10,7 @@ import torch
 from client_peer import Peer, wait_until
 from fake_device import KEY, FakeDevice, Rig
 
-from capd_client import devices, pinning, transport
+from capd_client import devices, pinning, rests
 from capd_client.counter_page import DropReason
 from capd_client.device import DeviceStager
 from capd_client.pacing import Pace
@@ -144,7 +144,7 @@ def test_after_close_nothing_is_set_up(
 def test_a_capture_ends_a_long_rest_of_the_thread(
     peer: Peer, rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "_IDLE_TICK_S", 60.0)
+    monkeypatch.setattr(rests, "IDLE_TICK_S", 60.0)
     r = rig()
     for count in (1, 2):
         wait_until(lambda: r.session.transport._doze.dozing, 60)

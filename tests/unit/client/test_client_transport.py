@@ -155,7 +155,27 @@ def test_an_acknowledgement_before_the_second_sending_is_taken(
         second.close()
 
 
-def test_a_silent_daemon_is_left_and_tried_again(peer: Peer, make_session: Callable[..., Session]) -> None:
+def test_a_daemon_that_answers_hello_late_is_waited_for_on_the_same_connection(
+    peer: Peer, make_session: Callable[..., Session], caplog: pytest.LogCaptureFixture
+) -> None:
+    peer.welcome = False
+    session = make_session()
+    wait_until(lambda: peer.hellos)
+    session.transport._deadline = time.monotonic()
+    wait_until(lambda: session.transport.refused.is_set())  # close() and flush() need not wait for it
+    assert sum("has not answered HELLO yet" in record.getMessage() for record in caplog.records) == 1
+    peer.answer_hello()
+    wait_until(lambda: session.transport.state is State.RUNNING)
+    offer(session, 1)
+    assert session.flush(20)
+    assert [hello.connection for hello in peer.hellos] == [1]
+    assert not session.transport.refused.is_set()
+
+
+def test_a_silent_daemon_is_left_and_tried_again(
+    peer: Peer, make_session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("capd_client.transport._PATIENCE_S", 0.0)
     peer.welcome = False
     session = make_session()
     session.transport._handshake_timeout_s = session.transport._deadline = 0.5
@@ -340,7 +360,7 @@ def test_who_waits_for_room_ends_the_rest_of_the_client_thread(
 ) -> None:
     session = make_session(policy="block", max_block_ms=20_000.0)
     wait_until(lambda: session.transport.state is State.RUNNING)
-    monkeypatch.setattr("capd_client.transport._EASY_TICK_S", 30.0)
+    monkeypatch.setattr("capd_client.rests.IDLE_TICK_S", 30.0)
     wait_until(lambda: session.transport._doze.dozing)
     offer(session, *range(70), size=4096)  # more than the arena
     assert session.snapshot().dropped == {}
@@ -349,17 +369,47 @@ def test_who_waits_for_room_ends_the_rest_of_the_client_thread(
 def test_the_client_thread_does_not_rest_long_while_more_waits_than_a_message_takes(
     peer: Peer, make_session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("capd_client.transport._TAKEN_PER_S", 1.0)  # the arena of this test is a small one
     session = make_session()
+    easy_s = session.transport._rests.easy_s
     wait_until(lambda: session.transport.state is State.RUNNING)
-    assert session.transport._easy_s() == pytest.approx(0.025)
+    assert easy_s() == pytest.approx(0.025)
     monkeypatch.setattr(session.books, "next_batch", lambda limit: [])
     offer(session, *range(MAX_BATCH), size=1)
-    assert session.transport._easy_s() == pytest.approx(0.025)
+    assert easy_s() == pytest.approx(0.025)
     offer(session, 1, size=1)
-    assert session.transport._easy_s() == pytest.approx(0.005)
+    assert easy_s() == pytest.approx(0.005)
     monkeypatch.undo()
     assert session.flush(10)
+
+
+def test_a_rest_is_long_while_little_is_taken_and_shorter_the_fuller_the_arena(
+    peer: Peer, make_session: Callable[..., Session]
+) -> None:
+    session = make_session()
+    wait_until(lambda: session.transport.state is State.RUNNING)
+    peer.ack = False
+    eighth = session.books.slots.capacity // 8 // 4
+    easy_s = session.transport._rests.easy_s
+    assert easy_s() == pytest.approx(0.025)
+    offer(session, 1, size=eighth + 4096)
+    assert easy_s() == pytest.approx(0.005)
+    offer(session, 2, 3, 4, size=eighth)
+    assert easy_s() == 0
+
+
+def test_a_capture_that_leaves_less_than_seven_eighths_free_ends_the_rest_of_the_client_thread(
+    peer: Peer, make_session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = make_session()
+    wait_until(lambda: session.transport.state is State.RUNNING)
+    monkeypatch.setattr("capd_client.rests.IDLE_TICK_S", 3600.0)
+    wait_until(lambda: session.transport._doze.dozing)
+    offer(session, 1, size=16)
+    assert session.transport._doze.dozing
+    offer(session, 2, size=session.books.slots.capacity // 8 // 4 + 4096)
+    wait_until(lambda: session.snapshot().committed == 2)
+    monkeypatch.undo()
+    session.transport.wake()
 
 
 def test_a_connection_given_up_in_a_forked_child_closes_nobody_elses_descriptor(peer: Peer) -> None:

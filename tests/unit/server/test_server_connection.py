@@ -27,6 +27,7 @@ from capd.server.orders import Orders
 from capd.server.peer import Peer, PeerGone, Refusal
 from capd.server.pipeline import Job
 from capd.server.rank import MAX_IN_WORK_NBYTES, RankSession
+from capd.server.sender import SendLoop
 from capd.server.registry import Registry
 from capd.server.session import RECORD_NBYTES, Phase, Session
 from capd.server.steering import RunSteering
@@ -143,12 +144,14 @@ def stage() -> Iterator[Stage]:
         drained_by=lambda: 0.0,
         save=lambda _: saves[0],
         hurry=lambda: None,
+        sending=SendLoop(),
     )
     made = Stage(registry, context, closing, saves)
     yield made
     for line in made.lines:
         line.close()
     made.rank.release()
+    context.sending.stop()
     os.close(closing)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from capd.server.jobs import TURN_NBYTES, Job, Lanes, Task
+from capd.server.jobs import PAUSE_NBYTES, PAUSE_TASKS, TURN_NBYTES, Job, Lanes, Task
 from capd_client.key import Key, Moment
 from capd_client.protocol import Define, Descriptor
 
@@ -14,7 +16,7 @@ DEFINE = Define(id=0, key=Key(quant_type="q", rank=0, tensor_name="x"), dtype="u
 LARGE, SMALL = 16 << 20, 4 << 10
 
 
-def put(lanes: Lanes, client: bytes, nbytes: int, count: int = 1) -> None:
+def put(lanes: Lanes, client: bytes, nbytes: int = SMALL, count: int = 1) -> None:
     for _ in range(count):
         descriptor = Descriptor(1, 4096, nbytes, 0, (nbytes,), Moment())
         lanes.put([Task(Job("run", client, 1, DEFINE, descriptor, memoryview(b""), None), 0)])  # type: ignore[arg-type]
@@ -82,3 +84,50 @@ def test_one_clients_order_is_kept_and_nothing_is_lost() -> None:
         assert [task.job.descriptor.nbytes for task in tasks if task.job.client == client] == sizes
     lanes.close()
     assert lanes.get(1) == []
+
+
+@pytest.fixture
+def paused(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Lanes, Future[list[Task]]]]:
+    """Lanes that one round was taken from, and the next round, which waits until something presses."""
+    monkeypatch.setattr("capd.server.jobs.PAUSE_S", 3600.0)
+    lanes = Lanes()
+    put(lanes, b"first")
+    assert len(lanes.get(64)) == 1
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            yield lanes, pool.submit(lanes.get, 128)
+        finally:
+            lanes.close()
+
+
+def test_little_of_many_ranks_waits_for_more_and_goes_on_together(
+    paused: tuple[Lanes, Future[list[Task]]],
+) -> None:
+    lanes, round_ = paused
+    for rank in range(PAUSE_TASKS - 1):
+        put(lanes, bytes([rank]), nbytes=16)
+    assert not round_.done()
+    put(lanes, b"last", nbytes=16)
+    assert len(round_.result(20)) == PAUSE_TASKS
+
+
+def test_many_bytes_do_not_wait(paused: tuple[Lanes, Future[list[Task]]]) -> None:
+    lanes, round_ = paused
+    put(lanes, b"little")
+    put(lanes, b"much", nbytes=PAUSE_NBYTES)
+    assert len(round_.result(20)) == 2
+
+
+def test_who_waits_for_an_outcome_ends_the_pause_of_what_is_queued_and_of_no_more(
+    paused: tuple[Lanes, Future[list[Task]]],
+) -> None:
+    lanes, round_ = paused
+    put(lanes, b"flushed")
+    lanes.hurry()
+    assert len(round_.result(20)) == 1
+    with ThreadPoolExecutor(1) as pool:
+        again = pool.submit(lanes.get, 64)
+        put(lanes, b"later")
+        assert not again.done()
+        lanes.close()
+        assert len(again.result(20)) == 1

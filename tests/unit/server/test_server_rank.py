@@ -49,7 +49,13 @@ def rank(jobs: list[Job]) -> Iterator[RankSession]:
     arena = Arena(fd, ARENA_NBYTES)
     os.close(fd)
     made = RankSession(
-        Session(b"c" * 16, "run"), hello, arena, lambda *new: jobs.extend(new), lambda *_: None, 0, RunSteering()
+        Session(b"c" * 16, "run"),
+        hello,
+        arena,
+        lambda *new: jobs.extend(new),
+        lambda *_: None,
+        0,
+        RunSteering(),
     )
     assert made.connect(hello, arena, None) is None
     assert made.tell(1, lambda session: session.define(DEFINE, 10))
