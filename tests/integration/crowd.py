@@ -3,7 +3,8 @@
     python -m tests.integration.crowd DIRECTORY       commands on standard input: start RANK PAUSE_S NBYTES | quit
 
 Each rank captures tensors of NBYTES, with PAUSE_S between two of them, until DIRECTORY/stop exists, then flushes, and
-leaves its counters in DIRECTORY/<pid>.json with the longest time in which nothing of it was committed.
+leaves its counters in DIRECTORY/<pid>.json with the longest time in which nothing of it was committed, and how often it
+connected.
 """
 
 from __future__ import annotations
@@ -101,12 +102,15 @@ def _capture(rank: int, pause_s: float, nbytes: int, directory: Path) -> dict[st
         if now > committed or not now:  # the time before the first one is the daemon's start
             committed, since = now, moment
         longest = max(longest, moment - since)
+    session = capd_client.api.running()
+    assert session is not None
     at_stop = capd_client.counters()["committed"]
     flushed = capd_client.flush(60)
     counters = capd_client.counters()
     capd_client.close()
     return {
         "rank": rank, "flushed": flushed, "counters": counters, "at_stop": at_stop, "longest_gap_s": longest,
+        "connections": session.transport._connections,
     }  # fmt: skip
 
 

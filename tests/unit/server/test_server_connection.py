@@ -27,8 +27,8 @@ from capd.server.orders import Orders
 from capd.server.peer import Peer, PeerGone, Refusal
 from capd.server.pipeline import Job
 from capd.server.rank import MAX_IN_WORK_NBYTES, RankSession
-from capd.server.sender import SendLoop
 from capd.server.registry import Registry
+from capd.server.sender import SendLoop
 from capd.server.session import RECORD_NBYTES, Phase, Session
 from capd.server.steering import RunSteering
 from capd_client.counter_page import DropReason
@@ -320,23 +320,6 @@ def test_half_a_frame_of_a_dead_rank_does_not_keep_its_connection(
 
     assert not line.thread.is_alive()
     assert stage.rank.session.phase is Phase.DIED
-
-
-def test_without_a_thread_to_send_from_the_rank_is_sent_away_and_may_come_back(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_thread(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "Sender", no_thread)
-        refused = stage.connect(1)
-        refused.thread.join(10)
-    assert isinstance(refused.ended, Refusal)
-    assert refused.ended.reject.retry
-    assert not stage.rank.connected
-
-    assert isinstance(stage.connect(2).receive(), Welcome)
 
 
 def test_an_ended_connection_is_freed_without_the_garbage_collector(

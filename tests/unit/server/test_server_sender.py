@@ -11,7 +11,7 @@ import pytest
 
 from capd.server import sender as sending
 from capd.server.peer import Peer
-from capd.server.sender import SendLoop, Sender
+from capd.server.sender import Sender, SendLoop
 from capd_client.protocol import Ack, DaemonMessage, Pong, Reject, decode_daemon
 
 MUCH = 100_000  # ranges of one ACK, more than a socket takes
