@@ -80,6 +80,7 @@ bench: setup ## Run the benchmarks (a quarter of an hour, on a quiet machine)
 	$(BIN)/python benchmarks/training_overhead.py
 	$(BIN)/python benchmarks/training_overhead.py --client transformers
 	$(BIN)/python benchmarks/stalled_daemon.py
+	$(BIN)/python benchmarks/many_ranks.py
 	$(BIN)/python benchmarks/rank_statistics.py
 	$(BIN)/python benchmarks/formats.py
 	$(BIN)/python benchmarks/compare.py
