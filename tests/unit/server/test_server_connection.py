@@ -41,6 +41,7 @@ from capd_client.protocol import (
     DaemonMessage,
     Define,
     Descriptor,
+    Flush,
     Hello,
     Nack,
     Ping,
@@ -120,6 +121,7 @@ class Stage:
     context: ConnectionContext
     closing: int
     saves: list[Future[None]]
+    hurried: list[None]  # one for each time that something is not to wait for more
     lines: list[Line] = field(default_factory=list)
 
     def connect(self, ordinal: int = 1) -> Line:
@@ -136,6 +138,7 @@ class Stage:
 @pytest.fixture
 def stage() -> Iterator[Stage]:
     registry, closing, saves = FakeRegistry(), os.eventfd(0), [Future[None]()]
+    hurried: list[None] = []
     context = ConnectionContext(
         registry=cast("Registry", registry),
         root=Path("/captures"),
@@ -143,10 +146,10 @@ def stage() -> Iterator[Stage]:
         closing=closing,
         drained_by=lambda: 0.0,
         save=lambda _: saves[0],
-        hurry=lambda: None,
+        hurry=lambda: hurried.append(None),
         sending=SendLoop(),
     )
-    made = Stage(registry, context, closing, saves)
+    made = Stage(registry, context, closing, saves, hurried)
     yield made
     for line in made.lines:
         line.close()
@@ -180,6 +183,23 @@ def test_a_rank_with_too_much_in_work_is_not_read_but_told_that_the_daemon_lives
     for job in list(stage.registry.jobs):
         job.sink.committed(job.sequence)
     wait_until(lambda: len(stage.registry.jobs) == MAX_IN_WORK + 64)
+
+
+def test_a_flush_and_a_record_from_beyond_the_first_quarter_of_the_arena_do_not_wait_for_more(
+    stage: Stage, wait_until: Callable[..., None]
+) -> None:
+    line = stage.connect()
+    line.receive()
+    line.send(DEFINE)
+    line.send(batch(1, 1))
+    wait_until(lambda: len(stage.registry.jobs) == 1)
+    line.send(Put([Descriptor(2, NBYTES // 4 + 64, 2, 0, (1,), Moment())]))
+    wait_until(lambda: len(stage.registry.jobs) == 2)
+    line.send(batch(3, 1))
+    line.send(Flush(1, 3))
+    line.send(Ping())
+    assert line.receive() == Pong()  # all of it is read
+    assert len(stage.hurried) == 2
 
 
 def test_bye_is_answered_once_the_work_is_done_and_the_counters_are_saved(
