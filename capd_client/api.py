@@ -224,7 +224,10 @@ def set_moment(**values: Any) -> None:
 
 
 def flush(timeout_s: float = 30.0) -> bool:
-    """Wait until everything captured before is committed (or dropped); False when `timeout_s` is up before."""
+    """Wait until everything captured before is committed (or dropped); False when `timeout_s` is up before.
+
+    Where no daemon was ever reached it does not wait, and is False if anything was captured.
+    """
     current = _session
     return True if current is None else current.flush(timeout_s)
 

@@ -204,16 +204,22 @@ class Session:
     # -- leaving ----------------------------------------------------------------------------------------
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything offered before is committed or dropped; False when the time is up before."""
+        """Wait until everything offered before is committed or dropped; False when the time is up before.
+
+        False at once, too, where no daemon was ever reached: what waits in the arena stays there.
+        """
         if not self.enabled:
             return True
         if self._inside():  # a signal handler: nothing can be settled before it returns
             return False
+        deadline = time.monotonic() + max(0.0, timeout_s)
         upto, amid = self.books.last_sequence, self.books.amid()
         if amid is not None:  # nor the capture that it interrupted, and what came behind that
-            self.transport.flush(amid.descriptor.sequence - 1, max(0.0, timeout_s))
-            return False
-        return self.transport.flush(upto, max(0.0, timeout_s))
+            upto = amid.descriptor.sequence - 1
+        settled = self.books.settled(upto)
+        if not settled and self._ever_connected(deadline):
+            settled = self.transport.flush(upto, max(0.0, deadline - time.monotonic()))
+        return settled and amid is None
 
     def close(self, timeout_s: Optional[float] = None) -> bool:
         """Drain, say goodbye, and give back thread, socket and memory. Idempotent.

@@ -92,6 +92,22 @@ def test_without_a_daemon_a_job_ends_at_once_with_one_warning(job_env: dict[str,
     assert done.stderr.count("the arena of") == 1
 
 
+def test_without_a_daemon_a_flush_is_false_at_once(job_env: dict[str, str]) -> None:
+    """One that waited its whole time would outlast the test."""
+    done = run(
+        """
+        import torch, capd_client
+        assert capd_client.flush(3600)
+        capd_client.capture(torch.ones(100), tensor_name="x")
+        print(capd_client.flush(3600), capd_client.flush(3600), capd_client.counters()["in_flight"])
+        capd_client.close()
+        """,
+        job_env | {"CAPD_ENDPOINT": "unix:/nowhere/capd.sock"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["False", "False", "1"]
+
+
 def test_a_forked_child_captures_nothing_and_holds_nothing(peer: Peer, job_env: dict[str, str]) -> None:
     done = run(
         """

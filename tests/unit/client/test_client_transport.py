@@ -93,6 +93,7 @@ def test_a_daemon_that_comes_late_gets_everything(
     wait_until(lambda: session.transport.refused.is_set())
     peer = Peer(socket_path)
     try:
+        wait_until(lambda: session.transport.welcome)
         assert session.flush(10)
         assert values(peer) == [1, 2, 3]
         assert sum("cannot reach" in record.getMessage() for record in caplog.records) == 1
