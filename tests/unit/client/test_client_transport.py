@@ -183,6 +183,7 @@ def test_a_silent_daemon_is_left_and_tried_again(
     wait_until(lambda: session.transport.refused.is_set())
     peer.welcome = True
     offer(session, 1)
+    wait_until(lambda: session.transport.welcome)
     assert session.flush(20)
     assert peer.hellos[-1].connection >= 2
 
