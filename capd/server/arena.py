@@ -2,19 +2,22 @@
 
 The memfd must be sealed against shrinking, growing and further sealing, have the announced size, and consist of
 ordinary pages: then no later act of the rank can turn a read into SIGBUS. (A hole in huge pages is filled from a
-pool that may be empty; a hole in ordinary ones reads as zeros.) The mapping lives as long as anything
-(the session, a job's memoryview) refers to it, and is unmapped with the last reference.
+pool that may be empty.) Where the kernel knows FUTURE_WRITE, that seal is demanded, too: with it nobody can take pages
+away, so that what `is_written` said of a range stays true. The mapping lives as long as anything (the session, a job's
+memoryview) refers to it, and is unmapped with the last reference.
 """
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import mmap
 import os
 import stat
 
 from capd.errors import ArenaError
 from capd.server.accounting import MAX_COUNT, PageCounters
+from capd.server.written import Written
 from capd_client.counter_page import (
     COUNTER_DROPS,
     COUNTER_IN_FLIGHT,
@@ -29,6 +32,7 @@ __all__ = ["MAX_ARENA_NBYTES", "Arena"]
 
 MAX_ARENA_NBYTES = 1 << 44  # 16 TiB: above any node's memory, below where offsets could overflow
 _MAX_ITERATIONS = 1 << 62  # the protocol's integers have 63 bits
+_FUTURE_WRITE = 0x10  # fcntl has the name from Python 3.13 on
 _REQUIRED_SEALS = {"SHRINK": fcntl.F_SEAL_SHRINK, "GROW": fcntl.F_SEAL_GROW, "SEAL": fcntl.F_SEAL_SEAL}
 
 
@@ -38,17 +42,21 @@ class Arena:
     def __init__(self, fd: int, nbytes: int) -> None:
         """Check and map `fd`, which stays the caller's to close.
 
-        Raises ArenaError when it is not a memfd of exactly `nbytes` in ordinary pages, sealed SHRINK|GROW|SEAL, or
-        when its counter page does not begin with the expected word.
+        Raises ArenaError when it is not a memfd of exactly `nbytes` in ordinary pages, sealed SHRINK|GROW|SEAL, and
+        FUTURE_WRITE where the kernel knows it, or when its counter page does not begin with the expected word.
         """
-        self.identity = _check(fd, nbytes)
+        seals = _check(fd, nbytes)
+        self.identity = _identity(fd)
         self.nbytes = nbytes
+        self.is_written = Written(fd, lasting=bool(seals & _FUTURE_WRITE)).holds  # see there
         try:
             self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
         except (OSError, ValueError) as error:
             raise ArenaError(f"cannot map an arena of {nbytes} bytes: {error}") from error
         self._bytes = memoryview(self._map)
         self._words = self._bytes[:PAGE_NBYTES].cast("Q")
+        if not self.is_written(0, PAGE_NBYTES):
+            raise ArenaError("the counter page was never written")
         if self._words[0] != COUNTER_MAGIC:
             raise ArenaError(f"the counter page begins with {self._words[0]:#x}, expected {COUNTER_MAGIC:#x}")
 
@@ -68,11 +76,32 @@ class Arena:
 
     def is_same_memory(self, fd: int) -> bool:
         """Whether `fd` refers to the memory that is mapped here already."""
-        found = os.fstat(fd)
-        return (found.st_dev, found.st_ino, found.st_size) == self.identity
+        return _identity(fd) == self.identity
 
 
-def _check(fd: int, nbytes: int) -> tuple[int, int, int]:
+def _identity(fd: int) -> tuple[int, int, int]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino, found.st_size
+
+
+@functools.cache
+def _demanded_seals() -> dict[str, int]:
+    """By name: FUTURE_WRITE, too, if the kernel knows it."""
+    try:
+        fd = os.memfd_create("capd-seals", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise ArenaError(f"no memfd can be made: {error}") from error
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FUTURE_WRITE)
+    except OSError:  # before Linux 5.1: a rank may take pages away once they were looked at
+        return _REQUIRED_SEALS
+    finally:
+        os.close(fd)
+    return _REQUIRED_SEALS | {"FUTURE_WRITE": _FUTURE_WRITE}
+
+
+def _check(fd: int, nbytes: int) -> int:
+    """The seals that it has."""
     if not PAGE_NBYTES < nbytes <= MAX_ARENA_NBYTES:
         raise ArenaError(f"an arena of {nbytes} bytes is outside {PAGE_NBYTES + 1} … {MAX_ARENA_NBYTES}")
     found = os.fstat(fd)
@@ -86,7 +115,7 @@ def _check(fd: int, nbytes: int) -> tuple[int, int, int]:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
         raise ArenaError(f"the arena's descriptor is not a memfd: {error}") from error
-    missing = [name for name, seal in _REQUIRED_SEALS.items() if not seals & seal]
+    missing = [name for name, seal in _demanded_seals().items() if not seals & seal]
     if missing:
         raise ArenaError(f"the arena is not sealed against {'|'.join(missing)}; seal it before it is sent")
-    return found.st_dev, found.st_ino, found.st_size
+    return seals

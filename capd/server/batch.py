@@ -6,10 +6,10 @@ from capd.server.arena import Arena
 from capd.server.checks import believes_row, descriptor_problem
 from capd.server.session import Checked, Session
 from capd_client.errors import ProtocolError
-from capd_client.protocol import Put
+from capd_client.protocol import Define, Descriptor, Put
 from capd_client.statistics_row import ROW_NBYTES
 
-__all__ = ["checked"]
+__all__ = ["checked", "problem_of"]
 
 
 def checked(message: Put, session: Session, arena: Arena) -> tuple[list[Checked], dict[int, bytes]]:
@@ -25,7 +25,7 @@ def checked(message: Put, session: Session, arena: Arena) -> tuple[list[Checked]
             raise ProtocolError(f"sequence {item.sequence} follows {previous} in one batch")
         previous = item.sequence
         define = session.keys.get(item.key_id)
-        problem = session.key_problems.get(item.key_id) or descriptor_problem(item, define, arena.nbytes)
+        problem = session.key_problems.get(item.key_id) or problem_of(item, define, arena)
         if problem is None and define is not None and item.row_offset is not None:
             row = bytes(arena.slice(item.row_offset, ROW_NBYTES))
             if believes_row(row, define.dtype, item.shape):
@@ -34,3 +34,13 @@ def checked(message: Put, session: Session, arena: Arena) -> tuple[list[Checked]
                 problem = f"the statistics row at {item.row_offset} contradicts the tensor, or itself"
         items.append((item, define, problem))
     return items, rows
+
+
+def problem_of(item: Descriptor, define: Define | None, arena: Arena) -> str | None:
+    """What is wrong with a descriptor of `arena`, for the NACK's text; None: its bytes may be read."""
+    problem = descriptor_problem(item, define, arena.nbytes)
+    if problem is None and not arena.is_written(item.offset, item.nbytes):
+        problem = f"not all of the {item.nbytes} bytes at offset {item.offset} were ever written"
+    if problem is None and item.row_offset is not None and not arena.is_written(item.row_offset, ROW_NBYTES):
+        problem = f"the statistics row at {item.row_offset} was never written"
+    return problem

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 _TICK_S = 0.25
 _LINGER_S = 2.0
 _RESERVED_FILES = 64
-_FILES_PER_CONNECTION = 4  # socket, process handle, mapping, arena while it is checked
+_FILES_PER_CONNECTION = 5  # socket, process handle, two of the arena, and one more while it is checked
 _MAX_CONNECTIONS = 1024
 
 

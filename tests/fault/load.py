@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import socket
 import struct
@@ -40,7 +39,7 @@ from capd_client.protocol import (
     encode,
 )
 from tests.fault.journals import digest
-from tests.integration.daemon_kit import make_memfd, open_socket
+from tests.integration.daemon_kit import make_memory, open_socket
 
 ARENA_NBYTES = 32 << 20
 MAX_IN_FLIGHT = 24
@@ -132,8 +131,7 @@ class LoadRank:
         self.in_flight: dict[int, tuple[int, Capture]] = {}  # n → arena offset, capture
         self.refusals: dict[int, tuple[str, str]] = {}
         self._client, self._ordinal = uuid.uuid4().bytes, 0
-        self._fd = make_memfd(ARENA_NBYTES)
-        self._memory = mmap.mmap(self._fd, ARENA_NBYTES)
+        self._fd, self._memory = make_memory(ARENA_NBYTES)
         self._connection: Connection | None = None
         self._keys: dict[tuple[str, str], int] = {}
 

@@ -42,7 +42,8 @@ from capd_client.protocol import (
 from capd_client.tool_messages import Control, ControlReply, Stats, StatsReply
 
 ARENA_NBYTES = 1 << 20
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+FUTURE_WRITE = 0x10
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | FUTURE_WRITE
 PATIENCE_S = 30.0
 
 
@@ -162,23 +163,39 @@ def receive(connection: Connection, timeout_s: float = PATIENCE_S) -> DaemonMess
     return decode_daemon(connection.recv_bytes(MAX_FRAME_NBYTES))
 
 
-def make_memfd(nbytes: int = ARENA_NBYTES, seals: int = SEALS) -> int:
+def make_memory(nbytes: int = ARENA_NBYTES, seals: int = SEALS) -> tuple[int, mmap.mmap]:
+    """An arena's descriptor, and the mapping through which alone it can be written once it is sealed."""
     fd = os.memfd_create("test-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, nbytes)
     os.pwrite(fd, struct.pack("Q", COUNTER_MAGIC), 0)
+    memory = mmap.mmap(fd, nbytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd, memory
+
+
+def make_memfd(nbytes: int = ARENA_NBYTES, seals: int = SEALS) -> int:
+    """An arena's descriptor alone."""
+    fd, memory = make_memory(nbytes, seals)
+    memory.close()
     return fd
 
 
 class Rank:
     """A rank under the test's control: one arena, any number of connections."""
 
-    def __init__(self, path: Path, *, rank: int = 0, run_id: str | None = "run", client: bytes = b"") -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        rank: int = 0,
+        run_id: str | None = "run",
+        client: bytes = b"",
+        arena_nbytes: int = ARENA_NBYTES,
+    ) -> None:
         self.path, self.rank, self.run_id = path, rank, run_id
         self.client = client or uuid.uuid4().bytes
         self.ordinal = 0
-        self.fd = make_memfd()
-        self.memory = mmap.mmap(self.fd, ARENA_NBYTES)
+        self.fd, self.memory = make_memory(arena_nbytes)
         self.connection: Connection | None = None
         self.acked: set[int] = set()
         self.nacked: dict[int, tuple[DropReason, str]] = {}
@@ -187,7 +204,7 @@ class Rank:
     def hello(self, **changes: Any) -> Hello:
         fields: dict[str, Any] = {
             "protocol": 1, "client": self.client, "connection": self.ordinal, "run_id": self.run_id,
-            "rank": self.rank, "host": "test", "pid": os.getpid(), "arena_nbytes": ARENA_NBYTES,
+            "rank": self.rank, "host": "test", "pid": os.getpid(), "arena_nbytes": len(self.memory),
         }  # fmt: skip
         return Hello(**{**fields, **changes})
 

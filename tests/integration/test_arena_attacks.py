@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -15,15 +16,25 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from daemon_kit import ARENA_NBYTES, SEALS, DaemonProcess, Rank, make_memfd, open_socket, receive
+from daemon_kit import (
+    ARENA_NBYTES,
+    FUTURE_WRITE,
+    SEALS,
+    DaemonProcess,
+    Rank,
+    make_memfd,
+    open_socket,
+    receive,
+)
 
 import capd
-from capd_client.counter_page import PAGE_NBYTES
+from capd_client.counter_page import PAGE_NBYTES, DropReason
 from capd_client.key import Key, Moment
-from capd_client.protocol import ARENA_BYTE, Define, Descriptor, Put, Reject
+from capd_client.protocol import ARENA_BYTE, MAX_BATCH, Define, Descriptor, Put, Reject
 from tests.integration.processes import capd as command
 
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
+MADV_REMOVE = 9
 NBYTES = 512 << 10  # beyond the small records: encoded straight from the arena
 ROUNDS = 12
 
@@ -49,10 +60,10 @@ def rank(daemon: DaemonProcess, request: pytest.FixtureRequest) -> Iterator[Rank
     made.close()
 
 
-def punch(fd: int, offset: int, nbytes: int) -> None:
-    """Take the pages away: whoever reads there gets zeros."""
+def punch(fd: int, offset: int, nbytes: int) -> int:
+    """Try to take the pages away: whoever reads there would get zeros, and pay for them. Returns the error."""
     mode = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
-    assert libc.fallocate(fd, mode, offset, nbytes) == 0, os.strerror(ctypes.get_errno())
+    return 0 if libc.fallocate(fd, mode, offset, nbytes) == 0 else ctypes.get_errno()
 
 
 def test_no_rank_changes_the_size_of_memory_that_the_daemon_reads(daemon: DaemonProcess, rank: Rank) -> None:
@@ -67,21 +78,41 @@ def test_no_rank_changes_the_size_of_memory_that_the_daemon_reads(daemon: Daemon
     rank.expect_acks(1)
 
 
+def test_no_rank_takes_pages_away_that_the_daemon_reads(daemon: DaemonProcess, rank: Rank) -> None:
+    """Without that seal it is no arena."""
+    fd = make_memfd(seals=SEALS & ~FUTURE_WRITE)
+    answer = rank.open(fds=[fd])
+    os.close(fd)
+    assert isinstance(answer, Reject)
+    assert (answer.code, answer.retry) == ("arena", False)
+    assert "FUTURE_WRITE" in answer.message
+
+    rank.connect()
+    rank.put(1)
+    rank.expect_acks(1)
+    for offset in (0, PAGE_NBYTES):
+        assert punch(rank.fd, offset, PAGE_NBYTES) == errno.EPERM
+        with pytest.raises(OSError, match="not permitted"):
+            rank.memory.madvise(MADV_REMOVE, offset, PAGE_NBYTES)
+    rank.put(2)
+    rank.expect_acks(2)
+
+
 @pytest.mark.parametrize("dtype", ["uint8", "bfloat16"])
-def test_holes_and_writes_under_the_daemons_reading_cost_the_attackers_own_values_alone(
+def test_writes_under_the_daemons_reading_cost_the_attackers_own_values_alone(
     dtype: str, daemon: DaemonProcess, rank: Rank
 ) -> None:
-    """Pages vanish and change while they are encoded: no SIGBUS, and what is kept is what was read, checksums right."""
+    """Pages change while they are encoded: what is kept is what was read, checksums right."""
     rank.connect()
     rank.send(Define(id=1, key=Key(quant_type="q", rank=0, tensor_name="x"), dtype=dtype))
     over = threading.Event()
+    rank.memory[PAGE_NBYTES : PAGE_NBYTES + NBYTES] = bytes(NBYTES)
 
     def attack() -> None:
         at = 0
         while not over.is_set():
             at = (at + 7 * PAGE_NBYTES) % NBYTES
-            punch(rank.fd, PAGE_NBYTES + at, PAGE_NBYTES)
-            os.pwrite(rank.fd, os.urandom(PAGE_NBYTES), PAGE_NBYTES + at)
+            rank.memory[PAGE_NBYTES + at : 2 * PAGE_NBYTES + at] = os.urandom(PAGE_NBYTES)
 
     attacker = threading.Thread(target=attack)
     attacker.start()
@@ -93,10 +124,7 @@ def test_holes_and_writes_under_the_daemons_reading_cost_the_attackers_own_value
     finally:
         over.set()
         attacker.join()
-    punch(rank.fd, PAGE_NBYTES, NBYTES)  # all of it
-    rank.send(Put([Descriptor(ROUNDS + 1, PAGE_NBYTES, NBYTES, 1, shape, Moment())]))
-    rank.expect_acks(ROUNDS + 1)
-    rank.count(offered=ROUNDS + 1)
+    rank.count(offered=ROUNDS)
     rank.bye()
     assert daemon.control("seal", rank.run_id).ok
 
@@ -104,22 +132,70 @@ def test_holes_and_writes_under_the_daemons_reading_cost_the_attackers_own_value
     verified = json.loads(command("verify", str(run), "--json").stdout)
     assert verified["ok"], verified
     [series] = capd.open(run).series
-    assert [record.iteration for record in series.records] == [*range(1, ROUNDS + 1), 0]
-    assert not series.numpy(ROUNDS).any()
+    assert [record.iteration for record in series.records] == [*range(1, ROUNDS + 1)]
     for number in range(ROUNDS):
         assert series.numpy(number).nbytes == NBYTES  # decodes, and every checksum holds
 
 
-def test_a_counter_page_that_is_taken_away_counts_as_nothing(daemon: DaemonProcess, rank: Rank) -> None:
-    rank.connect()
-    rank.put(1)
-    rank.expect_acks(1)
-    punch(rank.fd, 0, PAGE_NBYTES)
-    rank.bye()
-    rank.disconnect()
+def resident_nbytes(daemon: DaemonProcess) -> int:
+    """VmRSS of the daemon: what it reads of an arena counts, too."""
+    for line in Path(f"/proc/{daemon.process.pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no VmRSS in /proc status")
 
-    [session] = daemon.run_stats(str(rank.run_id))["sessions"]
-    assert (session["committed"], session["in_flight"]) == (1, 0)
+
+@pytest.mark.parametrize("kept", ["payload", "statistics", "row beside a payload"])
+def test_a_hole_that_a_rank_describes_is_a_counted_refusal_and_costs_no_memory(
+    kept: str, daemon: DaemonProcess, request: pytest.FixtureRequest
+) -> None:
+    """A read of it through the mapping would make its pages, on the daemon's account."""
+    nbytes = 1 << 30
+    hostile = Rank(daemon.path, run_id=f"run-{abs(hash(request.node.name))}", arena_nbytes=nbytes + (1 << 20))
+    try:
+        hostile.connect()
+        hostile.put(1)
+        hostile.expect_acks(1)
+        before, pages = resident_nbytes(daemon), os.fstat(hostile.fd).st_blocks
+        hole = 2 * PAGE_NBYTES
+        if kept == "payload":
+            items = [
+                Descriptor(2, hole, nbytes, 0, (nbytes // 2,), Moment()),
+                Descriptor(3, PAGE_NBYTES, nbytes, 0, (nbytes // 2,), Moment()),  # its first page is there
+            ]
+        elif kept == "statistics":
+            items = [Descriptor(n, hole, nbytes, 0, (nbytes // 2,), Moment(), payload=False) for n in (2, 3)]
+        else:
+            items = [
+                Descriptor(n, PAGE_NBYTES, 8, 0, (4,), Moment(), row_offset=hole + n * (64 << 10))
+                for n in range(2, 10_000)
+            ]
+        for at in range(0, len(items), MAX_BATCH):
+            hostile.send(Put(items[at : at + MAX_BATCH]))
+        hostile.listen_until(lambda: len(hostile.nacked) == len(items), "a refusal of each")
+        assert {reason for reason, _ in hostile.nacked.values()} == {DropReason.BAD_DESCRIPTOR}
+        assert all("never written" in text or "ever written" in text for _, text in hostile.nacked.values())
+        hostile.put(20_000, slot=1)
+        hostile.expect_acks(20_000)
+
+        assert os.fstat(hostile.fd).st_blocks == pages
+        assert resident_nbytes(daemon) - before < 16 << 20
+        [session] = daemon.run_stats(str(hostile.run_id))["sessions"]
+        assert session["dropped"] == {"bad_descriptor": len(items)}
+        hostile.bye()
+    finally:
+        hostile.close()
+
+
+def test_an_arena_without_a_counter_page_is_none(daemon: DaemonProcess, rank: Rank) -> None:
+    fd = os.memfd_create("arena", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, ARENA_NBYTES)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    answer = rank.open(fds=[fd])
+    assert isinstance(answer, Reject)
+    assert answer.code == "arena"
+    assert os.fstat(fd).st_blocks == 0
+    os.close(fd)
 
 
 @contextlib.contextmanager

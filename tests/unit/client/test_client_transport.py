@@ -295,6 +295,7 @@ def test_a_refusal_that_passes_is_tried_again(
     offer(session, 1)
     wait_until(lambda: len(peer.hellos) >= 2)
     peer.reject = None
+    wait_until(lambda: session.transport.welcome)
     assert session.flush(10)
     assert session.snapshot().committed == 1
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from test_server_arena import SEALS, memfd
+from test_server_arena import SEALS, memfd, write
 
 from capd.server.arena import Arena
 from capd.server.jobs import Job
@@ -44,7 +44,7 @@ def jobs() -> list[Job]:
 @pytest.fixture
 def rank(jobs: list[Job]) -> Iterator[RankSession]:
     fd = memfd(ARENA_NBYTES, seals=SEALS)
-    os.pwrite(fd, _row().tobytes(), PAGE_NBYTES)
+    write(fd, _row().tobytes(), PAGE_NBYTES)
     hello = Hello(protocol=1, client=b"c" * 16, connection=1, rank=0, arena_nbytes=ARENA_NBYTES)
     arena = Arena(fd, ARENA_NBYTES)
     os.close(fd)

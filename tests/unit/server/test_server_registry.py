@@ -16,7 +16,7 @@ from typing import cast
 
 import msgspec
 import pytest
-from test_server_arena import NBYTES, memfd
+from test_server_arena import NBYTES, memfd, write
 
 import capd
 from capd.errors import NotAStore, StoreError
@@ -201,7 +201,7 @@ def test_a_process_that_lives_on_without_a_connection_is_no_rank_any_more_until_
     """After exec the process of a rank is another program: it holds up neither its memory nor the end of its run."""
     client, fd = os.urandom(16), memfd()
     hello = Hello(protocol=1, client=client, connection=1, run_id="one", rank=0, arena_nbytes=NBYTES)
-    os.pwrite(fd, struct.pack("3Q", 3, 0, 1), 8)  # offered 3, one in flight
+    write(fd, struct.pack("3Q", 3, 0, 1), 8)  # offered 3, one in flight
     rank = registry.admit(hello, fd, os.pidfd_open(os.getpid()))
     rank.tell(1, lambda session: session.define(DEFINE, 10))
     rank.put(1, Put([Descriptor(1, 4096, 2, 0, (1,), Moment())]))
@@ -286,7 +286,7 @@ def test_counters_beyond_all_measure_keep_nobody_from_the_counters(registry: Reg
     most = 2**63 - 1
     for _ in range(8):
         fd = memfd()
-        os.pwrite(fd, b"\xff" * (PAGE_NBYTES - 8), 8)
+        write(fd, b"\xff" * (PAGE_NBYTES - 8), 8)
         hello = Hello(
             protocol=1, client=os.urandom(16), connection=1, run_id="run", rank=0, arena_nbytes=NBYTES
         )
