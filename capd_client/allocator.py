@@ -99,9 +99,10 @@ EMPTY: Slot = (0, 0, None)  # a capture without bytes needs no memory
 class SlotAllocator:
     """Slots in [start, start + nbytes). `start` and `nbytes` are multiples of 4 KiB."""
 
-    __slots__ = ("_current", "_extents", "_slab_nbytes", "_small_nbytes", "capacity")
+    __slots__ = ("_current", "_extents", "_slab_nbytes", "_small_nbytes", "capacity", "start")
 
     def __init__(self, start: int, nbytes: int) -> None:
+        self.start = start
         self.capacity = nbytes
         self._extents = Extents(start, nbytes)
         # In a small arena a full-sized slab would be most of it.
@@ -113,6 +114,13 @@ class SlotAllocator:
     def free_nbytes(self) -> int:
         """Bytes outside every slot and slab."""
         return self._extents.free_nbytes
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no slot."""
+        slab = self._current
+        kept = self._slab_nbytes if slab is not None and not slab.live else 0
+        return self._extents.free_nbytes + kept == self.capacity
 
     def take(self, nbytes: int) -> Optional[Slot]:
         """A slot of at least `nbytes`, None when there is no room now. Nothing is needed for 0 bytes."""

@@ -21,18 +21,17 @@ _MAX_REGISTER_NBYTES = 512 << 30  # from here on drivers of release 580 fail, an
 
 
 class CudaDevice:
-    """One GPU. is_pinned: whether the arena is page-locked; until then copies wait in the client thread."""
+    """One GPU. is_pinned: whether memory (address, bytes) is page-locked; copies to other wait in the client thread."""
 
-    def __init__(self, device: torch.device, is_pinned: Callable[[], bool]) -> None:
+    def __init__(self, device: torch.device, is_pinned: Callable[[int, int], bool]) -> None:
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._stream = torch.cuda.Stream(self._index)  # type: ignore[no-untyped-call]  # torch's own lack
         self._events: deque[torch.cuda.Event] = deque()
         self._is_pinned = is_pinned
 
-    @property
-    def pinned(self) -> bool:
-        """Whether the arena is page-locked, which it is for all devices or for none."""
-        return self._is_pinned()
+    def is_pinned(self, host: torch.Tensor) -> bool:
+        """Whether it is page-locked, which it is for all devices or for none."""
+        return self._is_pinned(host.data_ptr(), host.numel())
 
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is being captured on the current stream."""
@@ -140,8 +139,8 @@ def _keep_out_of_captures() -> None:
 def pin(address: int, nbytes: int, device: torch.device) -> str | None:
     """Page-lock [address, address + nbytes) for `device` and all others; returns why not, or None.
 
-    One call for all of it, since a copy may not cross from one registration into another. Takes about a second per
-    GiB: call it in a thread of its own, behind prefaulting. RLIMIT_MEMLOCK does not count: the driver locks them, not
+    No copy may cross from one registration into another. Takes about a second per GiB: call it in a thread of its own,
+    after the pages are made. RLIMIT_MEMLOCK does not count: the driver locks them, not
     mlock(2). A failure leaves no latched CUDA error behind, which would surface at another's next kernel launch.
     """
     if nbytes >= _MAX_REGISTER_NBYTES:

@@ -43,9 +43,8 @@ Event = Any  # the device's own kind
 class Device(Protocol):
     """Streams, events and copies of one accelerator. No method waits for the device, `fetch` apart."""
 
-    @property
-    def pinned(self) -> bool:
-        """Whether the arena is page-locked. Until it is, `fetch` waits for its copy."""
+    def is_pinned(self, host: torch.Tensor) -> bool:
+        """Whether this part of the arena is page-locked. Until it is, `fetch` to it waits for its copy."""
 
     def is_capturing(self) -> bool:
         """Whether a graph is being captured on the current stream."""
@@ -275,15 +274,16 @@ class DeviceStager:
         An unpinned copy is not begun before its tensor is there: otherwise this thread, and with it the
         acknowledgements of every device, would wait for all that the training thread has queued in front of it.
         """
-        pinned = self._device.pinned
+        nbytes = piece.nbytes
+        host = self._host[piece.offset : piece.offset + nbytes]
+        pinned = self._device.is_pinned(host)
         if not pinned and not all(self._device.query(event) for event in piece.after):
             return False
-        nbytes = piece.nbytes
         self._under_way.append(piece)  # first, so that an error below leaves its slots to nobody else
         self._issued = 0 if piece.ends else self._issued + nbytes
         for _ in piece.ends:
             self._due.popleft()
-        self._device.fetch(piece.source, self._host[piece.offset : piece.offset + nbytes], piece.after)
+        self._device.fetch(piece.source, host, piece.after)
         piece.done = self._device.fetched()
         self._pace.spend(nbytes)
         self._ahead += nbytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Optional, Union
 
@@ -60,7 +61,7 @@ class Devices:
 
     @property
     def pinned(self) -> bool:
-        """Whether the arena is page-locked."""
+        """Whether all pages of the arena that were made ahead are page-locked."""
         return self._pinning.pinned()
 
     def stager(self, device: torch.device) -> Union[DeviceStager, DropReason]:
@@ -94,6 +95,10 @@ class Devices:
         """The session is closing: copies are not held back any more."""
         self._pace.lift()
 
+    def unlocked(self) -> AbstractContextManager[bool]:
+        """See `Pinning.lifted`."""
+        return self._pinning.lifted()
+
     def close(self, release: Callable[[], None]) -> None:
         """When nothing writes to the arena any more: undo its page lock, then call `release`, maybe in a thread."""
         self._pinning.close(release)
@@ -111,7 +116,7 @@ class Devices:
     def _make(self, device: torch.device) -> Union[DeviceStager, DropReason]:
         try:
             stager = DeviceStager(
-                CudaDevice(device, self._pinning.pinned),
+                CudaDevice(device, self._pinning.covers),
                 self._books,
                 self._arena.buffer,
                 pace=self._pace,

@@ -31,12 +31,12 @@ _HEADER = struct.Struct("!i")  # the length of a frame, as multiprocessing.conne
 
 
 class Link:
-    """A connected socket, after the arena's descriptor and HELLO are sent.
+    """A connected socket; first of all `greet` is called.
 
     Raises OSError from the constructor when there is no daemon, or it does not take the connection in time.
     """
 
-    def __init__(self, path: str, arena_fd: int, hello: Hello) -> None:
+    def __init__(self, path: str) -> None:
         peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             peer.settimeout(IO_TIMEOUT_S)
@@ -44,7 +44,6 @@ class Link:
                 peer.connect(path)
             except OSError as error:
                 raise type(error)(error.errno, f"{path}: {error.strerror or error}") from None
-            socket.send_fds(peer, [ARENA_BYTE], [arena_fd])
             peer.setblocking(True)
             limit = struct.pack("ll", IO_TIMEOUT_S, 0)
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -58,7 +57,11 @@ class Link:
         self._readable.register(peer, select.POLLIN)
         self._writable = select.poll()
         self._writable.register(peer, select.POLLOUT)
+
+    def greet(self, arena_fd: int, hello: Hello) -> None:
+        """Hand over the arena and say HELLO: the socket's buffer takes both at once. Closes the socket on an error."""
         try:
+            socket.send_fds(self._socket, [ARENA_BYTE], [arena_fd])
             self.send(hello)
         except BaseException:
             self.close()

@@ -20,7 +20,7 @@ __all__ = [
 MAX_ARENA_NBYTES = 2 << 30
 MIN_ARENA_NBYTES = 1 << 20
 SHARE = 0.2  # of the available memory, for all ranks of this node together
-# The same where a size is asked for: the arena's pages are made ahead, and may not end the job.
+# The same where a size is asked for: all of the arena may come into use, and may not end the job.
 MOST_SHARE = 0.5
 
 

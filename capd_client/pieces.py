@@ -1,7 +1,8 @@
 """What goes from a device to the arena in one copy: a piece of a large capture, or a run of small neighbours.
 
 Captures that wait together and lie one behind the other, in the ring as in the arena, are brought home by one copy
-with one event: for a tensor of some KiB the calls cost more than its bytes. A run is never larger than a piece.
+with one event: for a tensor of some KiB the calls cost more than its bytes. A run is never larger than a piece, and
+none crosses a multiple of STEP_NBYTES in the arena, which is page-locked in parts that end there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Optional
 import torch
 
 from capd_client.allocator import Slot
+from capd_client.arena import STEP_NBYTES
 from capd_client.in_flight import Capture
 
 __all__ = ["PIECE_NBYTES", "Piece", "Snapshot", "cut"]
@@ -82,22 +84,23 @@ def cut(due: deque[Snapshot], issued: int) -> Piece:
     start = first.start + issued
     offset = first.capture.slot[0] + issued
     after = () if issued else (first.ready,)
-    if left > PIECE_NBYTES:
-        return Piece(first.memory[start : start + PIECE_NBYTES], offset, after, ())
+    room = min(PIECE_NBYTES, STEP_NBYTES - offset % STEP_NBYTES)
+    if left > room:
+        return Piece(first.memory[start : start + room], offset, after, ())
     if issued:
         return Piece(first.memory[start : start + left], offset, after, (first,))
-    run = _run(due)
+    run = _run(due, room)
     last = run[-1]
     stop = last.start + last.nbytes
     return Piece(first.memory[start:stop], offset, [snapshot.ready for snapshot in run], run)
 
 
-def _run(due: deque[Snapshot]) -> list[Snapshot]:
-    """The first snapshot and those that continue it on both sides."""
+def _run(due: deque[Snapshot], room: int) -> list[Snapshot]:
+    """The first snapshot and those that continue it on both sides, `room` bytes in all at most."""
     run: list[Snapshot] = []
     for snapshot in due:
         if run and not (
-            _continues(run[-1], snapshot) and snapshot.start + snapshot.nbytes - run[0].start <= PIECE_NBYTES
+            _continues(run[-1], snapshot) and snapshot.start + snapshot.nbytes - run[0].start <= room
         ):
             break
         run.append(snapshot)

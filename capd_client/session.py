@@ -26,6 +26,7 @@ from capd_client.counting import Counters, Snapshot
 from capd_client.definitions import short_name
 from capd_client.devices import Devices
 from capd_client.errors import Counted
+from capd_client.growth import FIRST_NBYTES, Growth
 from capd_client.interrupting import Interrupting
 from capd_client.key import Key, Moment
 from capd_client.link import Link
@@ -89,6 +90,7 @@ class Session:
             max_block_s=config.max_block_s,
             max_d2h_gbps=config.max_d2h_gbps,
         )
+        self.transport.growth = Growth(self.arena, self.books, self.devices, self._endpoint, self._hello)
         payload = config.mode != "stats"
         self._stage = Stager(self.books, self.arena, self.notices, self.devices.stager, payload=payload).stage
         self._interrupting = Interrupting(self.books, self.notices)
@@ -99,7 +101,7 @@ class Session:
         self.context.on_rank_change = self.transport.reconnect  # HELLO names the rank
         self.context.on_iteration = self._begin_iteration
         try:
-            self.arena.prefault()
+            self.arena.grow(FIRST_NBYTES)
             self.transport.start()
         except RuntimeError:  # no further thread is allowed
             self.arena.close()
@@ -298,7 +300,9 @@ class Session:
     # -- parts ------------------------------------------------------------------------------------------
 
     def _connect(self, connection: int) -> Link:
-        return Link(self._endpoint, self.arena.fd, self._hello(connection))
+        link = Link(self._endpoint)
+        link.greet(self.arena.fd, self._hello(connection))
+        return link
 
     def _hello(self, connection: int) -> Hello:
         info, welcome = self.context.rank_info, self.transport.welcome

@@ -22,6 +22,7 @@ from capd_client.conversation import Conversation, FlushRequest, Verdict, reason
 from capd_client.counter_page import DropReason
 from capd_client.device import DeviceStager
 from capd_client.doze import Doze
+from capd_client.growth import Growth
 from capd_client.link import Link
 from capd_client.notices import Notices
 from capd_client.protocol import HANDSHAKE_TIMEOUT_S, ByeOk, NackRow, Reject, Welcome
@@ -47,6 +48,7 @@ class Transport:
     """Owns the client thread and its connection.
 
     connect: makes the n-th connection of this process (n from 1), HELLO sent; raises OSError when it cannot.
+    growth: of the arena, set before the start; None leaves it as it is.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Transport:
         self._books = books
         self._notices = notices
         self._steering = steering
+        self.growth: Optional[Growth] = None
         self._ping_s = ping_s
         self._handshake_timeout_s = handshake_timeout_s
         self._talk: Optional[Conversation] = None
@@ -161,19 +164,12 @@ class Transport:
 
     def _step(self) -> None:
         worked = self._advance_devices()
+        self._tend_arena()
         now = time.monotonic()
         talk = self._talk
         if self.state is State.DISCONNECTED and now >= self._next_attempt:
             self._connections += 1
-            self._talk = Conversation(
-                self._connect(self._connections),
-                self._books,
-                self._steering,
-                ping_s=self._ping_s,
-                refused=self._nacked,
-            )
-            self._deadline = now + self._handshake_timeout_s
-            self.state = State.HANDSHAKE
+            self._await_welcome(self._connect(self._connections))
         elif self.state is State.HANDSHAKE and now > self._deadline:
             self._overdue(now)
         elif self.state is State.RUNNING and self._renew:
@@ -192,6 +188,27 @@ class Transport:
         for request in self._flushes:
             if self._books.settled(request.upto):
                 request.done.set()
+
+    def _await_welcome(self, link: Link) -> None:
+        """Go on with a connection on which HELLO was sent."""
+        self._talk = Conversation(
+            link, self._books, self._steering, ping_s=self._ping_s, refused=self._nacked
+        )
+        self._deadline = time.monotonic() + self._handshake_timeout_s
+        self.state = State.HANDSHAKE
+
+    def _tend_arena(self) -> None:
+        """Let the arena grow; when it may be smaller, take the session over with the new one."""
+        growth = self.growth
+        if growth is None or not growth.look() or self.state is not State.RUNNING:
+            return
+        if self.device_busy or self._leaving:
+            return
+        link = growth.shrink(self._connections + 1)
+        if link is not None:
+            self._connections += 1
+            self._drop_link()
+            self._await_welcome(link)
 
     def _rest(self, worked: bool) -> None:
         """Wait for an answer or the next tick, whichever is first, and take the answers."""

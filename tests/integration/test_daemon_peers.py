@@ -26,6 +26,7 @@ from daemon_kit import (
     Rank,
     make_memfd,
     open_socket,
+    payload,
     receive,
     tool,
     wait_for,
@@ -280,6 +281,7 @@ def test_other_versions_and_hostile_run_names_are_refused(daemon: DaemonProcess,
 
 def test_bad_descriptors_are_refused_one_by_one(rank: Rank) -> None:
     rank.connect()
+    rank.memory[4096:4104] = payload(5)
     good = Descriptor(5, 4096, 8, 0, (4,), Moment())
     bad = [
         Descriptor(1, 0, 8, 0, (4,), Moment()),

@@ -45,6 +45,9 @@ class FakeDevice:
     def is_capturing(self) -> bool:
         return self.capturing
 
+    def is_pinned(self, host: torch.Tensor) -> bool:
+        return self.pinned
+
     def allocate_ring(self) -> torch.Tensor:
         return torch.empty(self.nbytes, dtype=torch.uint8)
 

@@ -60,7 +60,7 @@ def test_written_bytes_are_seen_through_the_descriptor() -> None:
 def test_close_leaves_neither_mapping_nor_descriptor() -> None:
     arena = Arena(3 << 20)
     fd, inode = arena.fd, os.fstat(arena.fd).st_ino
-    arena.prefault()
+    arena.grow(arena.nbytes)
     assert inode in mapped_inodes()
 
     arena.close()
@@ -74,7 +74,7 @@ def test_close_leaves_neither_mapping_nor_descriptor() -> None:
 def test_prefaulting_makes_every_page() -> None:
     arena = Arena(9 << 20)
     try:
-        arena.prefault()
+        arena.grow(arena.nbytes)
         assert arena.prefaulted(timeout_s=30)
         assert os.fstat(arena.fd).st_blocks * 512 == arena.nbytes
     finally:

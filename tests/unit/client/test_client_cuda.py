@@ -105,7 +105,7 @@ assert [runtime._name for runtime in cuda_runtimes()] == sys.argv[2:], cuda_runt
 @pytest.fixture
 def arena() -> Iterator[Arena]:
     arena = Arena(1 << 20)
-    arena.prefault()
+    arena.grow(arena.nbytes)
     yield arena
     arena.close()
 
@@ -194,7 +194,7 @@ def test_leaving_does_not_wait_for_a_lock_that_takes_long_and_it_is_undone_later
 
 
 def test_closed_before_the_pages_are_there_it_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = Arena(1 << 20)  # nobody prefaults it
+    arena = Arena(1 << 20)  # nobody makes them
     driver = Driver(monkeypatch)
     pin = Pinning(arena, Notices())
     pin.start(DEVICE)
@@ -253,14 +253,14 @@ def test_a_session_unmaps_its_arena_behind_the_undone_lock(
 
 def test_a_fetch_waits_for_all_its_events_on_the_side_stream_and_copies(gpus: Gpus) -> None:
     pinned = False
-    device = cuda.CudaDevice(DEVICE, lambda: pinned)
+    device = cuda.CudaDevice(DEVICE, lambda *_: pinned)
     side: Any = device._stream
     device.enter_thread()
     assert gpus.current_stream(1) is side
     events = [device.record(), device.record()]
     source, host = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
 
-    assert device.pinned is False
+    assert device.is_pinned(host) is False
     side.log.clear()
     device.fetch(source, host, events)
     done = device.fetched()
@@ -270,7 +270,7 @@ def test_a_fetch_waits_for_all_its_events_on_the_side_stream_and_copies(gpus: Gp
     assert done.recorded_on == "stream of 1"
     assert device.query(done) is True
     pinned = True
-    assert device.pinned is True
+    assert device.is_pinned(host) is True
 
 
 @pytest.mark.parametrize("pinned", [False, True])
@@ -283,13 +283,13 @@ def test_no_copy_is_one_that_sync_debug_mode_forbids(gpus: Gpus, pinned: bool) -
             asked.append(non_blocking)
             return self
 
-    device = cuda.CudaDevice(DEVICE, lambda: pinned)
+    device = cuda.CudaDevice(DEVICE, lambda *_: pinned)
     device.fetch(torch.zeros(8), torch.zeros(8).as_subclass(Host), ())
     assert asked == [True]
 
 
 def test_events_are_used_again(gpus: Gpus) -> None:
-    device = cuda.CudaDevice(DEVICE, lambda: True)
+    device = cuda.CudaDevice(DEVICE, lambda *_: True)
     for _ in range(100):
         events = [device.record(), device.fetched()]
         for event in events:
@@ -318,7 +318,7 @@ def allocated(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.d
 def test_the_ring_comes_from_the_side_streams_pool_and_may_be_empty(
     gpus: Gpus, allocated: list[tuple[torch.device, FakeStream]]
 ) -> None:
-    device = cuda.CudaDevice(DEVICE, lambda: True)
+    device = cuda.CudaDevice(DEVICE, lambda *_: True)
     assert device.allocate_ring().numel() == 0
     gpus.free = 10 << 20
     assert device.allocate_ring().numel() == 524288

@@ -98,6 +98,35 @@ def test_large_neighbours_share_a_copy_up_to_the_size_of_a_piece(
     assert peer.data_of("x") == [bytes([n]) * SMALL_NBYTES for n in range(5)]
 
 
+def test_no_copy_crosses_from_one_part_of_the_page_lock_into_another(
+    peer: Peer, rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA refuses such copies, and then nothing more of that device would be captured."""
+    step = 3 * SMALL_NBYTES
+    monkeypatch.setattr(pieces, "STEP_NBYTES", step)
+    r = rig(FakeDevice(nbytes=MIB), by_hand=True)
+    sizes = [
+        SMALL_NBYTES + 4096,
+        3 * SMALL_NBYTES,
+        4,
+        SMALL_NBYTES,
+        4,
+        SMALL_NBYTES,
+        SMALL_NBYTES,
+        SMALL_NBYTES,
+    ]
+    for n, size in enumerate(sizes):
+        r.offer(torch.full((size,), n, dtype=torch.uint8))
+    r.finish()
+
+    start = r.session.arena.address
+    for _, host, _ in r.device.fetches:
+        first, last = host.data_ptr() - start, host.data_ptr() - start + host.numel() - 1
+        assert first // step == last // step
+    assert r.session.flush(10)
+    assert peer.data_of("x") == [bytes([n]) * size for n, size in enumerate(sizes)]
+
+
 # -- pieces -------------------------------------------------------------------------------------------------
 
 

@@ -419,7 +419,8 @@ def test_a_connection_given_up_in_a_forked_child_closes_nobody_elses_descriptor(
     hello = Hello(protocol=PROTOCOL_VERSION, client=b"c" * 16, connection=1, rank=0, arena_nbytes=4096)
     arena = os.memfd_create("arena")
     os.ftruncate(arena, 4096)
-    link = Link(peer.path, arena, hello)
+    link = Link(peer.path)
+    link.greet(arena, hello)
     wait_until(lambda: peer.hellos)  # the peer opens and closes descriptors of its own until then
     number = link._socket.fileno()
     link.close_in_child()
