@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from capd_client.arena import Arena
+from capd_client.arena import STEP_NBYTES, Arena
 from capd_client.errors import ArenaError
 from capd_client.memory import (
     MAX_ARENA_NBYTES,
@@ -77,6 +77,73 @@ def test_prefaulting_makes_every_page() -> None:
         arena.grow(arena.nbytes)
         assert arena.prefaulted(timeout_s=30)
         assert os.fstat(arena.fd).st_blocks * 512 == arena.nbytes
+    finally:
+        arena.close()
+
+
+def test_pages_come_in_steps_and_only_as_far_as_asked_for() -> None:
+    arena = Arena(3 * STEP_NBYTES)
+    try:
+        for asked, there in ((1, STEP_NBYTES), (STEP_NBYTES + 1, 2 * STEP_NBYTES), (1, 2 * STEP_NBYTES)):
+            arena.grow(asked)
+            assert arena.prefaulted(timeout_s=30)
+            assert os.fstat(arena.fd).st_blocks * 512 == there == arena.populated == arena.target
+    finally:
+        arena.close()
+
+
+def test_fresh_memory_comes_at_the_same_address_with_the_head_and_without_pages() -> None:
+    arena = Arena(2 * STEP_NBYTES)
+    try:
+        arena.grow(arena.nbytes)
+        assert arena.prefaulted(timeout_s=30)
+        arena.words[7] = 99
+        ctypes.memmove(arena.address + 5000, b"tensor", 6)
+        address, old = arena.address, os.fstat(arena.fd).st_ino
+        announced: list[int] = []
+        arena.unload()
+        assert ctypes.string_at(arena.address + 5000, 6) == b"tensor"  # only out of the tables
+
+        arena.replace(4096, announced.append)
+        arena.free_old()
+
+        assert announced == [arena.fd]
+        assert arena.address == address
+        assert old not in mapped_inodes()
+        assert os.fstat(arena.fd).st_ino in mapped_inodes() - {old}
+        assert os.fstat(arena.fd).st_blocks * 512 == 4096
+        assert arena.words[7] == 99
+        assert ctypes.string_at(arena.address + 5000, 6) == bytes(6)
+        assert fcntl.fcntl(arena.fd, GET_SEALS) & (SEAL | SHRINK | GROW) == SEAL | SHRINK | GROW
+        ctypes.memmove(arena.address + 5000, b"second", 6)
+        assert os.pread(arena.fd, 6, 5000) == b"second"
+        arena.grow(STEP_NBYTES)
+        assert arena.prefaulted(timeout_s=30)
+        assert os.fstat(arena.fd).st_blocks * 512 == STEP_NBYTES
+        child = os.fork()
+        if child == 0:
+            arena.close_in_child()
+            os._exit("capd-arena" in mappings())
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        arena.close()
+
+
+def test_memory_that_cannot_be_announced_is_not_taken() -> None:
+    arena = Arena(1 << 20)
+    before = len(os.listdir("/proc/self/fd"))
+    try:
+        ctypes.memmove(arena.address + 5000, b"tensor", 6)
+        fd, inode = arena.fd, os.fstat(arena.fd).st_ino
+
+        def refuse(_: int) -> None:
+            raise BrokenPipeError
+
+        with pytest.raises(BrokenPipeError):
+            arena.replace(4096, refuse)
+        assert (arena.fd, os.fstat(fd).st_ino) == (fd, inode)
+        assert ctypes.string_at(arena.address + 5000, 6) == b"tensor"
+        assert len(os.listdir("/proc/self/fd")) == before
     finally:
         arena.close()
 

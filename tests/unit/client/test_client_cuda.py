@@ -16,8 +16,9 @@ from client_peer import Peer, wait_until
 from fake_cuda import GIB, FakeStream, Gpus
 from fake_device import KEY, AlwaysDevice
 
+from capd_client import arena as arena_module
 from capd_client import cuda, devices, pinning
-from capd_client.arena import Arena
+from capd_client.arena import STEP_NBYTES, Arena
 from capd_client.notices import Notices
 from capd_client.pinning import Pinning
 from capd_client.session import Session
@@ -203,6 +204,58 @@ def test_closed_before_the_pages_are_there_it_is_not_begun(monkeypatch: pytest.M
     assert driver.events == ["release"]
     pin.start(DEVICE)
     assert ended()
+
+
+def test_the_lock_follows_the_growth_in_parts_and_is_taken_again_of_fresh_memory(
+    monkeypatch: pytest.MonkeyPatch, gpus: Gpus
+) -> None:
+    arena = Arena(4 * STEP_NBYTES)
+    monkeypatch.setattr(arena_module, "_MADV_POPULATE_WRITE", -1)  # nobody needs the pages here
+    parts: list[tuple[int, int]] = []
+    monkeypatch.setattr(pinning, "pin", lambda address, nbytes, _: parts.append((address, nbytes)))
+    monkeypatch.setattr(
+        pinning, "unpin", lambda address, _: parts.remove(next(p for p in parts if p[0] == address))
+    )
+    pin = Pinning(arena, Notices())
+    pin.start(DEVICE)
+    arena.grow(1)
+    wait_until(pin.pinned)
+    assert parts == [(arena.address, STEP_NBYTES)]
+    assert pin.covers(arena.address + 5, STEP_NBYTES - 5)
+    assert not pin.covers(arena.address + 5, STEP_NBYTES)
+
+    arena.grow(3 * STEP_NBYTES)
+    wait_until(pin.pinned)
+    assert parts == [(arena.address, STEP_NBYTES), (arena.address + STEP_NBYTES, 2 * STEP_NBYTES)]
+    assert pin.covers(arena.address, 3 * STEP_NBYTES)
+
+    with pin.lifted() as lifted:
+        assert lifted
+        assert parts == []
+        assert not pin.covers(arena.address, 1)
+        arena.replace(4096, lambda _: None)
+    arena.free_old()
+    arena.grow(1)
+    wait_until(pin.pinned)
+    assert parts == [(arena.address, STEP_NBYTES)]
+    pin.close(arena.close)
+    assert parts == []
+
+
+def test_what_is_being_locked_is_not_unlocked_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, arena: Arena
+) -> None:
+    driver = Driver(monkeypatch)
+    driver.go.clear()
+    pin = Pinning(arena, Notices())
+    pin.start(DEVICE)
+    wait_until(lambda: driver.events)
+    with pin.lifted() as lifted:
+        assert not lifted
+    driver.go.set()
+    wait_until(pin.pinned)
+    pin.close(driver.release)
+    assert driver.events == ["pin", "unpin", "release"]
 
 
 def test_a_job_that_ends_while_its_arena_is_being_locked_ends_at_once(

@@ -1,0 +1,117 @@
+"""When the arena grows, and when it is to shrink; the rest is in tests/integration/test_arena_growth.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from client_peer import Peer, wait_until
+
+from capd_client import growth
+from capd_client.arena import STEP_NBYTES
+from capd_client.growth import FIRST_NBYTES, Growth
+from capd_client.key import Key
+from capd_client.session import Session
+
+MIB = 1 << 20
+KEY = Key(quant_type="fp32", rank=0, tensor_name="x")
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(growth.time, "monotonic", lambda: self.now)
+
+
+class Used:
+    """A session at rest whose growth is looked at by hand."""
+
+    def __init__(self, session: Session) -> None:
+        session.transport.growth = None
+        self.session, self.arena, self.books = session, session.arena, session.books
+        self.growth = Growth(session.arena, session.books, session.devices, "", session._hello)
+
+    def take(self, nbytes: int) -> Callable[[], None]:
+        """Have a slot taken; what gives it back."""
+        with self.books.lock:
+            slot = self.books.slots.take(nbytes)
+            assert slot is not None
+
+        def give() -> None:
+            with self.books.lock:
+                self.books.slots.give(slot)
+
+        return give
+
+
+@pytest.fixture
+def used(make_session: Callable[..., Session]) -> Used:
+    return Used(make_session(arena_bytes=512 * MIB))
+
+
+def test_it_grows_ahead_of_the_highest_use_and_within_its_bound(used: Used) -> None:
+    assert used.arena.target == FIRST_NBYTES
+    for nbytes in (1, 10, 17, 40, 3, 90, 30):
+        give = used.take(nbytes * MIB)
+        highest = max(nbytes * MIB, used.arena.target // 2 - STEP_NBYTES)
+        assert not used.growth.look()
+        assert 2 * nbytes * MIB <= used.arena.target <= max(2 * highest + STEP_NBYTES, FIRST_NBYTES)
+        give()
+    used.take(400 * MIB)
+    used.growth.look()
+    assert used.arena.target == used.arena.nbytes == 512 * MIB  # and no more
+    wait_until(lambda: used.arena.prefaulted(0))
+
+
+def test_it_shrinks_after_a_whole_quiet_and_not_for_little(
+    used: Used, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    used.growth._since = clock.now
+    used.take(150 * MIB)()
+    give = used.take(150 * MIB)
+    used.growth.look()
+    give()
+    wait_until(lambda: used.arena.prefaulted(0))
+
+    clock.now += growth.QUIET_S  # the highest use is part of this window
+    assert not used.growth.look()
+    give = used.take(120 * MIB)
+    clock.now += growth.QUIET_S / 2
+    used.growth.look()
+    give()
+    clock.now += growth.QUIET_S / 2
+    assert not used.growth.look()  # 240 of 320 MiB are needed
+    clock.now += growth.QUIET_S / 2
+    assert not used.growth.look()
+    clock.now += growth.QUIET_S / 2
+    assert used.growth.look()
+
+
+def test_nothing_in_flight_is_taken_from_under_its_writers(
+    peer: Peer, make_session: Callable[..., Session], socket_path: str
+) -> None:
+    """Captures that are not answered yet, slots that were given up, and an absent daemon: each keeps the memory."""
+    session = make_session(arena_bytes=64 * MIB)
+    session.offer(torch.ones(4), KEY, session.context.moment())
+    assert session.flush(20)
+    session.transport.growth = None
+    grow = Growth(session.arena, session.books, session.devices, socket_path, session._hello)
+    fd = session.arena.fd
+    wait_until(lambda: session.arena.prefaulted(0))
+
+    peer.ack = False
+    session.offer(torch.ones(4), KEY, session.context.moment())
+    assert grow.shrink(99) is None
+    peer.ack = True
+    session.transport.reconnect()
+    assert session.flush(20)
+    session.books.copying = True
+    assert grow.shrink(99) is None
+    session.books.copying = False
+    grow._endpoint = socket_path + "-nobody"
+    assert grow.shrink(99) is None
+    assert session.arena.fd == fd
+    session.offer(torch.ones(4), KEY, session.context.moment())
+    assert session.flush(20)
