@@ -34,15 +34,23 @@ class Growth:
     """
 
     def __init__(
-        self, arena: Arena, books: Books, devices: Devices, endpoint: str, hello: Callable[[int], Hello]
+        self,
+        arena: Arena,
+        books: Books,
+        devices: Devices,
+        endpoint: str,
+        hello: Callable[[int], Hello],
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._arena = arena
         self._books = books
         self._devices = devices
         self._endpoint = endpoint
         self._hello = hello
+        self._clock = clock
         self._peak = 0  # bytes in use at once since `_since`
-        self._since = time.monotonic()
+        self._since = clock()
 
     def look(self) -> bool:
         """Have pages made ahead of the highest use; whether a long quiet has left many more than it needed."""
@@ -53,7 +61,7 @@ class Growth:
         if 2 * used > arena.target or arena.populated < arena.target:
             with contextlib.suppress(RuntimeError):  # no further thread is allowed: pages come at first touch
                 arena.grow(max(FIRST_NBYTES, 2 * used))
-        now = time.monotonic()
+        now = self._clock()
         if now - self._since < QUIET_S:
             return False
         if arena.target >= max(FIRST_NBYTES, 2 * self._peak) + _WORTH_NBYTES:
@@ -66,7 +74,7 @@ class Growth:
         if not self._is_idle() or not self._arena.prefaulted(0):
             return None
         needed = max(FIRST_NBYTES, 2 * self._peak)
-        self._peak, self._since = 0, time.monotonic()  # whatever comes of it, not again at once
+        self._peak, self._since = 0, self._clock()  # whatever comes of it, not again at once
         try:
             link = Link(self._endpoint)
         except OSError:

@@ -25,12 +25,17 @@ from capd_client.api import session
 def capture(tensor, name, iteration=0, **more):
     capd_client.capture(tensor, tensor_name=name, iteration=iteration, **more)
 
-def ready():
+def ready(index=0):
     # until ring, page lock and the statistics' kernel are there, or cannot be had
-    session().prepare([torch.device("cuda", 0)])
+    session().prepare([torch.device("cuda", index)])
     for thread in threading.enumerate():
-        if thread.name in ("capd-pin", "capd-compile"):
+        if thread.name == "capd-compile":
             thread.join(60)
+    locked_by = time.monotonic() + 60
+    while not session().devices.pinned and time.monotonic() < locked_by:
+        if not any(thread.name == "capd-pin" for thread in threading.enumerate()):
+            break
+        time.sleep(0.01)
 
 def drained(timeout_s=60):
     assert capd_client.flush(timeout_s), capd_client.counters()

@@ -44,7 +44,7 @@ class Careless(Slow):
 
 arena = Arena(64 << 20)
 books = Books(SlotAllocator(PAGE_NBYTES, arena.nbytes - PAGE_NBYTES), Counters())
-device = (Careless if sys.argv[1] == "careless" else Slow)(torch.device("cuda", 0), lambda: True)
+device = (Careless if sys.argv[1] == "careless" else Slow)(torch.device("cuda", 0), lambda *_: True)
 stager = DeviceStager(device, books, arena.buffer, pace=Pace(None))
 
 def advance():

@@ -18,19 +18,16 @@ MIB = 1 << 20
 KEY = Key(quant_type="fp32", rank=0, tensor_name="x")
 
 
-class Clock:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        monkeypatch.setattr(growth.time, "monotonic", lambda: self.now)
-
-
 class Used:
     """A session at rest whose growth is looked at by hand."""
 
     def __init__(self, session: Session) -> None:
         session.transport.growth = None
         self.session, self.arena, self.books = session, session.arena, session.books
-        self.growth = Growth(session.arena, session.books, session.devices, "", session._hello)
+        self.now = 0.0
+        self.growth = Growth(
+            session.arena, session.books, session.devices, "", session._hello, clock=lambda: self.now
+        )
 
     def take(self, nbytes: int) -> Callable[[], None]:
         """Have a slot taken; what gives it back."""
@@ -52,9 +49,10 @@ def used(make_session: Callable[..., Session]) -> Used:
 
 def test_it_grows_ahead_of_the_highest_use_and_within_its_bound(used: Used) -> None:
     assert used.arena.target == FIRST_NBYTES
+    highest = 0
     for nbytes in (1, 10, 17, 40, 3, 90, 30):
         give = used.take(nbytes * MIB)
-        highest = max(nbytes * MIB, used.arena.target // 2 - STEP_NBYTES)
+        highest = max(highest, nbytes * MIB)
         assert not used.growth.look()
         assert 2 * nbytes * MIB <= used.arena.target <= max(2 * highest + STEP_NBYTES, FIRST_NBYTES)
         give()
@@ -64,28 +62,23 @@ def test_it_grows_ahead_of_the_highest_use_and_within_its_bound(used: Used) -> N
     wait_until(lambda: used.arena.prefaulted(0))
 
 
-def test_it_shrinks_after_a_whole_quiet_and_not_for_little(
-    used: Used, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Clock(monkeypatch)
-    used.growth._since = clock.now
-    used.take(150 * MIB)()
+def test_it_shrinks_after_a_whole_quiet_and_not_for_little(used: Used) -> None:
     give = used.take(150 * MIB)
     used.growth.look()
     give()
     wait_until(lambda: used.arena.prefaulted(0))
 
-    clock.now += growth.QUIET_S  # the highest use is part of this window
+    used.now += growth.QUIET_S  # the highest use is part of this window
     assert not used.growth.look()
-    give = used.take(120 * MIB)
-    clock.now += growth.QUIET_S / 2
+    give = used.take(140 * MIB)
+    used.now += growth.QUIET_S / 2
     used.growth.look()
     give()
-    clock.now += growth.QUIET_S / 2
-    assert not used.growth.look()  # 240 of 320 MiB are needed
-    clock.now += growth.QUIET_S / 2
+    used.now += growth.QUIET_S / 2
+    assert not used.growth.look()  # 280 of 320 MiB are needed
+    used.now += growth.QUIET_S / 2
     assert not used.growth.look()
-    clock.now += growth.QUIET_S / 2
+    used.now += growth.QUIET_S / 2
     assert used.growth.look()
 
 
