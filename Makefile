@@ -79,6 +79,7 @@ bench: setup ## Run the benchmarks (a quarter of an hour, on a quiet machine)
 	$(BIN)/python benchmarks/capture_call.py
 	$(BIN)/python benchmarks/training_overhead.py
 	$(BIN)/python benchmarks/training_overhead.py --client transformers
+	$(BIN)/python benchmarks/first_seconds.py
 	$(BIN)/python benchmarks/stalled_daemon.py
 	$(BIN)/python benchmarks/many_ranks.py
 	$(BIN)/python benchmarks/rank_statistics.py
