@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from common import daemon, machine, report
-from training_overhead import SEQUENCE, VOCABULARY, Transformer
+from training_overhead import SEQUENCE, TENSORS, VOCABULARY, Transformer
 
 import capd_client
 
@@ -51,7 +51,7 @@ def train() -> dict[str, float]:
     times: list[float] = []
     cpu, began = time.process_time(), time.perf_counter()
     if os.environ.get("CAPD_ENDPOINT"):
-        capd_client.watch(model)
+        capd_client.watch(model, tensors=TENSORS)
     while len(times) < 2 or time.perf_counter() - began < SECONDS:
         started = time.perf_counter()
         model(tokens).backward()
