@@ -115,9 +115,10 @@ _next = iter(range(FIRST + 1, 10 * FIRST))
 
 
 def _trickled(rank: Rank) -> dict[str, Any]:
-    """The arena after another small capture."""
+    """The arena after another small capture, which is settled: while something is in flight, no memory goes."""
     number = next(_next)
     rank.ask(f"capture {number} {number + 1} 8192")
+    assert rank.ask("flush")
     found: dict[str, Any] = rank.ask("arena")
     return found
 
