@@ -1,4 +1,4 @@
-"""A rank's arena: a sealed memfd mapped shared, counter page first, slots behind it.
+"""A rank's arena: a sealed memfd mapped shared: counter page, journal, slots.
 
 Its size is an upper limit: pages come by need, see `capd_client.growth`.
 
@@ -16,11 +16,12 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from capd_client.counter_page import PAGE_NBYTES
 from capd_client.errors import ArenaError
+from capd_client.journal_layout import layout_for
 
 __all__ = ["STEP_NBYTES", "Arena"]
 
@@ -76,21 +77,25 @@ def _seal(fd: int) -> None:
 
 
 class Arena:
-    """`nbytes` of shared memory (rounded up to whole pages, counter page included).
+    """`nbytes` of shared memory (rounded up to whole pages) for counter page and slots; the journal comes besides.
 
+    `nbytes` is the size of all of it, slots begin at `start`. The journal is sparse: only what was used takes pages.
     Raises ArenaError when the kernel refuses the memfd, its size, the mapping or the seals. `buffer` is a writable
     buffer over all of it, `words` the counter page as u64 words. Neither may be used after `close`.
 
-    Of the first `target` bytes the pages are to be there, of the first `populated` they are; `grown` is notified when
-    these are the same.
+    From `start` to `target` the pages are to be there, to `populated` they are; `grown` is notified when these are the
+    same.
     """
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = max(2 * PAGE_NBYTES, -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES)
+        slots_nbytes = max(PAGE_NBYTES, -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES - PAGE_NBYTES)
+        self.layout = layout_for(slots_nbytes)
+        self.start = self.layout.end
+        self.nbytes = self.start + slots_nbytes
         self._libc = _libc()
         self._closing = threading.Event()
         self._prefault: threading.Thread | None = None
-        self.target = self.populated = 0
+        self.target = self.populated = self.start
         self.grown = threading.Condition()
         self.address = 0
         self._spare = -1  # a descriptor that is not `fd` yet, or not any more
@@ -126,11 +131,12 @@ class Arena:
         return int(address)
 
     def grow(self, nbytes: int) -> None:
-        """Have the pages of the first `nbytes` made in a background thread, from the low addresses up.
+        """Have the pages of the first `nbytes` of slots made in a background thread, from the low addresses up.
 
         The first copy into an untouched page costs about three times a copy into a present one. One thread calls this.
         """
-        self.target = max(self.target, min(self.nbytes, -(-nbytes // STEP_NBYTES) * STEP_NBYTES))
+        end = -(-(self.start + nbytes) // STEP_NBYTES) * STEP_NBYTES
+        self.target = max(self.target, min(self.nbytes, end))
         if self.populated < self.target and self.prefaulted(0):
             thread = threading.Thread(target=self._populate, name="capd-prefault", daemon=True)
             thread.start()
@@ -170,8 +176,8 @@ class Arena:
                 self.address + offset, min(_PREFAULT_NBYTES, self.nbytes - offset), _MADV_DONTNEED
             )
 
-    def replace(self, head_nbytes: int, announce: Callable[[int], None]) -> None:
-        """Put fresh memory, without pages, in the place of all but the first `head_nbytes`, at the same address.
+    def replace(self, kept: Iterable[tuple[int, int]], announce: Callable[[int], None]) -> None:
+        """Put fresh memory, without pages, in the place of all but `kept` (offset, bytes), at the same address.
 
         Sealed against FUTURE_WRITE memory gives no page back. No other thread may write to the arena meanwhile, nor
         pages be made. announce: is given the new descriptor before anything changes here; what it raises ends it.
@@ -183,7 +189,8 @@ class Arena:
             os.ftruncate(fd, self.nbytes)
             address = self._map(fd)
             _seal(fd)
-            ctypes.memmove(address, self.address, head_nbytes)
+            for offset, nbytes in kept:
+                ctypes.memmove(address + offset, self.address + offset, nbytes)
             announce(fd)
             moved = self._libc.mremap(
                 address, self.nbytes, self.nbytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, self.address
@@ -196,7 +203,7 @@ class Arena:
             self.free_old()
             raise
         self.fd, self._spare = fd, self.fd
-        self.populated = self.target = 0
+        self.populated = self.target = self.start
 
     def free_old(self) -> None:
         """Close the descriptor of memory that was replaced. Its pages are freed here, which takes a while."""

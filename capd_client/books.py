@@ -54,6 +54,7 @@ class Books(Entrance):
         if capture.state == COPYING:
             with self.lock:
                 if capture.state == COPYING:
+                    self.journal.keep(capture)
                     capture.state = READY
 
     def abort(self, capture: Capture, reason: DropReason) -> None:
@@ -150,12 +151,17 @@ class Books(Entrance):
                 self.refusing = None if taken else DropReason.STOPPED
 
     def close(self, reason: DropReason) -> int:
-        """Drop everything in flight and every later offer under `reason`; returns how many were in flight."""
+        """Drop everything in flight and every later offer under `reason`; returns how many were in flight.
+
+        What is ready stays in the journal: a daemon that has the arena takes it once this process is gone.
+        """
         with self.lock:
             self.refusing = reason
             lost = list(self._live.values())
             self.copying = self.copying or any(capture.state == COPYING for capture in lost)
             for capture in lost:
+                if capture.state == READY:
+                    capture.cell = 0
                 self._drop(capture, reason)
             self._queue.clear()
             self._resend.clear()
@@ -212,6 +218,7 @@ class Books(Entrance):
 
     def _drop(self, capture: Capture, reason: DropReason) -> None:
         """May be interrupted and called again: a slot is given back once, and counted is what was in flight."""
+        self.journal.clear(capture)  # before anybody else may get its slot
         self.slots.give(capture.slot)
         capture.slot = (capture.slot[0], 0, None)  # a device may copy to it still: its place stays
         in_flight = len(self._live) - 1
@@ -223,6 +230,7 @@ class Books(Entrance):
 
     def _commit(self, capture: Capture) -> None:
         words = self.counters.words
+        self.journal.clear(capture)
         words[COUNTER_ACKED] += 1
         del self._live[capture.descriptor.sequence]
         words[COUNTER_IN_FLIGHT] = len(self._live)

@@ -133,8 +133,11 @@ class Conversation:
             self.link.send(Drained(self._drains.pop(0)[0]))
 
     def say_bye(self) -> None:
-        """Say BYE once, when nothing is in flight any more; the counter page is final by then."""
-        if not self._bye_sent and not self._books.busy:
+        """Say BYE once, when nothing is in flight any more; the counter page is final by then.
+
+        Not where the rank gave up what was in flight: the daemon takes that once the rank is gone without goodbye.
+        """
+        if not self._bye_sent and not self._books.busy and not self._books.waiting.closed:
             self.send_drops(at_once=True)
             self.link.send(Bye())
             self._bye_sent = True

@@ -7,6 +7,7 @@ explains it before its first use on each. Whatever a peer would refuse is refuse
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any, Optional
 
 import msgspec
@@ -57,6 +58,7 @@ class Definitions:
     """All definitions of a session. Called under the session's lock, except `find`."""
 
     def __init__(self) -> None:
+        self.interned: Callable[[Define], None] = lambda _: None  # told of every new definition
         # By (id of the key object, dtype, id of the attributes), or their items in its place.
         self.found: dict[Any, Definition] = {}
         self._by_content: dict[tuple[Key, str, bytes], Definition] = {}
@@ -122,6 +124,7 @@ class Definitions:
         except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"the key cannot be sent: {error}") from None
         definition = Definition(define, key, None)
+        self.interned(define)
         self._all.append(definition)
         return definition
 

@@ -16,6 +16,7 @@ from capd_client.counter_page import COUNTER_IN_FLIGHT, COUNTER_OFFERED, DropRea
 from capd_client.counting import Counters
 from capd_client.definitions import Definition
 from capd_client.in_flight import COPYING, Capture
+from capd_client.journal import Journal
 from capd_client.protocol import Descriptor
 from capd_client.step_budget import StepBudget
 from capd_client.thinning import Thinning
@@ -46,6 +47,8 @@ class Entrance(Accounts):
     ) -> None:
         super().__init__(counters)
         self.slots = slots
+        self.journal = Journal(self.lock)
+        self.definitions.interned = self.journal.define
         self.step_budget = StepBudget(step_nbytes)
         self.thinning = thinning
         self.waiting = Waiting(self.lock, slots, max_block_s)

@@ -58,13 +58,13 @@ class Growth:
         used = slots.capacity - slots.free_nbytes
         if used > self._peak:
             self._peak = used
-        if 2 * used > arena.target or arena.populated < arena.target:
+        if arena.start + 2 * used > arena.target or arena.populated < arena.target:
             with contextlib.suppress(RuntimeError):  # no further thread is allowed: pages come at first touch
                 arena.grow(max(FIRST_NBYTES, 2 * used))
         now = self._clock()
         if now - self._since < QUIET_S:
             return False
-        if arena.target >= max(FIRST_NBYTES, 2 * self._peak) + _WORTH_NBYTES:
+        if arena.target - arena.start >= max(FIRST_NBYTES, 2 * self._peak) + _WORTH_NBYTES:
             return True
         self._peak, self._since = used, now
         return False
@@ -85,7 +85,7 @@ class Growth:
                 self._arena.unload()
                 with self._books.lock:
                     if unlocked and self._is_idle():
-                        self._arena.replace(self._books.slots.start, lambda fd: link.greet(fd, hello))
+                        self._arena.replace(self._books.journal.lasting, lambda fd: link.greet(fd, hello))
                         replaced = True
         except (ArenaError, OSError):
             pass  # as it was; a daemon that has the HELLO already is told so by the next one

@@ -21,6 +21,7 @@ class Capture(msgspec.Struct, eq=False):
     """One capture in flight. `descriptor` is what the daemon is told, `budgeted` its bytes of the step's budget.
 
     thread: the one whose call is not over yet; 0 once the capture waits for nothing but its device.
+    cell: where it stands in the journal, 0 where it does not.
     """
 
     descriptor: Descriptor
@@ -30,3 +31,4 @@ class Capture(msgspec.Struct, eq=False):
     sent: bool = False
     budgeted: int = 0
     thread: int = 0
+    cell: int = 0

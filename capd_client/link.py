@@ -33,13 +33,14 @@ _HEADER = struct.Struct("!i")  # the length of a frame, as multiprocessing.conne
 class Link:
     """A connected socket; first of all `greet` is called.
 
-    Raises OSError from the constructor when there is no daemon, or it does not take the connection in time.
+    Raises OSError from the constructor when there is no daemon, or it does not take the connection in time. connect_s:
+    how long that is; 0 does not wait at all, also where others fill the daemon's queue of connections.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, connect_s: float = IO_TIMEOUT_S) -> None:
         peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            peer.settimeout(IO_TIMEOUT_S)
+            peer.settimeout(connect_s)
             try:
                 peer.connect(path)
             except OSError as error:

@@ -183,6 +183,8 @@ class PartedBooks(Books):
             lost = super().close(reason)
             for piece in list(self._pieces.values()):
                 self.copying = self.copying or piece.state == COPYING
+                if piece.state == READY:
+                    piece.cell = 0  # as in `Books.close`
                 self._let_go(piece)
             return lost
 
@@ -227,6 +229,7 @@ class PartedBooks(Books):
 
     def _let_go(self, piece: PartCapture) -> None:
         if piece.descriptor.sequence in self._pieces:
+            self.journal.clear(piece)
             self.slots.give(piece.slot)
             piece.slot = (piece.slot[0], 0, None)  # as in `_drop`
             piece.state = ABORTED

@@ -33,11 +33,11 @@ class Pinning:
         self._release: Optional[Callable[[], None]] = None
         self._device: Optional[torch.device] = None
         self._registering = False
-        self._ends: list[int] = [0]  # of the parts: each begins where another one ends
+        self._ends: list[int] = [arena.start]  # of the parts: each begins where another one ends
 
     def pinned(self) -> bool:
         """Whether all pages that were made ahead are page-locked."""
-        return 0 < self._arena.populated <= self._ends[-1]
+        return self._arena.start < self._arena.populated <= self._ends[-1]
 
     def covers(self, address: int, nbytes: int) -> bool:
         """Whether this memory of the arena is page-locked."""
@@ -129,7 +129,7 @@ class Pinning:
         return problem
 
     def _unlock(self) -> None:
-        begins, self._ends = self._ends[:-1], [0]
+        begins, self._ends = self._ends[:-1], [self._arena.start]
         for begin in begins:
             assert self._device is not None  # noqa: S101 - as above
             with contextlib.suppress(RuntimeError):  # a device error, which is the job's to tell

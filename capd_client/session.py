@@ -21,7 +21,7 @@ from capd_client.allocator import SlotAllocator
 from capd_client.arena import Arena
 from capd_client.config import ClientConfig
 from capd_client.context import Context
-from capd_client.counter_page import COUNTER_STEPS, PAGE_NBYTES, DropReason
+from capd_client.counter_page import COUNTER_STEPS, DropReason
 from capd_client.counting import Counters, Snapshot
 from capd_client.definitions import short_name
 from capd_client.devices import Devices
@@ -69,8 +69,9 @@ class Session:
         self.arena = Arena(arena_nbytes(config.arena_bytes, info.local_world_size, self.notices))
         self.counters = Counters()
         self.counters.attach(self.arena.words)
-        slots = SlotAllocator(PAGE_NBYTES, self.arena.nbytes - PAGE_NBYTES)
+        slots = SlotAllocator(self.arena.start, self.arena.nbytes - self.arena.start)
         self.books = make_books(config, slots, self.counters)
+        self.books.journal.attach(self.arena.buffer, self.arena.layout)
         self._closed = threading.Event()
         self.steering = Steering(self.books.take_offers, self.notices)
         self.transport = Transport(
@@ -250,8 +251,14 @@ class Session:
             transport.leave()
             self._wait_for_bye(deadline)
         lost = self.books.close(DropReason.NOT_CONNECTED)
-        if lost:
+        if lost and transport.welcome is None:
             self.notices.warn("closed", "%d captures were still unacknowledged at exit and are lost", lost)
+        elif lost:
+            self.notices.warn(
+                "closed",
+                "%d captures were still unacknowledged at exit; a daemon that is there takes them from the arena",
+                lost,
+            )
         stopped = transport.stop(_STOP_TIMEOUT_S)
         self._free(stopped)
         return lost == 0
@@ -282,6 +289,7 @@ class Session:
         """Unmap only what nobody writes any more; the rest goes with the process."""
         with self.books.lock:
             self.counters.detach()
+            self.books.journal.close()
         self.arena.words.release()
         self.devices.stop()
         if thread_ended and not self.transport.device_busy and not self.books.copying:
@@ -294,13 +302,14 @@ class Session:
         self.enabled = False
         self._closed.set()
         self.counters.reset()
+        self.books.journal.close()
         self.transport.close_in_child()
         self.arena.close_in_child()
 
     # -- parts ------------------------------------------------------------------------------------------
 
-    def _connect(self, connection: int) -> Link:
-        link = Link(self._endpoint)
+    def _connect(self, connection: int, connect_s: float) -> Link:
+        link = Link(self._endpoint, connect_s=connect_s)
         link.greet(self.arena.fd, self._hello(connection))
         return link
 

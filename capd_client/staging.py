@@ -134,6 +134,7 @@ class Stager(Describing):
                 copy(self._address + descriptor.offset, address, nbytes)
             else:
                 self._fill(tensor, dtype, descriptor)
+            self._books.journal.keep(capture)
             capture.state = READY
         except BaseException as error:
             self._books.break_off(descriptor, error)
@@ -167,6 +168,7 @@ class Stager(Describing):
                 self._keep_statistics(source, dtype, descriptor.row_offset)
             else:
                 self._fill(source, dtype, descriptor)
+            self._books.journal.keep(capture)
             capture.state = READY
         except BaseException as error:
             self._books.break_off(descriptor, error)

@@ -9,6 +9,7 @@ else that would cost them the GIL.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import random
@@ -23,7 +24,7 @@ from capd_client.counter_page import DropReason
 from capd_client.device import DeviceStager
 from capd_client.doze import Doze
 from capd_client.growth import Growth
-from capd_client.link import Link
+from capd_client.link import IO_TIMEOUT_S, Link
 from capd_client.notices import Notices
 from capd_client.protocol import HANDSHAKE_TIMEOUT_S, ByeOk, NackRow, Reject, Welcome
 from capd_client.rests import EASY_TICK_S, Rests
@@ -47,13 +48,13 @@ class State(enum.Enum):
 class Transport:
     """Owns the client thread and its connection.
 
-    connect: makes the n-th connection of this process (n from 1), HELLO sent; raises OSError when it cannot.
-    growth: of the arena, set before the start; None leaves it as it is.
+    connect: makes the n-th connection of this process (n from 1), HELLO sent; raises OSError when it cannot, within
+    so many seconds. growth: of the arena, set before the start; None leaves it as it is.
     """
 
     def __init__(
         self,
-        connect: Callable[[int], Link],
+        connect: Callable[[int, float], Link],
         books: Books,
         notices: Notices,
         steering: Steering,
@@ -97,8 +98,17 @@ class Transport:
     # -- called by other threads ------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the client thread."""
-        self._thread.start()
+        """Connect, where that takes no waiting, and start the client thread.
+
+        A daemon that has the arena before the first capture can commit those of a job that ends within milliseconds.
+        """
+        with contextlib.suppress(OSError):  # the thread tries again, and says what is wrong
+            self._begin(0.0)
+        try:
+            self._thread.start()
+        except RuntimeError:  # no further thread is allowed
+            self._drop_link()
+            raise
 
     def add_device(self, stager: DeviceStager) -> None:
         """Have the client thread advance the copies of one more device."""
@@ -168,8 +178,7 @@ class Transport:
         now = time.monotonic()
         talk = self._talk
         if self.state is State.DISCONNECTED and now >= self._next_attempt:
-            self._connections += 1
-            self._await_welcome(self._connect(self._connections))
+            self._begin(IO_TIMEOUT_S)
         elif self.state is State.HANDSHAKE and now > self._deadline:
             self._overdue(now)
         elif self.state is State.RUNNING and self._renew:
@@ -188,6 +197,10 @@ class Transport:
         for request in self._flushes:
             if self._books.settled(request.upto):
                 request.done.set()
+
+    def _begin(self, connect_s: float) -> None:
+        self._connections += 1
+        self._await_welcome(self._connect(self._connections, connect_s))
 
     def _await_welcome(self, link: Link) -> None:
         """Go on with a connection on which HELLO was sent."""

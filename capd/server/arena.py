@@ -17,6 +17,7 @@ import stat
 
 from capd.errors import ArenaError
 from capd.server.accounting import MAX_COUNT, PageCounters
+from capd.server.journal import Journal
 from capd.server.written import Written
 from capd_client.counter_page import (
     COUNTER_DROPS,
@@ -48,7 +49,8 @@ class Arena:
         seals = _check(fd, nbytes)
         self.identity = _identity(fd)
         self.nbytes = nbytes
-        self.is_written = Written(fd, lasting=bool(seals & _FUTURE_WRITE)).holds  # see there
+        written = Written(fd, lasting=bool(seals & _FUTURE_WRITE))
+        self.is_written, self.read = written.holds, written.read  # see there
         try:
             self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
         except (OSError, ValueError) as error:
@@ -63,6 +65,10 @@ class Arena:
     def slice(self, offset: int, nbytes: int) -> memoryview:
         """Read-only bytes of one capture; keeps the mapping alive. The caller has checked the range."""
         return self._bytes[offset : offset + nbytes] if nbytes else memoryview(b"")
+
+    def journal(self) -> Journal | None:
+        """The rank's journal as its counter page tells of it; None where there is none, or none that is possible."""
+        return Journal.of(self._words, self.nbytes, self.read)
 
     def counters(self) -> PageCounters:
         """Read the rank's counters. Not one atomic reading: exact once the rank is at rest or gone."""

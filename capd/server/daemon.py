@@ -243,6 +243,7 @@ class Daemon:
         self._listener.join_accept()
         self._close_socket()
         self._listener.stop(timeout_s / 2 + 2.0)
+        self._registry.recover_all(max(0.1, self._drained_by - time.monotonic()))
         try:
             self._pipeline.flush().result(max(0.1, self._drained_by - time.monotonic()))
         except TimeoutError:

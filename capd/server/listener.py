@@ -93,27 +93,34 @@ class Listener:
         self._sock.setblocking(False)
         while True:
             ready = {fd for fd, _ in poll.poll(_EXPIRY_CHECK_S * 1000 if self._greeting else None)}
-            if closing in ready:
-                return
             self._expire()
+            if closing in ready:
+                while (
+                    self._accept()
+                ):  # who came in time may be gone since, and its arena is in the socket's queue
+                    pass
+                return
             if ready:
                 self._accept()
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
+        """Take the next connection; False where there is none, or no room for it."""
         try:
             sock, _ = self._sock.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
+        except BlockingIOError:
+            return False
+        except ConnectionAbortedError:
+            return True
         except OSError as error:  # no descriptors or no memory left: those who are connected go on
             self._count("resources", f"cannot accept a connection: {error}")
             select.select([self._tools.closing], [], [], 0.1)
-            return
+            return False
         sock.setblocking(True)
         try:
             peer = Peer(sock)
         except OSError:
             sock.close()
-            return
+            return True
         thread = threading.Thread(target=self._serve, args=(peer,), name="capd-connection", daemon=True)
         with self._lock:
             self._open[peer] = thread
@@ -123,6 +130,7 @@ class Listener:
         except RuntimeError as error:  # no further thread is allowed
             self._count("resources", f"cannot start a thread: {error}")
             self._forget(peer)
+        return True
 
     def _expire(self) -> None:
         now = time.monotonic()

@@ -81,15 +81,19 @@ class Peer:
         self.received_nbytes = 0  # length of the last frame
 
     def process_handle(self) -> int | None:
-        """A pidfd of the process that connected, readable once it is dead; None where there is none.
+        """A descriptor, readable once the process that connected is dead: a pidfd, where it lives; None: unknown.
 
         A forked child may hold the rank's socket open, so end of file alone does not show a rank's death.
         """
         with contextlib.suppress(OSError):
             return self._sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
         if self.credentials.pid > 0:
-            with contextlib.suppress(OSError):
+            try:
                 return os.pidfd_open(self.credentials.pid)
+            except ProcessLookupError:  # it is gone: a descriptor that is readable, too
+                return os.eventfd(1, os.EFD_CLOEXEC)
+            except OSError:
+                pass
         return None
 
     def receive_first(self) -> int | None:

@@ -7,12 +7,13 @@ import os
 import select
 import time
 
-__all__ = ["RETURN_S", "OtherProcess", "RankProcess"]
+__all__ = ["RETURN_S", "OtherProcess", "RankProcess", "has_ended"]
 
 RETURN_S = 60.0  # a rank that lost its connection knocks again every 2 s
 
 
-def _has_ended(handle: int) -> bool:
+def has_ended(handle: int) -> bool:
+    """Whether the process behind a pidfd is gone."""
     poll = select.poll()
     poll.register(handle, select.POLLIN)
     return bool(poll.poll(0))
@@ -36,7 +37,7 @@ class OtherProcess:
     def ended(self) -> bool:
         """Whether it is gone."""
         if self._handle is not None:
-            return _has_ended(self._handle)
+            return has_ended(self._handle)
         if not self._gone:
             try:
                 os.kill(self._pid, 0)
@@ -68,7 +69,7 @@ class RankProcess:
     @property
     def ended(self) -> bool:
         """Whether the process is known to be gone."""
-        return self._handle is not None and _has_ended(self._handle)
+        return self._handle is not None and has_ended(self._handle)
 
     def is_given_up(self, grace_s: float | None, return_s: float) -> bool:
         """Whether a rank without a connection counts as gone.

@@ -17,6 +17,7 @@ from capd.server.batch import checked
 from capd.server.jobs import Job
 from capd.server.orders import Orders
 from capd.server.process import RETURN_S, RankProcess
+from capd.server.recovery import begin_recovery
 from capd.server.sender import Sender
 from capd.server.session import Phase, Session
 from capd.server.steering import RunSteering
@@ -53,6 +54,9 @@ class RankSession:
         self._arena: Arena | None = arena
         self._last_page = PageCounters()  # once the arena is released
         self._sender: Sender | None = None
+        self._recovering = False
+        self.taken = 0  # captures that came here and were submitted
+        self.recovered = 0  # of these, by the journal in the arena of a rank that was gone
         self.process = RankProcess()
         self._intake = threading.Lock()  # one connection at a time hands captures on
         self._lock = threading.Lock()
@@ -106,6 +110,7 @@ class RankSession:
                     return False
                 new = self.session.put(items)
                 abandoned = self.session.take_abandoned()
+                self.taken += sum(item.ends_record for item, _ in new)
                 self._wake_sender()
             jobs = []
             for item, define in new:
@@ -212,11 +217,33 @@ class RankSession:
                 if self._sender is not None and self.process.ended:
                     self._sender.disconnect()
                 return
-            if self.session.phase is not Phase.ORPHANED:
+            if self.session.phase is not Phase.ORPHANED or self._recovering:
                 return
-            if self.process.is_given_up(grace_s, return_s):
-                self.session.die()
-                self.ended_ns = time.time_ns()
+            if not self.process.is_given_up(grace_s, return_s):
+                return
+            connection = self.session.connection
+            journal = None if self._arena is None else self._arena.journal()
+            if connection is None or journal is None:
+                self._die()
+                return
+            self._recovering = True
+            # What is not known to be gone might still use the slot of a part again, but of nothing else.
+            parts = self.process.ended
+        begin_recovery(self, connection, journal, parts=parts)
+
+    def end_recovery(self, connection: int, count: int) -> None:
+        """What was ready in the arena is submitted, `count` captures that had not been sent: the rank is dead."""
+        with self._lock:
+            self._recovering = False
+            self.recovered += count
+            if connection == self.session.connection and self.session.phase is Phase.ORPHANED:
+                self._die()
+            self._outcome.notify_all()
+
+    def wait_recovered(self, timeout_s: float) -> bool:
+        """Wait until no recovery is under way."""
+        with self._lock:
+            return self._outcome.wait_for(lambda: not self._recovering, timeout_s)
 
     def row(self) -> SessionRow:
         """The session's counters as the catalog keeps them."""
@@ -267,8 +294,8 @@ class RankSession:
 
     @property
     def busy(self) -> bool:
-        """Connected, or something of it is in work."""
-        return self.session.phase is Phase.LIVE or bool(self.session.in_work)
+        """Connected, or something of it is in work, or being recovered."""
+        return self.session.phase is Phase.LIVE or bool(self.session.in_work) or self._recovering
 
     @property
     def at_rest(self) -> bool:
@@ -287,6 +314,10 @@ class RankSession:
             self.process.follow(None)
 
     # Inside; all with the lock held
+
+    def _die(self) -> None:
+        self.session.die()
+        self.ended_ns = time.time_ns()
 
     def _counters(self) -> PageCounters:
         return self._last_page if self._arena is None else self._arena.counters()

@@ -24,6 +24,7 @@ from capd.server.instance import RootLock
 from capd.server.naming import RunNames
 from capd.server.peer import Refusal
 from capd.server.pipeline import Pipeline
+from capd.server.process import has_ended
 from capd.server.rank import RankSession
 from capd.server.run import Forgotten, Run
 from capd.server.session import Session
@@ -66,6 +67,8 @@ class Registry:
 
         `fd` stays the caller's to close; `process` is the session's once this returns. Raises Refusal.
         """
+        # What is gone cannot come back to the next daemon: its arena is taken in as long as there is a pipeline.
+        gone = process is not None and has_ended(process)
         if hello.protocol != PROTOCOL_VERSION:
             raise Refusal(
                 "version",
@@ -73,7 +76,7 @@ class Registry:
                 f"install the same capd version on both sides",
             )
         with self._lock:
-            if self._closing:
+            if self._closing and not gone:
                 raise Refusal("closing", "the daemon is shutting down", retry=True)
             run = self._run_of(hello)
             run.arriving += 1
@@ -273,6 +276,16 @@ class Registry:
                 run.steer()
                 self._tending.seal(run, now)
         self._forget_old_runs()
+
+    def recover_all(self, timeout_s: float) -> None:
+        """Take what ranks that are gone left in their arenas, before the pipeline ends."""
+        until = time.monotonic() + timeout_s
+        ranks = [rank for run in self.runs() for rank in list(run.ranks.values())]
+        for rank in ranks:
+            rank.check_process(grace_s=None)
+        for rank in ranks:
+            if not rank.wait_recovered(max(0.0, until - time.monotonic())):
+                logger.warning("what rank %d left in its arena could not be taken in time", rank.hello.rank)
 
     def save_all(self, timeout_s: float) -> None:
         """Persist every rank's present counters; one that cannot be saved in time is logged, and ends it."""
