@@ -21,7 +21,7 @@ REMEDIES: dict[str, str] = {
     DropReason.DISK_FULL.value: "by max_disk, keep_free or the disk itself, which the job's log tells: raise "
     "CAPD_MAX_DISK (--max-disk), lower CAPD_KEEP_FREE (--keep-free), or make room",
     DropReason.STORE_ERROR.value: "the daemon's log names the error",
-    DropReason.RANK_DIED.value: "the rank was killed before handing these over",
+    DropReason.RANK_DIED.value: "the rank ended before these were whole in its arena, or where no daemon had it",
     DropReason.STREAM_CAPTURE.value: "a CUDA graph was being captured; take its tensors with capd_client.static_tap",
     DropReason.MUTATED.value: "capture them without immutable=True, or leave them alone until flush()",
     DropReason.PARTS_LOST.value: "the daemon was restarted while a tensor larger than the arena was on its way",

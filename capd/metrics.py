@@ -55,7 +55,8 @@ class RunStats(_Model):
 
 
 class DaemonStats(_Model):
-    """One daemon. `refused_connections` counts refusals by code; disk sizes in bytes."""
+    """One daemon. `arriving`: connections whose rank has no place yet, so that no run counts what is in its arena.
+    `refused_connections` counts refusals by code; disk sizes in bytes."""
 
     version: str
     pid: int
@@ -68,6 +69,7 @@ class DaemonStats(_Model):
     keep_free: int
     max_disk: int | None
     connections: int
+    arriving: int = 0
     refused_connections: dict[str, int]
     runs: list[RunStats]
 

@@ -36,7 +36,9 @@ class DropReason(enum.Enum):
     BAD_DESCRIPTOR = "bad_descriptor"  # the daemon refused the descriptor
     DISK_FULL = "disk_full"  # max_disk or keep_free reached, or ENOSPC
     STORE_ERROR = "store_error"  # the store could not write the record
-    RANK_DIED = "rank_died"  # counted by the daemon: the rank died before handing it over
+    RANK_DIED = (
+        "rank_died"  # counted by the daemon: the rank ended, and no daemon found it whole in its arena
+    )
     STREAM_CAPTURE = "stream_capture"  # a CUDA graph was being captured
     STEP_BUDGET = "step_budget"  # beyond max_mb_per_step of its iteration
     SAMPLED = "sampled"  # mode sample:1/N does not keep its call

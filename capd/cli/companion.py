@@ -97,7 +97,7 @@ class Companion:
             while True:
                 stats = _stats(tool.request(Stats(self.run_id)))
                 alive = any(session.state == "live" for run in stats.runs for session in run.sessions)
-                if not alive or time.monotonic() > until:
+                if not (alive or stats.arriving) or time.monotonic() > until:
                     break
                 time.sleep(0.05)
             if not stats.runs or self.run_id is None:

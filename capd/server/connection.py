@@ -68,11 +68,17 @@ class ConnectionContext:
     sending: SendLoop
 
 
-def serve_rank(context: ConnectionContext, peer: Peer, fd: int, greeted: Callable[[], None]) -> None:
+def serve_rank(
+    context: ConnectionContext,
+    peer: Peer,
+    fd: int,
+    greeted: Callable[[], None],
+    admitted: Callable[[], None] = lambda: None,
+) -> None:
     """Serve a rank until its connection ends; `fd` is its arena's descriptor, closed here.
 
-    Calls `greeted` once HELLO is there. Raises Refusal or ProtocolError when the rank must be sent away
-    (no sender runs then: the caller answers), PeerGone when it went by itself.
+    Calls `greeted` once HELLO is there, `admitted` once the rank has its place. Raises Refusal or ProtocolError when
+    the rank must be sent away (no sender runs then: the caller answers), PeerGone when it went by itself.
     """
     process = peer.process_handle()
     try:
@@ -82,6 +88,7 @@ def serve_rank(context: ConnectionContext, peer: Peer, fd: int, greeted: Callabl
             raise ProtocolError(f"a rank begins with HELLO, not {type(hello).__name__}")
         rank = context.registry.admit(hello, fd, process)
         watched, process = process, None  # the session's now
+        admitted()
     finally:
         os.close(fd)
         if process is not None:

@@ -112,6 +112,7 @@ class Daemon:
             keep_free=self._budget.keep_free_nbytes(),
             max_disk=self._budget.max_disk,
             connections=self._listener.connections,
+            arriving=self._listener.arriving,
             refused_connections=dict(self._listener.refused),
             runs=self._registry.stats(run_id),
         )

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from capd.errors import ProtocolError
 from capd.server.connection import ConnectionContext, serve_rank
@@ -50,6 +51,7 @@ class Listener:
         self._open: dict[Peer, threading.Thread] = {}
         self._greeting: dict[Peer, float] = {}  # peers that have not spoken yet → until when they may wait
         self._late: set[Peer] = set()
+        self._arriving: set[Peer] = set()  # neither a rank that has its place, nor a tool, yet
         self._logged_at: dict[str, float] = {}
         self.refused: dict[str, int] = {}  # connections sent away, by code
         self._accepting: PromptThread | None = None
@@ -58,6 +60,11 @@ class Listener:
     def connections(self) -> int:
         """Connections open now."""
         return len(self._open)
+
+    @property
+    def arriving(self) -> int:
+        """Connections open now of which it is not known yet which rank they bring, or that they bring none."""
+        return len(self._arriving)
 
     def start(self, accepting: PromptThread) -> None:
         """Begin to accept, in a thread whose priority the connections have until they are taken."""
@@ -124,6 +131,7 @@ class Listener:
         thread = threading.Thread(target=self._serve, args=(peer,), name="capd-connection", daemon=True)
         with self._lock:
             self._open[peer] = thread
+            self._arriving.add(peer)
             self._greeting[peer] = time.monotonic() + HANDSHAKE_TIMEOUT_S
         try:
             thread.start()
@@ -151,9 +159,10 @@ class Listener:
             greeted = self._greeted(peer)
             if fd is None:
                 yield_to_training()
+                self._placed(peer)
                 serve_tool(self._tools, peer, greeted)
             else:
-                serve_rank(self._ranks, peer, fd, greeted)
+                serve_rank(self._ranks, peer, fd, greeted, partial(self._placed, peer))
         except PeerGone:
             if peer in self._late:
                 self._send_away(
@@ -192,6 +201,10 @@ class Listener:
 
         return greeted
 
+    def _placed(self, peer: Peer) -> None:
+        with self._lock:
+            self._arriving.discard(peer)
+
     def _send_away(self, peer: Peer, reject: Reject) -> None:
         self._count(reject.code, f"sent away pid {peer.credentials.pid} ({reject.code}): {reject.message}")
         with contextlib.suppress(PeerGone):
@@ -212,4 +225,5 @@ class Listener:
             self._open.pop(peer, None)
             self._greeting.pop(peer, None)
             self._late.discard(peer)
+            self._arriving.discard(peer)
         peer.close()

@@ -11,7 +11,10 @@ from concurrent.futures import Future
 
 from capd.server.persist import RowKeeper
 from capd.server.pipeline import Pipeline
+from capd.server.rank import RankSession
 from capd.server.run import Run
+from capd.store.catalog_read import SessionRow
+from capd_client.counter_page import DropReason
 
 __all__ = ["MAX_LOST", "Tending"]
 
@@ -45,9 +48,7 @@ class Tending:
                     self._keeper.forget(rank)
                     rank.release()
                     self._pipeline.forget(client)
-                    logger.info(
-                        "rank %d of run %s %s", rank.hello.rank, run.run_id, run.finished[client].state
-                    )
+                    _tell_end(rank, run.finished[client])
 
     def seal(self, run: Run, now: float) -> None:
         """Seal the run once it has been quiet for long enough, and note when that is done."""
@@ -71,3 +72,18 @@ class Tending:
         run.sealing_records = self._pipeline.run_stats(run.run_id).records
         run.sealing = self._pipeline.seal(run.run_id)
         return run.sealing
+
+
+def _tell_end(rank: RankSession, row: SessionRow) -> None:
+    """One line for a rank that is gone for good; how its process ended only its launcher knows."""
+    if not rank.died:
+        logger.info("rank %d of run %s %s", row.rank, rank.run_id, row.state)
+        return
+    logger.info(
+        "rank %d of run %s ended without saying goodbye; %d captures were recovered from its arena, %d were not whole "
+        "there and are lost",
+        row.rank,
+        rank.run_id,
+        rank.recovered,
+        row.dropped.get(DropReason.RANK_DIED.value, 0),
+    )
