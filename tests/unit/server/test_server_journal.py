@@ -1,0 +1,331 @@
+"""The journal in a rank's arena: the daemon takes what is ready there, once, whatever else stands there."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from capd.server.arena import Arena
+from capd.server.jobs import Job
+from capd.server.rank import RankSession
+from capd.server.session import Session
+from capd.server.steering import RunSteering
+from capd_client.allocator import SlotAllocator
+from capd_client.arena import Arena as ClientArena
+from capd_client.books import Books
+from capd_client.counter_page import DropReason
+from capd_client.counting import Counters
+from capd_client.definitions import Definition
+from capd_client.in_flight import Capture
+from capd_client.journal_layout import (
+    CELL_NBYTES,
+    JOURNAL_CELLS,
+    JOURNAL_DEFINED_NBYTES,
+    JOURNAL_LARGE,
+    JOURNAL_START,
+    JOURNAL_USED_CELLS,
+    JOURNAL_USED_LARGE,
+    LARGE_NBYTES,
+    WORD_NBYTES,
+    commit_word,
+)
+from capd_client.key import Key, Moment
+from capd_client.parts import PartedBooks, Record
+from capd_client.protocol import Define, Descriptor, Hello, Put, encode
+
+NBYTES = 64  # of each capture
+KEY = Key(quant_type="bf16", rank=0, tensor_name="x")
+CLIENT = b"c" * 16
+
+
+@dataclass
+class Both:
+    """A rank's side and the daemon's over one arena, in one process."""
+
+    books: Books
+    arena: ClientArena
+    rank: RankSession
+    hello: Hello
+    seen: Arena
+    jobs: list[Job] = field(default_factory=list)
+
+    @property
+    def definition(self) -> Definition:
+        return self.books.define(KEY, torch.float32, None)
+
+    def capture(self, *, ready: bool = True, metadata: bytes = b"", key: Key = KEY) -> Capture:
+        """What `Stager` does, with bytes that tell captures apart."""
+        definition = self.books.define(key, torch.float32, None)
+        descriptor = Descriptor(0, 0, NBYTES, definition.id, (NBYTES // 4,), Moment(), metadata=metadata)
+        capture = self.books.admit(definition, descriptor)
+        assert capture is not None
+        self.write(descriptor)
+        if ready:
+            self.books.ready(capture)
+        return capture
+
+    def write(self, descriptor: Descriptor) -> None:
+        memory = memoryview(self.arena.buffer).cast("B")
+        fill = bytes([descriptor.sequence % 251]) * descriptor.nbytes
+        memory[descriptor.offset : descriptor.offset + descriptor.nbytes] = fill
+
+    def die(self) -> list[int]:
+        """The rank is gone: the sequences that are submitted because of that."""
+        before = len(self.jobs)
+        assert self.rank.connect(self.hello, self.seen, os.eventfd(1)) is None
+        self.rank.disconnect(self.hello.connection)
+        assert self.rank.wait_recovered(30)
+        assert self.rank.died
+        return [job.sequence for job in self.jobs[before:]]
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Both]]:
+    made: list[Both] = []
+
+    def make(books: Callable[[SlotAllocator, Counters], Books] = Books, nbytes: int = 1 << 20) -> Both:
+        arena, counters = ClientArena(nbytes), Counters()
+        counters.attach(arena.words)
+        own = books(SlotAllocator(arena.start, arena.nbytes - arena.start), counters)
+        own.journal.attach(arena.buffer, arena.layout)
+        hello = Hello(protocol=1, client=CLIENT, connection=1, rank=0, arena_nbytes=arena.nbytes)
+        seen, jobs = Arena(arena.fd, arena.nbytes), list[Job]()
+        rank = RankSession(
+            Session(CLIENT, "run"), hello, seen, jobs.append, lambda *_: None, 0, RunSteering()
+        )
+        made.append(Both(own, arena, rank, hello, seen, jobs))
+        return made[-1]
+
+    yield make
+    for both in made:
+        both.jobs.clear()
+        both.rank.release()
+        both.arena.words.release()
+        both.arena.close()
+    made.clear()  # with them goes what the daemon's side has mapped
+
+
+def test_what_is_ready_and_not_settled_is_taken_with_its_bytes(make: Callable[..., Both]) -> None:
+    both = make()
+    captures = [both.capture(ready=number != 3) for number in range(1, 9)]
+    for capture in both.books.next_batch(2):
+        assert capture.sent
+    both.books.acknowledged([(1, 1)])
+    both.books.abort(captures[2], DropReason.INTERNAL)
+
+    assert both.die() == [2, 4, 5, 6, 7, 8]
+    for job in both.jobs:
+        assert bytes(job.read()) == bytes([job.sequence]) * NBYTES
+        assert (job.define.key, job.define.dtype) == (KEY, "float32")
+
+
+def test_a_capture_that_is_settled_leaves_no_cell(make: Callable[..., Both]) -> None:
+    both = make()
+    for metadata in (b"", b'{"a": "' + b"x" * 3000 + b'"}') * 3:
+        both.capture(metadata=metadata)
+    assert both.books.journal.cells == (3, 3)
+    for capture in both.books.next_batch(64):
+        both.books.acknowledged([(capture.descriptor.sequence, capture.descriptor.sequence)])
+    assert both.books.journal.cells == (0, 0)
+    assert both.die() == []
+
+
+def test_large_metadata_and_later_definitions_are_taken_too(make: Callable[..., Both]) -> None:
+    both = make()
+    text = b'{"a": "' + b"x" * 4000 + b'"}'
+    both.capture(metadata=text)
+    for number in range(200):
+        both.capture(key=Key(quant_type="bf16", rank=0, tensor_name=f"y{number}"))
+    assert both.die() == list(range(1, 202))
+    assert both.jobs[0].descriptor.metadata == text
+    assert {job.define.key.tensor_name for job in both.jobs} == {"x", *(f"y{n}" for n in range(200))}
+
+
+def test_what_came_by_put_is_not_taken_twice(make: Callable[..., Both]) -> None:
+    both = make()
+    captures = [both.capture() for _ in range(6)]
+    assert both.rank.connect(both.hello, both.seen, None) is None
+    assert both.rank.tell(1, lambda session: session.define(both.definition.define, 10))
+    assert both.rank.put(1, Put([capture.descriptor for capture in captures[:4]]))
+    both.rank.committed(1)
+    both.rank.refused(2, DropReason.DISK_FULL, "full")  # 3 and 4 are in work
+    both.hello.connection = 2
+    assert both.die() == [5, 6]
+    both.rank.committed(3)
+    assert [job.sequence for job in both.jobs] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_rank_that_comes_back_repeats_what_was_taken_and_it_is_acknowledged(
+    make: Callable[..., Both],
+) -> None:
+    both = make()
+    captures = [both.capture() for _ in range(3)]
+    assert both.die() == [1, 2, 3]
+    for job in both.jobs:
+        both.rank.committed(job.sequence)
+    both.hello.connection = 2
+    assert both.rank.connect(both.hello, both.seen, None) is None
+    assert both.rank.tell(2, lambda session: session.define(both.definition.define, 10))
+    assert both.rank.put(2, Put([capture.descriptor for capture in captures]))
+    assert len(both.jobs) == 3
+    assert both.rank.session.has_replies
+
+
+def test_what_a_rank_gave_up_at_its_end_stays_in_the_journal(make: Callable[..., Both]) -> None:
+    both = make()
+    both.capture()
+    both.capture(ready=False)
+    both.capture()
+    assert both.books.close(DropReason.NOT_CONNECTED) == 3
+    both.books.journal.close()
+    assert both.die() == [1, 3]
+    for job in both.jobs:
+        both.rank.committed(job.sequence)
+    row = both.rank.row()
+    assert (row.offered, row.committed, row.dropped) == (3, 2, {"not_connected": 1})
+
+
+def test_parts_of_a_record_that_is_whole_are_taken_and_of_one_that_is_not_forgotten(
+    make: Callable[..., Both],
+) -> None:
+    both = make(lambda slots, counters: PartedBooks(slots, counters, max_block_s=1.0), nbytes=68 << 10)
+    books = both.books
+    assert isinstance(books, PartedBooks)
+    for pieces in (2, 1):
+        definition, nbytes = both.definition, books.slots.capacity + 4096
+        descriptor = Descriptor(0, 0, nbytes, definition.id, (nbytes // 4,), Moment())
+        record = books.admit(definition, descriptor)
+        assert isinstance(record, Record)
+        for piece_nbytes in (nbytes - 4096 * 8, 4096 * 8)[:pieces]:
+            books.slots = SlotAllocator(both.arena.start, both.arena.nbytes - both.arena.start)
+            piece = books.cut(record, piece_nbytes)
+            assert piece is not None
+            books.ready(piece)
+    # sequences: record 1, parts 2 and 3; record 4, part 5
+    assert both.die() == [2, 3, 5]
+    for job in both.jobs:
+        both.rank.committed(job.sequence)
+    row = both.rank.row()
+    assert (row.offered, row.committed, row.dropped) == (2, 1, {"rank_died": 1})
+
+
+def test_where_no_cell_is_free_captures_go_on(make: Callable[..., Both]) -> None:
+    both = make()
+    room = both.arena.layout.cells
+    for _ in range(room + 10):
+        both.capture()
+    assert both.books.journal.cells == (room, 0)
+    both.books.next_batch(5)
+    both.books.acknowledged([(1, 5)])
+    assert both.capture().cell
+
+
+# What a rank may have left there
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_cell_that_was_torn_at_any_byte_is_left_out(make: Callable[..., Both], large: bool) -> None:
+    both = make()
+    metadata = b'{"a": "' + b"x" * 200 + b'"}' if large else b""
+    torn = both.capture(metadata=metadata)
+    memory, size = memoryview(both.arena.buffer).cast("B"), LARGE_NBYTES if large else CELL_NBYTES
+    whole = bytes(memory[torn.cell : torn.cell + size])
+    length = int.from_bytes(whole[-WORD_NBYTES:], "little") & 0xFFFF_FFFF
+    journal = both.seen.journal()
+    assert journal is not None
+    for cut in (*range(length), *range(size - WORD_NBYTES, size)):
+        memory[torn.cell : torn.cell + size] = whole[:cut] + bytes(size - cut)
+        if bytes(memory[torn.cell : torn.cell + size]) != whole:
+            assert list(journal.batches(journal.find())) == [], cut
+    for bit in range(0, 8 * length, 5):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        memory[torn.cell : torn.cell + size] = flipped
+        assert list(journal.batches(journal.find())) == [], bit
+    memory[torn.cell : torn.cell + size] = whole
+    assert both.die() == [1]
+
+
+def _forge(both: Both, number: int, item: Descriptor) -> None:
+    """Write a cell as a rank may that keeps to no rule."""
+    data = encode(item)  # type: ignore[arg-type]
+    at = both.arena.layout.cells_at + number * CELL_NBYTES
+    memory = memoryview(both.arena.buffer).cast("B")
+    memory[at : at + len(data)] = data
+    memory[at + CELL_NBYTES - WORD_NBYTES : at + CELL_NBYTES] = commit_word(data).to_bytes(8, "little")
+    both.arena.words[JOURNAL_USED_CELLS] = max(both.arena.words[JOURNAL_USED_CELLS], number + 1)
+
+
+def test_descriptors_that_a_put_would_refuse_are_refused(make: Callable[..., Both]) -> None:
+    both = make()
+    good = both.capture().descriptor
+    wrong: list[dict[str, object]] = [
+        {"offset": 0}, {"offset": both.arena.nbytes - 8}, {"nbytes": 1 << 62}, {"shape": (1 << 40, 1 << 40)},
+        {"shape": (3,)}, {"row_offset": 4100}, {"order": (1,)}, {"metadata": b"{"}, {"row_offset": 1 << 62},
+    ]  # fmt: skip
+    for number, change in enumerate(wrong, 1):
+        fields = {name: getattr(good, name) for name in good.__struct_fields__}
+        _forge(both, number, Descriptor(**{**fields, "sequence": 100 + number, **change}))
+    _forge(both, 20, Descriptor(200, good.offset, NBYTES, 77, (16,), Moment()))  # nothing says what 77 is
+    _forge(
+        both, 21, Descriptor(1, good.offset + 64, NBYTES, good.key_id, (16,), Moment())
+    )  # 1 is there already
+
+    assert both.die() == [1]
+    assert both.rank.session.refused_counts == {DropReason.BAD_DESCRIPTOR: len(wrong)}
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        (JOURNAL_START, 0), (JOURNAL_START, 1 << 63), (JOURNAL_CELLS, 0), (JOURNAL_CELLS, 1 << 62),
+        (JOURNAL_LARGE, 1 << 40), (JOURNAL_LARGE, 0), (JOURNAL_USED_CELLS, 0), (JOURNAL_DEFINED_NBYTES, 0),
+    ],
+)  # fmt: skip
+def test_words_that_make_no_sense_are_no_journal(make: Callable[..., Both], word: int, value: int) -> None:
+    both = make()
+    both.capture()
+    both.arena.words[word] = value
+    assert both.die() == []
+
+
+def test_a_rank_that_claims_to_have_used_all_of_it_costs_no_pages(make: Callable[..., Both]) -> None:
+    both = make()
+    both.capture()
+    words, layout = both.arena.words, both.arena.layout
+    before = os.fstat(both.arena.fd).st_blocks
+    words[JOURNAL_USED_CELLS] = words[JOURNAL_USED_LARGE] = words[JOURNAL_DEFINED_NBYTES] = (1 << 64) - 1
+    assert layout.end > 64 << 20
+    assert both.die() == [1]
+    assert os.fstat(both.arena.fd).st_blocks == before
+
+
+def test_two_definitions_of_one_id_are_one(make: Callable[..., Both]) -> None:
+    both = make()
+    first = both.capture()
+    other = Define(id=first.descriptor.key_id, key=Key(quant_type="x", rank=0, tensor_name="y"), dtype="int8")
+    both.books.journal.define(other)
+    assert both.die() == [1]
+    assert both.jobs[0].define.key == KEY
+
+
+def test_noise_in_the_journal_harms_nobody(make: Callable[..., Both]) -> None:
+    noise = random.Random(5)
+    for _ in range(20):
+        both = make()
+        for _ in range(40):
+            both.capture()
+        memory, layout = memoryview(both.arena.buffer).cast("B"), both.arena.layout
+        for _ in range(noise.randrange(1, 200)):
+            first, nbytes = noise.choice([(layout.cells_at, 40 * CELL_NBYTES), (layout.definitions_at, 200)])
+            at = first + noise.randrange(nbytes)
+            memory[at] = noise.randrange(256)
+        taken = both.die()
+        assert taken == sorted(set(taken))
+        for job in both.jobs:
+            assert bytes(job.read()) == bytes([job.sequence]) * NBYTES
