@@ -38,6 +38,7 @@ __all__ = ["Journal"]
 
 _ROOM = CELL_NBYTES - WORD_NBYTES
 _LARGE_ROOM = LARGE_NBYTES - WORD_NBYTES
+_AT_ONCE = 64  # cells that are brought into use together
 _pack_cell = struct.Struct(f"={_ROOM}sQ").pack_into  # the word last
 _encode = msgspec.msgpack.Encoder().encode
 _crc32 = zlib.crc32
@@ -55,16 +56,19 @@ class _Cells:
 
     def take(self, words: memoryview, lock: Any) -> int:
         """Offset of a free cell, 0 where there is none."""
-        try:
-            return self.free.pop()
-        except IndexError:
-            pass
-        with lock:
-            used = self.used
-            if used == self._count:
-                return 0
-            self.used = words[self._used_word] = used + 1
-            return self._at + used * self._nbytes
+        while True:
+            try:
+                return self.free.pop()
+            except IndexError:
+                pass
+            with lock:
+                used = self.used
+                more = min(_AT_ONCE, self._count - used)
+                if not more:
+                    return 0
+                cells = [self._at + cell * self._nbytes for cell in range(used + more - 1, used - 1, -1)]
+                self.used = words[self._used_word] = used + more
+                self.free += cells
 
 
 class Journal:

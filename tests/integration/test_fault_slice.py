@@ -18,12 +18,15 @@ from tests.fault import check, journals
 from tests.fault.chaos import Chaos
 from tests.fault.chaos_judge import judge
 from tests.fault.damage import CLASSES, expected, flip, frame_head, merge_wal, read_all, recover, small_store
+from tests.fault.ends import end_ranks
 from tests.fault.rounds import failpoint_spec, kill_rounds, prepare_for
 from tests.fault.site import Site, exercise
+from tests.integration.processes import Daemon
 from tests.unit.store.writing import Writer, key
 
 RECORDS = 48
 FLIPS = 12
+ENDS = 8
 CHAOS_S = 15.0
 
 
@@ -135,6 +138,10 @@ def test_kills_at_random_moments_lose_nothing(durability: str, site: Site) -> No
     kill_rounds(site, [site.rank(0), site.rank(1)], 3, random.Random(durability))
     site.report()
     site.finish()
+
+
+def test_ends_of_ranks_lose_nothing_that_was_captured(daemon: Daemon, tmp_path: Path) -> None:
+    end_ranks(daemon, tmp_path, random.Random("slice of ends"), ENDS)
 
 
 @pytest.mark.parametrize("name", ["seal.after_rename", "log.after_write", "recover.after_logs"])

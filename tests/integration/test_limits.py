@@ -35,7 +35,7 @@ JOB = """
     session.arena.prefaulted()
     flushed = capd_client.flush(100)
     print(json.dumps({
-        "flushed": flushed, "counters": capd_client.counters(), "arena": session.arena.nbytes,
+        "flushed": flushed, "counters": capd_client.counters(), "arena": session.arena.nbytes - session.arena.start + 4096,
         "threads": torch.get_num_threads(), "cpus": sorted(os.sched_getaffinity(0)),
         "shm": os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize,
     }))
