@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 from collections import Counter
@@ -51,6 +52,8 @@ def end_ranks(
     finally:
         nursery.kill()
     stats = live_stats(daemon.endpoint)
+    # Hundreds of series: a busy machine may need longer for them than a shutdown has.
+    subprocess.run([sys.executable, "-m", "capd", "ctl", "seal", "--endpoint", daemon.endpoint], check=True)
     daemon.stop()
     return {**counted, **_judge(daemon, folder, ends, stats)}
 

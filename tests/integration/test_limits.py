@@ -35,7 +35,8 @@ JOB = """
     session.arena.prefaulted()
     flushed = capd_client.flush(100)
     print(json.dumps({
-        "flushed": flushed, "counters": capd_client.counters(), "arena": session.arena.nbytes - session.arena.start + 4096,
+        "flushed": flushed, "counters": capd_client.counters(),
+        "arena": session.arena.nbytes - session.arena.start + 4096,  # what CAPD_ARENA_BYTES counts
         "threads": torch.get_num_threads(), "cpus": sorted(os.sched_getaffinity(0)),
         "shm": os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize,
     }))
