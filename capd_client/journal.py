@@ -9,8 +9,6 @@ A capture for which no cell is free is captured all the same: only its rank's de
 
 from __future__ import annotations
 
-import struct
-import zlib
 from typing import Any
 
 import msgspec
@@ -29,6 +27,7 @@ from capd_client.journal_layout import (
     LARGE_NBYTES,
     WORD_NBYTES,
     JournalLayout,
+    cell_word,
     commit_word,
     padded,
 )
@@ -39,9 +38,7 @@ __all__ = ["Journal"]
 _ROOM = CELL_NBYTES - WORD_NBYTES
 _LARGE_ROOM = LARGE_NBYTES - WORD_NBYTES
 _AT_ONCE = 64  # cells that are brought into use together
-_pack_cell = struct.Struct(f"={_ROOM}sQ").pack_into  # the word last
 _encode = msgspec.msgpack.Encoder().encode
-_crc32 = zlib.crc32
 
 
 class _Cells:
@@ -128,7 +125,10 @@ class Journal:
                 at = self._small.take(self._words, self._lock)
             if at:
                 capture.cell = at
-                _pack_cell(self._bytes, at, data, nbytes | _crc32(data) << 32)
+                self._bytes[at : at + nbytes] = data
+                # Last, and `cell_word` written out: a checksum would bring a library's code into cold caches.
+                sequence = capture.descriptor.sequence & 0xFFFF_FFFF
+                self._words[(at + _ROOM) // WORD_NBYTES] = nbytes | sequence << 32
         else:
             self._keep_large(capture, data)
         if capture.state != COPYING:  # given up by another thread, or a signal handler, meanwhile
@@ -139,7 +139,8 @@ class Journal:
         if at:
             capture.cell = at
             self._bytes[at : at + len(data)] = data
-            self._words[(at + _LARGE_ROOM) // WORD_NBYTES] = commit_word(data)
+            word = cell_word(len(data), capture.descriptor.sequence)
+            self._words[(at + _LARGE_ROOM) // WORD_NBYTES] = word
 
     def clear(self, capture: Capture) -> None:
         """The capture is settled: its slot may become another's. With the lock held, or by the capturing thread."""

@@ -17,7 +17,7 @@ from capd_client.counter_page import PAGE_NBYTES
 __all__ = [
     "CELL_NBYTES", "DEFINITIONS_NBYTES", "JOURNAL_CELLS", "JOURNAL_DEFINED_NBYTES", "JOURNAL_LARGE", "JOURNAL_START",
     "JOURNAL_USED_CELLS", "JOURNAL_USED_LARGE", "LARGE_NBYTES", "MAX_CELLS", "MAX_LARGE", "WORD_NBYTES",
-    "JournalLayout", "commit_word", "layout_for", "padded", "word_fits",
+    "JournalLayout", "cell_word", "commit_word", "layout_for", "padded", "word_fits",
 ]  # fmt: skip
 
 WORD_NBYTES = 8
@@ -68,8 +68,13 @@ def layout_for(slots_nbytes: int) -> JournalLayout:
     return JournalLayout(cells, max(MIN_LARGE, min(MAX_LARGE, cells // _CELLS_PER_LARGE)))
 
 
+def cell_word(nbytes: int, sequence: int) -> int:
+    """What says that a cell holds this sequence's descriptor, whole: its length, and the low 32 bits of the sequence."""
+    return nbytes | (sequence & 0xFFFF_FFFF) << 32
+
+
 def commit_word(data: bytes) -> int:
-    """What says that `data` is all there: its length, and its checksum."""
+    """What says that a definition is all there: its length, and its checksum."""
     return len(data) | zlib.crc32(data) << 32
 
 

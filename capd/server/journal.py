@@ -29,6 +29,7 @@ from capd_client.journal_layout import (
     MAX_LARGE,
     WORD_NBYTES,
     JournalLayout,
+    cell_word,
     padded,
     word_fits,
 )
@@ -148,12 +149,13 @@ def _decoded(cell: bytes) -> Descriptor | None:
     """The descriptor in a cell; None where it is torn, or no descriptor."""
     word = int.from_bytes(cell[-WORD_NBYTES:], sys.byteorder)
     data = cell[: min(word & _LENGTH, len(cell) - WORD_NBYTES)]
-    if not data or not word_fits(word, data):
+    if not data:
         return None
     try:
-        return _descriptors.decode(data)
+        item = _descriptors.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+    return item if word == cell_word(len(data), item.sequence) else None
 
 
 def _frame(block: bytes, at: int) -> bytes | None:
