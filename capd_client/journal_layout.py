@@ -69,7 +69,7 @@ def layout_for(slots_nbytes: int) -> JournalLayout:
 
 
 def cell_word(nbytes: int, sequence: int) -> int:
-    """What says that a cell holds this sequence's descriptor, whole: its length, and the low 32 bits of the sequence."""
+    """What says that a cell holds this sequence's descriptor: its length, and the sequence's low 32 bits."""
     return nbytes | (sequence & 0xFFFF_FFFF) << 32
 
 
