@@ -21,11 +21,9 @@ from typing import Any
 
 from capd_client.counter_page import PAGE_NBYTES
 from capd_client.errors import ArenaError
-from capd_client.journal_layout import layout_for
+from capd_client.journal_layout import STEP_NBYTES, layout_for
 
 __all__ = ["STEP_NBYTES", "Arena"]
-
-STEP_NBYTES = 32 << 20  # pages are made, and page-locked, in multiples of this
 
 _PROT_READ_WRITE, _MAP_SHARED = 0x1 | 0x2, 0x01
 _MADV_DONTNEED, _MADV_DONTFORK, _MADV_POPULATE_WRITE = 4, 10, 23
@@ -135,7 +133,7 @@ class Arena:
 
         The first copy into an untouched page costs about three times a copy into a present one. One thread calls this.
         """
-        end = -(-(self.start + nbytes) // STEP_NBYTES) * STEP_NBYTES
+        end = self.start + -(-nbytes // STEP_NBYTES) * STEP_NBYTES
         self.target = max(self.target, min(self.nbytes, end))
         if self.populated < self.target and self.prefaulted(0):
             thread = threading.Thread(target=self._populate, name="capd-prefault", daemon=True)

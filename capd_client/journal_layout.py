@@ -16,10 +16,14 @@ from capd_client.counter_page import PAGE_NBYTES
 
 __all__ = [
     "CELL_NBYTES", "DEFINITIONS_NBYTES", "JOURNAL_CELLS", "JOURNAL_DEFINED_NBYTES", "JOURNAL_LARGE", "JOURNAL_START",
-    "JOURNAL_USED_CELLS", "JOURNAL_USED_LARGE", "LARGE_NBYTES", "MAX_CELLS", "MAX_LARGE", "WORD_NBYTES",
+    "JOURNAL_USED_CELLS", "JOURNAL_USED_LARGE", "LARGE_NBYTES", "MAX_CELLS", "MAX_LARGE", "STEP_NBYTES",
+    "WORD_NBYTES",
     "JournalLayout", "cell_word", "commit_word", "layout_for", "padded", "word_fits",
 ]  # fmt: skip
 
+STEP_NBYTES = (
+    32 << 20
+)  # slots get their pages, and are page-locked, in multiples of this; so they begin at one
 WORD_NBYTES = 8
 CELL_NBYTES = 128  # a descriptor takes 40 to 90 bytes
 LARGE_NBYTES = 8192  # one with as much metadata as there may be takes less than 5 KiB
@@ -58,8 +62,9 @@ class JournalLayout:
 
     @property
     def end(self) -> int:
-        """Behind all of it: the slots' begin."""
-        return self.definitions_at + DEFINITIONS_NBYTES
+        """After all of it: where the slots begin."""
+        end = self.definitions_at + DEFINITIONS_NBYTES
+        return -(-end // STEP_NBYTES) * STEP_NBYTES
 
 
 def layout_for(slots_nbytes: int) -> JournalLayout:

@@ -72,7 +72,7 @@ def test_a_job_holds_twice_what_it_has_in_flight_and_little_more(rank: Rank, dae
     for first, in_flight in ((0, 1), (1, 20), (21, 100)):
         found = fill(rank, daemon, first, in_flight)
         bound = 2 * in_flight * MIB + SLACK_NBYTES
-        assert found["nbytes"] == ARENA_NBYTES
+        assert found["nbytes"] > ARENA_NBYTES  # with the journal
         assert found["resident"] <= found["there"] <= bound < ARENA_NBYTES
     rank.leave()
     assert captured(daemon.store / "run.zarr") == [*range(121), FIRST]

@@ -87,7 +87,12 @@ def test_pages_come_in_steps_and_only_as_far_as_asked_for() -> None:
         for asked, there in ((1, STEP_NBYTES), (STEP_NBYTES + 1, 2 * STEP_NBYTES), (1, 2 * STEP_NBYTES)):
             arena.grow(asked)
             assert arena.prefaulted(timeout_s=30)
-            assert os.fstat(arena.fd).st_blocks * 512 == there == arena.populated == arena.target
+            assert (
+                os.fstat(arena.fd).st_blocks * 512
+                == there
+                == arena.populated - arena.start
+                == arena.target - arena.start
+            )
     finally:
         arena.close()
 
@@ -99,27 +104,29 @@ def test_fresh_memory_comes_at_the_same_address_with_the_head_and_without_pages(
         assert arena.prefaulted(timeout_s=30)
         arena.words[7] = 99
         ctypes.memmove(arena.address + 5000, b"tensor", 6)
+        ctypes.memmove(arena.address + 8192, b"journal", 7)
         address, old = arena.address, os.fstat(arena.fd).st_ino
         announced: list[int] = []
         arena.unload()
         assert ctypes.string_at(arena.address + 5000, 6) == b"tensor"  # only out of the tables
 
-        arena.replace(4096, announced.append)
+        arena.replace([(0, 4096), (8192, 6)], announced.append)
         arena.free_old()
 
         assert announced == [arena.fd]
         assert arena.address == address
         assert old not in mapped_inodes()
         assert os.fstat(arena.fd).st_ino in mapped_inodes() - {old}
-        assert os.fstat(arena.fd).st_blocks * 512 == 4096
+        assert os.fstat(arena.fd).st_blocks * 512 == 2 * 4096
         assert arena.words[7] == 99
         assert ctypes.string_at(arena.address + 5000, 6) == bytes(6)
+        assert ctypes.string_at(arena.address + 8192, 7) == b"journal"[:6] + bytes(1)
         assert fcntl.fcntl(arena.fd, GET_SEALS) & (SEAL | SHRINK | GROW) == SEAL | SHRINK | GROW
         ctypes.memmove(arena.address + 5000, b"second", 6)
         assert os.pread(arena.fd, 6, 5000) == b"second"
         arena.grow(STEP_NBYTES)
         assert arena.prefaulted(timeout_s=30)
-        assert os.fstat(arena.fd).st_blocks * 512 == STEP_NBYTES
+        assert os.fstat(arena.fd).st_blocks * 512 == 3 * 4096 + STEP_NBYTES
         child = os.fork()
         if child == 0:
             arena.close_in_child()
@@ -140,7 +147,7 @@ def test_memory_that_cannot_be_announced_is_not_taken() -> None:
             raise BrokenPipeError
 
         with pytest.raises(BrokenPipeError):
-            arena.replace(4096, refuse)
+            arena.replace([(0, 4096)], refuse)
         assert (arena.fd, os.fstat(fd).st_ino) == (fd, inode)
         assert ctypes.string_at(arena.address + 5000, 6) == b"tensor"
         assert len(os.listdir("/proc/self/fd")) == before

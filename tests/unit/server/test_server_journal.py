@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -84,6 +85,10 @@ class Both:
         return [job.sequence for job in self.jobs[before:]]
 
 
+def _extend(jobs: list[Job], *new: Job) -> None:
+    jobs.extend(new)
+
+
 @pytest.fixture
 def make() -> Iterator[Callable[..., Both]]:
     made: list[Both] = []
@@ -95,9 +100,8 @@ def make() -> Iterator[Callable[..., Both]]:
         own.journal.attach(arena.buffer, arena.layout)
         hello = Hello(protocol=1, client=CLIENT, connection=1, rank=0, arena_nbytes=arena.nbytes)
         seen, jobs = Arena(arena.fd, arena.nbytes), list[Job]()
-        rank = RankSession(
-            Session(CLIENT, "run"), hello, seen, jobs.append, lambda *_: None, 0, RunSteering()
-        )
+        submit = partial(_extend, jobs)
+        rank = RankSession(Session(CLIENT, "run"), hello, seen, submit, lambda *_: None, 0, RunSteering())
         made.append(Both(own, arena, rank, hello, seen, jobs))
         return made[-1]
 
