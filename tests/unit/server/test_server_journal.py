@@ -209,6 +209,7 @@ def test_parts_of_a_record_that_is_whole_are_taken_and_of_one_that_is_not_forgot
             books.slots = SlotAllocator(both.arena.start, both.arena.nbytes - both.arena.start)
             piece = books.cut(record, piece_nbytes)
             assert piece is not None
+            both.write(piece.descriptor)
             books.ready(piece)
     # sequences: record 1, parts 2 and 3; record 4, part 5
     assert both.die() == [2, 3, 5]
