@@ -40,6 +40,8 @@ class Runs:
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
         self._directories: dict[object, Path] = {}
+        # Now: tests themselves do not see what names the packages.
+        self._packages = {row.package: directories_of(row.package) for row in ROWS.values() if row.package}
 
     def of(self, name: str) -> Done:
         """Fails, with what its processes said, unless the row has trained the same in every way."""
@@ -47,7 +49,8 @@ class Runs:
         if group not in self._directories:
             made = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="capd-ways-", dir="/tmp"))
             self._directories[group] = Path(made)
-            _run(Path(made), [other for other in ROWS if _group_of(other) == group])
+            names = [other for other in ROWS if _group_of(other) == group]
+            _run(Path(made), names, self._packages.get(ROWS[name].package, ""))
         return _read(self._directories[group], name)
 
 
@@ -56,10 +59,9 @@ def _group_of(name: str) -> object:
     return row.default or (row.package, row.ranks, row.imports)
 
 
-def _run(directory: Path, names: list[str]) -> None:
-    """Two trees of processes, side by side: one that `capd run` is in front of, and the oracle's."""
-    package = ROWS[names[0]].package
-    path = [str(REPOSITORY), *([directories_of(package)] if package else [])]
+def _run(directory: Path, names: list[str], packages: str) -> None:
+    """Two trees of processes, side by side: one below `capd run`, and the oracle's. packages: directories of them."""
+    path = [str(REPOSITORY), *filter(None, [packages])]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("CAPD_")}
     environment = {
         **inherited, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
