@@ -141,7 +141,10 @@ class Runtime:
     """libcudart, by torch's bindings and by ctypes."""
 
     def cudaHostRegister(self, address: int, nbytes: int, _flags: int) -> int:
-        return _ALREADY_REGISTERED if address in _locked else _locked.update({address: nbytes}) or 0
+        if any(start < address + nbytes and address < start + held for start, held in _locked.items()):
+            return _ALREADY_REGISTERED
+        _locked[address] = nbytes
+        return 0
 
     def cudaHostUnregister(self, address: int) -> int:
         del _locked[address]

@@ -24,7 +24,6 @@ import sys, torch
 from capd_client.allocator import SlotAllocator
 from capd_client.arena import Arena
 from capd_client.books import Books
-from capd_client.counter_page import PAGE_NBYTES
 from capd_client.counting import Counters
 from capd_client.cuda import CudaDevice
 from capd_client.device import DeviceStager
@@ -43,7 +42,7 @@ class Careless(Slow):
         super().fetch(source, host, ())  # does not wait for the snapshot
 
 arena = Arena(64 << 20)
-books = Books(SlotAllocator(PAGE_NBYTES, arena.nbytes - PAGE_NBYTES), Counters())
+books = Books(SlotAllocator(arena.start, arena.nbytes - arena.start), Counters())
 device = (Careless if sys.argv[1] == "careless" else Slow)(torch.device("cuda", 0), lambda *_: True)
 stager = DeviceStager(device, books, arena.buffer, pace=Pace(None))
 
