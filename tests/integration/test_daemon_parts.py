@@ -44,6 +44,7 @@ def test_parts_that_contradict_each_other_cost_their_record_alone(
     daemon: DaemonProcess, ranks: tuple[Rank, Rank]
 ) -> None:
     broken, other = ranks
+    broken.memory[PAGE_NBYTES : PAGE_NBYTES + 4000] = bytes(4000)
     broken.send(Put([part(21, 20, 0, 4000, 8000)]))
     broken.expect_acks(21)
     assert len(scratch_files(daemon)) == 1

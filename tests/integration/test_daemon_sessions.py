@@ -389,10 +389,10 @@ def test_a_flooding_rank_is_held_back_alone_and_a_second_ctrl_c_leaves_at_once(
     ranks += [flood, honest]
     flood.connect()
     honest.connect()
-    sent = [0]
+    sent, nbytes = [0], 300 << 10
+    flood.memory[PAGE_NBYTES : PAGE_NBYTES + nbytes] = bytes(nbytes)
 
     def keep_sending() -> None:
-        nbytes = 300 << 10
         with contextlib.suppress(OSError):
             while True:  # every batch describes the same large slot 64 times
                 batch = [

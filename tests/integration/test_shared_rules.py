@@ -51,5 +51,5 @@ def test_only_what_no_model_of_the_job_has_is_said_and_once(tmp_path: Path) -> N
     assert "watching 1 of 1 products of Critic" in done.stderr
     assert "watching 1 of 1 products of Actor" in done.stderr
     assert [line for line in done.stderr.splitlines() if "matches nothing" in line] == [
-        "capd: Critic: rule '3' matches nothing: no module's name fits (judge) (nor is there in Actor)"
+        "capd: Critic: rule '3' matches nothing: no module's name fits (model.judge) (nor is there in Actor)"
     ]
