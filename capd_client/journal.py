@@ -2,7 +2,7 @@
 
 A capture gets a cell when its bytes are in its slot, and loses it when it is settled. Whatever ends the process in
 between, the daemon has the arena mapped, reads the cells once the process is gone, and takes each as if it had been
-sent (`capd.server.recovery`). Writing one costs a training thread less than a microsecond and no lock.
+sent (`capd.server.recovery`). Writing one takes no lock and makes no system call.
 
 A capture for which no cell is free is captured all the same: only its rank's death would cost it.
 """
