@@ -60,10 +60,14 @@ class Link:
         self._writable.register(peer, select.POLLOUT)
 
     def greet(self, arena_fd: int, hello: Hello) -> None:
-        """Hand over the arena and say HELLO: the socket's buffer takes both at once. Closes the socket on an error."""
+        """Hand over the arena and say HELLO: the socket's buffer takes both at once. Closes the socket on an error.
+
+        A daemon that has hung up already is none: it may have refused, and its answer is there to be received.
+        """
         try:
-            socket.send_fds(self._socket, [ARENA_BYTE], [arena_fd])
-            self.send(hello)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                socket.send_fds(self._socket, [ARENA_BYTE], [arena_fd])
+                self.send(hello)
         except BaseException:
             self.close()
             raise

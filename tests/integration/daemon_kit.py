@@ -212,9 +212,10 @@ class Rank:
         """Connect anew and say HELLO; returns the answer."""
         self.ordinal += 1
         sock = open_socket(self.path)
-        socket.send_fds(sock, [ARENA_BYTE], [self.fd] if fds is None else fds)
-        self.connection = Connection(sock.detach())
         with contextlib.suppress(OSError):  # refused already; the answer is there
+            socket.send_fds(sock, [ARENA_BYTE], [self.fd] if fds is None else fds)
+        self.connection = Connection(sock.detach())
+        with contextlib.suppress(OSError):
             self.send(self.hello(**changes))
         return receive(self.connection)
 
