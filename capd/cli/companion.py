@@ -5,6 +5,7 @@ The job comes first: once it runs, nothing that happens to the daemon stops it o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -152,14 +154,15 @@ def start(store: Path, run_id: str | None, config: Path | None) -> Companion:
     store = store.absolute()
     run_id = check_run_id(run_id) if run_id is not None else new_run_id(store)
     settings = load_daemon_settings({"store": store, "run_id": run_id}, path=config)
-    directory = _socket_directory()
-    companion = Companion(f"unix:{directory / _SOCKET_NAME}", run_id, store)
-    companion.directory = directory
+    companion = Companion("", run_id, store)
     companion.stop_s = settings.shutdown_timeout_s + STOP_MARGIN_S
-    command = [sys.executable, "-m", "capd", "serve", "--quiet", "--parent", str(os.getpid())]
-    command += ["--store", str(store), "--endpoint", companion.endpoint, "--run-id", run_id]
-    command += ["--config", str(config)] if config else []
     try:
+        with _signals_held():  # one that came between the two would leave the directory
+            companion.directory = _socket_directory()
+        companion.endpoint = f"unix:{companion.directory / _SOCKET_NAME}"
+        command = [sys.executable, "-m", "capd", "serve", "--quiet", "--parent", str(os.getpid())]
+        command += ["--store", str(store), "--endpoint", companion.endpoint, "--run-id", run_id]
+        command += ["--config", str(config)] if config else []
         # A session of its own: the terminal's Ctrl-C is for the job, the daemon drains afterwards.
         companion.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         _wait_ready(companion, companion.process)
@@ -190,6 +193,16 @@ def _wait_ready(companion: Companion, process: subprocess.Popen[bytes]) -> None:
         raise typer.Exit(code)
     how = f"ended by signal {-code}" if code < 0 else "told to stop while it started"
     note(f"the daemon was {how}; the job runs without capture")
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """What would end this process comes at the end of the block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP, signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _socket_directory() -> Path:
