@@ -116,7 +116,8 @@ def test_the_next_daemon_takes_what_a_rank_kept_for_it(daemon: Daemon, start_ran
     daemon.kill()
     rank.ask("capture 10 30")
     daemon.start()
-    until(lambda: any(s["state"] == "live" for s in live_stats(daemon.endpoint)["sessions"]))
+    # Not "live": so says what the first daemon left in the catalog, too.
+    until(lambda: any(s["connected"] for s in live_stats(daemon.endpoint)["sessions"]))
     daemon.send(signal.SIGSTOP)
     rank.ask("capture 30 50")
     rank.kill()
