@@ -11,6 +11,7 @@ from capd_client.key import MAX_INDEX
 
 __all__ = ["read_sessions"]
 
+_STATES = {"live", "ended", "died"}
 _decode = msgspec.msgpack.Decoder(SessionRow).decode
 
 
@@ -26,6 +27,8 @@ def _session(client: bytes, body: bytes) -> SessionRow:
         raise sqlite3.DatabaseError(f"a session's row cannot be read: {error}") from error
     if row.client != client:
         raise sqlite3.DatabaseError(f"the session of client {row.client.hex()} is filed under another")
+    if row.state not in _STATES:
+        raise sqlite3.DatabaseError(f"the session of client {row.client.hex()} is in no state that there is")
     counters = (row.rank, row.attempt, row.offered, row.committed, row.in_flight, *row.dropped.values())
     drops = (n for drop in row.drops for n in (drop.count, drop.nbytes))
     if not all(0 <= n <= MAX_INDEX for n in (*counters, *drops)):

@@ -25,6 +25,8 @@ Change = tuple[Any, ...]
 BASES = ("sealed", "killed")
 DEEP, GONE = "@DEEP@", "@GONE@"
 _DEPTH = 900  # just what json reads
+_MAX_NBYTES = 1 << 20  # of a file that is changed: a second change may meet a device, or what is huge already
+_MAX_STEPS = 1_000_000  # of a change in a catalog: it may meet a view without end
 TABLES = {
     "meta": ("name", "value"),
     "series": (
@@ -108,6 +110,13 @@ def change(run: Path, changes: list[Change]) -> None:
             _KINDS[kind](run, *what)
 
 
+def _content(path: Path) -> bytes:
+    """What a file holds; an OSError where a change before has left something that can hardly be read."""
+    if not path.is_file() or path.stat().st_size > _MAX_NBYTES:
+        raise OSError(f"{path} is nothing to change")
+    return path.read_bytes()
+
+
 def documents(run: Path) -> list[Path]:
     """All documents of a run."""
     return sorted(run.rglob("zarr.json"))
@@ -121,7 +130,7 @@ def catalog(run: Path) -> Path:
 def _json(run: Path, document: int, place: int, value: Any) -> None:
     paths = documents(run)
     path = paths[document % len(paths)]
-    content = json.loads(path.read_bytes())
+    content = json.loads(_content(path))
     path.write_text(_text(_replaced(content, place, value)), errors="surrogatepass")
 
 
@@ -148,7 +157,7 @@ def _places(content: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _truncated(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-9])
+    path.write_bytes(_content(path)[:-9])
 
 
 def _pipe(path: Path) -> None:
@@ -175,7 +184,7 @@ def _huge(path: Path) -> None:
 
 def _rewritten(edit: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     def make(path: Path) -> None:
-        path.write_bytes(edit(path.read_bytes()))
+        path.write_bytes(edit(_content(path)))
 
     return make
 
@@ -212,14 +221,18 @@ def _catalog_file(run: Path, suffix: str, how: str) -> None:
 
 def _bytes(run: Path, offset: int, value: int) -> None:
     path = catalog(run)
-    content = bytearray(path.read_bytes())
+    content = bytearray(_content(path))
     content[offset % len(content)] = value
     path.write_bytes(content)
 
 
 @contextlib.contextmanager
 def _opened(run: Path) -> Iterator[sqlite3.Connection]:
-    db = sqlite3.connect(catalog(run), isolation_level=None)
+    path = catalog(run)
+    if path.exists():
+        _content(path)
+    db = sqlite3.connect(path, isolation_level=None)
+    db.set_progress_handler(lambda: 1, _MAX_STEPS)
     try:
         yield db
     finally:

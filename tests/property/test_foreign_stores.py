@@ -152,6 +152,7 @@ def test_whatever_stands_where_a_document_belongs_is_answered(reading: Reading, 
 @example(("sealed", [("cell", "series", "tensor_name", 0, "zzz")]))
 @example(("killed", [("json", 0, 38, -1)]))
 @example(("sealed", [("json", 2, 195, -1)]))
+@example(("killed", [("blob", "sessions", 172, 167, "")]))
 def test_a_changed_store_gives_an_answer_or_a_clear_error(
     reading: Reading, mutant: tuple[str, list[Change]]
 ) -> None:
