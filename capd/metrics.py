@@ -26,12 +26,18 @@ class SessionStats(_Model):
     host: str
     pid: int
     state: Literal["live", "ended", "died"]
+    end: str  # of one that died: "SIGKILL", "exit code 3"; "" where the kernel does not tell
     connected: bool
     offered: int
     committed: int
     in_flight: int
     dropped: dict[str, int]  # reason → count
     clean: bool
+
+    @property
+    def killed(self) -> bool:
+        """Whether a signal ended its process, which `end` names."""
+        return bool(self.end) and not self.end.startswith("exit code")
 
 
 class RunStats(_Model):

@@ -17,6 +17,7 @@ from capd.errors import ConfigError, EndpointError
 
 if TYPE_CHECKING:
     from capd.cli.counters import Counters, Source
+    from capd.metrics import SessionStats
 
 __all__ = ["stats"]
 
@@ -158,7 +159,7 @@ def _session_table(counters: Counters) -> list[str]:
             str(session.attempt),
             session.host,
             str(session.pid),
-            session.state if session.clean else f"{session.state}, unclean",
+            _state(session),
             human_count(session.offered),
             human_count(session.committed),
             human_count(session.in_flight),
@@ -169,6 +170,11 @@ def _session_table(counters: Counters) -> list[str]:
     ]
     header = ("rank", "attempt", "host", "pid", "state", *numbers)
     return ["", *table_lines(header, rows, ("rank", "attempt", "pid", *numbers))] if rows else []
+
+
+def _state(session: SessionStats) -> str:
+    how = f" ({session.end})" if session.end else ""
+    return f"{session.state}{how}{'' if session.clean else ', unclean'}"
 
 
 def _one_line(counters: Counters, gone: bool) -> str:

@@ -36,7 +36,15 @@ class RowKeeper:
         A save in progress is never overtaken; a failed one is logged and tried again.
         """
         row = rank.row()
-        mark = (row.state, row.offered, row.committed, row.in_flight, dict(row.dropped), rank.ledger_version)
+        mark = (
+            row.state,
+            row.end,
+            row.offered,
+            row.committed,
+            row.in_flight,
+            dict(row.dropped),
+            rank.ledger_version,
+        )
         saved = self._saved.setdefault(row.client, _Saved())
         if saved.future is not None:
             if not saved.future.done():

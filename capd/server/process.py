@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
+import signal
+import struct
 import time
 
-__all__ = ["RETURN_S", "OtherProcess", "RankProcess", "has_ended"]
+__all__ = ["RETURN_S", "OtherProcess", "RankProcess", "has_ended", "how_ended"]
 
 RETURN_S = 60.0  # a rank that lost its connection knocks again every 2 s
+
+# Linux 6.15, include/uapi/linux/pidfd.h: a mask of what is asked and answered, the process's ids, its wait status.
+_PIDFD_INFO = struct.Struct("=Q52xi")
+_PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
+_PIDFD_INFO_EXIT = 1 << 3
 
 
 def has_ended(handle: int) -> bool:
@@ -17,6 +25,29 @@ def has_ended(handle: int) -> bool:
     poll = select.poll()
     poll.register(handle, select.POLLIN)
     return bool(poll.poll(0))
+
+
+def how_ended(handle: int) -> str:
+    """How the process of a pidfd ended: "SIGKILL", "exit code 3"; "" where that is not known.
+
+    Kernels tell since Linux 6.15, once the parent has collected the exit code.
+    """
+    info = bytearray(_PIDFD_INFO.size)
+    _PIDFD_INFO.pack_into(info, 0, _PIDFD_INFO_EXIT, 0)
+    try:
+        fcntl.ioctl(handle, _PIDFD_GET_INFO, info)
+    except OSError:
+        return ""
+    mask, status = _PIDFD_INFO.unpack(info)
+    if not mask & _PIDFD_INFO_EXIT:
+        return ""
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:  # a real-time signal has no name
+        return f"signal {-code}"
 
 
 class OtherProcess:
@@ -70,6 +101,11 @@ class RankProcess:
     def ended(self) -> bool:
         """Whether the process is known to be gone."""
         return self._handle is not None and has_ended(self._handle)
+
+    @property
+    def end(self) -> str:
+        """How the process ended, as `how_ended` says it; "" where that is not known."""
+        return "" if self._handle is None else how_ended(self._handle)
 
     def is_given_up(self, grace_s: float | None, return_s: float) -> bool:
         """Whether a rank without a connection counts as gone.

@@ -260,6 +260,7 @@ class RankSession:
                 started_ns=self.started_ns,
                 ended_ns=self.ended_ns if gone else None,
                 state=session.phase.value if gone else "live",
+                end=self.process.end if self.died else "",
                 offered=totals.offered,
                 committed=totals.committed,
                 in_flight=totals.in_flight,

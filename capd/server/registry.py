@@ -29,7 +29,7 @@ from capd.server.rank import RankSession
 from capd.server.run import Forgotten, Run
 from capd.server.session import Session
 from capd.server.snapshot import run_stats
-from capd.server.tending import Tending
+from capd.server.tending import Tending, tell_end
 from capd.store.catalog_open import connect_read_only
 from capd.store.catalog_read import CATALOG_NAME, SessionRow
 from capd.store.catalog_sessions import read_sessions
@@ -293,13 +293,14 @@ class Registry:
         for run in self.runs():
             for rank in list(run.ranks.values()):
                 rank.check_process(grace_s=None)
+                row = rank.row()
                 try:
-                    self._pipeline.save_session(rank.run_id, rank.row()).result(
-                        max(0.0, until - time.monotonic())
-                    )
+                    self._pipeline.save_session(rank.run_id, row).result(max(0.0, until - time.monotonic()))
                 except (TimeoutError, OSError, StoreError) as error:
                     logger.error("counters of rank %d could not be saved: %s", rank.hello.rank, error)
                     return
+                if rank.at_rest:  # the clock has not seen it
+                    tell_end(rank, row)
 
     def _forget_old_runs(self) -> None:
         with self._lock:

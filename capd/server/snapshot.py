@@ -52,6 +52,7 @@ def _session(row: SessionRow, *, connected: bool, clean: bool) -> SessionStats:
             "host": row.host,
             "pid": row.pid,
             "state": state,
+            "end": row.end,
             "connected": connected,
             "offered": row.offered,
             "committed": row.committed,

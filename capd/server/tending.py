@@ -16,7 +16,7 @@ from capd.server.run import Run
 from capd.store.catalog_read import SessionRow
 from capd_client.counter_page import DropReason
 
-__all__ = ["MAX_LOST", "Tending"]
+__all__ = ["MAX_LOST", "Tending", "tell_end"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Tending:
                     self._keeper.forget(rank)
                     rank.release()
                     self._pipeline.forget(client)
-                    _tell_end(rank, run.finished[client])
+                    tell_end(rank, run.finished[client])
 
     def seal(self, run: Run, now: float) -> None:
         """Seal the run once it has been quiet for long enough, and note when that is done."""
@@ -74,16 +74,17 @@ class Tending:
         return run.sealing
 
 
-def _tell_end(rank: RankSession, row: SessionRow) -> None:
-    """One line for a rank that is gone for good; how its process ended only its launcher knows."""
+def tell_end(rank: RankSession, row: SessionRow) -> None:
+    """One line for a rank that is gone for good."""
     if not rank.died:
         logger.info("rank %d of run %s %s", row.rank, rank.run_id, row.state)
         return
     logger.info(
-        "rank %d of run %s ended without saying goodbye; %d captures were recovered from its arena, %d were not whole "
-        "there and are lost",
+        "rank %d of run %s ended without saying goodbye%s; %d captures were recovered from its arena, %d were not "
+        "whole there and are lost",
         row.rank,
         rank.run_id,
+        row.end and f" ({row.end})",
         rank.recovered,
         row.dropped.get(DropReason.RANK_DIED.value, 0),
     )

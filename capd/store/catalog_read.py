@@ -51,7 +51,10 @@ class LedgerRow:
 
 @dataclass(slots=True)
 class SessionRow:
-    """Counters of one rank's session. state: "live", "ended" (left in order) or "died"."""
+    """Counters of one rank's session.
+
+    state: "live", "ended" (left in order) or "died". end: how the process of one that died ended, "" if unknown.
+    """
 
     client: bytes
     rank: int
@@ -66,6 +69,7 @@ class SessionRow:
     in_flight: int
     dropped: dict[str, int]
     drops: list[LedgerRow] = field(default_factory=list)
+    end: str = ""
 
     @property
     def clean(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from capd.server.process import how_ended
 from tests.integration.checking import assert_balanced, captured_numbers
 from tests.integration.processes import Daemon, StartRank, at_rest, capd, live_stats, until
 
@@ -56,9 +57,36 @@ def test_a_script_that_ends_by_os_exit_keeps_all_that_it_captured(count: int, tm
     assert "killed" not in done.stderr
 
 
-@pytest.mark.parametrize("how", ["exit", "abort", "kill", "exec"])
+def kernel_tells() -> bool:
+    """Whether the kernel says of a process that is no child how it ended (Linux 6.15)."""
+    process = subprocess.Popen(["true"])
+    handle = os.pidfd_open(process.pid)
+    process.wait()
+    with contextlib.closing(os.fdopen(handle)):
+        return bool(how_ended(handle))
+
+
+@pytest.mark.skipif(not kernel_tells(), reason="the kernel tells how others ended since Linux 6.15")
+def test_a_killed_rank_and_one_that_ended_by_itself_are_told_apart(tmp_path: Path) -> None:
+    for how, end in (("kill", "SIGKILL"), ("exit", "exit code 0")):
+        store = tmp_path / how
+        command = (sys.executable, JOB, "3", how, str(tmp_path / f"{how}.notes"))
+        run = ("run", "--store", str(store), "--run-id", "run", "--", *command)
+        done = capd(*run, check=False, PYTHONPATH=ROOT, RANK="5")
+        stats = capd("stats", str(store / "run.zarr"))
+        [session] = json.loads(capd("stats", str(store / "run.zarr"), "--json").stdout)["sessions"]
+
+        assert ("rank 5 was killed by SIGKILL" in done.stderr) == (how == "kill")
+        assert f"died ({end})" in stats.stdout
+        assert (session["state"], session["end"]) == ("died", end)
+
+
+@pytest.mark.parametrize(
+    ("how", "end"),
+    [("exit", "exit code 0"), ("abort", "SIGABRT"), ("kill", "SIGKILL"), ("exec", "exit code 0")],
+)
 def test_a_rank_that_the_daemon_never_heard_of_in_time_keeps_all_that_it_captured(
-    how: str, daemon: Daemon, tmp_path: Path
+    how: str, end: str, daemon: Daemon, tmp_path: Path
 ) -> None:
     """The daemon stands still while the rank lives: it accepts a connection whose process is gone already."""
     daemon.send(signal.SIGSTOP)
@@ -71,7 +99,8 @@ def test_a_rank_that_the_daemon_never_heard_of_in_time_keeps_all_that_it_capture
     assert noted(tmp_path / "notes") == list(range(CAPTURES))
     assert captured_numbers(daemon.store / "run.zarr", 0) == noted(tmp_path / "notes")
     assert (stats["offered"], stats["committed"], stats["dropped"]) == (CAPTURES, CAPTURES, {})
-    assert f"{CAPTURES} captures were recovered from its arena" in said
+    told = f" ({end})" if kernel_tells() else ""
+    assert f"ended without saying goodbye{told}; {CAPTURES} captures were recovered from its arena" in said
 
 
 def test_a_daemon_that_is_stopped_takes_the_arena_of_a_rank_that_was_faster(
