@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ class Outcomes:
         self.count = 0
         self.refusals: list[str] = []
 
-    def committed(self, sequence: int) -> None:
-        self.count += 1
+    def committed(self, sequences: Sequence[int]) -> None:
+        self.count += len(sequences)
 
     def refused(self, sequence: int, reason: DropReason, message: str) -> None:
         self.refusals.append(f"{reason}: {message}")

@@ -15,7 +15,7 @@ from functools import reduce
 from typing import Any
 
 from capd.errors import StoreError
-from capd.server.jobs import Booked, Chunks, Refusal, Task, Tickets
+from capd.server.jobs import Booked, Chunks, Refusal, Sink, Task, Tickets
 from capd.server.refusals import refusal_of
 from capd.space import if_full
 from capd.store.encode import ChunkResult, summarise_small
@@ -236,15 +236,18 @@ class AppendThread(threading.Thread):
         tickets = [task.ticket for task in tasks]
         # First: to a rank that has heard of it, the bytes must not count as stored and as on their way.
         self._tickets.written(tickets)
+        of_sink: dict[Sink, list[int]] = {}
         for task in tasks:
-            job = task.job
+            of_sink.setdefault(task.job.sink, []).append(task.job.sequence)
+        for sink, sequences in of_sink.items():
             try:
                 if refusal is None:
-                    job.sink.committed(job.sequence)
+                    sink.committed(sequences)
                 else:
-                    job.sink.refused(job.sequence, *refusal)
+                    for sequence in sequences:
+                        sink.refused(sequence, *refusal)
             except Exception:  # a sink belongs to one session; the others must not suffer
-                logger.exception("the session of job %d could not be told", job.sequence)
+                logger.exception("the session of job %d could not be told", sequences[0])
         self._tickets.done(tickets)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -143,7 +143,7 @@ class GatherThread(threading.Thread):
         except Exception as error:  # outermost loop of the thread: one record must not end the daemon
             refusal = refusal_of(error, self._directory(job.run_id))
         if refusal is None:
-            job.sink.committed(job.sequence)
+            job.sink.committed([job.sequence])
         else:
             self._discard(key)
             job.sink.refused(job.sequence, *refusal)
@@ -216,9 +216,9 @@ class _LastPart:
     def __init__(self, sink: Sink, sequence: int, done: Callable[[], None]) -> None:
         self._sink, self._sequence, self._done = sink, sequence, done
 
-    def committed(self, _: int) -> None:
+    def committed(self, _: Sequence[int]) -> None:
         self._done()
-        self._sink.committed(self._sequence)
+        self._sink.committed([self._sequence])
 
     def refused(self, _: int, reason: DropReason, message: str) -> None:
         self._done()

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -42,8 +42,8 @@ Chunks: TypeAlias = "queue.SimpleQueue[tuple[Future[Any], int] | None]"
 class Sink(Protocol):
     """Where the outcome of a job goes; called from pipeline threads, must neither block nor raise."""
 
-    def committed(self, sequence: int) -> None:
-        """The record is committed; or a part, which is not the last, need not be sent again."""
+    def committed(self, sequences: Sequence[int]) -> None:
+        """The records are committed; or parts, which are not the last ones, need not be sent again."""
 
     def refused(self, sequence: int, reason: DropReason, message: str) -> None:
         """The record will never be committed."""

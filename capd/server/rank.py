@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from capd.server.accounting import PageCounters, reconcile
 from capd.server.arena import Arena
@@ -190,10 +190,11 @@ class RankSession:
 
     # From the pipeline's threads
 
-    def committed(self, sequence: int) -> None:
-        """The record is real; its slot is free."""
+    def committed(self, sequences: Sequence[int]) -> None:
+        """The records are real; their slots are free."""
         with self._lock:
-            self.session.committed(sequence)
+            for sequence in sequences:
+                self.session.committed(sequence)
             self._after_outcome()
 
     def refused(self, sequence: int, reason: DropReason, message: str) -> None:

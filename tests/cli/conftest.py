@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +78,7 @@ class _Collect:
     def __init__(self) -> None:
         self.refusals: list[str] = []
 
-    def committed(self, sequence: int) -> None:
+    def committed(self, sequences: Sequence[int]) -> None:
         pass
 
     def refused(self, sequence: int, reason: DropReason, message: str) -> None:

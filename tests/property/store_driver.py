@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from math import prod
@@ -83,12 +83,12 @@ class Outcomes:
     refused: set[int] = field(default_factory=set)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Sink:
     identity: int
     outcomes: Outcomes
 
-    def committed(self, sequence: int) -> None:
+    def committed(self, sequences: Sequence[int]) -> None:
         self.outcomes.acked.add(self.identity)
 
     def refused(self, sequence: int, reason: DropReason, message: str) -> None:

@@ -181,7 +181,7 @@ def test_a_rank_with_too_much_in_work_is_not_read_but_told_that_the_daemon_lives
     assert len(stage.registry.jobs) == MAX_IN_WORK
 
     for job in list(stage.registry.jobs):
-        job.sink.committed(job.sequence)
+        job.sink.committed([job.sequence])
     wait_until(lambda: len(stage.registry.jobs) == MAX_IN_WORK + 64)
 
 
@@ -213,7 +213,7 @@ def test_bye_is_answered_once_the_work_is_done_and_the_counters_are_saved(
     wait_until(lambda: stage.rank.session.phase is Phase.ENDED)
     stage.saves[0].set_result(None)
     jobs = stage.registry.jobs
-    jobs[0].sink.committed(1)
+    jobs[0].sink.committed([1])
     jobs[1].sink.refused(2, DropReason.DISK_FULL, "full")
 
     answers: list[Any] = [line.receive()]
@@ -243,7 +243,7 @@ def test_replies_that_wait_are_sent_before_the_last_word_at_shutdown(
     line.send(batch(1, 3))
     wait_until(lambda: len(stage.registry.jobs) == 3)
     for job in stage.registry.jobs[:2]:
-        job.sink.committed(job.sequence)
+        job.sink.committed([job.sequence])
     stage.registry.jobs[2].sink.refused(3, DropReason.STORE_ERROR, "gone")
     os.eventfd_write(stage.closing, 1)
 
@@ -314,7 +314,7 @@ def test_everything_a_dead_rank_sent_is_read_however_long_it_is_held_back(
     assert [line.receive() for _ in range(5)] == [Pong()] * 5  # held back for longer than DRAIN_S
 
     for job in list(stage.registry.jobs):
-        job.sink.committed(job.sequence)
+        job.sink.committed([job.sequence])
     line.thread.join(10)
 
     assert not line.thread.is_alive()

@@ -7,7 +7,7 @@ import errno
 import gc
 import os
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,14 +28,15 @@ A, B = b"a" * 16, b"b" * 16
 TOTAL = 30
 
 
-@dataclass
+@dataclass(eq=False)
 class Sink:
     """Puts every outcome into one queue."""
 
     outcomes: queue.SimpleQueue[tuple[int, DropReason | None]] = field(default_factory=queue.SimpleQueue)
 
-    def committed(self, sequence: int) -> None:
-        self.outcomes.put((sequence, None))
+    def committed(self, sequences: Sequence[int]) -> None:
+        for sequence in sequences:
+            self.outcomes.put((sequence, None))
 
     def refused(self, sequence: int, reason: DropReason, message: str) -> None:
         self.outcomes.put((sequence, reason))
@@ -125,7 +126,7 @@ def test_a_whole_record_is_one_job_with_its_own_sequence_and_answers_its_last_pa
     assert bench.thread.held_nbytes == TOTAL
     assert list(bench.directory.iterdir()) == []
 
-    job.sink.committed(job.sequence)
+    job.sink.committed([job.sequence])
     assert bench.sink.next() == (43, None)
     assert bench.thread.held_nbytes == 0
     del task, job
@@ -155,14 +156,14 @@ def test_what_comes_behind_parts_stays_behind_them_and_others_pass_by(bench: Ben
     with pytest.raises(queue.Empty):
         bench.submitted.get(timeout=0.1)
 
-    next(t for t in found if t.job.client == A).job.sink.committed(40)
+    next(t for t in found if t.job.client == A).job.sink.committed([40])
     assert [bench.whole().job.sequence for _ in range(2)] == [70, 80]
 
 
 def test_without_parts_nothing_passes_here_any_more(bench: Bench) -> None:
     assert not bench.put(1, data=b"x")
     bench.parts(40)
-    bench.whole().job.sink.committed(40)
+    bench.whole().job.sink.committed([40])
     while bench.put(50, data=b"x"):  # until the thread has turned from the last part
         assert bench.whole().job.sequence == 50
 

@@ -156,11 +156,11 @@ def test_what_came_by_put_is_not_taken_twice(make: Callable[..., Both]) -> None:
     assert both.rank.connect(both.hello, both.seen, None) is None
     assert both.rank.tell(1, lambda session: session.define(both.definition.define, 10))
     assert both.rank.put(1, Put([capture.descriptor for capture in captures[:4]]))
-    both.rank.committed(1)
+    both.rank.committed([1])
     both.rank.refused(2, DropReason.DISK_FULL, "full")  # 3 and 4 are in work
     both.hello.connection = 2
     assert both.die() == [5, 6]
-    both.rank.committed(3)
+    both.rank.committed([3])
     assert [job.sequence for job in both.jobs] == [1, 2, 3, 4, 5, 6]
 
 
@@ -171,7 +171,7 @@ def test_a_rank_that_comes_back_repeats_what_was_taken_and_it_is_acknowledged(
     captures = [both.capture() for _ in range(3)]
     assert both.die() == [1, 2, 3]
     for job in both.jobs:
-        both.rank.committed(job.sequence)
+        both.rank.committed([job.sequence])
     both.hello.connection = 2
     assert both.rank.connect(both.hello, both.seen, None) is None
     assert both.rank.tell(2, lambda session: session.define(both.definition.define, 10))
@@ -189,7 +189,7 @@ def test_what_a_rank_gave_up_at_its_end_stays_in_the_journal(make: Callable[...,
     both.books.journal.close()
     assert both.die() == [1, 3]
     for job in both.jobs:
-        both.rank.committed(job.sequence)
+        both.rank.committed([job.sequence])
     row = both.rank.row()
     assert (row.offered, row.committed, row.dropped) == (3, 2, {"not_connected": 1})
 
@@ -214,7 +214,7 @@ def test_parts_of_a_record_that_is_whole_are_taken_and_of_one_that_is_not_forgot
     # sequences: record 1, parts 2 and 3; record 4, part 5
     assert both.die() == [2, 3, 5]
     for job in both.jobs:
-        both.rank.committed(job.sequence)
+        both.rank.committed([job.sequence])
     row = both.rank.row()
     assert (row.offered, row.committed, row.dropped) == (2, 1, {"rank_died": 1})
 

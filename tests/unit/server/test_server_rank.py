@@ -109,6 +109,6 @@ def test_what_waits_of_one_rank_takes_bounded_memory(
     assert not rank.session.refused_counts
     assert held < MAX_IN_WORK_NBYTES * 1.1
     for job in jobs:
-        job.sink.committed(job.sequence)
+        job.sink.committed([job.sequence])
     assert rank.session.in_work_nbytes == 0
     assert rank.wait_for_room(0)

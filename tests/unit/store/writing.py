@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,15 +28,15 @@ class NoLimit:
         return None
 
 
-@dataclass
+@dataclass(eq=False)
 class Outcomes:
     """A sink that remembers what the pipeline said."""
 
     committed_sequences: list[int] = field(default_factory=list)
     refusals: list[tuple[int, DropReason, str]] = field(default_factory=list)
 
-    def committed(self, sequence: int) -> None:
-        self.committed_sequences.append(sequence)
+    def committed(self, sequences: Sequence[int]) -> None:
+        self.committed_sequences += sequences
 
     def refused(self, sequence: int, reason: DropReason, message: str) -> None:
         self.refusals.append((sequence, reason, message))
