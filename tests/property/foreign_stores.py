@@ -229,8 +229,8 @@ def _bytes(run: Path, offset: int, value: int) -> None:
 @contextlib.contextmanager
 def _opened(run: Path) -> Iterator[sqlite3.Connection]:
     path = catalog(run)
-    if path.exists():
-        _content(path)
+    for beside in path.parent.glob(f"{path.name}*"):
+        _content(beside)  # SQLite would wait for the other end of a pipe
     db = sqlite3.connect(path, isolation_level=None)
     db.set_progress_handler(lambda: 1, _MAX_STEPS)
     try:
