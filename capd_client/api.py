@@ -15,7 +15,6 @@ import torch
 
 from capd_client import optimizer_steps, recompute
 from capd_client.collecting import within_quota
-from capd_client.context import MOMENT_FIELDS
 from capd_client.counter_page import DropReason
 from capd_client.errors import ConfigError
 from capd_client.explicit import KEYS, key_of, metadata_text, moment_of
@@ -32,7 +31,6 @@ __all__ = [
 ]  # fmt: skip
 
 _graph_task = torch._C._current_graph_task_id  # -1 outside of a backward; see recompute
-_NO_OVERRIDES = (None,) * len(MOMENT_FIELDS)
 
 _lock = threading.RLock()
 _resolved = False  # whether this process knows if it captures
@@ -181,16 +179,14 @@ def capture(
         names = (tensor_name, layer_type, component, operation, phase, layer, module, stack, quant_type)
         rank = context.bind()
         key = KEYS.get((names, tensor.dtype, rank)) or key_of(names, tensor.dtype, rank, current.quant_type)
-        overrides = (iteration, micro_batch, sample_idx, batch_idx, sequence_idx)
-        if overrides == _NO_OVERRIDES:
-            if (
-                not in_backward
-            ):  # which belongs to the iteration of its forward, also where an optimizer steps in it
+        if iteration is micro_batch is sample_idx is batch_idx is sequence_idx is None:
+            # A backward belongs to the iteration of its forward, also where an optimizer steps in it.
+            if not in_backward and context.dirty:
                 context.begin_if_dirty()
             call = context.next_call(id(key), context.iteration, context.micro_batch)
             moment = context.moment(call=call)
         else:
-            moment = moment_of(context, key, overrides)
+            moment = moment_of(context, key, (iteration, micro_batch, sample_idx, batch_idx, sequence_idx))
         text = "" if metadata is None else metadata_text(metadata)
         take = None if slice is None else parse_slice(slice)
         if current.config.collect is not None and not within_quota(current.config, context, moment):

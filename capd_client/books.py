@@ -161,7 +161,7 @@ class Books(Entrance):
             self.copying = self.copying or any(capture.state == COPYING for capture in lost)
             for capture in lost:
                 if capture.state == READY:
-                    capture.cell = 0
+                    capture.cell = None
                 self._drop(capture, reason)
             self._queue.clear()
             self._resend.clear()

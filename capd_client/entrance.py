@@ -111,7 +111,10 @@ class Entrance(Accounts):
         words[COUNTER_IN_FLIGHT] = in_flight
         if queued:
             self._queue += (capture,)
-        if self.slots.free_nbytes < self._calm_nbytes:
+        slab = capture.slot[2]
+        if (
+            slab is None or slab.live == 1
+        ) and self.slots.free_nbytes < self._calm_nbytes:  # it took an extent
             self.waiting.on_begin()
         return capture
 

@@ -20,7 +20,8 @@ MEMMOVE_NBYTES = 1 << 20  # above, torch's copy may use several threads
 
 move = ctypes.memmove  # releases the GIL
 move_holding_gil = ctypes.PyDLL(None).memmove
-move_holding_gil.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+# The length, too, goes as a pointer, which is as wide: ctypes takes three times as long for a size_t.
+move_holding_gil.argtypes = [ctypes.c_void_p] * 3
 move_holding_gil.restype = None
 
 

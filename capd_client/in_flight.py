@@ -6,6 +6,8 @@ already and only wait to be taken out of the queue.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from capd_client.allocator import Slot
@@ -21,7 +23,7 @@ class Capture(msgspec.Struct, eq=False):
     """One capture in flight. `descriptor` is what the daemon is told, `budgeted` its bytes of the step's budget.
 
     thread: the one whose call is not over yet; 0 once the capture waits for nothing but its device.
-    cell: where it stands in the journal, 0 where it does not.
+    cell: where it stands in the journal, as words; None where it does not.
     """
 
     descriptor: Descriptor
@@ -31,4 +33,4 @@ class Capture(msgspec.Struct, eq=False):
     sent: bool = False
     budgeted: int = 0
     thread: int = 0
-    cell: int = 0
+    cell: Any = None

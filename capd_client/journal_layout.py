@@ -2,9 +2,14 @@
 
 The journal stands behind the counter page, in front of the slots: small cells, large cells, definitions. All of it is
 sparse memory, of which only what was used takes pages. Words of the counter page say how much there is and how much
-was ever used, so that a reader never looks at the rest. A cell holds one message-packed descriptor from its front,
-and in its last 8 bytes its commit word, written behind the descriptor and set to 0 before the cell's slot is given to
-anybody else. A definition is its commit word, then one DEF message, padded to 8 bytes; they are only ever added.
+was ever used, so that a reader never looks at the rest. A cell holds one descriptor from its front, and in its last 8
+bytes its commit word, written behind the descriptor and set to 0 before the cell's slot is given to anybody else.
+
+The descriptor is message-packed, or, of a usual capture, in words: sequence, offset, size, key id, iteration,
+micro-batch, call, attempt, time, and the shape. The commit word's low half says which: the bytes of a message-packed
+one, or USUAL with flags and the number of axes. Its high half is the sequence's low one.
+
+A definition is its commit word, then one DEF message, padded to 8 bytes; they are only ever added.
 """
 
 from __future__ import annotations
@@ -16,8 +21,9 @@ from capd_client.counter_page import PAGE_NBYTES
 
 __all__ = [
     "CELL_NBYTES", "DEFINITIONS_NBYTES", "JOURNAL_CELLS", "JOURNAL_DEFINED_NBYTES", "JOURNAL_LARGE", "JOURNAL_START",
-    "JOURNAL_USED_CELLS", "JOURNAL_USED_LARGE", "LARGE_NBYTES", "MAX_CELLS", "MAX_LARGE", "STEP_NBYTES",
-    "WORD_NBYTES",
+    "JOURNAL_USED_CELLS", "JOURNAL_USED_LARGE", "LARGE_NBYTES", "MAX_CELLS", "MAX_LARGE", "MAX_USUAL_NDIM",
+    "STEP_NBYTES", "USUAL", "USUAL_IS_LEAF", "USUAL_NDIM", "USUAL_NO_PAYLOAD", "USUAL_REQUIRES_GRAD",
+    "USUAL_STATISTICS", "USUAL_WORDS", "WORD_NBYTES",
     "JournalLayout", "cell_word", "commit_word", "layout_for", "padded", "word_fits",
 ]  # fmt: skip
 
@@ -31,6 +37,14 @@ DEFINITIONS_NBYTES = 64 << 20  # what one connection may define (`capd.server.se
 MIN_CELLS, MAX_CELLS = 4096, 1 << 20
 MIN_LARGE, MAX_LARGE = 64, 4096
 _NBYTES_PER_CELL = 1024  # of slots
+
+# The low half of a usual capture's commit word. No message-packed descriptor is so long.
+USUAL = 1 << 31
+USUAL_NDIM = 0xFF  # the bits that hold the number of axes
+USUAL_REQUIRES_GRAD, USUAL_IS_LEAF, USUAL_STATISTICS, USUAL_NO_PAYLOAD = 1 << 8, 1 << 9, 1 << 10, 1 << 11
+USUAL_WORDS = 9  # before those of the shape
+MAX_USUAL_NDIM = CELL_NBYTES // WORD_NBYTES - 1 - USUAL_WORDS
+
 _CELLS_PER_LARGE = 64
 
 # Words of the counter page. JOURNAL_START: where the slots begin; 0 where the arena has no journal.

@@ -184,7 +184,7 @@ class PartedBooks(Books):
             for piece in list(self._pieces.values()):
                 self.copying = self.copying or piece.state == COPYING
                 if piece.state == READY:
-                    piece.cell = 0  # as in `Books.close`
+                    piece.cell = None  # as in `Books.close`
                 self._let_go(piece)
             return lost
 

@@ -22,6 +22,13 @@ from capd_client.device import DeviceStager
 from capd_client.device_way import DeviceWay
 from capd_client.host_copy import GIL_HELD_NBYTES, MEMMOVE_NBYTES, HostCopy, move, move_holding_gil, order_of
 from capd_client.in_flight import READY
+from capd_client.journal_layout import (
+    USUAL,
+    USUAL_IS_LEAF,
+    USUAL_NO_PAYLOAD,
+    USUAL_REQUIRES_GRAD,
+    USUAL_STATISTICS,
+)
 from capd_client.key import MAX_NDIM, Key, Moment
 from capd_client.large import stage_in_parts
 from capd_client.notices import Notices
@@ -55,6 +62,14 @@ class Stager(Describing):
     ) -> None:
         super().__init__(books, notices, payload=payload)
         self._books: Books = books
+        self._found = books.definitions.found
+        self._journal = books.journal
+        self._usual = {
+            None: USUAL if payload else USUAL | USUAL_NO_PAYLOAD,
+            "full": USUAL,
+            "stats": USUAL | USUAL_NO_PAYLOAD,
+            "both": USUAL | USUAL_STATISTICS,
+        }
         self._buffer = arena.buffer
         self._host = HostCopy(arena.buffer, arena.address)
         self._small_nbytes = min(MEMMOVE_NBYTES, books.slots.capacity)
@@ -87,8 +102,10 @@ class Stager(Describing):
             and not is_tracing()  # in which numbers of elements are tensors
         ):
             dtype = tensor.dtype if cast_to is None else cast_to
-            definition = self._books.definitions.found.get((id(key), dtype, id(attributes)))
-            if definition is not None and self._stage_known(tensor, dtype, definition, moment, store):
+            definition = self._found.get((id(key), dtype, id(attributes)))
+            if definition is not None and self._stage_known(
+                tensor, dtype, cast_to, definition, moment, store
+            ):
                 return
         super().stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable, store)
 
@@ -96,6 +113,7 @@ class Stager(Describing):
         self,
         tensor: torch.Tensor,
         dtype: torch.dtype,
+        cast_to: Optional[torch.dtype],
         definition: Definition,
         moment: Moment,
         store: Optional[str],
@@ -105,19 +123,23 @@ class Stager(Describing):
         A freed storage has its data at null, so the tensor's data pointer is its offset and nothing more.
         """
         try:
-            address, nbytes, shape = tensor.data_ptr(), tensor.numel() * definition.item_nbytes, tensor.shape
+            address, shape, size = tensor.data_ptr(), tensor.shape, definition.item_nbytes
+            nbytes = tensor.nbytes if size and cast_to is None else tensor.numel() * size
             freed = address < _NO_OFFSET and address == tensor.storage_offset() * tensor.element_size()
             contiguous = tensor.is_contiguous()
             order = None if contiguous else order_of(shape, tensor.stride())
-            movable = tensor.dtype is dtype and (contiguous or order is not None) and not tensor.is_neg()
+            same = cast_to is None or tensor.dtype is cast_to
+            movable = same and (contiguous or order is not None) and not tensor.is_neg()
         except (RuntimeError, NotImplementedError):  # not dense, or inside a function transform
             return False
         if freed or not 0 < nbytes <= self._small_nbytes or len(shape) > MAX_NDIM:
             return False
         if not movable and (tensor.dtype not in DTYPES or modes_active()):
             return False
+        differentiable = tensor.requires_grad  # what is not is a leaf: asking torch takes time
+        is_leaf = not differentiable or tensor.is_leaf
         descriptor = self._describe[store](
-            0, 0, nbytes, definition.id, shape, moment, "cpu", tensor.requires_grad, tensor.is_leaf
+            0, 0, nbytes, definition.id, shape, moment, "cpu", differentiable, is_leaf
         )
         try:
             capture = self._books.admit(definition, descriptor)
@@ -134,7 +156,11 @@ class Stager(Describing):
                 copy(self._address + descriptor.offset, address, nbytes)
             else:
                 self._fill(tensor, dtype, descriptor)
-            self._books.journal.keep(capture)
+            if order is None and row_offset is None:
+                flags = differentiable * USUAL_REQUIRES_GRAD | is_leaf * USUAL_IS_LEAF | self._usual[store]
+                self._journal.keep_usual(capture, shape, moment, flags)
+            else:
+                self._journal.keep(capture)
             capture.state = READY
         except BaseException as error:
             self._books.break_off(descriptor, error)
@@ -168,7 +194,7 @@ class Stager(Describing):
                 self._keep_statistics(source, dtype, descriptor.row_offset)
             else:
                 self._fill(source, dtype, descriptor)
-            self._books.journal.keep(capture)
+            self._journal.keep(capture)
             capture.state = READY
         except BaseException as error:
             self._books.break_off(descriptor, error)

@@ -27,12 +27,21 @@ from capd_client.journal_layout import (
     LARGE_NBYTES,
     MAX_CELLS,
     MAX_LARGE,
+    MAX_USUAL_NDIM,
+    USUAL,
+    USUAL_IS_LEAF,
+    USUAL_NDIM,
+    USUAL_NO_PAYLOAD,
+    USUAL_REQUIRES_GRAD,
+    USUAL_STATISTICS,
+    USUAL_WORDS,
     WORD_NBYTES,
     JournalLayout,
     cell_word,
     padded,
     word_fits,
 )
+from capd_client.key import Moment
 from capd_client.protocol import MAX_BATCH, MAX_FRAME_NBYTES, Define, Descriptor, decode_client
 
 __all__ = ["Found", "Journal"]
@@ -41,6 +50,7 @@ _BLOCK_NBYTES = 2 * MAX_FRAME_NBYTES  # so that every definition is whole in one
 _LENGTH = (1 << 32) - 1
 
 _descriptors = msgspec.msgpack.Decoder(Descriptor)
+_encode = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +158,39 @@ class Journal:
 def _decoded(cell: bytes) -> Descriptor | None:
     """The descriptor in a cell; None where it is torn, or no descriptor."""
     word = int.from_bytes(cell[-WORD_NBYTES:], sys.byteorder)
-    data = cell[: min(word & _LENGTH, len(cell) - WORD_NBYTES)]
+    length = word & _LENGTH
+    data = _usual(cell, length) if length & USUAL else cell[: min(length, len(cell) - WORD_NBYTES)]
     if not data:
         return None
     try:
         item = _descriptors.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    return item if word == cell_word(len(data), item.sequence) else None
+    return item if word == cell_word(length, item.sequence) else None
+
+
+def _usual(cell: bytes, flags: int) -> bytes:
+    """A usual capture's words as a message-packed descriptor, whose decoding checks every number."""
+    ndim = flags & USUAL_NDIM
+    if ndim > MAX_USUAL_NDIM:
+        return b""
+    words = np.frombuffer(cell, dtype=np.uint64)[: USUAL_WORDS + ndim].tolist()
+    sequence, offset, nbytes, key_id, iteration, micro_batch, call, attempt, time_ns, *shape = words
+    moment = Moment(iteration, micro_batch, call, attempt=attempt, time_ns=time_ns)
+    return _encode(
+        Descriptor(
+            sequence,
+            offset,
+            nbytes,
+            key_id,
+            tuple(shape),
+            moment,
+            requires_grad=bool(flags & USUAL_REQUIRES_GRAD),
+            is_leaf=bool(flags & USUAL_IS_LEAF),
+            payload=not flags & USUAL_NO_PAYLOAD,
+            statistics=bool(flags & USUAL_STATISTICS),
+        )
+    )
 
 
 def _frame(block: bytes, at: int) -> bytes | None:

@@ -10,6 +10,8 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from capd.server.arena import Arena
 from capd.server.jobs import Job
@@ -22,7 +24,7 @@ from capd_client.books import Books
 from capd_client.counter_page import DropReason
 from capd_client.counting import Counters
 from capd_client.definitions import Definition
-from capd_client.in_flight import Capture
+from capd_client.in_flight import READY, Capture
 from capd_client.journal_layout import (
     CELL_NBYTES,
     JOURNAL_CELLS,
@@ -31,7 +33,11 @@ from capd_client.journal_layout import (
     JOURNAL_START,
     JOURNAL_USED_CELLS,
     JOURNAL_USED_LARGE,
-    LARGE_NBYTES,
+    USUAL,
+    USUAL_IS_LEAF,
+    USUAL_NO_PAYLOAD,
+    USUAL_REQUIRES_GRAD,
+    USUAL_STATISTICS,
     WORD_NBYTES,
     cell_word,
 )
@@ -59,14 +65,19 @@ class Both:
     def definition(self) -> Definition:
         return self.books.define(KEY, torch.float32, None)
 
-    def capture(self, *, ready: bool = True, metadata: bytes = b"", key: Key = KEY) -> Capture:
+    def capture(
+        self, *, ready: bool = True, metadata: bytes = b"", key: Key = KEY, usual: bool = False
+    ) -> Capture:
         """What `Stager` does, with bytes that tell captures apart."""
         definition = self.books.define(key, torch.float32, None)
         descriptor = Descriptor(0, 0, NBYTES, definition.id, (NBYTES // 4,), Moment(), metadata=metadata)
         capture = self.books.admit(definition, descriptor)
         assert capture is not None
         self.write(descriptor)
-        if ready:
+        if usual:
+            self.books.journal.keep_usual(capture, descriptor.shape, descriptor.moment, USUAL)
+            capture.state = READY
+        elif ready:
             self.books.ready(capture)
         return capture
 
@@ -233,21 +244,73 @@ def test_where_no_cell_is_free_captures_go_on(make: Callable[..., Both]) -> None
 # What a rank may have left there
 
 
-@pytest.mark.parametrize("large", [False, True])
-def test_a_cell_that_was_torn_at_any_byte_is_left_out(make: Callable[..., Both], large: bool) -> None:
+@pytest.mark.parametrize("kind", ["small", "large", "usual"])
+def test_a_cell_that_was_torn_at_any_byte_is_left_out(make: Callable[..., Both], kind: str) -> None:
     both = make()
-    metadata = b'{"a": "' + b"x" * 200 + b'"}' if large else b""
-    torn = both.capture(metadata=metadata)
-    memory, size = memoryview(both.arena.buffer).cast("B"), LARGE_NBYTES if large else CELL_NBYTES
-    whole = bytes(memory[torn.cell : torn.cell + size])
+    metadata = b'{"a": "' + b"x" * 200 + b'"}' if kind == "large" else b""
+    torn = both.capture(metadata=metadata, usual=kind == "usual")
+    memory = torn.cell.cast("B")
+    whole, size = bytes(memory), len(memory)
     length = int.from_bytes(whole[-WORD_NBYTES:], "little") & 0xFFFF_FFFF
+    if kind == "usual":  # without its commit word it is nothing, which is written last
+        length = 0
     journal = both.seen.journal()
     assert journal is not None
     for cut in (*range(length), *range(size - WORD_NBYTES, size)):
-        memory[torn.cell : torn.cell + size] = whole[:cut] + bytes(size - cut)
-        if bytes(memory[torn.cell : torn.cell + size]) != whole:
+        memory[:] = whole[:cut] + bytes(size - cut)
+        if bytes(memory) != whole:
             assert list(journal.batches(journal.find())) == [], cut
-    memory[torn.cell : torn.cell + size] = whole
+    memory[:] = whole
+    assert both.die() == [1]
+
+
+_numbers = st.sampled_from([0, 1, 7, 2**31, 2**32, 2**63 - 1])
+_index = st.none() | _numbers
+_moments = st.builds(Moment, *[_numbers] * 3, *[_index] * 3, _numbers, _numbers, st.booleans())
+
+
+@settings(deadline=None)
+@given(_moments, st.lists(st.integers(0, 2**40), max_size=8), *[st.booleans()] * 4)
+def test_a_usual_capture_is_kept_as_it_is_described(
+    moment: Moment, shape: list[int], grad: bool, leaf: bool, both_kinds: bool, payload: bool
+) -> None:
+    arena, counters = ClientArena(1 << 16), Counters()
+    books = Books(SlotAllocator(0, 1 << 20), counters)
+    try:
+        counters.attach(arena.words)
+        books.journal.attach(arena.buffer, arena.layout)
+        flags = grad * USUAL_REQUIRES_GRAD | leaf * USUAL_IS_LEAF | both_kinds * USUAL_STATISTICS
+        told = Descriptor(
+            2**40 + 5, 2**35, 2**34, 17, tuple(shape), moment, "cpu", grad, leaf, payload=payload, statistics=both_kinds
+        )  # fmt: skip
+        capture = Capture(told, None, (0, 0, None))  # type: ignore[arg-type]
+        books.journal.keep_usual(
+            capture, told.shape, moment, USUAL | flags | (not payload) * USUAL_NO_PAYLOAD
+        )
+        journal = Arena(arena.fd, arena.nbytes).journal()
+        assert journal is not None
+        assert list(journal.batches(journal.find())) == [[told]]
+    finally:
+        arena.words.release()
+        arena.close()
+
+
+def test_a_usual_cell_with_numbers_that_cannot_be_is_left_out(make: Callable[..., Both]) -> None:
+    both = make()
+    cell = both.capture(usual=True).cell
+    whole = cell.tolist()
+    journal = both.seen.journal()
+    assert journal is not None
+    for word, value in [(0, 2**32 + 1), (3, 2**40), (4, 2**63), (5, 2**64 - 1), (9, 2**63)]:
+        cell[word] = value
+        assert [
+            item for batch in journal.batches(journal.find()) for item in batch if item.sequence == 1
+        ] == []
+        cell[word] = whole[word]
+    for ndim in (7, 255):
+        cell[-1] = whole[-1] | ndim
+        assert list(journal.batches(journal.find())) == []
+    cell[-1] = whole[-1]
     assert both.die() == [1]
 
 
