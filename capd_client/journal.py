@@ -42,7 +42,6 @@ __all__ = ["Journal"]
 _ROOM = CELL_NBYTES - WORD_NBYTES
 _LARGE_ROOM = LARGE_NBYTES - WORD_NBYTES
 _AT_ONCE = 64  # cells that are brought into use together
-_SEQUENCE = 0xFFFF_FFFF
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -155,7 +154,7 @@ class Journal:
             cell = found
         capture.cell = cell
         descriptor = capture.descriptor
-        cell[0] = sequence = descriptor.sequence
+        cell[0] = descriptor.sequence
         cell[1] = descriptor.offset
         cell[2] = descriptor.nbytes
         cell[3] = descriptor.key_id
@@ -168,7 +167,7 @@ class Journal:
         for size in shape:
             cell[axis] = size
             axis += 1
-        cell[-1] = flags | len(shape) | (sequence & _SEQUENCE) << 32  # last
+        cell[-1] = flags | len(shape)  # last
         if capture.state != COPYING:  # as above
             self.clear(capture)
 
@@ -185,9 +184,3 @@ class Journal:
     def lasting(self) -> list[tuple[int, int]]:
         """Offsets and sizes of what stays while nothing is in flight: the counter page, and the definitions."""
         return [(0, PAGE_NBYTES), (self._layout.definitions_at, self._defined_nbytes)]
-
-    @property
-    def cells(self) -> tuple[int, int]:
-        """Small and large cells in use."""
-        small, large = self._small, self._large
-        return small.used - len(small.free), large.used - len(large.free)

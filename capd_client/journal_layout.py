@@ -6,8 +6,8 @@ was ever used, so that a reader never looks at the rest. A cell holds one descri
 bytes its commit word, written behind the descriptor and set to 0 before the cell's slot is given to anybody else.
 
 The descriptor is message-packed, or, of a usual capture, in words: sequence, offset, size, key id, iteration,
-micro-batch, call, attempt, time, and the shape. The commit word's low half says which: the bytes of a message-packed
-one, or USUAL with flags and the number of axes. Its high half is the sequence's low one.
+micro-batch, call, attempt, time, and the shape. The commit word says which. Of a message-packed one its low half is the
+length, its high half the low half of the sequence. Of a usual one it is USUAL with flags and the number of axes.
 
 A definition is its commit word, then one DEF message, padded to 8 bytes; they are only ever added.
 """
@@ -38,8 +38,8 @@ MIN_CELLS, MAX_CELLS = 4096, 1 << 20
 MIN_LARGE, MAX_LARGE = 64, 4096
 _NBYTES_PER_CELL = 1024  # of slots
 
-# The low half of a usual capture's commit word. No message-packed descriptor is so long.
-USUAL = 1 << 31
+# A usual capture's commit word. No message-packed descriptor is so long. Python is fastest with numbers below 2^30.
+USUAL = 1 << 28
 USUAL_NDIM = 0xFF  # the bits that hold the number of axes
 USUAL_REQUIRES_GRAD, USUAL_IS_LEAF, USUAL_STATISTICS, USUAL_NO_PAYLOAD = 1 << 8, 1 << 9, 1 << 10, 1 << 11
 USUAL_WORDS = 9  # before those of the shape

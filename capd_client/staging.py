@@ -157,7 +157,11 @@ class Stager(Describing):
             else:
                 self._fill(tensor, dtype, descriptor)
             if order is None and row_offset is None:
-                flags = differentiable * USUAL_REQUIRES_GRAD | is_leaf * USUAL_IS_LEAF | self._usual[store]
+                flags = self._usual[store]
+                if differentiable:
+                    flags |= USUAL_REQUIRES_GRAD
+                if is_leaf:
+                    flags |= USUAL_IS_LEAF
                 self._journal.keep_usual(capture, shape, moment, flags)
             else:
                 self._journal.keep(capture)

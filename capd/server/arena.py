@@ -28,6 +28,7 @@ from capd_client.counter_page import (
     DROP_REASONS,
     PAGE_NBYTES,
 )
+from capd_client.journal_layout import JOURNAL_START
 
 __all__ = ["MAX_ARENA_NBYTES", "Arena"]
 
@@ -65,6 +66,11 @@ class Arena:
     def slice(self, offset: int, nbytes: int) -> memoryview:
         """Read-only bytes of one capture; keeps the mapping alive. The caller has checked the range."""
         return self._bytes[offset : offset + nbytes] if nbytes else memoryview(b"")
+
+    def fills_up(self, offset: int) -> bool:
+        """Whether a slot at `offset` says that little room is left: slots are taken from the front."""
+        first = min(self._words[JOURNAL_START], self.nbytes)
+        return offset > first + (self.nbytes - first) // 4
 
     def journal(self) -> Journal | None:
         """The rank's journal as its counter page tells of it; None where there is none, or none that is possible."""

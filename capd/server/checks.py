@@ -53,10 +53,12 @@ def descriptor_problem(item: Descriptor, define: Define | None, arena_nbytes: in
     item_nbytes = ITEM_NBYTES.get(define.dtype)
     if item_nbytes is None:
         return f"dtype {define.dtype[:64]!r} is not one this daemon stores"
+    elements = math.prod(item.shape)
     # An empty tensor has no bytes, but its other extents still become chunks and indices.
-    if math.prod(max(1, extent) for extent in item.shape) * item_nbytes > MAX_ARENA_NBYTES:
+    extents = elements or math.prod(max(1, extent) for extent in item.shape)
+    if extents * item_nbytes > MAX_ARENA_NBYTES:
         return f"shape {item.shape} of {define.dtype} is larger than any arena ({MAX_ARENA_NBYTES} bytes)"
-    expected = math.prod(item.shape) * item_nbytes if item.payload or item.row_offset is None else 0
+    expected = elements * item_nbytes if item.payload or item.row_offset is None else 0
     if item.record_nbytes != expected:
         return f"shape {item.shape} of {define.dtype} has {expected} bytes, not {item.record_nbytes}"
     problem = _part_problem(item, item.part) if item.part is not None else None

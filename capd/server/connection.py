@@ -106,7 +106,6 @@ class _RankConnection:
         self._rank = rank
         self._ordinal = hello.connection
         self._name = f"rank {hello.rank}"
-        self._pressing_offset = hello.arena_nbytes // 4
         try:
             peer.send(self._welcome())  # before the sender exists: nothing may come before it
             take = partial(rank.take_replies, hello.connection)  # not through self: that would be a cycle
@@ -174,8 +173,8 @@ class _RankConnection:
         current = True
         if isinstance(message, Put):
             current = rank.put(ordinal, message)
-            if any(item.offset > self._pressing_offset for item in message.items):
-                self._context.hurry()  # slots are taken from the front: its arena fills up
+            if rank.is_pressed(message.items):
+                self._context.hurry()
             self._hold_back()
         elif isinstance(message, Define):
             nbytes = self._peer.received_nbytes

@@ -158,15 +158,15 @@ class Journal:
 def _decoded(cell: bytes) -> Descriptor | None:
     """The descriptor in a cell; None where it is torn, or no descriptor."""
     word = int.from_bytes(cell[-WORD_NBYTES:], sys.byteorder)
-    length = word & _LENGTH
-    data = _usual(cell, length) if length & USUAL else cell[: min(length, len(cell) - WORD_NBYTES)]
+    usual, length = word & USUAL and not word >> 32, word & _LENGTH
+    data = _usual(cell, length) if usual else cell[: min(length, len(cell) - WORD_NBYTES)]
     if not data:
         return None
     try:
         item = _descriptors.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    return item if word == cell_word(length, item.sequence) else None
+    return item if usual or word == cell_word(len(data), item.sequence) else None
 
 
 def _usual(cell: bytes, flags: int) -> bytes:

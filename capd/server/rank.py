@@ -23,7 +23,7 @@ from capd.server.session import Phase, Session
 from capd.server.steering import RunSteering
 from capd.store.catalog_read import SessionRow
 from capd_client.counter_page import DropReason
-from capd_client.protocol import DaemonMessage, Hello, Put, Reject
+from capd_client.protocol import DaemonMessage, Descriptor, Hello, Put, Reject
 
 __all__ = ["MAX_IN_WORK_NBYTES", "RankSession"]
 
@@ -121,6 +121,11 @@ class RankSession:
             for record in abandoned:
                 self._forget(self.client, record)
         return True
+
+    def is_pressed(self, items: Sequence[Descriptor]) -> bool:
+        """Whether these show that the rank's arena fills up."""
+        arena = self._arena
+        return arena is not None and any(arena.fills_up(item.offset) for item in items)
 
     def tell(self, connection: int, act: Callable[[Session], None]) -> bool:
         """Apply `act` to the state; False when another connection took over."""

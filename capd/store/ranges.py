@@ -24,6 +24,9 @@ class RangeSet:
         at = bisect_right(self._firsts, number) - 1
         return at >= 0 and number <= self._lasts[at]
 
+    def __bool__(self) -> bool:
+        return bool(self._firsts)
+
     def __len__(self) -> int:
         return sum(last - first + 1 for first, last in zip(self._firsts, self._lasts, strict=True))
 

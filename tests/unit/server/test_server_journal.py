@@ -33,6 +33,7 @@ from capd_client.journal_layout import (
     JOURNAL_START,
     JOURNAL_USED_CELLS,
     JOURNAL_USED_LARGE,
+    LARGE_NBYTES,
     USUAL,
     USUAL_IS_LEAF,
     USUAL_NO_PAYLOAD,
@@ -64,6 +65,16 @@ class Both:
     @property
     def definition(self) -> Definition:
         return self.books.define(KEY, torch.float32, None)
+
+    @property
+    def cells(self) -> tuple[int, int]:
+        """How many small and large ones hold a descriptor."""
+        layout, memory = self.arena.layout, memoryview(self.arena.buffer).cast("B")
+        small = memory[layout.cells_at : layout.large_at].cast("Q")[CELL_NBYTES // 8 - 1 :: CELL_NBYTES // 8]
+        large = memory[layout.large_at : layout.definitions_at].cast("Q")[
+            LARGE_NBYTES // 8 - 1 :: LARGE_NBYTES // 8
+        ]
+        return sum(map(bool, small)), sum(map(bool, large))
 
     def capture(
         self, *, ready: bool = True, metadata: bytes = b"", key: Key = KEY, usual: bool = False
@@ -143,10 +154,10 @@ def test_a_capture_that_is_settled_leaves_no_cell(make: Callable[..., Both]) -> 
     both = make()
     for metadata in (b"", b'{"a": "' + b"x" * 3000 + b'"}') * 3:
         both.capture(metadata=metadata)
-    assert both.books.journal.cells == (3, 3)
+    assert both.cells == (3, 3)
     for capture in both.books.next_batch(64):
         both.books.acknowledged([(capture.descriptor.sequence, capture.descriptor.sequence)])
-    assert both.books.journal.cells == (0, 0)
+    assert both.cells == (0, 0)
     assert both.die() == []
 
 
@@ -235,10 +246,24 @@ def test_where_no_cell_is_free_captures_go_on(make: Callable[..., Both]) -> None
     room = both.arena.layout.cells
     for _ in range(room + 10):
         both.capture()
-    assert both.books.journal.cells == (room, 0)
+    assert both.cells == (room, 0)
     both.books.next_batch(5)
     both.books.acknowledged([(1, 5)])
     assert both.capture().cell
+
+
+def test_an_arena_fills_up_where_a_quarter_of_its_slots_is_taken_wherever_they_begin(
+    make: Callable[..., Both],
+) -> None:
+    both = make()
+    start, quarter = both.arena.start, (both.arena.nbytes - both.arena.start) // 4
+    assert start > both.arena.nbytes // 4
+    assert [both.seen.fills_up(at) for at in (start, start + quarter, start + quarter + 64)] == [
+        False,
+        False,
+        True,
+    ]
+    assert not both.rank.is_pressed([both.capture().descriptor])
 
 
 # What a rank may have left there
