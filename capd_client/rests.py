@@ -1,6 +1,6 @@
 """How long the client thread rests: every round costs the job 200 to 350 µs, and the daemon more for each message.
 
-25 ms while nobody waits and at most an eighth of the arena is taken: what comes meanwhile goes out together, and a
+50 ms while nobody waits and at most an eighth of the arena is taken: what comes meanwhile goes out together, and a
 capture that takes more than this eighth ends the rest. While at least half of the arena is free, as long as the daemon
 needs for a tenth of it, 5 ms at least. With devices 5 ms. 1 ms otherwise, and twice as long after each round that had
 nothing to do.
@@ -17,7 +17,7 @@ __all__ = ["EASY_TICK_S", "IDLE_TICK_S", "TICK_S", "Rests"]
 
 TICK_S = 0.001
 EASY_TICK_S = 0.005
-IDLE_TICK_S = 0.025
+IDLE_TICK_S = 0.05
 _TAKEN_PER_S = 1e9  # bytes: no daemon takes more from one rank
 
 
