@@ -89,10 +89,8 @@ class Context:
         self.on_iteration: Callable[[int], None] = lambda _: None  # it begins: nothing of it is captured yet
         self.on_endless: Callable[[str], None] = lambda _: None  # it seems to have no end, for that reason
         self._ordinals: OrderedDict[tuple[int, int], dict[object, count[int]]] = OrderedDict()
-        self._counting: tuple[tuple[int, int], dict[object, count[int]]] = (
-            (-1, -1),
-            {},
-        )  # of these, the last
+        # Of these, the last: its moment, and its counters.
+        self._counting: tuple[tuple[int, int], dict[object, count[int]]] = ((-1, -1), {})
 
     @property
     def rank(self) -> int:

@@ -112,9 +112,8 @@ class Entrance(Accounts):
         if queued:
             self._queue += (capture,)
         slab = capture.slot[2]
-        if (
-            slab is None or slab.live == 1
-        ) and self.slots.free_nbytes < self._calm_nbytes:  # it took an extent
+        took_extent = slab is None or slab.live == 1
+        if took_extent and self.slots.free_nbytes < self._calm_nbytes:
             self.waiting.on_begin()
         return capture
 

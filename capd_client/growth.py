@@ -86,6 +86,7 @@ class Growth:
                 with self._books.lock:
                     if unlocked and self._is_idle():
                         self._arena.replace(self._books.journal.lasting, lambda fd: link.greet(fd, hello))
+                        self._books.journal.restart()
                         replaced = True
         except (ArenaError, OSError):
             pass  # as it was; a daemon that has the HELLO already is told so by the next one

@@ -77,6 +77,11 @@ class _Cells:
                 self.used = self._words[self._used_word] = used + more
                 self.free += cells
 
+    def restart(self) -> None:
+        """Begin with the first cell: the views of many would stay for the life of the job."""
+        self.free.clear()
+        self.used = self._words[self._used_word] = 0
+
 
 class Journal:
     """The cells and definitions of one arena; of none until `attach`. lock: the books'."""
@@ -109,6 +114,11 @@ class Journal:
     def close(self) -> None:
         """Write nothing any more. What stands there stays, for the daemon."""
         self._open = False
+
+    def restart(self) -> None:
+        """Forget all cells, which nothing is in. With the lock held."""
+        for cells in (self._small, self._large):
+            cells.restart()
 
     def define(self, define: Define) -> None:
         """Add a definition, before the first capture that names it."""

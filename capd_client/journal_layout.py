@@ -31,7 +31,7 @@ STEP_NBYTES = (
     32 << 20
 )  # slots get their pages, and are page-locked, in multiples of this; so they begin at one
 WORD_NBYTES = 8
-CELL_NBYTES = 128  # a descriptor takes 40 to 90 bytes
+CELL_NBYTES = 128  # a message-packed descriptor takes 40 to 90 bytes
 LARGE_NBYTES = 8192  # one with as much metadata as there may be takes less than 5 KiB
 DEFINITIONS_NBYTES = 64 << 20  # what one connection may define (`capd.server.session.MAX_DEFINE_NBYTES`)
 MIN_CELLS, MAX_CELLS = 4096, 1 << 20

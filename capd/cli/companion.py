@@ -242,8 +242,8 @@ def summary(run: RunStats) -> list[str]:
         + (f", left out {human_count(chosen)}" if chosen else ""),
     ]
     for end in sorted({session.end for session in run.sessions if session.killed}):
-        ranks = [str(session.rank) for session in run.sessions if session.end == end]
-        who = f"ranks {', '.join(ranks)} were" if len(ranks) > 1 else f"rank {ranks[0]} was"
+        ranks = sorted({session.rank for session in run.sessions if session.end == end})
+        who = f"ranks {', '.join(map(str, ranks))} were" if len(ranks) > 1 else f"rank {ranks[0]} was"
         lines.append(f"{who} killed by {end}")
     if run.in_flight:
         lines.append(f"{human_count(run.in_flight)} captures are still in flight: a rank is alive")

@@ -13,6 +13,7 @@ import time
 __all__ = ["RETURN_S", "OtherProcess", "RankProcess", "has_ended", "how_ended"]
 
 RETURN_S = 60.0  # a rank that lost its connection knocks again every 2 s
+_COLLECTED_S = 5.0
 
 # Linux 6.15, include/uapi/linux/pidfd.h: a mask of what is asked and answered, the process's ids, its wait status.
 _PIDFD_INFO = struct.Struct("=Q52xi")
@@ -27,10 +28,10 @@ def has_ended(handle: int) -> bool:
     return bool(poll.poll(0))
 
 
-def how_ended(handle: int) -> str:
-    """How the process of a pidfd ended: "SIGKILL", "exit code 3"; "" where that is not known.
+def how_ended(handle: int) -> str | None:
+    """How the process of a pidfd ended: "SIGKILL", "exit code 3".
 
-    Kernels tell since Linux 6.15, once the parent has collected the exit code.
+    None: its parent has not collected the exit code. "": the kernel does not tell (before Linux 6.15).
     """
     info = bytearray(_PIDFD_INFO.size)
     _PIDFD_INFO.pack_into(info, 0, _PIDFD_INFO_EXIT, 0)
@@ -40,7 +41,7 @@ def how_ended(handle: int) -> str:
         return ""
     mask, status = _PIDFD_INFO.unpack(info)
     if not mask & _PIDFD_INFO_EXIT:
-        return ""
+        return None
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return f"exit code {code}"
@@ -105,7 +106,14 @@ class RankProcess:
     @property
     def end(self) -> str:
         """How the process ended, as `how_ended` says it; "" where that is not known."""
-        return "" if self._handle is None else how_ended(self._handle)
+        return "" if self._handle is None else how_ended(self._handle) or ""
+
+    @property
+    def may_tell(self) -> bool:
+        """Whether it may soon be known how the process ended: a launcher collects exit codes now and then."""
+        if self._handle is None or time.monotonic() - self.lost_at > _COLLECTED_S:
+            return False
+        return how_ended(self._handle) is None
 
     def is_given_up(self, grace_s: float | None, return_s: float) -> bool:
         """Whether a rank without a connection counts as gone.

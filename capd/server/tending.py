@@ -38,7 +38,8 @@ class Tending:
             rank.check_process(grace_s=0.0, return_s=0.0)
         for client, rank in list(run.ranks.items()):
             rank.check_process(grace_s=self._idle_seal_s)
-            if not self._keeper.update(rank, now):
+            end_is_open = rank.died and rank.process.may_tell  # asked first: what is saved then has it
+            if not self._keeper.update(rank, now) or end_is_open:
                 continue
             with self._lock:  # under which a connection may bring it back
                 if rank.at_rest:

@@ -241,6 +241,23 @@ def test_parts_of_a_record_that_is_whole_are_taken_and_of_one_that_is_not_forgot
     assert (row.offered, row.committed, row.dropped) == (2, 1, {"rank_died": 1})
 
 
+def test_after_a_restart_the_first_cells_are_used_again(make: Callable[..., Both]) -> None:
+    both = make()
+    text = b'{"a": "' + b"x" * 3000 + b'"}'
+    for metadata in (b"", text) * 100:
+        both.capture(metadata=metadata)
+    both.books.next_batch(200)
+    both.books.acknowledged([(1, 200)])
+    with both.books.lock:
+        both.books.journal.restart()
+    words = both.arena.words
+    assert (words[JOURNAL_USED_CELLS], words[JOURNAL_USED_LARGE]) == (0, 0)
+    for usual, metadata in ((False, b""), (False, text), (True, b"")):
+        both.capture(metadata=metadata, usual=usual)
+    assert (words[JOURNAL_USED_CELLS], words[JOURNAL_USED_LARGE]) == (64, 64)
+    assert both.die() == [201, 202, 203]
+
+
 def test_where_no_cell_is_free_captures_go_on(make: Callable[..., Both]) -> None:
     both = make()
     room = both.arena.layout.cells
