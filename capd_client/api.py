@@ -181,7 +181,7 @@ def capture(
         key = KEYS.get((names, tensor.dtype, rank)) or key_of(names, tensor.dtype, rank, current.quant_type)
         if iteration is micro_batch is sample_idx is batch_idx is sequence_idx is None:
             # A backward belongs to the iteration of its forward, also where an optimizer steps in it.
-            if not in_backward and context.dirty:
+            if not in_backward:
                 context.begin_if_dirty()
             call = context.next_call(id(key), context.iteration, context.micro_batch)
             moment = context.moment(call=call)

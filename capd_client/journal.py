@@ -157,7 +157,7 @@ class Journal:
         if capture.state != COPYING or not self._open:
             return
         try:
-            cell = self._free.pop()
+            cell = self._free.pop()  # as `take` does, without its call
         except IndexError:
             if (found := self._small.take(self._lock)) is None:
                 return

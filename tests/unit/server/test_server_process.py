@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -23,8 +23,8 @@ def start() -> Iterator[Start]:
     def begin(command: str) -> tuple[subprocess.Popen[bytes], int]:
         process = subprocess.Popen(["sh", "-c", command])
         made.append((process, os.pidfd_open(process.pid)))
-        while not has_ended(made[-1][1]):
-            time.sleep(0.001)
+        select.select([made[-1][1]], [], [])
+        assert has_ended(made[-1][1])
         if how_ended(made[-1][1]) == "":
             pytest.skip("the kernel tells how others ended since Linux 6.15")
         return made[-1]
