@@ -22,7 +22,7 @@ Index = Annotated[int, Meta(ge=0, le=MAX_INDEX)]
 Rank = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
-class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Key(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True, forbid_unknown_fields=True):
     """What a tensor is: all records with one key and one dtype make one series.
 
     quant_type: bf16, fp16, fp8, mxfp8, mxfp4, nvfp4, hifp8 or the user's own word: a label.

@@ -72,12 +72,12 @@ class DiskBudget:
         self._inode_room: int | None = None  # None: the file system has no inodes to count
         self._inode_why = ""
 
-    def refusal(self, nbytes: int, *, new_series: bool = False) -> str | None:
+    def refusal(self, nbytes: int, *, new_series: int = 0) -> str | None:
         """None if `nbytes` more may be written, else the text for the NACK, naming the limit and what to do.
 
-        new_series: the record opens a series, which takes inodes.
+        new_series: how many series open with it, which takes inodes.
         """
-        inodes = _NEW_SERIES_INODES if new_series else 0
+        inodes = _NEW_SERIES_INODES * new_series
         with self._lock:
             if time.monotonic() >= self._until:
                 self._look()

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -30,9 +30,9 @@ __all__ = [
 ]  # fmt: skip
 
 TURN_NBYTES = 1 << 20
-PAUSE_S = 0.01  # between two rounds of dispatch that find little
-PAUSE_TASKS = 64  # no longer little
-PAUSE_NBYTES = 256 << 10
+PAUSE_S = 0.05  # between two rounds of dispatch that find little
+PAUSE_TASKS = 512  # no longer little
+PAUSE_NBYTES = 2 << 20
 _TASK_NBYTES = 16 << 10  # what a record costs beside its bytes, in the time that bytes take
 
 Refusal = tuple[DropReason, str]
@@ -50,10 +50,10 @@ class Sink(Protocol):
 
 
 class DiskLimit(Protocol):
-    """Says why a record of `nbytes` may not be written."""
+    """Says why `nbytes` of records may not be written."""
 
-    def refusal(self, nbytes: int, *, new_series: bool = False) -> str | None:
-        """Text for the rank, or None. new_series: the record opens a series."""
+    def refusal(self, nbytes: int, *, new_series: int = 0) -> str | None:
+        """Text for the rank, or None. new_series: how many series open with it."""
 
 
 @dataclass(slots=True)
@@ -124,6 +124,13 @@ class Task:
         """Whether the append thread does all that is to do: a small record, of which only little must be read."""
         return self.plan is not None and self.plan.is_small and self.job.descriptor.nbytes < SMALL_NBYTES
 
+    def to_write(self) -> tuple[int, bool]:
+        """Bytes that a planned record still has to be let pass for, and whether it opens a series."""
+        job, plan = self.job, self.plan
+        assert plan is not None  # noqa: S101 - it is planned
+        copies = 0 if job.budgeted else 2 if plan.is_small else 1  # in the log first, then in a shard
+        return job.kept_nbytes * copies, plan.series is None
+
 
 class Booked:
     """Raw bytes between arena and disk; `take` waits until there is room (an oversized chunk passes alone)."""
@@ -191,8 +198,9 @@ class Lanes:
             self._hurried = True
             self._changed.notify()
 
-    def get(self, limit: int) -> list[Task]:
-        """The next tasks, at most `limit`, waiting for one; empty once the lanes are closed and empty.
+    def get(self, limit: int = PAUSE_TASKS) -> list[Task]:
+        """The next tasks, waiting for one; empty once the lanes are closed and empty. At most `limit`, and none behind
+        PAUSE_NBYTES: however long these take, who comes meanwhile waits for them.
 
         What is taken within PAUSE_S of the last tasks waits for the rest of this time, if it is little and nobody is
         in a hurry: of many ranks that trickle, each would have its records written alone.
@@ -202,7 +210,11 @@ class Lanes:
             self._pausing = True
             self._changed.wait_for(self._presses, self._next_round - self._clock())
             self._pausing = False
-            tasks = [self._next() for _ in range(min(limit, self._waiting))]
+            tasks: list[Task] = []
+            nbytes = 0
+            while self._waiting and len(tasks) < limit and nbytes < PAUSE_NBYTES:
+                tasks.append(self._next())
+                nbytes += tasks[-1].job.descriptor.nbytes
             self._hurried = self._hurried and self._waiting > 0
             self._next_round = self._clock() + PAUSE_S
             return tasks
@@ -256,10 +268,10 @@ class Tickets:
             self._last += count
             return first
 
-    def admit(self, ticket: int, nbytes: int, new_series: bool) -> None:
-        """The disk budget let this job pass."""
+    def admit(self, held: Mapping[int, tuple[int, bool]]) -> None:
+        """The disk budget let these jobs pass. held: by ticket, bytes, and whether they open a series."""
         with self._lock:
-            self._admitted[ticket] = (nbytes, new_series)
+            self._admitted.update(held)
 
     def admitted(self) -> tuple[int, int]:
         """(bytes, new series) of the jobs that the disk budget let pass and that are not written yet."""

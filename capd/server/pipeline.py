@@ -26,7 +26,7 @@ from typing import Any
 from capd.errors import StoreError
 from capd.server.appending import AppendThread
 from capd.server.gathering import GatherThread
-from capd.server.jobs import Booked, DiskLimit, Job, Lanes, Task, Tickets
+from capd.server.jobs import Booked, DiskLimit, Job, Lanes, Refusal, Task, Tickets
 from capd.server.refusals import refusal_of
 from capd.space import if_full
 from capd.store.catalog_read import SessionRow
@@ -44,8 +44,6 @@ from capd_client.counter_page import DropReason
 __all__ = ["Pipeline", "plan_of"]
 
 logger = logging.getLogger(__name__)
-
-_DISPATCH_TOGETHER = 64
 
 
 class Pipeline:
@@ -213,10 +211,10 @@ class Pipeline:
         self._lanes.put([task])
 
     def _dispatch(self) -> None:
-        while tasks := self._lanes.get(_DISPATCH_TOGETHER):
+        while tasks := self._lanes.get():
+            self._plan(tasks)
             ready: list[Task] = []
             for task in tasks:
-                self._plan(task)
                 ready.append(task)
                 if task.refusal is None and not task.is_small:
                     task.chunks = queue.SimpleQueue()
@@ -228,21 +226,32 @@ class Pipeline:
                 self._appending.inbox.put(ready)
             del tasks, task, ready  # while this thread waits, nothing may hold a dead rank's arena
 
-    def _plan(self, task: Task) -> None:
-        job = task.job
+    def _plan(self, tasks: list[Task]) -> None:
+        """Say of each task where its record goes, or why nowhere."""
+        planned: list[Task] = []
+        for task in tasks:
+            try:
+                task.plan = plan_of(self._runs[task.job.run_id], task.job)
+                planned.append(task)
+            except Exception as error:  # outermost loop of the thread: one job must not end the daemon
+                task.refusal = refusal_of(error, self._root)
+        if self._admit(planned) is not None:  # then one by one: there may be room for some
+            for task in planned:
+                if (refusal := self._admit([task])) is not None:
+                    task.refusal = refusal
+
+    def _admit(self, tasks: list[Task]) -> Refusal | None:
+        """Let all of them pass to the disk, or none, and say why."""
         try:
-            plan = plan_of(self._runs[job.run_id], job)
-            copies = 2 if plan.is_small else 1  # in the log first, then in a shard
-            nbytes = 0 if job.budgeted else job.kept_nbytes * copies
-            new_series = plan.series is None
-            refusal = self._budget.refusal(nbytes, new_series=new_series)
-            if refusal is not None:
-                task.refusal = (DropReason.DISK_FULL, refusal)
-                return
-            self._tickets.admit(task.ticket, nbytes, new_series)
-            task.plan = plan
-        except Exception as error:  # outermost loop of the thread: one job must not end the daemon
-            task.refusal = refusal_of(error, self._root)
+            held = {task.ticket: task.to_write() for task in tasks}
+            nbytes, series = sum(one for one, _ in held.values()), sum(new for _, new in held.values())
+            refusal = self._budget.refusal(nbytes, new_series=series)
+        except Exception as error:  # as above
+            return refusal_of(error, self._root)
+        if refusal is not None:
+            return DropReason.DISK_FULL, refusal
+        self._tickets.admit(held)
+        return None
 
     def _encode(self, task: Task) -> None:
         assert task.chunks is not None  # noqa: S101 - set by the caller

@@ -125,7 +125,7 @@ class RankSession:
     def is_pressed(self, items: Sequence[Descriptor]) -> bool:
         """Whether these show that the rank's arena fills up."""
         arena = self._arena
-        return arena is not None and any(arena.fills_up(item.offset) for item in items)
+        return arena is not None and arena.fills_up(max((item.offset for item in items), default=0))
 
     def tell(self, connection: int, act: Callable[[Session], None]) -> bool:
         """Apply `act` to the state; False when another connection took over."""

@@ -70,7 +70,7 @@ def capd(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
 
 
 class _Unlimited:
-    def refusal(self, nbytes: int, *, new_series: bool = False) -> str | None:
+    def refusal(self, nbytes: int, *, new_series: int = 0) -> str | None:
         return None
 
 

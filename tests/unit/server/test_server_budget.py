@@ -95,7 +95,7 @@ def on_disk(monkeypatch: pytest.MonkeyPatch, **figures: int) -> Disk:
 def admitted_series(limit: DiskBudget) -> int:
     """How many new series pass, one after the other."""
     count = 0
-    while limit.refusal(1, new_series=True) is None:
+    while limit.refusal(1, new_series=1) is None:
         count += 1
     return count
 
@@ -140,7 +140,7 @@ def test_where_nothing_is_free_the_disk_refuses_and_not_what_is_kept(
     assert str(limit.refusal(500)).startswith("the full disk refuses a record of 500 B: ")
     disk.figures |= {"free": 10**12, "inodes": 10_000, "free_inodes": 15}
     clock.now += 1.1
-    assert str(limit.refusal(1, new_series=True)).startswith(
+    assert str(limit.refusal(1, new_series=1)).startswith(
         "the full disk refuses a new series: 15 inodes free"
     )
 
@@ -186,7 +186,7 @@ def test_a_file_system_without_inodes_has_no_such_limit(
 ) -> None:
     on_disk(monkeypatch, inodes=0, free_inodes=0)
 
-    assert DiskBudget(tmp_path, None, 0.1).refusal(1, new_series=True) is None
+    assert DiskBudget(tmp_path, None, 0.1).refusal(1, new_series=1) is None
 
 
 def test_a_store_that_is_gone_or_was_made_anew_refuses(tmp_path: Path, clock: Clock) -> None:

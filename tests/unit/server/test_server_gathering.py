@@ -52,7 +52,7 @@ class Budget:
     room: int = 1 << 40
     asked: list[int] = field(default_factory=list)
 
-    def refusal(self, nbytes: int, *, new_series: bool = False) -> str | None:
+    def refusal(self, nbytes: int, *, new_series: int = 0) -> str | None:
         self.asked.append(nbytes)
         self.room -= nbytes
         return None if self.room >= 0 else "full"

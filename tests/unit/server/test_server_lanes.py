@@ -79,7 +79,9 @@ def test_one_clients_order_is_kept_and_nothing_is_lost() -> None:
     for nbytes in sizes:
         put(lanes, b"a", nbytes)
         put(lanes, b"b", nbytes)
-    tasks = [task for _ in range(3) for task in lanes.get(4)]
+    tasks: list[Task] = []
+    while len(tasks) < 2 * len(sizes):
+        tasks += lanes.get(4)
     for client in (b"a", b"b"):
         assert [task.job.descriptor.nbytes for task in tasks if task.job.client == client] == sizes
     lanes.close()
@@ -95,7 +97,7 @@ def paused(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Lanes, Future[list
     assert len(lanes.get(64)) == 1
     with ThreadPoolExecutor(1) as pool:
         try:
-            yield lanes, pool.submit(lanes.get, 128)
+            yield lanes, pool.submit(lanes.get)
         finally:
             lanes.close()
 
@@ -105,7 +107,7 @@ def test_little_of_many_ranks_waits_for_more_and_goes_on_together(
 ) -> None:
     lanes, round_ = paused
     for rank in range(PAUSE_TASKS - 1):
-        put(lanes, bytes([rank]), nbytes=16)
+        put(lanes, rank.to_bytes(2), nbytes=16)
     assert not round_.done()
     put(lanes, b"last", nbytes=16)
     assert len(round_.result(20)) == PAUSE_TASKS
@@ -116,6 +118,14 @@ def test_many_bytes_do_not_wait(paused: tuple[Lanes, Future[list[Task]]]) -> Non
     put(lanes, b"little")
     put(lanes, b"much", nbytes=PAUSE_NBYTES)
     assert len(round_.result(20)) == 2
+
+
+def test_what_comes_waits_for_one_round_of_large_records_and_no_longer() -> None:
+    lanes = Lanes()
+    put(lanes, b"large", LARGE, 4)
+    assert len(lanes.get()) == 1
+    put(lanes, b"small", SMALL)
+    assert b"small" in take(lanes, 2)
 
 
 def test_who_waits_for_an_outcome_ends_the_pause_of_what_is_queued_and_of_no_more(

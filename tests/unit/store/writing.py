@@ -24,7 +24,7 @@ CLIENT = b"0123456789abcdef"
 class NoLimit:
     """A disk budget that never refuses."""
 
-    def refusal(self, nbytes: int, *, new_series: bool = False) -> str | None:
+    def refusal(self, nbytes: int, *, new_series: int = 0) -> str | None:
         return None
 
 
