@@ -41,6 +41,8 @@ def as_index(name: str, value: Any) -> int:
 
     A tensor on a device is refused: reading it would wait for the device.
     """
+    if type(value) is int and 0 <= value <= MAX_INDEX:  # nearly always: the rest takes several times as long
+        return value
     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
         raise ConfigError(
             f"{name} is a tensor on {value.device}; pass a Python int (reading it would synchronise)"
@@ -272,6 +274,21 @@ class Context:
             self._info.attempt,
             time.time_ns(),
             recompute,
+        )
+
+    def moment_at(
+        self,
+        iteration: int,
+        micro_batch: int,
+        call: int,
+        sample_idx: Optional[int],
+        batch_idx: Optional[int],
+        sequence_idx: Optional[int],
+    ) -> Moment:
+        """Another moment of this process, stamped with the wall clock, too."""
+        attempt = self._info.attempt
+        return Moment(
+            iteration, micro_batch, call, sample_idx, batch_idx, sequence_idx, attempt, time.time_ns()
         )
 
     def next_call(self, identity: object, iteration: int, micro_batch: int) -> int:

@@ -69,7 +69,7 @@ class Entrance(Accounts):
         behind_nbytes: room in the slot behind the tensor's bytes, for its statistics row. Fills in the descriptor's
         sequence and offset. Waits for room only under policy block.
         """
-        nbytes, iteration = descriptor.nbytes + behind_nbytes, descriptor.moment.iteration
+        nbytes = descriptor.nbytes + behind_nbytes
         slot: Optional[Slot] = None
         try:
             with self.lock:
@@ -77,7 +77,7 @@ class Entrance(Accounts):
                     self._refuse(definition, descriptor, self.refusing)
                     return None
                 limited = self.step_budget.nbytes is not None
-                if limited and not self.step_budget.has_room(iteration, nbytes):
+                if limited and not self.step_budget.has_room(descriptor.moment.iteration, nbytes):
                     return self._no_room(definition, descriptor, DropReason.STEP_BUDGET)
                 slot = self.slots.take(nbytes)
                 if slot is None:
@@ -87,13 +87,14 @@ class Entrance(Accounts):
                         slot = self.waiting.take(nbytes, self.waiting.max_s)
                     if slot is None:
                         return self._no_room(definition, descriptor, self.refusing or DropReason.ARENA_FULL)
-                    if not self.step_budget.has_room(iteration, nbytes):  # others took it meanwhile
+                    # Others may have taken it meanwhile.
+                    if not self.step_budget.has_room(descriptor.moment.iteration, nbytes):
                         self.slots.give(slot)
                         slot = None
                         self.waiting.given()
                         return self._no_room(definition, descriptor, DropReason.STEP_BUDGET)
                 if limited:
-                    self.step_budget.take(iteration, nbytes)
+                    self.step_budget.take(descriptor.moment.iteration, nbytes)
                 return self._enter(Capture(descriptor, definition, slot, COPYING, False, nbytes, get_ident()))
         except BaseException:
             if slot is not None and not descriptor.sequence:

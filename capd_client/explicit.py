@@ -56,19 +56,26 @@ def key_of(
 
 def moment_of(context: Context, key: Key, overrides: tuple[Any, ...]) -> Moment:
     """The moment of a capture that gives some of MOMENT_FIELDS itself; None leaves one to the context."""
-    given = {
-        name: as_index(name, value)
+    iteration, micro_batch, sample_idx, batch_idx, sequence_idx = [
+        value if value is None else as_index(name, value)
         for name, value in zip(MOMENT_FIELDS, overrides, strict=True)
-        if value is not None
-    }
-    if "iteration" in given:
-        context.reach(given["iteration"])
+    ]
+    if iteration is not None:
+        context.reach(iteration)
     elif _graph_task() == -1:
         context.begin_if_dirty()
-    iteration = given.get("iteration", context.iteration)
-    micro_batch = given.get("micro_batch", context.micro_batch)
-    given["call"] = context.next_call(id(key), iteration, micro_batch)
-    return msgspec.structs.replace(context.moment(), **given)
+    if iteration is None:
+        iteration = context.iteration
+    if micro_batch is None:
+        micro_batch = context.micro_batch
+    return context.moment_at(
+        iteration,
+        micro_batch,
+        context.next_call(id(key), iteration, micro_batch),
+        context.sample_idx if sample_idx is None else sample_idx,
+        context.batch_idx if batch_idx is None else batch_idx,
+        context.sequence_idx if sequence_idx is None else sequence_idx,
+    )
 
 
 def metadata_text(metadata: Mapping[str, Any]) -> str:

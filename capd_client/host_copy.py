@@ -48,7 +48,8 @@ class HostCopy:
         """Put the elements of `source`, cast to `dtype`, at `offset`: `nbytes`, contiguous, C order."""
         plain = source.dtype is dtype and source.is_contiguous() and not source.is_neg()
         if plain and nbytes and (nbytes <= MEMMOVE_NBYTES or torch.get_num_threads() == 1):
-            move(self._address + offset, source.data_ptr(), nbytes)
+            copy = move_holding_gil if nbytes <= GIL_HELD_NBYTES else move
+            copy(self._address + offset, source.data_ptr(), nbytes)
         elif nbytes:
             self._copy(source.detach() if source.requires_grad else source, dtype, offset)
 

@@ -19,7 +19,8 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 _MAX_RANK = 2**31 - 1
-_world: Any = None  # torch's class that holds the default process group, once it is loaded
+_C10D = "torch.distributed.distributed_c10d"
+_groups: Any = None  # all of torch's process groups, once it is loaded
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,16 @@ class RankInfo:
 
 def distributed_ready() -> bool:
     """Whether torch.distributed has a default process group. Imports nothing; asked at every capture."""
-    group = _world or _find_world()
-    return group is not None and group.WORLD is not None
+    groups = _groups if _groups is not None else _find_groups()
+    # The dictionary first: asking for the default group takes three properties, 90 ns.
+    return bool(groups) and sys.modules[_C10D].GroupMember.WORLD is not None
 
 
-def _find_world() -> Any:
-    global _world
-    c10d = sys.modules.get("torch.distributed.distributed_c10d")
-    _world = None if c10d is None else c10d.GroupMember
-    return _world
+def _find_groups() -> Any:
+    global _groups
+    c10d = sys.modules.get(_C10D)
+    _groups = None if c10d is None else getattr(c10d, "_pg_map", True)
+    return _groups
 
 
 def find_rank(environ: Mapping[str, str] | None = None) -> RankInfo:

@@ -39,8 +39,7 @@ _MOMENT = ("iteration", "micro_batch", "call", "sample_idx", "batch_idx", "seque
 
 def reference_of(key: Key, moment: Moment) -> str:
     """The reference of what is recorded of `key` at `moment`."""
-    numbers = [(name, getattr(moment, name)) for name in _MOMENT]
-    given = [f"{name}={number}" for name, number in numbers if number is not None]
+    given = [f"{name}={number}" for name in _MOMENT if (number := getattr(moment, name)) is not None]
     if not moment.attempt:
         given.pop()  # it is the last one
     return f"{_beginning(key)}&{'&'.join(given)}"
