@@ -176,12 +176,14 @@ def capture(
             current.drop_invalid(problem, DropReason.UNSUPPORTED)
             return
         context = current.context
-        names = (tensor_name, layer_type, component, operation, phase, layer, module, stack, quant_type)
         rank = context.bind()
-        key = KEYS.get((names, tensor.dtype, rank)) or key_of(names, tensor.dtype, rank, current.quant_type)
+        names = (
+            tensor_name, layer_type, component, operation, phase, layer, module, stack, quant_type, tensor.dtype, rank
+        )  # fmt: skip
+        key = KEYS.get(names) or key_of(names, current.quant_type)
         if iteration is micro_batch is sample_idx is batch_idx is sequence_idx is None:
             # A backward belongs to the iteration of its forward, also where an optimizer steps in it.
-            if not in_backward:
+            if context.dirty and not in_backward:
                 context.begin_if_dirty()
             call = context.next_call(id(key), context.iteration, context.micro_batch)
             moment = context.moment(call=call)

@@ -72,7 +72,7 @@ class Context:
         self.batch_idx: Optional[int] = None
         self.sequence_idx: Optional[int] = None
         self._manual: set[str] = set()
-        self._dirty = True  # the iteration is to begin: it is the first, or an optimizer has stepped
+        self.dirty = True  # the iteration is to begin: it is the first, or an optimizer has stepped
         self._first = True  # no iteration has begun yet
         self._reached = -1  # the iteration that began last, or was named by a capture since
         self._fresh = True  # no root forward has run in this micro-batch yet
@@ -165,7 +165,7 @@ class Context:
             self.micro_batch = 0
             self._manual.discard("micro_batch")
             self._fresh = True
-            self._dirty = False
+            self.dirty = False
             self._offset = 0
             self._begin()
 
@@ -185,16 +185,16 @@ class Context:
         iteration, micro_batch = counter()
         self.counted = micro_batch is not None
         own = self.iteration_is_set
-        if self._dirty if iteration is None else iteration != self._told:
+        if self.dirty if iteration is None else iteration != self._told:
             self._told = -1 if iteration is None else iteration
             if own:  # what the job calls one iteration may be several of the framework's
                 self._offset = 0 if self._fresh else self.micro_batch + 1
         if iteration is None or own:
-            if self._dirty:
+            if self.dirty:
                 self._next_iteration()
         elif self._first or iteration != self.iteration:
             self.iteration = iteration
-            self._fresh, self._dirty = True, False
+            self._fresh, self.dirty = True, False
             self._offset = 0
             if "micro_batch" not in self._manual:
                 self.micro_batch = 0
@@ -222,7 +222,7 @@ class Context:
 
     def begin_if_dirty(self) -> None:
         """Something is captured outside a root's forward: it belongs to a new iteration if one is due."""
-        if not self._dirty:
+        if not self.dirty:
             return
         if self._counter is None:
             self._next_iteration()
@@ -231,7 +231,7 @@ class Context:
 
     def optimizer_stepped(self) -> None:
         """An optimizer has stepped: what comes next belongs to the next iteration."""
-        self._dirty = True
+        self.dirty = True
         self._first = False
         self.evaluating = False  # where one ended without a word
 
@@ -247,7 +247,7 @@ class Context:
         self.on_iteration(self.iteration)
 
     def _next_iteration(self) -> None:
-        self._dirty = False
+        self.dirty = False
         if self._first:
             self._begin()
             return

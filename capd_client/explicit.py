@@ -18,21 +18,21 @@ _graph_task = torch._C._current_graph_task_id  # -1 outside of a backward; see r
 _MAX_KEYS = 1 << 16
 
 KEYS: dict[tuple[Any, ...], Key] = {}
-"""The keys that `key_of` made, by their names, dtype and rank."""
+"""The keys that `key_of` made, by what it was given."""
 
 
-def key_of(
-    names: tuple[Any, ...], dtype: torch.dtype, rank: int, label_of: Callable[[torch.dtype], str]
-) -> Key:
+def key_of(names: tuple[Any, ...], label_of: Callable[[torch.dtype], str]) -> Key:
     """The key of these names, the same object every time. Raises ConfigError for names that cannot be used.
 
-    names: tensor_name, layer_type, component, operation, phase, layer, module, stack and the label, which is
-    `label_of(dtype)` where it is None.
+    names: tensor_name, layer_type, component, operation, phase, layer, module, stack, the label, which is
+    `label_of(dtype)` where it is None, the tensor's dtype and the rank.
     """
-    found = KEYS.get((names, dtype, rank))
+    found = KEYS.get(names)
     if found is not None:
         return found
-    tensor_name, layer_type, component, operation, phase, layer, module, stack, quant_type = names
+    tensor_name, layer_type, component, operation, phase, layer, module, stack, quant_type, dtype, rank = (
+        names
+    )
     for name in (tensor_name, layer_type, component, operation, phase, module, stack):
         if not isinstance(name, str):
             raise ConfigError(f"a name is a str, not {name!r:.80}")
@@ -50,7 +50,7 @@ def key_of(
     )
     if len(KEYS) >= _MAX_KEYS:  # a caller that makes up new names all the time
         KEYS.clear()
-    KEYS[names, dtype, rank] = key
+    KEYS[names] = key
     return key
 
 

@@ -39,7 +39,7 @@ def capture_as_told(
 ) -> Optional[str]:
     """Capture a tensor under what the caller and STATE say. Returns the record's reference, None where it was dropped.
 
-    names: as `capd_client.explicit.key_of` takes them; without a label it is CUSTOM_QUANT_TYPE's. Raises ConfigError
+    names: the first of `capd_client.explicit.key_of`; without a label it is CUSTOM_QUANT_TYPE's. Raises ConfigError
     for what cannot be used.
     """
     if repeating() or trying():
@@ -51,7 +51,7 @@ def capture_as_told(
     context, manual = current.context, STATE.manual
     number, source = rank_of(tensor, rank)
     sample = sample_of(sample_idx, context.sample_idx)
-    key = key_of(_labelled(names), tensor.dtype, number, current.quant_type)
+    key = key_of((*_labelled(names), tensor.dtype, number), current.quant_type)
     batch = manual.get("batch_idx", context.batch_idx or 0)
     sequence = manual.get("sequence_idx", context.sequence_idx or 0)
     moment = moment_of(context, key, (manual.get("iteration"), None, sample, batch, sequence))
