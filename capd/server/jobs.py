@@ -124,13 +124,6 @@ class Task:
         """Whether the append thread does all that is to do: a small record, of which only little must be read."""
         return self.plan is not None and self.plan.is_small and self.job.descriptor.nbytes < SMALL_NBYTES
 
-    def to_write(self) -> tuple[int, bool]:
-        """Bytes that a planned record still has to be let pass for, and whether it opens a series."""
-        job, plan = self.job, self.plan
-        assert plan is not None  # noqa: S101 - it is planned
-        copies = 0 if job.budgeted else 2 if plan.is_small else 1  # in the log first, then in a shard
-        return job.kept_nbytes * copies, plan.series is None
-
 
 class Booked:
     """Raw bytes between arena and disk; `take` waits until there is room (an oversized chunk passes alone)."""

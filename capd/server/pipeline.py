@@ -228,22 +228,28 @@ class Pipeline:
 
     def _plan(self, tasks: list[Task]) -> None:
         """Say of each task where its record goes, or why nowhere."""
-        planned: list[Task] = []
+        planned: list[tuple[Task, Plan]] = []
         for task in tasks:
             try:
                 task.plan = plan_of(self._runs[task.job.run_id], task.job)
-                planned.append(task)
+                planned.append((task, task.plan))
             except Exception as error:  # outermost loop of the thread: one job must not end the daemon
                 task.refusal = refusal_of(error, self._root)
         if self._admit(planned) is not None:  # then one by one: there may be room for some
-            for task in planned:
-                if (refusal := self._admit([task])) is not None:
-                    task.refusal = refusal
+            for one in planned:
+                one[0].refusal = self._admit([one])
 
-    def _admit(self, tasks: list[Task]) -> Refusal | None:
+    def _admit(self, planned: list[tuple[Task, Plan]]) -> Refusal | None:
         """Let all of them pass to the disk, or none, and say why."""
+        held: dict[int, tuple[int, bool]] = {}
+        opened: set[int] = set()  # the plans before: one record opens the series, not all
         try:
-            held = {task.ticket: task.to_write() for task in tasks}
+            for task, plan in planned:
+                # A small one is written to the log first, then to a shard.
+                copies = 0 if task.job.budgeted else 2 if plan.is_small else 1
+                opens = plan.series is None and id(plan) not in opened
+                held[task.ticket] = (task.job.kept_nbytes * copies, opens)
+                opened.add(id(plan))
             nbytes, series = sum(one for one, _ in held.values()), sum(new for _, new in held.values())
             refusal = self._budget.refusal(nbytes, new_series=series)
         except Exception as error:  # as above

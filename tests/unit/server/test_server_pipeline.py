@@ -69,7 +69,7 @@ def test_records_that_come_together_ask_for_room_together(tmp_path: Path) -> Non
     limit = Limit(1 << 20)
     sink = submit_together(tmp_path, limit, 100, 100, 100)
     assert sink.committed_sequences == [1, 2, 3]
-    assert limit.asked == [(2 * 300, 3)]  # each in the log, then in a shard; the series is not open yet
+    assert limit.asked == [(2 * 300, 1)]  # each in the log, then in a shard; they open one series together
 
 
 def test_where_there_is_no_room_for_all_those_are_refused_that_find_none(tmp_path: Path) -> None:
