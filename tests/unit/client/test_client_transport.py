@@ -164,6 +164,7 @@ def test_a_daemon_that_answers_hello_late_is_waited_for_on_the_same_connection(
     wait_until(lambda: peer.hellos)
     session.transport._deadline = time.monotonic()
     wait_until(lambda: session.transport.refused.is_set())  # close() and flush() need not wait for it
+    wait_until(lambda: "has not answered HELLO yet" in caplog.text)  # said behind it
     assert sum("has not answered HELLO yet" in record.getMessage() for record in caplog.records) == 1
     peer.answer_hello()
     wait_until(lambda: session.transport.state is State.RUNNING)
