@@ -77,11 +77,13 @@ class Model(nn.Module):
 
 def main() -> None:
     directory = Path(sys.argv[1])
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
     torch.manual_seed(7)
     model = Model()
+    # Before the group: what the first optimizer imports keeps a group that is there alive beyond its destruction, and
+    # a thread of gloo's that lets go of a gradient while the interpreter ends aborts the process.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
     generator = torch.Generator().manual_seed(100 + rank)
     losses = []
     saver.initialize_tensor_collection(iteration=0)
