@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,8 +11,8 @@ from capd.store.options import StoreOptions
 from capd_client.counter_page import DropReason
 from capd_client.key import Key, Moment
 from capd_client.protocol import Define, Descriptor
+from tests.unit.store.writing import CLIENT, Outcomes
 
-CLIENT = b"0123456789abcdef"
 DEFINE = Define(id=0, key=Key(quant_type="q", rank=0, tensor_name="x"), dtype="uint8")
 
 
@@ -32,22 +31,10 @@ class Limit:
         return None
 
 
-@dataclass(eq=False)
-class Sink:
-    committed_sequences: list[int] = field(default_factory=list)
-    refusals: list[tuple[int, DropReason, str]] = field(default_factory=list)
-
-    def committed(self, sequences: Sequence[int]) -> None:
-        self.committed_sequences += sequences
-
-    def refused(self, sequence: int, reason: DropReason, message: str) -> None:
-        self.refusals.append((sequence, reason, message))
-
-
-def submit_together(root: Path, limit: Limit, *sizes: int) -> Sink:
+def submit_together(root: Path, limit: Limit, *sizes: int) -> Outcomes:
     """Submit records of so many bytes at once, and wait for what becomes of them."""
     pipeline = Pipeline(root, "n", StoreOptions(), threads=1, staging_nbytes=1 << 20, budget=limit)
-    sink = Sink()
+    sink = Outcomes()
     try:
         pipeline.open_run("run")
         pipeline.submit(
