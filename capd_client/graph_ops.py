@@ -16,6 +16,7 @@ from typing import Any, Optional
 
 import torch
 
+from capd_client.graph_partitions import cuts_at, missing_cuts
 from capd_client.placements import mark
 
 __all__ = [
@@ -93,7 +94,8 @@ class Operator:
                 name = self._signature.partition("(")[0]
                 _library.define(self._signature, tags=_tags())
                 _library.impl(name, self._body, "CompositeExplicitAutograd")
-                torch.library.register_fake(f"capd::{name}", self._fake, lib=_library)
+                known = f"capd::{name}"
+                torch.library.register_fake(known, cuts_at(known, self._fake), lib=_library)
                 overload = getattr(torch.ops.capd, name).default
                 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
@@ -144,7 +146,7 @@ def obstacle() -> str:
         return "its activation_memory_budget is below 1, and no effect can be recomputed"
     if getattr(context, "ddp_optimizer_ctx", None) is not None:
         return "DDPOptimizer splits it; set torch._dynamo.config.optimize_ddp = False to capture"
-    return ""
+    return missing_cuts()
 
 
 def _region_budget() -> float:
@@ -192,7 +194,10 @@ def restored(tensor: Optional[torch.Tensor], flags: int, placements: str = "") -
 
 
 def _tags() -> tuple[torch.Tag, ...]:
-    """Not to be recorded into CUDA graphs, whose replays would not call it; content with any strides."""
+    """Not to be recorded into CUDA graphs, whose replays would not call it; content with any strides.
+
+    Where Inductor makes the CUDA graphs that does not suffice (capd_client.graph_partitions).
+    """
     names = ("cudagraph_unsafe", "flexible_layout")
     return tuple(tag for name in names if (tag := getattr(torch.Tag, name, None)) is not None)
 
