@@ -9,7 +9,7 @@ from typing import Any, Optional, Union
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from capd_client import copies, recompute
+from capd_client import copies, graphed_callables, recompute
 from capd_client.errors import ConfigError
 from capd_client.hook_objects import RootEnd, RootHook
 from capd_client.integrations import step_counters
@@ -61,6 +61,7 @@ class WatchHandle:
         """Let the forwards of the models begin micro-batches. First, so that it runs before the taps."""
         copies.install()
         recompute.install()
+        graphed_callables.install()
         step_counters.install()
         self._watched, self._clock = watched, clock_of(sink.context)
         self._clock.before_forward = step_counters.look_again
@@ -102,6 +103,7 @@ class WatchHandle:
                 self._clock.discard(self._watched.gate)
                 copies.uninstall()
                 recompute.uninstall()
+                graphed_callables.uninstall()
                 step_counters.uninstall()
             self._watched.remove()
         for root in self._roots:
@@ -178,6 +180,7 @@ def attach(
     )
     handle.follow(sink.steering, [place.module for _, place, _ in fresh], what)
     _say_what_lacks([(site, wanted) for site, _, wanted in fresh])
+    graphed_callables.say_replayed(models)
     _notices.info("watching %s", in_full)
     without = rank_left_out(resolved, sink.context.rank)
     if without:

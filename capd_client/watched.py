@@ -30,7 +30,7 @@ from capd_client.sites import Site
 from capd_client.taps import Tap
 from capd_client.tool_messages import Steer
 
-__all__ = ["Watched", "is_tapped", "target_of"]
+__all__ = ["Watched", "is_heard", "is_tapped", "target_of"]
 
 _Product = tuple[Optional[FunctionSite], str]
 
@@ -40,6 +40,11 @@ _tapped: weakref.WeakKeyDictionary[nn.Module, dict[_Product, Tap]] = weakref.Wea
 def is_tapped(site: Site) -> bool:
     """Whether some watch captures this product."""
     return _product(site) in _tapped.get(site.module, {})
+
+
+def is_heard(module: nn.Module, *, called: bool) -> bool:
+    """Whether all of its products are seen where it is `called`, or not, but its own forward does not run."""
+    return all(called and function is None for function, _ in _tapped.get(module, ()))
 
 
 def _product(site: Site) -> _Product:

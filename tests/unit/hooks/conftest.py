@@ -56,6 +56,7 @@ def _patched() -> list[object]:
     return [
         CheckpointFunction.forward,
         vars(nn.Module).get("__reduce_ex__"),
+        torch.cuda.make_graphed_callables,
         *(getattr(functional, name) for name in names),
     ]
 
