@@ -11,10 +11,10 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FunctionType
-from typing import Any
+from types import FrameType, FunctionType
+from typing import Any, Optional
 
 from torch import nn
 
@@ -77,7 +77,7 @@ def _stepping_aside(function: _Function) -> _Function:
         modules = _modules_of(args, kwargs)
         with trial(), _without_hooks(modules):
             made = function(*args, **kwargs)
-        _say([module for module in modules if module.training])
+        _say({module: _replays_training(module) for module in modules if module.training})
         return made
 
     return graphed
@@ -119,12 +119,32 @@ def _put_back(hooks: dict[int, Any], before: list[tuple[int, Any]]) -> None:
 
 
 def say_replayed(models: Iterable[nn.Module]) -> None:
-    """Say what of these models is watched in vain, for its forward is replayed already."""
-    _say([module for model in models for module in model.modules() if _replays_training(module)])
+    """Say what of these models is watched in vain, for it is replayed already, or is just being made into a graph.
+
+    `capd run` finds a model in its first forward, which may be the one that warms the graph up.
+    """
+    graphed = [module for model in models for module in model.modules() if _replays_training(module)]
+    _say(dict.fromkeys((*graphed, *_under_way()), True))
 
 
-def _say(graphed: list[nn.Module]) -> None:
-    silent = dict.fromkeys(inner for module in graphed for inner in _silent(module))
+def _under_way() -> list[nn.Module]:
+    """What this thread is making into graphs."""
+    frame: Optional[FrameType] = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == _NAME and frame.f_globals.get("__name__") in _HOMES:
+            return [module for module in _modules_of((), frame.f_locals) if module.training]
+        frame = frame.f_back
+    return []
+
+
+def _say(graphed: Mapping[nn.Module, bool]) -> None:
+    """Say what replays of these modules leave out. Each: whether the module itself is still called around them."""
+    silent = dict.fromkeys(
+        inner
+        for module, called in graphed.items()
+        for inner in module.modules()
+        if not is_heard(inner, called=called and inner is module)
+    )
     if silent:
         _notices.warn(
             "graphed",
@@ -133,12 +153,6 @@ def _say(graphed: list[nn.Module]) -> None:
             len(silent),
             ", ".join(dict.fromkeys(type(module).__name__ for module in graphed)),
         )
-
-
-def _silent(graphed: nn.Module) -> list[nn.Module]:
-    """The watched modules that replays leave out. Without a forward of its own in its place nobody calls the module."""
-    called = graphed if _replays_training(graphed) else None
-    return [module for module in graphed.modules() if not is_heard(module, called=module is called)]
 
 
 def _replays_training(module: nn.Module) -> bool:

@@ -248,6 +248,29 @@ def test_a_model_that_was_found_is_graphed_alike(
     assert {c.key.module for c in sink.captured} == {"inlet"}
 
 
+def test_a_model_that_is_found_while_it_is_graphed_trains_and_that_is_said(
+    sink: MemorySink, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Net()
+
+    class Found(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            if not watched:
+                watched.append(watch(model))
+            return super().forward(x)
+
+    watched: list[object] = []
+    model.block = Found(*model.block)
+    bare = copy.deepcopy(model)
+    graph(model.block)
+    sink.captured.clear()
+
+    assert f"2 {LOST}: Found" in caplog.text
+    for ours, theirs in zip(train(model), train(bare), strict=True):
+        assert torch.equal(ours, theirs)
+    assert {c.key.module for c in sink.captured} == {"inlet"}
+
+
 def test_a_job_that_imported_the_function_before_calls_it_alike(
     sink: MemorySink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
