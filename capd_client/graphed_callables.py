@@ -24,10 +24,12 @@ from capd_client.patching import patch
 from capd_client.trials import trial
 from capd_client.watched import is_heard
 
-__all__ = ["install", "say_replayed", "uninstall"]
+__all__ = ["GRAPHING", "install", "say_replayed", "uninstall"]
 
-_NAME = "make_graphed_callables"
-_HOMES = ("torch.cuda.graphs", "transformer_engine.pytorch.graph")
+GRAPHING = ("make_graphed_callables", ("torch.cuda.graphs", "transformer_engine.pytorch.graph"))
+"""The function, and the modules that have one of their own; as `bootstrap/_capd_trials.py` knows them."""
+
+_NAME, _HOMES = GRAPHING
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 _Function = Callable[..., Any]

@@ -5,7 +5,8 @@ enabled, outside of a backward, that has parameters to train, is what the loop c
 Where a method of a larger model called it (a LightningModule's training_step, an agent's act), the larger one is
 watched, and the called part begins its micro-batches.
 
-Forwards that a framework runs to learn shapes, that are counted or traced, or that initialise lazy modules, are none.
+Forwards that a framework runs to learn shapes, that are counted or traced, that warm up a CUDA graph, or that
+initialise lazy modules, are none.
 
 The search ends when an optimizer steps for the second time, so that models that take turns are all found; with an
 explicit `watch`; and where the job has imported capd_client itself: then it says what it wants. What is found is
@@ -27,7 +28,7 @@ import torch
 from _capd_compiled import Compiling
 from _capd_owners import name_of, owner_of, trains_others
 from _capd_startup import emulates, note, watches
-from _capd_trials import during_forward, is_unreal, under_mode, uninitialized
+from _capd_trials import during_forward, is_unreal, makes_graph, under_mode, uninitialized
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
@@ -138,7 +139,8 @@ class _Search:
         if parameter is None:  # a loss, or frozen
             self._known.update(module.modules())
             return False
-        return not is_unreal((parameter,))
+        # What is emulated has to be so before the graph is recorded.
+        return not is_unreal((parameter,)) and (emulates() or not makes_graph())
 
     def _watch(self, module: nn.Module) -> bool:
         if get_worker_info() is not None:

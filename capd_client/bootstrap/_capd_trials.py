@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-__all__ = ["MODES", "during_forward", "is_unreal", "under_mode", "uninitialized"]
+__all__ = ["GRAPHING", "MODES", "during_forward", "is_unreal", "makes_graph", "under_mode", "uninitialized"]
 
 MODES = frozenset(
     {
@@ -26,6 +28,9 @@ MODES = frozenset(
 )
 """Classes of dispatch modes under which a forward is run to be counted or traced."""
 
+GRAPHING = ("make_graphed_callables", ("torch.cuda.graphs", "transformer_engine.pytorch.graph"))
+"""The function that makes modules into CUDA graphs, and the modules that have one: it runs them to warm them up."""
+
 _UNREAL = frozenset({"FakeTensor", "FunctionalTensor", "Proxy"})  # a forward with these computes nothing
 
 
@@ -35,6 +40,17 @@ def under_mode() -> bool:
         return False
     modes = _get_current_dispatch_mode_stack()
     return any(kind.__name__ in MODES for mode in modes for kind in type(mode).__mro__)
+
+
+def makes_graph() -> bool:
+    """Whether this thread is in such a function."""
+    name, homes = GRAPHING
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == name and frame.f_globals.get("__name__") in homes:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def uninitialized(module: nn.Module) -> bool:

@@ -99,6 +99,7 @@ def test_all_that_can_be_under_way_when_a_model_is_found_is_followed() -> None:
 def test_both_sides_know_the_same_trials() -> None:
     import _capd_trials
 
-    from capd_client import trials
+    from capd_client import graphed_callables, trials
 
     assert _capd_trials.MODES == trials.MODES
+    assert _capd_trials.GRAPHING == graphed_callables.GRAPHING

@@ -293,6 +293,22 @@ def test_models_that_are_not_to_be_watched_are_found_to_be_emulated(
     assert found == [(actor, actor, "emulated"), (critic, critic, "emulated")]
 
 
+@pytest.mark.parametrize("home", ["torch.cuda.graphs", "transformer_engine.pytorch.graph"])
+def test_a_part_that_is_warmed_up_for_a_cuda_graph_is_no_root(
+    found: list[Found], home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library: dict[str, Any] = {"__name__": home}
+    exec("def make_graphed_callables(part, x):\n    return part(x)", library)  # noqa: S102
+    graphed, emulated = Net(), Net()
+
+    library["make_graphed_callables"](graphed.up, x())
+    graphed(x())
+    monkeypatch.setenv("CAPD_EMULATE", "mxfp8")  # what a graph computes is settled when it is recorded
+    library["make_graphed_callables"](emulated, x())
+
+    assert [watch.model for watch in found] == [graphed, emulated]
+
+
 def test_a_job_that_imports_capd_client_is_left_alone(
     found: list[Found], monkeypatch: pytest.MonkeyPatch
 ) -> None:
