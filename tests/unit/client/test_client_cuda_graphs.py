@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from client_peer import Peer
@@ -36,6 +37,9 @@ def each(*operators: str, cut: bool) -> Cuts:
     return {f"capd::{name}": {cut} for name in operators}
 
 
+_watching: list[Any] = []  # handles of the watches of a test, which ends them
+
+
 @pytest.fixture(autouse=True)
 def _forget_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tqdm, "monitor_interval", 0)  # the compiler's progress bars leave a thread behind
@@ -44,6 +48,8 @@ def _forget_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.compiler.reset()
     with config.patch(custom_should_partition_ops=[], fx_graph_cache=False):
         yield
+    while _watching:
+        _watching.pop().remove()
     torch.compiler.reset()
 
 
@@ -67,7 +73,7 @@ def cuts(monkeypatch: pytest.MonkeyPatch) -> Cuts:
 
 def watched_model() -> Callable[[Tensor], Tensor]:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    capd_client.watch(model, steps="all")
+    _watching.append(capd_client.watch(model, steps="all"))
     return lambda x: model(x) + 0.0
 
 
@@ -136,6 +142,43 @@ def test_what_the_job_names_stays_named(on: Peer, cuts: Cuts) -> None:
     assert config.custom_should_partition_ops == []
     assert (own, options) == (["aten::mm"], ["aten::addmm"])
     assert cuts == each("begin", "tap", "gradient", "capture", cut=True)
+
+
+def test_what_is_cut_gives_what_it_gives_uncompiled(on: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    call, x = watched_model(), torch.ones(2, 4, requires_grad=True)
+    names = ("input", "output", "grad_output")  # the weight is captured once for each step
+    parts: list[bool] = []
+
+    def run(call: Callable[[Tensor], Tensor]) -> list[Any]:
+        gradient = torch.autograd.grad(call(x).square().sum(), x)[0]
+        assert capd_client.flush(10)
+        data = [np.frombuffer(b"".join(on.data_of(name)), np.float32) for name in names]
+        on.records.clear()
+        return [gradient, *data]
+
+    decide, divide = scheduler.Scheduler.should_partition, scheduler.Scheduler.graph_partition
+
+    def as_on_a_gpu(self: Any, node: Any, *args: Any, **kwargs: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(node, "is_gpu", lambda: True, raising=False)
+            return decide(self, node, *args, **kwargs)
+
+    def divided(self: Any) -> Any:
+        made = divide(self)
+        parts.extend(signature.skip_cudagraph for signature in made[1])
+        return made
+
+    expected = run(call)
+    assert all(len(values) for values in expected)
+    monkeypatch.setattr(scheduler.Scheduler, "should_partition", as_on_a_gpu)
+    monkeypatch.setattr(scheduler.Scheduler, "graph_partition", divided)
+    found = run(compiled(call))
+
+    assert parts.count(False) >= 3  # graphs of the forward in front, between and behind the products
+    assert parts.count(True) >= 3
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, strict=True)
 
 
 def test_without_cuda_graphs_the_compiler_is_told_nothing(on: Peer) -> None:
