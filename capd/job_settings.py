@@ -110,6 +110,10 @@ class JobSettings(_Table):
     arena_bytes: Annotated[_WholeNumber | str, _setting("arena_bytes")] | None = None
     max_mb_per_step: Annotated[_WholeNumber | float | str, _setting("max_mb_per_step")] | None = None
     max_d2h_gbps: Annotated[_WholeNumber | float | str, _setting("max_d2h_gbps")] | None = None
+    ring_bytes: Annotated[_WholeNumber | str, _setting("ring_bytes")] | None = None
+    piece_bytes: Annotated[_WholeNumber | str, _setting("piece_bytes")] | None = None
+    snapshot: Annotated[str, _setting("snapshot")] | None = None
+    ring: Annotated[str, _setting("ring")] | None = None
     exit_timeout_s: Annotated[_WholeNumber | float, _setting("exit_timeout_s")] | None = None
     when: WhenTable = WhenTable()
     rule: list[RuleTable] = Field(default=[], description="Rules, of which each capture needs one.")

@@ -19,7 +19,7 @@ from capd_client.rule_settings import RuleSettings
 from capd_client.settings_file import read_settings_file
 
 __all__ = [
-    "MODES", "POLICIES", "VARIABLES", "ClientConfig", "check_file_value", "check_setting",
+    "MODES", "POLICIES", "RINGS", "SNAPSHOTS", "VARIABLES", "ClientConfig", "check_file_value", "check_setting",
     "load_config", "parse_endpoint",
 ]  # fmt: skip
 
@@ -28,6 +28,10 @@ logger = logging.getLogger("capd_client")
 POLICIES = ("drop", "block", "thin", "stats")
 MODES = ("tensor", "stats")
 WATCH = ("auto", "off")
+SNAPSHOTS = ("always", "auto")
+RINGS = ("wait", "drop")
+MAX_PIECE_NBYTES = 1 << 30
+MIN_PIECE_NBYTES = 1 << 20
 DEFAULT_MAX_BLOCK_MS = 30_000.0
 EMBEDDED_STORE = "./enhanced_tensor_logs"  # the predecessor's directory
 MAX_SOCKET_PATH = 107  # sun_path holds 108 bytes, the last one is NUL
@@ -45,6 +49,10 @@ class ClientConfig:
     the memory that is free. max_block_ms: longest wait of one capture under policy `block`.
     max_mb_per_step: 10⁶ bytes that the captures of one iteration may take together, None for no limit.
     max_d2h_gbps: 10⁹ bytes per second that captures may take of the link from the GPUs, None for no limit.
+    ring_bytes: size of the ring on each device, None sizes it by the memory that is free (`capd_client.ring`).
+    piece_bytes: the size of one copy from a device to the host, None lets capd choose.
+    snapshot: "always" copies each tensor on its device, "auto" holds a tensor that autograd keeps anyway.
+    ring: "wait" has the job's stream wait on the device for room in the ring, "drop" does not; None: see `ring_waits`.
     mode: what is kept: "tensor", "stats" for statistics alone, or "sample:1/N" for tensors of every Nth call.
     watch: "off" leaves a job that never calls `watch` alone also where `capd run` would find its models.
     steps, micro_batches, ranks: what `watch` captures, in the notation of `capd_client.select.Ranges`. rules: which
@@ -77,6 +85,10 @@ class ClientConfig:
     arena_bytes: Optional[int] = None
     max_mb_per_step: Optional[float] = None
     max_d2h_gbps: Optional[float] = None
+    ring_bytes: Optional[int] = None
+    piece_bytes: Optional[int] = None
+    snapshot: str = "always"
+    ring: Optional[str] = None
     max_block_ms: float = DEFAULT_MAX_BLOCK_MS
     strict: bool = False
     ping_s: float = 5.0
@@ -99,6 +111,11 @@ class ClientConfig:
     def max_block_s(self) -> float:
         """The longest wait of one capture in seconds; 0 unless the policy is `block`."""
         return self.max_block_ms / 1e3 if self.policy == "block" else 0.0
+
+    @property
+    def ring_waits(self) -> bool:
+        """Whether the job's stream waits on the device for room in the ring: under `block` unless the setting says."""
+        return self.policy == "block" if self.ring is None else self.ring == "wait"
 
     @property
     def store(self) -> str:
@@ -152,6 +169,12 @@ _SETTINGS: dict[str, _Setting] = {
         ("CAPD_MAX_MB_PER_STEP",), "max_mb_per_step", values.size_in("MB", 0.001, 1e9)
     ),
     "max_d2h_gbps": _Setting(("CAPD_MAX_D2H_GBPS",), "max_d2h_gbps", values.size_in("GB", 0.001, 1e6)),
+    "ring_bytes": _Setting(("CAPD_RING_BYTES",), "ring_bytes", values.size(1 << 16, 1 << 44)),
+    "piece_bytes": _Setting(
+        ("CAPD_PIECE_BYTES",), "piece_bytes", values.size(MIN_PIECE_NBYTES, MAX_PIECE_NBYTES)
+    ),
+    "snapshot": _Setting(("CAPD_SNAPSHOT",), "snapshot", values.one_of(SNAPSHOTS)),
+    "ring": _Setting(("CAPD_RING",), "ring", values.one_of(RINGS)),
     "max_block_ms": _Setting(("CAPD_MAX_BLOCK_MS",), "max_block_ms", values.number(0, 86_400_000)),
     "replace_tensor_saver": _Setting(("CAPD_REPLACE_TENSOR_SAVER",), None, values.flag),
     "emulate": _Setting(("CAPD_EMULATE",), None, values.emulation),

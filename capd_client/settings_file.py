@@ -1,8 +1,9 @@
 """Reads capd.toml for the client: the layout, unknown keys refused, the daemon's table ignored.
 
 Top level: quant_type, policy, mode, watch, slice, max_block_ms, arena_bytes, max_mb_per_step, max_d2h_gbps,
-exit_timeout_s. Table [when]: steps, micro_batches, ranks. Tables [[rule]]: `capd_client.rule_settings`. Table [daemon]
-belongs to `capd serve` and is not looked into here. A file of rules alone has nothing but [[rule]].
+ring_bytes, piece_bytes, snapshot, ring, exit_timeout_s. Table [when]: steps, micro_batches, ranks. Tables [[rule]]:
+`capd_client.rule_settings`. Table [daemon] belongs to `capd serve` and is not looked into here. A file of rules alone
+has nothing but [[rule]].
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ class FileSettings(msgspec.Struct, forbid_unknown_fields=True):
     arena_bytes: Union[WholeNumber, str, None] = None
     max_mb_per_step: Union[WholeNumber, float, str, None] = None
     max_d2h_gbps: Union[WholeNumber, float, str, None] = None
+    ring_bytes: Union[WholeNumber, str, None] = None
+    piece_bytes: Union[WholeNumber, str, None] = None
+    snapshot: Optional[str] = None
+    ring: Optional[str] = None
     exit_timeout_s: Union[WholeNumber, float, None] = None
     when: WhenSettings = msgspec.field(default_factory=WhenSettings)
     rule: list[RuleSettings] = []

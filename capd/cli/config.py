@@ -21,6 +21,7 @@ _UNSET = {
     "quant_type": "the tensor's dtype",
     "max_mb_per_step": "no limit",
     "max_d2h_gbps": "no limit",
+    "ring": "wait under policy block, else drop",
     "sample_idx": "none",
     "embedded": "no",
     "log": "warnings",

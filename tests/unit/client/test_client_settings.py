@@ -117,6 +117,30 @@ def test_a_mode_says_of_how_many_calls_one_is_kept(text: str, every: int) -> Non
     assert (config.mode, config.sample_every) == (text.strip().lower(), every)
 
 
+@pytest.mark.parametrize(
+    ("environ", "waits"),
+    [
+        ({}, False),
+        ({"CAPD_POLICY": "block"}, True),
+        ({"CAPD_POLICY": "thin"}, False),
+        ({"CAPD_POLICY": "stats"}, False),
+        ({"CAPD_POLICY": "block", "CAPD_RING": "drop"}, False),
+        ({"CAPD_RING": " Wait "}, True),
+    ],
+)
+def test_the_ring_waits_under_policy_block_unless_the_setting_says_otherwise(
+    environ: dict[str, str], waits: bool
+) -> None:
+    assert load_config(environ | {"CAPD_STRICT": "1"}).ring_waits is waits
+
+
+def test_tensors_are_held_only_where_it_was_asked_for(empty_folder: Path) -> None:
+    assert load_config({}).snapshot == "always"
+    assert load_config({"CAPD_SNAPSHOT": "AUTO"}).snapshot == "auto"
+    (empty_folder / "capd.toml").write_text('snapshot = "auto"\nring = "wait"\n')
+    assert (load_config({}).snapshot, load_config({}).ring) == ("auto", "wait")
+
+
 def test_own_names_win_over_the_predecessors() -> None:
     config = load_config({"CAPD_QUANT_TYPE": "mxfp4", "CUSTOM_QUANT_TYPE": "hifp8"})
     assert config.quant_type == "mxfp4"
@@ -160,6 +184,14 @@ def test_a_job_under_slurm_shares_one_run_id_unless_it_names_one() -> None:
         ("CAPD_ARENA_BYTES", "3", "arena_bytes", None),
         ("CAPD_ARENA_BYTES", "10%", "arena_bytes", None),
         ("CAPD_ARENA_BYTES", "2G", "arena_bytes", None),
+        ("CAPD_RING_BYTES", "lots", "ring_bytes", None),
+        ("CAPD_RING_BYTES", "10%", "ring_bytes", None),
+        ("CAPD_RING_BYTES", "-1", "ring_bytes", None),
+        ("CAPD_RING_BYTES", "4096", "ring_bytes", None),
+        ("CAPD_PIECE_BYTES", "1000000", "piece_bytes", None),
+        ("CAPD_PIECE_BYTES", "2GiB", "piece_bytes", None),
+        ("CAPD_SNAPSHOT", "never", "snapshot", "always"),
+        ("CAPD_RING", "block", "ring", None),
         ("CAPD_EXIT_TIMEOUT_S", "inf", "exit_timeout_s", 30.0),
         ("CAPD_LOG", "LOUD", "log", None),
         ("TENSOR_SAVER_ITERATION", "-4", "iteration", 0),
@@ -186,6 +218,10 @@ def test_a_bad_value_is_one_warning_and_the_default_or_an_error_when_strict(
         ("arena_bytes", "2GB", 2 * 10**9),
         ("arena_bytes", "512MiB", 512 << 20),
         ("arena_bytes", "1048576", 1 << 20),
+        ("ring_bytes", "1GB", 10**9),
+        ("ring_bytes", "65536", 1 << 16),
+        ("piece_bytes", "16MiB", 16 << 20),
+        ("piece_bytes", "1GiB", 1 << 30),
         ("max_mb_per_step", "2GB", 2000.0),
         ("max_mb_per_step", "0.5", 0.5),
         ("max_d2h_gbps", "800MB", 0.8),
@@ -202,7 +238,9 @@ def test_sizes_take_units_in_the_environment_and_in_the_file(
     assert getattr(load_config({"CAPD_CONFIG": str(file), "CAPD_STRICT": "1"}), name) == value
 
 
-@pytest.mark.parametrize("name", ["arena_bytes", "max_mb_per_step", "max_d2h_gbps"])
+@pytest.mark.parametrize(
+    "name", ["arena_bytes", "ring_bytes", "piece_bytes", "max_mb_per_step", "max_d2h_gbps"]
+)
 def test_what_is_no_size_is_told_with_setting_value_and_what_is_accepted(name: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config({f"CAPD_{name.upper()}": "2 bananas", "CAPD_STRICT": "1"})
