@@ -13,7 +13,7 @@ import torch
 from capd_client.device import Event
 from capd_client.ring import ring_nbytes
 
-__all__ = ["CudaDevice", "cuda_runtimes", "is_capturing", "pin", "take_thread", "unpin"]
+__all__ = ["CudaDevice", "cuda_runtimes", "is_capturing", "pin", "ring_sizes", "take_thread", "unpin"]
 
 _CAPTURE_MODE_THREAD_LOCAL = 1
 _REGISTER_PORTABLE = 1
@@ -44,14 +44,15 @@ class CudaDevice:
         What this thread issues next comes behind what the side stream has in its queue: where algorithms are to be
         deterministic torch fills new memory there. And it has 32 streams for all: the job may know ours, too.
         """
-        free, _total = torch.cuda.mem_get_info(self._index)
         device = torch.device("cuda", self._index)
         # Without the first guard, the second would come back by way of GPU 0.
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
-            try:
-                ring = torch.empty(ring_nbytes(free), dtype=torch.uint8, device=device)
-            except torch.cuda.OutOfMemoryError:
-                ring = torch.empty(0, dtype=torch.uint8, device=device)
+            for nbytes in ring_sizes(self._index):
+                try:
+                    ring = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                    break
+                except torch.cuda.OutOfMemoryError:
+                    continue
         torch.cuda.current_stream(self._index).wait_stream(self._stream)
         return ring
 
@@ -94,6 +95,24 @@ class CudaDevice:
             return self._events.pop()
         except IndexError:
             return torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own lack
+
+
+def ring_sizes(device: int | torch.device, asked: int | None = None) -> tuple[int, ...]:
+    """The sizes that a ring on `device` may have, in the order in which they are to be tried; the last one is 0.
+
+    What torch's allocator holds without using it counts as free: of a job that has run a while the driver has little
+    left. It may lie in pieces, so the second size is one by what the driver has.
+
+    Args:
+        device: The device, or its index.
+        asked: The setting `ring_bytes`.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    unused = 0
+    with contextlib.suppress(RuntimeError):  # an allocator of the job's own has no statistics
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    sizes = (ring_nbytes(free + max(0, unused), total, asked), ring_nbytes(free, total, asked), 0)
+    return tuple(sorted(set(sizes), reverse=True))
 
 
 def is_capturing() -> bool:

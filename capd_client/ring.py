@@ -19,14 +19,33 @@ from capd_client.waiting import Waiting
 
 __all__ = ["Ring", "RingMemory", "ring_nbytes"]
 
-_MAX_NBYTES = 256 << 20
-_SHARE = 0.05  # of the free device memory
+_MAX_NBYTES, _SHARE = 256 << 20, 0.05  # of the free device memory
+_LARGE_DEVICE_NBYTES = 75 * 10**9  # what is sold as 80 GB has a little less
+# There one output of a large layer takes half a gigabyte: a smaller ring could not hold it.
+_MAX_OF_LARGE_NBYTES, _SHARE_OF_LARGE = 1 << 30, 0.02
+_MOST_SHARE = 0.5  # what is asked for may not take the job's own memory
 _GRANULE_NBYTES = 4096
 
 
-def ring_nbytes(free_nbytes: int) -> int:
-    """Size of the ring: 5 % of the free device memory, at most 256 MiB, whole 4 KiB."""
-    return max(0, min(_MAX_NBYTES, int(free_nbytes * _SHARE))) // _GRANULE_NBYTES * _GRANULE_NBYTES
+def ring_nbytes(free_nbytes: int, total_nbytes: int, asked: Optional[int] = None) -> int:
+    """The size of a device's ring, in whole 4 KiB.
+
+    Args:
+        free_nbytes: What the job could still allocate on the device.
+        total_nbytes: All memory of the device.
+        asked: The setting `ring_bytes`.
+
+    Returns:
+        What is asked for, and at most half of what is free. Else 5 % of what is free, at most 256 MiB; on devices of
+        75 GB and more 2 % where that is more, at most 1 GiB. 0 where nothing is free.
+    """
+    if asked is not None:
+        nbytes = min(asked, int(free_nbytes * _MOST_SHARE))
+    else:
+        nbytes = min(_MAX_NBYTES, int(free_nbytes * _SHARE))
+        if total_nbytes >= _LARGE_DEVICE_NBYTES:
+            nbytes = max(nbytes, min(_MAX_OF_LARGE_NBYTES, int(free_nbytes * _SHARE_OF_LARGE)))
+    return max(0, nbytes) // _GRANULE_NBYTES * _GRANULE_NBYTES
 
 
 class RingMemory:

@@ -17,7 +17,7 @@ from capd_client.config import ClientConfig
 from capd_client.context import Context
 from capd_client.counter_page import DropReason
 from capd_client.counting import Counters
-from capd_client.cuda import is_capturing
+from capd_client.cuda import is_capturing, ring_sizes
 from capd_client.definitions import Definition, short_name
 from capd_client.describing import Describing
 from capd_client.errors import Counted
@@ -29,7 +29,6 @@ from capd_client.planning.link import link_of
 from capd_client.planning.seen import Calls, IterationSeen, RankSeen, SeriesSeen
 from capd_client.planning.watches import PlannedWatches
 from capd_client.protocol import Descriptor
-from capd_client.ring import ring_nbytes
 from capd_client.slicing import Slice
 from capd_client.tensors import PLAIN_TYPES
 from capd_client.untraced import untraced
@@ -183,7 +182,7 @@ class PlanSink:
         cuda = {device for device in devices if device.type == "cuda"}
         self._devices |= cuda
         for device in cuda:
-            self._ring_nbytes = ring_nbytes(torch.cuda.mem_get_info(device)[0])
+            self._ring_nbytes = ring_sizes(device, self.config.ring_bytes)[0]
 
     def drop_internal(self, where: str, error: BaseException) -> None:
         """Count a capture that an error inside capd prevents, and log it."""

@@ -69,7 +69,10 @@ class FakeRuntime:
 
 
 class Gpus:
-    """The machine. free: bytes free on each GPU. code: what cudaHostRegister answers."""
+    """The machine. free: bytes free on each GPU. unused: those that torch's allocator holds besides, for nobody.
+
+    code: what cudaHostRegister answers.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.contexts: set[int] = set()
@@ -77,6 +80,7 @@ class Gpus:
         self.registered: list[tuple[int, int, int]] = []
         self.events_made = 0
         self.free = GIB
+        self.unused = 0
         self.code = 0
         self.runtimes = [FakeRuntime(self), FakeRuntime(self)]
         self.thread = threading.local()
@@ -87,6 +91,8 @@ class Gpus:
         monkeypatch.setattr(torch.cuda, "Stream", lambda index: FakeStream(self, index))
         monkeypatch.setattr(torch.cuda, "Event", self._event)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (self.free, 80 * GIB))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: GIB + self.unused)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda index: GIB)
         monkeypatch.setattr(cuda, "cuda_runtimes", lambda: self.runtimes)
 
     @property

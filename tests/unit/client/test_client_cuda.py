@@ -382,6 +382,29 @@ def test_the_ring_comes_from_the_side_streams_pool_and_may_be_empty(
     assert (gpus.current, gpus.current_stream(1)) == (0, gpus.default[1])
 
 
+def test_what_torch_holds_unused_is_free_memory_and_where_it_lies_in_pieces_the_drivers_is_taken(
+    gpus: Gpus, allocated: list[tuple[torch.device, FakeStream]]
+) -> None:
+    gpus.free, gpus.unused = 10 << 20, 10 << 20
+    assert cuda.ring_sizes(1) == (1 << 20, 524288, 0)
+    assert cuda.ring_sizes(1, asked=4 << 20) == (4 << 20, 0)
+    assert cuda.CudaDevice(DEVICE, lambda *_: True).allocate_ring().numel() == 1 << 20
+
+    gpus.unused = 20 << 20  # 1.5 MiB is more than can be had at once
+    assert cuda.CudaDevice(DEVICE, lambda *_: True).allocate_ring().numel() == 524288
+
+
+def test_an_allocator_without_statistics_has_nothing_unused(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(index: int) -> int:
+        raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
+
+    monkeypatch.setattr(torch.cuda, "memory_reserved", none)
+    gpus.free, gpus.unused = 10 << 20, 10 << 20
+    assert cuda.ring_sizes(1) == (524288, 0)
+
+
 def test_no_thread_of_capd_makes_a_context_on_a_gpu_of_another_rank(
     peer: Peer,
     make_session: Callable[..., Session],

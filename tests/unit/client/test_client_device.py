@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import pytest
 import torch
 from client_peer import Peer, wait_until
 from fake_device import KEY, FakeDevice, Rig
@@ -182,10 +183,29 @@ def test_the_client_thread_does_the_copying(peer: Peer, rig: Callable[..., Rig])
     assert r.device.entered == ["capd-client-0"]
 
 
-def test_the_ring_is_a_twentieth_of_the_free_memory_up_to_a_limit() -> None:
-    assert ring_nbytes(100 << 30) == 256 << 20
-    assert ring_nbytes(1 << 30) == int((1 << 30) * 0.05) // 4096 * 4096
-    assert ring_nbytes(0) == 0
+@pytest.mark.parametrize(
+    ("free", "total", "expected"),
+    [
+        (30 << 30, 40 << 30, 256 << 20),
+        (1 << 30, 40 << 30, int((1 << 30) * 0.05) // 4096 * 4096),
+        (74 * 10**9, 74 * 10**9, 256 << 20),
+        (75 * 10**9, 75 * 10**9, 1 << 30),
+        (20 * 10**9, 80 * 10**9, 4 * 10**8 // 4096 * 4096),
+        (10 * 10**9, 80 * 10**9, 256 << 20),  # 2 % were less than a smaller device would give
+        (10**9, 80 * 10**9, 5 * 10**7 // 4096 * 4096),
+        (0, 80 * 10**9, 0),
+        (-1, 80 * 10**9, 0),
+    ],
+)
+def test_the_ring_is_a_share_of_the_free_memory_up_to_a_limit(free: int, total: int, expected: int) -> None:
+    assert ring_nbytes(free, total) == expected
+
+
+def test_a_ring_that_is_asked_for_takes_half_of_the_free_memory_at_most() -> None:
+    assert ring_nbytes(30 << 30, 40 << 30, 3 << 30) == 3 << 30
+    assert ring_nbytes(30 << 30, 40 << 30, 70_000) == 69632
+    assert ring_nbytes(4 << 30, 80 << 30, 3 << 30) == 2 << 30
+    assert ring_nbytes(5000, 80 << 30, 1 << 20) == 0
 
 
 def test_a_slice_is_all_that_crosses_the_ring(peer: Peer, rig: Callable[..., Rig]) -> None:
