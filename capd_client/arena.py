@@ -81,8 +81,8 @@ class Arena:
     Raises ArenaError when the kernel refuses the memfd, its size, the mapping or the seals. `buffer` is a writable
     buffer over all of it, `words` the counter page as u64 words. Neither may be used after `close`.
 
-    From `start` to `target` the pages are to be there, to `populated` they are; `grown` is notified when these are the
-    same.
+    From `start`, a multiple of STEP_NBYTES, to `target` the pages are to be there, to `populated` they are. `grown` is
+    notified when these are the same, and at every multiple of STEP_NBYTES.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -159,7 +159,7 @@ class Arena:
             with self.grown:
                 # Before Linux 5.14 (EINVAL), or out of memory: pages then come at first touch.
                 self.populated = self.populated + piece if made else self.target
-                if self.populated == self.target:
+                if self.populated == self.target or self.populated % STEP_NBYTES == 0:
                     self.grown.notify_all()
             if self._closing.wait(time.monotonic() - started):
                 return

@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import Optional
 
 import torch
 
-from capd_client.arena import Arena
+from capd_client.arena import STEP_NBYTES, Arena
 from capd_client.cuda import pin, unpin
 from capd_client.notices import Notices
 
-__all__ = ["Pinning"]
+__all__ = ["CHUNK_NBYTES", "Pinning"]
 
 _JOIN_S = 1.0  # registering cannot be interrupted
+CHUNK_NBYTES = 128 << 20
+# Linux 6.11 to 6.13 refuse 2 GB at once, whatever memory there is.
+_MAX_CHUNK_NBYTES = 2 * 10**9 // STEP_NBYTES * STEP_NBYTES
 
 
 class Pinning:
-    """The page lock of `arena`, in parts that end where its growth did. A copy may not cross from one part into another
-    (`capd_client.pieces`). Until memory is locked, and where that fails, copies go through pageable memory, slower.
+    """The page lock of `arena`, in parts, each usable as soon as it is locked. A copy may not cross from one part into
+    another (`part_end`). Until memory is locked, and where that fails, copies go another way, slower.
+
+    A part is at most `chunk_nbytes` (a multiple of STEP_NBYTES) and is followed by a pause as long as its locking took:
+    the driver holds locks meanwhile that other threads, and other ranks of the node, wait for.
     """
 
-    def __init__(self, arena: Arena, notices: Notices) -> None:
+    def __init__(self, arena: Arena, notices: Notices, *, chunk_nbytes: int = CHUNK_NBYTES) -> None:
         self._arena = arena
         self._notices = notices
+        self._chunk_nbytes = min(chunk_nbytes, _MAX_CHUNK_NBYTES)
         self._lock = threading.RLock()  # a signal handler may close the session
         self._closed = threading.Event()
         self._thread: Optional[threading.Thread] = None
@@ -34,6 +43,7 @@ class Pinning:
         self._device: Optional[torch.device] = None
         self._registering = False
         self._ends: list[int] = [arena.start]  # of the parts: each begins where another one ends
+        self._limit = arena.nbytes  # from here on the driver has refused
 
     def pinned(self) -> bool:
         """Whether all pages that were made ahead are page-locked."""
@@ -42,6 +52,12 @@ class Pinning:
     def covers(self, address: int, nbytes: int) -> bool:
         """Whether this memory of the arena is page-locked."""
         return address + nbytes <= self._arena.address + self._ends[-1]
+
+    def part_end(self, offset: int) -> int:
+        """Where the locked part ends that `offset` of the arena lies in; 0 where it is not locked. Takes no lock."""
+        ends = self._ends
+        at = bisect_right(ends, offset)
+        return ends[at] if 0 < at < len(ends) else 0
 
     def start(self, device: torch.device) -> None:
         """Begin, at the first call. `device`: in whose context; the lock holds for all devices."""
@@ -56,15 +72,18 @@ class Pinning:
     def lifted(self) -> Iterator[bool]:
         """The lock undone, and none taken, as long as this lasts; False while a part is being locked.
 
-        For the client thread, with no copy under way. What is populated behind it is locked again.
+        For the client thread, with no copy under way. What is populated behind it is locked again, where the driver
+        has refused a part only what lies before that.
         """
-        with self._lock:
-            free = not self._registering
-            if free:
-                self._unlock()
-            yield free
-        with self._arena.grown:
-            self._arena.grown.notify_all()
+        try:
+            with self._lock:
+                free = not self._registering
+                if free:
+                    self._unlock()
+                yield free
+        finally:
+            with self._arena.grown:
+                self._arena.grown.notify_all()
 
     def close(self, release: Callable[[], None]) -> None:
         """Unlock and call `release`: here, or, where the locking takes more than another second, at its end."""
@@ -82,9 +101,12 @@ class Pinning:
         release()
 
     def _run(self) -> None:
-        problem = None
-        while problem is None and (end := self._next_end()):
+        while self._limit > self._arena.start and (end := self._next_end()):
+            started = time.monotonic()
             problem = self._register(end)
+            if problem is not None:
+                self._tell(problem)
+            self._closed.wait(time.monotonic() - started)
         with self._lock:
             self._settled = True
             release = self._release
@@ -92,10 +114,11 @@ class Pinning:
                 self._unlock()
         if release is not None:
             release()
-        elif problem is not None:
-            self._notices.warn(
-                "unpinned", "the arena is not pinned, copies from devices are slower: %s", problem
-            )
+
+    def _tell(self, problem: str) -> None:
+        nbytes = self._limit - self._arena.start
+        pinned = f"of the arena only the first {nbytes >> 20} MiB are" if nbytes else "the arena is not"
+        self._notices.warn("unpinned", "%s pinned, copies from devices are slower: %s", pinned, problem)
 
     def _next_end(self) -> int:
         """Wait until there are pages to lock: registering them then is faster, and holds a lock of the driver for
@@ -111,9 +134,14 @@ class Pinning:
         return 0
 
     def _unlocked_end(self) -> int:
-        """Where the growth of the arena has ended, if that is behind what is locked; 0: nothing to do now."""
-        end = self._arena.populated
-        return end if self._ends[-1] < end == self._arena.target else 0
+        """Where the next part is to end: a whole chunk of pages is there, or the growth of the arena has ended, or the
+        driver refuses what comes next. 0: nothing to do now."""
+        begin = self._ends[-1]
+        there = min(self._arena.populated, self._limit)
+        if there >= begin + self._chunk_nbytes:
+            return begin + self._chunk_nbytes
+        ended = there in (self._arena.target, self._limit)
+        return there if ended and begin < there else 0
 
     def _register(self, end: int) -> Optional[str]:
         begin = self._ends[-1]
@@ -126,11 +154,13 @@ class Pinning:
             self._registering = False
             if problem is None:
                 self._ends.append(end)
+            else:
+                self._limit = begin
         return problem
 
     def _unlock(self) -> None:
         begins, self._ends = self._ends[:-1], [self._arena.start]
-        for begin in begins:
+        for begin in reversed(begins):
             assert self._device is not None  # noqa: S101 - as above
             with contextlib.suppress(RuntimeError):  # a device error, which is the job's to tell
                 unpin(self._arena.address + begin, self._device)

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,170 @@ def test_the_lock_follows_the_growth_in_parts_and_is_taken_again_of_fresh_memory
     assert parts == [(first, STEP_NBYTES)]
     pin.close(arena.close)
     assert parts == []
+
+
+class Parts:
+    """Stands for the driver: which parts of an arena, as (begin, end) behind its start, are registered just now.
+
+    It refuses what begins at `refused`. times: when each registration began and ended.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, arena: Arena) -> None:
+        self.first = arena.address + arena.start
+        self.locked: list[tuple[int, int]] = []
+        self.unlocked: list[int] = []
+        self.times: list[tuple[float, float]] = []
+        self.takes_s = 0.0
+        self.refused = -1
+        monkeypatch.setattr(pinning, "pin", self._pin)
+        monkeypatch.setattr(pinning, "unpin", self._unpin)
+
+    def _pin(self, address: int, nbytes: int, device: torch.device) -> str | None:
+        started, begin = time.monotonic(), address - self.first
+        time.sleep(self.takes_s)
+        self.times.append((started, time.monotonic()))
+        if begin == self.refused:
+            return "cudaHostRegister failed with error 2"
+        self.locked.append((begin, begin + nbytes))
+        return None
+
+    def _unpin(self, address: int, device: torch.device) -> None:
+        begin = address - self.first
+        self.unlocked.append(begin)
+        self.locked.remove(next(part for part in self.locked if part[0] == begin))
+
+
+class Growing(Arena):
+    """An arena whose pages are there as far as the test says, without being made."""
+
+    def have(self, populated: int, target: int) -> None:
+        with self.grown:
+            self.populated, self.target = self.start + populated, self.start + target
+            self.grown.notify_all()
+
+
+@pytest.fixture
+def growing() -> Iterator[Growing]:
+    arena = Growing(10 * STEP_NBYTES)
+    yield arena
+    arena.close()
+
+
+CHUNK = 2 * STEP_NBYTES
+
+
+def test_a_chunk_is_locked_and_used_as_soon_as_its_pages_are_there(
+    monkeypatch: pytest.MonkeyPatch, growing: Growing
+) -> None:
+    driver, start = Parts(monkeypatch, growing), growing.start
+    pin = Pinning(growing, Notices(), chunk_nbytes=CHUNK)
+    pin.start(DEVICE)
+    growing.have(CHUNK + STEP_NBYTES, 3 * CHUNK)
+    wait_until(lambda: pin.part_end(start))
+    assert driver.locked == [(0, CHUNK)]  # the step behind it waits for the rest of its chunk
+    assert pin.part_end(start) == pin.part_end(start + CHUNK - 1) == start + CHUNK
+    assert pin.part_end(start - 1) == pin.part_end(start + CHUNK) == 0
+    assert pin.covers(driver.first, CHUNK)
+    assert not pin.covers(driver.first, CHUNK + 1)
+    assert not pin.pinned()
+
+    growing.have(2 * CHUNK + STEP_NBYTES, 2 * CHUNK + STEP_NBYTES)  # no more is to come
+    wait_until(pin.pinned)
+    assert driver.locked == [(0, CHUNK), (CHUNK, 2 * CHUNK), (2 * CHUNK, 2 * CHUNK + STEP_NBYTES)]
+    assert [pin.part_end(start + at) - start for at in (CHUNK - 1, CHUNK, 2 * CHUNK)] == [
+        CHUNK, 2 * CHUNK, 2 * CHUNK + STEP_NBYTES,
+    ]  # fmt: skip
+
+    pin.close(driver.unlocked.clear)  # called last
+    assert (driver.locked, driver.unlocked) == ([], [])
+
+
+def test_parts_are_undone_in_reverse(monkeypatch: pytest.MonkeyPatch, growing: Growing) -> None:
+    driver = Parts(monkeypatch, growing)
+    pin = Pinning(growing, Notices(), chunk_nbytes=CHUNK)
+    pin.start(DEVICE)
+    growing.have(3 * CHUNK, 3 * CHUNK)
+    wait_until(pin.pinned)
+    pin.close(lambda: None)
+    assert driver.unlocked == [2 * CHUNK, CHUNK, 0]
+
+
+def test_between_two_parts_there_is_a_pause_as_long_as_locking_took_which_leaving_cuts_short(
+    monkeypatch: pytest.MonkeyPatch, growing: Growing
+) -> None:
+    driver = Parts(monkeypatch, growing)
+    driver.takes_s = 0.1
+    pin = Pinning(growing, Notices(), chunk_nbytes=CHUNK)
+    pin.start(DEVICE)
+    growing.have(3 * CHUNK, 3 * CHUNK)
+    wait_until(pin.pinned)
+    ((_, first), (second, until), (third, _)) = driver.times
+    assert min(second - first, third - until) > 0.09
+    pin.close(lambda: None)
+    assert ended()
+
+    driver.takes_s, pin = 0.5, Pinning(growing, Notices(), chunk_nbytes=CHUNK)
+    pin.start(DEVICE)
+    wait_until(lambda: pin.part_end(growing.start))
+    started = time.monotonic()
+    pin.close(lambda: None)
+    assert time.monotonic() - started < 0.3
+    assert driver.locked == []
+
+
+def test_a_chunk_that_the_driver_refuses_is_one_notice_and_what_is_locked_stays_so(
+    monkeypatch: pytest.MonkeyPatch, growing: Growing, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver, start = Parts(monkeypatch, growing), growing.start
+    driver.refused = CHUNK
+    pin = Pinning(growing, Notices(), chunk_nbytes=CHUNK)
+    pin.start(DEVICE)
+    growing.have(3 * CHUNK, 3 * CHUNK)
+    wait_until(lambda: "of the arena only the first 64 MiB are pinned" in caplog.text)
+    growing.have(4 * CHUNK, 4 * CHUNK)
+    assert driver.locked == [(0, CHUNK)]
+    assert (pin.part_end(start), pin.part_end(start + CHUNK)) == (start + CHUNK, 0)
+    assert not pin.pinned()
+
+    with pin.lifted() as lifted:
+        assert lifted
+        assert driver.locked == []
+        growing.have(0, 0)
+    growing.have(3 * CHUNK, 3 * CHUNK)
+    wait_until(lambda: driver.locked)
+    assert driver.locked == [(0, CHUNK)]  # as far as the driver allowed, and not asked again
+    assert len(driver.times) == 3
+    assert len(caplog.records) == 1
+    pin.close(lambda: None)
+    assert driver.locked == []
+    assert ended()
+
+
+def test_no_part_is_as_large_as_two_gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Growing(5 << 30)
+    driver = Parts(monkeypatch, arena)
+    pin = Pinning(arena, Notices(), chunk_nbytes=4 << 30)
+    pin.start(DEVICE)
+    arena.have(5 << 30, 5 << 30)
+    wait_until(lambda: pin.part_end(arena.start + (4 << 30)))
+    largest = max(end - begin for begin, end in driver.locked)
+    pin.close(arena.close)
+    assert 10**9 < largest < 2 * 10**9
+
+
+def test_what_an_error_left_unlocked_is_locked_again(
+    monkeypatch: pytest.MonkeyPatch, growing: Growing
+) -> None:
+    driver = Parts(monkeypatch, growing)
+    pin = Pinning(growing, Notices(), chunk_nbytes=CHUNK)
+    pin.start(DEVICE)
+    growing.have(CHUNK, CHUNK)
+    wait_until(pin.pinned)
+    with pytest.raises(OSError, match="gone"), pin.lifted():
+        raise OSError("the daemon is gone")
+    wait_until(pin.pinned)
+    assert driver.locked == [(0, CHUNK)]
+    pin.close(lambda: None)
 
 
 def test_what_is_being_locked_is_not_unlocked_meanwhile(
