@@ -10,6 +10,7 @@ forked worker would inherit and so keep the memory alive.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -74,6 +75,12 @@ def _seal(fd: int) -> None:
         fcntl.fcntl(fd, _F_ADD_SEALS, seals)
 
 
+def _run_on(cpus: Iterable[int]) -> None:
+    """Keep this thread, and no other, to these CPUs; where the system does not allow it, it runs where it does."""
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, cpus)
+
+
 class Arena:
     """`nbytes` of shared memory (rounded up to whole pages) for counter page and slots; the journal comes besides.
 
@@ -83,15 +90,20 @@ class Arena:
 
     From `start`, a multiple of STEP_NBYTES, to `target` the pages are to be there, to `populated` they are. `grown` is
     notified when these are the same, and at every multiple of STEP_NBYTES.
+
+    patience_s: how long from now on the making of pages waits for `near`.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, *, patience_s: float = 0.0) -> None:
         slots_nbytes = max(PAGE_NBYTES, -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES - PAGE_NBYTES)
         self.layout = layout_for(slots_nbytes)
         self.start = self.layout.end
         self.nbytes = self.start + slots_nbytes
         self._libc = _libc()
         self._closing = threading.Event()
+        self._cpus: frozenset[int] = frozenset()
+        self._placed = threading.Event()  # or there is nothing to wait for any more
+        self._patient_until = time.monotonic() + patience_s
         self._prefault: threading.Thread | None = None
         self.target = self.populated = self.start
         self.grown = threading.Condition()
@@ -128,6 +140,11 @@ class Arena:
             raise error
         return int(address)
 
+    def near(self, cpus: frozenset[int]) -> None:
+        """Have pages made on these CPUs from now on, which puts them into the memory next to them; empty: on any."""
+        self._cpus = cpus
+        self._placed.set()
+
     def grow(self, nbytes: int) -> None:
         """Have the pages of the first `nbytes` of slots made in a background thread, from the low addresses up.
 
@@ -152,8 +169,13 @@ class Arena:
 
         Not a niced thread: descheduled while it holds the GIL or the memory map's lock, it would stall training.
         """
-        while self.populated < self.target:
+        self._placed.wait(max(0.0, self._patient_until - time.monotonic()))
+        allowed, cpus = os.sched_getaffinity(0), frozenset[int]()
+        while self.populated < self.target and not self._closing.is_set():
             started = time.monotonic()
+            if cpus != self._cpus:
+                cpus = self._cpus
+                _run_on(cpus & allowed or allowed)
             piece = min(_PREFAULT_NBYTES, self.target - self.populated)
             made = self._libc.madvise(self.address + self.populated, piece, _MADV_POPULATE_WRITE) == 0
             with self.grown:
@@ -219,6 +241,7 @@ class Arena:
     def close(self, *, unmap: bool = True) -> None:
         """Close the descriptor and, unless something may still write there, unmap. Idempotent."""
         self._closing.set()
+        self._placed.set()
         if self._prefault is not None and self._prefault is not threading.current_thread():
             self._prefault.join()
         if self.fd >= 0:

@@ -30,6 +30,7 @@ from capd_client.growth import FIRST_NBYTES, Growth
 from capd_client.interrupting import Interrupting
 from capd_client.key import Key, Moment
 from capd_client.link import Link
+from capd_client.locality import patience_s
 from capd_client.memory import arena_nbytes
 from capd_client.notices import Notices
 from capd_client.placements import with_placements
@@ -66,7 +67,8 @@ class Session:
         self.enabled = True
         self._endpoint = config.endpoint
         info = self.context.rank_info
-        self.arena = Arena(arena_nbytes(config.arena_bytes, info.local_world_size, self.notices))
+        nbytes = arena_nbytes(config.arena_bytes, info.local_world_size, self.notices)
+        self.arena = Arena(nbytes, patience_s=patience_s())
         self.counters = Counters()
         self.counters.attach(self.arena.words)
         slots = SlotAllocator(self.arena.start, self.arena.nbytes - self.arena.start)

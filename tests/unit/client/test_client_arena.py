@@ -6,6 +6,8 @@ import ctypes
 import fcntl
 import mmap
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -95,6 +97,102 @@ def test_pages_come_in_steps_and_only_as_far_as_asked_for() -> None:
             )
     finally:
         arena.close()
+
+
+def noted(arena: Arena) -> list[tuple[str, frozenset[int]]]:
+    """In which thread, and on which CPUs, each piece of pages is made from now on."""
+    found: list[tuple[str, frozenset[int]]] = []
+    make = arena._libc.madvise
+
+    def madvise(*args: int) -> int:
+        found.append((threading.current_thread().name, frozenset(os.sched_getaffinity(0))))
+        return int(make(*args))
+
+    arena._libc.madvise = madvise
+    return found
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_pages_are_made_on_the_cpus_near_the_device_by_one_thread_alone(foreign: bool) -> None:
+    allowed = os.sched_getaffinity(0)
+    near = frozenset({min(allowed), 1 << 16})  # the second one is not this process's
+    arena = Arena(8 << 20)
+    try:
+        made = noted(arena)
+        arena.near(frozenset({1 << 16}) if foreign else near)
+        arena.grow(arena.nbytes)
+        assert arena.prefaulted(30)
+        assert set(made) == {("capd-prefault", frozenset(allowed if foreign else {min(allowed)}))}
+        assert os.sched_getaffinity(0) == allowed
+    finally:
+        arena.close()
+
+
+def test_a_system_that_keeps_no_thread_to_cpus_makes_the_pages_anyway(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setaffinity", refused)
+    arena = Arena(4 << 20)
+    try:
+        arena.near(frozenset(os.sched_getaffinity(0)))
+        arena.grow(arena.nbytes)
+        assert arena.prefaulted(30)
+        assert arena.populated == arena.nbytes
+    finally:
+        arena.close()
+
+
+def test_a_device_that_is_known_late_gets_the_pages_that_are_made_from_then_on() -> None:
+    allowed = os.sched_getaffinity(0)
+    arena = Arena(32 << 20)
+    try:
+        made = noted(arena)
+        make, begun, known = arena._libc.madvise, threading.Event(), threading.Event()
+
+        def madvise(*args: int) -> int:
+            begun.set()
+            assert known.wait(30)
+            return int(make(*args))
+
+        arena._libc.madvise = madvise
+        arena.grow(arena.nbytes)
+        assert begun.wait(30)
+        arena.near(frozenset({min(allowed)}))
+        known.set()
+        assert arena.prefaulted(30)
+        assert [cpus for _, cpus in made[:2]] == [frozenset(allowed), frozenset({min(allowed)})]
+    finally:
+        arena.close()
+
+
+def test_pages_wait_for_the_device_but_not_for_long() -> None:
+    arena = Arena(4 << 20, patience_s=60)
+    arena.grow(arena.nbytes)
+    assert not arena.prefaulted(0.1)
+    assert arena.populated == arena.start
+    arena.near(frozenset())
+    assert arena.prefaulted(30)
+    assert arena.populated == arena.nbytes
+    arena.close()
+
+    arena = Arena(4 << 20, patience_s=0.2)
+    arena.grow(arena.nbytes)
+    assert not arena.prefaulted(0.01)
+    assert arena.prefaulted(30)
+    assert arena.populated == arena.nbytes
+    arena.close()
+
+
+def test_an_arena_that_is_closed_waits_for_no_device() -> None:
+    arena = Arena(4 << 20, patience_s=60)
+    arena.grow(arena.nbytes)
+    started = time.monotonic()
+    arena.close()
+    assert time.monotonic() - started < 10
+    assert arena.populated == arena.start
 
 
 def test_fresh_memory_comes_at_the_same_address_with_the_head_and_without_pages() -> None:
