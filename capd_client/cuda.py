@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from capd_client.device import Event
+from capd_client.notices import Notices, logger
 from capd_client.ring import ring_nbytes
 
-__all__ = ["CudaDevice", "cuda_runtimes", "is_capturing", "pin", "ring_sizes", "take_thread", "unpin"]
+__all__ = [
+    "CudaDevice", "cuda_runtimes", "is_capturing", "mapped_libraries", "pin", "ring_sizes", "side_stream",
+    "take_thread", "unpin",
+]  # fmt: skip
 
 _CAPTURE_MODE_THREAD_LOCAL = 1
+_STREAM_NON_BLOCKING = 1  # it does not wait for the default stream, nor that one for it
 _REGISTER_PORTABLE = 1
 _MAX_REGISTER_NBYTES = 512 << 30  # from here on drivers of release 580 fail, and leave the error latched
 
@@ -122,17 +128,70 @@ def is_capturing() -> bool:
 
 def cuda_runtimes() -> list[Any]:
     """Every CUDA runtime library mapped into this process; wheels give theirs a hashed name."""
+    return mapped_libraries("libcudart")
+
+
+def mapped_libraries(prefix: str) -> list[Any]:
+    """Every library mapped into this process whose file name begins so."""
     paths: set[str] = set()
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         for line in maps:
             path = line.rstrip("\n").partition("/")[2]
-            if path.rpartition("/")[2].startswith("libcudart"):
+            if path.rpartition("/")[2].startswith(prefix):
                 paths.add("/" + path)
-    runtimes = []
+    libraries = []
     for path in sorted(paths):
         with contextlib.suppress(OSError):  # its file is gone, or another one by now
-            runtimes.append(ctypes.CDLL(path))
-    return runtimes
+            libraries.append(ctypes.CDLL(path))
+    return libraries
+
+
+_side_streams: dict[int, torch.cuda.Stream] = {}
+
+
+def side_stream(index: int) -> torch.cuda.Stream:
+    """The stream of capd's own on GPU `index`, one for the life of the process.
+
+    Of torch's streams, 32 that are shared out in turn, a job with many would get ours as well: its kernels would wait
+    for copies. Where none can be made it is one of those, and the reason is logged at DEBUG.
+    """
+    # Never destroyed. torch's allocator keeps the ring's memory for this stream when a session has ended, and may wait
+    # for the stream when it gives the memory back. The next session finds both.
+    found = _side_streams.get(index)
+    if found is None:
+        try:
+            with torch.cuda.device(torch.device("cuda", index)):
+                handle = _new_stream(index)
+            found = torch.cuda.ExternalStream(handle, device=index)  # type: ignore[no-untyped-call]  # torch's own lack
+        except (OSError, RuntimeError) as error:
+            logger.debug("capd: a stream of torch's is used on GPU %d: %s", index, error)
+            return torch.cuda.Stream(index)  # type: ignore[no-untyped-call]  # torch's own lack
+        _side_streams[index] = found
+    return found
+
+
+def _new_stream(index: int) -> int:
+    """The handle of a new stream of the current device, which must be `index` for the runtime that makes it, too."""
+    problem = "no runtime library with the functions for it is mapped"
+    for get_device, create in _functions("GetDevice", "StreamCreateWithFlags"):
+        current, handle = ctypes.c_int(-1), ctypes.c_void_p()
+        # A runtime of another library than torch's may be about another device in this thread.
+        if get_device(ctypes.byref(current)) or current.value != index:
+            problem = f"GPU {current.value} is the current one of a runtime library"
+        elif code := create(ctypes.byref(handle), _STREAM_NON_BLOCKING):
+            problem = f"no stream could be made, error {int(code)}"
+        elif handle.value:
+            return handle.value
+    raise RuntimeError(problem)
+
+
+def _functions(*names: str) -> Iterator[tuple[Any, ...]]:
+    """These functions of every runtime that has them all: of CUDA's under cuda…, else of ROCm's under hip…"""
+    runtimes = [("cuda", runtime) for runtime in cuda_runtimes()]
+    for prefix, runtime in runtimes or [("hip", runtime) for runtime in mapped_libraries("libamdhip64")]:
+        found = tuple(getattr(runtime, prefix + name, None) for name in names)
+        if all(found):
+            yield found
 
 
 def take_thread(device: torch.device) -> None:
@@ -150,9 +209,34 @@ def _keep_out_of_captures() -> None:
 
     In torch's default mode a capture forbids many calls to every thread of the process, and fails if one is made.
     """
-    for runtime in cuda_runtimes():
+    done = False
+    for exchange in _exchanges_of_mode():
         mode = ctypes.c_int(_CAPTURE_MODE_THREAD_LOCAL)
-        runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        done |= exchange(ctypes.byref(mode)) == 0
+    if not done:
+        _tell_of_captures()
+
+
+def _exchanges_of_mode() -> list[Any]:
+    """The functions that set a thread's capture mode, of all runtimes; of the driver, whose mode it is, where no
+    runtime is mapped because it is part of another library."""
+    name = "ThreadExchangeStreamCaptureMode"
+    found = [exchange for (exchange,) in _functions(name)]
+    return found or [
+        exchange
+        for driver in mapped_libraries("libcuda.so")
+        if (exchange := getattr(driver, "cu" + name, None)) is not None
+    ]
+
+
+@functools.cache
+def _tell_of_captures() -> None:
+    Notices().warn(
+        "capture_mode",
+        "capd's threads cannot keep out of the capture of CUDA graphs: neither a CUDA or HIP runtime library nor the "
+        "driver takes their capture mode. A graph that the job captures meanwhile may fail, unless with "
+        'capture_error_mode="thread_local"',
+    )
 
 
 def pin(address: int, nbytes: int, device: torch.device) -> str | None:
@@ -168,8 +252,8 @@ def pin(address: int, nbytes: int, device: torch.device) -> str | None:
         _keep_out_of_captures()
         code = int(_runtime().cudaHostRegister(address, nbytes, _REGISTER_PORTABLE))
         if code:
-            for runtime in cuda_runtimes():
-                runtime.cudaGetLastError()
+            for (get_last_error,) in _functions("GetLastError"):
+                get_last_error()
     return None if code == 0 else f"cudaHostRegister of {nbytes} bytes failed with error {code}"
 
 
