@@ -103,7 +103,9 @@ class CudaDevice:
             return torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own lack
 
 
-def ring_sizes(device: int | torch.device, asked: int | None = None) -> tuple[int, ...]:
+def ring_sizes(
+    device: int | torch.device, asked: int | None = None, notices: Notices | None = None
+) -> tuple[int, ...]:
     """The sizes that a ring on `device` may have, in the order in which they are to be tried; the last one is 0.
 
     What torch's allocator holds without using it counts as free: of a job that has run a while the driver has little
@@ -112,13 +114,23 @@ def ring_sizes(device: int | torch.device, asked: int | None = None) -> tuple[in
     Args:
         device: The device, or its index.
         asked: The setting `ring_bytes`.
+        notices: Where to say that so much is not free.
     """
     free, total = torch.cuda.mem_get_info(device)
     unused = 0
     with contextlib.suppress(RuntimeError):  # an allocator of the job's own has no statistics
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    sizes = (ring_nbytes(free + max(0, unused), total, asked), ring_nbytes(free, total, asked), 0)
-    return tuple(sorted(set(sizes), reverse=True))
+    usable = free + max(0, unused)
+    largest = ring_nbytes(usable, total, asked)
+    if notices is not None and asked is not None and asked > usable // 2:
+        notices.warn(
+            "ring_bytes",
+            "a ring of %d bytes takes more than half of the memory that is free on the device, it has %d bytes. "
+            "Lower CAPD_RING_BYTES",
+            asked,
+            largest,
+        )
+    return tuple(sorted({largest, ring_nbytes(free, total, asked), 0}, reverse=True))
 
 
 def is_capturing() -> bool:

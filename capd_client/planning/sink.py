@@ -182,7 +182,7 @@ class PlanSink:
         cuda = {device for device in devices if device.type == "cuda"}
         self._devices |= cuda
         for device in cuda:
-            self._ring_nbytes = ring_sizes(device, self.config.ring_bytes)[0]
+            self._ring_nbytes = ring_sizes(device, self.config.ring_bytes, self.notices)[0]
 
     def drop_internal(self, where: str, error: BaseException) -> None:
         """Count a capture that an error inside capd prevents, and log it."""

@@ -38,6 +38,9 @@ def test_the_text_shows_what_capd_chose_itself(capd: Capd, tmp_path: Path, runti
     rows = [line.split() for line in found.out.splitlines()]
     assert ["max_mb_per_step", "(no", "limit)", "default"] in rows
     assert ["arena_bytes", "(automatic)", "default"] in rows
+    assert ["ring_bytes", "(automatic)", "default"] in rows
+    assert ["ring", *["(wait", "under", "policy", "block,", "else", "drop)"], "default"] in rows
+    assert ["snapshot", "always", "default"] in rows
 
 
 def test_a_named_file_is_read_by_both_sides(capd: Capd, tmp_path: Path) -> None:

@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from capd_client.config import load_config
 from capd_client.errors import ConfigError
 from capd_client.key import Key
 from capd_client.planning.disk import disk_settings
 from capd_client.planning.figures import rank_plan
 from capd_client.planning.seen import Calls, IterationSeen, RankSeen, SeriesSeen
+from capd_client.planning.sink import PlanSink
 from capd_client.planning.text import plan_lines
 from capd_client.planning.whole import whole_plan
 
@@ -69,6 +72,27 @@ def test_rates_follow_from_the_selection_and_the_median_step() -> None:
     assert found["bytes_in_all"] is None
     assert found["link_s"] == 2e-3
     assert found["arena_steps"] == 4
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected", "said"), [({}, 10**9, 0), ({"CAPD_RING_BYTES": "30GB"}, 25 * 10**9, 1)]
+)
+def test_the_ring_of_a_plan_is_the_one_that_a_session_would_take(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    asked: dict[str, str],
+    expected: int,
+    said: int,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * 10**9, 80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 60 * 10**9)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20 * 10**9)
+    sink = PlanSink(load_config({**asked, "CAPD_STRICT": "1"}))
+    for _ in range(2):
+        sink.prepare([torch.device("cpu"), torch.device("cuda", 0)])
+
+    assert sink._ring_nbytes == expected // 4096 * 4096
+    assert caplog.text.count("a ring of 30000000000 bytes takes more than half") == said
 
 
 def test_a_selection_that_ends_has_a_whole_and_one_that_begins_late_a_window_there() -> None:
