@@ -64,7 +64,7 @@ class Bounce:
             Whether it is done: False where no page-locked memory is to be had, and then nothing was copied.
 
         Raises:
-            Exception: What `fetch` and `wait` raise. No buffer is used again or freed then: the device may still write.
+            Exception: What `fetch` and `wait` raise. No buffer is used or let go after it: the device may still write.
         """
         if not self._ready():
             return False

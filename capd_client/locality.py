@@ -27,6 +27,8 @@ def local_cpus(device: torch.device, root: str = "/") -> frozenset[int]:
         device: A CUDA device that is in use already: its properties are asked for.
         root: Where `sys` is.
     """
+    # Without CUDA torch asserts.
+    errors = (OSError, RuntimeError, ValueError, AttributeError, AssertionError)
     try:
         address = _pci_address(device)
         if address is None:
@@ -34,13 +36,7 @@ def local_cpus(device: torch.device, root: str = "/") -> frozenset[int]:
         path = os.path.join(root, "sys/bus/pci/devices", address, "local_cpulist")
         with open(path, encoding="ascii", errors="replace") as file:
             return _cpus(file.read(4096))
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-        AttributeError,
-        AssertionError,
-    ):  # torch asserts that a device is one of CUDA's
+    except errors:
         return frozenset()
 
 

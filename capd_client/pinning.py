@@ -72,8 +72,8 @@ class Pinning:
     def lifted(self) -> Iterator[bool]:
         """The lock undone, and none taken, as long as this lasts; False while a part is being locked.
 
-        For the client thread, with no copy under way. What is populated behind it is locked again, where the driver
-        has refused a part only what lies before that.
+        For the client thread, with no copy under way. What is populated after it is locked again; where the driver
+        has refused a part, only what lies before that.
         """
         try:
             with self._lock:

@@ -389,7 +389,7 @@ def test_the_lock_follows_the_growth_in_parts_and_is_taken_again_of_fresh_memory
 
 
 class Parts:
-    """Stands for the driver: which parts of an arena, as (begin, end) behind its start, are registered just now.
+    """Stands for the driver: which parts of an arena, as (begin, end) from its start on, are registered just now.
 
     It refuses what begins at `refused`. times: when each registration began and ended.
     """
@@ -446,7 +446,7 @@ def test_a_chunk_is_locked_and_used_as_soon_as_its_pages_are_there(
     pin.start(DEVICE)
     growing.have(CHUNK + STEP_NBYTES, 3 * CHUNK)
     wait_until(lambda: pin.part_end(start))
-    assert driver.locked == [(0, CHUNK)]  # the step behind it waits for the rest of its chunk
+    assert driver.locked == [(0, CHUNK)]  # the step after it waits for the rest of its chunk
     assert pin.part_end(start) == pin.part_end(start + CHUNK - 1) == start + CHUNK
     assert pin.part_end(start - 1) == pin.part_end(start + CHUNK) == 0
     assert pin.covers(driver.first, CHUNK)
@@ -462,6 +462,28 @@ def test_a_chunk_is_locked_and_used_as_soon_as_its_pages_are_there(
 
     pin.close(driver.unlocked.clear)  # called last
     assert (driver.locked, driver.unlocked) == ([], [])
+
+
+def test_the_first_chunk_is_locked_while_the_pages_of_the_next_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arena = Arena(2 * STEP_NBYTES)
+    driver, make = Parts(monkeypatch, arena), arena._libc.madvise
+    pin = Pinning(arena, Notices(), chunk_nbytes=STEP_NBYTES)
+    locked_by_then: list[bool] = []
+
+    def madvise(address: int, nbytes: int, advice: int) -> int:
+        if address == driver.first + STEP_NBYTES:
+            wait_until(lambda: driver.locked)
+            locked_by_then.append(True)
+        return int(make(address, nbytes, advice))
+
+    arena._libc.madvise = madvise
+    pin.start(DEVICE)
+    arena.grow(arena.nbytes)
+    wait_until(pin.pinned)
+    pin.close(arena.close)
+    assert locked_by_then == [True]
 
 
 def test_parts_are_undone_in_reverse(monkeypatch: pytest.MonkeyPatch, growing: Growing) -> None:
