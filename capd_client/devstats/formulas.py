@@ -69,7 +69,7 @@ def _add(values: torch.Tensor, fields: tuple[torch.Tensor, ...], blind: bool) ->
     """Add a block of values to the fields of a row."""
     count, nan, _, zero, low, high, _, total, squares, bins = fields
     exponents = exponent_bins(values, blind)
-    counts = _scattered(exponents) if blind else torch.bincount(exponents, minlength=EXPONENT_BINS)
+    counts = _counted(exponents) if blind else torch.bincount(exponents, minlength=EXPONENT_BINS)
     count.add_(values.numel())
     bins.add_(counts)
     if blind or counts[0]:
@@ -88,10 +88,29 @@ def _add(values: torch.Tensor, fields: tuple[torch.Tensor, ...], blind: bool) ->
     squares.add_(wide.square().sum())
 
 
-def _scattered(bins: torch.Tensor) -> torch.Tensor:
-    """How often each exponent occurs, int64 [256]: `bincount`, which makes the host wait for the largest bin."""
+def _counted(bins: torch.Tensor) -> torch.Tensor:
+    """How often each exponent occurs, int64 [256]: `bincount`, which makes the host wait for the largest bin.
+
+    Additions of whole numbers give the same whatever their order, but under deterministic algorithms torch sorts
+    64-bit places for them; other ways to add, such as `histc`, then raise. Sorting one byte each costs a fraction.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        return _sorted_counts(bins)
+    return _scattered_counts(bins)
+
+
+def _scattered_counts(bins: torch.Tensor) -> torch.Tensor:
     n, device = bins.numel(), bins.device
     lanes = torch.arange(n, device=device).bitwise_and_(_LANES - 1).mul_(EXPONENT_BINS).add_(bins)
     counts = torch.zeros(_LANES * EXPONENT_BINS, dtype=torch.int32, device=device)
     ones = torch.ones(1, dtype=torch.int32, device=device).expand(n)
     return counts.scatter_add_(0, lanes, ones).view(_LANES, EXPONENT_BINS).sum(0)
+
+
+def _sorted_counts(bins: torch.Tensor) -> torch.Tensor:
+    ordered = bins.to(torch.uint8).sort().values
+    each = torch.arange(EXPONENT_BINS, dtype=torch.int32, device=bins.device).to(torch.uint8)
+    up_to = torch.searchsorted(ordered, each, right=True)
+    counts = up_to.clone()
+    counts[1:].sub_(up_to[:-1])
+    return counts

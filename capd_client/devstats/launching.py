@@ -1,0 +1,81 @@
+"""Launches the kernels of rows: two launches for all segments of a dtype. Importing it imports Triton.
+
+What they need on the device is taken out of a pool of the stream, and put back behind the launches: the next ones of
+that stream overwrite it later, in the stream's order. Nothing is allocated twice, which would cost a fill each time
+under deterministic algorithms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from capd_client.devstats.segments import TASKS, SegmentTable, batches, task_of
+from capd_client.rowkernel import kernels
+from capd_client.rowkernel.artifacts import COLUMNS
+from capd_client.statistics_row import ROW_VALUES
+
+__all__ = ["ALIGNMENT", "COMPILED", "fill_from_kernel", "forget"]
+
+ALIGNMENT = 16  # bytes; the kernel reads as much at once
+COMPILED = kernels.COMPILED
+
+
+@dataclass(eq=False)
+class _Scratch:
+    """What a launch needs on the device: the table of segments and the partial rows."""
+
+    table: SegmentTable
+    parts: torch.Tensor
+
+
+# Taken from and put back to without a lock: a signal handler may capture, too.
+_scratch: dict[tuple[torch.device, int], list[_Scratch]] = {}
+
+
+def fill_from_kernel(
+    words: list[torch.Tensor], rows: list[torch.Tensor], dtype: str, table: torch.Tensor
+) -> None:
+    """Write the rows of `words`, on the current device and stream.
+
+    Args:
+        words: each [n > 0], at a multiple of ALIGNMENT, all on one device: numbers, or uint8 codes.
+        rows: as many, float64 [ROW_VALUES].
+        dtype: what the words stand for, by torch's name.
+        table: float32 [256, 1] or [256, 2], the values of 8-bit codes; [0, 0] where the words are numbers.
+    """
+    tasks = (task_of(flat, row) for flat, row in zip(words, rows, strict=True))
+    device = table.device
+    key = (device, _stream(device))
+    free = _scratch.setdefault(key, [])
+    scratch = free.pop() if free else _new_scratch(device)
+    for batch, count in batches(tasks):
+        scratch.table.send(batch)
+        kernels.partial_rows[(count,)](
+            scratch.table.on_device,
+            table,
+            scratch.parts,
+            len(batch),
+            **kernels.partial_constants(dtype),
+            **kernels.OPTIONS,
+        )
+        kernels.merged_rows[(-(-ROW_VALUES // COLUMNS), len(batch))](
+            scratch.table.on_device, scratch.parts, len(batch), **kernels.merge_constants(), **kernels.OPTIONS
+        )
+    free.append(scratch)
+
+
+def forget(device: torch.device, stream: int) -> None:
+    """Let go of the memory of a stream, by its number, that computes no rows any more."""
+    _scratch.pop((device, stream), None)
+
+
+def _new_scratch(device: torch.device) -> _Scratch:
+    with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode
+        parts = torch.empty(TASKS * ROW_VALUES, dtype=torch.float64, device=device)
+    return _Scratch(SegmentTable(device), parts)
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -1,0 +1,61 @@
+"""Runs once, on tiny tensors, what a capture would otherwise run for the first time in the middle of a step.
+
+CUDA loads a kernel when it is first launched, and that launch waits until the GPU's queue has drained.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from capd_client.devstats.formulas import fill_from_values
+from capd_client.statistics_row import ROW_VALUES
+from capd_client.tensors import DTYPES
+
+__all__ = ["warm"]
+
+_FLOATS = (torch.bfloat16, torch.float32, torch.float16)
+# Rows and columns. A copy of a matrix by columns, and one that begins at an odd place, have kernels of their own.
+_ROWS, _COLUMNS = 16, 64
+
+
+def warm(device: torch.device, *, rows: bool = False) -> None:
+    """Run the copies of captures on the current stream, of each kind once; nothing waits for them.
+
+    Args:
+        device: Where; the CPU has nothing to load, and just runs them.
+        rows: Whether statistics will be computed there: the operations of `formulas`, too.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        for dtype in (
+            *_FLOATS,
+            torch.float64,
+            torch.int64,
+            torch.int32,
+            torch.int16,
+            torch.uint8,
+            torch.bool,
+        ):
+            _copy(dtype, dtype, device)
+        for source in _FLOATS:
+            for target in _FLOATS:
+                if source is not target:
+                    _copy(source, target, device)
+        if rows:
+            _compute(device)
+
+
+def _copy(source: torch.dtype, target: torch.dtype, device: torch.device) -> None:
+    """Copies as a ring makes them: into contiguous memory, out of any."""
+    matrix = torch.zeros((_ROWS + 1, _COLUMNS), dtype=source, device=device)
+    whole, odd = matrix[:_ROWS], matrix.view(-1)[1 : 1 + _ROWS * _COLUMNS].view(_ROWS, _COLUMNS)
+    for tensor in (whole, odd, whole.t(), whole[:, ::2], whole.view(4, 4, _COLUMNS).transpose(1, 2)):
+        torch.empty(tensor.shape, dtype=target, device=device).copy_(tensor)
+
+
+def _compute(device: torch.device) -> None:
+    row = torch.empty(ROW_VALUES, dtype=torch.float64, device=device)
+    for dtype in DTYPES:
+        if dtype in (torch.int64, getattr(torch, "uint64", None)):
+            continue
+        codes = torch.zeros(_COLUMNS * dtype.itemsize, dtype=torch.uint8, device=device)
+        fill_from_values(codes.view(dtype), row, blind=True)

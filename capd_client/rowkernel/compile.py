@@ -1,0 +1,110 @@
+"""The process that compiles the kernels of rows into Triton's cache: no GPU, no torch, no capture.
+
+    python -m capd_client.rowkernel.compile --target cuda:90:32 --dtypes bfloat16,float32
+
+target: backend, architecture and threads of a warp, as Triton names them. Ends with 0 once the marks of all dtypes
+are there (`capd_client.rowkernel.artifacts`), otherwise by an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from capd_client.rowkernel.artifacts import cache_directory, mark_of
+
+__all__ = ["LIMIT_S", "compile_kernels", "main"]
+
+LIMIT_S = 120
+"""Seconds until the process ends itself, whatever it is doing."""
+
+
+class _Pointer:
+    """An aligned tensor that is not there, as far as Triton looks at one to choose a kernel."""
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        return 0
+
+    def ptr_range(self) -> int:
+        return 0
+
+
+class _Driver:
+    """A driver of a GPU that is not there: answers what Triton asks before it compiles, and launches nothing."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_kernels(target: str, dtypes: list[str]) -> dict[str, Any]:
+    """Have Triton compile the kernels of these dtypes for a target, and set the marks.
+
+    By the way of a launch, up to where the module would be loaded: so Triton finds what is compiled here by the key
+    that a real launch has.
+
+    Returns:
+        What Triton compiled, by dtype, and "merge".
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from capd_client.rowkernel import kernels
+
+    backend, architecture, warp = target.split(":")
+    arch = int(architecture) if architecture.isdecimal() else architecture
+    triton.runtime.driver.set_active(_Driver(GPUTarget(backend, arch, int(warp))))
+    table, parts = _Pointer("int64"), _Pointer("float64")
+    merge = {**kernels.merge_constants(), **kernels.OPTIONS}
+    made = {"merge": kernels.merged_rows.warmup(table, parts, 1, grid=(1, 1), **merge)}
+    for dtype in dtypes:
+        constants = {**kernels.partial_constants(dtype), **kernels.OPTIONS}
+        values = _Pointer("float32")
+        made[dtype] = kernels.partial_rows.warmup(table, values, parts, 1, grid=(1,), **constants)
+        mark_of(target, dtype).touch()
+    return made
+
+
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """One process of a node compiles, the others then find its work; where files cannot be locked all of them do."""
+    import fcntl
+
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / "capd-rows.lock", "w") as lock:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def main(arguments: list[str]) -> None:
+    """Compile what the command line names."""
+    signal.alarm(LIMIT_S)  # the job that asked may have been killed
+    os.nice(19)
+    parser = argparse.ArgumentParser(prog="capd_client.rowkernel.compile")
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--dtypes", required=True)
+    chosen = parser.parse_args(arguments)
+    with _alone(cache_directory()):
+        compile_kernels(chosen.target, chosen.dtypes.split(","))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
