@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from capd.store.dtypes import stored_type
 from capd.store.frames import StatsRow
 from capd.store.statistics import merge, summarise
-from capd_client.devstats import ROW_DTYPES, fill_row
+from capd_client.devstats import ROW_DTYPES, fill_row, fill_rows, warm
 from capd_client.devstats.codes import fill_from_codes
 from capd_client.devstats.formulas import fill_from_values
 from capd_client.dtypes import ITEM_NBYTES
@@ -78,6 +79,79 @@ def test_a_row_equals_numpy_in_float64_and_the_daemons(
 
     assert_row(row, reference(bits, dtype), bits, dtype)
     assert_row(row, daemon_row(summarise(bits, dtype)), bits, dtype)
+
+
+def test_many_tensors_have_the_rows_of_each() -> None:
+    made = [(name, any_bits(name, count)) for name in NAMES for count in (1, 3001)]
+    rows = torch.full((len(made), ROW_VALUES), 7.5, dtype=torch.float64)
+
+    fill_rows([(tensor_of(bits, name), row) for (name, bits), row in zip(made, rows, strict=True)])
+
+    for (name, bits), row in zip(made, rows, strict=True):
+        assert_row(row.numpy(), reference(bits, name), bits, name)
+    fill_rows([])
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(("dtype", "way"), EACH)
+def test_deterministic_algorithms_change_no_row_and_refuse_none(dtype: str, way: Fill) -> None:
+    bits = any_bits(dtype)
+    tensor = tensor_of(bits, dtype)
+    usual = row_of(way, tensor)
+
+    with deterministic():
+        row = row_of(way, tensor)
+
+    np.testing.assert_array_equal(row, usual)
+    assert_row(row, reference(bits, dtype), bits, dtype)
+
+
+class Names(TorchDispatchMode):
+    """Remembers which operations run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+# What torch refuses on a GPU under deterministic algorithms, or computes in a slow way there.
+ADDING = {"scatter_add_", "scatter_add", "index_add_", "index_put_", "put_", "histc", "bincount", "cumsum"}
+
+
+def test_deterministic_rows_of_a_device_add_nothing_by_place() -> None:
+    tensor, row = torch.randn(3001), torch.empty(ROW_VALUES, dtype=torch.float64)
+    with Names() as usual:
+        fill_from_values(tensor, row, blind=True)
+    with deterministic(), Names() as ordered:
+        fill_from_values(tensor, row, blind=True)
+
+    assert usual.seen & ADDING == {"scatter_add_"}
+    assert ordered.seen & ADDING == set()
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_warming_runs_the_copies_of_captures_and_looks_at_nothing(rows: bool) -> None:
+    with NothingWaits(), Names() as watched:
+        warm(torch.device("cpu"), rows=rows)
+    assert "copy_" in watched.seen
+    assert ("scatter_add_" in watched.seen) is rows
+
+
+def test_warming_in_inference_mode_and_under_deterministic_algorithms() -> None:
+    with torch.inference_mode(), deterministic():
+        warm(torch.device("cpu"), rows=True)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -183,13 +257,16 @@ def _is_mask(arg: object) -> bool:
     )
 
 
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, deterministic])
 @pytest.mark.parametrize("dtype", NAMES)
-def test_on_a_device_nothing_waits_and_memory_is_bounded(dtype: str) -> None:
+def test_on_a_device_nothing_waits_and_memory_is_bounded(
+    dtype: str, mode: Callable[[], contextlib.AbstractContextManager[None]]
+) -> None:
     tensor = tensor_of(any_bits(dtype, (1 << 20) + 5), dtype)
     given = tensor.untyped_storage().nbytes()
     row = torch.empty(ROW_VALUES, dtype=torch.float64)
 
-    with NothingWaits() as watched:
+    with mode(), NothingWaits() as watched:
         fill_from_values(tensor, row, blind=True)
 
     assert watched.largest_nbytes <= max(given, 16 << 20)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from statistics_rows import Bits, any_bits, assert_row, ordinary, reference, tensor_of
 
-from capd_client.devstats import ROW_DTYPES, has_kernel, prepare, prepared
+from capd_client.devstats import ROW_DTYPES, fill_rows, has_kernel, prepare, prepared
 from capd_client.devstats.formulas import fill_from_values
 from capd_client.devstats.prepared import fill_on_device
 from capd_client.dtypes import ITEM_NBYTES
@@ -27,20 +27,30 @@ HERE = torch.device("cpu")  # stands in for a device
 NAMES = sorted(str(dtype).removeprefix("torch.") for dtype in ROW_DTYPES)
 
 
+Rows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
 class Kernel(ModuleType):
-    """In the place of the Triton kernel: computes `rows`, and counts the calls."""
+    """In the place of the launches: computes `rows`, and remembers how many tensors each call had."""
 
     ALIGNMENT = 16
     COMPILED = True
 
-    def __init__(self, rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]) -> None:
-        super().__init__("capd_client.devstats.kernel")
+    def __init__(self, rows: Rows) -> None:
+        super().__init__("capd_client.devstats.launching")
         self._rows = rows
-        self.calls = 0
+        self.launched: list[tuple[str, int]] = []
 
-    def fill_from_kernel(self, words: torch.Tensor, table: torch.Tensor, row: torch.Tensor) -> None:
-        self.calls += 1
-        self._rows(words, table, row)
+    @property
+    def calls(self) -> int:
+        return len(self.launched)
+
+    def fill_from_kernel(
+        self, words: list[torch.Tensor], rows: list[torch.Tensor], dtype: str, table: torch.Tensor
+    ) -> None:
+        self.launched.append((dtype, len(words)))
+        for flat, row in zip(words, rows, strict=True):
+            self._rows(flat, table, row)
 
 
 def right(words: torch.Tensor, table: torch.Tensor, row: torch.Tensor) -> None:
@@ -61,13 +71,14 @@ def broken(words: torch.Tensor, table: torch.Tensor, row: torch.Tensor) -> None:
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Kernel]:
     """Puts a kernel where `prepare` finds it."""
 
-    def put(rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]) -> Kernel:
+    def put(rows: Rows) -> Kernel:
         kernel = Kernel(rows)
         monkeypatch.setitem(sys.modules, kernel.__name__, kernel)
-        monkeypatch.setattr("capd_client.devstats.kernel", kernel, raising=False)
+        monkeypatch.setattr("capd_client.devstats.launching", kernel, raising=False)
         return kernel
 
     monkeypatch.setattr(prepared, "_tables", {})
+    monkeypatch.setattr(prepared, "installed", lambda: True)
     return put
 
 
@@ -109,7 +120,7 @@ def test_the_kernel_is_launched_on_the_device_of_the_tensor(
 
     def checked(flat: torch.Tensor, table: torch.Tensor, row: torch.Tensor) -> None:
         assert len(current) == 1
-        assert current[0].data_ptr() == flat.data_ptr()
+        assert current[0].device == flat.device
         right(flat, table, row)
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
@@ -141,6 +152,65 @@ def test_what_the_kernel_is_not_for_goes_another_way(install: Callable[..., Kern
 
     assert kernel.calls == tried
     assert row[7] == sum(range(9))
+
+
+def test_many_tensors_take_one_launch_for_each_dtype(install: Callable[..., Kernel]) -> None:
+    kernel = install(right)
+    prepare(HERE)
+    kernel.launched.clear()
+    odd = torch.arange(9, dtype=torch.float32)[1:]
+    samples = [("float32", 5), ("bfloat16", 4099), ("int32", 7), ("float32", 3001), ("float8_e5m2", 17)]
+    made = [(name, any_bits(name, count)) for name, count in samples]
+    rows = torch.full((len(made) + 1, ROW_VALUES), 7.5, dtype=torch.float64)
+
+    fill_rows(
+        [
+            *((tensor_of(bits, name), row) for (name, bits), row in zip(made, rows, strict=False)),
+            (odd, rows[-1]),
+        ]
+    )
+
+    assert kernel.launched == [("float32", 2), ("bfloat16", 1), ("float8_e5m2", 1)]
+    for (name, bits), row in zip(made, rows, strict=False):
+        assert_row(row.numpy(), reference(bits, name), bits, name)
+    assert rows[-1, :2].tolist() == [8, 0]
+    assert rows[-1, 7] == sum(range(9))
+
+
+def test_only_the_dtypes_that_are_asked_for_are_prepared_in_their_order(
+    install: Callable[..., Kernel],
+) -> None:
+    kernel = install(right)
+    prepare(HERE, dtypes=[torch.float8_e4m3fn, torch.int32, torch.float32, torch.float32])
+    assert list(dict.fromkeys(name for name, _ in kernel.launched)) == ["float8_e4m3fn", "float32"]
+    assert [dtype for _, dtype in prepared._tables] == [torch.float8_e4m3fn, torch.float32]
+
+
+def test_nothing_is_loaded_before_it_may_be(
+    install: Callable[..., Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = install(right)
+    answers = iter([False, False, True, True, False, False, True])
+    calls_when_asked = []
+
+    def may_load() -> bool:
+        calls_when_asked.append(kernel.calls)
+        return next(answers)
+
+    monkeypatch.setattr(prepared, "_LOOK_S", 0.001)
+    prepare(HERE, dtypes=[torch.bfloat16, torch.float32], may_load=may_load)
+
+    trial = kernel.calls // 2
+    assert calls_when_asked == [0, 0, 0, 0, trial, trial, trial]
+    assert next(answers, None) is None
+    assert has_kernel(HERE, torch.float32)
+
+
+def test_waiting_to_load_ends_when_it_is_not_wanted_any_more(install: Callable[..., Kernel]) -> None:
+    kernel = install(right)
+    asked = iter([False, False, True])
+    prepare(HERE, lambda: next(asked), may_load=lambda: False)
+    assert kernel.calls == 0
 
 
 @pytest.mark.parametrize("rows", [wrong, broken])
@@ -176,10 +246,10 @@ def test_a_kernel_that_fails_later_is_given_up_and_told_once(
 
 
 def test_without_triton_nothing_is_said(
-    install: Callable[..., Kernel], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "capd_client.devstats.kernel", raising=False)
+    monkeypatch.setattr(prepared, "_tables", {})
 
     prepare(HERE)
 
@@ -187,13 +257,24 @@ def test_without_triton_nothing_is_said(
     assert warnings_of(caplog) == []
 
 
+@pytest.mark.parametrize("how", ["environment", "setting"])
 def test_where_triton_interprets_no_device_is_given_its_kernel(
-    install: Callable[..., Kernel], caplog: pytest.LogCaptureFixture
+    install: Callable[..., Kernel],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
 ) -> None:
     """A job that debugs kernels of its own would wait in every capture for the host to go through the tensor."""
     kernel = install(right)
-    kernel.COMPILED = False
+    kernel.COMPILED = how == "environment"
+    compiled: list[str] = []
+    monkeypatch.setattr(prepared, "target_of", lambda device: "cuda:90:32")
+    monkeypatch.setattr(prepared, "compile_ahead", lambda target, *_: compiled.append(target) or True)
+    monkeypatch.setattr(prepared, "_trial_stream", lambda *_: contextlib.nullcontext())
+    if how == "environment":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
     prepare(torch.device("cuda", 0))
+    assert bool(compiled) is (how == "setting")
     assert prepared._tables == {}
     assert kernel.calls == 0
     assert warnings_of(caplog) == []
@@ -201,22 +282,27 @@ def test_where_triton_interprets_no_device_is_given_its_kernel(
 
 SCRIPT = """
 import sys, numpy, torch
-from capd_client.devstats.kernel import fill_from_kernel
+from capd_client.devstats import fill_rows, prepare, prepared
+from capd_client.devstats.launching import fill_from_kernel
 from capd_client.devstats.tables import values_of_codes
-from capd_client.devstats import prepare, prepared
 from capd_client.statistics_row import ROW_VALUES
 prepare(torch.device("cpu"))
 proved = [str(dtype) for _, dtype in prepared._tables]
 samples, rows = numpy.load(sys.argv[1]), {"proved": numpy.array(proved)}
-for name in samples.files:
-    dtype = getattr(torch, name.split("/")[0])
-    words = torch.from_numpy(samples[name]).view(dtype)
+tensors = {name: torch.from_numpy(samples[name]).view(getattr(torch, name.split("/")[0])) for name in samples.files}
+filled = torch.full((len(tensors), ROW_VALUES), 7.5, dtype=torch.float64)
+fill_rows(list(zip(tensors.values(), filled)))
+for (name, words), row in zip(tensors.items(), filled):
+    rows["all/" + name] = row.numpy()
     table = torch.empty((0, 0))
-    if dtype.itemsize == 1:
-        words, table = words.view(torch.uint8), values_of_codes(dtype, words.device)
+    if words.element_size() == 1:
+        table = values_of_codes(words.dtype, words.device)
+        words = words.view(torch.uint8)
+    elif words.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        continue
     row = torch.full((ROW_VALUES,), 7.5, dtype=torch.float64)
-    fill_from_kernel(words, table, row)
-    rows[name] = row.numpy()
+    fill_from_kernel([words], [row], name.split("/")[0], table)
+    rows["one/" + name] = row.numpy()
 numpy.savez(sys.argv[2], **rows)
 """
 
@@ -227,8 +313,8 @@ def test_the_triton_kernel_equals_numpy_in_float64(tmp_path: Path) -> None:
         f"{dtype}/{make.__name__}/{count}": make(dtype, count)
         for dtype in NAMES
         for make in (ordinary, any_bits)
-        for count in (1, 1023, 1024, 5000)
-    }
+        for count in (1, 4095, 4096, 5000)
+    } | {f"{dtype}/any_bits/70000": any_bits(dtype, 70_000) for dtype in NAMES}
     np.savez(tmp_path / "samples.npz", **{name: bits.view(np.uint8) for name, bits in samples.items()})
 
     subprocess.run(
@@ -239,12 +325,13 @@ def test_the_triton_kernel_equals_numpy_in_float64(tmp_path: Path) -> None:
     )
 
     rows = np.load(tmp_path / "rows.npz")
+    proved = {str(name).removeprefix("torch.") for name in rows["proved"]}
+    floats_of_8_bits = {name for name in NAMES if ITEM_NBYTES[name] == 1 and name.startswith("float")}
+    assert proved == floats_of_8_bits | {"bfloat16", "float16", "float32"}
     for name, bits in samples.items():
         dtype = name.split("/")[0]
-        assert_row(rows[name], reference(bits, dtype), bits, dtype)
-    floats_of_8_bits = {name for name in NAMES if ITEM_NBYTES[name] == 1 and name.startswith("float")}
-    assert {str(name).removeprefix("torch.") for name in rows["proved"]} == floats_of_8_bits | {
-        "bfloat16",
-        "float16",
-        "float32",
-    }
+        assert_row(rows[f"all/{name}"], reference(bits, dtype), bits, dtype)
+        if dtype in proved:  # whatever else was launched with it
+            assert rows[f"all/{name}"].tobytes() == rows[f"one/{name}"].tobytes()
+        elif ITEM_NBYTES[dtype] == 1:
+            assert_row(rows[f"one/{name}"], reference(bits, dtype), bits, dtype)
