@@ -78,8 +78,23 @@ def compile_kernels(target: str, dtypes: list[str]) -> dict[str, Any]:
         constants = {**kernels.partial_constants(dtype), **kernels.OPTIONS}
         values = _Pointer("float32")
         made[dtype] = kernels.partial_rows.warmup(table, values, parts, 1, grid=(1,), **constants)
+    _build_launchers(backend, list(made.values()))
+    for dtype in dtypes:
         mark_of(target, dtype).touch()
     return made
+
+
+def _build_launchers(backend: str, made: list[Any]) -> None:
+    """Have the C compiler build what starts the kernels: the job would run it instead, in its thread of compilation.
+
+    Where that fails the kernels are of use all the same.
+    """
+    from triton.backends import backends
+
+    with contextlib.suppress(Exception):
+        driver = backends["nvidia" if backend == "cuda" else "amd"].driver()
+        for kernel in made:
+            driver.launcher_cls(kernel.src, kernel.metadata)
 
 
 @contextlib.contextmanager

@@ -28,10 +28,99 @@ for dtype in (torch.bfloat16, torch.float32, torch.float16, torch.float8_e4m3fn,
         capture(host, "host", n)
         n += 1
 assert not drained()["dropped"]
-stager = session().devices.stager(torch.device("cuda", 0))
-print("kernel:", stager.row_place(torch.bfloat16, 1 << 20, True) is not None)
 """
 SECOND = 'session().prepare([torch.device("cuda", 1)]); ready()'
+# Many rows at once, while the device has not come to the first ones: of the kernel, of torch's operations, and of those
+# under deterministic algorithms.
+ROWS = """
+from capd_client.devstats import ROW_DTYPES, fill_rows, has_kernel, prepare, warm
+from capd_client.devstats.formulas import fill_from_values
+from capd_client.statistics_row import ROW_VALUES
+
+device = torch.device("cuda", 0)
+kinds = [torch.bfloat16, torch.float32, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+warm(device, rows=True)
+prepare(device, dtypes=kinds)
+kernels = [has_kernel(device, kind) for kind in kinds].count(True)
+print("kernels:", kernels)
+generator = torch.Generator("cuda").manual_seed(3)
+flats = []
+for kind in kinds:
+    for n in (1, 7, 4096, 4099, 70_001, (1 << 20) + 5):
+        flat = torch.randn(n, device="cuda", generator=generator) * 1000
+        if n > 5:
+            flat[::7] = 0.0
+            flat[1::1001] = float("nan")
+            flat[2::1003] = float("inf")
+            flat[3::1007] = -1e-40
+        flats.append(flat.to(kind))
+rounds = 12
+rows = torch.zeros((rounds + 2, len(flats), ROW_VALUES), dtype=torch.float64, device="cuda")
+fill_rows(list(zip(flats, rows[0])))
+torch.cuda.synchronize()
+if kernels:
+    torch.cuda._sleep(10**9)
+torch.cuda.set_sync_debug_mode("error")
+started = time.perf_counter()
+for n in range(rounds):  # others each time: a table that is overwritten too early gives rows of other tensors
+    chosen = [index for index in range(len(flats)) if (index + n) % 3]
+    fill_rows([(flats[index], rows[n + 1][index]) for index in chosen])
+print(f"{(time.perf_counter() - started) * 1e6 / rounds:.0f} us a call of {len(chosen)} segments")
+for flat, row in zip(flats, rows[-1]):
+    fill_from_values(flat, row, blind=True)
+torch.cuda.set_sync_debug_mode("default")
+found = rows.cpu()
+for n in range(rounds):
+    for index in range(len(flats)):
+        if (index + n) % 3:
+            assert torch.equal(found[n + 1, index].nan_to_num(7.5), found[0, index].nan_to_num(7.5)), (n, index)
+sums, exact = [7, 8], [index for index in range(ROW_VALUES) if index not in (7, 8)]
+for one, other in zip(found[0], found[-1]):
+    assert torch.equal(one[exact].nan_to_num(7.5), other[exact].nan_to_num(7.5)), (one, other)
+    slack = 1e-10 * (other[0] * other[8]).sqrt()
+    assert (one[7] - other[7]).abs() <= slack
+    assert (one[8] - other[8]).abs() <= 1e-10 * other[8]
+
+codes = torch.arange(1 << 20, device="cuda").to(torch.uint8)
+pair = torch.zeros((2, ROW_VALUES), dtype=torch.float64, device="cuda")
+for kind in sorted(ROW_DTYPES, key=str):
+    for row, deterministic in zip(pair, (False, True)):
+        torch.use_deterministic_algorithms(deterministic)
+        torch.cuda.set_sync_debug_mode("error")
+        fill_from_values(codes.view(kind), row, blind=True)
+        torch.cuda.set_sync_debug_mode("default")
+    torch.use_deterministic_algorithms(False)
+    usual, ordered = pair.cpu().nan_to_num(7.5)
+    assert torch.equal(usual[9:], ordered[9:]), kind
+print("rows agree")
+"""
+# The first steps of a job that finds nothing in Triton's cache.
+FIRST_STEPS = """
+import sys
+from capd_client.devstats import fill_row, has_kernel, prepare
+from capd_client.rowkernel.artifacts import mark_of
+from capd_client.devstats.compiling import target_of
+
+device = torch.device("cuda", 0)
+over = threading.Event()
+thread = threading.Thread(target=prepare, args=(device,), kwargs={"dtypes": [torch.bfloat16], "may_load": over.is_set})
+weights = torch.randn(1024, 1024, device="cuda")
+thread.start()
+mark = mark_of(target_of(device), "bfloat16")
+deadline = time.monotonic() + 60
+while not mark.exists() and time.monotonic() < deadline:
+    (weights @ weights).sum().item()
+assert mark.exists()
+time.sleep(0.5)
+assert "triton" not in sys.modules
+assert not has_kernel(device, torch.bfloat16)
+before = {path.name for path in mark.parent.rglob("*")}
+over.set()
+thread.join(60)
+assert has_kernel(device, torch.bfloat16)
+made = {path.name for path in mark.parent.rglob("*")} - before
+print("made in the job:", sorted(made))
+"""
 EXACT = ("count", "nan", "inf", "zero", "min", "max", "absmax", "exponent_histogram")
 
 
@@ -48,6 +137,22 @@ def test_on_a_device_that_is_not_the_current_one_as_well(job: Job, mode: str) ->
         BOTH.replace('"cuda"', '"cuda:1"').replace('"cuda:1", 0', '"cuda", 1').replace("ready()", SECOND),
         mode,
     )
+
+
+def test_many_rows_at_once_are_those_of_torchs_operations_and_nothing_waits(job: Job, kernels: int = 5) -> None:
+    output = job.run(ROWS).output
+    print(output)
+    assert f"kernels: {kernels}" in output
+    assert "rows agree" in output
+
+
+def test_in_the_first_steps_nothing_is_compiled_or_loaded_in_the_job(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    output = job.run(FIRST_STEPS).output
+    print(output)
+    assert "made in the job: []" in output
 
 
 def assert_agreement(job: Job, code: str, mode: str) -> None:
