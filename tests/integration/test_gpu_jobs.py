@@ -54,6 +54,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
         ),
         (hazards.test_a_failed_page_lock_costs_speed_and_nothing_else, (same,)),
         (statistics.test_device_and_daemon_agree, ("stats",)),
+        (statistics.test_many_rows_at_once_are_those_of_torchs_operations_and_nothing_waits, (0,)),
     ],
 )
 def test_it_runs(job: Job, test: Callable[..., None], more: tuple[Any, ...]) -> None:
