@@ -46,7 +46,7 @@ def compile_ahead(target: str, dtypes: Sequence[str], cancelled: Callable[[], bo
     Raises:
         RuntimeError, TimeoutError, OSError: The kernels could not be compiled.
     """
-    missing = [dtype for dtype in dtypes if not mark_of(target, dtype).exists()]
+    missing = _missing(target, dtypes)
     if not missing:
         return True
     process = _start(target, missing)
@@ -61,9 +61,13 @@ def compile_ahead(target: str, dtypes: Sequence[str], cancelled: Callable[[], bo
     finally:
         process.kill()  # does nothing to one that has ended
         process.wait()
-    if code:
+    if _missing(target, dtypes):  # the code says less: a job that collects all of its children took it away
         raise RuntimeError(f"its compilation ended with code {code}")
     return True
+
+
+def _missing(target: str, dtypes: Sequence[str]) -> list[str]:
+    return [dtype for dtype in dtypes if not mark_of(target, dtype).exists()]
 
 
 def _start(target: str, dtypes: Sequence[str]) -> subprocess.Popen[bytes]:

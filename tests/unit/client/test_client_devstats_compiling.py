@@ -60,9 +60,13 @@ def test_the_process_sees_no_gpu_and_captures_nothing(
     monkeypatch.setenv("CAPD_ENDPOINT", "/tmp/capd.sock")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.syspath_prepend(str(tmp_path / "job"))
-    python('env > environment; printf "%s\\n" "$@" > arguments; readlink /proc/self/fd/1 > output')
+    look = (
+        "input=$(readlink /proc/$$/fd/0); output=$(readlink /proc/$$/fd/1); errors=$(readlink /proc/$$/fd/2)"
+    )
+    python(f'{look}\necho $input $output $errors > streams\nenv > environment; echo "$@" > arguments')
 
-    assert compiling.compile_ahead(TARGET, ["bfloat16", "float32"], never)
+    with pytest.raises(RuntimeError, match="ended with code 0"):  # it has compiled nothing
+        compiling.compile_ahead(TARGET, ["bfloat16", "float32"], never)
 
     lines = (tmp_path / "environment").read_text().splitlines()
     found = dict(line.split("=", 1) for line in lines if "=" in line)
@@ -70,13 +74,14 @@ def test_the_process_sees_no_gpu_and_captures_nothing(
     assert found["CUDA_VISIBLE_DEVICES"] == found["HIP_VISIBLE_DEVICES"] == ""
     assert found["TRITON_CACHE_DIR"] == str(cache)
     assert str(tmp_path / "job") in found["PYTHONPATH"].split(os.pathsep)
+    assert (tmp_path / "streams").read_text().split() == ["/dev/null"] * 3
     assert (tmp_path / "arguments").read_text().split() == [
         "-m", "capd_client.rowkernel.compile", "--target", TARGET, "--dtypes", "bfloat16,float32",
     ]  # fmt: skip
 
 
 def test_what_the_cache_holds_is_not_compiled_again(python: MakePython, tmp_path: Path, cache: Path) -> None:
-    python('printf "%s\\n" "$@" >> arguments')
+    python(f'printf "%s\\n" "$@" >> arguments; touch {mark_of(TARGET, "float16")}')
     cache.mkdir()
     mark_of(TARGET, "bfloat16").touch()
 
