@@ -17,7 +17,7 @@ import torch
 from capd_client.rowkernel.artifacts import cache_directory, mark_of
 from capd_client.rowkernel.compile import LIMIT_S
 
-__all__ = ["compile_ahead", "target_of"]
+__all__ = ["compile_ahead", "missing", "target_of"]
 
 _LOOK_S = 0.05
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
@@ -46,10 +46,10 @@ def compile_ahead(target: str, dtypes: Sequence[str], cancelled: Callable[[], bo
     Raises:
         RuntimeError, TimeoutError, OSError: The kernels could not be compiled.
     """
-    missing = _missing(target, dtypes)
-    if not missing:
+    wanting = missing(target, dtypes)
+    if not wanting:
         return True
-    process = _start(target, missing)
+    process = _start(target, wanting)
     deadline = time.monotonic() + LIMIT_S
     try:
         while (code := process.poll()) is None:
@@ -61,12 +61,13 @@ def compile_ahead(target: str, dtypes: Sequence[str], cancelled: Callable[[], bo
     finally:
         process.kill()  # does nothing to one that has ended
         process.wait()
-    if _missing(target, dtypes):  # the code says less: a job that collects all of its children took it away
+    if missing(target, dtypes):  # the code says less: a job that collects all of its children took it away
         raise RuntimeError(f"its compilation ended with code {code}")
     return True
 
 
-def _missing(target: str, dtypes: Sequence[str]) -> list[str]:
+def missing(target: str, dtypes: Sequence[str]) -> list[str]:
+    """Which of these dtypes Triton's cache does not hold."""
     return [dtype for dtype in dtypes if not mark_of(target, dtype).exists()]
 
 

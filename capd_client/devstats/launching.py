@@ -49,7 +49,10 @@ def fill_from_kernel(
     device = table.device
     key = (device, _stream(device))
     free = _scratch.setdefault(key, [])
-    scratch = free.pop() if free else _new_scratch(device)
+    try:
+        scratch = free.pop()
+    except IndexError:
+        scratch = _new_scratch(device)
     for batch, count in batches(tasks):
         scratch.table.send(batch)
         kernels.partial_rows[(count,)](

@@ -14,7 +14,7 @@ from typing import Optional
 
 import torch
 
-from capd_client.devstats.compiling import compile_ahead, target_of
+from capd_client.devstats.compiling import compile_ahead, missing, target_of
 from capd_client.devstats.formulas import fill_from_values
 from capd_client.devstats.tables import values_of_codes
 from capd_client.devstats.trial import compare
@@ -84,27 +84,34 @@ def _prepare(
     may_load: Callable[[], bool],
     stream: Optional[torch.cuda.Stream],
 ) -> None:
-    if not _compiled(device, wanted, cancelled) or not _wait_for(may_load, cancelled):
+    if not _may_be_loaded(device, wanted, cancelled, may_load):
         return
     with _trial_stream(device, stream):
         for dtype in wanted:
-            if not _wait_for(may_load, cancelled):
-                return
-            # Again: Inductor moves Triton's cache when it first runs, and what was compiled lies in the old one then.
-            if not _compiled(device, [dtype], cancelled) or not _load(device):
+            if not _may_be_loaded(device, [dtype], cancelled, may_load) or not _load(device):
                 return
             table = _table(dtype, device)
             compare(dtype, table, _launch)
             _tables[device, dtype] = table
 
 
-def _compiled(device: torch.device, dtypes: Sequence[torch.dtype], cancelled: Callable[[], bool]) -> bool:
-    """Whether loading compiles nothing any more; False: never, because it is interpreted or not wanted."""
+def _may_be_loaded(
+    device: torch.device,
+    dtypes: Sequence[torch.dtype],
+    cancelled: Callable[[], bool],
+    may_load: Callable[[], bool],
+) -> bool:
+    """Wait until loading compiles nothing, and the job may wait for it. False: it never may."""
     if device.type != "cuda":
-        return True
-    return not interpreted() and compile_ahead(
-        target_of(device), [_name(dtype) for dtype in dtypes], cancelled
-    )
+        return _wait_for(may_load, cancelled)
+    if interpreted():
+        return False
+    target, names = target_of(device), [_name(dtype) for dtype in dtypes]
+    while compile_ahead(target, names, cancelled) and _wait_for(may_load, cancelled):
+        # Inductor moves Triton's cache when it first runs, and what was compiled lies in the old one then.
+        if not missing(target, names):
+            return True
+    return False
 
 
 def _load(device: torch.device) -> bool:

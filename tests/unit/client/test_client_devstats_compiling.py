@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
@@ -138,6 +139,29 @@ def test_a_process_that_fails_leaves_the_device_with_torchs_operations_and_is_to
     [line] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert "go on with torch's own operations" in line
     assert ("its compilation ended with code 3" if script == "exit 3" else "code -9") in line
+
+
+def test_what_lies_in_another_cache_when_it_may_be_loaded_is_compiled_there(
+    python: MakePython, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor sets a cache of its own when it compiles the job's first graph."""
+    name = mark_of(TARGET, "bfloat16").name
+    python(f"mkdir -p $TRITON_CACHE_DIR; touch $TRITON_CACHE_DIR/{name}; echo $TRITON_CACHE_DIR >> caches")
+    ran: list[int] = []
+
+    def may_load() -> bool:
+        ran.append(len((tmp_path / "caches").read_text().split()))
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "inductor"))
+        return True
+
+    monkeypatch.setattr(prepared, "installed", lambda: True)
+    monkeypatch.setattr(prepared, "target_of", lambda device: TARGET)
+    monkeypatch.setattr(prepared, "_trial_stream", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(prepared, "_load", lambda device: ran.append(0))
+    prepare(torch.device("cuda", 0), dtypes=[torch.bfloat16], may_load=may_load)
+
+    assert (tmp_path / "caches").read_text().split() == [str(tmp_path / "cache"), str(tmp_path / "inductor")]
+    assert ran == [1, 2, 2, 0]  # asked again behind the second process, and just before it is loaded
 
 
 def test_no_interpreter_to_start_is_told_as_well(

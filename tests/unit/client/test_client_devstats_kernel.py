@@ -270,6 +270,7 @@ def test_where_triton_interprets_no_device_is_given_its_kernel(
     compiled: list[str] = []
     monkeypatch.setattr(prepared, "target_of", lambda device: "cuda:90:32")
     monkeypatch.setattr(prepared, "compile_ahead", lambda target, *_: compiled.append(target) or True)
+    monkeypatch.setattr(prepared, "missing", lambda *_: [])
     monkeypatch.setattr(prepared, "_trial_stream", lambda *_: contextlib.nullcontext())
     if how == "environment":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
