@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from threading import get_ident
 from typing import NoReturn, Optional
 
-from capd_client.allocator import EMPTY
 from capd_client.counter_page import (
     COUNTER_ACKED,
     COUNTER_IN_FLIGHT,
@@ -70,7 +69,7 @@ class Books(Entrance):
         """Give up an admitted capture whose slot may still be written: nobody gets that slot again."""
         with self.lock:
             if capture.state == COPYING:
-                capture.slot = EMPTY
+                capture.slot = (capture.slot[0], 0, None)  # its place stays: a copy to it may still be due
                 self._give_back(capture, capture.budgeted)
                 self._drop(capture, reason)
 

@@ -30,6 +30,7 @@ MODES = ("tensor", "stats")
 WATCH = ("auto", "off")
 SNAPSHOTS = ("always", "auto")
 RINGS = ("wait", "drop")
+GPU_CALLS = ("raw", "torch")
 MAX_PIECE_NBYTES = 1 << 30
 MIN_PIECE_NBYTES = 1 << 20
 DEFAULT_MAX_BLOCK_MS = 30_000.0
@@ -52,6 +53,8 @@ class ClientConfig:
     ring_bytes: size of the ring on each device, None sizes it by the memory that is free (`capd_client.ring`).
     piece_bytes: the size of one copy from a device to the host, None lets capd choose.
     snapshot: "always" copies each tensor on its device, "auto" holds a tensor that autograd keeps anyway.
+    gpu_calls: "raw" makes the calls of a capture from CUDA's runtime where that has proved itself
+    (`capd_client.raw_calls`), "torch" never.
     ring: "wait" has the job's stream wait on the device for room in the ring, "drop" does not; None: see `ring_waits`.
     mode: what is kept: "tensor", "stats" for statistics alone, or "sample:1/N" for tensors of every Nth call.
     watch: "off" leaves a job that never calls `watch` alone also where `capd run` would find its models.
@@ -89,6 +92,7 @@ class ClientConfig:
     piece_bytes: Optional[int] = None
     snapshot: str = "always"
     ring: Optional[str] = None
+    gpu_calls: str = "raw"
     max_block_ms: float = DEFAULT_MAX_BLOCK_MS
     strict: bool = False
     ping_s: float = 5.0
@@ -175,6 +179,7 @@ _SETTINGS: dict[str, _Setting] = {
     ),
     "snapshot": _Setting(("CAPD_SNAPSHOT",), "snapshot", values.one_of(SNAPSHOTS)),
     "ring": _Setting(("CAPD_RING",), "ring", values.one_of(RINGS)),
+    "gpu_calls": _Setting(("CAPD_GPU_CALLS",), None, values.one_of(GPU_CALLS)),
     "max_block_ms": _Setting(("CAPD_MAX_BLOCK_MS",), "max_block_ms", values.number(0, 86_400_000)),
     "replace_tensor_saver": _Setting(("CAPD_REPLACE_TENSOR_SAVER",), None, values.flag),
     "emulate": _Setting(("CAPD_EMULATE",), None, values.emulation),

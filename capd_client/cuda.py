@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Optional
 
 import torch
 
-from capd_client.device import Event
 from capd_client.notices import Notices, logger
 from capd_client.ring import ring_nbytes
 
 __all__ = [
-    "CudaDevice", "cuda_runtimes", "is_capturing", "mapped_libraries", "pin", "ring_sizes", "side_stream",
+    "cuda_runtimes", "is_capturing", "mapped_libraries", "pin", "ring_sizes", "side_stream",
     "take_thread", "unpin",
 ]  # fmt: skip
 
@@ -24,83 +22,6 @@ _CAPTURE_MODE_THREAD_LOCAL = 1
 _STREAM_NON_BLOCKING = 1  # it does not wait for the default stream, nor that one for it
 _REGISTER_PORTABLE = 1
 _MAX_REGISTER_NBYTES = 512 << 30  # from here on drivers of release 580 fail, and leave the error latched
-
-
-class CudaDevice:
-    """One GPU. is_pinned: whether memory (address, bytes) is page-locked; copies to other wait in the client thread."""
-
-    def __init__(self, device: torch.device, is_pinned: Callable[[int, int], bool]) -> None:
-        self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._stream = torch.cuda.Stream(self._index)  # type: ignore[no-untyped-call]  # torch's own lack
-        self._events: deque[torch.cuda.Event] = deque()
-        self._is_pinned = is_pinned
-
-    def is_pinned(self, host: torch.Tensor) -> bool:
-        """Whether it is page-locked, which it is for all devices or for none."""
-        return self._is_pinned(host.data_ptr(), host.numel())
-
-    def is_capturing(self) -> bool:
-        """Whether a CUDA graph is being captured on the current stream."""
-        return is_capturing()
-
-    def allocate_ring(self) -> torch.Tensor:
-        """The ring; empty when the device has no memory left for it.
-
-        From the side stream's own pool: a block that the job has freed could still be written by what it has queued.
-        What this thread issues next comes behind what the side stream has in its queue: where algorithms are to be
-        deterministic torch fills new memory there. And it has 32 streams for all: the job may know ours, too.
-        """
-        device = torch.device("cuda", self._index)
-        # Without the first guard, the second would come back by way of GPU 0.
-        with torch.cuda.device(device), torch.cuda.stream(self._stream):
-            for nbytes in ring_sizes(self._index):
-                try:
-                    ring = torch.empty(nbytes, dtype=torch.uint8, device=device)
-                    break
-                except torch.cuda.OutOfMemoryError:
-                    continue
-        torch.cuda.current_stream(self._index).wait_stream(self._stream)
-        return ring
-
-    def record(self) -> Event:
-        """An event on this thread's current stream: in a backward that is the autograd engine's choice."""
-        event = self._event()
-        event.record(torch.cuda.current_stream(self._index))
-        return event
-
-    def enter_thread(self) -> None:
-        """See `take_thread`; and what this thread issues to the device goes to the side stream from now on."""
-        take_thread(torch.device("cuda", self._index))
-        torch.cuda.set_stream(self._stream)
-
-    def fetch(self, source: torch.Tensor, host: torch.Tensor, after: Sequence[Event]) -> None:
-        """In the thread of `enter_thread`. Asynchronous; into pageable memory the driver makes this thread wait.
-
-        Never torch's own waiting: `set_sync_debug_mode("error")` holds for every thread, and would end all captures.
-        """
-        for event in after:
-            self._stream.wait_event(event)
-        host.copy_(source, non_blocking=True)
-
-    def fetched(self) -> Event:
-        """An event on the side stream."""
-        event = self._event()
-        event.record(self._stream)
-        return event
-
-    def query(self, event: Event) -> bool:
-        """cudaEventQuery."""
-        return bool(event.query())
-
-    def recycle(self, event: Event) -> None:
-        """Creating events can be expensive while others do it too: they are kept."""
-        self._events.append(event)
-
-    def _event(self) -> torch.cuda.Event:
-        try:
-            return self._events.pop()
-        except IndexError:
-            return torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own lack
 
 
 def ring_sizes(
@@ -133,9 +54,12 @@ def ring_sizes(
     return tuple(sorted({largest, ring_nbytes(free, total, asked), 0}, reverse=True))
 
 
-def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured on the current stream of this thread."""
-    return torch.cuda.is_current_stream_capturing()
+def is_capturing(device: Optional[torch.device] = None) -> bool:
+    """Whether a CUDA graph is being captured on this thread's current stream of `device`, None: of the current one."""
+    if device is None or device.index is None or torch.cuda.current_device() == device.index:
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):  # torch asks the current device
+        return torch.cuda.is_current_stream_capturing()
 
 
 def cuda_runtimes() -> list[Any]:

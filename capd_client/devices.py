@@ -2,61 +2,56 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from functools import partial
-from typing import Optional, Union
+from collections.abc import Callable, Iterable, Iterator
+from typing import Union
 
 import torch
 
 from capd_client.arena import Arena
 from capd_client.books import Books
+from capd_client.config import ClientConfig
 from capd_client.counter_page import DropReason
-from capd_client.cuda import CudaDevice, is_capturing, take_thread
-from capd_client.device import DeviceStager
-from capd_client.devstats import has_kernel, prepare
+from capd_client.cuda import is_capturing
+from capd_client.gpu import CudaDevice
+from capd_client.holding import MAX_HELD_NBYTES, Holding
+from capd_client.locality import local_cpus
 from capd_client.notices import Notices
 from capd_client.pacing import Pace
 from capd_client.pinning import Pinning
+from capd_client.snapshots import DeviceStager
 
 __all__ = ["Devices"]
 
-_JOIN_S = 2.0  # compiling is left off between two dtypes, half a second each
+_JOIN_S = 2.0  # compiling is left off between two looks at whether it is still wanted
+_FIRST_STEPS = 3  # in which the device loads modules of the job's own
 
 
 class Devices:
-    """Sets devices up when they are first needed. add: hands a new stager to the client thread. wake: tells that
-    thread that there is something to do.
-
-    max_block_s: how long a capture may wait for room on a device. max_d2h_gbps: 10⁹ bytes per second from all of
-    them together, None for no limit.
-    """
+    """Sets devices up when they are first needed, as the settings say. add: tells the client thread of a new stager."""
 
     def __init__(
         self,
         books: Books,
         arena: Arena,
         notices: Notices,
+        config: ClientConfig,
         add: Callable[[DeviceStager], None],
-        wake: Callable[[], None],
-        *,
-        max_block_s: float,
-        max_d2h_gbps: Optional[float],
     ) -> None:
         self._books = books
         self._arena = arena
         self._notices = notices
+        self._config = config
         self._add = add
-        self._wake = wake
-        self._max_block_s = max_block_s
-        self._pace = Pace(max_d2h_gbps)
+        self._pace = Pace(config.max_d2h_gbps)
         self._pinning = Pinning(arena, notices)
         self._lock = threading.RLock()  # a signal handler may capture, too
         self._making = False
         self._stagers: dict[torch.device, Union[DeviceStager, DropReason]] = {}
         self._closing = threading.Event()
+        self._steps = 0  # that have begun
         self._compiling: list[threading.Thread] = []
 
     @property
@@ -71,7 +66,7 @@ class Devices:
             return found
         with self._lock:
             if device not in self._stagers:
-                if is_capturing():
+                if is_capturing(device):
                     return DropReason.STREAM_CAPTURE  # making one now would break the capture
                 if self._making:
                     return DropReason.INTERNAL  # to a signal handler that interrupted this thread in `_make`
@@ -84,20 +79,33 @@ class Devices:
 
     def inside(self) -> bool:
         """Whether this thread is inside of a ring already: then it runs a signal handler that interrupted it there."""
-        return any(isinstance(stager, DeviceStager) and stager.inside() for stager in self._stagers.values())
+        return any(stager.inside() for stager in self._all())
 
     def prepare(self, devices: Iterable[torch.device]) -> None:
         """Set up these devices, CUDA ones, now: rings are not allocated inside of a training step then."""
         for device in devices:
             self.stager(device)
 
+    def begin_step(self) -> None:
+        """A training step begins."""
+        self._steps += 1
+
     def hurry(self) -> None:
         """The session is closing: copies are not held back any more."""
         self._pace.lift()
 
-    def unlocked(self) -> AbstractContextManager[bool]:
-        """See `Pinning.lifted`."""
-        return self._pinning.lifted()
+    @contextlib.contextmanager
+    def unlocked(self) -> Iterator[bool]:
+        """See `Pinning.lifted`; no copy is issued meanwhile."""
+        with contextlib.ExitStack() as stack:
+            stagers = self._all()
+            for stager in stagers:
+                stack.enter_context(stager.transfers.pause())
+            if any(stager.pending for stager in stagers):
+                yield False
+            else:
+                with self._pinning.lifted() as free:
+                    yield free
 
     def close(self, release: Callable[[], None]) -> None:
         """When nothing writes to the arena any more: undo its page lock, then call `release`, maybe in a thread."""
@@ -106,35 +114,70 @@ class Devices:
     def stop(self) -> None:
         """Wake whoever still waits for room, and have no more kernels compiled."""
         self._closing.set()
-        for stager in list(self._stagers.values()):
-            if isinstance(stager, DeviceStager):
-                stager.stop()
+        for stager in self._all():
+            stager.stop()
         deadline = time.monotonic() + _JOIN_S
         for thread in self._compiling:
             thread.join(max(0.0, deadline - time.monotonic()))
 
+    def _all(self) -> list[DeviceStager]:
+        return [stager for stager in list(self._stagers.values()) if isinstance(stager, DeviceStager)]
+
     def _make(self, device: torch.device) -> Union[DeviceStager, DropReason]:
+        config = self._config
         try:
+            gpu = CudaDevice(
+                device,
+                self._pinning.part_end,
+                self._pinning.busy,
+                self._notices,
+                ring_bytes=config.ring_bytes,
+                raw=config.gpu_calls == "raw",
+            )
             stager = DeviceStager(
-                CudaDevice(device, self._pinning.covers),
+                gpu,
                 self._books,
                 self._arena.buffer,
                 pace=self._pace,
-                max_block_s=self._max_block_s,
-                has_kernel=partial(has_kernel, device),
-                wake=self._wake,
+                max_block_s=config.max_block_s,
+                # Copies that are held back cannot be waited for on the device: they are not issued yet.
+                ordered=config.ring_waits and not self._pace.limited,
+                holding=Holding(MAX_HELD_NBYTES if config.snapshot == "auto" else 0),
+                piece_nbytes=config.piece_bytes,
+                on_failure=self._failed,
             )
+            gpu.warm(rows=self._keeps_rows)
+            if self._keeps_rows:
+                self._compile_rows(gpu)
+            stager.start()
         except Exception as error:
             self._notices.warn("device_setup", "%s cannot be captured: %s", device, error)
             return DropReason.INTERNAL
+        self._arena.near(local_cpus(device))
         self._pinning.start(device)
-        thread = threading.Thread(target=self._compile, args=(device,), name="capd-compile", daemon=True)
-        self._compiling.append(thread)
-        thread.start()
         self._add(stager)
         return stager
 
-    def _compile(self, device: torch.device) -> None:
-        """Have the kernel of the statistics compiled; until it is there, and where none can be, the daemon computes."""
-        take_thread(device)
-        prepare(device, self._closing.is_set)
+    def _failed(self, error: Exception) -> None:
+        self._notices.warn("device", "copies from a device failed: %s; it is not captured any more", error)
+
+    @property
+    def _keeps_rows(self) -> bool:
+        """Whether statistics are to be kept without their tensors: then a device computes them."""
+        return self._config.store == "stats" or any(rule.store == "stats" for rule in self._config.rules)
+
+    def _compile_rows(self, gpu: CudaDevice) -> None:
+        """Have the kernel of the statistics compiled in a thread. Until it is there torch's operations compute them."""
+        thread = threading.Thread(target=self._compile, args=(gpu,), name="capd-compile", daemon=True)
+        self._compiling.append(thread)
+        thread.start()
+
+    def _compile(self, gpu: CudaDevice) -> None:
+        try:
+            gpu.prepare_rows(self._closing.is_set, self._may_load)
+        except Exception as error:  # a device error, which is the job's to tell
+            self._notices.warn("compile", "statistics go on with torch's own operations: %s", error)
+
+    def _may_load(self) -> bool:
+        """Whether a module may be loaded now: launches of the job wait for that until the device is idle."""
+        return not 0 < self._steps <= _FIRST_STEPS

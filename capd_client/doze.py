@@ -1,4 +1,4 @@
-"""A rest of the client thread that other threads end when there is something to do."""
+"""A rest of a thread of capd's own that other threads end when there is something to do."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ class Doze:
 
     def __init__(self, short_s: float) -> None:
         self._short_s = short_s
-        self._woken = threading.Event()
+        # Taken while nobody has woken the thread. Its release is one call into C: no signal handler runs inside of it.
+        self._asleep = threading.Lock()
+        self._asleep.acquire()
         self.dozing = False  # in a long rest
 
     def wake(self) -> None:
-        """End a long rest. Cheap; called by training threads, wakes once per rest."""
+        """End a long rest. Cheap; called by training threads."""
         if self.dozing:
-            self.dozing = (
-                False  # first: a signal handler that comes by here must not set the event a second time
-            )
-            self._woken.set()
+            self.end()
+
+    def end(self) -> None:
+        """End a rest of any length; where there is none, the next one."""
+        try:  # noqa: SIM105 - a context manager of Python's would take longer, and let a signal handler in
+            self._asleep.release()
+        except RuntimeError:  # somebody has done so
+            pass
 
     def rest(self, seconds: float, called: Callable[[], bool]) -> None:
         """Wait `seconds`, or less. called: whether there is what `wake` is called for."""
         self.dozing = seconds > self._short_s
         if not (self.dozing and called()):  # by somebody who did not see yet that this thread dozes
-            self._woken.wait(seconds)
+            self._asleep.acquire(timeout=seconds)
         self.dozing = False
-        self._woken.clear()

@@ -10,9 +10,9 @@ import torch
 
 from capd_client.books import Books
 from capd_client.counter_page import DropReason
-from capd_client.device import DeviceStager
 from capd_client.notices import Notices
 from capd_client.parts import PartCapture, PartedBooks, Record
+from capd_client.snapshots import DeviceStager
 
 __all__ = ["Put", "blocks", "snapshot_part", "stage_in_parts"]
 

@@ -142,7 +142,7 @@ class PartedBooks(Books):
     def abandon(self, capture: Capture, reason: DropReason) -> None:
         with self.lock:
             if isinstance(capture, PartCapture) and capture.state == COPYING:
-                capture.slot = EMPTY
+                capture.slot = (capture.slot[0], 0, None)
                 self.abort(capture, reason)
             else:
                 super().abandon(capture, reason)

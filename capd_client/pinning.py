@@ -59,6 +59,10 @@ class Pinning:
         at = bisect_right(ends, offset)
         return ends[at] if 0 < at < len(ends) else 0
 
+    def busy(self) -> bool:
+        """Whether a part is being locked."""
+        return self._registering
+
     def start(self, device: torch.device) -> None:
         """Begin, at the first call. `device`: in whose context; the lock holds for all devices."""
         with self._lock:

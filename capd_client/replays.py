@@ -135,7 +135,8 @@ def _buffer(
 ) -> Optional[torch.Tensor]:
     from capd_client.cuda import is_capturing
 
-    if torch.cuda.is_initialized() and is_capturing():  # type: ignore[no-untyped-call]  # torch's own lack
+    at = like.device if isinstance(like, torch.Tensor) else torch.device(device or "cpu")
+    if torch.cuda.is_initialized() and is_capturing(at if at.type == "cuda" else None):  # type: ignore[no-untyped-call]  # torch's own lack
         problem = "a static tap made while a CUDA graph is captured would live in the graph's own memory"
         current.drop_invalid(problem, DropReason.STREAM_CAPTURE)
         return None

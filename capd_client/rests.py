@@ -2,16 +2,15 @@
 
 50 ms while nobody waits and at most an eighth of the arena is taken: what comes meanwhile goes out together, and a
 capture that takes more than this eighth ends the rest. While at least half of the arena is free, as long as the daemon
-needs for a tenth of it, 5 ms at least. With devices 5 ms. 1 ms otherwise, and twice as long after each round that had
-nothing to do.
+needs for a tenth of it, 5 ms at least. 1 ms otherwise, and twice as long after each round that had nothing to do; at
+most 5 ms while copies from a device are under way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 from capd_client.books import Books
-from capd_client.device import DeviceStager
 
 __all__ = ["EASY_TICK_S", "IDLE_TICK_S", "TICK_S", "Rests"]
 
@@ -22,19 +21,19 @@ _TAKEN_PER_S = 1e9  # bytes: no daemon takes more from one rank
 
 
 class Rests:
-    """The rests of one client thread. devices: those whose copies it advances; more may come."""
+    """The rests of one client thread. copying: whether copies from a device are under way."""
 
-    def __init__(self, books: Books, devices: Sequence[DeviceStager]) -> None:
+    def __init__(self, books: Books, copying: Callable[[], bool]) -> None:
         self._books = books
-        self._devices = devices
+        self._copying = copying
         self._tick_s = TICK_S
 
     def easy_s(self) -> float:
         """How long a rest may be while captures keep coming; 0 where somebody waits for room, or soon will."""
         books = self._books
-        if not books.roomy or any(stager.pressed for stager in self._devices):
+        if not books.roomy:
             return 0.0
-        if self._devices or books.behind:  # small tensors come faster than room runs out
+        if books.behind:  # small tensors come faster than room runs out
             return EASY_TICK_S
         if books.calm:
             return IDLE_TICK_S
@@ -43,7 +42,7 @@ class Rests:
 
     def next_tick_s(self, worked: bool, easy_s: float) -> float:
         """The next rest, if nothing ends it. worked: whether the round had something to do."""
-        # A ring fills up faster than an arena: with devices no rest is long, unless `wake` can end it.
-        idle_s = IDLE_TICK_S if easy_s or not self._devices else EASY_TICK_S
+        # What a device brings wakes nobody: where that is waited for no rest is long, unless `wake` can end it.
+        idle_s = EASY_TICK_S if not easy_s and self._copying() else IDLE_TICK_S
         self._tick_s = TICK_S if worked else min(self._tick_s * 2, idle_s)
         return self._tick_s

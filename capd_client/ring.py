@@ -1,14 +1,14 @@
 """The device ring: memory of capd's own on a device, which tensors are copied into when they are captured.
 
-Its layout mirrors the arena's (capd_client.allocator): small tensors that are captured one behind the other lie one
-behind the other in a slab here as there, so that one copy can bring several of them home.
+Its layout mirrors the arena's (capd_client.allocator): small tensors that are captured one after the other are
+neighbours in a slab here as there, so that one copy can bring several of them home.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Optional
 
 import torch
@@ -17,7 +17,7 @@ from capd_client.allocator import Slot, SlotAllocator
 from capd_client.statistics_row import ROW_VALUES
 from capd_client.waiting import Waiting
 
-__all__ = ["Ring", "RingMemory", "ring_nbytes"]
+__all__ = ["Ring", "RingMemory", "Room", "ring_nbytes"]
 
 _MAX_NBYTES, _SHARE = 256 << 20, 0.05  # of the free device memory
 _LARGE_DEVICE_NBYTES = 75 * 10**9  # what is sold as 80 GB has a little less
@@ -57,6 +57,7 @@ class RingMemory:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+        self.address = tensor.data_ptr()
         self._views: dict[torch.dtype, torch.Tensor] = {}
 
     def write(self, slot: Slot, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -120,17 +121,23 @@ class Ring:
                 return None if slot is None else (slot, self._memory)
         except BaseException:  # a signal handler's
             if slot is not None:
-                self.give((slot,))
+                self.give([slot])
             raise
 
-    def give(self, slots: Iterable[Slot]) -> None:
-        """Return slots, each exactly once, when nothing reads them any more."""
+    def give(self, slots: list[Slot]) -> None:
+        """Return slots when nothing reads them any more, and take them off the list: so they are given once."""
         with self._lock:
-            for slot in slots:
-                self._waiting.give(slot)
+            while slots:
+                self._slots.give(slots[-1])
+                del slots[-1]  # a signal handler runs before the two or after them, never in between
+            self._waiting.given()
 
     def close(self) -> None:
         """Let go of the memory, and of whoever waits for room in it; nothing is handed out any more."""
         with self._lock:
             self._memory = None
             self._waiting.close()
+
+
+Room = tuple[Ring, list[Slot]]
+"""Slots of a ring that go back to it together."""

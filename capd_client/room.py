@@ -54,7 +54,8 @@ class RoomNotices:
         """A device's snapshot ring had no room."""
         self._notices.warn(
             DropReason.RING_FULL.value,
-            "the device ring of %d bytes is full; %s. Capture fewer tensors per step",
+            "the device ring of %d bytes is full; %s. Set CAPD_RING=wait, raise CAPD_RING_BYTES, or capture fewer "
+            "tensors per step",
             capacity,
             self._consequence,
         )
@@ -73,7 +74,7 @@ class RoomNotices:
         """Policy stats kept the statistics of a tensor of so many bytes."""
         self._notices.warn(
             "reduced",
-            "there was no room for a tensor of %d bytes; policy stats kept its statistics, which this thread computed. "
+            "there was no room for a tensor of %d bytes; policy stats kept its statistics. "
             "Raise CAPD_ARENA_BYTES or CAPD_MAX_MB_PER_STEP, or capture less, to keep tensors",
             nbytes,
         )

@@ -88,10 +88,8 @@ class Session:
             self.books,
             self.arena,
             self.notices,
+            config,
             self.transport.add_device,
-            self.transport.wake,
-            max_block_s=config.max_block_s,
-            max_d2h_gbps=config.max_d2h_gbps,
         )
         self.transport.growth = Growth(self.arena, self.books, self.devices, self._endpoint, self._hello)
         payload = config.mode != "stats"
@@ -202,6 +200,7 @@ class Session:
         """Once per iteration, on the thread that trains: tell where it is, and follow `capd ctl`."""
         if not self.enabled:  # in a forked child the locks may be held by threads that are not there
             return
+        self.devices.begin_step()
         with self.books.lock:
             self.counters.words[COUNTER_STEPS] = iteration + 1
         self.steering.begin(iteration)

@@ -18,7 +18,6 @@ from capd_client.books import Books
 from capd_client.counter_page import DropReason
 from capd_client.definitions import Definition
 from capd_client.describing import Describing
-from capd_client.device import DeviceStager
 from capd_client.device_way import DeviceWay
 from capd_client.host_copy import GIL_HELD_NBYTES, MEMMOVE_NBYTES, HostCopy, move, move_holding_gil, order_of
 from capd_client.in_flight import READY
@@ -37,6 +36,7 @@ from capd_client.protocol import Descriptor
 from capd_client.reducing import write_row
 from capd_client.room import RoomNotices
 from capd_client.slicing import Slice
+from capd_client.snapshots import DeviceStager
 from capd_client.tensors import DTYPES, PLAIN_TYPES, is_tracing, modes_active, without_modes
 
 __all__ = ["Stager"]

@@ -2,9 +2,8 @@
 
 States: DISCONNECTED (tries again after 50 ms … 2 s, for ever) → HANDSHAKE (HELLO sent) → RUNNING → DISCONNECTED …,
 and ENDED after BYE or a refusal without retry. The thread never waits for a state: it looks around once per
-tick, so copies from devices go on whatever the daemon does. How long a tick is says `capd_client.rests`. Training
-threads wake it only when they begin to wait themselves, when the arena fills up, or for a device after a long rest:
-else that would cost them the GIL.
+tick. How long a tick is says `capd_client.rests`. Training threads wake it only when they begin to wait themselves, or
+when the arena fills up: else that would cost them the GIL. Copies from devices go on beside it (capd_client.pump).
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from typing import Optional
 from capd_client.books import Books
 from capd_client.conversation import Conversation, FlushRequest, Verdict, reason_text
 from capd_client.counter_page import DropReason
-from capd_client.device import DeviceStager
 from capd_client.doze import Doze
 from capd_client.growth import Growth
 from capd_client.link import IO_TIMEOUT_S, Link
 from capd_client.notices import Notices
 from capd_client.protocol import HANDSHAKE_TIMEOUT_S, ByeOk, NackRow, Reject, Welcome
 from capd_client.rests import EASY_TICK_S, Rests
+from capd_client.snapshots import DeviceStager
 from capd_client.steering import Steering
 
 __all__ = ["State", "Transport"]
@@ -73,7 +72,6 @@ class Transport:
         self._talk: Optional[Conversation] = None
         self._random = random.Random()  # noqa: S311 - jitter; private, the job's generators stay untouched
         self._devices: list[DeviceStager] = []
-        self._turn = 0
         self._flushes: list[FlushRequest] = []
         self._flush_id = 0
         self._connections = 0
@@ -84,9 +82,9 @@ class Transport:
         self._leaving = False
         self._renew = False
         self._stop = threading.Event()
-        self._rests = Rests(books, self._devices)
+        self._rests = Rests(books, lambda: any(stager.pending for stager in self._devices))
         self._doze = Doze(EASY_TICK_S)
-        # There is something to do: a flush, copies from a device, room that somebody waits for or soon will.
+        # There is something to do: a flush, room that somebody waits for or soon will.
         self.wake = self._doze.wake
         books.waiting.on_begin = self.wake
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -111,7 +109,7 @@ class Transport:
             raise
 
     def add_device(self, stager: DeviceStager) -> None:
-        """Have the client thread advance the copies of one more device."""
+        """One more device: its captures are in the arena when its copies are done."""
         self._devices.append(stager)
 
     @property
@@ -173,8 +171,11 @@ class Transport:
             self._disconnected(error)
 
     def _step(self) -> None:
-        worked = self._advance_devices()
+        worked = False
         self._tend_arena()
+        if self._flushes or self._leaving or not self._books.roomy:
+            for stager in self._devices:
+                stager.hurry()
         now = time.monotonic()
         talk = self._talk
         if self.state is State.DISCONNECTED and now >= self._next_attempt:
@@ -186,7 +187,7 @@ class Transport:
             self._drop_link()
             self.state = State.DISCONNECTED
         elif self.state is State.RUNNING and talk is not None:
-            worked = talk.send_ready() or worked
+            worked = talk.send_ready()
             talk.send_flushes(self._flushes)
             talk.send_drops()
             talk.send_answers()
@@ -243,7 +244,7 @@ class Transport:
     def _called(self) -> bool:
         """Whether there is what `wake` is called for."""
         waiting = self._flushes or self._leaving or self._stop.is_set() or self._books.waiting.count
-        return bool(waiting) or any(stager.pending for stager in self._devices)
+        return bool(waiting)
 
     def _judge(self, verdict: Verdict, talk: Conversation) -> None:
         if isinstance(verdict, Welcome):
@@ -278,27 +279,6 @@ class Transport:
 
     def _nacked(self, row: NackRow) -> None:
         self._notices.warn(f"nack {row.reason}", "the daemon refused a capture: %s", reason_text(row))
-
-    def _advance_devices(self) -> bool:
-        worked = False
-        stagers = self._devices
-        if len(stagers) > 1:  # in turn, or the first one could use up all that max_d2h_gbps allows
-            self._turn = (self._turn + 1) % len(stagers)
-            stagers = stagers[self._turn :] + stagers[: self._turn]
-        for stager in stagers:
-            if not stager.failed:
-                worked = self._advance(stager) or worked
-        return worked
-
-    def _advance(self, stager: DeviceStager) -> bool:
-        try:
-            return bool(stager.advance()) or stager.pending
-        except Exception as error:
-            self._notices.warn(
-                "device", "copies from a device failed: %s; it is not captured any more", error
-            )
-            stager.fail()
-            return False
 
     def _disconnected(self, error: BaseException) -> None:
         """Close, and try again later: twice as late each time, with jitter so that ranks do not come in step."""

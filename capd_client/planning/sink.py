@@ -65,7 +65,7 @@ class _Described(Describing):
         immutable: bool,
     ) -> None:
         moment = descriptor.moment
-        if not source.is_cpu and is_capturing():
+        if not source.is_cpu and is_capturing(source.device):
             problem = "a CUDA graph is being captured"
             self._refuse(definition, DropReason.STREAM_CAPTURE, moment, problem, descriptor.nbytes)
             return

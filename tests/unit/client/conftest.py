@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from client_peer import Peer
+from fake_cuda import FakeStream, Gpus
 from fake_device import AlwaysDevice, FakeDevice, Rig
 
 import capd_client
@@ -17,9 +19,10 @@ from capd_client import api, explicit, saver, told_capture, told_indices
 from capd_client.collection_state import STATE
 from capd_client.config import ClientConfig
 from capd_client.context import Context
-from capd_client.device import DeviceStager
+from capd_client.holding import Holding
 from capd_client.pacing import Pace
 from capd_client.session import Session
+from capd_client.snapshots import DeviceStager
 
 SMALL_ARENA = 1 << 20
 
@@ -57,11 +60,11 @@ def make_session(socket_path: str) -> Iterator[Callable[..., Session]]:
 
 
 @pytest.fixture
-def rig(make_session: Callable[..., Session]) -> Callable[..., Rig]:
+def rig(make_session: Callable[..., Session]) -> Iterator[Callable[..., Rig]]:
     """Makes fake devices, each with a session of its own if none is given.
 
-    by_hand: the test calls `stager.advance()`, not the client thread. has_kernel: statistics are cheap on the device.
-    payload: whether tensors are kept, or statistics alone.
+    by_hand: the test calls `stager.advance()`, there is no copy pump. ordered, max_held_nbytes: as the stager and
+    Holding have them. payload: whether tensors are kept, or statistics alone.
     """
 
     def make(
@@ -70,7 +73,9 @@ def rig(make_session: Callable[..., Session]) -> Callable[..., Rig]:
         by_hand: bool = False,
         pace: Pace | None = None,
         session: Session | None = None,
-        has_kernel: bool = False,
+        ordered: bool = False,
+        max_held_nbytes: int = 0,
+        piece_nbytes: int | None = None,
         payload: bool = True,
         **settings: Any,
     ) -> Rig:
@@ -82,15 +87,46 @@ def rig(make_session: Callable[..., Session]) -> Callable[..., Rig]:
             session.arena.buffer,
             pace=pace or Pace(None),
             max_block_s=settings.get("max_block_ms", 0.0) / 1e3,
-            has_kernel=lambda dtype: has_kernel,
-            wake=session.transport.wake,
+            ordered=ordered,
+            holding=Holding(max_held_nbytes),
+            piece_nbytes=piece_nbytes,
+            on_failure=lambda error: session.notices.warn("device", "copies failed: %s", error),
         )
+        stagers.append(stager)
         if not by_hand:
+            stager.start()
             session.transport.add_device(stager)
         way = AlwaysDevice(session.books, session.arena, session.notices, lambda _: stager, payload=payload)
         return Rig(session, device, stager, way)
 
-    return make
+    stagers: list[DeviceStager] = []
+    yield make
+    for stager in stagers:
+        stager.stop()
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    """A machine with two GPUs."""
+    return Gpus(monkeypatch)
+
+
+@pytest.fixture
+def allocated(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.device, FakeStream]]:
+    """Device memory is host memory, at most 1 MiB of it; what was asked for where, and on which current stream."""
+    empty = torch.empty
+    asked: list[tuple[torch.device, FakeStream]] = []
+
+    def allocate(*size: Any, device: torch.device | None = None, **more: Any) -> torch.Tensor:
+        if device is not None and device.type == "cuda":
+            asked.append((device, gpus.current_stream(gpus.current)))
+            if size[0] > 1 << 20:
+                raise torch.cuda.OutOfMemoryError
+            device = None
+        return empty(*size, device=device, **more)
+
+    monkeypatch.setattr(torch, "empty", allocate)
+    return asked
 
 
 @pytest.fixture

@@ -27,6 +27,10 @@ class FakeStream:
     index: int
     log: list[str] = field(default_factory=list)
 
+    @property
+    def cuda_stream(self) -> int:
+        return id(self)
+
     def wait_event(self, event: FakeEvent) -> None:
         self.log.append(f"wait {event.recorded_on}")
 
@@ -39,6 +43,10 @@ class FakeEvent:
     gpus: Gpus
     recorded_on: str = ""
 
+    @property
+    def cuda_event(self) -> int:
+        return id(self) if self.recorded_on else 0
+
     def record(self, stream: FakeStream) -> None:
         self.recorded_on = f"stream of {stream.index}"
         stream.log.append("record")
@@ -46,6 +54,9 @@ class FakeEvent:
     def query(self) -> int:
         self.gpus.call("query")
         return 1
+
+    def synchronize(self) -> None:
+        self.gpus.call("synchronize")
 
 
 @dataclass
@@ -82,11 +93,14 @@ class Gpus:
         self.free = GIB
         self.unused = 0
         self.code = 0
+        self.capturing: set[int] = set()  # devices on whose current streams a graph is captured
         self.runtimes = [FakeRuntime(self), FakeRuntime(self)]
         self.thread = threading.local()
         self.default = [FakeStream(self, index) for index in range(2)]
         for name in ("set_device", "device", "stream", "set_stream", "current_stream"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.current in self.capturing)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
         monkeypatch.setattr(torch.cuda, "Stream", lambda index: FakeStream(self, index))
         monkeypatch.setattr(torch.cuda, "Event", self._event)
@@ -121,8 +135,10 @@ class Gpus:
     @contextlib.contextmanager
     def device(self, device: torch.device) -> Iterator[None]:
         before, self.thread.index = self.current, device.index
-        yield
-        self.thread.index = before
+        try:
+            yield
+        finally:
+            self.thread.index = before
 
     @contextlib.contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
@@ -145,6 +161,7 @@ class Gpus:
         self.registered = [lock for lock in self.registered if lock[0] != address]
         return 0
 
-    def _event(self) -> FakeEvent:
+    def _event(self, *, blocking: bool) -> FakeEvent:
+        assert blocking  # or a thread that waits for it takes a core
         self.events_made += 1
         return FakeEvent(self)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from client_peer import wait_until
 
-from capd_client.device import DeviceStager
+from capd_client.allocator import Slot
+from capd_client.devstats import fill_row
 from capd_client.key import Key
+from capd_client.pieces import Piece
+from capd_client.ring import RingMemory
 from capd_client.session import Session
+from capd_client.snapshots import DeviceStager
 from capd_client.staging import Stager
 
 KEY = Key(quant_type="fp32", rank=0, tensor_name="x")
@@ -27,45 +32,83 @@ class FakeEvent:
 class FakeDevice:
     """Takes snapshots at once and copies to the host only when `run` is called, in the order it is told.
 
-    ready: whether what the training thread issued is done at once. `issued` are the events that it recorded.
+    ready: whether what the training thread issued is done at once. `issued` are the events that it recorded, on the
+    stream `current`. A stream that waits for a copy has it done first, as the order of the device would have it.
     """
 
     nbytes: int = 1 << 15  # too small for slabs: a copy for each capture
     capturing: bool = False
     pinned: bool = True
     ready: bool = True
+    current: int = 0
+    issues: bool = True  # on training threads
     fetches: list[tuple[torch.Tensor, torch.Tensor, Sequence[FakeEvent]]] = field(default_factory=list)
     marks: list[tuple[int, FakeEvent]] = field(default_factory=list)
     issued: list[FakeEvent] = field(default_factory=list)
     recycled: list[FakeEvent] = field(default_factory=list)
     entered: list[str] = field(default_factory=list)
+    fetched_by: list[str] = field(default_factory=list)
+    computed_by: list[str] = field(default_factory=list)
+    prepared_by: list[str] = field(default_factory=list)
+    held_back: list[tuple[int, FakeEvent]] = field(default_factory=list)
     fault: Exception | None = None
     running: threading.Lock = field(default_factory=threading.Lock)
+
+    def warm(self, *, rows: bool) -> None:
+        pass
+
+    def prepare_rows(self, cancelled: Callable[[], bool], may_load: Callable[[], bool]) -> None:
+        self.may_load = may_load
+        self.prepared_by.append(threading.current_thread().name)
+        wait_until(cancelled)
 
     def is_capturing(self) -> bool:
         return self.capturing
 
-    def is_pinned(self, host: torch.Tensor) -> bool:
-        return self.pinned
+    def part_end(self, offset: int) -> int:
+        return 1 << 62 if self.pinned else 0
 
     def allocate_ring(self) -> torch.Tensor:
-        return torch.empty(self.nbytes, dtype=torch.uint8)
+        return self.allocate(self.nbytes)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def stream(self) -> int:
+        return self.current
+
+    def copy(self, memory: RingMemory, slot: Slot, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        memory.write(slot, tensor, dtype)
 
     def record(self) -> FakeEvent:
         event = FakeEvent(self.ready)
         self.issued.append(event)
         return event
 
+    def hold_back(self, event: FakeEvent) -> None:
+        self.held_back.append((self.current, event))
+        self.run_until(event)
+
     def enter_thread(self) -> None:
         self.entered.append(threading.current_thread().name)
 
-    def fetch(self, source: torch.Tensor, host: torch.Tensor, after: Sequence[FakeEvent]) -> None:
-        assert source.numel() == host.numel()
+    def compute(
+        self, segments: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[FakeEvent]
+    ) -> None:
+        assert all(event.happened for event in after)
+        self.computed_by.append(threading.current_thread().name)
+        for flat, row in segments:
+            fill_row(flat, row)
+
+    def fetch(self, piece: Piece, arena: torch.Tensor) -> None:
+        source, host, after = piece.source, piece.target(arena), piece.after
+        assert source.numel() == host.numel() == piece.nbytes
         if self.fault is not None:
             raise self.fault
-        if not self.pinned:  # this one would wait for them
+        if not piece.pinned:  # this one would wait for them
             assert all(event.happened for event in after)
             host.copy_(source)
+        self.fetched_by.append(threading.current_thread().name)
         self.fetches.append((source, host, after))
 
     def fetched(self) -> FakeEvent:
@@ -73,8 +116,14 @@ class FakeDevice:
         self.marks.append((len(self.fetches), event))
         return event
 
+    def can_issue(self) -> bool:
+        return self.issues
+
     def query(self, event: FakeEvent) -> bool:
         return event.happened
+
+    def wait(self, event: FakeEvent) -> None:
+        time.sleep(0.001)
 
     def recycle(self, event: FakeEvent) -> None:
         assert event.happened
@@ -95,6 +144,15 @@ class FakeDevice:
             for index, (_, event) in enumerate(self.marks):
                 if not event.happened:
                     self.run(index)
+
+    def run_until(self, event: FakeEvent) -> None:
+        """Perform the copies up to an event, in order."""
+        with self.running:
+            for index, (_, mark) in enumerate(self.marks):
+                if not mark.happened:
+                    self.run(index)
+                if mark is event:
+                    break
 
     @property
     def sizes(self) -> list[int]:
@@ -118,7 +176,7 @@ class AlwaysDevice(Stager):
 
 @dataclass
 class Rig:
-    """A session with a fake device. Without `by_hand` the client thread advances the stager."""
+    """A session with a fake device. Without `by_hand` its copy pump advances the stager."""
 
     session: Session
     device: FakeDevice
@@ -132,7 +190,7 @@ class Rig:
         self.way.stage(tensor, KEY, self.session.context.moment(), cast_to, None, "", immutable=immutable)
 
     def started(self, count: int) -> None:
-        """Wait until so many copies were issued by the client thread."""
+        """Wait until so many copies were issued."""
         wait_until(lambda: len(self.device.marks) >= count)
 
     def finish(self) -> None:

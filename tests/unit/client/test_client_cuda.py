@@ -17,21 +17,15 @@ import pytest
 import torch
 from client_peer import Peer, wait_until
 from fake_cuda import GIB, FakeStream, Gpus
-from fake_device import KEY, AlwaysDevice
 
 from capd_client import arena as arena_module
-from capd_client import cuda, devices, pinning
+from capd_client import cuda, pinning
 from capd_client.arena import STEP_NBYTES, Arena
 from capd_client.notices import Notices
 from capd_client.pinning import Pinning
 from capd_client.session import Session
 
 DEVICE = torch.device("cuda", 1)
-
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
-    return Gpus(monkeypatch)
 
 
 # -- page lock ----------------------------------------------------------------------------------------------
@@ -481,7 +475,7 @@ def test_the_first_chunk_is_locked_while_the_pages_of_the_next_are_made(
     arena._libc.madvise = madvise
     pin.start(DEVICE)
     arena.grow(arena.nbytes)
-    wait_until(pin.pinned)
+    wait_until(lambda: pin.part_end(arena.nbytes - 1))
     pin.close(arena.close)
     assert locked_by_then == [True]
 
@@ -631,134 +625,6 @@ def test_a_session_unmaps_its_arena_behind_the_undone_lock(
     wait_until(ended)
     assert mapped == [True]
     assert not is_mapped()
-
-
-# -- the device ---------------------------------------------------------------------------------------------
-
-
-def test_a_fetch_waits_for_all_its_events_on_the_side_stream_and_copies(gpus: Gpus) -> None:
-    pinned = False
-    device = cuda.CudaDevice(DEVICE, lambda *_: pinned)
-    side: Any = device._stream
-    device.enter_thread()
-    assert gpus.current_stream(1) is side
-    events = [device.record(), device.record()]
-    source, host = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
-
-    assert device.is_pinned(host) is False
-    side.log.clear()
-    device.fetch(source, host, events)
-    done = device.fetched()
-
-    assert torch.equal(source, host)
-    assert side.log == ["wait stream of 1", "wait stream of 1", "record"]
-    assert done.recorded_on == "stream of 1"
-    assert device.query(done) is True
-    pinned = True
-    assert device.is_pinned(host) is True
-
-
-@pytest.mark.parametrize("pinned", [False, True])
-def test_no_copy_is_one_that_sync_debug_mode_forbids(gpus: Gpus, pinned: bool) -> None:
-    """The mode is the process's: where a job sets "error", torch's waiting copy would raise in the client thread."""
-    asked: list[bool] = []
-
-    class Host(torch.Tensor):
-        def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-            asked.append(non_blocking)
-            return self
-
-    device = cuda.CudaDevice(DEVICE, lambda *_: pinned)
-    device.fetch(torch.zeros(8), torch.zeros(8).as_subclass(Host), ())
-    assert asked == [True]
-
-
-def test_events_are_used_again(gpus: Gpus) -> None:
-    device = cuda.CudaDevice(DEVICE, lambda *_: True)
-    for _ in range(100):
-        events = [device.record(), device.fetched()]
-        for event in events:
-            device.recycle(event)
-    assert gpus.events_made == 2
-
-
-@pytest.fixture
-def allocated(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.device, FakeStream]]:
-    """Device memory is host memory, at most 1 MiB of it; what was asked for where, and on which current stream."""
-    empty = torch.empty
-    asked: list[tuple[torch.device, FakeStream]] = []
-
-    def allocate(*size: Any, device: torch.device | None = None, **more: Any) -> torch.Tensor:
-        if device is not None and device.type == "cuda":
-            asked.append((device, gpus.current_stream(gpus.current)))
-            if size[0] > 1 << 20:
-                raise torch.cuda.OutOfMemoryError
-            device = None
-        return empty(*size, device=device, **more)
-
-    monkeypatch.setattr(torch, "empty", allocate)
-    return asked
-
-
-def test_the_ring_comes_from_the_side_streams_pool_and_may_be_empty(
-    gpus: Gpus, allocated: list[tuple[torch.device, FakeStream]]
-) -> None:
-    device = cuda.CudaDevice(DEVICE, lambda *_: True)
-    assert device.allocate_ring().numel() == 0
-    gpus.free = 10 << 20
-    assert device.allocate_ring().numel() == 524288
-    assert allocated == [(DEVICE, device._stream)] * 3
-    assert gpus.default[1].log == ["wait stream of 1"] * 2  # for what the side stream has in its queue
-    assert (gpus.current, gpus.current_stream(1)) == (0, gpus.default[1])
-
-
-def test_what_torch_holds_unused_is_free_memory_and_where_it_lies_in_pieces_the_drivers_is_taken(
-    gpus: Gpus, allocated: list[tuple[torch.device, FakeStream]]
-) -> None:
-    gpus.free, gpus.unused = 10 << 20, 10 << 20
-    assert cuda.ring_sizes(1) == (1 << 20, 524288, 0)
-    assert cuda.ring_sizes(1, asked=4 << 20) == (4 << 20, 0)
-    assert cuda.CudaDevice(DEVICE, lambda *_: True).allocate_ring().numel() == 1 << 20
-
-    gpus.unused = 20 << 20  # 1.5 MiB is more than can be had at once
-    assert cuda.CudaDevice(DEVICE, lambda *_: True).allocate_ring().numel() == 524288
-
-
-def test_an_allocator_without_statistics_has_nothing_unused(
-    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def none(index: int) -> int:
-        raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
-
-    monkeypatch.setattr(torch.cuda, "memory_reserved", none)
-    gpus.free, gpus.unused = 10 << 20, 10 << 20
-    assert cuda.ring_sizes(1) == (524288, 0)
-
-
-def test_no_thread_of_capd_makes_a_context_on_a_gpu_of_another_rank(
-    peer: Peer,
-    make_session: Callable[..., Session],
-    gpus: Gpus,
-    allocated: list[tuple[torch.device, FakeStream]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Half a gigabyte each on GPU 0, from every rank of the node, as long as threads begin there."""
-    monkeypatch.setattr(devices, "is_capturing", lambda: False)
-    monkeypatch.setattr(cuda, "is_capturing", lambda: False)
-    gpus.free = 10 << 20
-    session = make_session(strict=True)
-    session.arena.prefaulted()
-    stager = session.devices.stager(DEVICE)
-    wait_until(lambda: session.devices.pinned)
-    way = AlwaysDevice(session.books, session.arena, session.notices, lambda _: stager)
-    for _ in range(3):
-        way.stage(torch.ones(64), KEY, session.context.moment(), None, None, "")
-    assert session.flush(20)
-    assert session.snapshot().committed == 3
-    session.close()
-
-    assert {name for name, _ in gpus.calls} >= {"query", "mode", "register", "unregister"}
-    assert gpus.contexts == {1}
 
 
 def test_a_page_lock_that_cannot_be_undone_ends_nothing(

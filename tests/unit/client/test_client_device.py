@@ -174,13 +174,13 @@ def test_a_first_capture_in_inference_mode_does_not_spoil_the_later_ones(
     assert r.session.snapshot().committed == 2
 
 
-def test_the_client_thread_does_the_copying(peer: Peer, rig: Callable[..., Rig]) -> None:
+def test_a_thread_of_its_own_does_the_copying(peer: Peer, rig: Callable[..., Rig]) -> None:
     r = rig()
     r.offer(torch.zeros(4))
     r.started(1)
     r.device.run(0)
     assert r.session.flush(10)
-    assert r.device.entered == ["capd-client-0"]
+    assert r.device.entered == ["capd-copies"]
 
 
 @pytest.mark.parametrize(

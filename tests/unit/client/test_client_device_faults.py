@@ -12,11 +12,10 @@ import torch
 from client_peer import Peer, wait_until
 from fake_device import KEY, FakeDevice, Rig
 
-from capd_client import device, pieces
+from capd_client import pieces, snapshots, transfers
 from capd_client.counter_page import DropReason
 from capd_client.pacing import Pace
 from capd_client.ring import Ring, RingMemory
-from capd_client.transport import Transport
 
 MIB = 1 << 20
 MakeRig = Callable[..., Rig]
@@ -48,7 +47,7 @@ def test_slots_that_a_failed_device_may_still_write_are_given_to_nobody_else(
     peer: Peer, rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pieces, "PIECE_NBYTES", 1 << 16)
-    monkeypatch.setattr(device, "AHEAD_NBYTES", 1 << 17)
+    monkeypatch.setattr(transfers, "AHEAD_NBYTES", 1 << 17)
     r = rig(FakeDevice(nbytes=MIB), by_hand=True)
     free = r.session.books.slots.free_nbytes
     for _ in range(4):
@@ -76,7 +75,7 @@ def test_a_capture_whose_first_pieces_are_under_way_keeps_its_slot_too(
     peer: Peer, rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pieces, "PIECE_NBYTES", 1 << 12)
-    monkeypatch.setattr(device, "AHEAD_NBYTES", 1 << 13)
+    monkeypatch.setattr(transfers, "AHEAD_NBYTES", 1 << 13)
     r = rig(FakeDevice(nbytes=MIB), by_hand=True)
     free = r.session.books.slots.free_nbytes
     r.offer(torch.zeros(1 << 16, dtype=torch.uint8))
@@ -89,12 +88,12 @@ def test_a_capture_whose_first_pieces_are_under_way_keeps_its_slot_too(
 
 @pytest.mark.parametrize("call", ["fetch", "fetched", "query", "enter_thread", "recycle"])
 def test_whatever_call_fails_every_capture_is_counted_once(peer: Peer, rig: MakeRig, call: str) -> None:
-    r = rig(FakeDevice(pinned=call != "recycle"))  # unpinned copies are done at once
-
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise BROKEN
 
-    setattr(r.device, call, fail)
+    device = FakeDevice(pinned=call != "recycle")  # unpinned copies are done at once
+    setattr(device, call, fail)
+    r = rig(device)
     for _ in range(3):
         r.offer(torch.zeros(64))
     wait_until(lambda: r.stager.failed)
@@ -106,10 +105,11 @@ def test_whatever_call_fails_every_capture_is_counted_once(peer: Peer, rig: Make
 
 
 @pytest.mark.parametrize(
-    ("behind", "payload", "immutable"),
-    [(step, True, False) for step in ("take", "write", "row", "fill_row", "record")]
-    + [(step, False, False) for step in ("take", "row", "fill_row", "record")]
-    + [("record", True, True)],
+    ("behind", "payload", "immutable", "ring_nbytes"),
+    [(step, True, False, MIB) for step in ("take", "write", "record")]
+    + [(step, False, False, MIB) for step in ("take", "write", "record")]
+    + [(step, False, False, 4096) for step in ("take", "row", "fill_row", "record")]
+    + [("record", True, True, MIB)],
 )
 def test_a_capture_that_a_failing_device_meets_half_way_is_one_drop(
     peer: Peer,
@@ -118,12 +118,13 @@ def test_a_capture_that_a_failing_device_meets_half_way_is_one_drop(
     behind: str,
     payload: bool,
     immutable: bool,
+    ring_nbytes: int,
 ) -> None:
-    """The device fails on the client thread right behind one of the steps of the capturing thread."""
-    r = rig(FakeDevice(nbytes=MIB), by_hand=True, has_kernel=True, payload=payload)
+    """The device fails on the pump's thread right after one of the steps of the capturing thread."""
+    r = rig(FakeDevice(nbytes=ring_nbytes), by_hand=True, payload=payload)
     slots = r.session.books.slots
     memory = weakref.ref(r.stager._ring._memory.tensor)  # type: ignore[union-attr]
-    owners = {"take": Ring, "write": RingMemory, "row": RingMemory, "fill_row": device, "record": r.device}
+    owners = {"take": Ring, "write": RingMemory, "row": RingMemory, "fill_row": snapshots, "record": r.device}
     owner = owners[behind]
     step = getattr(owner, behind)
 
@@ -184,6 +185,20 @@ def test_what_still_writes_to_the_memory_of_a_failed_device_keeps_it(peer: Peer,
     assert writable.write(slot, torch.ones(64), torch.float32).eq(1.0).all()
     del taken, writable
     assert memory() is None
+
+
+def test_a_capture_that_is_given_up_keeps_its_place_for_a_copy_that_is_still_due(
+    peer: Peer, rig: MakeRig
+) -> None:
+    """At the begin of the arena are its counters."""
+    r = rig(FakeDevice(nbytes=MIB), by_hand=True)
+    r.offer(torch.full((1000,), 255, dtype=torch.uint8))
+    [capture] = r.session.books._live.values()
+    r.session.books.abandon(capture, DropReason.INTERNAL)
+    r.stager.advance()
+    [(_, host, _)] = r.device.fetches
+    assert host.data_ptr() >= r.session.arena.address + r.session.arena.start
+    r.finish()
 
 
 # -- waiting ------------------------------------------------------------------------------------------------
@@ -320,40 +335,22 @@ def test_a_failed_device_leaves_the_other_alone(peer: Peer, rig: MakeRig) -> Non
 
 
 def test_none_of_several_devices_takes_all_that_the_pace_allows(peer: Peer, rig: MakeRig) -> None:
-    """One copy per look is allowed; both devices have many waiting, and get every other one."""
-    first = rig(by_hand=True, arena_bytes=8 * MIB)
-    order: list[str] = []
-
-    class OneEach(Pace):
-        spent = False
-
-        def due(self) -> bool:
-            return not self.spent
-
-        def spend(self, nbytes: int) -> None:
-            self.spent = True
-
-    class Named(FakeDevice):
-        def fetch(self, *args: object) -> None:
-            order.append(self.name)  # type: ignore[attr-defined]
-            super().fetch(*args)  # type: ignore[arg-type]
-
-    pace = OneEach(None)
-    rigs = []
-    for name in "ab":
-        fake = Named()
-        fake.name = name  # type: ignore[attr-defined]
-        rigs.append(rig(fake, by_hand=True, pace=pace, session=first.session))
-    for r in rigs:
+    """One copy in 10 ms is allowed; both devices have many waiting, the first one is always asked first."""
+    now = [100.0]
+    pace = Pace(100 * 16 * 4 / 1e9, lambda: now[0])
+    first = rig(by_hand=True, pace=pace, arena_bytes=8 * MIB)
+    second = rig(by_hand=True, pace=pace, session=first.session)
+    for r in (first, second):
         for _ in range(4):
             r.offer(torch.zeros(16))
-    transport = Transport(
-        first.session._connect, first.session.books, first.session.notices, first.session.steering
-    )
-    for r in rigs:
-        transport.add_device(r.stager)
     for _ in range(6):
-        pace.spent = False
-        transport._advance_devices()
+        for r in (first, second):
+            r.stager.advance()
+        now[0] += 0.0101
+    assert [len(r.device.fetches) for r in (first, second)] == [3, 3]
 
-    assert sorted(order) == list("aaabbb")
+    first.stager.fail()  # whoever does not come back keeps nobody waiting
+    second.stager.advance()
+    now[0] += 0.0101
+    second.stager.advance()
+    assert len(second.device.fetches) == 4

@@ -1,4 +1,4 @@
-"""Statistics of device captures: the row travels alone where no payload is kept, behind it where a kernel is there."""
+"""Statistics of device captures: where no payload is kept the row travels alone, computed by the copy pump."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from functools import partial
 
 import pytest
 import torch
-from client_peer import Peer
+from client_peer import Peer, wait_until
 from fake_device import KEY, FakeDevice, Rig
 from statistics_rows import any_bits, assert_row, reference, tensor_of
 
-from capd_client import device
+from capd_client import snapshots
 from capd_client.allocator import SMALL_NBYTES
 from capd_client.counter_page import DropReason
 from capd_client.key import Moment
-from capd_client.statistics_row import ROW_NBYTES, ROW_VALUES
+from capd_client.statistics_row import ROW_NBYTES
 
 MIB = 1 << 20
 MakeRig = Callable[..., Rig]
@@ -65,97 +65,64 @@ def test_a_tensor_larger_than_the_ring_has_statistics_all_the_same(peer: Peer, r
     assert row_of(r, peer)[0].item() == MIB
 
 
-@pytest.mark.parametrize("cast_to", [None, torch.bfloat16])
-def test_the_row_travels_behind_the_payload_in_the_same_copy(
-    peer: Peer, rig: MakeRig, cast_to: torch.dtype | None
-) -> None:
-    r = rig(FakeDevice(nbytes=4 * MIB), by_hand=True, has_kernel=True, arena_bytes=8 * MIB)
-    tensor = torch.randn(SMALL_NBYTES // 2 + 3, 1)
-    expected = tensor.clone().to(cast_to or tensor.dtype)
-    r.offer(tensor, cast_to)
-    tensor.zero_()
-    r.finish()
-
-    nbytes = expected.nbytes
-    assert r.device.sizes == [-(-nbytes // 8) * 8 + ROW_NBYTES]
-    assert r.session.flush(10)
-    record = peer.records[0]
-    assert record.descriptor.payload
-    assert record.data == expected.view(torch.uint8).numpy().tobytes()
-    assert record.descriptor.row_offset == record.descriptor.offset + -(-nbytes // 8) * 8
-    row = row_of(r, peer)
-    assert len(row) == ROW_VALUES
-    assert row[0].item() == expected.numel()
-    assert row[7].item() == pytest.approx(expected.double().sum().item())
-
-
-def test_bytes_that_are_no_multiple_of_eight_end_before_an_aligned_row(peer: Peer, rig: MakeRig) -> None:
-    r = rig(FakeDevice(nbytes=MIB), by_hand=True, has_kernel=True)
-    tensors = [torch.randint(256, (SMALL_NBYTES + n,), dtype=torch.uint8) for n in (1, 7, 8)]
-    for tensor in tensors:
+def test_a_training_thread_computes_no_row(peer: Peer, rig: MakeRig) -> None:
+    """It copies; the pump computes of the copies, however many bytes are due."""
+    r = rig(FakeDevice(nbytes=8 * MIB), payload=False, arena_bytes=8 * MIB)
+    for n in range(4):
+        tensor = torch.full((MIB,), n, dtype=torch.uint8)
         r.offer(tensor)
-    r.finish()
+        tensor.zero_()
+    wait_until(lambda: len(r.device.marks) >= 1)
+    while r.stager.pending:
+        r.device.run_all()
     assert r.session.flush(10)
-    assert peer.data_of("x") == [tensor.numpy().tobytes() for tensor in tensors]
-    for n, tensor in enumerate(tensors):
-        assert row_of(r, peer, n)[0].item() == tensor.numel()
+    assert set(r.device.computed_by) == set(r.device.fetched_by) == {"capd-copies"}
+    assert [row_of(r, peer, n)[4].item() for n in range(4)] == [0, 1, 2, 3]
 
 
-def test_the_daemon_computes_where_it_is_cheaper_or_the_rank_cannot(peer: Peer, rig: MakeRig) -> None:
-    """Small tensors; dtypes without a kernel; 64-bit integers, which are no float64; held ones; empty ones."""
-    with_kernel = rig(FakeDevice(nbytes=4 * MIB), by_hand=True, has_kernel=True, arena_bytes=8 * MIB)
-    with_kernel.offer(torch.ones(8))
-    with_kernel.offer(torch.ones(SMALL_NBYTES, dtype=torch.int64))
-    with_kernel.offer(torch.ones(SMALL_NBYTES), immutable=True)
-    with_kernel.finish()
-    session = with_kernel.session
+def test_rows_give_their_room_back(peer: Peer, rig: MakeRig) -> None:
+    r = rig(FakeDevice(nbytes=MIB), by_hand=True, payload=False)
+    for n in range(40):
+        r.offer(torch.full((MIB // 2,), n, dtype=torch.uint8))
+        r.finish()
+    assert r.session.flush(10)
+    assert r.session.snapshot().committed == 40
+    for ring in (r.stager._ring, r.stager._rows):
+        assert ring._slots.empty
+
+
+def test_where_a_tensor_is_kept_no_row_is_computed_here(peer: Peer, rig: MakeRig) -> None:
+    """Small tensors and large ones; 64-bit integers, which are no float64, also without payload; empty ones."""
+    kept = rig(FakeDevice(nbytes=4 * MIB), by_hand=True, arena_bytes=8 * MIB)
+    for tensor in (torch.ones(8), torch.ones(SMALL_NBYTES), torch.ones(SMALL_NBYTES, dtype=torch.int64)):
+        kept.offer(tensor)
+    kept.finish()
+    session = kept.session
     alone = rig(FakeDevice(nbytes=4 * MIB), by_hand=True, session=session, payload=False)
     alone.offer(torch.arange(SMALL_NBYTES))
     alone.offer(torch.empty(0))
     alone.finish()
-    without = rig(FakeDevice(nbytes=4 * MIB), by_hand=True, session=session)
-    without.offer(torch.ones(SMALL_NBYTES))
-    without.finish()
 
-    assert with_kernel.session.flush(10)
-    assert [record.descriptor.row_offset for record in peer.records] == [None] * 6
-    assert [record.descriptor.payload for record in peer.records] == [True] * 3 + [False] * 2 + [True]
+    assert session.flush(10)
+    assert kept.device.computed_by == alone.device.computed_by == []
+    assert [record.descriptor.row_offset for record in peer.records] == [None] * 5
+    assert [record.descriptor.payload for record in peer.records] == [True] * 3 + [False] * 2
     assert peer.records[3].data == torch.arange(SMALL_NBYTES).numpy().tobytes()
     assert peer.records[4].descriptor.nbytes == 0
 
 
-def test_a_tensor_that_fits_only_without_its_row_goes_without(peer: Peer, rig: MakeRig) -> None:
-    r = rig(FakeDevice(nbytes=MIB), by_hand=True, has_kernel=True, arena_bytes=8 * MIB)
-    r.offer(torch.zeros(MIB, dtype=torch.uint8))
-    r.finish()
-    assert r.session.flush(10)
-    assert peer.records[0].descriptor.row_offset is None
-    assert len(peer.records[0].data) == MIB
-
-
-@pytest.mark.parametrize("payload", [True, False])
-def test_an_error_costs_the_row_alone_where_the_payload_travels(
-    peer: Peer, rig: MakeRig, payload: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    r = rig(FakeDevice(nbytes=MIB), by_hand=True, has_kernel=True, payload=payload)
+def test_an_error_amid_a_row_is_one_drop(peer: Peer, rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    r = rig(FakeDevice(nbytes=4096), by_hand=True, payload=False)
 
     def broken(*_: object) -> None:
         raise torch.cuda.OutOfMemoryError
 
-    monkeypatch.setattr(device, "fill_row", broken)
-    tensor = torch.randn(SMALL_NBYTES // 4)
-    if payload:
-        r.offer(tensor)
-    else:
-        with pytest.raises(Exception, match=r"^$"):
-            r.offer(tensor)
+    monkeypatch.setattr(snapshots, "fill_row", broken)
+    with pytest.raises(Exception, match=r"^$"):
+        r.offer(torch.randn(SMALL_NBYTES // 4))
     r.finish()
     assert r.session.flush(10)
-    if payload:
-        assert peer.records[0].data == tensor.numpy().tobytes()
-        assert peer.records[0].descriptor.row_offset is None
-    else:
-        assert r.session.snapshot().dropped == {"internal": 1}
+    assert r.session.snapshot().dropped == {"internal": 1}
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -168,7 +135,7 @@ def test_a_drop_has_its_tensors_bytes_wherever_it_is_and_whatever_would_be_kept(
     r.session.books.take_offers(False)
     offer(torch.zeros(30, 10))
     r.session.books.take_offers(True)
-    r.stager.failed = True
+    r.stager.transfers.failed = True
     r.offer(torch.zeros(50))
     rows = {DropReason.STOPPED: 1200, DropReason.INTERNAL: 200}
     for reason, nbytes in rows.items():

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from client_peer import Peer, wait_until
-from fake_device import KEY, FakeDevice, Rig
+from fake_device import KEY, AlwaysDevice, FakeDevice
 
-from capd_client import devices, pinning, rests
+from capd_client import devices, pinning
 from capd_client.counter_page import DropReason
-from capd_client.device import DeviceStager
-from capd_client.pacing import Pace
+from capd_client.rule_settings import RuleSettings
 from capd_client.session import Session
+from capd_client.snapshots import DeviceStager
 
 CUDA = [torch.device("cuda", index) for index in range(2)]
 
@@ -28,18 +29,11 @@ class Machine:
         self.capturing = False
         self.fault: Exception | None = None
         monkeypatch.setattr(devices, "CudaDevice", self._make)
-        monkeypatch.setattr(devices, "is_capturing", lambda: self.capturing)
-        self.compiled: list[tuple[torch.device, str]] = []
-        monkeypatch.setattr(devices, "prepare", self._compile)
+        monkeypatch.setattr(devices, "is_capturing", lambda device: self.capturing)
         monkeypatch.setattr(pinning, "pin", lambda address, nbytes, device: self.pinned_for.append(device))
         monkeypatch.setattr(pinning, "unpin", lambda *_: None)
-        monkeypatch.setattr(devices, "take_thread", lambda device: None)
 
-    def _compile(self, device: torch.device, cancelled: Callable[[], bool]) -> None:
-        self.compiled.append((device, threading.current_thread().name))
-        wait_until(cancelled)
-
-    def _make(self, device: torch.device, is_pinned: Callable[[], bool]) -> FakeDevice:
+    def _make(self, device: torch.device, *_: object, **__: object) -> FakeDevice:
         if self.fault is not None:
             raise self.fault
         assert device not in self.made
@@ -63,10 +57,37 @@ def test_each_device_is_set_up_once_and_the_arena_is_pinned_once(
     stagers = [session.devices.stager(device) for device in CUDA]
     assert all(isinstance(stager, DeviceStager) for stager in stagers)
     assert stagers[0] is not stagers[1]
-    wait_until(lambda: len(machine.compiled) == 2)
-    session.close()  # compiling is left off
+    session.close()
     assert machine.pinned_for == CUDA[:1]
-    assert sorted(machine.compiled, key=str) == [(device, "capd-compile") for device in CUDA]
+    assert not any(
+        device.prepared_by for device in machine.made.values()
+    )  # the daemon computes the statistics of what is kept
+    assert not [thread for thread in threading.enumerate() if thread.name == "capd-copies"]
+
+
+@pytest.mark.parametrize("settings", [{"mode": "stats"}, {"rules": (RuleSettings(store="stats"),)}])
+def test_kernels_are_compiled_where_statistics_alone_are_kept(
+    peer: Peer, make_session: Callable[..., Session], machine: Machine, settings: dict[str, Any]
+) -> None:
+    session = make_session(**settings)
+    session.prepare(CUDA)
+    wait_until(lambda: all(device.prepared_by for device in machine.made.values()))
+    session.close()  # compiling is left off
+    assert [device.prepared_by for device in machine.made.values()] == [["capd-compile"]] * 2
+
+
+def test_no_module_is_loaded_in_the_first_steps(
+    peer: Peer, make_session: Callable[..., Session], machine: Machine
+) -> None:
+    session = make_session(mode="stats")
+    session.prepare(CUDA[:1])
+    [device] = machine.made.values()
+    wait_until(lambda: device.prepared_by)
+    found = [device.may_load()]
+    for step in range(5):
+        session.context.set_moment(iteration=step + 1)
+        found.append(device.may_load())
+    assert found == [True, False, False, False, True, True]
 
 
 def test_a_signal_handler_that_captures_while_its_thread_sets_the_device_up_is_refused(
@@ -76,9 +97,9 @@ def test_a_signal_handler_that_captures_while_its_thread_sets_the_device_up_is_r
     found: list[object] = []
     make = machine._make
 
-    def interrupted(device: torch.device, is_pinned: Callable[[], bool]) -> FakeDevice:
+    def interrupted(device: torch.device, *_: object, **__: object) -> FakeDevice:
         found.append(session.devices.stager(device))
-        return make(device, is_pinned)
+        return make(device)
 
     monkeypatch.setattr(devices, "CudaDevice", interrupted)
     thread = threading.Thread(target=lambda: found.append(session.devices.stager(CUDA[0])), daemon=True)
@@ -141,39 +162,27 @@ def test_after_close_nothing_is_set_up(
     assert machine.made == {}
 
 
-def test_a_capture_ends_a_long_rest_of_the_thread(
-    peer: Peer, rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+def test_no_lock_is_undone_while_a_copy_is_under_way(
+    peer: Peer, make_session: Callable[..., Session], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rests, "IDLE_TICK_S", 60.0)
-    r = rig()
-    for count in (1, 2):
-        wait_until(lambda: r.session.transport._doze.dozing, 60)
-        r.offer(torch.full((4,), float(count)))
-        r.started(count)
-        r.device.run_all()
-        assert r.session.flush(10)
-    assert r.session.snapshot().committed == 2
-
-
-def test_the_thread_looks_often_only_while_copies_wait_for_their_turn(
-    peer: Peer, rig: Callable[..., Rig]
-) -> None:
-    r = rig(FakeDevice(nbytes=1 << 20), by_hand=True)
-    assert not r.stager.pressed
-    r.offer(torch.zeros(1024))
-    r.stager.advance()
-    assert r.stager.pending
-    assert not r.stager.pressed  # it is under way, and there is room
-    r.offer(torch.zeros(600 << 10, dtype=torch.uint8))
-    assert r.stager.pressed
-    r.finish()
-    assert not r.stager.pressed
-    r.stager._pace = Pace(1e-3)
-    r.stager._pace.spend(1 << 30)
-    r.offer(torch.zeros(600 << 10, dtype=torch.uint8))
-    r.stager.advance()
-    assert not r.stager.pressed  # looking does not help: they may not go yet
-    r.stager._pace.lift()
-    r.finish()
-    r.session.offer(torch.zeros(4), KEY, r.session.context.moment())
-    assert r.session.flush(10)
+    undone: list[int] = []
+    session = make_session()
+    session.prepare(CUDA[:1])
+    wait_until(lambda: session.devices.pinned)
+    monkeypatch.setattr(pinning, "unpin", lambda address, _: undone.append(address))
+    stager = session.devices.stager(CUDA[0])
+    assert isinstance(stager, DeviceStager)
+    stager._pump.stop()
+    way = AlwaysDevice(session.books, session.arena, session.notices, lambda _: stager)
+    way.stage(torch.ones(64), KEY, session.context.moment(), None, None, "")
+    stager.advance()
+    with session.devices.unlocked() as unlocked:
+        assert not unlocked
+        way.stage(torch.ones(64), KEY, session.context.moment(), None, None, "")  # and nobody waits meanwhile
+    assert undone == []
+    while stager.pending:
+        stager.advance()
+        machine.made[CUDA[0]].run_all()
+    with session.devices.unlocked() as unlocked:
+        assert unlocked
+        assert undone

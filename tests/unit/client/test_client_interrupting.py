@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -20,7 +21,7 @@ from client_peer import Peer, wait_until
 from fake_device import KEY, FakeDevice, Rig
 
 import capd_client
-from capd_client import staging
+from capd_client import staging, transfers
 from capd_client.counter_page import DropReason
 from capd_client.key import Key
 from capd_client.session import Session
@@ -235,20 +236,16 @@ def test_ctrl_c_at_any_line_of_a_capture_holds_up_none_behind_it(
     assert session.snapshot().in_flight == 0
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
-@pytest.mark.parametrize("policy", ["drop", "block", "thin", "stats"])
-@pytest.mark.parametrize(("numel", "on_device"), [(50, False), (50, True), (300_000, False), (300_000, True)])
-def test_wherever_a_handler_raises_in_a_capture_the_accounts_are_exact_and_no_slot_is_lost(
-    peer: Peer,
-    rig: Callable[..., Rig],
-    monkeypatch: pytest.MonkeyPatch,
+def raise_everywhere(
+    r: Rig,
     error: type[BaseException],
-    policy: str,
     numel: int,
+    *,
     on_device: bool,
+    fill: Callable[[], object] = lambda: None,
+    release: Callable[[], object] = lambda: None,
 ) -> None:
-    settings = {"max_block_ms": 10_000.0} if policy == "block" else {}
-    r = rig(FakeDevice(nbytes=1 << 19, pinned=False), policy=policy, max_mb_per_step=1e6, **settings)
+    """Raise from a handler at each place of a capture; everything is counted once and no slot is lost."""
     r.session.devices._stagers[torch.device("cuda")] = r.stager
     session, moment = r.session, r.session.context.moment()
     if on_device:
@@ -265,8 +262,11 @@ def test_wherever_a_handler_raises_in_a_capture_the_accounts_are_exact_and_no_sl
         place, met, offered, uncounted = 0, True, 0, 0
         while met:
             place += 1
+            fill()
+            offered = session.snapshot().offered
             with suppress(error):
                 met = interrupt_at(offer, place, raises)
+            release()
             assert session.flush(20), place
             now = session.snapshot()
             assert (now.offered - offered in (0, 1), now.in_flight) == (True, 0), place
@@ -280,6 +280,56 @@ def test_wherever_a_handler_raises_in_a_capture_the_accounts_are_exact_and_no_sl
     wait_until(lambda: not session.books.busy and not r.stager.pending)
     for slots in (session.books.slots, r.stager._ring._slots):
         assert slots.take(slots.capacity) is not None
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+@pytest.mark.parametrize("policy", ["drop", "block", "thin", "stats"])
+@pytest.mark.parametrize(("numel", "on_device"), [(50, False), (50, True), (300_000, False), (300_000, True)])
+def test_wherever_a_handler_raises_in_a_capture_the_accounts_are_exact_and_no_slot_is_lost(
+    peer: Peer,
+    rig: Callable[..., Rig],
+    error: type[BaseException],
+    policy: str,
+    numel: int,
+    on_device: bool,
+) -> None:
+    settings = {"max_block_ms": 10_000.0} if policy == "block" else {}
+    r = rig(FakeDevice(nbytes=1 << 19, pinned=False), policy=policy, max_mb_per_step=1e6, **settings)
+    raise_everywhere(r, error, numel, on_device=on_device)
+
+
+@dataclass
+class Prompt(FakeDevice):
+    """Has done its copies when it is asked whether it has, unless it is busy."""
+
+    busy: bool = False
+
+    def query(self, event: Any) -> bool:
+        if not self.busy:
+            self.run_all()
+        return super().query(event) and not self.busy
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+def test_wherever_a_handler_raises_where_a_copy_is_issued_the_accounts_are_exact_too(
+    peer: Peer, rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """The ring holds one such tensor: each takes the place of the one before, and waits for its copy."""
+    monkeypatch.setattr(transfers, "ISSUE_NBYTES", 1 << 20)
+    settings = {"policy": "block", "max_block_ms": 10_000.0, "arena_bytes": 8 << 20}
+    device = Prompt(nbytes=3 << 19)
+    r = rig(device, ordered=True, **settings)
+
+    def fill() -> None:
+        device.busy = True
+        r.offer(torch.ones(300_000))
+
+    raise_everywhere(
+        r, error, 300_000, on_device=True, fill=fill, release=lambda: setattr(device, "busy", False)
+    )
+    assert "MainThread" in r.device.fetched_by
+    assert r.device.held_back
+    assert all(data == torch.ones(300_000).numpy().tobytes() for data in peer.data_of("x"))
 
 
 def test_a_handler_that_closes_amid_a_capture_waits_for_nothing_and_leaves_the_memory(

@@ -15,6 +15,7 @@ from test_client_books import PAGE, admit, exact, make, send_all
 from test_client_capture import KEY, Counting, offer
 
 from capd.store.statistics import summarise
+from capd_client import snapshots
 from capd_client.counter_page import DropReason
 from capd_client.devstats import ROW_DTYPES
 from capd_client.key import Moment
@@ -235,10 +236,14 @@ def test_a_tensor_that_the_ring_reduced_to_its_row_leaves_the_budget_to_others(
     assert [record.descriptor.payload for record in peer.records] == [True, False, True]
 
 
-def test_a_full_ring_without_room_for_a_row_is_a_counted_drop(peer: Peer, rig: MakeRig) -> None:
+def test_a_full_ring_without_room_for_a_row_is_a_counted_drop(
+    peer: Peer, rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "_ROWS_NBYTES", 4096)  # room for one
     r = rig(FakeDevice(nbytes=1 << 15), by_hand=True, policy="stats")
 
     r.offer(torch.ones(8192))  # all of the ring
+    r.offer(torch.ones(6000))  # reduced to its row
     r.offer(torch.ones(6000))
     r.offer(torch.arange(6000))  # 64-bit integers
 
