@@ -24,6 +24,23 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("hifp8", {"rounding": "hybrid", "overflow": "saturate"}),
 ]
 
+# Around the largest of E4M3 (448; 464 rounds down), E5M2 (57344; 61440 rounds up), HiF8 (32768), FP16 and bf16. A
+# device's own conversion may saturate what the CPU's makes infinite or NaN: none of that may be seen here.
+BEYOND = [
+    448.0,
+    464.0,
+    465.0,
+    -480.0,
+    57344.0,
+    -61440.0,
+    61441.0,
+    32768.0,
+    40960.0,
+    65504.0,
+    -65520.0,
+    3.4e38,
+]
+
 
 @pytest.mark.parametrize(("fmt", "options"), CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -31,6 +48,8 @@ def test_a_cuda_tensor_has_the_bits_of_the_cpu(fmt: str, options: dict[str, Any]
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(300, 200, generator=generator) * torch.logspace(-30, 30, 300)[:, None]
     values[7, 9], values[8, 10], values[9] = torch.inf, torch.nan, -0.0
+    values[10:14] = torch.tensor(BEYOND).repeat(17)[:200]  # rows of nothing else: whole blocks of such values
+    values[20, ::3] = 1e30  # and beside ordinary ones
     values = values.to(dtype)
     on_cpu, on_cuda = encode(values, fmt, **options), encode(values.cuda(), fmt, **options)
 
