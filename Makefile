@@ -13,7 +13,7 @@ GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 SOURCES := capd capd_client tests benchmarks examples
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-store check check-static format lint type imports test-random test-fault test-gpu test-all bench bench-gpu bench-store clean
+.PHONY: help setup demo test test-store check check-static format lint type imports test-random test-fault test-gpu test-all bench bench-gpu gpu-first-hour bench-store clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -70,7 +70,7 @@ test-random: setup ## Run the property tests on new random examples, and more of
 	$(PYTEST) -m "hypothesis and not gpu" --hypothesis-profile=random -o timeout=1200 -o faulthandler_timeout=0
 
 test-gpu: $(GPU_SETUP) ## Run the tests that need a CUDA device; GPU_PYTHON=python3 runs them without .venv
-	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(GPU_PYTHON) -m pytest tests/gpu -m gpu
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(GPU_PYTHON) -m pytest tests/gpu -m gpu $(TEST_ARGS)
 
 test-all: setup ## Run every tier
 	$(PYTEST)
@@ -88,8 +88,11 @@ bench: setup ## Run the benchmarks (a quarter of an hour, on a quiet machine)
 	$(BIN)/python benchmarks/emulation.py
 	$(MAKE) bench-store
 
-bench-gpu: $(GPU_SETUP) ## Run the benchmarks that need a CUDA device (eight minutes at most)
+bench-gpu: $(GPU_SETUP) ## Run the benchmarks that need a CUDA device (a quarter of an hour at most)
 	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(GPU_PYTHON) benchmarks/gpu_capture.py
+
+gpu-first-hour: $(GPU_SETUP) ## Facts, tests and figures of a CUDA device, on one page; goes on where it ended (GPU_ARGS=--help)
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(GPU_PYTHON) benchmarks/gpu_first_hour.py $(GPU_ARGS)
 
 bench-store: setup ## Run the store's benchmarks in few rounds; each takes --rounds N for more
 	$(BIN)/python benchmarks/store_codecs.py --rounds 2

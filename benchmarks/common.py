@@ -56,8 +56,12 @@ class Daemon:
 
 
 @contextlib.contextmanager
-def daemon(directory: Path | None, *, arena_nbytes: int, policy: str = "drop") -> Iterator[Daemon]:
+def daemon(
+    directory: Path | None, *, arena_nbytes: int, policy: str = "drop", options: Sequence[str] = ()
+) -> Iterator[Daemon]:
     """Start a daemon on a temporary store below `directory` and point this process's capd client at it.
+
+    options: of `capd serve`.
 
     Call it before the first capture: the client reads its settings once. The store is deleted afterwards.
     """
@@ -65,7 +69,8 @@ def daemon(directory: Path | None, *, arena_nbytes: int, policy: str = "drop") -
     socket_path = root / "capd.sock"
     log = (root / "daemon.log").open("w")
     command = [sys.executable, "-m", "capd", "serve", "--store", str(root / "store")]
-    process = subprocess.Popen([*command, "--endpoint", f"unix:{socket_path}"], stdout=log, stderr=log)
+    command += ["--endpoint", f"unix:{socket_path}", *options]
+    process = subprocess.Popen(command, stdout=log, stderr=log)
     sampler = subprocess.Popen([sys.executable, "-c", _SAMPLER, str(process.pid)], stdout=subprocess.PIPE)
     running = Daemon(f"unix:{socket_path}", root / "store", process.pid)
     try:

@@ -5,23 +5,36 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 import capd_client
+from capd_client import pieces, transfers
 from capd_client.api import session
 
-__all__ = ["Accelerator"]
+__all__ = ["Accelerator", "amounts"]
 
 PIN_TIMEOUT_S = 120.0
 DRAIN_TIMEOUT_S = 240.0
 _TICK_S = 0.0002
 
 
+@contextlib.contextmanager
+def amounts(piece: int | None = None, ahead: int | None = None) -> Iterator[tuple[int, int]]:
+    """Inside, copies are of `piece` bytes at most and `ahead` may be under way; None: as they are. Yields both."""
+    before = pieces.PIECE_NBYTES, transfers.AHEAD_NBYTES
+    pieces.PIECE_NBYTES, transfers.AHEAD_NBYTES = piece or before[0], ahead or before[1]
+    try:
+        yield pieces.PIECE_NBYTES, transfers.AHEAD_NBYTES
+    finally:
+        pieces.PIECE_NBYTES, transfers.AHEAD_NBYTES = before
+
+
 class Accelerator:
-    """Set up after the daemon's endpoint is in the environment: the ring and the page lock are made here."""
+    """Set up after the daemon's endpoint is in the environment: the ring is made here, and the arena as large as it may
+    be, and page-locked. Otherwise it would grow while something is measured."""
 
     def __init__(self) -> None:
         self.is_cuda = torch.cuda.is_available()
@@ -32,10 +45,23 @@ class Accelerator:
         self.session = rank
         self.allocated_before = self.allocated()
         rank.prepare([self.device])
-        deadline = time.monotonic() + PIN_TIMEOUT_S
-        while self.is_cuda and not rank.devices.pinned and time.monotonic() < deadline:
-            time.sleep(0.05)
+        if self.is_cuda:
+            self._wait_until_locked()
         self.wait_until_compiled()
+
+    def _wait_until_locked(self) -> None:
+        """What is measured otherwise is the copy by way of pageable memory."""
+        arena, deadline = self.session.arena, time.monotonic() + PIN_TIMEOUT_S
+        arena.target = arena.nbytes  # the client thread makes what is missing
+        while arena.populated < arena.target and time.monotonic() < deadline:
+            time.sleep(0.05)
+        while not self.session.devices.pinned:
+            locking = any(thread.name == "capd-pin" for thread in threading.enumerate())
+            if not self.session.devices.pinned and not (locking and time.monotonic() < deadline):
+                raise SystemExit(
+                    "the arena was not page-locked: its notice above says why. Nothing was measured"
+                )
+            time.sleep(0.05)
 
     def facts(self) -> dict[str, Any]:
         """What a result must be read with."""
@@ -82,11 +108,11 @@ class Accelerator:
             if thread.name == "capd-compile":
                 thread.join(PIN_TIMEOUT_S)
 
-    def wait_until_home(self) -> None:
-        """Until every capture's bytes are in the arena."""
+    def wait_until_home(self, meanwhile: Callable[[], None] | None = None) -> None:
+        """Until every capture's bytes are in the arena; `meanwhile` is called instead of sleeping."""
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
         while self.session.transport.device_busy and time.monotonic() < deadline:
-            time.sleep(_TICK_S)
+            time.sleep(_TICK_S) if meanwhile is None else meanwhile()
 
     def drain(self) -> None:
         """Until the daemon has committed everything, and the arena is free again."""

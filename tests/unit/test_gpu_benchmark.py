@@ -45,13 +45,40 @@ def test_every_section_runs_and_reports(tmp_path: Path, runtime_dir: Path) -> No
     assert list(scratch.iterdir()) == []
 
     found = json.loads(json_file.read_text())
-    assert found["checks"]
-    assert "no GPU" in found["calls"]["device"]
-    for section in ("calls", "memory", "small"):
+    assert "no GPU" in found["device"]
+    for section in ("memory", "small"):
         assert found[section]["dropped"] == {}
+    for calls in found["calls"].values():
+        assert calls["dropped"] == {}
+        assert {"room", "names"} <= calls["parts"].keys()
     for step in found["step"].values():
         assert step["captured"] == step["expected"]
-    assert [row["beside"] for row in found["interference"]] == ["nothing", "captures", "unbounded captures"]
-    assert {row["way"] for row in found["rows"]} == {"fill_row, without Triton", "torch's operations"}
+    assert {row["dropped"] for row in found["host-bound"]} == {0}
+    beside = [(row["beside"], row["piece"], row["ahead"]) for row in found["interference"]]
+    assert len(set(beside)) == len(beside) == 12
+    assert {row["way"] for row in found["rows"]} == {
+        "fill_row, without Triton", "16 such tensors at once", "torch's operations"
+    }  # fmt: skip
+    assert {name.rpartition("_")[2] for name in found["constants"]} == {"us", "gbps"}
     tables = [line for line in done.stdout.splitlines() if line.startswith("|---")]
-    assert len(tables) == 6
+    assert len(tables) == 10
+    assert {check["verdict"] for check in found["checks"]} <= {"MISSED", "met", "stretch met"}
+    assert {check["what"]: check["verdict"] for check in found["checks"]}["drops of block"] == "met"
+
+
+@pytest.mark.parametrize(
+    ("value", "verdict"), [(40.1, "MISSED"), (40.0, "met"), (28.1, "met"), (28.0, "stretch met")]
+)
+def test_a_figure_is_judged_by_both_of_its_bounds(value: float, verdict: str) -> None:
+    script = (
+        f"import gpu_tables; print(gpu_tables.Check('x', {value}, 40.0, 28.0).verdict,"
+        f" gpu_tables.Check('x', -{value}, -40.0, -28.0, at_most=False).verdict)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**NO_GPU, "PYTHONPATH": str(BENCHMARK.parent)},
+    )
+    assert done.stdout.split() == [*verdict.split(), *verdict.split()]
