@@ -69,3 +69,16 @@ def test_threads_that_wake_it_at_the_same_time_do_no_harm() -> None:
     for thread in threads:
         thread.join()
     assert not errors
+
+
+def test_what_woke_it_while_it_did_not_rest_yet_ends_no_further_rest() -> None:
+    doze = Doze(0.005)
+
+    def called() -> bool:
+        doze.wake()
+        return True
+
+    doze.rest(LONG_S, called)
+    began = time.monotonic()
+    doze.rest(0.2, lambda: False)
+    assert time.monotonic() - began >= 0.19
