@@ -36,4 +36,6 @@ class Doze:
         if not (self.dozing and called()):  # by somebody who did not see yet that this thread dozes
             self._asleep.acquire(timeout=seconds)
         self.dozing = False
-        self._asleep.acquire(blocking=False)  # a second waking, or one that came late, does not end the next rest
+        self._asleep.acquire(
+            blocking=False
+        )  # a second waking, or one that came late, does not end the next rest

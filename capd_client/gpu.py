@@ -46,7 +46,8 @@ class CudaDevice:
         self._events: deque[torch.cuda.Event] = deque()
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._side = self._stream.cuda_stream
-        self._raw = find_raw_calls(self._device, self._stream) if raw else None
+        self._raw_wanted = raw
+        self._raw: Optional[RawCalls] = None  # until the pump has tried them
         self._busy = busy
         self._ring_bytes = ring_bytes
         self._notices = notices
@@ -141,6 +142,13 @@ class CudaDevice:
         take_thread(self._device)
         torch.cuda.set_stream(self._stream)
         self._pump = threading.get_ident()
+        self._try_raw_calls()
+
+    def _try_raw_calls(self) -> None:
+        """In the thread of `enter_thread`, once, at a time at which the driver makes nobody wait."""
+        if self._raw_wanted and not self._busy():
+            self._raw_wanted = False
+            self._raw = find_raw_calls(self._device, self._stream)
 
     def compute(self, segments: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[Event]) -> None:
         """In the thread of `enter_thread`."""
@@ -188,6 +196,7 @@ class CudaDevice:
     def query(self, event: Event) -> bool:
         """cudaEventQuery; on another thread than the pump's only where that disturbs no graph capture."""
         if threading.get_ident() == self._pump:
+            self._try_raw_calls()
             return bool(event.query())
         raw = self._calls(self._side)
         return raw is not None and raw.query(event.cuda_event)

@@ -20,9 +20,8 @@ from capd_client.ring import Room
 __all__ = ["PIECE_NBYTES", "Piece", "Segment", "Snapshot", "cut"]
 
 PIECE_NBYTES = 64 << 20
-_SLACK = (
-    1 / 256
-)  # of a piece: a smaller rest goes with the piece before it, and is not worth a copy of its own
+# Of a piece: a smaller rest goes with the piece before it, and is not worth a copy of its own.
+_SLACK = 1 / 256
 
 Segment = tuple[torch.Tensor, torch.Tensor]
 """A flat tensor on the device, and the place of its statistics row."""
@@ -125,9 +124,7 @@ class Piece:
         return arena[self.offset : self.offset + self.nbytes]
 
 
-def cut(
-    due: Sequence[Snapshot], issued: int, part_end: Callable[[int], int], piece_nbytes: int = PIECE_NBYTES
-) -> Piece:
+def cut(due: Sequence[Snapshot], issued: int, part_end: Callable[[int], int], piece_nbytes: int) -> Piece:
     """The next piece of `due`, of whose first snapshot `issued` bytes are under way already.
 
     part_end: where the page-locked part ends that an offset of the arena is in; 0 where that is not locked. The pieces

@@ -49,10 +49,6 @@ class Pinning:
         """Whether all pages that were made ahead are page-locked."""
         return self._arena.start < self._arena.populated <= self._ends[-1]
 
-    def covers(self, address: int, nbytes: int) -> bool:
-        """Whether this memory of the arena is page-locked."""
-        return address + nbytes <= self._arena.address + self._ends[-1]
-
     def part_end(self, offset: int) -> int:
         """Where the locked part ends that `offset` of the arena lies in; 0 where it is not locked. Takes no lock."""
         ends = self._ends

@@ -60,22 +60,19 @@ class RingMemory:
         self.address = tensor.data_ptr()
         self._views: dict[torch.dtype, torch.Tensor] = {}
 
-    def write(self, slot: Slot, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Copy `tensor`, cast to `dtype`, into the slot: one copy on the current stream, contiguous whatever it was.
-
-        Returns the copy.
-        """
+    def write(self, slot: Slot, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        """Copy `tensor`, cast to `dtype`, into the slot: one copy on the current stream, contiguous whatever it was."""
         source = tensor.detach()
         if dtype is source.dtype and dtype.itemsize == 1:  # not every one-byte dtype has a copy kernel
-            target = self._view(slot[0], source.numel(), torch.uint8).view(source.shape)
-            return target.copy_(source.view(torch.uint8)).view(dtype)
-        return self._view(slot[0], source.numel(), dtype).view(source.shape).copy_(source)
+            source, dtype = source.view(torch.uint8), torch.uint8
+        self.flat(slot[0], source.numel(), dtype).view(source.shape).copy_(source)
 
     def row(self, start: int) -> torch.Tensor:
         """Room for a statistics row from byte `start` on, a multiple of 8."""
-        return self._view(start, ROW_VALUES, torch.float64)
+        return self.flat(start, ROW_VALUES, torch.float64)
 
-    def _view(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def flat(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """`numel` elements from byte `start` on, a multiple of their size."""
         view = self._views.get(dtype)
         if view is None:
             with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode

@@ -31,9 +31,8 @@ from capd_client.transfers import Transfers
 
 __all__ = ["DeviceStager"]
 
-_ROWS_NBYTES = (
-    1 << 20
-)  # room for statistics rows, apart from the ring: they are neighbours there as in the arena
+# Room for statistics rows, apart from the ring: they are neighbours there as in the arena.
+_ROWS_NBYTES = 1 << 20
 
 
 def _unsaid(_error: Exception) -> None:
@@ -160,7 +159,8 @@ class DeviceStager:
                 fill_row(tensor, memory.row(slot[0]), dtype)
             else:
                 room = [(self._ring, [copy[0]])]
-                source = copy[1].write(copy[0], tensor, dtype).view(-1)
+                self._device.copy(copy[1], copy[0], tensor, dtype)
+                source = copy[1].flat(copy[0][0], tensor.numel(), dtype)
             capture.descriptor.row_offset = capture.descriptor.offset
             event = self._device.record()
             return self._hand_over(

@@ -103,11 +103,10 @@ def _rows_in_order(fill: Callable[..., None]) -> Callable[..., None]:
     return filled
 
 
-def _in_order(write: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def written(self: Any, slot: Any, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _in_order(write: Callable[..., None]) -> Callable[..., None]:
+    def written(self: Any, slot: Any, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         source = tensor.detach().clone()  # as it is now: that is when the stream would come to it
         streams.current_stream().do(lambda: write(self, slot, source, dtype))
-        return self._view(slot[0], source.numel(), dtype).view(source.shape)  # type: ignore[no-any-return]
 
     return written
 

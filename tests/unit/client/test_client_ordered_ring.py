@@ -7,13 +7,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from client_peer import Peer, wait_until
 from fake_device import FakeDevice, Rig
 
-from capd_client import transfers
+from capd_client import ring_room, transfers
 from capd_client.session import Session
 
 MIB = 1 << 20
@@ -97,7 +98,16 @@ def test_no_stream_waits_for_another_one(peer: Peer, rig: MakeRig) -> None:
     assert values_of(peer) == [0, 1, 2, 3, 5, 6, 7, 8, 9]
 
 
-def test_room_that_one_stream_waits_for_is_given_to_no_other(peer: Peer, rig: MakeRig) -> None:
+def test_room_that_one_stream_waits_for_is_given_to_no_other(
+    peer: Peer, rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting, sleep = threading.Event(), time.sleep
+
+    def asleep(seconds: float) -> None:
+        waiting.set()
+        sleep(seconds)
+
+    monkeypatch.setattr(ring_room, "time", SimpleNamespace(sleep=asleep, monotonic=time.monotonic))
     device = FakeDevice(nbytes=MIB)
     r = rig(device, by_hand=True, ordered=True, policy="block", max_block_ms=30_000.0, arena_bytes=8 * MIB)
     for n in range(3):
@@ -107,8 +117,7 @@ def test_room_that_one_stream_waits_for_is_given_to_no_other(peer: Peer, rig: Ma
     device.current = 1
     thread = threading.Thread(target=r.offer, args=(part(4),))
     thread.start()
-    time.sleep(0.05)
-    assert thread.is_alive()
+    assert waiting.wait(10)
     assert len(device.issued) == 4
     device.run_all()
     while thread.is_alive():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -79,7 +80,13 @@ def runtime(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 
 def made(busy: Callable[[], bool] = lambda: False, *, raw: bool = True) -> CudaDevice:
-    return CudaDevice(DEVICE, lambda _: 1 << 62, busy, Notices(), raw=raw)
+    """A device whose pump has begun, on another thread than this one."""
+    device = CudaDevice(DEVICE, lambda _: 1 << 62, busy, Notices(), raw=raw)
+    assert not device.can_issue()  # nothing is tried on the thread that sets it up
+    pump = threading.Thread(target=device.enter_thread)
+    pump.start()
+    pump.join()
+    return device
 
 
 def test_a_capture_goes_by_the_runtime_once_it_has_proved_itself(gpus: Gpus, runtime: Runtime) -> None:
@@ -197,6 +204,25 @@ def test_the_default_stream_of_a_device_that_is_not_current_is_torchs(
     gpus.thread.index = 1
     device.copy(memory, (0, 64, None), torch.ones(4), torch.float32)
     assert runtime.log[-1] == ("copy", 16, DEVICE_TO_DEVICE, 0)
+
+
+def test_what_could_not_be_tried_while_pages_were_locked_is_tried_later(gpus: Gpus, runtime: Runtime) -> None:
+    """The pump does not wait for that: its copies go by torch until then."""
+    busy = [True]
+    device = made(lambda: busy[0])
+    found = []
+
+    def pump() -> None:
+        device.enter_thread()
+        for value in (True, False):
+            busy[0] = value
+            device.query(device.fetched())
+            found.append(device.can_issue())
+
+    thread = threading.Thread(target=pump)
+    thread.start()
+    thread.join()
+    assert found == [False, True]
 
 
 def test_a_training_thread_that_began_to_issue_goes_on_by_the_runtime(gpus: Gpus, runtime: Runtime) -> None:
