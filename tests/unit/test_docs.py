@@ -22,8 +22,11 @@ from capd_client.rule_settings import RuleSettings
 from capd_client.settings_file import FileSettings, WhenSettings
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DESIGN = ROOT / "docs" / "design"
+TRACK_RECORD = ROOT / "tests" / "track-record.md"
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), TRACK_RECORD])
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(#[^)]*)?\)")
+ENTRY = re.compile(r"^\*\*(.+)\*\*\n\n((?:- .*\n)+)", re.MULTILINE)
 CHINESE = sorted(path for path in PAGES if path.name.endswith(".zh.md"))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -38,6 +41,48 @@ def test_every_link_leads_somewhere(path: Path) -> None:
     targets = [target for target, _ in LINK.findall(path.read_text())]
 
     assert [target for target in targets if not (path.parent / target).exists()] == []
+
+
+def test_the_index_of_the_design_links_every_page_and_every_group() -> None:
+    index = (DESIGN / "README.md").read_text()
+    linked = {(target, (anchor or "#")[1:]) for target, anchor in LINK.findall(index)}
+    pages = {path.name: path.read_text() for path in DESIGN.glob("*.md") if path.name != "README.md"}
+    with_entries = {name: text for name, text in pages.items() if ENTRY.search(text)}
+
+    assert {target for target, _ in linked} >= set(pages)
+    assert len(with_entries) > 10
+    for name, text in with_entries.items():
+        groups = anchors("\n".join(re.findall(r"^## .*$", text, re.MULTILINE)))
+        assert {anchor for target, anchor in linked if target == name and anchor} == groups, name
+
+
+@pytest.mark.parametrize("path", sorted(DESIGN.glob("*.md")), ids=lambda path: path.name)
+def test_every_link_of_a_design_page_leads_to_a_heading_that_exists(path: Path) -> None:
+    missing = [
+        target + anchor
+        for target, anchor in LINK.findall(path.read_text())
+        if anchor and anchor[1:] not in anchors((path.parent / target).read_text())
+    ]
+
+    assert missing == []
+
+
+@pytest.mark.parametrize("path", sorted(DESIGN.glob("*.md")), ids=lambda path: path.name)
+def test_every_design_entry_has_a_decision_its_reason_and_its_price(path: Path) -> None:
+    text = path.read_text()
+    entries = [re.findall(r"^- \*\*(\w+)\*\* \S", lines, re.MULTILINE) for _, lines in ENTRY.findall(text)]
+
+    assert len(entries) == text.count("- **Decision**")
+    assert [entry for entry in entries if entry != ["Decision", "Because", "Price"]] == []
+
+
+def test_the_track_record_names_tests_that_exist() -> None:
+    text = TRACK_RECORD.read_text()
+    rows = re.findall(r"`(tests/[\w/]+\.py)`: ((?:`\w+`(?:, | and )?)+)", text)
+
+    assert len(rows) > 100
+    assert [file for file in re.findall(r"`(tests/[\w/]+\.py)`", text) if not (ROOT / file).exists()] == []
+    assert [(file, missing_tests(file, names)) for file, names in rows if missing_tests(file, names)] == []
 
 
 @pytest.mark.parametrize("path", CHINESE, ids=lambda path: path.name)
