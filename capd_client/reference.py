@@ -45,6 +45,7 @@ def reference_of(key: Key, moment: Moment) -> str:
     return f"{_beginning(key)}&{'&'.join(given)}"
 
 
+# Kept, as hardly any key is new: writing it again was a large part of each call of tensor_saver.
 @lru_cache(maxsize=1 << 12)
 def _beginning(key: Key) -> str:
     """What the references of all records of a key have in common."""

@@ -91,7 +91,7 @@ class _Verbs(TyperGroup):
 app = typer.Typer(
     cls=_Verbs,
     name="capd",
-    rich_markup_mode=None,
+    rich_markup_mode=None,  # rich takes a third of the start of `capd --help`, and draws boxes into pipes
     pretty_exceptions_enable=False,
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -101,6 +101,7 @@ def _add_npy(archive: zipfile.ZipFile, name: str, array: NDArray[Any]) -> None:
         npy_format.write_array(entry, array, allow_pickle=False)
 
 
+# By hand, a header of JSON and raw bytes: the library of safetensors wants the whole series in memory.
 def _write_safetensors(file: BinaryIO, run_id: str, series: Series, records: Sequence[Record]) -> None:
     kind = _SAFETENSORS.get(series.dtype, "U8")
     header: dict[str, Any] = {"__metadata__": {"capd": _description(run_id, series, records)}}

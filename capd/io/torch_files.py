@@ -67,6 +67,7 @@ def _load(file: BinaryIO) -> Any:
     import torch
 
     file.seek(0)
+    # Not mapped, though that would save a copy: a file that shrinks in the middle would then end the process.
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever torch says of a file that it did not write
