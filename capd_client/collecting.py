@@ -7,12 +7,12 @@ import socket
 import time
 from typing import Optional
 
+from capd_client.config import ClientConfig
+from capd_client.context import Context
 from capd_client.key import Moment
 from capd_client.notices import Notices
 from capd_client.process_documents import leave
 from capd_client.quota import Collected, Quota, parse_quota
-from capd_client.sink import Settings
-from capd_client.stepping import Context, clock_of
 
 __all__ = ["quota_of", "within_quota"]
 
@@ -21,17 +21,15 @@ _PAUSE_S = 0.2  # between two documents of a quota without an end, where nobody 
 _notices = Notices()
 
 
-def quota_of(config: Settings, context: Context) -> Optional[Quota]:
+def quota_of(config: ClientConfig, context: Context) -> Optional[Quota]:
     """The quota that all watches of a session share; None outside of collection runs."""
-    if config.collect is None:
+    text = config.collect
+    if text is None:
         return None
-    clock = clock_of(context)
-    if clock.quota is None:
-        clock.quota = _Told(config.collect, config.collect_dir, context).quota
-    return clock.quota
+    return context.owned(Quota, lambda: _Told(text, config.collect_dir, context).quota)
 
 
-def within_quota(config: Settings, context: Context, moment: Moment) -> bool:
+def within_quota(config: ClientConfig, context: Context, moment: Moment) -> bool:
     """Whether an explicit capture at this moment is taken, as far as the quota is concerned.
 
     Where watches count, too, theirs is the iteration that counts: a caller may number iterations otherwise.

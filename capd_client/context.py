@@ -14,16 +14,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from itertools import count
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional, TypeVar
 
 import torch
 
 from capd_client.errors import ConfigError
 from capd_client.key import MAX_INDEX, Moment
 from capd_client.ranks import RankInfo, distributed_ready, find_rank
-
-if TYPE_CHECKING:
-    from capd_client.stepping import Clock
 
 __all__ = ["MOMENT_FIELDS", "Context", "Counter", "as_index"]
 
@@ -33,6 +30,7 @@ MOMENT_FIELDS = ("iteration", "micro_batch", "sample_idx", "batch_idx", "sequenc
 Counter = Callable[
     [], tuple[Optional[int], Optional[int]]
 ]  # iteration and micro-batch; None: it does not know
+_Owned = TypeVar("_Owned")
 _REMEMBERED = 64  # micro-batches whose call ordinals are remembered
 
 
@@ -57,7 +55,16 @@ def as_index(name: str, value: Any) -> int:
 
 
 class Context:
-    """Rank and moment state of one session. One training thread moves it on; any thread may read it."""
+    """Rank and moment state of one session. One training thread moves it on; any thread may read it.
+
+    Args:
+        iteration: where the counting starts.
+        sample_idx: the sample that the first captures carry.
+        environ: the variables that tell the rank, default os.environ.
+        on_rank_change: called when torch.distributed gives the process another rank.
+        on_iteration: called with the number of an iteration that begins; nothing of it is captured yet.
+        on_endless: called with a reason when the current iteration seems to have no end.
+    """
 
     def __init__(
         self,
@@ -65,6 +72,9 @@ class Context:
         iteration: int = 0,
         sample_idx: Optional[int] = None,
         environ: Optional[Mapping[str, str]] = None,
+        on_rank_change: Callable[[], None] = lambda: None,
+        on_iteration: Callable[[int], None] = lambda _: None,
+        on_endless: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.iteration = iteration
         self.micro_batch = 0
@@ -76,7 +86,6 @@ class Context:
         self._first = True  # no iteration has begun yet
         self._reached = -1  # the iteration that began last, or was named by a capture since
         self._fresh = True  # no root forward has run in this micro-batch yet
-        self.clock: Optional[Clock] = None  # see `capd_client.stepping.clock_of`
         self.counted = False  # a framework counts the micro-batches: root forwards do not
         self.evaluating = False  # in a forward that trains nothing, though its root is in training mode
         self._counter: Optional[Counter] = None
@@ -87,12 +96,25 @@ class Context:
         self._info = find_rank(environ)
         self._bound = False
         self._follows = self._info.source == "torch.distributed"
-        self.on_rank_change: Callable[[], None] = lambda: None
-        self.on_iteration: Callable[[int], None] = lambda _: None  # it begins: nothing of it is captured yet
-        self.on_endless: Callable[[str], None] = lambda _: None  # it seems to have no end, for that reason
+        self._on_rank_change = on_rank_change
+        self._on_iteration = on_iteration
+        self._on_endless = on_endless
+        self._owned: dict[type, Any] = {}
         self._ordinals: OrderedDict[tuple[int, int], dict[object, count[int]]] = OrderedDict()
         # Of these, the last: its moment, and its counters.
         self._counting: tuple[tuple[int, int], dict[object, count[int]]] = ((-1, -1), {})
+
+    def owned(self, kind: type[_Owned], make: Callable[[], _Owned]) -> _Owned:
+        """The one object of this class that belongs to the context, made by the first call.
+
+        It lives as long as the context. A weak dictionary would not do: these objects refer to their context, and
+        would keep it, and themselves, for good.
+        """
+        found = self._owned.get(kind)
+        if found is None:
+            found = self._owned.setdefault(kind, make())
+        made: _Owned = found
+        return made
 
     @property
     def rank(self) -> int:
@@ -122,7 +144,7 @@ class Context:
         before, self._info = self._info, find_rank(self._environ)
         self._follows = True
         if before.rank != self._info.rank:
-            self.on_rank_change()
+            self._on_rank_change()
         if self._bound and before.rank != self._info.rank:
             logger.warning(
                 "capd: torch.distributed was initialised after the first capture: rank %d (%s) is rank %d from now on",
@@ -235,16 +257,20 @@ class Context:
         self._first = False
         self.evaluating = False  # where one ended without a word
 
+    def seems_endless(self, reason: str) -> None:
+        """The current iteration seems to have no end."""
+        self._on_endless(reason)
+
     def reach(self, iteration: int) -> None:
         """A capture names its own iteration; in a job that captures only so, that is how iterations begin."""
         if iteration > self._reached:
             self._reached = iteration
-            self.on_iteration(iteration)
+            self._on_iteration(iteration)
 
     def _begin(self) -> None:
         self._first = False
         self._reached = self.iteration
-        self.on_iteration(self.iteration)
+        self._on_iteration(self.iteration)
 
     def _next_iteration(self) -> None:
         self.dirty = False

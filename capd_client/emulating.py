@@ -8,29 +8,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Optional, Protocol, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 from torch import nn
 
 from capd_client import emulated
+from capd_client.config import ClientConfig
 from capd_client.notices import Notices
 from capd_client.own_quantisation import own_quantiser
 
 if TYPE_CHECKING:
     from capd_client.emulation.emulation import Emulation
 
-__all__ = ["Settings", "emulate_as_told", "job_quantises"]
-
-
-class Settings(Protocol):
-    """What is asked of `capd_client.config.ClientConfig`."""
-
-    @property
-    def emulate(self) -> Optional[str]: ...
-    @property
-    def plan(self) -> Optional[str]: ...
-    @property
-    def strict(self) -> bool: ...
+__all__ = ["emulate_as_told", "job_quantises"]
 
 
 _notices = Notices()
@@ -39,7 +29,7 @@ _own: Optional[str] = None  # what quantises in the job, once that is known,
 _said = False  # and whether a model was left alone for it
 
 
-def emulate_as_told(models: Union[nn.Module, Iterable[nn.Module]], config: Settings) -> None:
+def emulate_as_told(models: Union[nn.Module, Iterable[nn.Module]], config: ClientConfig) -> None:
     """Have the models compute by the recipe of `config`, those that do not yet. Raises only under CAPD_STRICT=1.
 
     Nothing happens where there is none, under `capd plan`, and in a model of which the job emulates something itself.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Optional
 
+from capd_client.context import Context
 from capd_client.notices import Notices
 from capd_client.quota import Quota
 from capd_client.rules import When
 from capd_client.select import Ranges
-from capd_client.stepping import Context
 
 __all__ = ["Gate"]
 

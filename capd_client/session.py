@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Optional
 
 import torch
@@ -58,11 +58,17 @@ class Session:
     under `config.strict`.
     """
 
-    def __init__(self, config: ClientConfig, context: Optional[Context] = None) -> None:
+    def __init__(self, config: ClientConfig, environ: Optional[Mapping[str, str]] = None) -> None:
         assert config.endpoint is not None  # noqa: S101 - the caller asked `enabled`
         self.config = config
         self.notices = Notices()
-        self.context = context or Context(iteration=config.iteration, sample_idx=config.sample_idx)
+        self.context = Context(
+            iteration=config.iteration,
+            sample_idx=config.sample_idx,
+            environ=environ,
+            on_rank_change=self._change_rank,
+            on_iteration=self._begin_iteration,
+        )
         self.client = uuid.UUID(bytes=os.urandom(16))  # not uuid4: some versions of it seed from `random`
         self.enabled = True
         self._endpoint = config.endpoint
@@ -99,8 +105,6 @@ class Session:
         if config.sample_every > 1 or self.books.thinning is not None:
             self._admission = Admission(self.books, self._stage, config.sample_every)
             self._stage = self._admission.stage
-        self.context.on_rank_change = self.transport.reconnect  # HELLO names the rank
-        self.context.on_iteration = self._begin_iteration
         try:
             self.arena.grow(FIRST_NBYTES)
             self.transport.start()
@@ -195,6 +199,11 @@ class Session:
         if self.enabled:
             name = type(error).__name__
             self.notices.warn(DropReason.INTERNAL.value, "%s failed inside capd: %s: %s", where, name, error)
+
+    def _change_rank(self) -> None:
+        """HELLO names the rank, so the daemon hears of another one by a new connection."""
+        if hasattr(self, "transport"):  # before the first connection there is nothing to correct
+            self.transport.reconnect()
 
     def _begin_iteration(self, iteration: int) -> None:
         """Once per iteration, on the thread that trains: tell where it is, and follow `capd ctl`."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
+from capd_client.context import Context
 from capd_client.notices import Notices
 from capd_client.rule_problems import Part, Problem
-from capd_client.stepping import Clock, Context, clock_of
+from capd_client.stepping import Clock, clock_of
 
 __all__ = ["SharedRules", "shared_rules_of"]
 
@@ -62,7 +63,4 @@ class SharedRules:
 
 def shared_rules_of(context: Context) -> SharedRules:
     """Those of a session; a plan beside it has its own."""
-    clock = clock_of(context)
-    if clock.shared_rules is None:
-        clock.shared_rules = SharedRules(clock)
-    return clock.shared_rules
+    return context.owned(SharedRules, lambda: SharedRules(clock_of(context)))

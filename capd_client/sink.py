@@ -1,4 +1,4 @@
-"""What taps need of the session that they hand their captures to, and of its settings."""
+"""What taps need of the session that they hand their captures to."""
 
 from __future__ import annotations
 
@@ -8,43 +8,20 @@ from typing import Any, Optional, Protocol
 import torch
 from torch import Tensor
 
+from capd_client.config import ClientConfig
+from capd_client.context import Context
 from capd_client.key import Key, Moment
-from capd_client.rule_settings import RuleSettings
 from capd_client.slicing import Slice
 from capd_client.steering import Watches
-from capd_client.stepping import Context
 
-__all__ = ["Settings", "Sink"]
-
-
-class Settings(Protocol):
-    """What `watch` and its taps need of `capd_client.config.ClientConfig`."""
-
-    @property
-    def steps(self) -> str: ...
-    @property
-    def micro_batches(self) -> str: ...
-    @property
-    def ranks(self) -> str: ...
-    @property
-    def slice(self) -> Optional[str]: ...
-    @property
-    def rules(self) -> tuple[RuleSettings, ...]: ...
-    @property
-    def store(self) -> str: ...
-    @property
-    def collect(self) -> Optional[str]: ...
-    @property
-    def collect_dir(self) -> Optional[str]: ...
-    @property
-    def strict(self) -> bool: ...
+__all__ = ["Sink"]
 
 
 class Sink(Protocol):
-    """Where taps put their captures: `capd_client.api.Session`, or a list in tests."""
+    """Where taps put their captures: `capd_client.session.Session`, or a list in tests."""
 
     @property
-    def config(self) -> Settings: ...
+    def config(self) -> ClientConfig: ...
     @property
     def context(self) -> Context: ...
     @property

@@ -15,22 +15,16 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Optional, Protocol
+from typing import Optional
 
 from capd_client import optimizer_steps
-from capd_client.context import Counter, as_index
-from capd_client.key import Moment
+from capd_client.context import Context, Counter, as_index
+from capd_client.gate import Gate
 from capd_client.notices import Notices
-from capd_client.ranks import RankInfo
 from capd_client.signal_errors import is_interruption
 
-if TYPE_CHECKING:
-    from capd_client.gate import Gate
-    from capd_client.quota import Quota
-    from capd_client.shared_rules import SharedRules
-
 __all__ = [
-    "Clock", "Context", "begin_counted", "clock_of", "counting", "end_counted", "evaluate", "iteration_over",
+    "Clock", "begin_counted", "clock_of", "counting", "end_counted", "evaluate", "iteration_over",
 ]  # fmt: skip
 
 _UNSTEPPED = 256  # micro-batches without any optimizer step after which no more of a chosen step are captured
@@ -44,43 +38,11 @@ _UNSTEPPED_TEXT = (
 _notices = Notices()
 
 
-class Context(Protocol):
-    """What stepping needs of `capd_client.context`."""
-
-    clock: Optional[Clock]
-
-    @property
-    def iteration(self) -> int: ...
-    @property
-    def micro_batch(self) -> int: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def rank_info(self) -> RankInfo: ...
-    @property
-    def counted(self) -> bool: ...
-    @property
-    def iteration_is_set(self) -> bool: ...
-
-    evaluating: bool
-    on_endless: Callable[[str], None]
-
-    def bind(self) -> int: ...
-    def begin_micro_batch(self) -> None: ...
-    def end_forward(self) -> None: ...
-    def begin_if_dirty(self) -> None: ...
-    def follow(self, counter: Optional[Counter]) -> None: ...
-    def optimizer_stepped(self) -> None: ...
-    def moment(self, *, call: int = 0, recompute: bool = False) -> Moment: ...
-
-
 class Clock:
     """Moves one context on, for all watches of the process: `begin_forward` and the optimizer hook."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.quota: Optional[Quota] = None  # see `capd_client.collecting.quota_of`
-        self.shared_rules: Optional[SharedRules] = None  # see `capd_client.shared_rules.shared_rules_of`
         self._gates: list[Gate] = []
         self._lock = threading.Lock()
         self._iteration = -1
@@ -161,7 +123,7 @@ class Clock:
     def _give_up_iteration(self) -> None:
         """It seems to have no end: what is captured in some steps only would be captured until the disk is full."""
         _notices.warn("unstepped", "%s", _UNSTEPPED_TEXT)
-        self.context.on_endless(_UNSTEPPED_TEXT)
+        self.context.seems_endless(_UNSTEPPED_TEXT)
         for gate in self._gates:
             gate.end_iteration()
 
@@ -180,9 +142,7 @@ _counters: list[Counter] = []  # of frameworks that count at the moment, the inn
 
 def clock_of(context: Context) -> Clock:
     """The clock of `context`, which all watches of a session share; a plan beside it has a context of its own."""
-    if context.clock is None:
-        context.clock = Clock(context)
-    return context.clock
+    return context.owned(Clock, lambda: Clock(context))
 
 
 def evaluate(asked: Callable[[], bool]) -> None:

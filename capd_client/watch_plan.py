@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Optional, Union
 
+from capd_client.config import ClientConfig
 from capd_client.config_values import rules as rules_from
 from capd_client.errors import ConfigError
 from capd_client.notices import Notices
 from capd_client.rule_settings import RuleSettings
 from capd_client.rules import Rule, When, restricting
 from capd_client.select import TENSORS, Ranges
-from capd_client.sink import Settings
 from capd_client.slicing import Slice, parse_slices
 
 __all__ = ["Select", "WatchPlan"]
@@ -28,7 +28,7 @@ class WatchPlan:
 
     def __init__(
         self,
-        config: Settings,
+        config: ClientConfig,
         *,
         steps: Optional[str] = None,
         tensors: Optional[Iterable[str]] = None,

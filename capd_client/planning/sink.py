@@ -87,7 +87,12 @@ class PlanSink:
     def __init__(self, config: ClientConfig) -> None:
         self.config = config
         self.notices = Notices()
-        self.context = Context(iteration=config.iteration, sample_idx=config.sample_idx)
+        self.context = Context(
+            iteration=config.iteration,
+            sample_idx=config.sample_idx,
+            on_iteration=self._begin,
+            on_endless=self._cut,
+        )
         self.steering = PlannedWatches()
         self.enabled = True
         self._accounts = Accounts(Counters())
@@ -99,8 +104,6 @@ class PlanSink:
         self._once: Optional[str] = None  # the name of what then came
         self._began = 0.0
         self.iterations: list[IterationSeen] = []
-        self.context.on_iteration = self._begin
-        self.context.on_endless = self._cut
         self._cut_short = ""
 
     def _begin(self, iteration: int) -> None:

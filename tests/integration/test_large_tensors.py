@@ -17,7 +17,6 @@ import torch
 
 import capd
 from capd_client.config import ClientConfig
-from capd_client.context import Context
 from capd_client.key import Key, Moment
 from capd_client.parts import PartCapture, Record
 from capd_client.session import Session
@@ -38,7 +37,7 @@ def connect(daemon: Daemon) -> Iterator[Connect]:
     def make(**changes: Any) -> Session:
         settings = {"arena_bytes": ARENA_NBYTES, "policy": "block", "strict": True, **changes}
         config = ClientConfig(endpoint=str(daemon.socket), run_id="run", **settings)
-        made.append(Session(config, Context(environ={})))
+        made.append(Session(config, environ={}))
         return made[-1]
 
     yield make
@@ -338,7 +337,7 @@ def test_a_record_and_its_file_must_both_fit_on_the_disk(small_disk: Daemon) -> 
     config = ClientConfig(
         endpoint=str(small_disk.socket), run_id="run", policy="block", arena_bytes=ARENA_NBYTES, strict=True
     )
-    session = Session(config, Context(environ={}))
+    session = Session(config, environ={})
     try:
         offer(session, "x", random(3 * MIB))  # 12 MiB, twice
         offer(session, "x", random(1 * MIB))

@@ -8,7 +8,6 @@ import zarr
 
 import capd
 from capd_client.config import ClientConfig
-from capd_client.context import Context
 from capd_client.key import Key, Moment
 from capd_client.session import Session
 from tests.integration.processes import Daemon
@@ -33,7 +32,7 @@ def made(shape: tuple[int, ...], dtype: torch.dtype, axes: tuple[int, ...]) -> t
 @pytest.fixture
 def session(daemon: Daemon) -> Session:
     config = ClientConfig(endpoint=str(daemon.socket), run_id="run", arena_bytes=256 << 20, strict=True)
-    return Session(config, Context(environ={}))
+    return Session(config, environ={})
 
 
 @pytest.mark.parametrize("cast_to", [None, torch.float16])

@@ -16,7 +16,6 @@ from capd.errors import CapdError
 from capd.store.reader import Store
 from capd.store.series_view import Series
 from capd_client.config import ClientConfig
-from capd_client.context import Context
 from capd_client.key import Key, Moment
 from capd_client.session import Session
 from tests.integration.processes import Daemon
@@ -33,7 +32,7 @@ def save(daemon: Daemon) -> Save:
 
     def save(*tensors: tuple[str, torch.Tensor], **settings: Any) -> Store:
         config = ClientConfig(endpoint=str(daemon.socket), run_id="run", **settings)
-        session = Session(config, Context(environ={}))
+        session = Session(config, environ={})
         for iteration, (name, tensor) in enumerate(tensors):
             session.offer(tensor, Key(quant_type="mine", rank=0, tensor_name=name), Moment(iteration))
         assert session.close(30)

@@ -18,7 +18,6 @@ import capd_client
 from capd_client import api, explicit, saver, told_capture, told_indices
 from capd_client.collection_state import STATE
 from capd_client.config import ClientConfig
-from capd_client.context import Context
 from capd_client.holding import Holding
 from capd_client.pacing import Pace
 from capd_client.session import Session
@@ -50,7 +49,7 @@ def make_session(socket_path: str) -> Iterator[Callable[..., Session]]:
     def make(**settings: Any) -> Session:
         settings.setdefault("arena_bytes", SMALL_ARENA)
         config = ClientConfig(endpoint=socket_path, **settings)
-        session = Session(config, Context(environ={}))
+        session = Session(config, environ={})
         sessions.append(session)
         return session
 

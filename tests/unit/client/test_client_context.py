@@ -181,9 +181,8 @@ def test_sizes_and_attempt_come_from_the_launcher() -> None:
 def test_the_rank_follows_torch_distributed_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    context = Context(environ={"LOCAL_RANK": "1"})
     changes: list[int] = []
-    context.on_rank_change = lambda: changes.append(context.rank)
+    context = Context(environ={"LOCAL_RANK": "1"}, on_rank_change=lambda: changes.append(context.rank))
     assert context.bind() == 1
 
     monkeypatch.setattr("capd_client.context.distributed_ready", lambda: True)

@@ -12,7 +12,6 @@ from memory_sink import Captured, MemorySink
 from torch import Tensor, nn
 
 from capd_client import watch
-from capd_client.context import Context
 from capd_client.kinds import LINEAR
 
 Step = Callable[[Tensor], Tensor]
@@ -59,7 +58,7 @@ class Regional(nn.Module):
 def taken(sink: MemorySink) -> list[Captured]:
     """What was captured; the sink starts anew, at the first step."""
     captured, sink.captured = sink.captured, []
-    sink.context = Context(environ={})
+    sink.begin_at()
     return captured
 
 

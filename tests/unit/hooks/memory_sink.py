@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -43,7 +43,6 @@ class MemorySink:
     """Everything the hooks need of a session."""
 
     config: ClientConfig = field(default_factory=lambda: ClientConfig(steps="all"))
-    context: Context = field(default_factory=lambda: Context(environ={}))
     captured: list[Captured] = field(default_factory=list)
     errors: list[tuple[str, Exception]] = field(default_factory=list)
     prepared: list[set[torch.device]] = field(default_factory=list)
@@ -51,7 +50,11 @@ class MemorySink:
 
     def __post_init__(self) -> None:
         self.steering = Steering(self._capture, Notices())
-        self.context.on_iteration = self.steering.begin
+        self.begin_at()
+
+    def begin_at(self, *, iteration: int = 0, environ: Optional[Mapping[str, str]] = None) -> None:
+        """Begin the process at another iteration, or as another rank."""
+        self.context = Context(iteration=iteration, environ=environ or {}, on_iteration=self.steering.begin)
 
     def _capture(self, capturing: bool) -> None:
         self.capturing = capturing

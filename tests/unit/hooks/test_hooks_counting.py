@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from capd_client import gate, stepping
 from capd_client.config import load_config
-from capd_client.context import Context
 from capd_client.hooks import watch
 from capd_client.notices import Notices
 
@@ -277,7 +276,7 @@ def test_steps_without_forward_and_forwards_without_step(sink: MemorySink) -> No
 @pytest.mark.parametrize("variable", ["CAPD_ITERATION", "TENSOR_SAVER_ITERATION"])
 def test_counting_starts_where_the_settings_say(sink: MemorySink, variable: str) -> None:
     config = load_config({variable: "1000"})
-    sink.context = Context(iteration=config.iteration, environ={})
+    sink.begin_at(iteration=config.iteration)
     job = Job()
     optimizer = sgd(job)
     watch(job, steps="1001-1002")
@@ -312,7 +311,7 @@ def test_counting_goes_on_from_a_moment_that_was_set_and_handed_back(sink: Memor
 def test_steps_that_lie_before_the_first_iteration_are_said_once(
     sink: MemorySink, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sink.context = Context(iteration=1000, environ={})
+    sink.begin_at(iteration=1000)
     job = Job()
     optimizer = sgd(job)
     watch(job, steps="0")

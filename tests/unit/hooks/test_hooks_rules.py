@@ -17,7 +17,6 @@ from torch import nn
 
 from capd_client import shared_rules, watch_plan
 from capd_client.config import ClientConfig
-from capd_client.context import Context
 from capd_client.errors import ConfigError
 from capd_client.hooks import watch
 from capd_client.notices import Notices
@@ -148,8 +147,7 @@ def test_gradients_follow_the_rules_of_their_forward_through_a_recompute(sink: M
 
 
 def test_a_rank_and_steps_without_any_rule_close_the_gate(sink: MemorySink) -> None:
-    sink.context = Context(environ={"RANK": "1", "WORLD_SIZE": "2"})
-    sink.context.on_iteration = sink.steering.begin
+    sink.begin_at(environ={"RANK": "1", "WORLD_SIZE": "2"})
     configured(sink, {"ranks": 0}, {"ranks": 1, "steps": "1", "tensors": "input"})
     model = MLP()
     handle = watch(model)
@@ -244,7 +242,7 @@ def test_what_cannot_be_meant_is_one_warning_and_an_error_when_strict(
 def test_a_stage_of_a_pipeline_is_watched_without_complaint(
     sink: MemorySink, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sink.context = Context(environ={"RANK": "1", "WORLD_SIZE": "2"})
+    sink.begin_at(environ={"RANK": "1", "WORLD_SIZE": "2"})
     configured(sink, {"layers": "0-1", "include": "layers"}, strict=True)
     stage = nn.ModuleDict({"layers": nn.ModuleDict({"2": nn.Linear(6, 6), "3": nn.Linear(6, 6)})})
 
@@ -299,7 +297,7 @@ def test_a_rank_that_is_left_out_is_told_so(
     said: str,
 ) -> None:
     monkeypatch.setattr(watch_plan, "_notices", Notices())
-    sink.context = Context(environ={"RANK": "1", "WORLD_SIZE": "4"})
+    sink.begin_at(environ={"RANK": "1", "WORLD_SIZE": "4"})
     configured(sink, *rules, ranks=when)
     model = MLP()
 
