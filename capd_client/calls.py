@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Optional
+from typing import Optional, Protocol
 
 import msgspec
 
 from capd_client import recompute
+from capd_client.gate import Gate
 from capd_client.key import Moment
 from capd_client.trials import trying
 
-if TYPE_CHECKING:
-    from capd_client.gate import Gate
-    from capd_client.parameter_gradient import ParameterHook
+__all__ = ["Call", "CapturedCalls", "ParameterGradient"]
 
-__all__ = ["Call", "Calls"]
+
+class ParameterGradient(Protocol):
+    """The hook that the gradient of a call's parameter comes through. number: what compiled graphs know it by."""
+
+    @property
+    def number(self) -> int: ...
+
+    def expect(self, call: Call) -> None:
+        """The gradient of the call's output has come, so that of its parameter follows."""
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -29,11 +36,16 @@ class Call(msgspec.Struct, frozen=True):
     rank: int
     recomputing: bool = False
     metadata: str = ""
-    hook: Optional[ParameterHook] = None
+    hook: Optional[ParameterGradient] = None
+
+    @property
+    def hook_number(self) -> int:
+        """What compiled graphs know the hook by; -1: there is none."""
+        return -1 if self.hook is None else self.hook.number
 
 
-class Calls:
-    """Those of one tap, numbered in each micro-batch."""
+class CapturedCalls:
+    """The captured calls of one tap, numbered in each micro-batch."""
 
     __slots__ = ("_counts", "_gate", "at")
 

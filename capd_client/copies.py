@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from capd_client.hook_objects import Hook
+from capd_client.hook_base import Hook
 
 __all__ = ["EMULATION", "install", "uninstall"]
 

@@ -55,11 +55,11 @@ class FunctionSite:
         """Where the function is found when it is called: objects and the names of their attributes."""
         raise NotImplementedError
 
-    def install(self, tap: Tap) -> None:
-        """Patch the function for `tap`. Calls nest; see `uninstall`."""
+    def install(self, kind: Kind, tensors: frozenset[str]) -> None:
+        """Patch the function for a tap on a product of this kind that captures these tensors. See `uninstall`."""
         with _lock:
             self._users += 1
-            self._gradients |= gradients_of(tap.kind, tap.tensors)
+            self._gradients |= gradients_of(kind, tensors)
             if self._users == 1:
                 if self._asked is None:
                     self._asked = graph_input(claim(self))

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Optional
+from collections.abc import Callable, Sequence
+from typing import Any, Optional, Protocol
 
 import torch
 from torch import Tensor
@@ -36,14 +36,9 @@ from capd_client.placements import mark, placements_of
 from capd_client.products import autocast_dtype, hang, product_of
 from capd_client.tensors import local_part, without_modes
 
-if TYPE_CHECKING:
-    from capd_client.hook_objects import RootHook
-    from capd_client.taps import Tap
-
 __all__ = [
-    "GRAD_OUTPUT", "claim", "gradients_of", "graph_aliases", "graph_input", "refused", "release", "trace_call",
-    "trace_root",
-    "trace_root_end",
+    "GRAD_OUTPUT", "FindsTap", "GraphCall", "GraphRoot", "GraphTap", "claim", "gradients_of", "graph_aliases",
+    "graph_input", "refused", "release", "trace_call", "trace_root", "trace_root_end",
 ]  # fmt: skip
 
 GRAD_OUTPUT = 1
@@ -57,6 +52,62 @@ _notices = Notices()
 _targets: dict[int, Callable[[], Any]] = {}  # number → weak reference to a tap or a root hook
 _numbers = itertools.count()
 _refused = False
+
+
+class GraphCall(Protocol):
+    """A captured call that runs inside a compiled graph.
+
+    rules: the rules that captured it, as bits. hook_number: of the hook on its parameter, -1 without one.
+    """
+
+    @property
+    def moment(self) -> Moment: ...
+    @property
+    def rules(self) -> int: ...
+    @property
+    def hook_number(self) -> int: ...
+
+
+class GraphTap(Protocol):
+    """A tap as compiled graphs use it.
+
+    number: what graphs know it by. closed: whether the current iteration is known not to be captured.
+    """
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def closed(self) -> bool: ...
+
+    def graph_call(
+        self, tensors: Sequence[Any], autocast: Optional[torch.dtype], *, made: bool
+    ) -> Optional[GraphCall]:
+        """Capture one call; returns it if it is a captured one."""
+
+    def graph_gradient(
+        self, place: Optional[int], gradient: Tensor, moment: Moment, rules: int, hook: int
+    ) -> None:
+        """Capture a gradient of a call. hook: the number of the hook on its parameter."""
+
+    def failed(self, where: str, error: Exception) -> None:
+        """Count an error inside capd."""
+
+
+class FindsTap(Protocol):
+    """A number's owner: a tap, or a function that belongs to a tap while it runs."""
+
+    def current(self) -> Optional[GraphTap]:
+        """The tap to capture with now, if any."""
+
+
+class GraphRoot(Protocol):
+    """The watched model as compiled graphs use it."""
+
+    def begin(self, with_gradients: bool) -> None:
+        """A forward of the model starts."""
+
+    def end(self) -> None:
+        """The forward ends."""
 
 
 def claim(target: object) -> int:
@@ -222,13 +273,13 @@ def _not_in_graph(what: str, error: Exception) -> None:
 
 
 def _begin(number: Tensor, with_gradients: bool) -> None:
-    root: Optional[RootHook] = _target(int(number))
+    root: Optional[GraphRoot] = _target(int(number))
     if root is not None:
         root.begin(with_gradients)
 
 
 def _end(number: Tensor) -> None:
-    root: Optional[RootHook] = _target(int(number))
+    root: Optional[GraphRoot] = _target(int(number))
     if root is not None:
         root.end()
 
@@ -240,10 +291,10 @@ def _tap(
     autocast: Optional[torch.dtype],
     placements: list[str],
 ) -> Tensor:
-    target = _target(int(number))
-    tap: Optional[Tap] = None if target is None else target.current()
+    target: Optional[FindsTap] = _target(int(number))
+    tap = None if target is None else target.current()
     call = None
-    if tap is not None and tap.gate.closed_at != tap.gate.context.iteration:
+    if tap is not None and not tap.closed:
         try:
             noted = placements or [""] * len(tensors)
             whole = [restored(t, flags >> 2 * i, noted[i]) for i, t in enumerate(tensors)]
@@ -253,13 +304,12 @@ def _tap(
     if tap is None or call is None:
         return torch.tensor(_NOT_CAPTURED, dtype=torch.int64, device="cpu")
     numbers = [-1 if (value := getattr(call.moment, name)) is None else value for name in _FIELDS]
-    hook = -1 if call.hook is None else call.hook.number
-    return torch.tensor([tap.number, hook, call.rules, *numbers], dtype=torch.int64, device="cpu")
+    return torch.tensor([tap.number, call.hook_number, call.rules, *numbers], dtype=torch.int64, device="cpu")
 
 
 def _gradient(gradient: Tensor, moment: Tensor, which: int, placements: str) -> None:
     number, hook, rules, *values = moment.tolist()
-    tap: Optional[Tap] = _target(number)
+    tap: Optional[GraphTap] = _target(number)
     if tap is None:
         return
     try:

@@ -18,7 +18,7 @@ from typing import Any, Optional
 
 from torch import nn
 
-from capd_client.hook_objects import Hook
+from capd_client.hook_base import Hook
 from capd_client.notices import Notices
 from capd_client.patching import patch
 from capd_client.trials import trial

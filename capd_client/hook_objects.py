@@ -1,15 +1,14 @@
-"""The callables that torch stores in a watched model: small, picklable, inert in copies, never raising.
+"""The hooks on the modules of a watched model: small, picklable, inert in copies, never raising.
 
-Who moves them to another module (quantisation in place does) may call them without keyword arguments: they do nothing.
-A deepcopy or an unpickled model carries `_inert` in their place: it computes the same and is not captured.
-The first thing each of them asks is whether this step is captured; that is all they cost otherwise.
+Code that moves them to another module (quantisation in place does) may call them without keyword arguments. Then they
+do nothing. Each hook first asks whether this step is captured; in other steps that is all it costs.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
@@ -26,39 +25,19 @@ from capd_client.graph_taps import (
     trace_root,
     trace_root_end,
 )
+from capd_client.hook_base import Hook
 from capd_client.recompute import in_backward, in_segment
+from capd_client.sink import Sink
 from capd_client.sites import Site, operands_of, output_of, with_operands
+from capd_client.stepping import Clock
+from capd_client.taps import Tap
 from capd_client.tensors import is_tracing
 from capd_client.trials import Trial, trying
-from capd_client.untraced import traced_as, untraced
+from capd_client.untraced import traced_as
 
-if TYPE_CHECKING:
-    from capd_client.calls import Call
-    from capd_client.sink import Sink
-    from capd_client.stepping import Clock
-    from capd_client.taps import Tap
-
-__all__ = ["ForwardHook", "GradHook", "Hook", "PreHook", "RootEnd", "RootHook"]
+__all__ = ["ForwardHook", "PreHook", "RootEnd", "RootHook"]
 
 PreHookResult = Optional[tuple[tuple[Any, ...], dict[str, Any]]]
-
-
-def _inert(*_args: Any, **_kwargs: Any) -> None:
-    """What a hook becomes in a copy of its model."""
-
-
-def _make_inert() -> Callable[..., None]:
-    return _inert
-
-
-class Hook:
-    """Base of the hook objects: a deepcopy or a pickle of one does nothing."""
-
-    __slots__ = ()
-    __torch_unserializable__ = True  # saving a tensor that carries one warns otherwise
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
-        return _make_inert, ()
 
 
 class PreHook(Hook):
@@ -144,25 +123,6 @@ class ForwardHook(Hook):
             tap.end(call, output)
         except Exception as error:
             tap.failed("forward hook", error)
-
-
-class GradHook(Hook):
-    """Tensor hook that carries a call's moment into its backward."""
-
-    __slots__ = ("_call", "_shape", "_tap", "_tensor_name")
-
-    def __init__(self, tap: Tap, tensor_name: str, call: Call, shape: Optional[torch.Size] = None) -> None:
-        self._shape = shape
-        self._tap = tap
-        self._tensor_name = tensor_name
-        self._call = call
-
-    @untraced  # compiled autograd traces hooks
-    def __call__(self, gradient: Tensor) -> None:
-        try:
-            self._tap.gradient(self._tensor_name, gradient, self._call, self._shape)
-        except Exception as error:
-            self._tap.failed(f"{self._tensor_name} hook", error)
 
 
 class RootHook(Hook):

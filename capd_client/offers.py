@@ -16,7 +16,7 @@ from capd_client.kinds import placement
 from capd_client.naming import Place
 from capd_client.rules import Kept, Wanted, rules_of
 from capd_client.sink import Sink
-from capd_client.sites import Site, State
+from capd_client.sites import QuantisedState, Site
 
 __all__ = ["Offers"]
 
@@ -110,7 +110,7 @@ class Offers:
         else:
             self._quantised(parameter, self._state(module), call, kept)
 
-    def _quantised(self, parameter: Tensor, state: State, call: Call, kept: Kept) -> None:
+    def _quantised(self, parameter: Tensor, state: QuantisedState, call: Call, kept: Kept) -> None:
         """Capture a quantised parameter, and what it is read by: whole, whatever is kept of the parameter."""
         name = self._kind.parameter
         tensors = {

@@ -17,19 +17,19 @@ from torch.utils.hooks import RemovableHandle
 from capd_client.gate import Gate
 from capd_client.graph_owners import trace_enter, trace_leave
 from capd_client.graph_taps import gradients_of, graph_input
-from capd_client.hook_objects import Hook
+from capd_client.hook_base import Hook
 from capd_client.taps import Tap
 from capd_client.untraced import traced_as
 
 __all__ = ["Hidden", "Owner", "current_module", "current_tap", "is_owned", "owner_of"]
 
 
-class _Local(threading.local):
+class _OwnersOfThread(threading.local):
     def __init__(self) -> None:
         self.stack: list[Optional[Owner]] = []
 
 
-_local = _Local()
+_local = _OwnersOfThread()
 _owners: weakref.WeakKeyDictionary[nn.Module, Owner] = weakref.WeakKeyDictionary()
 
 

@@ -1,33 +1,68 @@
-"""The gradient of a product's parameter: the hooks that it comes through, and the call that it belongs to.
+"""The hooks that gradients come through: of one call's tensors, and of a product's parameter.
 
-It comes once per backward, as the sum over the calls in it, and does not say which calls these were. So the gradient of
-each output, which comes before it, leaves its call with the hook of the parameter that it was computed with.
+The gradient of a parameter comes once per backward, as the sum over the calls in it. It does not say which calls these
+were. So the gradient of each output, which comes before it, leaves its call with the hook of the parameter.
 
-That may be another tensor in every forward: FSDP makes new views of a flat parameter, and a packed weight is split anew
+The parameter may be another tensor in every forward: FSDP makes new views of a flat parameter, and a packed weight is split anew
 for every call. Each of them keeps its hook until its own backward, however many forwards come in between.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from capd_client import split_backward
-from capd_client.hook_objects import Hook
+from capd_client.calls import Call
+from capd_client.hook_base import Hook
+from capd_client.kinds import Kind
 from capd_client.products import hang, hangs_on
 from capd_client.untraced import untraced
 
-if TYPE_CHECKING:
-    from capd_client.calls import Call
-    from capd_client.taps import Tap
-
-__all__ = ["ParameterHook", "ParameterHooks"]
+__all__ = ["GradHook", "ParameterHook", "ParameterHooks", "TakesGradient"]
 
 _numbers = itertools.count()
+
+
+class TakesGradient(Protocol):
+    """The receiver of gradients: a tap."""
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of the product."""
+
+    def gradient(
+        self, tensor_name: str, gradient: Tensor, call: Call, shape: Optional[torch.Size] = None
+    ) -> None:
+        """Capture the gradient of a tensor of this call, as a tensor of `shape`."""
+
+    def failed(self, where: str, error: Exception) -> None:
+        """Count an error inside capd."""
+
+
+class GradHook(Hook):
+    """Tensor hook that carries a call's moment into its backward."""
+
+    __slots__ = ("_call", "_shape", "_tap", "_tensor_name")
+
+    def __init__(
+        self, tap: TakesGradient, tensor_name: str, call: Call, shape: Optional[torch.Size] = None
+    ) -> None:
+        self._shape = shape
+        self._tap = tap
+        self._tensor_name = tensor_name
+        self._call = call
+
+    @untraced  # compiled autograd traces hooks
+    def __call__(self, gradient: Tensor) -> None:
+        try:
+            self._tap.gradient(self._tensor_name, gradient, self._call, self._shape)
+        except Exception as error:
+            self._tap.failed(f"{self._tensor_name} hook", error)
 
 
 class ParameterHook(Hook):
@@ -38,7 +73,7 @@ class ParameterHook(Hook):
 
     __slots__ = ("_deferred", "_expected", "_tap", "number")
 
-    def __init__(self, tap: Tap) -> None:
+    def __init__(self, tap: TakesGradient) -> None:
         self._tap = tap
         self.number = next(_numbers)
         self._expected: tuple[int, Optional[Call]] = (-1, None)  # graph task and call of the last dY
@@ -78,7 +113,7 @@ class ParameterHooks:
     def __init__(self) -> None:
         self._hanging: list[tuple[RemovableHandle, ParameterHook]] = []
 
-    def on(self, parameter: Any, tap: Tap) -> Optional[ParameterHook]:
+    def on(self, parameter: Any, tap: TakesGradient) -> Optional[ParameterHook]:
         """The hook on what a call is about to use; None where it gets no gradient."""
         if not isinstance(parameter, Tensor) or not parameter.requires_grad:
             return None

@@ -38,11 +38,11 @@ __all__ = [
 ]
 
 
-class _Local(threading.local):
+class _SegmentOfThread(threading.local):
     segment: Optional[Segment] = None
 
 
-_local = _Local()
+_local = _SegmentOfThread()
 _lock = threading.Lock()
 _graph_task = torch._C._current_graph_task_id  # -1 outside of a backward
 _users = 0

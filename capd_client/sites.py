@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Protocol
 
 from torch import Tensor, nn
 
 from capd_client.kinds import Kind
 
-if TYPE_CHECKING:
-    from capd_client.function_sites import FunctionSite
-
-__all__ = ["Attributes", "Site", "State", "operands_of", "output_of", "with_operands"]
+__all__ = [
+    "Attributes",
+    "QuantisedState",
+    "Site",
+    "TappedFunction",
+    "operands_of",
+    "output_of",
+    "with_operands",
+]
 
 Attributes = tuple[tuple[str, Any], ...]
 
 
-class State(NamedTuple):
+class QuantisedState(NamedTuple):
     """What a module keeps besides a quantised parameter to read it by: tensors by name, and JSON values."""
 
     tensors: dict[str, Tensor]
     attributes: dict[str, Any]
+
+
+class TappedFunction(Protocol):
+    """A function of a library whose calls are products. role: what an owner knows its taps by."""
+
+    @property
+    def role(self) -> str: ...
+
+    def install(self, kind: Kind, tensors: frozenset[str]) -> None:
+        """Patch the function for a tap on a product of this kind that captures these tensors."""
+
+    def uninstall(self) -> None:
+        """Undo one `install`."""
 
 
 class Site(NamedTuple):
@@ -45,7 +63,7 @@ class Site(NamedTuple):
     module: nn.Module
     kind: Kind
     arguments: tuple[str, ...] = ()
-    function: Optional[FunctionSite] = None
+    function: Optional[TappedFunction] = None
     suffix: str = ""
     instead_of: tuple[str, ...] = ()
     role: str = ""
@@ -55,7 +73,7 @@ class Site(NamedTuple):
     describe: Optional[Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]] = None
     lacks: tuple[tuple[str, str], ...] = ()
     computed: bool = False
-    state: Optional[Callable[[nn.Module], State]] = None
+    state: Optional[Callable[[nn.Module], QuantisedState]] = None
 
 
 def operands_of(

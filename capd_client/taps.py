@@ -23,15 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from capd_client import split_backward
-from capd_client.calls import Call, Calls
+from capd_client.calls import Call, CapturedCalls
 from capd_client.gate import Gate
 from capd_client.graph_taps import claim, release
-from capd_client.hook_objects import GradHook
 from capd_client.key import Moment
 from capd_client.kinds import Kind
 from capd_client.naming import Place
 from capd_client.offers import Offers
-from capd_client.parameter_gradient import ParameterHooks
+from capd_client.parameter_gradient import GradHook, ParameterHooks
 from capd_client.products import alias_of, autocast_dtype, hang, product_dtype, product_of
 from capd_client.rules import Wanted
 from capd_client.sink import Sink
@@ -65,7 +64,7 @@ class Tap:
         self._parameter = site.parameter or site.kind.parameter
         self._sink = sink
         self._describe = site.describe
-        self._calls = Calls(gate)
+        self._calls = CapturedCalls(gate)
         self._gradients = tuple(f"grad_{name}" for name in site.kind.operands)
         self._parameter_gradient = f"grad_{site.kind.parameter}"
         self._offers = Offers(site, place, wanted, sink)
@@ -77,6 +76,11 @@ class Tap:
     def current(self) -> Optional[Tap]:
         """The tap that graphs mean by `number`: this one."""
         return self
+
+    @property
+    def closed(self) -> bool:
+        """Whether the current iteration is known not to be captured."""
+        return self.gate.closed_at == self.gate.context.iteration
 
     @property
     def name(self) -> str:

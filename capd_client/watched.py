@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from capd_client import emulated
 from capd_client.collecting import quota_of
-from capd_client.function_sites import FunctionSite
 from capd_client.gate import Gate
 from capd_client.hook_objects import ForwardHook, PreHook
 from capd_client.key import Key
@@ -26,13 +25,13 @@ from capd_client.owners import owner_of
 from capd_client.rules import Rule, Target, Wanted, rules_of, run_together
 from capd_client.select import Selection, matches_any
 from capd_client.sink import Sink
-from capd_client.sites import Site
+from capd_client.sites import Site, TappedFunction
 from capd_client.taps import Tap
 from capd_client.tool_messages import Steer
 
 __all__ = ["Watched", "is_heard", "is_tapped", "target_of"]
 
-_Product = tuple[Optional[FunctionSite], str]
+_Product = tuple[Optional[TappedFunction], str]
 
 _tapped: weakref.WeakKeyDictionary[nn.Module, dict[_Product, Tap]] = weakref.WeakKeyDictionary()
 
@@ -191,7 +190,7 @@ class Watched:
             owner = owner_of(module)
             owner.add(site.role or site.function.role, tap)
             self._undo.append(partial(owner.discard, tap))
-            site.function.install(tap)
+            site.function.install(tap.kind, tap.tensors)
             self._undo.append(site.function.uninstall)
         return tapped
 

@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from capd_client.function_sites import FunctionSite
 from capd_client.integrations.callers import names_in
 from capd_client.kinds import LINEAR
-from capd_client.sites import Site, State
+from capd_client.sites import QuantisedState, Site
 
 __all__ = ["find_sites", "is_linear", "is_plain"]
 
@@ -86,11 +86,11 @@ def _calls_linear(module: nn.Module) -> bool:
     return "linear" in names or "forward" in names  # that of the class that it comes from
 
 
-def _state_of_4bit(module: Any) -> State:
+def _state_of_4bit(module: Any) -> QuantisedState:
     """What turns the bytes of a 4-bit weight into numbers, as bitsandbytes names it in checkpoints."""
     known = module.weight.quant_state
     if known is None:  # not quantised yet
-        return State({}, {})
+        return QuantisedState({}, {})
     tensors = {"absmax": known.absmax, "quant_map": known.code}
     attributes = {
         "quant_type": known.quant_type, "blocksize": known.blocksize, "shape": tuple(known.shape),
@@ -103,10 +103,10 @@ def _state_of_4bit(module: Any) -> State:
             "nested_offset": known.offset,
         }
         attributes |= {"nested_blocksize": known.state2.blocksize}
-    return State(tensors, attributes)
+    return QuantisedState(tensors, attributes)
 
 
-def _state_of_8bit(module: Any) -> State:
+def _state_of_8bit(module: Any) -> QuantisedState:
     """The scale of each row of an 8-bit weight: W = payload * SCB / 127."""
     scale = module.weight.SCB if module.weight.SCB is not None else module.state.SCB
-    return State({} if scale is None else {"SCB": scale}, {"row_scale_divisor": 127})
+    return QuantisedState({} if scale is None else {"SCB": scale}, {"row_scale_divisor": 127})

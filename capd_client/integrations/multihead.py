@@ -24,9 +24,9 @@ from torch.nn import functional
 from capd_client.calls import Call
 from capd_client.function_sites import FunctionSite
 from capd_client.graph_owners import trace_unseen
-from capd_client.hook_objects import GradHook
 from capd_client.kinds import LINEAR
 from capd_client.owners import current_tap, is_owned
+from capd_client.parameter_gradient import GradHook
 from capd_client.products import hang
 from capd_client.sites import Site
 from capd_client.taps import Tap
@@ -57,12 +57,12 @@ _linears = SimpleNamespace(**dict.fromkeys((*_PACKED, *_APART, _OUT), _linear))
 """The function that computes each of the linears: torch's, tapped while it is watched."""
 
 
-class _Local(threading.local):
+class _AttentionOfThread(threading.local):
     heads = 0  # of the call under way
     scored: Optional[tuple[Tensor, Tensor]] = None  # the operands of its first batched product
 
 
-_local = _Local()
+_local = _AttentionOfThread()
 
 
 class _Linear(FunctionSite):

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from capd_client.function_sites import FunctionSite
 from capd_client.integrations.callers import calls
-from capd_client.kinds import GROUPED_LINEAR, LINEAR
+from capd_client.kinds import GROUPED_LINEAR, LINEAR, Kind
 from capd_client.owners import current_module, current_tap
 from capd_client.sites import Site
 from capd_client.taps import Tap
@@ -133,10 +133,10 @@ class _Experts(FunctionSite):
     def patches(self) -> list[tuple[Any, str]]:
         return [(sys.modules[_MOE].ExpertsInterface, "get_interface")]
 
-    def install(self, tap: Tap) -> None:
-        super().install(tap)
+    def install(self, kind: Kind, tensors: frozenset[str]) -> None:
+        super().install(kind, tensors)
         for way in self._ways:
-            way.install(tap)
+            way.install(kind, tensors)
 
     def uninstall(self) -> None:
         super().uninstall()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from capd_client import graphed_callables
 from capd_client.auto_watch import give_way, watch_found
-from capd_client.hook_objects import Hook
+from capd_client.hook_base import Hook
 from capd_client.hooks import watch
 from capd_client.notices import Notices
 
