@@ -106,6 +106,6 @@ def job_quantises(reason: str) -> None:
 
 def _note(what: str) -> None:
     """Tell `capd run`, where this process came up under it."""
-    startup: Any = sys.modules.get("_capd_startup")
-    if startup is not None:
-        startup.note(what)
+    notes: Any = sys.modules.get("_capd_notes")
+    if notes is not None:
+        notes.note(what)

@@ -26,8 +26,8 @@ from typing import Any
 import _capd_calls
 import torch
 from _capd_compiled import Compiling
+from _capd_notes import emulates, note, watches
 from _capd_owners import name_of, owner_of, trains_others
-from _capd_startup import emulates, note, watches
 from _capd_trials import during_forward, is_unreal, makes_graph, under_mode, uninitialized
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook

@@ -10,6 +10,7 @@ import os
 import sys
 
 from _capd_after_import import after_import
+from _capd_notes import emulates, note, watches
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-__all__ = ["begin", "emulates", "note", "watches"]
+__all__ = ["begin"]
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -31,34 +32,6 @@ def begin() -> None:
         sys.meta_path.append(_Parents())
     elif watches() or emulates():
         after_import("torch", _torch_imported)
-
-
-def watches() -> bool:
-    """Whether models that are found are captured, as far as the environment says."""
-    return os.environ.get("CAPD_WATCH", "").strip().lower() != "off"
-
-
-def emulates() -> bool:
-    """Whether models that are found are to compute in another number format."""
-    return os.environ.get("CAPD_EMULATE", "").strip().lower() not in ("", "none", "off")
-
-
-def note(what: str) -> None:
-    """Tell `capd run` how far this process came, for the case that nothing is captured."""
-    path = os.environ.get("CAPD_RUN_NOTES")
-    if not path:
-        return
-    try:
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-    except OSError:
-        return  # the job outlives its `capd run`, or runs elsewhere
-    try:
-        if what != "python" or os.fstat(file).st_size == 0:  # one of thousands of processes is enough
-            os.write(file, what.replace("\n", " ")[:4000].encode() + b"\n")
-    except OSError:
-        pass
-    finally:
-        os.close(file)
 
 
 def _torch_imported() -> None:

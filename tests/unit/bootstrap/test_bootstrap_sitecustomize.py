@@ -44,11 +44,16 @@ def test_without_an_endpoint_nothing_is_different() -> None:
     assert state(PYTHONPATH=str(BOOTSTRAP), CAPD_ENDPOINT="off") == plain
 
 
-def test_a_process_that_imports_no_torch_has_two_small_modules_and_waits() -> None:
+def test_a_process_that_imports_no_torch_has_three_small_modules_and_waits() -> None:
     modules, finders, path = state()
     started = state(PYTHONPATH=str(BOOTSTRAP), **ON)
 
-    assert set(started[0]) - set(modules) <= {"_capd_startup", "_capd_after_import", "__future__"}
+    assert set(started[0]) - set(modules) <= {
+        "_capd_startup",
+        "_capd_after_import",
+        "_capd_notes",
+        "__future__",
+    }
     assert started[1] == ["_Finder", *finders, "_Spare"]
     assert started[2] == path
     assert state(PYTHONPATH=str(BOOTSTRAP), CAPD_WATCH="off", **ON)[1] == [*finders, "_Spare"]
