@@ -9,9 +9,9 @@ import sys
 
 from torch import nn
 
-from capd_client.api import running, session
 from capd_client.attaching import WatchHandle, attach
 from capd_client.config import load_config
+from capd_client.current import running, session
 from capd_client.emulating import emulate_as_told
 from capd_client.integrations.megatron_schedule import models_under_way
 from capd_client.notices import show

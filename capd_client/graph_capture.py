@@ -1,8 +1,8 @@
 """`capture()` inside compiled graphs: an operator in the place of the call, which breaks no graph.
 
-Its names are constants of the graph; numbers may change from call to call (capd_client.graph_names). Metadata that the
-compiler does not know as constant breaks the graph, and the call runs behind the break as it does outside of graphs. So
-do names that differ too often; where no break is allowed, those calls are left out and counted.
+Its names and numbers are constants of the graph, unless the compiler itself makes a number an input. Calls whose names
+differ too often are left out and counted (`capd_client.graph_names`). Metadata that the compiler does not know as
+constant breaks the graph. Then the call runs after the break, as it does outside of graphs.
 """
 
 from __future__ import annotations
@@ -15,14 +15,8 @@ import msgspec
 import torch
 
 from capd_client.counter_page import DropReason
-from capd_client.graph_names import (
-    breaks_are_errors,
-    can_free_numbers,
-    crowded,
-    forget_numbers,
-    lend_numbers,
-    note,
-)
+from capd_client.current import session
+from capd_client.graph_names import crowded, note
 from capd_client.graph_ops import (
     Operator,
     exporting,
@@ -38,9 +32,21 @@ from capd_client.recompute import in_backward, repeating
 from capd_client.tensors import local_part
 from capd_client.untraced import untraced
 
-__all__ = ["capture_in_graph"]
+__all__ = ["bind", "capture_in_graph"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_capture: Optional[Callable[..., None]] = None
+
+
+def bind(capture: Callable[..., None]) -> None:
+    """Say which function the operator calls when its graph runs: `capture`, which needs this module itself."""
+    global _capture
+    _capture = capture
+
+
+def _take(tensor: Any, **arguments: Any) -> None:
+    if _capture is not None:
+        _capture(tensor, **arguments)
 
 
 def _at_trace_time(function: _Function) -> _Function:
@@ -88,52 +94,25 @@ def capture_in_graph(
         trace_left_out(tensor)
         return
     text = None if metadata is None else _as_json(metadata)
-    if way == "operator":
-        trace_capture(
-            tensor, tensor_name, layer_type, component, operation, phase, layer, module, stack, quant_type, text,
-            slice, iteration, micro_batch, sample_idx, batch_idx, sequence_idx,
-        )  # fmt: skip
-        return
-    _lend_numbers()
-    with torch._dynamo.patch_dynamo_config(
-        allow_unspec_int_on_nn_module=True
-    ):  # of this trace and call alone
-        trace_capture(
-            tensor, tensor_name, layer_type, component, operation, phase, layer, module, stack, quant_type, text,
-            slice, iteration, micro_batch, sample_idx, batch_idx, sequence_idx,
-        )  # fmt: skip
-    _forget_numbers()
+    trace_capture(
+        tensor, tensor_name, layer_type, component, operation, phase, layer, module, stack, quant_type, text,
+        slice, iteration, micro_batch, sample_idx, batch_idx, sequence_idx,
+    )  # fmt: skip
 
 
 @_at_trace_time
 def _way() -> str:
-    """Whether calls are left out of the graph, become operators of it (numbers as its inputs, or not), or break it."""
-    from capd_client.api import session  # which imports this module
-
+    """Whether a call vanishes from the graph, becomes an operator of it, is left out of it, or breaks it."""
     if session() is None:
         return "off"
     if not usable():
         return "outside"
     in_graphs(trace_capture)
     in_graphs(trace_left_out)
-    with suppress(Exception):  # what is asked for is torch's own, and may be elsewhere in the next one
+    with suppress(Exception):  # the compiler's own numbers, which may move in its next version
         if crowded():
-            return "left out" if breaks_are_errors() else "outside"
-        if can_free_numbers():
-            return "numbers"
+            return "left out"
     return "operator"
-
-
-@_at_trace_time
-def _lend_numbers() -> None:
-    with suppress(Exception):  # the job's graph is compiled in any case
-        lend_numbers()
-
-
-@_at_trace_time
-def _forget_numbers() -> None:
-    with suppress(Exception):
-        forget_numbers()
 
 
 @_at_trace_time
@@ -146,8 +125,6 @@ def _as_json(metadata: Any) -> str:
 
 @_at_trace_time
 def _refuse(problem: str, reason: DropReason = DropReason.INVALID_KEY) -> None:
-    from capd_client.api import session
-
     current = session()
     if current is not None:
         current.drop_invalid(problem, reason)
@@ -155,9 +132,7 @@ def _refuse(problem: str, reason: DropReason = DropReason.INVALID_KEY) -> None:
 
 @untraced
 def _outside(tensor: Any, **arguments: Any) -> None:
-    from capd_client.api import capture
-
-    capture(tensor, **arguments)
+    _take(tensor, **arguments)
 
 
 def trace_capture(tensor: torch.Tensor, *arguments: Any) -> None:
@@ -186,26 +161,23 @@ def trace_left_out(tensor: torch.Tensor) -> None:
 
 
 def _left_out(_: torch.Tensor) -> None:
-    from capd_client.api import session
-
     current = session()
     if current is not None and not (in_backward() and repeating()):
         current.drop_invalid(_CROWDED, DropReason.UNSUPPORTED)
 
 
-def _capture(tensor: torch.Tensor, flags: int, placements: str, *arguments: Any) -> None:
+def _captured(tensor: torch.Tensor, flags: int, placements: str, *arguments: Any) -> None:
     """The operator at run time."""
-    from capd_client.api import capture
-
     named = dict(zip(_ARGUMENTS, arguments, strict=True))
     if named["metadata"] is not None:
         named["metadata"] = msgspec.json.decode(named["metadata"])
-    capture(restored(tensor, flags, placements), **named)
+    _take(restored(tensor, flags, placements), **named)
 
 
 _CROWDED = (
-    "with fullgraph=True, its function was compiled again and again for captures of other names each time. "
-    "Give them the same names, with numbers to tell them apart, or raise torch._dynamo.config.recompile_limit first"
+    "its function was compiled again and again, for captures of other names or numbers each time. Compile the blocks "
+    "together, give their captures the same names, or raise torch._dynamo.config.recompile_limit to twice the number "
+    "of blocks; for numbers of modules, torch._dynamo.config.allow_unspec_int_on_nn_module = True does, too"
 )
 
 _ARGUMENTS = (
@@ -217,7 +189,7 @@ _CAPTURE = Operator(
     "capture(Tensor tensor, int flags, str placements, str tensor_name, str layer_type, str component, "
     "str operation, str phase, SymInt? layer, str module, str stack, str? quant_type, str? metadata, str? slice, "
     "SymInt? iteration, SymInt? micro_batch, SymInt? sample_idx, SymInt? batch_idx, SymInt? sequence_idx) -> ()",
-    _capture,
+    _captured,
     lambda *_: None,
 )
 

@@ -11,9 +11,9 @@ from typing import Optional, Union
 
 from torch import nn
 
-from capd_client.api import session
 from capd_client.attaching import WatchHandle, attached
 from capd_client.auto_watch import give_way
+from capd_client.current import session
 from capd_client.emulating import emulate_as_told
 from capd_client.watch_plan import Select
 

@@ -3,8 +3,8 @@
 The gradient of a parameter comes once per backward, as the sum over the calls in it. It does not say which calls these
 were. So the gradient of each output, which comes before it, leaves its call with the hook of the parameter.
 
-The parameter may be another tensor in every forward: FSDP makes new views of a flat parameter, and a packed weight is split anew
-for every call. Each of them keeps its hook until its own backward, however many forwards come in between.
+The parameter may be another tensor in every forward: FSDP makes new views of a flat parameter, and a packed weight is
+split again for every call. Each tensor keeps its hook until its own backward, however many forwards come in between.
 """
 
 from __future__ import annotations

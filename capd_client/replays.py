@@ -21,8 +21,9 @@ from typing import Any, Optional, Union
 
 import torch
 
-from capd_client.api import capture, session
+from capd_client.capturing.call import capture
 from capd_client.counter_page import DropReason
+from capd_client.current import session
 from capd_client.process_session import AnySession
 from capd_client.tensors import local_part, problem_of, without_modes
 from capd_client.untraced import untraced

@@ -11,7 +11,7 @@ from typing import Any, Optional
 
 import torch
 
-from capd_client import api
+from capd_client import current as process
 from capd_client.collection_state import STATE
 from capd_client.config import EMBEDDED_STORE
 from capd_client.emulating import job_quantises
@@ -68,7 +68,7 @@ class TensorSaver:
     def set_save_dir(self, save_dir: str) -> None:
         """Have the runs of a daemon of the job's own in this directory; too late, and said once, where captures go."""
         self.save_dir = Path(str(save_dir or EMBEDDED_STORE))
-        if api.running() is not None:
+        if process.running() is not None:
             problem = f"captures go on to where they go already, not to {self.save_dir}"
             say_once("save_dir", str(self.save_dir)[:160], problem)
 
@@ -191,9 +191,9 @@ class TensorSaver:
         }  # fmt: skip
 
     def _session(self) -> Optional[AnySession]:
-        current = api.running()
+        current = process.running()
         if current is None and self._in_vain != self.save_dir:
-            current = _opened(lambda: api.session_into(str(self.save_dir)))
+            current = _opened(lambda: process.session_into(str(self.save_dir)))
             self._in_vain = self.save_dir if current is None else None
         return current
 
@@ -212,7 +212,7 @@ def get_tensor_saver() -> TensorSaver:
             saver.save_dir = Path(str(getattr(told, "tensor_save_dir", None) or saver.save_dir))
             saver.enabled = saver._session() is not None
         else:
-            saver.enabled = _opened(api.session) is not None
+            saver.enabled = _opened(process.session) is not None
         limit = usable("collect_micro_batches", getattr(told, "collect_micro_batches", None))
         saver.control_micro_batches = index_of_variable("COLLECT_MICRO_BATCHES") or limit or 1
         _saver = saver

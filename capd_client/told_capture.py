@@ -10,7 +10,7 @@ from typing import Any, Optional
 import msgspec
 import torch
 
-from capd_client import api
+from capd_client import current as process
 from capd_client.collecting import within_quota
 from capd_client.collection_state import STATE, rank_of, sample_of
 from capd_client.counter_page import DropReason
@@ -135,7 +135,7 @@ def _tell(current: AnySession, values: Mapping[str, Optional[int]]) -> None:
 
 
 def _changed(field: str) -> None:
-    current = api.running()
+    current = process.running()
     if current is not None:
         _tell(current, {field: STATE.manual.get(field)})
 

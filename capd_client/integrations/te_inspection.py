@@ -15,8 +15,8 @@ import msgspec
 import torch
 
 from capd_client import recompute
-from capd_client.api import session
 from capd_client.collecting import quota_of
+from capd_client.current import session
 from capd_client.gate import Gate
 from capd_client.key import Key, Moment
 from capd_client.kinds import LINEAR, placement

@@ -281,11 +281,11 @@ def test_a_stopped_daemon_costs_one_wait_and_one_drop(
 JOB = """
 import os, signal, sys
 import torch, capd_client
-from capd_client import api
+from capd_client import current
 
 capd_client.capture(torch.ones(3), tensor_name="first")
 assert capd_client.flush(30)
-books = api._session.books
+books = current._session.books
 cut = books.cut
 
 def counted(record, nbytes):

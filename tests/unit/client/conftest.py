@@ -15,7 +15,7 @@ from fake_cuda import FakeStream, Gpus
 from fake_device import AlwaysDevice, FakeDevice, Rig
 
 import capd_client
-from capd_client import api, explicit, saver, told_capture, told_indices
+from capd_client import current, explicit, saver, told_capture, told_indices
 from capd_client.collection_state import STATE
 from capd_client.config import ClientConfig
 from capd_client.holding import Holding
@@ -144,7 +144,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """A process that has not decided yet whether it captures."""
 
     def forget() -> None:
-        api._resolved, api._session, api._closed, api._over = False, None, None, False
+        current._resolved, current._session, current._closed, current._over = False, None, None, False
         explicit.KEYS.clear()
 
     forget()

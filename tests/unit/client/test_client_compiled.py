@@ -115,20 +115,6 @@ def run(blocks: list[Numbered], counter: CompileCounterWithBackend, *, fullgraph
     return torch.stack([x, *(b.weight.grad for b in blocks if b.weight.grad is not None)])
 
 
-def test_blocks_captured_by_their_number_share_a_graph(on: Peer) -> None:
-    counter = CompileCounterWithBackend("aot_eager")
-    numbers = range(torch._dynamo.config.recompile_limit + 4)
-
-    run([Numbered(n, captures="number") for n in numbers], counter, fullgraph=True)
-
-    assert capd_client.flush(10)
-    for name in ("y", "z"):
-        found = [record for record in on.records if record.key.tensor_name == name]
-        assert [record.key.layer for record in found] == list(numbers) * 4
-    assert [r.descriptor.moment.sample_idx for r in found] == list(numbers) * 4
-    assert counter.frame_count == 3  # for the first, for all others, and without gradients
-
-
 def test_a_number_that_is_captured_stays_a_constant_where_the_job_uses_it(on: Peer) -> None:
     results, frames = [], []
     for captures in ("nothing", "number"):
@@ -145,24 +131,48 @@ def test_a_number_that_is_captured_stays_a_constant_where_the_job_uses_it(on: Pe
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
-def test_blocks_captured_by_their_name_never_exceed_the_compilers_limit(
-    on: Peer, fullgraph: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("captures", ["number", "name"])
+def test_blocks_captured_by_names_of_their_own_never_exceed_the_compilers_limit(
+    on: Peer, captures: str, fullgraph: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     counter = CompileCounterWithBackend("aot_eager")
-    blocks = [Numbered(n, captures="name") for n in range(torch._dynamo.config.recompile_limit + 4)]
+    blocks = [Numbered(n, captures=captures) for n in range(torch._dynamo.config.recompile_limit + 4)]
     bare = [Numbered(n, captures="nothing") for n in range(len(blocks))]
 
     assert torch.equal(run(blocks, counter, fullgraph=fullgraph), run(bare, counter, fullgraph=fullgraph))
 
     assert capd_client.flush(10)
-    counters = capd_client.counters()
-    assert counters["offered"] == 4 * len(blocks)
-    if fullgraph:
-        assert counters["dropped"] == {"unsupported": 4 * len(blocks) - len(on.records)}
-        assert "compiled again and again" in caplog.text
-    else:
-        assert [record.key.module for record in on.records] == [block.name for block in blocks] * 4
+    counters, calls = capd_client.counters(), len(blocks) * (2 if captures == "number" else 1)
+    assert counters["offered"] == 4 * calls
+    assert counters["dropped"] == {"unsupported": 4 * calls - len(on.records)}
+    names = [block.name if captures == "name" else block.number for block in blocks]
+    taken = [r.key.module if captures == "name" else r.key.layer for r in on.records]
+    assert set(taken) == set(names[: len(set(taken))])
+    assert len(set(taken)) == torch._dynamo.config.recompile_limit // 2
+    assert caplog.text.count("compiled again and again") == 1
     assert "hit config.recompile_limit" not in caplog.text  # the compiler's own words for giving up
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "frames"),
+    [("recompile_limit", 24, 24), ("allow_unspec_int_on_nn_module", True, 3)],
+    ids=["a higher limit", "numbers as inputs"],
+)
+def test_what_the_warning_names_has_every_block_captured(
+    on: Peer, setting: str, value: Any, frames: int
+) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    blocks = [Numbered(n, captures="number") for n in range(12)]
+
+    with torch._dynamo.config.patch(setting, value):
+        run(blocks, counter, fullgraph=True)
+
+    assert capd_client.flush(10)
+    for name in ("y", "z"):
+        found = [record.key.layer for record in on.records if record.key.tensor_name == name]
+        assert found == list(range(12)) * 4
+    assert capd_client.counters()["dropped"] == {}
+    assert counter.frame_count == frames
 
 
 def selective() -> Any:

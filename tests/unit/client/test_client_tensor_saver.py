@@ -13,7 +13,7 @@ import torch
 from client_peer import Peer
 
 import capd_client
-from capd_client import api, saver, tensor_saver
+from capd_client import current, saver, tensor_saver
 from capd_client.reference import parse_reference
 from capd_client.tensor_saver import TensorSaver, get_tensor_saver, save_tensor
 
@@ -280,7 +280,7 @@ def test_megatrons_own_argument_switches_on_where_nothing_else_says(
     fresh: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     asked: list[str] = []
-    fresh.setattr(api, "session_into", asked.append)
+    fresh.setattr(current, "session_into", asked.append)
     fresh.setenv("TENSOR_SAVE_DIR", str(tmp_path))
     for directory in ("told", None):
         megatron_arguments(fresh, save_tensors=True, tensor_save_dir=directory)
