@@ -64,10 +64,9 @@ class WatchHandle:
         graphed_callables.install()
         step_counters.install()
         self._watched, self._clock = watched, clock_of(sink.context)
-        self._clock.before_forward = step_counters.look_again
         self._clock.add(watched.gate)
         for model in models:
-            root = RootHook(model, self._clock, sink, watched.settle)
+            root = RootHook(model, self._clock, sink, before=step_counters.look_again, begun=watched.settle)
             self._roots.append(root)
             self._root_handles += [
                 model.register_forward_pre_hook(root, prepend=True),

@@ -176,8 +176,8 @@ def _captured(tensor: torch.Tensor, flags: int, placements: str, *arguments: Any
 
 _CROWDED = (
     "its function was compiled again and again, for captures of other names or numbers each time. Compile the blocks "
-    "together, give their captures the same names, or raise torch._dynamo.config.recompile_limit to twice the number "
-    "of blocks; for numbers of modules, torch._dynamo.config.allow_unspec_int_on_nn_module = True does, too"
+    "together, give their captures the same names, or set torch._dynamo.config.recompile_limit to four times the "
+    "number of blocks; for numbers of modules, torch._dynamo.config.allow_unspec_int_on_nn_module = True does, too"
 )
 
 _ARGUMENTS = (

@@ -133,15 +133,26 @@ class RootHook(Hook):
     """
 
     __slots__ = (
-        "__weakref__", "_begun", "_clock", "_input", "_number", "_outer", "_root", "_sink", "_trial", "forwards",
+        "__weakref__", "_before", "_begun", "_clock", "_input", "_number", "_outer", "_root", "_sink", "_trial",
+        "forwards",
     )  # fmt: skip
 
-    def __init__(self, root: nn.Module, clock: Clock, sink: Sink, begun: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        clock: Clock,
+        sink: Sink,
+        *,
+        before: Callable[[], None],
+        begun: Callable[[], None],
+    ) -> None:
+        """before, begun: called before and after a training forward begins its micro-batch. They must not raise."""
         self._root = weakref.ref(root)
         self._clock = clock
         self._sink = sink
         self._trial = Trial(root)
-        self._begun = begun  # called when a training forward has begun its micro-batch
+        self._before = before
+        self._begun = begun
         self.forwards = 0  # the training forwards that it has seen
         self._outer: Optional[bool] = (
             None  # whether the forward under way lies in an evaluation; None: there is none
@@ -166,7 +177,7 @@ class RootHook(Hook):
                 return
             clock = self._clock
             self._outer = clock.context.evaluating
-            if clock.begin_forward(self, trains=with_gradients or in_segment()):
+            if clock.begin_forward(self, trains=with_gradients or in_segment(), before=self._before):
                 self.forwards += 1
                 self._begun()
         except Exception as error:

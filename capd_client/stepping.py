@@ -49,16 +49,18 @@ class Clock:
         self._forwards: dict[object, int] = {}  # forwards of each root in this iteration
         self._most_forwards = 0
         self._stepped = False  # whether any optimizer ever did
-        self.before_forward: Callable[[], None] = lambda: None  # called in training forwards; must not raise
         self.after_step: list[Callable[[], None]] = []  # called after optimizer steps; must not raise
         _clocks.add(self)
         if _counters:
             context.follow(_reading)
 
-    def begin_forward(self, root: object, *, trains: bool = True) -> bool:
+    def begin_forward(
+        self, root: object, *, trains: bool = True, before: Callable[[], None] = lambda: None
+    ) -> bool:
         """A watched root starts a forward in training mode; returns whether it trains.
 
         trains: whether it has gradients. Without them, or where a framework says so, it is an evaluation.
+        before: called before a training forward is counted; must not raise.
 
         With several roots (an encoder and a decoder watched apart, a model watched inside another) the
         root that is called most often counts the micro-batches.
@@ -69,7 +71,7 @@ class Clock:
             return False
         context = self.context
         context.evaluating = False
-        self.before_forward()
+        before()
         if context.counted:
             context.begin_if_dirty()
             return True

@@ -15,7 +15,9 @@ from typing import Any
 
 from _capd_after_import import after_import, wait_no_more
 
-__all__ = ["METHODS", "TRIALS", "Call", "Place", "begin", "end", "places", "stage_of", "trying", "under_way"]
+__all__ = [
+    "METHODS", "TRIALS", "FollowedCall", "FollowedMethod", "begin", "end", "places", "stage_of", "trying", "under_way",
+]  # fmt: skip
 
 _PIPELINING = "torch.distributed.pipelining.stage"
 
@@ -50,7 +52,7 @@ METHODS = (
 """Module, class and method of all that are followed."""
 
 
-class Place:
+class FollowedMethod:
     """A followed method. counted: what stands in its place while capd_client counts; takes the same arguments."""
 
     __slots__ = ("counted", "method", "trial")
@@ -61,12 +63,12 @@ class Place:
         self.counted: Callable[..., Any] | None = None
 
 
-class Call:
+class FollowedCall:
     """One call of a followed method. known: capd_client counts it. ended: called when it is over; must not raise."""
 
     __slots__ = ("args", "ended", "known", "kwargs", "place", "thread")
 
-    def __init__(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, place: FollowedMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.place = place
         self.args = args
         self.kwargs = kwargs
@@ -75,8 +77,8 @@ class Call:
         self.ended: list[Callable[[], None]] = []
 
 
-places: dict[tuple[str, str, str], Place] = {}
-_calls: list[Call] = []
+places: dict[tuple[str, str, str], FollowedMethod] = {}
+_calls: list[FollowedCall] = []
 
 
 def begin() -> None:
@@ -90,7 +92,7 @@ def end() -> None:
     wait_no_more([module for module, _, _ in METHODS])
 
 
-def under_way() -> list[Call]:
+def under_way() -> list[FollowedCall]:
     """The calls that this thread is in, the outermost first."""
     thread = get_ident()
     return [call for call in tuple(_calls) if call.thread == thread]
@@ -115,14 +117,14 @@ def _follow(module: str) -> None:
         owner = getattr(sys.modules.get(module), place[1], None) if place[0] == module else None
         method = vars(owner).get(place[2]) if isinstance(owner, type) else None
         if callable(method) and place not in places:
-            places[place] = Place(method, trial=place in TRIALS)
+            places[place] = FollowedMethod(method, trial=place in TRIALS)
             setattr(owner, place[2], _followed(places[place], method))
 
 
-def _followed(place: Place, method: Callable[..., Any]) -> Callable[..., Any]:
+def _followed(place: FollowedMethod, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def followed(*args: Any, **kwargs: Any) -> Any:
-        call = Call(place, args, kwargs)
+        call = FollowedCall(place, args, kwargs)
         _calls.append(call)
         try:
             return (place.counted or method)(*args, **kwargs)

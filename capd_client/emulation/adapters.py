@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from capd_client.emulation import megatron, transformers
 from capd_client.emulation.functions import patch_attention, patch_linear, patch_multihead, within
-from capd_client.emulation.plans import Plan
+from capd_client.emulation.plans import EmulationPlan
 from capd_client.emulation.quantise import DTYPES
 from capd_client.integrations.callers import calls, names_in
 from capd_client.integrations.linears import is_linear
@@ -44,8 +44,8 @@ class Adapter(NamedTuple):
     parts: those of a recipe that it emulates: a recipe without any of them leaves the module alone.
     matches: whether it is for this module. The first in ADAPTERS that is, is taken.
     forward: called as forward(original, plan, module, *args, **kwargs) in the place of the class's own `forward`, which
-        is `original`, called as original(module, *args, **kwargs). The products come from the plan (`Plan.multiply`,
-        `scores`, `weighted`, `attend`); torch.compile traces it.
+        is `original`, called as original(module, *args, **kwargs). The products come from the plan
+        (`EmulationPlan.multiply`, `scores`, `weighted`, `attend`); torch.compile traces it.
     patches: patches functions that the forward calls, while such a module is emulated; gives what undoes each.
     """
 
@@ -56,19 +56,19 @@ class Adapter(NamedTuple):
     patches: Optional[Callable[[], Iterable[Callable[[], None]]]] = None
 
 
-def _plain_linear(original: Forward, plan: Plan, module: Any, input: Any) -> Any:  # noqa: A002  # as nn.Linear's own
+def _plain_linear(original: Forward, plan: EmulationPlan, module: Any, input: Any) -> Any:  # noqa: A002  # as nn.Linear's own
     return plan.multiply(input, module.weight, module.bias)
 
 
-def _calling_linear(original: Forward, plan: Plan, module: Any, *args: Any, **kwargs: Any) -> Any:
+def _calling_linear(original: Forward, plan: EmulationPlan, module: Any, *args: Any, **kwargs: Any) -> Any:
     return within(None, plan, original, module, *args, **kwargs)
 
 
-def _calling_attention(original: Forward, plan: Plan, module: Any, *args: Any, **kwargs: Any) -> Any:
+def _calling_attention(original: Forward, plan: EmulationPlan, module: Any, *args: Any, **kwargs: Any) -> Any:
     return within(plan, None, original, module, *args, **kwargs)
 
 
-def _multihead(original: Forward, plan: Plan, module: Any, *args: Any, **kwargs: Any) -> Any:
+def _multihead(original: Forward, plan: EmulationPlan, module: Any, *args: Any, **kwargs: Any) -> Any:
     attention = plan if plan.qk or plan.pv else None
     if attention is not None and not is_compiling() and operands_of(_MULTIHEAD, args, kwargs)[4] is not False:
         _notices.warn("need_weights", _WEIGHTS_ASKED)

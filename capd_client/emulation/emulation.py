@@ -15,7 +15,7 @@ from torch import nn
 from capd_client import copies, emulated
 from capd_client.emulation.adapters import Adapter, adapter_of, reason_to_leave
 from capd_client.emulation.functions import patch_once
-from capd_client.emulation.plans import Plan, give, plan_of, take
+from capd_client.emulation.plans import EmulationPlan, give, plan_of, take
 from capd_client.emulation.products import words_of
 from capd_client.emulation.quantise import quantise
 from capd_client.emulation.recipe import Recipe
@@ -112,7 +112,7 @@ class Emulation:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def _begin(self, model: nn.Module, chosen: list[tuple[nn.Module, Adapter]], plan: Plan) -> None:
+    def _begin(self, model: nn.Module, chosen: list[tuple[nn.Module, Adapter]], plan: EmulationPlan) -> None:
         if not chosen:
             return
         try:
@@ -143,12 +143,12 @@ def _forget_graphs() -> None:
         compiler.reset_code_caches()
 
 
-def _plan(recipe: Recipe, *, evaluation: bool) -> Plan:
+def _plan(recipe: Recipe, *, evaluation: bool) -> EmulationPlan:
     """What the modules of a recipe compute with; every format has quantised something then."""
     words = {part: words_of(getattr(recipe, part)) for part in ("linear", "qk", "pv")}
     for word in {word for found in words.values() for word in found or () if word}:
         quantise(torch.zeros(2, 2), word, -1)
-    return Plan(**words, exact=recipe.level == "exact", evaluation=evaluation)
+    return EmulationPlan(**words, exact=recipe.level == "exact", evaluation=evaluation)
 
 
 def _chosen(model: nn.Module, recipe: Recipe) -> tuple[dict[str, tuple[nn.Module, Adapter]], dict[str, str]]:

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from capd_client import recompute
-from capd_client.emulation.plans import Plan, calling
+from capd_client.emulation.plans import EmulationPlan, calling
 from capd_client.patching import patch
 
 __all__ = ["patch_attention", "patch_linear", "patch_multihead", "patch_once", "within"]
@@ -26,7 +26,13 @@ _SDPA = "scaled_dot_product_attention"
 _MULTIHEAD = "multi_head_attention_forward"
 
 
-def within(attention: Plan | None, linear: Plan | None, function: Function, *args: Any, **kwargs: Any) -> Any:
+def within(
+    attention: EmulationPlan | None,
+    linear: EmulationPlan | None,
+    function: Function,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Call `function`, with these plans for the functions that it calls."""
     before = calling.attention, calling.linear
     calling.attention, calling.linear = attention, linear
@@ -117,7 +123,7 @@ def _attention(function: Function) -> Function:
 
 
 def _attend(
-    plan: Plan, function: Function, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
+    plan: EmulationPlan, function: Function, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Query, key and value may be given by name."""
     return plan.attend(function, query, key, value, *args, **kwargs)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from capd_client.emulation.functions import patch_once
-from capd_client.emulation.plans import Plan
+from capd_client.emulation.plans import EmulationPlan
 from capd_client.emulation.unfused import UnfusedProducts
 
 __all__ = ["attention_forward", "is_attention", "is_linear", "linear_forward", "patch_linear_functions"]
@@ -35,11 +35,11 @@ _FUNCTIONS = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_
 Function = Callable[..., Any]
 
 
-class _Local(threading.local):
-    plan: Optional[Plan] = None  # of the layer whose forward this thread is in
+class _PlanOfThread(threading.local):
+    plan: Optional[EmulationPlan] = None  # of the layer whose forward this thread is in
 
 
-_local = _Local()
+_local = _PlanOfThread()
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -56,7 +56,9 @@ def _is(module: nn.Module, file: str, *names: str) -> bool:
     return any(base.__module__ == file and base.__name__ in names for base in type(module).__mro__)
 
 
-def linear_forward(original: Function, plan: Plan, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def linear_forward(
+    original: Function, plan: EmulationPlan, module: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
     """The forward of a parallel linear; the function that it multiplies by asks for the plan."""
     before, _local.plan = _local.plan, plan
     try:
@@ -65,7 +67,9 @@ def linear_forward(original: Function, plan: Plan, module: nn.Module, *args: Any
         _local.plan = before
 
 
-def attention_forward(original: Function, plan: Plan, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def attention_forward(
+    original: Function, plan: EmulationPlan, module: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
     """The forward of the core attention."""
     with UnfusedProducts(plan):
         return original(module, *args, **kwargs)
@@ -90,7 +94,7 @@ def _asking(function: Function) -> Function:
     return asking
 
 
-def _multiply(plan: Plan, given: dict[str, Any]) -> Tensor:
+def _multiply(plan: EmulationPlan, given: dict[str, Any]) -> Tensor:
     """What such a function gives for these arguments."""
     x, weight, bias = given["input"], given["weight"], given["bias"]
     mappings: Any = sys.modules[_MAPPINGS]

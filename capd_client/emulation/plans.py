@@ -21,10 +21,10 @@ from capd_client.emulation.attention import can_quantise, exact, fused
 from capd_client.emulation.products import Words
 from capd_client.emulation.quantise import cast, straight_through
 
-__all__ = ["Plan", "calling", "give", "plan_of", "take"]
+__all__ = ["EmulationPlan", "calling", "give", "plan_of", "take"]
 
 
-class Plan(NamedTuple):
+class EmulationPlan(NamedTuple):
     """The products of one module: the same for all modules of a recipe. None: not emulated.
 
     evaluation: also where nothing is trained.
@@ -73,7 +73,7 @@ def _product(a: Tensor, b: Tensor, words: Optional[Words], *, exact: bool) -> Te
 _modules: dict[int, weakref.ref[nn.Module]] = {}
 
 
-def give(module: nn.Module, plan: Plan) -> None:
+def give(module: nn.Module, plan: EmulationPlan) -> None:
     """Emulate the module from now on."""
     number = id(module)
     _modules[number] = weakref.ref(module, lambda _: _modules.pop(number, None))
@@ -86,9 +86,9 @@ def take(module: nn.Module) -> None:
     vars(module).pop(copies.EMULATION, None)
 
 
-def plan_of(module: nn.Module) -> Optional[Plan]:
+def plan_of(module: nn.Module) -> Optional[EmulationPlan]:
     """What this call of the module's forward computes with; None: as its class does."""
-    plan: Optional[Plan] = module.__dict__.get(copies.EMULATION)
+    plan: Optional[EmulationPlan] = module.__dict__.get(copies.EMULATION)
     if plan is None or not (is_compiling() or id(module) in _modules):
         return None
     # The first pass of a checkpointed segment has no gradients either, but is in training.
@@ -99,8 +99,8 @@ class _Calling(threading.local):
     """Both are the instance's from its beginning: a graph may not see an attribute appear that it has looked for."""
 
     def __init__(self) -> None:
-        self.attention: Optional[Plan] = None
-        self.linear: Optional[Plan] = None
+        self.attention: Optional[EmulationPlan] = None
+        self.linear: Optional[EmulationPlan] = None
 
 
 calling = _Calling()

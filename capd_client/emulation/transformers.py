@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from capd_client.emulation.functions import patch_attention, patch_once, within
-from capd_client.emulation.plans import Plan, calling
+from capd_client.emulation.plans import EmulationPlan, calling
 from capd_client.emulation.unfused import UnfusedProducts
 from capd_client.integrations.callers import calls
 
@@ -41,7 +41,7 @@ def is_conv1d(module: nn.Module) -> bool:
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
-def conv1d_forward(original: Function, plan: Plan, module: Any, x: Tensor) -> Tensor:
+def conv1d_forward(original: Function, plan: EmulationPlan, module: Any, x: Tensor) -> Tensor:
     """The forward of a Conv1D."""
     return plan.multiply(x, module.weight.t(), module.bias)
 
@@ -59,7 +59,9 @@ def attention_kernel(module: nn.Module) -> str:
     return name if "flash" in name or "flex" in name else ""
 
 
-def attention_forward(original: Function, plan: Plan, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def attention_forward(
+    original: Function, plan: EmulationPlan, module: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
     """The forward of an attention module; the functions that it calls ask for the plan."""
     return within(plan, None, original, module, *args, **kwargs)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from capd_client.emulation.plans import Plan
+from capd_client.emulation.plans import EmulationPlan
 
 __all__ = ["UnfusedProducts"]
 
@@ -23,7 +23,7 @@ class UnfusedProducts(TorchFunctionMode):
     then once for the values).
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: EmulationPlan) -> None:
         super().__init__()
         self._plan = plan
         self._next: list[Callable[[Tensor, Tensor], Tensor]] = [

@@ -65,7 +65,7 @@ class _AttentionOfThread(threading.local):
 _local = _AttentionOfThread()
 
 
-class _Linear(FunctionSite):
+class _MultiheadLinear(FunctionSite):
     """One of the linears, by its role."""
 
     def __init__(self, role: str) -> None:
@@ -79,7 +79,7 @@ class _Linear(FunctionSite):
         return super().wrap(function) if function is _linear else _with_taps(function)
 
 
-_SITES = {role: _Linear(role) for role in vars(_linears)}
+_SITES = {role: _MultiheadLinear(role) for role in vars(_linears)}
 
 
 def linears_of(module: nn.Module, packed_as: tuple[str, ...] = ("in_proj",)) -> list[Site]:
