@@ -148,23 +148,17 @@ def carry(carrier: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callab
     return undo
 
 
-class _Patch:
-    """A function that runs segments, with ours in its place. It is called as (holder, function of the segment, ...)."""
+_Function = Callable[..., Any]
 
-    def __init__(self, holder: Any, name: str) -> None:
+
+class _Patch:
+    """A function of a library that runs segments, with ours in its place. around: makes ours from the original."""
+
+    def __init__(self, holder: Any, name: str, around: Callable[[_Function], _Function]) -> None:
         self._holder, self._name = holder, name
         self._raw = vars(holder)[name]
-        self.original: Callable[..., Any] = getattr(holder, name)
-        self._ours = self._replacement()
+        self._ours = around(getattr(holder, name))
         setattr(holder, name, staticmethod(self._ours) if isinstance(self._raw, staticmethod) else self._ours)
-
-    def _replacement(self) -> Callable[..., Any]:
-        original = self.original
-
-        def run(holder: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return original(holder, Segment(function) if _users else function, *args, **kwargs)
-
-        return run
 
     def undo(self) -> bool:
         """Put the original back; False where someone has patched it after us: ours stays below theirs."""
@@ -174,27 +168,33 @@ class _Patch:
         return True
 
 
-class _GeneratorPatch(_Patch):
-    """The generator of torch's non-reentrant kind: around the first pass, which torch itself runs amid it."""
+def _around_method(original: _Function) -> _Function:
+    """For a method that is called as (holder, function of the segment, ...)."""
 
-    def _replacement(self) -> Callable[..., Any]:
-        original = self.original
+    def run(holder: Any, function: _Function, *args: Any, **kwargs: Any) -> Any:
+        return original(holder, Segment(function) if _users else function, *args, **kwargs)
 
-        def generate(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if not _users:
-                return original(function, *args, **kwargs)
-            segment = Segment(function)
-            run: Generator[None, None, None] = original(segment, *args, **kwargs)
-            return segment.first_pass(run)
-
-        return generate
+    return run
 
 
-_TARGETS: tuple[tuple[type[_Patch], str, str, str], ...] = (
-    (_Patch, "torch.utils.checkpoint", "CheckpointFunction", "forward"),
-    (_GeneratorPatch, "torch.utils.checkpoint", "", "_checkpoint_without_reentrant_generator"),
-    (_Patch, "megatron.core.tensor_parallel.random", "CheckpointFunction", "forward"),
-    (_Patch, "megatron.core.tensor_parallel.random", "CheckpointWithoutOutput", "checkpoint"),
+def _around_generator(original: _Function) -> _Function:
+    """For the generator of torch's non-reentrant kind: it is around the first pass, which torch runs inside it."""
+
+    def generate(function: _Function, *args: Any, **kwargs: Any) -> Any:
+        if not _users:
+            return original(function, *args, **kwargs)
+        segment = Segment(function)
+        run: Generator[None, None, None] = original(segment, *args, **kwargs)
+        return segment.first_pass(run)
+
+    return generate
+
+
+_TARGETS: tuple[tuple[Callable[[_Function], _Function], str, str, str], ...] = (
+    (_around_method, "torch.utils.checkpoint", "CheckpointFunction", "forward"),
+    (_around_generator, "torch.utils.checkpoint", "", "_checkpoint_without_reentrant_generator"),
+    (_around_method, "megatron.core.tensor_parallel.random", "CheckpointFunction", "forward"),
+    (_around_method, "megatron.core.tensor_parallel.random", "CheckpointWithoutOutput", "checkpoint"),
 )
 
 
@@ -204,10 +204,10 @@ def install() -> None:
     with _lock:
         _users += 1
         for target in _TARGETS:
-            kind, module, holder, name = target
+            around, module, holder, name = target
             if target not in _patches and module in sys.modules:
                 library = sys.modules[module]
-                _patches[target] = kind(getattr(library, holder) if holder else library, name)
+                _patches[target] = _Patch(getattr(library, holder) if holder else library, name, around)
                 _adopt(library)
 
 
