@@ -44,6 +44,7 @@ def bind(capture: Callable[..., None]) -> None:
     _capture = capture
 
 
+@untraced
 def _take(tensor: Any, **arguments: Any) -> None:
     if _capture is not None:
         _capture(tensor, **arguments)
@@ -74,17 +75,21 @@ def capture_in_graph(
     sample_idx: Optional[int] = None,
     batch_idx: Optional[int] = None,
     sequence_idx: Optional[int] = None,
+    immutable: bool = False,
 ) -> None:
-    """What is compiled in the place of `capd_client.capture`; the same arguments."""
+    """What is compiled in the place of `capd_client.capture`; the same arguments.
+
+    immutable: without effect, for the graph may use the tensor's memory again.
+    """
     way = _way()
     if way == "off":
         return
     if way == "outside":
-        _outside(
+        _take(
             tensor, tensor_name=tensor_name, layer_type=layer_type, component=component, operation=operation,
             phase=phase, layer=layer, module=module, stack=stack, quant_type=quant_type, metadata=metadata,
             slice=slice, iteration=iteration, micro_batch=micro_batch, sample_idx=sample_idx,
-            batch_idx=batch_idx, sequence_idx=sequence_idx,
+            batch_idx=batch_idx, sequence_idx=sequence_idx, immutable=immutable,
         )  # fmt: skip
         return
     if not isinstance(tensor, torch.Tensor):
@@ -128,11 +133,6 @@ def _refuse(problem: str, reason: DropReason = DropReason.INVALID_KEY) -> None:
     current = session()
     if current is not None:
         current.drop_invalid(problem, reason)
-
-
-@untraced
-def _outside(tensor: Any, **arguments: Any) -> None:
-    _take(tensor, **arguments)
 
 
 def trace_capture(tensor: torch.Tensor, *arguments: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from tqdm import tqdm
 
 import capd_client
 from capd_client import graph_ops
+from capd_client.graph_capture import capture_in_graph
 from capd_client.key import Key
 
 pytestmark = [  # what torch itself warns of while it compiles, with and without capd
@@ -59,6 +61,21 @@ def test_every_call_is_captured_and_the_graph_stays_whole(on: Peer, backend: str
     assert json.loads(record.descriptor.metadata) == {"is": "constant"}
     assert (record.descriptor.requires_grad, record.descriptor.is_leaf) == (True, False)
     assert [record.descriptor.moment.call for record in on.records] == [0, 1, 2]
+
+
+def test_a_compiled_call_takes_every_argument_of_capture(on: Peer) -> None:
+    named = [inspect.signature(f).parameters.keys() for f in (capd_client.capture, capture_in_graph)]
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def double(x: Tensor) -> Tensor:
+        capd_client.capture(x, tensor_name="x", immutable=True)
+        return x * 2
+
+    double(torch.full((2,), 3.0))
+
+    assert named[0] == named[1]
+    assert capd_client.flush(10)
+    assert values(on, "x") == [[3.0, 3.0]]
 
 
 def test_numbers_may_change_from_call_to_call(on: Peer) -> None:
