@@ -1,4 +1,4 @@
-"""The watches that nobody asked for by name: of the models that `capd run` finds in a job that never calls `watch`.
+"""Watches the models that `capd run` finds when a job never calls `watch` itself.
 
 An explicit `watch` ends them, at whatever time it comes: the job is captured exactly as it says.
 """

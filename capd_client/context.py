@@ -194,7 +194,7 @@ class Context:
     def follow(self, counter: Optional[Counter]) -> None:
         """A framework begins a micro-batch and counts until further notice; None: it counts no longer.
 
-        `counter` is asked now, and again in the first forward behind every optimizer step. What it does not know
+        `counter` is asked now, and again in the first forward after every optimizer step. What it does not know
         goes on being counted here.
         """
         self._counter = counter

@@ -32,8 +32,8 @@ class FunctionSite:
     Args:
         role: what an owner knows its taps by.
         kind: of the product; its operands, then its parameter, are `arguments`.
-        arguments: names of the function's arguments that they are given as, one behind the other.
-        skip: number of arguments in front of them.
+        arguments: names of the function's arguments that hold them, one after the other.
+        skip: number of arguments before them.
         asks: whether compiled graphs that do not know the owner of a call ask for it whenever they run. A function
             that is called everywhere does not.
     """

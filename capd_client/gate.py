@@ -20,7 +20,7 @@ class Gate:
     """Which rules are open now, for the taps of one watch; rule n is the bit 1 << n.
 
     A tap's first question is `gate.closed_at == gate.context.iteration`: one comparison when the answer is
-    "not captured". Everything else is asked behind it, and worked out once per iteration.
+    "not captured". Everything else is asked after it, and worked out once per iteration.
     """
 
     __slots__ = (
@@ -93,7 +93,7 @@ class Gate:
         return opened
 
     def _say_if_over(self, iteration: int) -> None:
-        """A job that was resumed begins behind the steps that were meant, as a rule."""
+        """A job that was resumed begins after the steps that were meant, as a rule."""
         if not self._silent or not self._whens or any(when.steps.reaches(iteration) for when in self._whens):
             return
         self._silent = False

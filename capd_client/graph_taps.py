@@ -1,7 +1,7 @@
 """Taps inside compiled graphs: what the hooks put there, and what runs whenever the graph comes by.
 
 Graphs hold no objects: a tap is a number, and the number an input of the graph, so that equal blocks share one graph as
-they do unwatched. Whether a step is captured is asked when the graph runs, so no step compiles anything anew, and a
+they do unwatched. Whether a step is captured is asked when the graph runs, so no step compiles anything again, and a
 graph that outlives its watch finds nobody under its numbers and does nothing.
 
 The forward's operator returns the moment of its call as a small tensor, which autograd keeps for the backward. So a
@@ -46,7 +46,7 @@ GRAD_OUTPUT = 1
 
 _FIELDS = ("iteration", "micro_batch", "call", "sample_idx", "batch_idx", "sequence_idx", "attempt")
 _NOT_CAPTURED = (-1,) * (3 + len(_FIELDS))
-"""In the place of the numbers of a call's tap and of the hook on its parameter, of its rules, and of its moment."""
+"""Stands for the numbers of a call's tap and of the hook on its parameter, for its rules and for its moment."""
 
 _notices = Notices()
 _targets: dict[int, Callable[[], Any]] = {}  # number → weak reference to a tap or a root hook
@@ -320,7 +320,7 @@ def _gradient(gradient: Tensor, moment: Tensor, which: int, placements: str) -> 
 
 
 def _place_of(which: int) -> Optional[int]:
-    """The operand whose gradient it is, behind the last the parameter; None for dY."""
+    """The operand whose gradient it is; after the last operand comes the parameter; None for dY."""
     return None if which == GRAD_OUTPUT else which.bit_length() - 2
 
 

@@ -1,8 +1,8 @@
 """Modules that become CUDA graphs of their own: `make_graphed_callables` of torch and of TransformerEngine.
 
 Both refuse modules with hooks, and run them some times before they record them. So capd's hooks step aside for that
-call, and what runs in it is a trial. Behind it the hooks of a graphed module run around its replays, as those of any;
-those of the modules inside it never run again, which is said. A graph that was made before a watch is known by the
+call, and what runs in it is a trial. Afterwards the hooks of a graphed module run around its replays. The hooks of the
+modules inside it never run again, which is said. A graph that was made before a watch is known by the
 forward that it put on its module.
 """
 

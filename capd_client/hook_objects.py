@@ -88,7 +88,7 @@ class PreHook(Hook):
 
 
 class ForwardHook(Hook):
-    """Forward hook (with kwargs) of such a module."""
+    """Forward hook (with kwargs) of a module whose arguments are the operands of a product."""
 
     __slots__ = ("_arguments", "_gradients", "_number", "_parameter", "_tap")
 

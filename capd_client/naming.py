@@ -55,7 +55,7 @@ def clean_name(qualified: str) -> str:
 def place_modules(model: nn.Module, qualified_names: list[str], *, prefix: str = "") -> dict[str, Place]:
     """Find the place of each named module of `model`.
 
-    `prefix` (the name given to `watch`) goes in front of every module and stack name. Where removing
+    `prefix` (the name given to `watch`) goes before every module and stack name. Where removing
     wrapper parts would give two modules one name, those keep their full names. A model that is itself
     the watched module (its qualified name is empty) is named after its class. The layers of a pipeline
     stage, whose list starts at 0 on every rank, have the names that they have in the whole model.

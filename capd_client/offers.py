@@ -42,10 +42,10 @@ class _KeptByRules(dict[int, dict[str, Kept]]):
 
 
 class Offers:
-    """Those of one tap.
+    """The tensors of one tap, as they are offered to the session.
 
-    tensors: names of those that are captured, in some step. rules: that want any of them, as bits. kept: what each call
-    is to keep: `kept[call.rules]` is asked several times per capture, and costs no call.
+    tensors: names of the tensors that are captured, in some step. rules: those that want any of them, as bits. kept:
+    what each call is to keep: `kept[call.rules]` is asked several times per capture, and costs no call.
     """
 
     __slots__ = (
@@ -83,7 +83,7 @@ class Offers:
         return self._wanted[tensor_name]
 
     def forget_names(self) -> None:
-        """What the tensors are handed over as is to be made anew."""
+        """Make the keys and attributes of the tensors again when they are asked for next."""
         self._named.clear()
 
     def shape_of(self, tensor_name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

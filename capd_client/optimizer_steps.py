@@ -27,7 +27,7 @@ _patched = False
 
 
 def listen(listener: Callable[[], None]) -> None:
-    """Call `listener`, which must not raise, behind every optimizer step. The first one installs torch's hook."""
+    """Call `listener`, which must not raise, after every optimizer step. The first one installs torch's hook."""
     global _handle, _original, _patched
     with _lock:
         _listeners.append(listener)

@@ -106,7 +106,7 @@ class ParameterHook(Hook):
 
 
 class ParameterHooks:
-    """Those of one tap, on all tensors that are or were its parameter."""
+    """The hooks of one tap, on all tensors that are or were its parameter."""
 
     __slots__ = ("_hanging",)
 
@@ -125,7 +125,7 @@ class ParameterHooks:
         return found
 
     def numbered(self, number: int) -> Optional[ParameterHook]:
-        """The one that a call in a compiled graph left its gradient's place to."""
+        """The hook that a call in a compiled graph left its gradient's place to."""
         return next((hook for _, hook in self._hanging if hook.number == number), None)
 
     def remove(self) -> None:

@@ -17,7 +17,7 @@ Products = list[tuple[Site, Place]]
 
 
 def find_products(models: Sequence[nn.Module], prefix: str) -> Products:
-    """`prefix` goes in front of every name, and behind it a model's number where models have names in common."""
+    """Finds the products; `prefix` goes before every name, then a model's number where models have names in common."""
     found = [_products_of(model, prefix) for model in models]
     names = Counter(name for products in found for name in {place.module for _, place in products})
     if any(uses > 1 for uses in names.values()):

@@ -30,8 +30,8 @@ def product_dtype(operand: Tensor, autocast: Optional[torch.dtype]) -> Optional[
 def product_of(output: Tensor) -> Tensor:
     """The tensor that the product itself made, of which `output` is a view where the input had a batch.
 
-    A hook on that view would be lost: an in-place change of a view gives it a new place in the graph. A view that
-    changes the order of the elements, as attention returns it, is taken as it is: so is its gradient.
+    A hook on that view would be lost: an in-place change of a view gives it a new place in the graph. If the view
+    reorders elements, as attention's output does, hook the view itself: its gradient has the same order.
     """
     base: Optional[Tensor] = output._base
     if base is None or base.grad_fn is None or base.numel() != output.numel():

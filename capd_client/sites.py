@@ -48,7 +48,7 @@ class Site(NamedTuple):
     Either the module's own arguments are the operands, and `arguments` names them: they are the first of its forward,
     in the order of `kind.operands`. Or the product is a call of `function` somewhere in the module's forward.
 
-    suffix: behind the module's name, where a module holds several products.
+    suffix: after the module's name, where a module holds several products.
     instead_of: suffixes of products of the module that run where this one does not, as a call decides.
     role: what the module's owner knows the tap by, where it has several on one function.
     parameter: the module's attribute that holds it, or what it is a part of, where it is not called as in the kind.
@@ -56,7 +56,7 @@ class Site(NamedTuple):
     of_tensor: the same, for single tensors by their names.
     describe: given a call's args and kwargs, what its records say in their metadata.
     lacks: tensors that this product does not have, each with the reason.
-    computed: the parameter is made anew for every call.
+    computed: the parameter is computed again for every call.
     state: what is captured with the parameter.
     """
 

@@ -162,7 +162,7 @@ def iteration_over() -> None:
 def begin_counted(counter: Counter) -> None:
     """A framework begins a micro-batch: until `end_counted`, iteration and micro-batch are what `counter` returns.
 
-    It is asked at once, and again in the first forward behind every optimizer step. Iterations are the steps
+    It is asked at once, and again in the first forward after every optimizer step. Iterations are the steps
     finished before, so that the first is 0. What it returns None for is counted as ever. Of frameworks inside each
     other (a Trainer that runs DeepSpeed) the outermost tells the iteration, the innermost the micro-batch. Called
     again with a counter that counts already, its next micro-batch begins. Never raises.

@@ -41,7 +41,7 @@ __all__ = ["Tap"]
 
 
 class Tap:
-    """Captures one product. Its methods may raise; who calls them hands errors on to `failed`."""
+    """Captures one product. Its methods may raise; callers hand errors on to `failed`."""
 
     __slots__ = (
         "__weakref__", "_calls", "_computed", "_describe", "_gradients", "_offers", "_parameter", "_parameter_gradient",
@@ -89,12 +89,12 @@ class Tap:
 
     @property
     def tensors(self) -> frozenset[str]:
-        """The names of those that are captured, in some step."""
+        """The names of the tensors that are captured, in some step."""
         return self._offers.tensors
 
     @property
     def rules(self) -> int:
-        """Those that want any of them, as bits."""
+        """The rules that want any of these tensors, as bits."""
         return self._offers.rules
 
     def shape_of(self, tensor_name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -146,7 +146,7 @@ class Tap:
         return call
 
     def aliases(self, call: Call, operands: tuple[Any, ...]) -> Optional[tuple[Any, ...]]:
-        """The operands with those as views of their own whose gradients are wanted; None where there is no such one."""
+        """Replace every operand whose gradient is captured by a view with its own gradient. None: there is none."""
         if not torch.is_grad_enabled():
             return None
         kept = self._offers.kept[call.rules]
@@ -220,7 +220,8 @@ class Tap:
     ) -> None:
         """Capture a gradient that came out of a compiled graph.
 
-        place: of the operand, behind the last the parameter; None: the output. hook: number of the parameter's hook.
+        place: of the operand; after the last operand comes the parameter; None: the output. hook: number of the
+        parameter's hook.
         """
         names = (*self.kind.operands, self.kind.parameter)
         name = "grad_output" if place is None else f"grad_{names[place]}"

@@ -1,8 +1,8 @@
 """The taps of one watched model, which `capd ctl select` narrows and widens while the job runs.
 
-Every product of the model gets its hooks once, also those that `watch(select=...)` leaves out: the compiler
-guards the hooks that a module has, never those that it lacks, so that the graph of a block without any would run for an
-equal one that is watched, too, and nothing be captured there. Steering only says what each tap captures.
+Every product of the model gets its hooks once, also those that `watch(select=...)` leaves out. The compiler guards
+hooks that exist, not hooks that are missing. A graph compiled for an unwatched block would be reused for an identical
+watched block, and nothing would be captured there. Steering only says what each tap captures.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Watched:
         self._own: list[_Tapped] = []
         self._left: list[_Tapped] = []  # those that the job's own rules left out
         self._undo: list[Callable[[], None]] = []  # takes away what was put on modules and functions
-        self._last: list[RemovableHandle] = []  # hooks that are to run last in front of a forward
+        self._last: list[RemovableHandle] = []  # hooks that are to run last before a forward
         self._settled = False  # whether a forward has begun
         emulated.follow(self._emulation_changed)
 
@@ -98,10 +98,10 @@ class Watched:
         self._tap(site, place, {}, self._left)
 
     def settle(self) -> None:
-        """A forward begins: what was put on the modules since may change the operands, so taps go behind it.
+        """A forward begins: hooks that were put on the modules since may change the operands, so taps go after them.
 
-        Tensor parallelism and parameters that are gathered for each forward work by hooks on the modules, and a hook
-        of these may be put on anew amid training. In front of a gather a read of the parameter would set it off.
+        Tensor parallelism, and parameters that are gathered for each forward, work by hooks on the modules. Such a
+        hook may be put on again during training. A read of the parameter before its gather would start the gather.
         """
         gate = self.gate
         if self._settled and (gate.closed_at == gate.context.iteration or not gate.admits()):
@@ -153,7 +153,7 @@ class Watched:
     def steps_of(self, key: Key) -> Optional[tuple[str, str]]:
         """The steps in which the job itself has this watch keep most of what has this key; None: it does not.
 
-        Behind them the steps of rules that want its statistics alone, where others want more; else "".
+        After them the steps of rules that want its statistics alone, where others want more; else "".
         """
         for own in self._own:
             wanted = own.wanted.get(key.tensor_name.partition(".")[0])  # "weight.absmax": of a quantised one

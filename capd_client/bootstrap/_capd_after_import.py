@@ -1,8 +1,8 @@
 """Calls a function once a module has been imported, whenever that is, and leaves no trace in the import system.
 
-A finder in front of `sys.meta_path` lets the others find the module, and puts its own `exec_module` on that one loader
-until it runs. Who only looks (`importlib.util.find_spec`), loads lazily or reloads sees what is there without it. The
-finder goes when nothing is waited for any more.
+A finder at the head of `sys.meta_path` lets the others find the module. It puts its own `exec_module` on that loader
+until it runs. Code that only looks (`importlib.util.find_spec`), loads lazily or reloads sees what is there without it.
+The finder goes when nothing is waited for any more.
 
 Depends on nothing: it runs at the start of every Python of a job, before anything else is imported.
 """

@@ -45,7 +45,7 @@ def _torch_imported() -> None:
 
 
 class _Replacement:
-    """Finds capd_client.tensor_saver under the name of the predecessor's module, which need not be there any more."""
+    """Finds capd_client.tensor_saver under the name of Megatron's tensor_saver, which need not be there any more."""
 
     _name = "megatron.core.tensor_saver"
 

@@ -48,7 +48,7 @@ def capture(
 ) -> None:
     """Capture one tensor as it is now; taken whatever steps `watch` selects.
 
-    CAPD_MODE=sample:1/N leaves calls out, CAPD_COLLECT the micro-batches behind those that are collected.
+    CAPD_MODE=sample:1/N leaves calls out, CAPD_COLLECT the micro-batches after those that are collected.
     The names say what the tensor is and make its series (capd_client.key.Key). `quant_type` is a label, default
     CAPD_QUANT_TYPE, else the tensor's dtype. metadata: a small JSON object (4096 bytes). slice: the rows to record,
     as in "first:64" (capd_client.slicing). `iteration` to `sequence_idx` override the current moment for this capture.

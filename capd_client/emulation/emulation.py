@@ -137,7 +137,7 @@ class Emulation:
 
 
 def _forget_graphs() -> None:
-    """Have everything compiled anew: torch takes it that the forward of a class stays what it was when it compiled."""
+    """Have everything compiled again: torch takes it that the forward of a class stays what it was when it compiled."""
     compiler: Any = sys.modules.get("torch._dynamo")
     if compiler is not None:
         compiler.reset_code_caches()

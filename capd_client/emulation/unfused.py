@@ -17,7 +17,7 @@ _MATMUL = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__})
 
 
 class UnfusedProducts(TorchFunctionMode):
-    """For one call of an attention; it is entered anew where that is recomputed.
+    """For one call of an attention; it is entered again where that is recomputed.
 
     The products are those of Megatron (torch.baddbmm, torch.bmm) or of transformers (torch.matmul, once for the scores,
     then once for the values).

@@ -47,7 +47,7 @@ def names_in(function: Any) -> set[str]:
 
 
 def _plain(value: Any) -> FunctionType | None:
-    """The function behind a method, whatever decorates it."""
+    """The function inside a method, whatever decorates it."""
     value = getattr(value, "__func__", value)  # static and class methods
     value = getattr(value, "fget", value)  # properties
     while hasattr(value, "__wrapped__"):

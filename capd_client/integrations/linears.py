@@ -1,6 +1,6 @@
 """Linears that are not nn.Linear as it stands: GPT-2's Conv1D, quantised ones, those with a forward of their own.
 
-A parametrised weight is computed anew by every read, so reading it here could change the job's random numbers: of
+A parametrised weight is computed again by every read, so reading it here could change the job's random numbers: of
 those, and of subclasses whose own forward calls F.linear, the operands of that very call are captured.
 """
 

@@ -4,7 +4,7 @@ All of them, pipelined or not, ask `check_first_val_step` and call `set_current_
 micro-batch, and look both up in their module then. So it is no matter who has fetched the schedule itself, or when.
 
 The iteration is that of Megatron's training loop where the job runs it. Without it an iteration is over when an
-optimizer has stepped, or when a chunk begins a micro-batch again that it had already: behind a step that was skipped.
+optimizer has stepped, or when a chunk begins a micro-batch again that it had already: after a step that was skipped.
 
 Nothing tells of a schedule's end: whether a forward is one of it is seen by the frames that called it.
 """
@@ -66,7 +66,7 @@ class _Schedule:
         return self._forward_only and _frame(_SCHEDULES) is not None
 
     def look(self) -> None:
-        """The forward of a root begins while this counts: behind the schedule it is the job's own."""
+        """The forward of a root begins while this counts: after the schedule it is the job's own."""
         if _frame(_SCHEDULES) is None:
             self._stop()
 

@@ -130,7 +130,7 @@ class _Inspection:
         self._layers: dict[str, _Layer] = {}
 
     def wants(self) -> bool:
-        """Asked in front of a forward, where it is still known whether that trains."""
+        """Asked before a forward, where it is still known whether that trains."""
         if recompute.in_backward():
             return True  # for the gradients of what is run again
         trains = torch.is_grad_enabled() or recompute.in_segment()

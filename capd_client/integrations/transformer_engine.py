@@ -1,4 +1,4 @@
-"""TransformerEngine's modules, as a hook sees them: in front of the cast to low precision, behind the communication.
+"""TransformerEngine's modules, as a hook sees them: before the cast to low precision, after the communication.
 
 What a product of theirs multiplies is made inside the module; `capd_client.te_features()` captures that, through
 TransformerEngine's own inspection. While that is at work, linears are left to it. Written against the sources of

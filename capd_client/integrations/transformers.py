@@ -33,7 +33,7 @@ _LAYOUT = (("layout", "bhsd"), ("output_layout", "bshd"))
 
 
 class _Attention(FunctionSite):
-    """Attention functions, whichever a model is given; they are called with the module in front of the operands."""
+    """Attention functions, whichever a model is given; they are called with the module before the operands."""
 
     def __init__(self) -> None:
         super().__init__("attention", ATTENTION, ("query", "key", "value"), skip=2)
