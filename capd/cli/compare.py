@@ -9,24 +9,14 @@ import typer
 
 from capd.analyze.format_choice import DEFAULT_FORMATS
 from capd.cli.compare_request import Request
-from capd.cli.selection import (
-    Components,
-    LayerRange,
-    LayerTypes,
-    Modules,
-    Operations,
-    Phases,
-    QuantTypes,
-    RankRange,
-    Tensors,
-    key_filters,
-)
+from capd.cli.selection import Tests, selects_keys
 from capd.cli.sources import AllRuns, LayerBase, Workers
 from capd.cli.stores import RunOption, StoreArgument
 
 __all__ = ["compare"]
 
 
+@selects_keys
 def compare(
     store: StoreArgument = None,
     other: Annotated[
@@ -85,15 +75,7 @@ def compare(
     run: RunOption = None,
     all_runs: AllRuns = False,
     layer_base: LayerBase = 0,
-    quant_type: QuantTypes = None,
-    rank: RankRange = None,
-    layer: LayerRange = None,
-    phase: Phases = None,
-    layer_type: LayerTypes = None,
-    component: Components = None,
-    operation: Operations = None,
-    tensor: Tensors = None,
-    module: Modules = None,
+    tests: Tests = (),
     workers: Workers = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -104,10 +86,6 @@ def compare(
     --between: the same records of two runs, quant types or ranks. STORE may be a directory of .pt files. What cannot be
     read is named and skipped (exit code 4 for a damaged record, 1 for a bad file). Exits with 5 when nothing matches.
     """
-    tests = key_filters(
-        quant_type=quant_type, rank=rank, layer=layer, phase=phase, layer_type=layer_type, component=component,
-        operation=operation, tensor=tensor, module=module,
-    )  # fmt: skip
     request = Request(
         store=store, other=other, run=run, all_runs=all_runs, layer_base=layer_base, tests=tests, workers=workers,
         by=by, as_csv=as_csv, as_json=as_json,

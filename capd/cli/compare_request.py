@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capd.cli.output import human_count, note, print_json, print_lines
-from capd.cli.sources import Found, Tests, found_in, gather_shown
+from capd.cli.selection import Tests
+from capd.cli.sources import Found, found_in, gather_shown
 from capd.cli.stores import default_store
 from capd.errors import CapdError, ConfigError, DamagedRecord, NothingMatched
 from capd.strict_json import json_number, strict_json

@@ -10,18 +10,7 @@ import typer
 
 from capd.cli.output import human_count, human_nbytes, note, print_json, print_lines
 from capd.cli.progress import progress_bar
-from capd.cli.selection import (
-    Components,
-    LayerRange,
-    LayerTypes,
-    Modules,
-    Operations,
-    Phases,
-    QuantTypes,
-    RankRange,
-    Tensors,
-    key_filters,
-)
+from capd.cli.selection import Tests, selects_keys
 from capd.cli.stores import RunOption, StoreArgument, resolve_run
 from capd.errors import ConfigError, NothingMatched
 
@@ -34,6 +23,7 @@ __all__ = ["export"]
 FORMATS = ("pt", "npz", "safetensors", "parquet")
 
 
+@selects_keys
 def export(
     store: StoreArgument = None,
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help=f"{', '.join(FORMATS)}.")] = "pt",
@@ -47,15 +37,7 @@ def export(
         str, typer.Option(metavar="seed|capd", help="pt: what a Linear's dY and dX are called.")
     ] = "seed",
     layer_base: Annotated[int, typer.Option(min=0, max=1, help="pt: number of the first layer.")] = 0,
-    quant_type: QuantTypes = None,
-    rank: RankRange = None,
-    layer: LayerRange = None,
-    phase: Phases = None,
-    layer_type: LayerTypes = None,
-    component: Components = None,
-    operation: Operations = None,
-    tensor: Tensors = None,
-    module: Modules = None,
+    tests: Tests = (),
     jobs: Annotated[
         int | None, typer.Option(min=1, max=256, help="pt: threads that write [default: the CPUs].")
     ] = None,
@@ -69,15 +51,11 @@ def export(
     _check("--to", to, FORMATS)
     _check("--names", names, ("A", "B", "C"))
     _check("--tensor-names", tensor_names, ("seed", "capd"))
-    filters = key_filters(
-        quant_type=quant_type, rank=rank, layer=layer, phase=phase, layer_type=layer_type, component=component,
-        operation=operation, tensor=tensor, module=module,
-    )  # fmt: skip
     from capd.server.memory import settled_heap
     from capd.store.reader import open_store
 
     opened = open_store(resolve_run(store, run))
-    found = [series for series in opened.series if all(test(series.key) for test in filters)]
+    found = [series for series in opened.series if all(test(series.key) for test in tests)]
     chosen = found if to == "parquet" else [series for series in found if series.kept == "tensor"]
     if not chosen:
         matched = (

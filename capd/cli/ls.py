@@ -9,18 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from capd.cli.output import human_count, human_nbytes, note, print_json, print_table
-from capd.cli.selection import (
-    Components,
-    LayerRange,
-    LayerTypes,
-    Modules,
-    Operations,
-    Phases,
-    QuantTypes,
-    RankRange,
-    Tensors,
-    key_filters,
-)
+from capd.cli.selection import Tests, selects_keys
 from capd.cli.stores import RunOption, StoreArgument, resolve_run
 from capd.errors import ConfigError, NothingMatched
 
@@ -36,18 +25,11 @@ FIELDS = (
 COUNTABLE = (*FIELDS[1:12], "kept")
 
 
+@selects_keys
 def ls(
     store: StoreArgument = None,
     run: RunOption = None,
-    quant_type: QuantTypes = None,
-    rank: RankRange = None,
-    layer: LayerRange = None,
-    phase: Phases = None,
-    layer_type: LayerTypes = None,
-    component: Components = None,
-    operation: Operations = None,
-    tensor: Tensors = None,
-    module: Modules = None,
+    tests: Tests = (),
     limit: Annotated[
         int | None, typer.Option(min=1, help="Print at most this many.", show_default="all")
     ] = None,
@@ -59,18 +41,14 @@ def ls(
     """List the series of a run, or count them by a field. Exits with 5 when nothing matches."""
     if by is not None and by not in COUNTABLE:
         raise ConfigError(f"--by {by!r} is no field; use one of {', '.join(COUNTABLE)}")
-    filters = key_filters(
-        quant_type=quant_type, rank=rank, layer=layer, phase=phase, layer_type=layer_type, component=component,
-        operation=operation, tensor=tensor, module=module,
-    )  # fmt: skip
     from capd.store.reader import list_series
 
     path = resolve_run(store, run)
-    found = [row for row in list_series(path) if all(test(row) for test in filters)]
+    found = [row for row in list_series(path) if all(test(row) for test in tests)]
     if not found:
         if as_json:
             print_json([])
-        raise NothingMatched(f"no series in {path}" + (" matches the filters" if filters else " yet"))
+        raise NothingMatched(f"no series in {path}" + (" matches the filters" if tests else " yet"))
     found.sort(key=_order)
     items = [_plain(row) for row in found] if by is None else _count_by(found, by)
     if limit is not None and len(items) > limit:

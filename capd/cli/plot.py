@@ -12,18 +12,7 @@ import typer
 from capd.cli.format_option import choices_of
 from capd.cli.gathered import contents, contents_json, gathered_of, skipped_code
 from capd.cli.output import print_json, print_lines
-from capd.cli.selection import (
-    Components,
-    LayerRange,
-    LayerTypes,
-    Modules,
-    Operations,
-    Phases,
-    QuantTypes,
-    RankRange,
-    Tensors,
-    key_filters,
-)
+from capd.cli.selection import Tests, selects_keys
 from capd.cli.sources import AllRuns, LayerBase, Workers, found_in
 from capd.cli.stores import RunOption
 from capd.errors import CapdError, ConfigError, NothingMatched
@@ -41,6 +30,7 @@ _SIZE = re.compile(r"(\d{1,3}(?:\.\d{1,3})?)x(\d{1,3}(?:\.\d{1,3})?)")
 _LEAST_INCHES, _MOST_INCHES = 1.0, 100.0
 
 
+@selects_keys
 def plot(
     store: Annotated[
         Path,
@@ -78,15 +68,7 @@ def plot(
     run: RunOption = None,
     all_runs: AllRuns = False,
     layer_base: LayerBase = 0,
-    quant_type: QuantTypes = None,
-    rank: RankRange = None,
-    layer: LayerRange = None,
-    phase: Phases = None,
-    layer_type: LayerTypes = None,
-    component: Components = None,
-    operation: Operations = None,
-    tensor: Tensors = None,
-    module: Modules = None,
+    tests: Tests = (),
     workers: Workers = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -95,10 +77,6 @@ def plot(
     Where it takes several pages, their files are numbered: x_1.pdf, x_2.pdf. What cannot be read is named and skipped
     (exit code 4 for a damaged record, 1 for a bad file). Exits with 5 when nothing matches, or nothing is to be drawn.
     """
-    tests = key_filters(
-        quant_type=quant_type, rank=rank, layer=layer, phase=phase, layer_type=layer_type, component=component,
-        operation=operation, tensor=tensor, module=module,
-    )  # fmt: skip
     chosen, wanted, look = _checked(kind, out, formats, metric, size, dpi, title, log)
     if not force:
         _refuse_existing([out])

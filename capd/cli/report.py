@@ -15,18 +15,7 @@ from capd.cli.gathered import contents, contents_json, gathered_of, skipped_code
 from capd.cli.output import human_count, human_nbytes, print_json, print_lines
 from capd.cli.progress import progress_bar
 from capd.cli.report_page import is_page, must_name_directory, page_of, write_page
-from capd.cli.selection import (
-    Components,
-    LayerRange,
-    LayerTypes,
-    Modules,
-    Operations,
-    Phases,
-    QuantTypes,
-    RankRange,
-    Tensors,
-    key_filters,
-)
+from capd.cli.selection import Tests, selects_keys
 from capd.cli.sources import AllRuns, Found, LayerBase, Workers, found_in
 from capd.cli.stores import RunOption, StoreArgument, default_store
 from capd.errors import CapdError, ConfigError
@@ -42,6 +31,7 @@ JSON_NAME, TEXT_NAME = "global_statistics.json", "global_statistics_report.txt"
 PAGE_NAME = "report.html"
 
 
+@selects_keys
 def report(
     store: StoreArgument = None,
     out: Annotated[
@@ -57,15 +47,7 @@ def report(
     run: RunOption = None,
     all_runs: AllRuns = False,
     layer_base: LayerBase = 0,
-    quant_type: QuantTypes = None,
-    rank: RankRange = None,
-    layer: LayerRange = None,
-    phase: Phases = None,
-    layer_type: LayerTypes = None,
-    component: Components = None,
-    operation: Operations = None,
-    tensor: Tensors = None,
-    module: Modules = None,
+    tests: Tests = (),
     workers: Workers = None,
     formats: Formats = DEFAULT_FORMATS,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE.html, whatever it is.")] = False,
@@ -80,10 +62,6 @@ def report(
     STORE may also be a directory of the predecessor's .pt files, read in place. What cannot be read is named and
     skipped (exit code 4 for a damaged record, 1 for a bad file). Exits with 5 when nothing matches.
     """
-    tests = key_filters(
-        quant_type=quant_type, rank=rank, layer=layer, phase=phase, layer_type=layer_type, component=component,
-        operation=operation, tensor=tensor, module=module,
-    )  # fmt: skip
     wanted = () if quick else choices_of(formats)
     place = default_store() if store is None else store
     one_page = is_page(out)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from functools import wraps
 from typing import Annotated, Any
 
 import typer
@@ -11,65 +13,78 @@ import typer
 from capd.store.gradient_names import answers
 from capd_client.select import Ranges
 
-__all__ = [
-    "Components", "LayerRange", "LayerTypes", "Modules", "Operations", "Phases", "QuantTypes", "RankRange", "Tensors",
-    "key_filters",
-]  # fmt: skip
+__all__ = ["Tests", "selects_keys"]
 
-Words = list[str] | None
-Filter = Callable[[Any], bool]
+Test = Callable[[Any], bool]
+Tests = Sequence[Test]
 
 
 def _words(flag: str, what: str) -> Any:
-    return typer.Option(flag, metavar="WORD", help=f"{what}; may be given several times.", show_default=False)
+    help_text = f"{what}; may be given several times."
+    return Annotated[list[str] | None, typer.Option(flag, metavar="WORD", help=help_text, show_default=False)]
 
 
-QuantTypes = Annotated[Words, _words("--quant-type", "bf16, mxfp8, …")]
-RankRange = Annotated[str | None, typer.Option("--rank", metavar="RANGE", help='Ranks: "0", "0-3,8".')]
-LayerRange = Annotated[
-    str | None, typer.Option("--layer", metavar="RANGE", help='Layers: "0-3,8", or "none".')
-]
-Phases = Annotated[Words, _words("--phase", "pre or post")]
-LayerTypes = Annotated[Words, _words("--layer-type", "attention, linear, …")]
-Components = Annotated[Words, _words("--component", "FA, linear, …")]
-Operations = Annotated[Words, _words("--operation", "forward or backward")]
-Tensors = Annotated[Words, _words("--tensor", "Tensor name: input, query, grad_output, …")]
-Modules = Annotated[Words, _words("--module", "Glob over module names, such as '*.mlp.*'")]
+def _range(flag: str, what: str) -> Any:
+    return Annotated[str | None, typer.Option(flag, metavar="RANGE", help=what)]
 
 
-def key_filters(
-    *,
-    quant_type: Words,
-    rank: str | None,
-    layer: str | None,
-    phase: Words,
-    layer_type: Words,
-    component: Words,
-    operation: Words,
-    tensor: Words,
-    module: Words,
-) -> list[Filter]:
-    """Tests that a chosen key, or a row with its fields, passes all of. Raises ConfigError for what is no range."""
-    words = {
-        "quant_type": quant_type, "phase": phase, "layer_type": layer_type, "component": component,
-        "operation": operation, "tensor_name": tensor,
-    }  # fmt: skip
-    filters = [_exact(field, wanted) for field, wanted in words.items() if wanted]
-    filters += [_in_ranges(field, text) for field, text in (("rank", rank), ("layer", layer)) if text]
-    filters += [_glob("module", module)] if module else []
-    return filters
+_OPTIONS = {
+    "quant_type": _words("--quant-type", "bf16, mxfp8, …"),
+    "rank": _range("--rank", 'Ranks: "0", "0-3,8".'),
+    "layer": _range("--layer", 'Layers: "0-3,8", or "none".'),
+    "phase": _words("--phase", "pre or post"),
+    "layer_type": _words("--layer-type", "attention, linear, …"),
+    "component": _words("--component", "FA, linear, …"),
+    "operation": _words("--operation", "forward or backward"),
+    "tensor_name": _words("--tensor", "Tensor name: input, query, grad_output, …"),
+    "module": _words("--module", "Glob over module names, such as '*.mlp.*'"),
+}
+"""The option of each field of a key, in the order of `--help`."""
 
 
-def _exact(field: str, words: Sequence[str]) -> Filter:
-    wanted = frozenset(words)
-    return lambda row: answers(row, field, wanted)
+def selects_keys(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options that choose series, in the place of its parameter `tests`.
+
+    Args:
+        command: A function for typer. Its `tests` gets one test for each option that was given. A key, or a row with
+            a key's fields, is chosen if it passes all of them.
+
+    Returns:
+        The function to register with typer. It raises ConfigError for a range that cannot be read.
+    """
+    parameters: list[inspect.Parameter] = []
+    signature = inspect.signature(command, eval_str=True)
+    for parameter in signature.parameters.values():
+        parameters += _parameters() if parameter.name == "tests" else [parameter]
+
+    @wraps(command)
+    def with_options(**given: Any) -> None:
+        chosen = {field: given.pop(field) for field in _OPTIONS}
+        command(**given, tests=[_test(field, wanted) for field, wanted in chosen.items() if wanted])
+
+    # typer reads the options from the signature and the annotations
+    with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_options
 
 
-def _glob(field: str, globs: Sequence[str]) -> Filter:
-    return lambda row: any(fnmatchcase(getattr(row, field), glob) for glob in globs)
+def _parameters() -> list[inspect.Parameter]:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [
+        inspect.Parameter(field, kind, default=None, annotation=option) for field, option in _OPTIONS.items()
+    ]
 
 
-def _in_ranges(field: str, text: str) -> Filter:
+def _test(field: str, wanted: Any) -> Test:
+    if field == "module":
+        return lambda row: any(fnmatchcase(row.module, glob) for glob in wanted)
+    if isinstance(wanted, str):
+        return _in_ranges(field, wanted)
+    words = frozenset(wanted)
+    return lambda row: answers(row, field, words)
+
+
+def _in_ranges(field: str, text: str) -> Test:
     parts = [part.strip() for part in text.split(",")]
     none = "none" in parts
     numbers = Ranges(",".join(part for part in parts if part != "none"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -10,6 +9,7 @@ import typer
 
 from capd.cli.output import note
 from capd.cli.progress import progress_bar
+from capd.cli.selection import Tests
 from capd.cli.stores import is_run, resolve_run
 from capd.errors import ConfigError, NothingMatched
 
@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from capd.report.gather import Gathered
 
 __all__ = [
-    "AllRuns", "Found", "LayerBase", "Tests", "Workers", "found_in", "gather_shown", "holds_files", "threads_of",
+    "AllRuns", "Found", "LayerBase", "Workers", "found_in", "gather_shown", "holds_files", "threads_of",
 ]  # fmt: skip
 
-Tests = Sequence[Callable[[Any], bool]]
 AllRuns = Annotated[
     bool, typer.Option("--all-runs", help="All runs in STORE together, not the newest alone.")
 ]
