@@ -13,7 +13,7 @@ GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 SOURCES := capd capd_client tests benchmarks examples
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-store check check-static format lint type imports test-random test-fault test-gpu test-all bench bench-gpu gpu-first-hour bench-store clean
+.PHONY: help setup demo test test-store check check-static format lint type imports test-random test-fault test-gpu test-all bench bench-gpu gpu-first-hour bench-store docs clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -101,6 +101,9 @@ bench-store: setup ## Run the store's benchmarks in few rounds; each takes --rou
 	$(BIN)/python benchmarks/store_small.py --rounds 1
 	$(BIN)/python benchmarks/store_seal.py --rounds 1 --series 1000
 	$(BIN)/python benchmarks/pt_files.py --rounds 2
+
+docs: setup ## Write docs/cli.md from the help of every command
+	$(BIN)/python -m tests.repo.cli_page
 
 clean: ## Remove caches and build products, keep .venv and captured data
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

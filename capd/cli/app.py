@@ -14,7 +14,7 @@ import traceback
 from typing import Annotated, Any, NamedTuple, NoReturn, cast
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from capd.errors import CapdError, exit_code_of
 
@@ -31,19 +31,21 @@ VERBS: dict[str, _Verb] = {
     "serve": _Verb("capd.cli.serve", "serve", "Run the daemon of this node."),
     "run": _Verb("capd.cli.run", "run", "Run a training job with a daemon beside it, and print a summary."),
     "plan": _Verb(
-        "capd.cli.plan", "plan", "Say what a job would capture, and what that takes; capture nothing."
+        "capd.cli.plan", "plan", "Show what a job would capture, and what that takes; capture nothing."
     ),
     "ctl": _Verb("capd.cli.ctl", "app", "Stop, start and re-select capture in a running job."),
-    "stats": _Verb("capd.cli.stats", "stats", "Counters: offered, committed, in flight, dropped, disk left."),
+    "stats": _Verb(
+        "capd.cli.stats", "stats", "Show the counters: offered, committed, in flight, dropped, disk left."
+    ),
     "ls": _Verb("capd.cli.ls", "ls", "List the series of a run, or count them by a field."),
-    "show": _Verb("capd.cli.show", "show", "Show one series or one record: moments, statistics, values."),
+    "show": _Verb("capd.cli.show", "show", "Show a series or a record: moments, statistics, values."),
     "compare": _Verb(
         "capd.cli.compare", "compare", "Compare number formats on captured tensors, or two captures."
     ),
     "report": _Verb(
         "capd.cli.report",
         "report",
-        "Write statistics and figures of a run, or of tensor files, into a directory.",
+        "Write statistics and figures as a page or into a directory.",
     ),
     "plot": _Verb("capd.cli.plot", "plot", "Draw one figure for a paper: PNG, SVG or PDF."),
     "export": _Verb(
@@ -52,12 +54,21 @@ VERBS: dict[str, _Verb] = {
     "import": _Verb(
         "capd.cli.import_",
         "import_files",
-        "Read tensor files of the predecessor, or exported ones, into a run.",
+        "Read .pt files of tensor_saver, or exported ones, into a run.",
     ),
     "verify": _Verb("capd.cli.verify", "verify", "Check a run for damage, and repair it."),
     "doctor": _Verb("capd.cli.doctor", "doctor", "Check this machine, the endpoint and every dtype."),
     "config": _Verb("capd.cli.config", "app", "Show the settings in effect and where each comes from."),
 }
+
+
+class _Command(TyperCommand):
+    """A verb whose usage line has its arguments as its help names them: `capd run [OPTIONS] -- CMD…`."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        arguments = [one for one in self.get_params(ctx) if one.param_type_name == "argument"]
+        names = [(one.metavar or one.name.upper(), one.required) for one in arguments]
+        return ["[OPTIONS]", *(name if required else f"[{name.strip('[]')}]" for name, required in names)]
 
 
 class _Verbs(TyperGroup):
@@ -79,7 +90,7 @@ class _Verbs(TyperGroup):
             single = typer.Typer(add_completion=False, rich_markup_mode=None)
             # `capd run CMD -x`: everything from CMD on belongs to the job.
             settings = {"allow_interspersed_args": cmd_name not in ("run", "plan")}
-            single.command(name=cmd_name, context_settings=settings)(target)
+            single.command(name=cmd_name, cls=_Command, context_settings=settings)(target)
             target = single
         return typer.main.get_command(target)
 

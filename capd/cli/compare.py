@@ -22,46 +22,50 @@ def compare(
     other: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[OTHER]", help="A second run to compare with, record by record.", show_default=False
+            metavar="OTHER", help="A second run to compare with, record by record.", show_default=False
         ),
     ] = None,
     formats: Annotated[
         str | None,
         typer.Option(
             metavar="LIST",
-            help="Formats to measure: mxfp8,mxfp8:e5m2:rceil,nvfp4:16x16,hifp8.",
-            show_default=DEFAULT_FORMATS,
+            help="Formats to measure, as mxfp8,mxfp8:e5m2:rceil,nvfp4:16x16,hifp8 "
+            f"[default: {DEFAULT_FORMATS}].",
         ),
     ] = None,
     by: Annotated[
         str | None,
         typer.Option(
-            metavar="FIELDS", help="Group by these: layer,phase,tensor_name.", show_default="tensor_name"
+            metavar="FIELDS", help="Group by these, as layer,phase,tensor_name [default: tensor_name]."
         ),
     ] = None,
     axis: Annotated[
         str | None,
-        typer.Option(metavar="-1|-2|both", help="Blocks along rows, columns, or both.", show_default="-1"),
+        typer.Option(
+            metavar="-1|-2|both",
+            help="Blocks along the last axis, the last but one, or each of them [default: -1].",
+        ),
     ] = None,
     per_block: Annotated[
-        bool, typer.Option("--per-block", help="How the errors and ranges of single blocks are spread, too.")
+        bool, typer.Option("--per-block", help="Also show how errors and ranges of single blocks are spread.")
     ] = False,
     sweep_scale: Annotated[
         bool,
         typer.Option(
-            "--sweep-scale", help="One scale per tensor, from aligned with max to aligned with min."
+            "--sweep-scale",
+            help="Try one scale for all values, from aligned with the largest to the smallest.",
         ),
     ] = False,
     between: Annotated[
         str | None,
         typer.Option(
-            metavar="FIELD=A,B", help="Compare two values of a field within STORE: quant_type=bf16,mxfp8."
+            metavar="FIELD=A,B", help="Compare two values of a field within STORE, as quant_type=bf16,mxfp8."
         ),
     ] = None,
     ignore: Annotated[
-        str | None, typer.Option(metavar="FIELDS", help="Fields in which records of one pair may differ.")
+        str | None, typer.Option(metavar="FIELDS", help="Fields in which the records of a pair may differ.")
     ] = None,
-    records: Annotated[bool, typer.Option("--records", help="A row for each pair of records.")] = False,
+    records: Annotated[bool, typer.Option("--records", help="Print a row for each pair of records.")] = False,
     first_divergence: Annotated[
         bool,
         typer.Option(
@@ -70,7 +74,11 @@ def compare(
     ] = False,
     tolerance: Annotated[
         float,
-        typer.Option(min=0.0, help="A pair differs where max|a-b| > this times max|a|; 0: where a bit does."),
+        typer.Option(
+            min=0.0,
+            metavar="T",
+            help="A pair differs if max|a-b| > T·max|a|, or at a NaN or Inf; 0: if any bit differs.",
+        ),
     ] = 0.0,
     run: RunOption = None,
     all_runs: AllRuns = False,
@@ -80,11 +88,49 @@ def compare(
     as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Compare what number formats make of captured tensors, or two captures with each other.
+    """Compare number formats on captured tensors, or two captures with each other.
 
-    With one STORE: the error of each format on its high-precision records, no second run needed. With OTHER, or
-    --between: the same records of two runs, quant types or ranks. STORE may be a directory of .pt files. What cannot be
-    read is named and skipped (exit code 4 for a damaged record, 1 for a bad file). Exits with 5 when nothing matches.
+    With one STORE: the error of each format on its high-precision records (bfloat16, float16, float32; float64 is
+    rounded to float32). No second training run is needed. Other records are named on stderr, counted and left out.
+    A format is a name of docs/formats.md, then options after colons: mxfp8:e5m2 (element), mxfp8:rceil (scale
+    mode), mxfp4:stochastic (rounding), hifp8:saturate (overflow), legacy, fp8:128 or nvfp4:16x16 (block),
+    mxfp4:axis=0 or nvfp4:tensor_scale=no. The label mxfp8:axis=-2 is mxfp8 in blocks along the last axis but one
+    (--axis -2 or both); formats without blocks are measured once.
+
+    With OTHER, or with --between: two runs, quant types or ranks, record by record. Two records are a pair if they
+    have the same key, iteration, micro_batch, call, sample_idx, batch_idx, sequence_idx and recompute; --ignore
+    leaves fields out, --between leaves its own out. If no pair is found and each side has one quant type, records
+    are matched without it. Pairs are compared in order of execution, those of files in order of their paths. Any
+    dtype is compared; a pair of different dtypes or shapes is named and counted. A pair differs if any bit does, or
+    by --tolerance. A difference is no failure: the exit code is 0.
+
+    With --sweep-scale: one power-of-two scale for all values of a group, at 21 exponents, for the elements e4m3,
+    e5m2 and e2m1 or those of --formats.
+
+    STORE may be a directory of .pt files. 128 MiB of records are in memory at once, or one record if it is larger,
+    and some 30 MiB for each worker. Matching takes some 500 bytes for each record, --records 2 KiB for each pair.
+    The guide is docs/comparing.md.
+
+    \b
+    Examples:
+      capd compare captures --by layer,tensor_name
+      capd compare captures --formats mxfp8,mxfp8:e5m2,nvfp4:16x16 --axis both
+      capd compare captures/a.zarr captures/b.zarr --first-divergence
+      capd compare captures --between quant_type=bf16,mxfp8 --by layer --csv
+
+    \b
+    Fields of --by and --ignore:
+      key     quant_type, rank, layer, phase, layer_type, operation, component,
+              tensor_name, module, stack
+      moment  iteration, micro_batch, call, sample_idx, batch_idx,
+              sequence_idx, attempt; or none (of --by)
+
+    \b
+    Exit codes:
+      1  bad .pt files were skipped, the rest was compared
+      2  an unknown format, field or axis
+      4  damaged records were skipped, the rest was compared
+      5  nothing matches, no record is of high precision, or no pair was found
     """
     request = Request(
         store=store, other=other, run=run, all_runs=all_runs, layer_base=layer_base, tests=tests, workers=workers,

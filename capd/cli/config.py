@@ -40,15 +40,20 @@ def _group() -> None:
     """Show the settings in effect and where each comes from, or check them."""
 
 
-@app.command()
+@app.command(short_help="Print each setting with its origin.")
 def show(
     config: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="capd.toml to read; default: CAPD_CONFIG or ./capd.toml."),
+        typer.Option(
+            metavar="FILE", help="Settings file [default: CAPD_CONFIG, or ./capd.toml if it exists]."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print each setting, its value and its origin: flag, env NAME, file PATH or default."""
+    """Print each setting of the daemon and of the job, its value and its origin: env NAME, file PATH or default.
+
+    A variable whose name is nearly that of a setting is named on stderr, as by `capd run` and `capd serve`.
+    """
     from capd.config import misspelt_variables, resolve_daemon
 
     daemon = resolve_daemon({}, path=config)
@@ -69,15 +74,24 @@ def show(
     print_lines(["", "job (capd_client, in the training process)", *_table(job)])
 
 
-@app.command()
+@app.command(short_help="Print the settings that cannot be used.")
 def check(
     config: Annotated[
         Path | None,
-        typer.Argument(metavar="[FILE]", help="capd.toml to check; default: CAPD_CONFIG or ./capd.toml."),
+        typer.Argument(
+            metavar="FILE", help="Settings file [default: CAPD_CONFIG, or ./capd.toml if it exists]."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the problems as a JSON list.")] = False,
 ) -> None:
-    """Print everything in the file and in CAPD_* variables that cannot be used; exit code 2 if there is anything."""
+    """Print every setting in the file and in CAPD_* variables that cannot be used, a line each.
+
+    `capd plan` finds what only a model shows, such as a rule that matches nothing.
+
+    \b
+    Exit codes:
+      2  there is such a setting
+    """
     from capd.config import config_path, misspelt_variables, read_file, resolve_daemon
     from capd.errors import CapdError
 

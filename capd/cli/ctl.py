@@ -24,7 +24,11 @@ _ANSWER_S = 10.0  # beyond what the daemon was told to wait
 _SEAL_S = 660.0  # the daemon gives up sooner
 
 RunId = Annotated[
-    str | None, typer.Option("--run-id", metavar="NAME", help="Which run [default: the only live one].")
+    str | None,
+    typer.Option("--run-id", metavar="NAME", help="The run [default: the only one with live ranks]."),
+]
+SealedRun = Annotated[
+    str | None, typer.Option("--run-id", metavar="NAME", help="The run [default: all runs of the daemon].")
 ]
 Endpoint = Annotated[
     str | None, typer.Option("--endpoint", metavar="unix:PATH", help="The daemon [default: CAPD_ENDPOINT].")
@@ -36,23 +40,51 @@ At = Annotated[
         min=0,
         max=MAX_INDEX,
         metavar="ITERATION",
-        help="Take effect there [default: the next that no rank has begun].",
+        help="Take effect from this one [default: the next that no rank has begun].",
     ),
 ]
 Timeout = Annotated[
     float,
     typer.Option(
-        min=0.1, max=3600, metavar="SECONDS", help="How long to wait for the ranks; steps may be long."
+        min=0.1, max=3600, metavar="SECONDS", help="How long to wait for the ranks; a step may take longer."
     ),
 ]
-NoWait = Annotated[bool, typer.Option("--no-wait", help="Give the order and do not wait for the ranks.")]
+NoWait = Annotated[bool, typer.Option("--no-wait", help="Return at once, without waiting for the ranks.")]
 
 
 @app.callback()
 def _group() -> None:
-    """Steer the capture of a running job: all its ranks on this node, from the same iteration on.
+    """Steer the capture of a running job: all ranks of one run on this node, from the same iteration on.
 
-    On several nodes, say the same on each of them, with the same --at ITERATION.
+    The orders go through the daemon that the ranks are connected to (CAPD_ENDPOINT, or the default path). Who may
+    connect to its socket may give them. Without --run-id the order is for the only run with live ranks.
+
+    `start`, `stop` and `select` replace each other as a whole: after `select --modules "*.mlp.*"`, `select --steps
+    all` is all modules again, and `start` after `stop` knows of no earlier `select`.
+
+    An order holds from the next iteration that no rank has begun. It is a little later if steps are too short for a
+    message to reach every rank in time; a rank that is more than 1000 iterations ahead is not waited for. --at
+    names the iteration. A job on several nodes has a daemon on each: give the order on each node, with the same
+    --at.
+
+    The command waits until every live rank has followed, and prints the iteration from which the order holds on
+    each rank. Ranks that have not followed in time are named (exit code 1), and follow when they get there. A rank
+    that connects later follows from its first iteration on.
+
+    \b
+    Examples:
+      capd ctl status
+      capd ctl stop
+      capd ctl start --steps 500-
+      capd ctl select --modules "*.mlp.*" --tensors input,grad_output
+      capd ctl select --reset
+
+    \b
+    Exit codes:
+      1  some ranks have not followed yet
+      2  several runs have live ranks: name one with --run-id
+      3  no daemon answers
+      5  no such run, or the selection matches nothing
     """
 
 
@@ -74,7 +106,7 @@ def start(
     endpoint: Endpoint = None,
     as_json: Json = False,
 ) -> None:
-    """Capture again: what the script and its configuration select, or with --steps these steps of it."""
+    """Capture again: the selection of the script and its configuration, or --steps of it."""
     selection = None if steps is None else _selection(steps=steps)
     _steer(Control("start", run_id, selection, at, _wait_s(timeout, no_wait)), endpoint, as_json)
 
@@ -88,7 +120,7 @@ def stop(
     endpoint: Endpoint = None,
     as_json: Json = False,
 ) -> None:
-    """Capture nothing any more; what capture() is called for is counted as dropped (stopped)."""
+    """Capture nothing from now on. Each capture() of the script is counted as a drop (stopped)."""
     _steer(Control("stop", run_id, None, at, _wait_s(timeout, no_wait)), endpoint, as_json)
 
 
@@ -101,13 +133,19 @@ def select(
     ranks: Annotated[str | None, typer.Option(metavar="RANGE", help="Ranks.")] = None,
     modules: Annotated[
         list[str] | None,
-        typer.Option(metavar="GLOB", help="Linear modules of the watched models; repeatable."),
+        typer.Option(
+            metavar="GLOB", help="Linear modules of the watched models. May be given several times."
+        ),
     ] = None,
     tensors: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Their tensors: input, weight, …; repeatable, or with commas."),
+        typer.Option(
+            metavar="NAME",
+            help="Their tensors: input, weight, output, grad_output, grad_input, grad_weight. May be given several "
+            "times.",
+        ),
     ] = None,
-    reset: Annotated[bool, typer.Option("--reset", help="Back to what the script selects.")] = False,
+    reset: Annotated[bool, typer.Option("--reset", help="Return to the selection of the script.")] = False,
     run_id: RunId = None,
     at: At = None,
     timeout: Timeout = 30.0,
@@ -115,7 +153,13 @@ def select(
     endpoint: Endpoint = None,
     as_json: Json = False,
 ) -> None:
-    """Capture this instead of what every watch() of the job selects; what is not given stays as in the script."""
+    """Capture this selection instead of the one of every watch() of the job.
+
+    An option that is not given stays as in the script. Ranges are written as in CAPD_STEPS: "0-2,100-:100", or all.
+    Globs go over module names as `capd ls` shows them, and match any Linear module of a watched model, also one
+    that watch(select=…) left out. Explicit capture() calls are not selected: only `stop` affects them. A job that
+    captures only with capture(…, iteration=n) is steered by these numbers.
+    """
     given = any(part is not None for part in (steps, micro_batches, ranks, modules or None, tensors or None))
     if reset == given:
         raise ConfigError("say what to select (--steps, --modules, …; see --help), or --reset")
@@ -130,8 +174,8 @@ def flush(run_id: RunId = None, timeout: Timeout = 30.0, endpoint: Endpoint = No
 
 
 @app.command(short_help="Publish what is committed to plain Zarr readers.")
-def seal(run_id: RunId = None, endpoint: Endpoint = None) -> None:
-    """Publish what is committed to plain Zarr readers now; without --run-id of all runs of the daemon."""
+def seal(run_id: SealedRun = None, endpoint: Endpoint = None) -> None:
+    """Publish the committed records to plain Zarr readers now."""
     _say(_ask(Control("seal", run_id), endpoint))
 
 

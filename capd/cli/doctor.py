@@ -19,10 +19,19 @@ ROUND_TRIP_TIMEOUT_S = 120.0
 
 
 def doctor(
-    quick: Annotated[bool, typer.Option("--quick", help="Skip the round trip of every dtype.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out the round trip of every dtype.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check this machine, the endpoint, and one round trip of every dtype. Exits with 1 when something fails."""
+    """Check this machine, the endpoint, and one round trip of every dtype.
+
+    Checks versions, kernel features, the endpoint and its daemon, arena size and memory limits, CPUs, open files,
+    the rank that a job would take, and the store's disk. Then one tensor of every dtype goes through a temporary
+    daemon and store, and the bits are compared. Every failure comes with what to do.
+
+    \b
+    Exit codes:
+      1  something fails
+    """
     from capd.cli.checks import CHECKS, Finding
     from capd.config import load_daemon_settings
 

@@ -26,27 +26,60 @@ FORMATS = ("pt", "npz", "safetensors", "parquet")
 @selects_keys
 def export(
     store: StoreArgument = None,
-    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help=f"{', '.join(FORMATS)}.")] = "pt",
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help=f"Format: {', '.join(FORMATS)}.")] = "pt",
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="DIR", help="Where the files go [default: ./<run>-<format>]."),
+        typer.Option("--out", "-o", metavar="DIR", help="Where the files go [default: ./RUN-FORMAT]."),
     ] = None,
     run: RunOption = None,
     names: Annotated[str, typer.Option(metavar="A|B|C", help="pt: naming scheme of the files.")] = "C",
     tensor_names: Annotated[
-        str, typer.Option(metavar="seed|capd", help="pt: what a Linear's dY and dX are called.")
+        str,
+        typer.Option(
+            metavar="seed|capd",
+            help="pt: names of a Linear's dY and dX; seed calls them input and output of the backward.",
+        ),
     ] = "seed",
-    layer_base: Annotated[int, typer.Option(min=0, max=1, help="pt: number of the first layer.")] = 0,
+    layer_base: Annotated[
+        int, typer.Option(min=0, max=1, metavar="0|1", help="pt: number of the first layer.")
+    ] = 0,
     tests: Tests = (),
     jobs: Annotated[
-        int | None, typer.Option(min=1, max=256, help="pt: threads that write [default: the CPUs].")
+        int | None,
+        typer.Option(min=1, max=256, metavar="N", help="pt: threads that write [default: the CPUs]."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Write records of a run as files; never replaces one. Exits with 5 when nothing matches.
+    """Write the records of a run, of all attempts, as files. No file is ever replaced.
 
-    pt: one file per record, as the predecessor's tensor saver wrote them, for plain torch.load(weights_only=True). npz,
-    safetensors: one file per series. parquet: one table, a row per record with its statistics (extra `table`).
+    \b
+    Formats:
+      pt           one file per record, as tensor_saver wrote them:
+                   DIR/QUANT_TYPE/….pt, for torch.load(weights_only=True)
+      npz          one file per series: an array per record, named by its number,
+                   in the stored bits (uint16 for bfloat16, uint8 for 8-bit
+                   floats); `capd` is JSON with key, dtype, moments, shapes
+      safetensors  the same, in the dtypes of safetensors (fnuz formats and packed
+                   fp4 as U8); the JSON is the metadata `capd`
+      parquet      one table, DIR/records.parquet: a row per record with key,
+                   moment, shape and statistics; needs `pip install "capd[table]"`
+
+    Only parquet has the records that keep statistics alone. A file has its name only once it is whole, with mode
+    0600. An interrupted export leaves whole files. A second export into the same directory starts from the
+    beginning: give it an empty one. About 128 MiB of records are in memory at once, or one record if it is larger.
+    docs/migration-files.md describes the .pt files.
+
+    \b
+    Examples:
+      capd export captures --run exp7 --out files
+      capd export captures --to npz --layer 0-3 --tensor weight
+      capd export captures --to parquet
+
+    \b
+    Exit codes:
+      5  nothing matches
+      6  the disk is full
+      7  another export writes to DIR
     """
     _check("--to", to, FORMATS)
     _check("--names", names, ("A", "B", "C"))

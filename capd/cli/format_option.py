@@ -16,7 +16,7 @@ Formats = Annotated[
     typer.Option(
         "--formats",
         metavar="LIST",
-        help="Number formats to measure: mxfp8,mxfp8:e5m2,nvfp4,hifp8:saturate; none for no one.",
+        help="Number formats to measure, as mxfp8,mxfp8:e5m2,nvfp4,hifp8:saturate; or none.",
     ),
 ]
 

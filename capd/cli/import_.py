@@ -25,29 +25,54 @@ __all__ = ["import_files"]
 
 def import_files(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Directory of tensor files, with those below it.")
+        Path, typer.Argument(metavar="DIR", help="Directory with tensor files, also in directories below it.")
     ],
     store: StoreRoot = None,
     run_id: Annotated[
-        str | None, typer.Option("--run-id", help="Run to import into [default: the name of DIR].")
+        str | None,
+        typer.Option("--run-id", metavar="NAME", help="Run to import into [default: the name of DIR]."),
     ] = None,
     config: Config = None,
     layer_base: Annotated[
-        int, typer.Option(min=0, max=1, help="Number of the first layer in files that capd did not write.")
+        int,
+        typer.Option(
+            min=0, max=1, metavar="0|1", help="Number of the first layer in files that capd did not write."
+        ),
     ] = 0,
     jobs: Annotated[
-        int | None, typer.Option(min=1, max=256, help="Threads that load and encode [default: the CPUs].")
+        int | None,
+        typer.Option(min=1, max=256, metavar="N", help="Threads that load and encode [default: the CPUs]."),
     ] = None,
-    codec: Annotated[str | None, typer.Option("--codec", help="As for `capd serve` [default: auto].")] = None,
+    codec: Annotated[
+        str | None, typer.Option("--codec", metavar="CODEC", help="As for `capd serve` [default: auto].")
+    ] = None,
     keep_free: Annotated[
-        str | None, typer.Option("--keep-free", help="Disk space to leave free [default: 10%].")
+        str | None,
+        typer.Option("--keep-free", metavar="SIZE", help="Disk space to leave free [default: 10%]."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Import the tensor files below DIR (.pt, .pth) into a run; nothing in them is ever executed.
+    """Import the tensor files below DIR (.pt, .pth) into a run, in the order in which they were written.
 
-    Bad files are named and skipped (exit code 1). Repeated, it adds only what is new; interrupted, it goes on. Exits
-    with 5 when there is no such file, with 7 when a daemon owns the store.
+    Files of `capd export --to pt` become the same records again. docs/migration-files.md says how files of
+    tensor_saver are read. Nothing in a file is executed, and symbolic links are not followed. A file that is
+    damaged, hostile, of another kind, or a plain pickle (.pkl) is named on stderr and skipped.
+
+    An interrupted import continues when it is given again. A repeated one adds only new files: a file is known by
+    its absolute path and size. About 128 MiB of files and records are in memory at once, or one file and its record
+    if they are larger, and some 400 bytes for each file.
+
+    \b
+    Examples:
+      capd import ./enhanced_tensor_logs --store captures
+      capd import ./old --run-id old --layer-base 1
+
+    \b
+    Exit codes:
+      1  some files were skipped, the others are imported
+      5  no tensor file was found
+      6  the disk is full, or has less than --keep-free left
+      7  a daemon owns the store
     """
     from capd.config import load_daemon_settings
     from capd.io.seed_files import find_files

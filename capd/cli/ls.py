@@ -31,14 +31,26 @@ def ls(
     run: RunOption = None,
     tests: Tests = (),
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Print at most this many.", show_default="all")
+        int | None, typer.Option(min=1, metavar="N", help="Print at most this many [default: all].")
     ] = None,
     by: Annotated[
-        str | None, typer.Option(metavar="FIELD", help=f"Count by: {', '.join(COUNTABLE)}.")
+        str | None,
+        typer.Option(metavar="FIELD", help=f"Count series, records and bytes by: {', '.join(COUNTABLE)}."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the series of a run, or count them by a field. Exits with 5 when nothing matches."""
+    """List the series of a run, or count them by a field.
+
+    \b
+    Examples:
+      capd ls captures --layer 0-3 --tensor grad_output
+      capd ls captures --module "*.mlp.*" --json
+      capd ls captures --by quant_type
+
+    \b
+    Exit codes:
+      5  nothing matches
+    """
     if by is not None and by not in COUNTABLE:
         raise ConfigError(f"--by {by!r} is no field; use one of {', '.join(COUNTABLE)}")
     from capd.store.reader import list_series

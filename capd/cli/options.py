@@ -16,48 +16,68 @@ _COLLECTIONS = "Collections"  # the heading of their options in --help
 
 Command = Annotated[list[str], typer.Argument(metavar="-- CMD…", help="The job and its arguments.")]
 StoreRoot = Annotated[
-    Path | None, typer.Option("--store", help="Directory that holds the runs [default: captures].")
+    Path | None,
+    typer.Option("--store", metavar="DIR", help="Directory that holds the runs [default: captures]."),
 ]
 Config = Annotated[
     Path | None,
-    typer.Option("--config", help="Settings file [default: CAPD_CONFIG, else ./capd.toml, if there is one]."),
+    typer.Option(
+        "--config", metavar="FILE", help="Settings file [default: CAPD_CONFIG, or ./capd.toml if it exists]."
+    ),
 ]
 Policy = Annotated[
     str | None,
-    typer.Option("--policy", help="When there is no room: drop, block, thin or stats [default: block]."),
+    typer.Option(
+        "--policy", metavar="POLICY", help="If there is no room: drop, block, thin or stats [default: block]."
+    ),
 ]
 Mode = Annotated[
-    str | None, typer.Option("--mode", help="What is kept: tensor, stats or sample:1/N [default: tensor].")
+    str | None,
+    typer.Option(
+        "--mode", metavar="MODE", help="What to keep: tensor, stats or sample:1/N [default: tensor]."
+    ),
 ]
 Steps = Annotated[
     str | None,
-    typer.Option("--steps", help='Training steps that watch captures, "0-2,100-:100" or "all".'),
+    typer.Option(
+        "--steps",
+        metavar="RANGE",
+        help='Training steps to capture: "0-2,100-:100" or "all" [default: the first].',
+    ),
 ]
 SliceOfRows = Annotated[
     str | None,
-    typer.Option("--slice", help="Rows of activations: first:64, stride:8, tokens:0-127 [default: all]."),
+    typer.Option(
+        "--slice",
+        metavar="SLICE",
+        help="Rows of activations: first:64, stride:8, tokens:0-127 [default: all].",
+    ),
 ]
-QuantType = Annotated[str | None, typer.Option("--quant-type", help="Label of the captures, such as mxfp8.")]
+QuantType = Annotated[
+    str | None, typer.Option("--quant-type", metavar="WORD", help="Label of the captures, such as mxfp8.")
+]
 
 # Of `capd run` alone.
 RunMode = Annotated[
     str | None,
     typer.Option(
         "--mode",
-        help="What is kept: tensor, stats or sample:1/N [default: tensor]. Or a collection: single, batch or quick.",
+        metavar="MODE",
+        help="What to keep: tensor, stats or sample:1/N [default: tensor]. Or a collection: single, batch or quick.",
     ),
 ]
 QuantTypes = Annotated[
     str | None,
     typer.Option(
         "--quant-type",
-        help="Number format that the job's models compute in, such as mxfp8, and label of the captures; another word "
-        "is a label alone. Of a collection T[,T…] [default: mxfp8, four in batch].",
+        metavar="TYPE",
+        help="Number format in which the job's models compute, such as mxfp8, and label of the captures. Another word "
+        "is only a label. A collection takes several: T,T,… [default: mxfp8, or four types in batch].",
     ),
 ]
 LabelOnly = Annotated[
     bool,
-    typer.Option("--label-only", help="Emulate nothing: --quant-type is a label of what the job computes."),
+    typer.Option("--label-only", help="Emulate nothing: --quant-type is only a label."),
 ]
 ControlIter = Annotated[
     int | None,
@@ -66,7 +86,7 @@ ControlIter = Annotated[
         "--control-micro-batches",
         min=0,
         metavar="N",
-        help="Micro-batches that are kept of each type; 0: all [default: 1].",
+        help="Micro-batches to keep of each type; 0: all, within a byte budget [default: 1].",
         rich_help_panel=_COLLECTIONS,
     ),
 ]
@@ -76,7 +96,7 @@ MicroBatches = Annotated[
         "--collect-micro-batches",
         min=1,
         metavar="M",
-        help="At most that many of one iteration [default: 1].",
+        help="Micro-batches of one iteration, at most [default: 1].",
         rich_help_panel=_COLLECTIONS,
     ),
 ]
@@ -85,7 +105,7 @@ Until = Annotated[
     typer.Option(
         "--until",
         metavar="complete|stable",
-        help="End a job when it has all, or also when no more comes [default: complete].",
+        help="End a job when every rank has its micro-batches, or also when no more arrive [default: complete].",
         rich_help_panel=_COLLECTIONS,
     ),
 ]
@@ -94,7 +114,7 @@ StableFor = Annotated[
     typer.Option(
         "--stable-for",
         metavar="TIME",
-        help="How long nothing may have come [default: 60s].",
+        help="How long to wait for more, or for ranks without captures: 90, 60s, 15m, 1.5h [default: 60s].",
         rich_help_panel=_COLLECTIONS,
     ),
 ]
@@ -103,14 +123,17 @@ Timeout = Annotated[
     typer.Option(
         "--timeout",
         metavar="TIME",
-        help="End a type's job in any case; 0: never [default: 15m].",
+        help="End a type's job then, and do not count it as collected; 0: never [default: 15m].",
         rich_help_panel=_COLLECTIONS,
     ),
 ]
 Variables = Annotated[
     list[str] | None,
     typer.Option(
-        "--env", metavar="K=V", help="A variable of the job; repeatable.", rich_help_panel=_COLLECTIONS
+        "--env",
+        metavar="K=V",
+        help="A variable of the job. May be given several times.",
+        rich_help_panel=_COLLECTIONS,
     ),
 ]
 Require = Annotated[
@@ -118,11 +141,12 @@ Require = Annotated[
     typer.Option(
         "--require",
         metavar="PATH",
-        help="Data that must be there before anything starts; repeatable.",
+        help="Data that must exist before anything starts: a file, a directory, or a prefix with .bin and .idx. May be "
+        "given several times.",
         rich_help_panel=_COLLECTIONS,
     ),
 ]
 Yes = Annotated[
     bool,
-    typer.Option("--yes", help="With --control-iter 0: without a byte budget.", rich_help_panel=_COLLECTIONS),
+    typer.Option("--yes", help="Allow --control-iter 0 without a byte budget.", rich_help_panel=_COLLECTIONS),
 ]

@@ -34,27 +34,63 @@ def plan(
     slice_: SliceOfRows = None,
     quant_type: QuantType = None,
     no_watch: Annotated[
-        bool, typer.Option("--no-watch", help="Plan only what the job asks for with capd_client itself.")
+        bool, typer.Option("--no-watch", help="Plan only what the job itself asks for with capd_client.")
     ] = False,
     iterations: Annotated[
-        int, typer.Option("--iterations", min=1, max=1000, help="Steps that the job trains for the plan.")
+        int,
+        typer.Option(
+            "--iterations", min=1, max=1000, metavar="N", help="Steps that the job trains for the plan."
+        ),
     ] = 3,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", min=1.0, help="Seconds after which the job is ended in any case.")
+        float,
+        typer.Option(
+            "--timeout", min=1.0, metavar="SECONDS", help="End the job after this time in any case."
+        ),
     ] = 1800.0,
     shared: Annotated[
         Path | None,
-        typer.Option("--shared", help="Directory that all nodes see: plan the ranks of all of them."),
+        typer.Option(
+            "--shared", metavar="DIR", help="Directory that all nodes see: plan the ranks of all nodes."
+        ),
     ] = None,
     every_series: Annotated[
-        bool, typer.Option("--all", help="A line for each series, instead of groups of layers.")
+        bool, typer.Option("--all", help="Print a line for each series, not for each group of layers.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what a job would capture: series, shapes, bytes, link time, disk, memory. Nothing is captured.
+    """Show what a job would capture and what that takes: series, bytes, link time, disk, memory.
 
-    The job really trains, without a daemon or a store, until every rank has finished its first steps; then it is ended
-    by SIGTERM. What a script writes in its first steps, or on SIGTERM, it writes here too. Its output goes to stderr.
+    Nothing is captured: there is no daemon, no arena and no store. The job itself runs and really trains, until
+    every rank of this node has finished its first steps, or a step seems to have no end. Then SIGTERM ends it, and
+    SIGKILL after 60 s. Files that a script writes in its first steps, or on SIGTERM, are written. Its output goes
+    to stderr, with the launcher's words on the SIGTERM.
+
+    The options are those of `capd run`. Every planned step is looked at, whatever --steps selects; micro-batches
+    and ranks are selected as in a run. If a captured step has the shapes of a planned one, its series, shapes,
+    records and bytes are exactly the planned ones. Drops by the policy, a full disk or max_mb_per_step are not
+    subtracted: warnings name them. An explicit capture() counts at the rate of the planned steps.
+
+    The table has one line for all layers and experts that are alike, and one table for all ranks that are alike.
+    Below it, for each rank: records and bytes of a captured step, the median step time, the time on the link
+    (max_d2h_gbps, or measured by a copy of 64 MiB), and the captured steps that fit into the arena. For each node:
+    bytes in 1,000 steps and per hour, when the disk is full, the speed of the store's disk (a trial of 64 MiB), and
+    memory. Warnings name what is too much, and the setting to change.
+
+    On several nodes, run it on one node for that node's ranks. If CMD itself starts the ranks of all nodes, as srun
+    does, --shared plans all of them.
+
+    \b
+    Examples:
+      capd plan -- torchrun --nproc-per-node 2 train.py
+      capd plan --steps all --slice first:64 --all -- python train.py
+
+    \b
+    Exit codes:
+      0         planned, even if the job failed afterwards
+      1         the job ended before a step was finished; the plan is partial
+      5         the job ended well and asked for no capture
+      126, 127  CMD cannot be started
     """
     from capd.cli.companion import Companion
     from capd.cli.job import find_command

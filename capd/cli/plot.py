@@ -38,7 +38,9 @@ def plot(
             metavar="STORE", help="A run, a directory of runs, or of .pt files.", show_default=False
         ),
     ],
-    kind: Annotated[str, typer.Argument(metavar="KIND", help=_KINDS, show_default=False)],
+    kind: Annotated[
+        str, typer.Argument(metavar="KIND", help="What to draw: one of the kinds above.", show_default=False)
+    ],
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="FILE", help="x.png, x.svg or x.pdf.", show_default=False)
     ],
@@ -47,23 +49,37 @@ def plot(
         typer.Option(
             "--formats",
             metavar="LIST",
-            help="Number formats: mxfp8,mxfp8:e5m2,nvfp4 [default: five of them].",
+            help="Number formats of heatmap, tensor, exponents and boxes, as mxfp8,mxfp8:e5m2,nvfp4 [default: five of "
+            "them; exponents: hifp8 and the elements; boxes: none].",
         ),
     ] = None,
     metric: Annotated[
         str | None,
         typer.Option(
-            "--metric", metavar="WORD", help="Of heatmap and boxes: sqnr, underflow, … [default: sqnr]."
+            "--metric",
+            metavar="WORD",
+            help="Error of heatmap, and of boxes with --formats: sqnr, underflow, saturation, flush, relative, l2, "
+            "cosine, mse or mae [default: sqnr].",
         ),
     ] = None,
     size: Annotated[
-        str | None, typer.Option("--size", metavar="WxH", help="Inches, as 3.3x2.5 [default: what fits].")
+        str | None,
+        typer.Option(
+            "--size",
+            metavar="WxH",
+            help="Width and height in inches, as 3.3x2.5 [default: as large as needed].",
+        ),
     ] = None,
-    dpi: Annotated[int, typer.Option(min=30, max=1200, help="Dots per inch of a PNG.")] = 200,
+    dpi: Annotated[int, typer.Option(min=30, max=1200, metavar="N", help="Dots per inch of a PNG.")] = 200,
     title: Annotated[
-        str | None, typer.Option("--title", help='Above the figure; "" for none [default: what it shows].')
+        str | None,
+        typer.Option(
+            "--title", metavar="TEXT", help='Title above the figure; "" for none [default: what it shows].'
+        ),
     ] = None,
-    log: Annotated[bool, typer.Option("--log", help="Logarithmic axes of values, or colours.")] = False,
+    log: Annotated[
+        bool, typer.Option("--log", help="Logarithmic axes of values, or colours of heatmap.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE.")] = False,
     run: RunOption = None,
     all_runs: AllRuns = False,
@@ -72,10 +88,37 @@ def plot(
     workers: Workers = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Draw one figure of a run into FILE (extra `plot`), the same bytes for the same records.
+    """Draw one figure of a run into FILE: PNG, SVG or PDF. The same records give the same bytes.
 
-    Where it takes several pages, their files are numbered: x_1.pdf, x_2.pdf. What cannot be read is named and skipped
-    (exit code 4 for a damaged record, 1 for a bad file). Exits with 5 when nothing matches, or nothing is to be drawn.
+    STORE may be a run, a directory of runs, or a directory of .pt files. Figures need `pip install "capd[plot]"`. A
+    figure of several pages becomes x_1.pdf, x_2.pdf and so on. Each file is whole or absent, with mode 0600. What
+    cannot be read is named and skipped. docs/plots.md shows how to read the figures.
+
+    \b
+    Kinds:
+      distribution  histograms of the values, for each tensor name
+      exponents     binary exponents, and the mantissa bits of formats there
+      layers        mean, std and absmax by layer
+      heatmap       the error of each format, layer × tensor name
+      boxes         the layers as boxes, by quant type; or errors of --formats
+      channels      the largest magnitude of each channel
+      iterations    mean, std and absmax by iteration
+      hifp8         regimes, codes and errors of HiFloat8
+      overflow      values above and below the range of each format
+      tensor        all about one tensor name on one page
+
+    \b
+    Examples:
+      capd plot captures layers -o layers.pdf --tensor input
+      capd plot captures heatmap -o map.svg --metric underflow
+
+    \b
+    Exit codes:
+      1  FILE exists or cannot be written, or bad .pt files were skipped
+      2  an unknown kind, format, metric or ending, or matplotlib is missing
+      4  damaged records were skipped
+      5  nothing matches, or there is nothing of that kind to draw
+      6  the disk is full
     """
     chosen, wanted, look = _checked(kind, out, formats, metric, size, dpi, title, log)
     if not force:

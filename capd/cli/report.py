@@ -40,7 +40,7 @@ def report(
             "--out",
             "-o",
             metavar="FILE.html|DIR",
-            help="One page, or where all files go.",
+            help="One page, or a directory for all files.",
             show_default=False,
         ),
     ] = ...,  # type: ignore[assignment]  # typer's way to say that it is required
@@ -50,17 +50,45 @@ def report(
     tests: Tests = (),
     workers: Workers = None,
     formats: Formats = DEFAULT_FORMATS,
-    force: Annotated[bool, typer.Option("--force", help="Replace FILE.html, whatever it is.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace FILE.html, even if no report wrote it.")
+    ] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Stored statistics alone; reads no tensor of a run.")
+        bool, typer.Option("--quick", help="Use only stored statistics; read no tensor of a run.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Write a run's statistics and figures as one page, or with JSON, text and PNG files (extra `plot`) into DIR.
+    """Write statistics and figures of a run: one page for a browser, or a directory of files.
 
-    A name that ends in .html is a page for any browser, which loads nothing from anywhere; else it is a directory.
-    STORE may also be a directory of the predecessor's .pt files, read in place. What cannot be read is named and
-    skipped (exit code 4 for a damaged record, 1 for a bad file). Exits with 5 when nothing matches.
+    A name that ends in .html is one page, which works offline. Any other name is a directory: it gets the page,
+    statistics as JSON and text, and figures as PNG files (docs/report.md lists them). Figures need `pip install
+    "capd[plot]"`; without it, the other files are written and the exit code is 2.
+
+    STORE may also be a directory of .pt files of tensor_saver, which are checked as by `capd import` and read in
+    place. Of records at the same moment, those of the job's latest attempt count.
+
+    Blocked formats take most of the time; --formats none measures none. --quick reads no tensor of a run, and
+    leaves out quantiles, value distributions, errors and channels. Without it, every element is read once. The
+    statistics of .pt files are always computed. About 128 MiB of records are in memory at once, or one record if it
+    is larger, and 60 KiB to 2 MiB for each group with quantiles.
+
+    A new report replaces the files of an earlier report, removes pages that it lacks, and touches nothing else;
+    --force replaces any FILE.html. Each file is whole or absent. Files have mode 0600, a new directory 0700. What
+    cannot be read is named and skipped.
+
+    \b
+    Examples:
+      capd report captures -o report.html
+      capd report captures --run exp7 -o figures --layer 0-7
+      capd report captures --all-runs -o all.html --quick
+
+    \b
+    Exit codes:
+      1  a file in the way that no report wrote, or bad .pt files were skipped
+      2  DIR has a file's name, such as x.pdf, or matplotlib is missing
+      4  damaged records were skipped
+      5  nothing matches; nothing was written
+      7  another report writes to DIR
     """
     wanted = () if quick else choices_of(formats)
     place = default_store() if store is None else store

@@ -42,7 +42,11 @@ def run(
     store: StoreRoot = None,
     run_id: Annotated[
         str | None,
-        typer.Option("--run-id", help="Name of the run; an existing one is continued [default: the time]."),
+        typer.Option(
+            "--run-id",
+            metavar="NAME",
+            help="Name of the run; an existing run is continued [default: the time].",
+        ),
     ] = None,
     config: Config = None,
     policy: Policy = None,
@@ -52,11 +56,11 @@ def run(
     quant_type: QuantTypes = None,
     label_only: LabelOnly = False,
     no_watch: Annotated[
-        bool, typer.Option("--no-watch", help="Capture only what the job asks for with capd_client itself.")
+        bool, typer.Option("--no-watch", help="Capture only what the job itself asks for with capd_client.")
     ] = False,
     attach: Annotated[
         bool,
-        typer.Option("--attach", help="Join the node's daemon (CAPD_ENDPOINT, else the default endpoint)."),
+        typer.Option("--attach", help="Join this node's daemon (CAPD_ENDPOINT, or the default endpoint)."),
     ] = False,
     control_iter: ControlIter = None,
     collect_micro_batches: MicroBatches = None,
@@ -68,22 +72,44 @@ def run(
     yes: Yes = False,
     report: ReportInto = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Of a collection: print its report as JSON.")
+        bool, typer.Option("--json", help="Print the report of a collection as JSON.")
     ] = False,
 ) -> None:
-    """Run a training job with a daemon beside it, then seal the store and print a summary.
+    """Run a training job with a daemon beside it, then seal the run and print a summary on stderr.
 
-    The models that the job trains are found and watched, unless it imports capd_client itself. It gets
-    CAPD_ENDPOINT, CAPD_STORE, CAPD_RUN_ID and what is given here, and runs in the foreground; signals reach it, and its
-    exit code is this command's (128+N after signal N). With CAPD_ENDPOINT set, or --attach, the daemon there is
-    joined instead of starting one. All other settings come from CAPD_* variables and capd.toml: `capd config show`
-    lists them.
+    capd finds the models that the job trains and captures them, unless the job imports capd_client itself. The job
+    runs in the foreground and gets the signals. The exit code is the job's, or 128+N after signal N. If nothing was
+    captured, the summary says why.
 
-    --quant-type has the models compute in that format (CAPD_EMULATE has a recipe of your own), except where the job
-    quantises by itself, as far as that can be seen, and under --label-only.
+    The job gets CAPD_ENDPOINT, CAPD_STORE, CAPD_RUN_ID, PYTHONPATH and the options below as variables. It also gets
+    policy block and CAPD_LOG=INFO, unless you set them. All other settings are CAPD_* variables or capd.toml; `capd
+    config show` lists them. A setting that cannot be used is refused before anything starts.
 
-    --mode single, batch or quick is a collection run: the job once for each quant type, ended when it has N
-    micro-batches, and a report at the end. {quant_type}, {run_dir} and {index} in CMD and --env are each type's own.
+    With CAPD_ENDPOINT set, or with --attach, the job joins the daemon there instead of a private one. If the
+    default endpoint does not answer --attach, the job runs without capture. A job on several nodes needs the same
+    --run-id on each.
+
+    With --quant-type the job's linear layers and attentions compute in that format, forward and backward. To use a
+    recipe of your own, set CAPD_EMULATE. A job that quantises by itself only gets the label, and so does every job
+    with --label-only.
+
+    With --mode single, batch or quick, the command collects: it runs the job once for each quant type, ends each
+    when it has N micro-batches, and prints a report. {quant_type}, {run_dir} and {index} in CMD, --env and
+    --require are replaced for each type.
+
+    \b
+    Examples:
+      capd run -- torchrun --nproc-per-node 2 train.py
+      capd run --steps 0-2,100-:100 --run-id exp7 -- python train.py
+      capd run --quant-type mxfp8 --report figures -- python train.py
+      capd run --mode batch -- python train.py --save {run_dir}
+
+    \b
+    Exit codes:
+      1         the job ended with 0, and its --report failed or is not whole
+      2         a setting or a path cannot be used; nothing was started
+      126, 127  CMD cannot be started
+      128+N     signal N ended the job
     """
     from capd.cli.job import find_command
     from capd.cli.run_collection import Options, Settings, collection_request, run_collection

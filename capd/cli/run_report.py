@@ -18,7 +18,7 @@ ReportInto = Annotated[
     typer.Option(
         "--report",
         metavar="DIR",
-        help="Afterwards draw and count what was captured into DIR, as `capd report` does.",
+        help="After the run, write its `capd report` with five formats into DIR.",
     ),
 ]
 

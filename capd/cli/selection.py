@@ -20,7 +20,7 @@ Tests = Sequence[Test]
 
 
 def _words(flag: str, what: str) -> Any:
-    help_text = f"{what}; may be given several times."
+    help_text = f"{what} May be given several times."
     return Annotated[list[str] | None, typer.Option(flag, metavar="WORD", help=help_text, show_default=False)]
 
 
@@ -29,15 +29,15 @@ def _range(flag: str, what: str) -> Any:
 
 
 _OPTIONS = {
-    "quant_type": _words("--quant-type", "bf16, mxfp8, …"),
+    "quant_type": _words("--quant-type", "Quant type: bf16, mxfp8, …"),
     "rank": _range("--rank", 'Ranks: "0", "0-3,8".'),
-    "layer": _range("--layer", 'Layers: "0-3,8", or "none".'),
-    "phase": _words("--phase", "pre or post"),
-    "layer_type": _words("--layer-type", "attention, linear, …"),
-    "component": _words("--component", "FA, linear, …"),
-    "operation": _words("--operation", "forward or backward"),
+    "layer": _range("--layer", 'Layers: "0-3,8", or "none" for tensors outside of layers.'),
+    "phase": _words("--phase", "Phase: pre or post."),
+    "layer_type": _words("--layer-type", "Layer type: attention, linear, …"),
+    "component": _words("--component", "Component: FA, linear, …"),
+    "operation": _words("--operation", "Operation: forward or backward."),
     "tensor_name": _words("--tensor", "Tensor name: input, query, grad_output, …"),
-    "module": _words("--module", "Glob over module names, such as '*.mlp.*'"),
+    "module": _words("--module", "Glob of module names, such as '*.mlp.*'."),
 }
 """The option of each field of a key, in the order of `--help`."""
 

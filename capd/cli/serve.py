@@ -16,47 +16,94 @@ __all__ = ["serve"]
 def serve(
     store: StoreRoot = None,
     endpoint: Annotated[
-        str | None, typer.Option("--endpoint", help="unix:PATH of the socket to listen on.")
+        str | None,
+        typer.Option(
+            "--endpoint", metavar="unix:PATH", help="Socket to listen on [default: in XDG_RUNTIME_DIR]."
+        ),
     ] = None,
     config: Config = None,
     run_id: Annotated[
-        str | None, typer.Option("--run-id", help="Run of ranks that bring no name [default: the time].")
+        str | None,
+        typer.Option("--run-id", metavar="NAME", help="Run of the ranks that name none [default: the time]."),
     ] = None,
     node: Annotated[
-        str | None, typer.Option("--node", help="This node's name in the store [default: host name].")
+        str | None,
+        typer.Option("--node", metavar="NAME", help="This node's name in the store [default: host name]."),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option("--threads", help="Encode threads [default: a quarter of the CPUs].")
+        int | None,
+        typer.Option("--threads", metavar="N", help="Encode threads [default: a quarter of the CPUs]."),
     ] = None,
     max_disk: Annotated[
         str | None,
-        typer.Option("--max-disk", help="Most bytes to add [default: min(200GB, half of the free space)]."),
+        typer.Option(
+            "--max-disk",
+            metavar="SIZE",
+            help="Bytes to add to the store, at most [default: min(200GB, half of the free space)].",
+        ),
     ] = None,
     keep_free: Annotated[
-        str | None, typer.Option("--keep-free", help="Disk space to leave free [default: 10%].")
+        str | None,
+        typer.Option("--keep-free", metavar="SIZE", help="Disk space to leave free [default: 10%]."),
     ] = None,
     allow_uid: Annotated[
-        list[int] | None, typer.Option("--allow-uid", help="A further user whose ranks may connect.")
+        list[int] | None,
+        typer.Option(
+            "--allow-uid",
+            metavar="UID",
+            help="Another user whose ranks may connect. May be given several times.",
+        ),
     ] = None,
     durability: Annotated[
-        str | None, typer.Option("--durability", help="buffered or durable [default: buffered].")
+        str | None,
+        typer.Option(
+            "--durability",
+            metavar="WORD",
+            help="What an acknowledged record survives. buffered: the kill of every process; durable: also power loss "
+            "[default: buffered].",
+        ),
     ] = None,
     codec: Annotated[
         str | None,
-        typer.Option("--codec", help="auto, default, fast, none, or explicit like zstd:3 [default: auto]."),
+        typer.Option(
+            "--codec",
+            metavar="CODEC",
+            help="auto (the best of a few for each series), default, fast, none, or a codec of docs/format.md, such as "
+            "zstd:3 [default: auto].",
+        ),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Log warnings and errors only.")] = False,
     parent: Annotated[int | None, typer.Option("--parent", hidden=True)] = None,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Come back once it listens; it goes on in the background.")
+        bool, typer.Option("--detach", help="Return once the daemon listens; it continues in the background.")
     ] = False,
 ) -> None:
-    """Run the daemon of this node.
+    """Run the daemon of this node in the foreground.
 
-    Ranks find it through CAPD_ENDPOINT, which the log line "listening on …" gives. SIGTERM, SIGHUP or Ctrl-C drains,
-    seals and exits with 0, or with 8 if records are left unsealed, which the last message names. A second Ctrl-C
-    leaves at once, keeping everything that was acknowledged. With --detach this command ends with 0 when the daemon
-    listens, or with the daemon's exit code if it does not start.
+    Ranks find the daemon through CAPD_ENDPOINT. The log line "listening on …" gives the value.
+
+    SIGTERM, SIGHUP or Ctrl-C ends the daemon: it drains, seals and exits. During the start it first seals what a
+    killed daemon left. A second Ctrl-C leaves at once (exit code 130) and keeps everything that was acknowledged; a
+    second SIGTERM changes nothing. `nohup` keeps SIGHUP away.
+
+    If records are left unsealed (exit code 8), the last message names the runs, and how many of their records plain
+    Zarr readers cannot see yet. Nothing is lost: the next `capd serve` on this store seals them.
+
+    With --detach the command ends with 0 when the daemon listens, or with the daemon's exit code if it does not
+    start: 1 if it was stopped before. The log then goes to .capd-NODE.log in the store.
+
+    \b
+    Examples:
+      capd serve --store captures
+      capd serve --store /data/captures --max-disk 500GB --durability durable
+      capd serve --detach
+
+    \b
+    Exit codes:
+      0  stopped, everything is sealed
+      1  failed to start, or captures were left that were never acknowledged
+      7  another daemon owns the store
+      8  stopped, and records are left unsealed
     """
     from capd.cli.output import note
     from capd.config import load_daemon_settings, misspelt_variables

@@ -35,22 +35,42 @@ _MOMENT = ("iteration", "micro_batch", "call", "sample_idx", "batch_idx", "seque
 
 def show(
     store: Annotated[
-        Path, typer.Argument(help="A run (NAME.zarr), or a directory of runs.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="STORE",
+            help="A run (NAME.zarr), or a directory of runs: the newest is read.",
+            show_default=False,
+        ),
     ],
     series: Annotated[
         str,
         typer.Argument(
             metavar="SERIES[#i]",
-            help="Path of a series as `capd ls` prints it, or its end, or a glob; #i picks record i.",
+            help="A series, or with #i its record i.",
             show_default=False,
         ),
     ],
     run: RunOption = None,
-    limit: Annotated[int, typer.Option(min=1, help="Records to list of a series.")] = 20,
-    values: Annotated[int, typer.Option(min=0, help="First values to print of a record.")] = 8,
+    limit: Annotated[int, typer.Option(min=1, metavar="N", help="Records to list of a series.")] = 20,
+    values: Annotated[int, typer.Option(min=0, metavar="N", help="First values to print of a record.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show a series and its records, or with #i one record: moment, statistics, histograms, first values."""
+    """Show a series with its records, or one record: moment, shape, statistics, histograms, first values.
+
+    SERIES is a path as `capd ls` prints it, the end of such a path, or a glob. It must match one series. #i picks
+    record i, and counts from the end if i is negative. A record that keeps statistics alone has no values and no
+    histogram of them.
+
+    \b
+    Examples:
+      capd show captures "*layer3*.backward.grad_output"
+      capd show captures linear.forward.weight#-1 --values 32
+
+    \b
+    Exit codes:
+      2  several series match
+      5  no series matches, or it has no such record
+    """
     import capd
 
     name, number = _split(series)

@@ -22,12 +22,17 @@ __all__ = [
 ]  # fmt: skip
 
 AllRuns = Annotated[
-    bool, typer.Option("--all-runs", help="All runs in STORE together, not the newest alone.")
+    bool, typer.Option("--all-runs", help="Read all runs in STORE together, not only the newest.")
 ]
 LayerBase = Annotated[
-    int, typer.Option(min=0, max=1, help="Number of the first layer in files that capd did not write.")
+    int,
+    typer.Option(
+        min=0, max=1, metavar="0|1", help="Number of the first layer in .pt files that capd did not write."
+    ),
 ]
-Workers = Annotated[int | None, typer.Option(min=1, max=256, help="Threads that read [default: the CPUs].")]
+Workers = Annotated[
+    int | None, typer.Option(min=1, max=256, metavar="N", help="Threads that read [default: the CPUs].")
+]
 
 
 class Found(NamedTuple):

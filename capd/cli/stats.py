@@ -25,20 +25,34 @@ __all__ = ["stats"]
 def stats(
     store: StoreArgument = None,
     run: RunOption = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Refresh until Ctrl-C, also after the daemon is gone.")
+    ] = False,
     interval: Annotated[
         float, typer.Option(min=0.1, metavar="SECONDS", help="Pause between refreshes.")
     ] = 1.0,
     drops: Annotated[
-        bool, typer.Option("--drops", help="What was dropped instead: by key and reason, with iterations.")
+        bool, typer.Option("--drops", help="List the drops instead: by key and reason, with iterations.")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON; with --watch one object per line.")
     ] = False,
 ) -> None:
-    """Counters: offered, committed, in flight, dropped by reason, rate, compression, disk left.
+    """Show the counters of a run: offered, committed, in flight, dropped, rate, compression, disk left.
 
-    Live from the daemon (CAPD_ENDPOINT, else the default path) where it knows the run, else from the store.
+    The daemon answers (CAPD_ENDPOINT, or the default path) if it writes the run. Otherwise the counters come from
+    the store, where they are at most one second old.
+
+    If captures were lost, the first line says how many, why, and which setting to change. Captures that your
+    settings leave out (sampled, stopped) have a line of their own.
+
+    --drops lists the drops by key and reason, over all ranks. The counts add up to the counters.
+
+    \b
+    Examples:
+      capd stats
+      capd stats captures --run exp7 --watch
+      capd stats captures --drops
     """
     from capd.cli.counters import Source
 

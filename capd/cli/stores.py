@@ -16,14 +16,14 @@ __all__ = ["RunOption", "StoreArgument", "default_store", "resolve_run"]
 StoreArgument = Annotated[
     Path | None,
     typer.Argument(
-        metavar="[STORE]",
-        help="A run (NAME.zarr), or a directory of runs, whose newest is taken. "
-        "Default: CAPD_STORE, else store in capd.toml, else captures.",
+        metavar="STORE",
+        help="A run (NAME.zarr), or a directory of runs: the newest is read. "
+        "Default: CAPD_STORE, or store in capd.toml, or captures.",
         show_default=False,
     ),
 ]
 RunOption = Annotated[
-    str | None, typer.Option("--run", metavar="ID", help="The run to read, where STORE holds several.")
+    str | None, typer.Option("--run", metavar="ID", help="The run to read, if STORE holds several.")
 ]
 
 

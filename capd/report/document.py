@@ -1,4 +1,4 @@
-"""`global_statistics.json`: every group as numbers (docs/cli.md, "capd report")."""
+"""`global_statistics.json`: every group as numbers (docs/json.md, "capd report")."""
 
 from __future__ import annotations
 

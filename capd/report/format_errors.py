@@ -1,4 +1,4 @@
-"""What formats make of groups of records, as plain values: what `capd compare --formats` prints (docs/cli.md)."""
+"""What formats make of groups of records, as plain values: what `capd compare --formats` prints (docs/json.md)."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def records_in(series: SeriesSeen, calls: Sequence[Calls], iteration: int, every
 
 
 def rank_plan(seen: RankSeen, *, ended: bool) -> dict[str, Any]:
-    """The plan of one rank: `series`, each with its own numbers, and the sums that `docs/cli.md` lists.
+    """The plan of one rank: `series`, each with its own numbers, and the sums that `docs/json.md` lists.
 
     ended: the job ended by itself, so that its last iteration was over, too.
     """

@@ -62,7 +62,7 @@ class Plan:
         self._handle.remove()
 
     def as_dict(self) -> dict[str, Any]:
-        """As `capd plan --json` (docs/cli.md), of this process; `expected`: what is known before a step has run.
+        """As `capd plan --json` (docs/json.md), of this process; `expected`: what is known before a step has run.
 
         Measures the link, which takes some milliseconds, and on a GPU waits for it.
         """

@@ -20,7 +20,7 @@ Plan = Mapping[str, Any]
 
 
 def plan_lines(plan: Plan, *, every_series: bool = False) -> Iterator[str]:
-    """The lines of a plan as `docs/cli.md` describes its JSON. every_series: one line each, instead of grouped."""
+    """The lines of a plan as `docs/json.md` describes its JSON. every_series: one line each, instead of grouped."""
     yield from _tables(plan["ranks"], every_series)
     yield ""
     yield from table_lines(

@@ -15,7 +15,7 @@ __all__ = ["whole_plan"]
 def whole_plan(
     seen: Sequence[RankSeen], *, host: str, disk: Optional[Mapping[str, Any]], ended: bool
 ) -> dict[str, Any]:
-    """`ranks`, `nodes`, `warnings` and `world_size`, as docs/cli.md lists them.
+    """`ranks`, `nodes`, `warnings` and `world_size`, as docs/json.md lists them.
 
     host, disk: this node and its disk. ended: the job ended by itself, and well.
     """

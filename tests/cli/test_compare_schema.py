@@ -1,4 +1,4 @@
-"""Every field that `capd compare --json` prints is in docs/cli.md."""
+"""Every field that `capd compare --json` prints is in docs/json.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.cli.conftest import Result
 
 SECTION = (
-    (Path(__file__).parents[2] / "docs/cli.md").read_text().split("## capd compare\n")[1].split("\n## ")[0]
+    (Path(__file__).parents[2] / "docs/json.md").read_text().split("## capd compare\n")[1].split("\n## ")[0]
 )
 KEY_FIELDS = {  # which the page names together, as "the key's fields"
     "quant_type", "rank", "layer", "phase", "layer_type", "operation", "component", "tensor_name", "module", "stack",

@@ -111,8 +111,8 @@ def test_what_a_job_leaves_behind_that_ended_by_itself_is_left_alone(tmp_path: P
 
 
 def test_every_json_field_is_documented() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
-    text = text[text.index("## capd plan") : text.index("## capd serve")]
+    text = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
+    text = text[text.index("## capd plan") : text.index("## capd ctl")]
     disk = {"store": "/s", "free_bytes": 9, "max_disk": 9, "keep_free": 0, "write_bytes_per_s": None}
     plan = whole_plan([seen(1)], host="a", disk=disk, ended=True)
     [rank], [node] = plan["ranks"], plan["nodes"]

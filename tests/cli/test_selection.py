@@ -13,7 +13,8 @@ from tests.cli.conftest import Result
 Capd = Callable[..., Result]
 
 OPTIONS = [
-    "--quant-type", "--rank", "--layer", "--phase", "--layer-type", "--component", "--operation", "--tensor", "--module",
+    "--quant-type", "--rank", "--layer", "--phase", "--layer-type", "--component", "--operation", "--tensor",
+    "--module",
 ]  # fmt: skip
 
 
