@@ -9,6 +9,7 @@ import typer
 
 from capd.analyze.format_choice import DEFAULT_FORMATS
 from capd.cli.compare_request import Request
+from capd.cli.options import Json, flag, option
 from capd.cli.selection import Tests, selects_keys
 from capd.cli.sources import AllRuns, LayerBase, Workers
 from capd.cli.stores import RunOption, StoreArgument
@@ -27,57 +28,51 @@ def compare(
     ] = None,
     formats: Annotated[
         str | None,
-        typer.Option(
-            metavar="LIST",
-            help="Formats to measure, as mxfp8,mxfp8:e5m2:rceil,nvfp4:16x16,hifp8 "
-            f"[default: {DEFAULT_FORMATS}].",
+        option(
+            "--formats",
+            "LIST",
+            f"Formats to measure, as mxfp8,mxfp8:e5m2:rceil,nvfp4:16x16,hifp8 [default: {DEFAULT_FORMATS}].",
         ),
     ] = None,
     by: Annotated[
         str | None,
-        typer.Option(
-            metavar="FIELDS", help="Group by these, as layer,phase,tensor_name [default: tensor_name]."
-        ),
+        option("--by", "FIELDS", "Group by these, as layer,phase,tensor_name [default: tensor_name]."),
     ] = None,
     axis: Annotated[
         str | None,
-        typer.Option(
-            metavar="-1|-2|both",
-            help="Blocks along the last axis, the last but one, or each of them [default: -1].",
+        option(
+            "--axis",
+            "-1|-2|both",
+            "Blocks along the last axis, the last but one, or each of them [default: -1].",
         ),
     ] = None,
     per_block: Annotated[
-        bool, typer.Option("--per-block", help="Also show how errors and ranges of single blocks are spread.")
+        bool, flag("--per-block", "Also show how errors and ranges of single blocks are spread.")
     ] = False,
     sweep_scale: Annotated[
         bool,
-        typer.Option(
-            "--sweep-scale",
-            help="Try one scale for all values, from aligned with the largest to the smallest.",
-        ),
+        flag("--sweep-scale", "Try one scale for all values, from aligned with the largest to the smallest."),
     ] = False,
     between: Annotated[
         str | None,
-        typer.Option(
-            metavar="FIELD=A,B", help="Compare two values of a field within STORE, as quant_type=bf16,mxfp8."
+        option(
+            "--between", "FIELD=A,B", "Compare two values of a field within STORE, as quant_type=bf16,mxfp8."
         ),
     ] = None,
     ignore: Annotated[
-        str | None, typer.Option(metavar="FIELDS", help="Fields in which the records of a pair may differ.")
+        str | None, option("--ignore", "FIELDS", "Fields in which the records of a pair may differ.")
     ] = None,
-    records: Annotated[bool, typer.Option("--records", help="Print a row for each pair of records.")] = False,
+    records: Annotated[bool, flag("--records", "Print a row for each pair of records.")] = False,
     first_divergence: Annotated[
-        bool,
-        typer.Option(
-            "--first-divergence", help="Stop at the first pair, in order of execution, that differs."
-        ),
+        bool, flag("--first-divergence", "Stop at the first pair, in order of execution, that differs.")
     ] = False,
     tolerance: Annotated[
         float,
-        typer.Option(
+        option(
+            "--tolerance",
+            "T",
+            "A pair differs if max|a-b| > T·max|a|, or at a NaN or Inf; 0: if any bit differs.",
             min=0.0,
-            metavar="T",
-            help="A pair differs if max|a-b| > T·max|a|, or at a NaN or Inf; 0: if any bit differs.",
         ),
     ] = 0.0,
     run: RunOption = None,
@@ -85,8 +80,8 @@ def compare(
     layer_base: LayerBase = 0,
     tests: Tests = (),
     workers: Workers = None,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_csv: Annotated[bool, flag("--csv", "Print comma-separated values.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Compare number formats on captured tensors, or two captures with each other.
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from capd.cli.options import Json, flag, option
 from capd.cli.output import note, print_json, print_lines, table_lines
 
 __all__ = ["app"]
@@ -44,11 +45,9 @@ def _group() -> None:
 def show(
     config: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Settings file [default: CAPD_CONFIG, or ./capd.toml if it exists]."
-        ),
+        option("--config", "FILE", "Settings file [default: CAPD_CONFIG, or ./capd.toml if it exists]."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Print each setting of the daemon and of the job, its value and its origin: env NAME, file PATH or default.
 
@@ -82,7 +81,7 @@ def check(
             metavar="FILE", help="Settings file [default: CAPD_CONFIG, or ./capd.toml if it exists]."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the problems as a JSON list.")] = False,
+    as_json: Annotated[bool, flag("--json", "Print the problems as a JSON list.")] = False,
 ) -> None:
     """Print every setting in the file and in CAPD_* variables that cannot be used, a line each.
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from capd.cli.options import flag, option
 from capd.cli.output import print_json, print_lines
 from capd.cli.ranks_view import order_lines, status_lines
 from capd.cli.tool import connect
@@ -23,33 +24,27 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=T
 _ANSWER_S = 10.0  # beyond what the daemon was told to wait
 _SEAL_S = 660.0  # the daemon gives up sooner
 
-RunId = Annotated[
-    str | None,
-    typer.Option("--run-id", metavar="NAME", help="The run [default: the only one with live ranks]."),
-]
-SealedRun = Annotated[
-    str | None, typer.Option("--run-id", metavar="NAME", help="The run [default: all runs of the daemon].")
-]
-Endpoint = Annotated[
-    str | None, typer.Option("--endpoint", metavar="unix:PATH", help="The daemon [default: CAPD_ENDPOINT].")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the ranks as JSON.")]
+RunId = Annotated[str | None, option("--run-id", "NAME", "The run [default: the only one with live ranks].")]
+SealedRun = Annotated[str | None, option("--run-id", "NAME", "The run [default: all runs of the daemon].")]
+Endpoint = Annotated[str | None, option("--endpoint", "unix:PATH", "The daemon [default: CAPD_ENDPOINT].")]
+Json = Annotated[bool, flag("--json", "Print the ranks as JSON.")]
 At = Annotated[
     int | None,
-    typer.Option(
+    option(
+        "--at",
+        "ITERATION",
+        "Take effect from this one [default: the next that no rank has begun].",
         min=0,
         max=MAX_INDEX,
-        metavar="ITERATION",
-        help="Take effect from this one [default: the next that no rank has begun].",
     ),
 ]
 Timeout = Annotated[
     float,
-    typer.Option(
-        min=0.1, max=3600, metavar="SECONDS", help="How long to wait for the ranks; a step may take longer."
+    option(
+        "--timeout", "SECONDS", "How long to wait for the ranks; a step may take longer.", min=0.1, max=3600
     ),
 ]
-NoWait = Annotated[bool, typer.Option("--no-wait", help="Return at once, without waiting for the ranks.")]
+NoWait = Annotated[bool, flag("--no-wait", "Return at once, without waiting for the ranks.")]
 
 
 @app.callback()
@@ -97,7 +92,7 @@ def status(run_id: RunId = None, endpoint: Endpoint = None, as_json: Json = Fals
 @app.command(short_help="Capture again.")
 def start(
     steps: Annotated[
-        str | None, typer.Option(metavar="RANGE", help='Capture these steps, such as "all" or "500-".')
+        str | None, option("--steps", "RANGE", 'Capture these steps, such as "all" or "500-".')
     ] = None,
     run_id: RunId = None,
     at: At = None,
@@ -126,26 +121,23 @@ def stop(
 
 @app.command(short_help="Capture other steps, modules or tensors.")
 def select(
-    steps: Annotated[
-        str | None, typer.Option(metavar="RANGE", help='Steps, such as "all" or "100-:100".')
-    ] = None,
-    micro_batches: Annotated[str | None, typer.Option(metavar="RANGE", help="Micro-batches.")] = None,
-    ranks: Annotated[str | None, typer.Option(metavar="RANGE", help="Ranks.")] = None,
+    steps: Annotated[str | None, option("--steps", "RANGE", 'Steps, such as "all" or "100-:100".')] = None,
+    micro_batches: Annotated[str | None, option("--micro-batches", "RANGE", "Micro-batches.")] = None,
+    ranks: Annotated[str | None, option("--ranks", "RANGE", "Ranks.")] = None,
     modules: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="GLOB", help="Linear modules of the watched models. May be given several times."
-        ),
+        option("--modules", "GLOB", "Linear modules of the watched models. May be given several times."),
     ] = None,
     tensors: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Their tensors: input, weight, output, grad_output, grad_input, grad_weight. May be given several "
+        option(
+            "--tensors",
+            "NAME",
+            "Their tensors: input, weight, output, grad_output, grad_input, grad_weight. May be given several "
             "times.",
         ),
     ] = None,
-    reset: Annotated[bool, typer.Option("--reset", help="Return to the selection of the script.")] = False,
+    reset: Annotated[bool, flag("--reset", "Return to the selection of the script.")] = False,
     run_id: RunId = None,
     at: At = None,
     timeout: Timeout = 30.0,

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from capd.cli.options import Json, flag
 from capd.cli.output import print_json, print_lines
 
 __all__ = ["doctor"]
@@ -19,8 +20,8 @@ ROUND_TRIP_TIMEOUT_S = 120.0
 
 
 def doctor(
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out the round trip of every dtype.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    quick: Annotated[bool, flag("--quick", "Leave out the round trip of every dtype.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Check this machine, the endpoint, and one round trip of every dtype.
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-import typer
-
+from capd.cli.options import Json, option
 from capd.cli.output import human_count, human_nbytes, note, print_json, print_lines
 from capd.cli.progress import progress_bar
 from capd.cli.selection import Tests, selects_keys
@@ -26,29 +25,28 @@ FORMATS = ("pt", "npz", "safetensors", "parquet")
 @selects_keys
 def export(
     store: StoreArgument = None,
-    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help=f"Format: {', '.join(FORMATS)}.")] = "pt",
+    to: Annotated[str, option("--to", "FORMAT", f"Format: {', '.join(FORMATS)}.")] = "pt",
     out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", metavar="DIR", help="Where the files go [default: ./RUN-FORMAT]."),
+        Path | None, option("--out", "DIR", "Where the files go [default: ./RUN-FORMAT].", "-o")
     ] = None,
     run: RunOption = None,
-    names: Annotated[str, typer.Option(metavar="A|B|C", help="pt: naming scheme of the files.")] = "C",
+    names: Annotated[str, option("--names", "A|B|C", "pt: naming scheme of the files.")] = "C",
     tensor_names: Annotated[
         str,
-        typer.Option(
-            metavar="seed|capd",
-            help="pt: names of a Linear's dY and dX; seed calls them input and output of the backward.",
+        option(
+            "--tensor-names",
+            "seed|capd",
+            "pt: names of a Linear's dY and dX; seed calls them input and output of the backward.",
         ),
     ] = "seed",
     layer_base: Annotated[
-        int, typer.Option(min=0, max=1, metavar="0|1", help="pt: number of the first layer.")
+        int, option("--layer-base", "0|1", "pt: number of the first layer.", min=0, max=1)
     ] = 0,
     tests: Tests = (),
     jobs: Annotated[
-        int | None,
-        typer.Option(min=1, max=256, metavar="N", help="pt: threads that write [default: the CPUs]."),
+        int | None, option("--jobs", "N", "pt: threads that write [default: the CPUs].", min=1, max=256)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Write the records of a run, of all attempts, as files. No file is ever replaced.
 

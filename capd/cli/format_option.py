@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from capd.cli.options import option
 
 if TYPE_CHECKING:
     from capd.analyze.format_choice import FormatChoice
@@ -13,10 +13,8 @@ __all__ = ["Formats", "choices_of"]
 
 Formats = Annotated[
     str,
-    typer.Option(
-        "--formats",
-        metavar="LIST",
-        help="Number formats to measure, as mxfp8,mxfp8:e5m2,nvfp4,hifp8:saturate; or none.",
+    option(
+        "--formats", "LIST", "Number formats to measure, as mxfp8,mxfp8:e5m2,nvfp4,hifp8:saturate; or none."
     ),
 ]
 

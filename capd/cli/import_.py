@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from capd.cli.options import Config, StoreRoot
+from capd.cli.options import Config, Json, StoreRoot, option
 from capd.cli.output import human_count, human_nbytes, print_json, print_lines
 from capd.cli.progress import Progress, progress_bar
+from capd.cli.sources import LayerBase
 from capd.errors import NO_SPACE, ConfigError, NothingMatched, StoreError, StoreFull
 from capd_client.texts import printable
 
@@ -29,28 +30,18 @@ def import_files(
     ],
     store: StoreRoot = None,
     run_id: Annotated[
-        str | None,
-        typer.Option("--run-id", metavar="NAME", help="Run to import into [default: the name of DIR]."),
+        str | None, option("--run-id", "NAME", "Run to import into [default: the name of DIR].")
     ] = None,
     config: Config = None,
-    layer_base: Annotated[
-        int,
-        typer.Option(
-            min=0, max=1, metavar="0|1", help="Number of the first layer in files that capd did not write."
-        ),
-    ] = 0,
+    layer_base: LayerBase = 0,
     jobs: Annotated[
-        int | None,
-        typer.Option(min=1, max=256, metavar="N", help="Threads that load and encode [default: the CPUs]."),
+        int | None, option("--jobs", "N", "Threads that load and encode [default: the CPUs].", min=1, max=256)
     ] = None,
-    codec: Annotated[
-        str | None, typer.Option("--codec", metavar="CODEC", help="As for `capd serve` [default: auto].")
-    ] = None,
+    codec: Annotated[str | None, option("--codec", "CODEC", "As for `capd serve` [default: auto].")] = None,
     keep_free: Annotated[
-        str | None,
-        typer.Option("--keep-free", metavar="SIZE", help="Disk space to leave free [default: 10%]."),
+        str | None, option("--keep-free", "SIZE", "Disk space to leave free [default: 10%].")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Import the tensor files below DIR (.pt, .pth) into a run, in the order in which they were written.
 

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
+from capd.cli.options import Json, option
 from capd.cli.output import human_count, human_nbytes, note, print_json, print_table
 from capd.cli.selection import Tests, selects_keys
 from capd.cli.stores import RunOption, StoreArgument, resolve_run
@@ -31,13 +30,12 @@ def ls(
     run: RunOption = None,
     tests: Tests = (),
     limit: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Print at most this many [default: all].")
+        int | None, option("--limit", "N", "Print at most this many [default: all].", min=1)
     ] = None,
     by: Annotated[
-        str | None,
-        typer.Option(metavar="FIELD", help=f"Count series, records and bytes by: {', '.join(COUNTABLE)}."),
+        str | None, option("--by", "FIELD", f"Count series, records and bytes by: {', '.join(COUNTABLE)}.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """List the series of a run, or count them by a field.
 

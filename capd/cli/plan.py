@@ -13,7 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from capd.cli.options import Command, Config, Mode, Policy, QuantType, SliceOfRows, Steps, StoreRoot
+from capd.cli.options import (
+    Command,
+    Config,
+    Json,
+    Mode,
+    Policy,
+    QuantType,
+    SliceOfRows,
+    Steps,
+    StoreRoot,
+    flag,
+    option,
+)
 from capd.cli.output import note, print_json, print_lines
 
 if TYPE_CHECKING:
@@ -34,30 +46,21 @@ def plan(
     slice_: SliceOfRows = None,
     quant_type: QuantType = None,
     no_watch: Annotated[
-        bool, typer.Option("--no-watch", help="Plan only what the job itself asks for with capd_client.")
+        bool, flag("--no-watch", "Plan only what the job itself asks for with capd_client.")
     ] = False,
     iterations: Annotated[
-        int,
-        typer.Option(
-            "--iterations", min=1, max=1000, metavar="N", help="Steps that the job trains for the plan."
-        ),
+        int, option("--iterations", "N", "Steps that the job trains for the plan.", min=1, max=1000)
     ] = 3,
     timeout_s: Annotated[
-        float,
-        typer.Option(
-            "--timeout", min=1.0, metavar="SECONDS", help="End the job after this time in any case."
-        ),
+        float, option("--timeout", "SECONDS", "End the job after this time in any case.", min=1.0)
     ] = 1800.0,
     shared: Annotated[
-        Path | None,
-        typer.Option(
-            "--shared", metavar="DIR", help="Directory that all nodes see: plan the ranks of all nodes."
-        ),
+        Path | None, option("--shared", "DIR", "Directory that all nodes see: plan the ranks of all nodes.")
     ] = None,
     every_series: Annotated[
-        bool, typer.Option("--all", help="Print a line for each series, not for each group of layers.")
+        bool, flag("--all", "Print a line for each series, not for each group of layers.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show what a job would capture and what that takes: series, bytes, link time, disk, memory.
 

@@ -11,6 +11,7 @@ import typer
 
 from capd.cli.format_option import choices_of
 from capd.cli.gathered import contents, contents_json, gathered_of, skipped_code
+from capd.cli.options import Json, flag, option
 from capd.cli.output import print_json, print_lines
 from capd.cli.selection import Tests, selects_keys
 from capd.cli.sources import AllRuns, LayerBase, Workers, found_in
@@ -41,52 +42,41 @@ def plot(
     kind: Annotated[
         str, typer.Argument(metavar="KIND", help="What to draw: one of the kinds above.", show_default=False)
     ],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FILE", help="x.png, x.svg or x.pdf.", show_default=False)
-    ],
+    out: Annotated[Path, option("--out", "FILE", "x.png, x.svg or x.pdf.", "-o", show_default=False)],
     formats: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--formats",
-            metavar="LIST",
-            help="Number formats of heatmap, tensor, exponents and boxes, as mxfp8,mxfp8:e5m2,nvfp4 [default: five of "
+            "LIST",
+            "Number formats of heatmap, tensor, exponents and boxes, as mxfp8,mxfp8:e5m2,nvfp4 [default: five of "
             "them; exponents: hifp8 and the elements; boxes: none].",
         ),
     ] = None,
     metric: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--metric",
-            metavar="WORD",
-            help="Error of heatmap, and of boxes with --formats: sqnr, underflow, saturation, flush, relative, l2, "
+            "WORD",
+            "Error of heatmap, and of boxes with --formats: sqnr, underflow, saturation, flush, relative, l2, "
             "cosine, mse or mae [default: sqnr].",
         ),
     ] = None,
     size: Annotated[
         str | None,
-        typer.Option(
-            "--size",
-            metavar="WxH",
-            help="Width and height in inches, as 3.3x2.5 [default: as large as needed].",
-        ),
+        option("--size", "WxH", "Width and height in inches, as 3.3x2.5 [default: as large as needed]."),
     ] = None,
-    dpi: Annotated[int, typer.Option(min=30, max=1200, metavar="N", help="Dots per inch of a PNG.")] = 200,
+    dpi: Annotated[int, option("--dpi", "N", "Dots per inch of a PNG.", min=30, max=1200)] = 200,
     title: Annotated[
-        str | None,
-        typer.Option(
-            "--title", metavar="TEXT", help='Title above the figure; "" for none [default: what it shows].'
-        ),
+        str | None, option("--title", "TEXT", 'Title above the figure; "" for none [default: what it shows].')
     ] = None,
-    log: Annotated[
-        bool, typer.Option("--log", help="Logarithmic axes of values, or colours of heatmap.")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace FILE.")] = False,
+    log: Annotated[bool, flag("--log", "Logarithmic axes of values, or colours of heatmap.")] = False,
+    force: Annotated[bool, flag("--force", "Replace FILE.")] = False,
     run: RunOption = None,
     all_runs: AllRuns = False,
     layer_base: LayerBase = 0,
     tests: Tests = (),
     workers: Workers = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Draw one figure of a run into FILE: PNG, SVG or PDF. The same records give the same bytes.
 
@@ -156,14 +146,14 @@ def _checked(
         raise ConfigError(f"{kind!r} is no kind of figure; they are {_KINDS}")
     if out.suffix[1:].lower() not in _SUFFIXES:
         raise ConfigError(f"-o {out}: the name ends in {', '.join(f'.{one}' for one in _SUFFIXES)}")
-    for option, given, taken in (
+    for name, given, taken in (
         ("--formats", formats is not None, chosen.formats),
         ("--metric", metric is not None, chosen.metric),
         ("--log", log, chosen.log),
     ):
         if given and not taken:
-            having = ", ".join(name for name, one in KINDS.items() if getattr(one, option[2:]))
-            raise ConfigError(f"{kind} takes no {option}; {having} do")
+            having = ", ".join(other for other, one in KINDS.items() if getattr(one, name[2:]))
+            raise ConfigError(f"{kind} takes no {name}; {having} do")
     if metric is not None and metric not in METRICS:
         raise ConfigError(f"--metric {metric!r} is not known; they are {', '.join(METRICS)}")
     if metric is not None and kind == "boxes" and formats is None:

@@ -12,6 +12,7 @@ import typer
 from capd.analyze.format_choice import DEFAULT_FORMATS
 from capd.cli.format_option import Formats, choices_of
 from capd.cli.gathered import contents, contents_json, gathered_of, skipped_code
+from capd.cli.options import Json, flag, option
 from capd.cli.output import human_count, human_nbytes, print_json, print_lines
 from capd.cli.progress import progress_bar
 from capd.cli.report_page import is_page, must_name_directory, page_of, write_page
@@ -36,13 +37,7 @@ def report(
     store: StoreArgument = None,
     out: Annotated[
         Path,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="FILE.html|DIR",
-            help="One page, or a directory for all files.",
-            show_default=False,
-        ),
+        option("--out", "FILE.html|DIR", "One page, or a directory for all files.", "-o", show_default=False),
     ] = ...,  # type: ignore[assignment]  # typer's way to say that it is required
     run: RunOption = None,
     all_runs: AllRuns = False,
@@ -50,13 +45,9 @@ def report(
     tests: Tests = (),
     workers: Workers = None,
     formats: Formats = DEFAULT_FORMATS,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace FILE.html, even if no report wrote it.")
-    ] = False,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Use only stored statistics; read no tensor of a run.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    force: Annotated[bool, flag("--force", "Replace FILE.html, even if no report wrote it.")] = False,
+    quick: Annotated[bool, flag("--quick", "Use only stored statistics; read no tensor of a run.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Write statistics and figures of a run: one page for a browser, or a directory of files.
 

@@ -29,6 +29,8 @@ from capd.cli.options import (
     Until,
     Variables,
     Yes,
+    flag,
+    option,
 )
 from capd.cli.output import note
 from capd.cli.run_report import ReportInto, check_report, reported
@@ -42,11 +44,7 @@ def run(
     store: StoreRoot = None,
     run_id: Annotated[
         str | None,
-        typer.Option(
-            "--run-id",
-            metavar="NAME",
-            help="Name of the run; an existing run is continued [default: the time].",
-        ),
+        option("--run-id", "NAME", "Name of the run; an existing run is continued [default: the time]."),
     ] = None,
     config: Config = None,
     policy: Policy = None,
@@ -56,11 +54,10 @@ def run(
     quant_type: QuantTypes = None,
     label_only: LabelOnly = False,
     no_watch: Annotated[
-        bool, typer.Option("--no-watch", help="Capture only what the job itself asks for with capd_client.")
+        bool, flag("--no-watch", "Capture only what the job itself asks for with capd_client.")
     ] = False,
     attach: Annotated[
-        bool,
-        typer.Option("--attach", help="Join this node's daemon (CAPD_ENDPOINT, or the default endpoint)."),
+        bool, flag("--attach", "Join this node's daemon (CAPD_ENDPOINT, or the default endpoint).")
     ] = False,
     control_iter: ControlIter = None,
     collect_micro_batches: MicroBatches = None,
@@ -71,9 +68,7 @@ def run(
     require: Require = None,
     yes: Yes = False,
     report: ReportInto = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the report of a collection as JSON.")
-    ] = False,
+    as_json: Annotated[bool, flag("--json", "Print the report of a collection as JSON.")] = False,
 ) -> None:
     """Run a training job with a daemon beside it, then seal the run and print a summary on stderr.
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from capd.cli.gathered import contents
+from capd.cli.options import option
 from capd.cli.output import human_count, note
 from capd.errors import CapdError, ConfigError
 
@@ -15,11 +14,7 @@ __all__ = ["ReportInto", "check_report", "note_undrawn", "reported"]
 
 ReportInto = Annotated[
     Path | None,
-    typer.Option(
-        "--report",
-        metavar="DIR",
-        help="After the run, write its `capd report` with five formats into DIR.",
-    ),
+    option("--report", "DIR", "After the run, write its `capd report` with five formats into DIR."),
 ]
 
 

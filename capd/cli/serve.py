@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from capd.cli.options import Config, StoreRoot
+from capd.cli.options import Config, StoreRoot, flag, option
 
 __all__ = ["serve"]
 
@@ -16,66 +16,55 @@ __all__ = ["serve"]
 def serve(
     store: StoreRoot = None,
     endpoint: Annotated[
-        str | None,
-        typer.Option(
-            "--endpoint", metavar="unix:PATH", help="Socket to listen on [default: in XDG_RUNTIME_DIR]."
-        ),
+        str | None, option("--endpoint", "unix:PATH", "Socket to listen on [default: in XDG_RUNTIME_DIR].")
     ] = None,
     config: Config = None,
     run_id: Annotated[
-        str | None,
-        typer.Option("--run-id", metavar="NAME", help="Run of the ranks that name none [default: the time]."),
+        str | None, option("--run-id", "NAME", "Run of the ranks that name none [default: the time].")
     ] = None,
     node: Annotated[
-        str | None,
-        typer.Option("--node", metavar="NAME", help="This node's name in the store [default: host name]."),
+        str | None, option("--node", "NAME", "This node's name in the store [default: host name].")
     ] = None,
     threads: Annotated[
-        int | None,
-        typer.Option("--threads", metavar="N", help="Encode threads [default: a quarter of the CPUs]."),
+        int | None, option("--threads", "N", "Encode threads [default: a quarter of the CPUs].")
     ] = None,
     max_disk: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--max-disk",
-            metavar="SIZE",
-            help="Bytes to add to the store, at most [default: min(200GB, half of the free space)].",
+            "SIZE",
+            "Bytes to add to the store, at most [default: min(200GB, half of the free space)].",
         ),
     ] = None,
     keep_free: Annotated[
-        str | None,
-        typer.Option("--keep-free", metavar="SIZE", help="Disk space to leave free [default: 10%]."),
+        str | None, option("--keep-free", "SIZE", "Disk space to leave free [default: 10%].")
     ] = None,
     allow_uid: Annotated[
         list[int] | None,
-        typer.Option(
-            "--allow-uid",
-            metavar="UID",
-            help="Another user whose ranks may connect. May be given several times.",
-        ),
+        option("--allow-uid", "UID", "Another user whose ranks may connect. May be given several times."),
     ] = None,
     durability: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--durability",
-            metavar="WORD",
-            help="What an acknowledged record survives. buffered: the kill of every process; durable: also power loss "
+            "WORD",
+            "What an acknowledged record survives. buffered: the kill of every process; durable: also power loss "
             "[default: buffered].",
         ),
     ] = None,
     codec: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--codec",
-            metavar="CODEC",
-            help="auto (the best of a few for each series), default, fast, none, or a codec of docs/format.md, such as "
+            "CODEC",
+            "auto (the best of a few for each series), default, fast, none, or a codec of docs/format.md, such as "
             "zstd:3 [default: auto].",
         ),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Log warnings and errors only.")] = False,
+    quiet: Annotated[bool, flag("--quiet", "Log warnings and errors only.", "-q")] = False,
     parent: Annotated[int | None, typer.Option("--parent", hidden=True)] = None,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Return once the daemon listens; it continues in the background.")
+        bool, flag("--detach", "Return once the daemon listens; it continues in the background.")
     ] = False,
 ) -> None:
     """Run the daemon of this node in the foreground.

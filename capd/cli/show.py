@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from capd.cli.histogram import exponent_bars, value_bars, value_counts
+from capd.cli.options import Json, option
 from capd.cli.output import (
     human_count,
     human_nbytes,
@@ -44,16 +45,12 @@ def show(
     ],
     series: Annotated[
         str,
-        typer.Argument(
-            metavar="SERIES[#i]",
-            help="A series, or with #i its record i.",
-            show_default=False,
-        ),
+        typer.Argument(metavar="SERIES[#i]", help="A series, or with #i its record i.", show_default=False),
     ],
     run: RunOption = None,
-    limit: Annotated[int, typer.Option(min=1, metavar="N", help="Records to list of a series.")] = 20,
-    values: Annotated[int, typer.Option(min=0, metavar="N", help="First values to print of a record.")] = 8,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    limit: Annotated[int, option("--limit", "N", "Records to list of a series.", min=1)] = 20,
+    values: Annotated[int, option("--values", "N", "First values to print of a record.", min=0)] = 8,
+    as_json: Json = False,
 ) -> None:
     """Show a series with its records, or one record: moment, shape, statistics, histograms, first values.
 

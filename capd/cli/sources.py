@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import typer
-
+from capd.cli.options import flag, option
 from capd.cli.output import note
 from capd.cli.progress import progress_bar
 from capd.cli.selection import Tests
@@ -21,17 +20,15 @@ __all__ = [
     "AllRuns", "Found", "LayerBase", "Workers", "found_in", "gather_shown", "holds_files", "threads_of",
 ]  # fmt: skip
 
-AllRuns = Annotated[
-    bool, typer.Option("--all-runs", help="Read all runs in STORE together, not only the newest.")
-]
+AllRuns = Annotated[bool, flag("--all-runs", "Read all runs in STORE together, not only the newest.")]
 LayerBase = Annotated[
     int,
-    typer.Option(
-        min=0, max=1, metavar="0|1", help="Number of the first layer in .pt files that capd did not write."
+    option(
+        "--layer-base", "0|1", "Number of the first layer in .pt files that capd did not write.", min=0, max=1
     ),
 ]
 Workers = Annotated[
-    int | None, typer.Option(min=1, max=256, metavar="N", help="Threads that read [default: the CPUs].")
+    int | None, option("--workers", "N", "Threads that read [default: the CPUs].", min=1, max=256)
 ]
 
 

@@ -8,8 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from capd.cli.options import flag, option
 from capd.cli.output import human_count, human_nbytes, note, print_json, print_lines, table_lines
 from capd.cli.stores import RunOption, StoreArgument
 from capd.drops import describe_drops, left_out, lost
@@ -25,18 +24,12 @@ __all__ = ["stats"]
 def stats(
     store: StoreArgument = None,
     run: RunOption = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Refresh until Ctrl-C, also after the daemon is gone.")
-    ] = False,
-    interval: Annotated[
-        float, typer.Option(min=0.1, metavar="SECONDS", help="Pause between refreshes.")
-    ] = 1.0,
+    watch: Annotated[bool, flag("--watch", "Refresh until Ctrl-C, also after the daemon is gone.")] = False,
+    interval: Annotated[float, option("--interval", "SECONDS", "Pause between refreshes.", min=0.1)] = 1.0,
     drops: Annotated[
-        bool, typer.Option("--drops", help="List the drops instead: by key and reason, with iterations.")
+        bool, flag("--drops", "List the drops instead: by key and reason, with iterations.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON; with --watch one object per line.")
-    ] = False,
+    as_json: Annotated[bool, flag("--json", "Print JSON; with --watch one object per line.")] = False,
 ) -> None:
     """Show the counters of a run: offered, committed, in flight, dropped, rate, compression, disk left.
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from capd.cli.options import option
 from capd.cli.output import note
 from capd.errors import ConfigError, NotAStore
 
@@ -22,9 +23,7 @@ StoreArgument = Annotated[
         show_default=False,
     ),
 ]
-RunOption = Annotated[
-    str | None, typer.Option("--run", metavar="ID", help="The run to read, if STORE holds several.")
-]
+RunOption = Annotated[str | None, option("--run", "ID", "The run to read, if STORE holds several.")]
 
 
 def default_store() -> Path:
