@@ -138,7 +138,7 @@ def _print_versions(as_json: bool) -> None:
 
 
 def main(args: list[str] | None = None) -> NoReturn:
-    """Run the command line and exit; errors become one line on stderr and the exit code of their class."""
+    """Runs the command line and exits. An error becomes one line on stderr and the exit code of its class."""
     state = {"debug": False}  # set by the root callback
     try:
         typer.main.get_command(app).main(args=args, prog_name="capd", obj=state)

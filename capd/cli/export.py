@@ -1,4 +1,4 @@
-"""`capd export`: records out of a run, as the predecessor's tensor files, arrays or a table."""
+"""`capd export`: records of a run as .pt files of tensor_saver, arrays or a table."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def export(
         raise NothingMatched(f"nothing to export from {opened.path}: {matched}")
     if len(chosen) < len(found):
         note(
-            f"{len(found) - len(chosen):,} series keep statistics alone and are left out; --to parquet has them"
+            f"{len(found) - len(chosen):,} series keep only statistics and are left out; --to parquet exports them"
         )
     target = out or Path(f"{opened.path.stem}-{to}")
     naming = cast("Any", (names, tensor_names, layer_base))

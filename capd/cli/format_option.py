@@ -20,7 +20,7 @@ Formats = Annotated[
 
 
 def choices_of(formats: str) -> tuple[FormatChoice, ...]:
-    """The formats that are named, of "none" none. Raises ConfigError."""
+    """The formats that an option names; none for "none". Raises ConfigError."""
     from capd.analyze.format_choice import choices
 
     return () if formats.strip() == "none" else choices(formats)

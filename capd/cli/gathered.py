@@ -1,4 +1,4 @@
-"""What the records or files that a selection means come to, for reports and figures; that there is none is an error."""
+"""The sums over the selected records, for reports and figures. An empty selection is an error."""
 
 from __future__ import annotations
 
@@ -18,10 +18,19 @@ __all__ = ["contents", "contents_json", "gathered_of", "skipped_code"]
 def gathered_of(
     found: Found, place: Path, workers: int | None, *, series: bool = False, **asked: Any
 ) -> Gathered:
-    """Look at all items; what cannot be read is named on stderr, skipped and counted, as is what cannot be measured.
+    """Reads all records. Records that cannot be read or measured are named on stderr, and counted.
 
-    place: what messages call them; series: of each by itself, too; asked: as `capd.report.gather.gather` takes it.
-    Raises NothingMatched where there is no record, DamagedRecord or, of files, CapdError where none could be read.
+    Args:
+        found: The records.
+        place: What messages call them.
+        workers: The number of threads; None for one for each CPU.
+        series: Whether to keep the sums of each series, too.
+        asked: As `capd.report.gather.gather` takes it.
+
+    Raises:
+        NothingMatched: There is no record.
+        DamagedRecord: No record of a run could be read.
+        CapdError: No file could be read.
     """
     from capd.report.gather import Gathered
     from capd.report.series import SeriesSummaries
@@ -36,7 +45,7 @@ def gathered_of(
     for (_, reason), count in gathered.unmeasured.items():
         unmeasured[reason] = unmeasured.get(reason, 0) + count
     for reason, count in unmeasured.items():
-        note(f"{count:,} records have no error of formats: {reason}")
+        note(f"{count:,} records have no format error: {reason}")
     if not gathered.groups.whole().records:
         if not gathered.skipped:
             raise NothingMatched(f"no tensor file in {place} matches the selection")
@@ -46,12 +55,12 @@ def gathered_of(
 
 
 def skipped_code(found: Found, gathered: Gathered) -> int:
-    """The exit code of what was delivered: 4 where a damaged record was skipped, 1 where a bad file was, else 0."""
+    """The exit code: 4 if damaged records were skipped, 1 if bad files were, 0 otherwise."""
     return (1 if found.files else 4) if gathered.skipped else 0
 
 
 def contents(gathered: Gathered) -> str:
-    """What was looked at, in words: "860 records of 2 quant types, 3 skipped"."""
+    """The records that were read, in words: "860 records of 2 quant types, 3 skipped"."""
     groups = gathered.groups
     types = groups.values(("quant_type",), "quant_type")
     text = f"{human_count(groups.whole().records, 'record')} of {human_count(len(types), 'quant type')}"
@@ -59,7 +68,7 @@ def contents(gathered: Gathered) -> str:
 
 
 def contents_json(gathered: Gathered) -> dict[str, Any]:
-    """The same as JSON values."""
+    """The records that were read, as JSON values."""
     groups, whole = gathered.groups, gathered.groups.whole()
     return {
         "records": whole.records,

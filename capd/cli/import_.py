@@ -1,4 +1,4 @@
-"""`capd import`: tensor files of the predecessor, or those that `capd export --to pt` wrote, into a run."""
+"""`capd import`: .pt files of tensor_saver or of `capd export --to pt` into a run."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def import_files(
 
     settings = load_daemon_settings({"store": store, "codec": codec, "keep_free": keep_free}, path=config)
     if not directory.is_dir():
-        raise ConfigError(f"{directory} is no directory; name the one that holds the tensor files")
+        raise ConfigError(f"{directory} is not a directory; name the one that holds the tensor files")
     name = check_run_id(run_id or _run_name(directory))
     files = find_files(directory)
     if not files:
@@ -142,7 +142,7 @@ def _import(
 
 
 class _Told:
-    """What the files became."""
+    """The outcome of all files, counted."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

@@ -50,7 +50,7 @@ def ls(
       5  nothing matches
     """
     if by is not None and by not in COUNTABLE:
-        raise ConfigError(f"--by {by!r} is no field; use one of {', '.join(COUNTABLE)}")
+        raise ConfigError(f"--by {by!r} is not a field; use one of {', '.join(COUNTABLE)}")
     from capd.store.reader import list_series
 
     path = resolve_run(store, run)

@@ -135,7 +135,7 @@ def _checked(
     title: str | None,
     log: bool,
 ) -> tuple[Kind, Wanted, Look]:
-    """Everything that can be refused before a record is read. Raises ConfigError."""
+    """Checks all options before a record is read. Raises ConfigError."""
     from capd.analyze.format_choice import DEFAULT_CHOICES
     from capd.report.error_maps import METRICS
     from capd.report.figures import Look, must_have_matplotlib
@@ -143,9 +143,9 @@ def _checked(
 
     chosen = KINDS.get(kind)
     if chosen is None:
-        raise ConfigError(f"{kind!r} is no kind of figure; they are {_KINDS}")
+        raise ConfigError(f"{kind!r} is not a kind of figure; use one of {_KINDS}")
     if out.suffix[1:].lower() not in _SUFFIXES:
-        raise ConfigError(f"-o {out}: the name ends in {', '.join(f'.{one}' for one in _SUFFIXES)}")
+        raise ConfigError(f"-o {out}: the name must end in {', '.join(f'.{one}' for one in _SUFFIXES)}")
     for name, given, taken in (
         ("--formats", formats is not None, chosen.formats),
         ("--metric", metric is not None, chosen.metric),
@@ -155,9 +155,9 @@ def _checked(
             having = ", ".join(other for other, one in KINDS.items() if getattr(one, name[2:]))
             raise ConfigError(f"{kind} takes no {name}; {having} do")
     if metric is not None and metric not in METRICS:
-        raise ConfigError(f"--metric {metric!r} is not known; they are {', '.join(METRICS)}")
+        raise ConfigError(f"--metric {metric!r} is not known; use one of {', '.join(METRICS)}")
     if metric is not None and kind == "boxes" and formats is None:
-        raise ConfigError("--metric of boxes is that of formats; name them with --formats")
+        raise ConfigError("--metric of boxes needs formats; name them with --formats")
     try:
         must_have_matplotlib()
     except CapdError as error:
@@ -174,7 +174,7 @@ def _inches(text: str) -> tuple[float, float]:
     sides = (float(match[1]), float(match[2])) if match else ()
     if not sides or not all(_LEAST_INCHES <= side <= _MOST_INCHES for side in sides):
         raise ConfigError(
-            f"--size {text!r}: width and height in inches, {_LEAST_INCHES:g} to {_MOST_INCHES:g}, as 3.3x2.5"
+            f"--size {text!r}: give width and height in inches, {_LEAST_INCHES:g} to {_MOST_INCHES:g}, as 3.3x2.5"
         )
     return sides[0], sides[1]
 
@@ -182,11 +182,11 @@ def _inches(text: str) -> tuple[float, float]:
 def _refuse_existing(paths: list[Path]) -> None:
     for path in paths:
         if os.path.lexists(path):
-            raise CapdError(f"{path} is there; choose another name, or replace it with --force")
+            raise CapdError(f"{path} exists already; choose another name, or replace it with --force")
 
 
 def _write(pages: list[Page], out: Path, look: Look, *, force: bool) -> list[Path]:
-    """One file, or one for each page; each whole or absent."""
+    """Writes one file, or one for each page. Each file is whole or absent."""
     from capd.report.image_files import write_image
 
     paths = [out]

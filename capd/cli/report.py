@@ -93,18 +93,18 @@ def report(
         raise typer.Exit(skipped_code(found, gathered))
     if force:
         raise ConfigError(
-            "--force is for one page, as in -o report.html; a directory keeps what no report wrote"
+            "--force is for one page, as in -o report.html; in a directory only files of a report are replaced"
         )
     written = write_report(found, place, out, workers=workers, quick=quick, choices=wanted)
     told = {"directory": os.fspath(written.directory.path)}
     _told(told, written.directory.written, written.gathered, as_json)
     if written.problem is not None:
-        raise ConfigError(f"no figures were drawn, the other files stand: {written.problem}")
+        raise ConfigError(f"no figures were drawn, the other files are written: {written.problem}")
     raise typer.Exit(skipped_code(found, written.gathered))
 
 
 class Written(NamedTuple):
-    """A report that was written. problem: why there are no figures, None where they are."""
+    """A report that was written. problem: why it has no figures, or None."""
 
     directory: ReportDirectory
     gathered: Gathered
@@ -120,10 +120,19 @@ def write_report(
     quick: bool = False,
     choices: Sequence[FormatChoice] = (),
 ) -> Written:
-    """Write the statistics, the page and the figures into the directory `out`.
+    """Writes the statistics, the page and the figures into a directory.
 
-    place: what messages call what it is of; choices: formats whose errors are measured. Raises what `gathered_of` and
-    `capd.report.directory.opened` do, and OSError.
+    Args:
+        found: The records.
+        place: What messages call them.
+        out: The directory.
+        workers: The number of threads; None for one for each CPU.
+        quick: Whether to use only stored statistics.
+        choices: The formats whose errors are measured.
+
+    Raises:
+        CapdError: As `gathered_of` and `capd.report.directory.opened` do.
+        OSError: A file cannot be written.
     """
     from capd.report.directory import opened
 
@@ -146,7 +155,7 @@ def _write(directory: ReportDirectory, sources: Sequence[str], gathered: Gathere
 
 
 def _draw(directory: ReportDirectory, gathered: Gathered) -> CapdError | None:
-    """Write the pages; returns why there are none where matplotlib is missing."""
+    """Writes the figures. Returns the error if matplotlib is missing."""
     from capd.report.figures import must_have_matplotlib
     from capd.report.pages import all_pages
 

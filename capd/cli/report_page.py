@@ -21,22 +21,22 @@ _OF_FILES = (*_SUFFIXES, ".pdf", ".png", ".svg", ".json", ".txt", ".csv")
 
 
 def is_page(out: Path) -> bool:
-    """Whether the user means a page, not a directory of files."""
+    """Whether `out` names a page, and not a directory of files."""
     return out.suffix.lower() in _SUFFIXES and not out.is_dir()
 
 
 def must_name_directory(out: Path) -> None:
-    """Raises ConfigError where `out` is no directory, or would be one that its name has for a file."""
+    """Raises ConfigError if `out` is a file, or has the name of one, such as x.pdf."""
     if out.is_dir() or not (out.exists() or out.suffix.lower() in _OF_FILES):
         return
     raise ConfigError(
-        f"{out} is no directory: a report is one, or with `capd report -o FILE.html` one page; "
+        f"{out} is not a directory: a report is a directory, or with `capd report -o FILE.html` one page; "
         "`capd plot` draws single figures"
     )
 
 
 def page_of(found: Found, gathered: Gathered, *, quick: bool, choices: Sequence[FormatChoice]) -> bytes:
-    """The page's file. gathered: with its series."""
+    """The bytes of the page. `gathered` must have its series."""
     from capd.report.page.data import page_data
     from capd.report.page.html import page_html
 
@@ -53,7 +53,7 @@ def write_page(
     choices: Sequence[FormatChoice],
     force: bool,
 ) -> Gathered:
-    """Write the page to `out`. Raises what `gathered_of` and `capd.report.page.file.write_page_file` do."""
+    """Writes the page to `out`. Raises the errors of `gathered_of` and of `write_page_file`."""
     from capd.report.page.file import refuse_foreign_file, write_page_file
 
     refuse_foreign_file(out, force=force)  # before everything is read

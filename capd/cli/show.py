@@ -79,7 +79,7 @@ def show(
             _print_series(found, limit)
         return
     if not -len(found) <= number < len(found):
-        raise NothingMatched(f"{found.path} has {len(found)} records, so #{number} is none of them")
+        raise NothingMatched(f"{found.path} has no record #{number}: it has {len(found)}")
     if as_json:
         print_json(_record_document(found, number, values))
     else:
@@ -93,13 +93,15 @@ def _split(series: str) -> tuple[str, int | None]:
     try:
         return name, int(index)
     except ValueError:
-        raise ConfigError(f"{series!r}: what follows # must be a record number, such as #0 or #-1") from None
+        raise ConfigError(f"{series!r}: after # give a record number, such as #0 or #-1") from None
 
 
 def find_one(store: Store, name: str) -> Series:
     """The series with this path, or the only one whose path ends in it or matches it as a glob.
 
-    Raises NothingMatched without a match, ConfigError naming candidates when several match.
+    Raises:
+        NothingMatched: No series matches.
+        ConfigError: Several match; the message names some.
     """
     everything = store.series
     for series in everything:
@@ -112,7 +114,7 @@ def find_one(store: Store, name: str) -> Series:
         raise NothingMatched(f"no series {name!r} in {store.path}; `capd ls {store.path}` lists them")
     if len(found) > 1:
         some = ", ".join(series.path for series in found[:4])
-        raise ConfigError(f"{name!r} means {len(found)} series ({some}, …); give more of the path")
+        raise ConfigError(f"{name!r} matches {len(found)} series ({some}, …); give more of the path")
     return found[0]
 
 
@@ -219,7 +221,7 @@ def _part_lines(found: dict[str, Any] | None) -> list[str]:
 
 
 def _elements(series: Series, number: int, first: int) -> tuple[str, list[str]]:
-    """The first values of a record, and the lines of their histogram."""
+    """The first values of a record, and the lines of a histogram of its values."""
     if series.kept == "statistics":
         return "not kept, only the statistics (mode or policy stats)", []
     flat = series.values(number).reshape(-1)

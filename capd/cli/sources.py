@@ -1,4 +1,4 @@
-"""What the reading commands that go over whole runs look at, and how they go over it."""
+"""The records that a command reads when it reads whole runs, and the loop over them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Workers = Annotated[
 
 
 class Found(NamedTuple):
-    """What to look at. sources: where it is; files: these are tensor files, not runs."""
+    """The records to read. sources: their runs or directory; files: whether they are tensor files."""
 
     sources: list[str]
     items: Items
@@ -41,9 +41,17 @@ class Found(NamedTuple):
 
 
 def found_in(place: Path, run: str | None, all_runs: bool, tests: Tests, layer_base: int) -> Found:
-    """The items that STORE means: records of the newest run in it, of `run`, of all runs; or its tensor files.
+    """Finds the records to read: of the newest run in a directory, of one run, of all runs, or of tensor files.
 
-    Raises NothingMatched where no series passes the tests; of files that is known only once they are loaded.
+    Args:
+        place: A run, a directory of runs, or a directory of tensor files.
+        run: The name of the run to read; None for the newest.
+        all_runs: Whether to read all runs together.
+        tests: Tests that a series must pass.
+        layer_base: The number of the first layer in files that capd did not write.
+
+    Raises:
+        NothingMatched: No series passes the tests. Tensor files are only tested when they are loaded.
     """
     from capd.io.items import items_of_files, items_of_runs
 
@@ -62,7 +70,7 @@ def found_in(place: Path, run: str | None, all_runs: bool, tests: Tests, layer_b
 
 def _runs(place: Path, run: str | None, all_runs: bool) -> list[Path]:
     if any(place.glob("*/*.pt")):
-        note(f"{place} has tensor files, too, which are left out; `capd import` makes a run of them")
+        note(f"{place} also has tensor files, which are not read; `capd import` makes a run of them")
     if not all_runs:
         return [resolve_run(place, run)]
     if run is not None:
@@ -73,19 +81,19 @@ def _runs(place: Path, run: str | None, all_runs: bool) -> list[Path]:
 
 
 def holds_files(place: Path) -> bool:
-    """Whether `place` can only be a directory of tensor files: it is no run, and has none."""
+    """Whether `place` can only be a directory of tensor files: it is not a run and contains none."""
     return place.is_dir() and not is_run(place) and not any(place.glob("*.zarr/zarr.json"))
 
 
 def threads_of(workers: int | None) -> int:
-    """How many threads work: as many as were asked for, else one for each CPU."""
+    """The number of threads: `workers`, or one for each CPU."""
     from capd.server.budget import usable_cpus
 
     return workers or max(1, round(usable_cpus()))
 
 
 def gather_shown(items: Items, gathered: Gathered, workers: int | None, **asked: Any) -> None:
-    """Gather all items, with a progress bar, and say what is skipped. asked: as `gather` takes it."""
+    """Gathers all items with a progress bar, and names skipped ones. asked: as `gather` takes it."""
     from capd.report.gather import Skipped, gather
 
     with progress_bar(items.total, "records") as progress:

@@ -27,16 +27,18 @@ RunOption = Annotated[str | None, option("--run", "ID", "The run to read, if STO
 
 
 def default_store() -> Path:
-    """The directory of runs when none is given: CAPD_STORE, capd.toml, else `captures`."""
+    """The directory of runs if none is given: CAPD_STORE, or `store` in capd.toml, or `captures`."""
     from capd.config import load_daemon_settings
 
     return load_daemon_settings({}).store
 
 
 def resolve_run(store: Path | None, run: str | None = None) -> Path:
-    """The run directory that STORE and `--run` mean; says on stderr which one of several was taken.
+    """The run directory that STORE and `--run` name. A note on stderr says which one of several was chosen.
 
-    Raises NotAStore when there is none, ConfigError when STORE is a run and `--run` names another.
+    Raises:
+        NotAStore: There is no such run.
+        ConfigError: STORE is a run, and `--run` names another.
     """
     place = default_store() if store is None else store
     if is_run(place):

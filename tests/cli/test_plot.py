@@ -63,8 +63,8 @@ def test_the_help_names_every_kind(capd: Capd) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("histogram", "-o", "x.png"), "is no kind of figure; they are distribution, exponents,"),
-        (("layers", "-o", "x.gif"), "the name ends in .png, .svg, .pdf"),
+        (("histogram", "-o", "x.png"), "is not a kind of figure; use one of distribution, exponents,"),
+        (("layers", "-o", "x.gif"), "the name must end in .png, .svg, .pdf"),
         (("layers", "-o", "x.png", "--size", "3,2"), "as 3.3x2.5"),
         (("layers", "-o", "x.png", "--size", "0x2"), "as 3.3x2.5"),
         (
@@ -140,7 +140,7 @@ def test_several_pages_are_numbered_files(capd: Capd, run: Path, tmp_path: Path)
     names = ["map_1.png", "map_2.png"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert [line.split(": ")[0] for line in done.out.splitlines()] == [str(tmp_path / name) for name in names]
-    assert "8 records have no error of formats: statistics alone were kept" in done.err
+    assert "8 records have no format error: statistics alone were kept" in done.err
     (tmp_path / "map_1.png").unlink()
     assert capd(*options).code == 1
     assert not (tmp_path / "map_1.png").exists()

@@ -169,8 +169,8 @@ def test_what_cannot_become_a_report_is_refused_before_the_job_starts(tmp_path: 
     nodes = capd(*arguments("--report", "draw", job=job), cwd=tmp_path, SLURM_NNODES="2")
 
     assert [one.returncode for one in (file, page, foreign, off, nodes)] == [2, 2, 1, 2, 2]
-    assert "is no directory" in file.stderr
-    assert "is no directory" in page.stderr
+    assert "is not a directory" in file.stderr
+    assert "is not a directory" in page.stderr
     assert "no report wrote it" in foreign.stderr
     assert "captures nothing" in off.stderr
     assert "spans 2 nodes" in nodes.stderr
