@@ -232,7 +232,7 @@ def test_an_empty_selection_exits_with_5(capd: Capd, second: Path, both_kinds: P
     assert capd("export", second, "--out", tmp_path / "x", "--rank", "9").code == 5
     assert not (tmp_path / "x").exists()
     done = capd("export", both_kinds, "--out", tmp_path)
-    assert "1 series keep statistics alone" in done.err
+    assert "1 series keep only statistics" in done.err
 
 
 # -- files that capd did not write

@@ -72,7 +72,7 @@ def test_the_help_names_every_kind(capd: Capd) -> None:
             "layers takes no --formats; exponents, heatmap, boxes",
         ),
         (("hifp8", "-o", "x.png", "--log"), "hifp8 takes no --log"),
-        (("heatmap", "-o", "x.png", "--metric", "beauty"), "they are sqnr, underflow,"),
+        (("heatmap", "-o", "x.png", "--metric", "beauty"), "use one of sqnr, underflow,"),
         (("heatmap", "-o", "x.png", "--formats", "mxfp9"), "mxfp9"),
         (("boxes", "-o", "x.png", "--metric", "sqnr"), "--formats"),
         (("layers", "-o", "x.png", "--layer", "x"), ""),
