@@ -8,7 +8,8 @@ from fnmatch import fnmatchcase
 from functools import wraps
 from typing import Annotated, Any
 
-from capd.cli.options import option
+import typer
+
 from capd.store.gradient_names import answers
 from capd_client.select import Ranges
 
@@ -20,11 +21,11 @@ Tests = Sequence[Test]
 
 def _words(flag: str, what: str) -> Any:
     help_text = f"{what} May be given several times."
-    return Annotated[list[str] | None, option(flag, "WORD", help_text, show_default=False)]
+    return Annotated[list[str] | None, typer.Option(flag, metavar="WORD", help=help_text, show_default=False)]
 
 
 def _range(flag: str, what: str) -> Any:
-    return Annotated[str | None, option(flag, "RANGE", what)]
+    return Annotated[str | None, typer.Option(flag, metavar="RANGE", help=what)]
 
 
 _OPTIONS = {
