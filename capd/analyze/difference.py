@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from capd.analyze.errors import Errors
+from capd.analyze.error_sums import Errors
 from capd.store.dtypes import to_values
 
 __all__ = ["Difference", "difference_of"]

@@ -1,17 +1,24 @@
-"""Sums of float64 without rounding: whole numbers of a unit so small that every float64 is a multiple of it.
+"""Sums of float64 without rounding, and statistics that are added by them.
 
-Addition of whole numbers is associative and commutative, so sums come out the same to the bit however the terms are
-grouped and ordered; only `rounded` and `quotient` round, once, to nearest. A sum takes some 300 bytes.
+Each sum is a whole number of a unit so small that every float64 is a multiple of it. Addition of whole numbers is
+associative and commutative, so sums are the same to the bit however the terms are grouped and ordered. Only `rounded`
+and `quotient` round, once, to nearest. A sum takes some 300 bytes.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Optional
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["exact", "quotient", "rounded", "weighted"]
+from capd.store.frames import Number, StatsRow
+from capd.store.statistics import Stats, public
+
+__all__ = ["StatsSum", "exact", "quotient", "rounded", "weighted"]
 
 _DIGITS = 53  # of a float64
 _SHIFT = 1074 + _DIGITS  # the unit is 2**-_SHIFT
@@ -57,3 +64,82 @@ def quotient(a: int, b: int) -> float | None:
         return a / b
     except OverflowError:
         return math.inf if (a > 0) == (b > 0) else -math.inf
+
+
+class StatsSum:
+    """The statistics of any number of records together (`capd.store.statistics` defines them). Not thread-safe.
+
+    The same to the bit in whatever order and grouping the records are added: counts and extremes merge exactly, and
+    sums are rounded once, when they are read. Takes some 2 KiB.
+    """
+
+    def __init__(self) -> None:
+        self._count = self._nan = self._inf = self._zero = 0
+        self._min: Optional[Number] = None
+        self._max: Optional[Number] = None
+        self._absmax: Optional[Number] = None
+        self._sum, self._sum_sq = _Sum(), _Sum()
+        self._exponents: Counter[int] = Counter()
+
+    def add(self, stats: Stats) -> None:
+        """Add those of one record, or of several."""
+        self._add(stats.count, stats.nan, stats.inf, stats.zero, (stats.min, stats.max, stats.absmax))
+        self._sum.add(stats.sum)
+        self._sum_sq.add(stats.sum_sq)
+        self._exponents.update(stats.exponent_histogram)
+
+    def add_sum(self, other: StatsSum) -> None:
+        """Add all that another one holds."""
+        self._add(other._count, other._nan, other._inf, other._zero, (other._min, other._max, other._absmax))
+        self._sum.add_sum(other._sum)
+        self._sum_sq.add_sum(other._sum_sq)
+        self._exponents.update(other._exponents)
+
+    def _add(self, count: int, nan: int, inf: int, zero: int, ends: tuple[Optional[Number], ...]) -> None:
+        self._count += count
+        self._nan += nan
+        self._inf += inf
+        self._zero += zero
+        self._min = _pick(min, self._min, ends[0])
+        self._max = _pick(max, self._max, ends[1])
+        self._absmax = _pick(max, self._absmax, ends[2])
+
+    @property
+    def stats(self) -> Stats:
+        """Of all together; of nothing a count of 0 and no extremes."""
+        exponents = [number for pair in sorted(self._exponents.items()) for number in pair]
+        return public(
+            StatsRow(
+                self._count, self._nan, self._inf, self._zero, self._min, self._max, self._absmax,
+                self._sum.value, self._sum_sq.value, exponents,
+            )
+        )  # fmt: skip
+
+
+class _Sum:
+    """Of float64; those beyond its range, Inf or NaN, are added as such."""
+
+    def __init__(self) -> None:
+        self._units, self._special = 0, 0.0
+
+    def add(self, value: float) -> None:
+        if math.isfinite(value):
+            self._units += exact(value)
+        else:
+            self._special += value
+
+    def add_sum(self, other: _Sum) -> None:
+        self._units += other._units
+        self._special += other._special
+
+    @property
+    def value(self) -> float:
+        return rounded(self._units) + self._special
+
+
+def _pick(
+    choose: Callable[[Number, Number], Number], a: Optional[Number], b: Optional[Number]
+) -> Optional[Number]:
+    if a is None or b is None:
+        return b if a is None else a
+    return choose(a, b)

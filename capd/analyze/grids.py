@@ -1,4 +1,7 @@
-"""The grids of values that number formats have without a scale: where each ends, and its steps at each exponent."""
+"""The grids of values that number formats have without a scale, and which elements lie outside of a grid's range.
+
+Elements are counted from a histogram of bit patterns: exact where that is, and merging as it does.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,28 @@ from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from capd.analyze.distribution import Distribution
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from capd_client.formats.elements import Element
 
-__all__ = ["Grid", "grid_of", "grids"]
+__all__ = [
+    "HIGH_PERCENT",
+    "MODERATE_PERCENT",
+    "Grid",
+    "Overflow",
+    "grid_of",
+    "grids",
+    "overflow_of",
+    "severity",
+]
+
+MODERATE_PERCENT, HIGH_PERCENT = 0.1, 1.0
+"""The shares above which `severity` calls an overflow or an underflow moderate and high."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +92,82 @@ def _hif8() -> Grid:
     bits = {exponent: mantissa_bits(exponent) for exponent in range(MIN_EXPONENT, MAX_EXPONENT + 1)}
     normal = min(exponent for exponent, number in bits.items() if number)
     return Grid("hifp8", 2.0**MAX_EXPONENT, 2.0**normal, 2.0**MIN_EXPONENT, MappingProxyType(bits))
+
+
+@dataclass(frozen=True, slots=True)
+class Overflow:
+    """Counts over some elements. All but `nan` and `inf` are of finite ones.
+
+    label: the grid's. scaled: whether one scale took the largest magnitude to the grid's largest value. above:
+    |x| > largest. below: 0 < |x| < smallest, whether or not rounding would take it up to that. flushed:
+    0 < |x| < normal, `below` included. count: all elements.
+    """
+
+    label: str
+    scaled: bool
+    count: int
+    nan: int
+    inf: int
+    zero: int
+    above: int
+    below: int
+    flushed: int
+
+    @property
+    def above_percent(self) -> float | None:
+        """100 * above / count; None where there is no element."""
+        return self._percent(self.above)
+
+    @property
+    def below_percent(self) -> float | None:
+        """100 * below / count: |x| under the smallest denormal."""
+        return self._percent(self.below)
+
+    @property
+    def flushed_percent(self) -> float | None:
+        """100 * flushed / count: |x| under the smallest normal value."""
+        return self._percent(self.flushed)
+
+    @property
+    def nonfinite_percent(self) -> float | None:
+        """100 * (nan + inf) / count: what no format's range takes in."""
+        return self._percent(self.nan + self.inf)
+
+    def _percent(self, number: int) -> float | None:
+        return 100 * number / self.count if self.count else None
+
+
+def severity(percent: float | None) -> str:
+    """The word for a share: "none", "low", "moderate" above 0.1 %, "high" above 1 %."""
+    if not percent:
+        return "none"
+    return "high" if percent > HIGH_PERCENT else "moderate" if percent > MODERATE_PERCENT else "low"
+
+
+def overflow_of(distribution: Distribution, grid: Grid, *, scaled: bool = False) -> Overflow:
+    """Counts the elements that lie outside of the grid.
+
+    scaled: after one scale for all of them that takes their largest magnitude to the grid's largest value, as
+    per-tensor scaling does with a tensor; nothing is above then.
+    """
+    values, counts = distribution.finite()
+    nan, inf = distribution.specials()
+    sizes = np.abs(values)
+    amax = float(sizes.max(initial=0.0))
+    scale = amax / grid.largest if scaled and amax else 1.0
+    zero = int(counts[sizes == 0].sum())
+
+    def under(limit: float) -> int:
+        return int(counts[sizes < limit * scale].sum()) - zero
+
+    return Overflow(
+        label=grid.label,
+        scaled=scaled,
+        count=int(counts.sum()) + nan + inf,
+        nan=nan,
+        inf=inf,
+        zero=zero,
+        above=0 if scaled else int(counts[sizes > grid.largest].sum()),
+        below=under(grid.smallest),
+        flushed=under(grid.normal),
+    )

@@ -9,8 +9,8 @@ from typing import Union
 from capd.analyze.block_ranges import BlockRanges
 from capd.analyze.channels import Channels
 from capd.analyze.distribution import Distribution
-from capd.analyze.errors import Errors
-from capd.analyze.stats_sum import StatsSum
+from capd.analyze.error_sums import Errors
+from capd.analyze.exact import StatsSum
 from capd.store.statistics import Stats
 
 __all__ = [

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capd.analyze.distribution import Distribution
-from capd.analyze.errors import Errors
+from capd.analyze.error_sums import Errors
 
 __all__ = [
     "BESIDE", "FINITE_CODES", "REGIMES", "ExponentErrors", "Hif8Use", "Regime", "exponent_errors",

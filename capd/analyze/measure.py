@@ -11,13 +11,21 @@ from numpy.typing import NDArray
 
 from capd.analyze.blocks import Blocks, add_counts, sqnr_histogram
 from capd.analyze.distribution import Distribution, distribution_of
-from capd.analyze.errors import Errors
+from capd.analyze.error_sums import Errors
 from capd.analyze.format_choice import FormatChoice
 from capd_client.formats.elements import ELEMENTS, FP16, Element, quantise
 from capd_client.formats.encoding import Piece, quantised_pieces
 from capd_client.formats.spec import FormatError, Spec
 
-__all__ = ["Limits", "at_scale", "is_blockless", "limits_of", "measure_each", "measured", "measured_patterns"]
+__all__ = [
+    "Limits",
+    "at_scale",
+    "errors_of",
+    "is_blockless",
+    "limits_of",
+    "measure_each",
+    "measured_patterns",
+]
 
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _FEW = 1 << 13  # values; of fewer, counting 65,536 patterns costs more than the values themselves
@@ -68,9 +76,25 @@ def measure_each(
     return found, problems
 
 
-def measured(values: torch.Tensor, spec: Spec, *, per_block: bool = False) -> Errors:
-    """See `capd.analyze.errors.errors_of`."""
-    name = _NAMES.get(values.dtype)
+def errors_of(values: torch.Tensor, choice: FormatChoice, *, per_block: bool = False) -> Errors:
+    """Measures the errors of one tensor in a format. The same tensor gives the same bits, whatever the threads.
+
+    Formats without blocks take 16-bit values by their 65,536-bin histogram. Blocks are worked on in pieces of some MiB,
+    whose float64 sums are added without rounding. "stochastic" rounding draws from a generator of its own, seeded
+    with 0.
+
+    Args:
+        values: bfloat16, float16, float32, or float64, which is rounded to float32 first; of any shape.
+        choice: the format.
+        per_block: whether the distribution of the blocks' SQNR is kept, too.
+
+    Returns:
+        The errors of one record.
+
+    Raises:
+        FormatError: for another dtype, or for an axis that the tensor does not have.
+    """
+    spec, name = choice.spec, _NAMES.get(values.dtype)
     if name is not None and is_blockless(spec) and values.numel() > _FEW:
         bits = values.detach().contiguous().view(torch.int16).numpy()
         return measured_patterns(distribution_of(bits, name), spec)

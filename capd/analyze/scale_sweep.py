@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from capd.analyze.distribution import Distribution
-from capd.analyze.errors import Errors
+from capd.analyze.error_sums import Errors
 from capd.errors import ConfigError
 
 __all__ = ["LEVELS", "SWEEP_ELEMENTS", "WEIGHTS", "Sweep", "elements_of", "sweep_scales"]

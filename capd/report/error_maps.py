@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from capd.analyze.errors import Errors
+from capd.analyze.error_sums import Errors
 from capd.analyze.groups import Groups, Value
 from capd.report.boxes import grouped_boxes
 from capd.report.figures import Page, label, legend, log_values, new_figure, numbers_on, paged, ticks_at
@@ -28,7 +28,7 @@ _COLUMNS, _BOX_COLUMNS, _BOX_ROWS = 3, 2, 3
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number of an error. title: for people; property: of `capd.analyze.errors.Errors`; factor: times that."""
+    """A number of an error. title: for people; property: of `capd.analyze.error_sums.Errors`; factor: times that."""
 
     title: str
     property: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from capd.analyze.errors import Errors
+from capd.analyze.error_sums import Errors
 from capd.analyze.groups import Fields, Groups, Tally
 from capd.report.format_errors import COUNTS, METRICS
 from capd.report.gather import BY_LAYER, BY_TENSOR, BY_TYPE_AND_LAYER

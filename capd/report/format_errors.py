@@ -9,7 +9,7 @@ from typing import Any
 
 from capd.analyze.block_ranges import BlockRanges
 from capd.analyze.blocks import Blocks, Histogram
-from capd.analyze.errors import Errors
+from capd.analyze.error_sums import Errors
 from capd.analyze.format_choice import FormatChoice
 from capd.analyze.groups import Fields, Tally
 from capd.analyze.shape import shape_of

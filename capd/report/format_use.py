@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from capd.analyze.distribution import Distribution
-from capd.analyze.errors import Errors
-from capd.analyze.grids import grids
+from capd.analyze.error_sums import Errors
+from capd.analyze.grids import Overflow, grids, overflow_of, severity
 from capd.analyze.groups import Groups, Value
 from capd.analyze.hif8_regimes import FINITE_CODES, Hif8Use, exponent_errors, hif8_use
-from capd.analyze.overflow import Overflow, overflow_of, severity
 from capd.report.names import value_text
 from capd_client.texts import human_count, table_lines
 

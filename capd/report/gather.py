@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from capd.analyze.distribution import Distribution
 from capd.analyze.format_choice import FormatChoice
-from capd.analyze.groups import FIELDS, Fields, Groups, Tally
+from capd.analyze.groups import FIELDS, Fields, Groups, Tally, Value
 from capd.io.ahead import AHEAD_NBYTES, ahead
 from capd.io.items import Item
 from capd.report.looking import Asked, Seen, Skipped, look
@@ -16,8 +17,7 @@ from capd_client.key import Key, Moment
 
 __all__ = [
     "BY_ITERATION", "BY_LAYER", "BY_RANK", "BY_SAMPLE", "BY_TENSOR", "BY_TYPE_AND_LAYER", "CHANNEL_GROUPINGS",
-    "GROUPINGS", "Gathered",
-    "Skipped", "gather",
+    "GROUPINGS", "Gathered", "Skipped", "by_layer", "gather",
 ]  # fmt: skip
 
 BY_TENSOR: Fields = ("quant_type", "tensor_name")
@@ -129,3 +129,12 @@ class _Adding:
         for fields in self._of_keys if self._key is not None else ():
             self._groups.add(fields, [getattr(self._key, name) for name in fields], self._tally)
         self._key, self._tally = None, Tally()
+
+
+def by_layer(groups: Groups) -> dict[tuple[Value, Value], Distribution]:
+    """Merges the distributions of all ranks, by quant type and layer; empty where no element was read."""
+    found: dict[tuple[Value, Value], Distribution] = {}
+    for (one, layer, _), tally in groups.by(*BY_RANK).items():
+        if tally.distribution is not None:
+            found.setdefault((one, layer), Distribution()).add(tally.distribution)
+    return found

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from capd.analyze.distribution import Distribution
-from capd.analyze.groups import Groups, Value
+from capd.analyze.groups import Groups
 from capd.analyze.hif8_regimes import FINITE_CODES, REGIMES, Hif8Use, exponent_errors, hif8_use
 from capd.report.figures import Page, bars, label, legend, log_shares, new_figure, numbers_on, say, style
-from capd.report.gather import BY_RANK
+from capd.report.gather import BY_RANK, by_layer
 from capd.report.layers import line_by_layer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["by_layer", "hif8_pages"]
+__all__ = ["hif8_pages"]
 
 _SHORT = {"underflow": "under-\nflow", "overflow": "over-\nflow"}
 _TICKS = (-(2.0**15), -16.0, -1.0, -(2.0**-8), 0.0, 2.0**-8, 1.0, 16.0, 2.0**15)
@@ -33,15 +33,6 @@ def hif8_pages(groups: Groups) -> Iterator[Page]:
     """One page, where elements were read."""
     if groups.whole().distribution is not None:
         yield Page("hifp8.png", partial(_page, groups))
-
-
-def by_layer(groups: Groups) -> dict[tuple[Value, Value], Distribution]:
-    """By quant type and layer, of all ranks together."""
-    found: dict[tuple[Value, Value], Distribution] = {}
-    for (one, layer, _), tally in groups.by(*BY_RANK).items():
-        if tally.distribution is not None:
-            found.setdefault((one, layer), Distribution()).add(tally.distribution)
-    return found
 
 
 def _page(groups: Groups) -> Figure:

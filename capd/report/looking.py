@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from capd.analyze.block_ranges import RANGE_BLOCKS, BlockRanges, block_ranges
 from capd.analyze.channels import channels_of
 from capd.analyze.distribution import Distribution, distribution_of
-from capd.analyze.errors import Errors
+from capd.analyze.error_sums import Errors
 from capd.analyze.format_choice import FormatChoice
 from capd.analyze.groups import Tally
 from capd.errors import CapdError

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from capd.analyze.distribution import Distribution
-from capd.analyze.grids import Grid, grids
+from capd.analyze.grids import HIGH_PERCENT, MODERATE_PERCENT, Grid, grids, overflow_of
 from capd.analyze.groups import Groups, Value
-from capd.analyze.overflow import HIGH_PERCENT, MODERATE_PERCENT, overflow_of
 from capd.report.figures import Page, label, legend, new_figure, numbers_on
 from capd.report.format_use import RANGES, overflow_by_type
-from capd.report.gather import BY_RANK
-from capd.report.hif8 import by_layer
+from capd.report.gather import BY_RANK, by_layer
 from capd.report.layers import line_by_layer
 
 if TYPE_CHECKING:

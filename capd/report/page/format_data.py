@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from capd.analyze.distribution import Distribution
-from capd.analyze.grids import Grid, grids
+from capd.analyze.grids import Grid, Overflow, grids, severity
 from capd.analyze.groups import Groups, Value
 from capd.analyze.hif8_regimes import FINITE_CODES, Hif8Use, exponent_errors, hif8_use
-from capd.analyze.overflow import Overflow, severity
 from capd.report.format_use import overflow_by_type
 from capd.report.page.plain import short
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from capd.analyze.channels import Channels
 from capd.analyze.groups import Groups, Tally, Value
-from capd.report.gather import BY_ITERATION, BY_LAYER, BY_RANK, BY_SAMPLE, BY_TENSOR
-from capd.report.hif8 import by_layer
+from capd.report.gather import BY_ITERATION, BY_LAYER, BY_RANK, BY_SAMPLE, BY_TENSOR, by_layer
 from capd.report.page.plain import (
     errors_plain,
     exponents_of,

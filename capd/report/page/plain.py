@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from capd.analyze.distribution import Distribution
-from capd.analyze.errors import Errors
+from capd.analyze.error_sums import Errors
 from capd.analyze.groups import STATISTICS, Fields, Tally, Value
 from capd.report.quantiles import QUANTILES
 from capd.store.statistics import Stats
@@ -33,7 +33,7 @@ METRICS = {
     "flush_percent": "below the smallest normal value, in % of all values",
     "lost_percent": "finite values that became NaN or Inf, in % of all values",
 }
-"""What is shown of `capd.analyze.errors.Errors`, in the order of the page's lists, each with its formula."""
+"""What is shown of `capd.analyze.error_sums.Errors`, in the order of the page's lists, each with its formula."""
 
 _DIGITS = 4
 _BIAS, _NONFINITE_BIN = 127, 255

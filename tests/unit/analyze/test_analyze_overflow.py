@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from capd.analyze.distribution import Distribution, distribution_of
-from capd.analyze.grids import Grid, grid_of, grids
-from capd.analyze.overflow import overflow_of, severity
+from capd.analyze.grids import Grid, grid_of, grids, overflow_of, severity
 from capd.store.dtypes import value_table
 
 PACKAGED = {

@@ -1,0 +1,196 @@
+"""The error of one quantisation: what a number format makes of values, as sums that merge exactly.
+
+With x a value, y what the format makes of it (float32, as decoded: not rounded back to x's dtype), d = y - x, and N
+the number of values. NaN and Inf in x are counted and left out of every sum; so are finite values that the format turns
+into NaN or Inf, which are `lost`: the neighbours of a NaN in a block, or what overflows where the format says Inf.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capd.analyze.blocks import Blocks
+from capd.analyze.exact import exact, quotient, rounded, weighted
+
+__all__ = ["Errors", "Sums", "merged"]
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class Sums:
+    """Sums over the values that are compared, in the whole units of `capd.analyze.exact`: they never round."""
+
+    x2: int = 0
+    y2: int = 0
+    xy: int = 0
+    d2: int = 0
+    abs_x: int = 0
+    abs_d: int = 0
+
+    def add(self, other: Sums) -> None:
+        """Add those of other values."""
+        self.x2 += other.x2
+        self.y2 += other.y2
+        self.xy += other.xy
+        self.d2 += other.d2
+        self.abs_x += other.abs_x
+        self.abs_d += other.abs_d
+
+
+@dataclass(slots=True)
+class Errors:
+    """Errors of any number of records. `add` is exactly associative and commutative. Not thread-safe.
+
+    records: how many tensors. count: N, with all that is left out. nan, inf: of the input. lost: finite values that
+    became NaN or Inf. underflows: not zero before, zero after. saturations: |x| beyond the largest value that the
+    format holds under the block's scale. flushes: 0 < |x| < the smallest normal value under that scale. absmax: max|x|;
+    max_abs: max|d|; both over the compared values. blocks: None for a format without scales.
+
+    What derives from the sums is None where there is nothing to divide by.
+    """
+
+    records: int = 0
+    count: int = 0
+    nan: int = 0
+    inf: int = 0
+    lost: int = 0
+    underflows: int = 0
+    saturations: int = 0
+    flushes: int = 0
+    absmax: float = 0.0
+    max_abs: float = 0.0
+    sums: Sums = field(default_factory=Sums)
+    blocks: Blocks | None = None
+
+    def add(self, other: Errors) -> None:
+        """Add all values of another one, of the same format."""
+        self.records += other.records
+        self.count += other.count
+        self.nan += other.nan
+        self.inf += other.inf
+        self.lost += other.lost
+        self.underflows += other.underflows
+        self.saturations += other.saturations
+        self.flushes += other.flushes
+        self.absmax = max(self.absmax, other.absmax)
+        self.max_abs = max(self.max_abs, other.max_abs)
+        self.sums.add(other.sums)
+        if other.blocks is not None:
+            self.blocks = Blocks(other.blocks.scale_type) if self.blocks is None else self.blocks
+            self.blocks.add(other.blocks)
+
+    def add_values(self, x: Floats, y: Floats, counts: NDArray[np.int64] | None = None) -> None:
+        """Add compared values, x before and y after, to the sums and maxima; no count changes. counts: how often each
+        pair of values occurs; without them the float64 sums of the arrays are added."""
+
+        def total(terms: Floats) -> int:
+            return exact(float(terms.sum())) if counts is None else weighted(terms, counts)
+
+        if not x.size:
+            return
+        d, magnitude = y - x, np.abs(x)
+        self.absmax = max(self.absmax, float(magnitude.max()))
+        terms = np.multiply(x, y)
+        sums = Sums(xy=total(terms), abs_x=total(magnitude))
+        sums.x2 = total(np.multiply(x, x, out=terms))
+        sums.y2 = total(np.multiply(y, y, out=terms))
+        sums.d2 = total(np.multiply(d, d, out=terms))
+        np.abs(d, out=d)
+        self.max_abs = max(self.max_abs, float(d.max()))
+        sums.abs_d = total(d)
+        self.sums.add(sums)
+
+    @property
+    def compared(self) -> int:
+        """How many values the sums cover: N without NaN, Inf and lost ones."""
+        return self.count - self.nan - self.inf - self.lost
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """Signal to quantisation noise, 10 * log10(Σx² / Σd²), Inf without an error (torch.ao.ns `compute_sqnr`)."""
+        if not self.sums.d2:
+            return math.inf if self.sums.x2 else None
+        share = quotient(self.sums.x2, self.sums.d2)
+        return 10 * math.log10(share) if share else -math.inf
+
+    @property
+    def mse(self) -> float | None:
+        """Mean squared error, Σd² / N of the compared (TransformerEngine's `mse`; tensor_saver's tools)."""
+        return self._mean(self.sums.d2)
+
+    @property
+    def rmse(self) -> float | None:
+        """Root of `mse`."""
+        return None if self.mse is None else math.sqrt(self.mse)
+
+    @property
+    def mae(self) -> float | None:
+        """Mean absolute error, Σ|d| / N of the compared (tensor_saver's tools)."""
+        return self._mean(self.sums.abs_d)
+
+    @property
+    def relative(self) -> float | None:
+        """Relative error, Σ|d| / Σ|x| = MAE / mean|x|, as a share (tensor_saver's tools, in percent)."""
+        return quotient(self.sums.abs_d, self.sums.abs_x)
+
+    @property
+    def relative_mse(self) -> float | None:
+        """Σd² / Σx² = MSE / mean(x²); QSNR of arXiv 2302.08007 is -10 * log10 of it."""
+        return quotient(self.sums.d2, self.sums.x2)
+
+    @property
+    def normalised_l2(self) -> float | None:
+        """‖d‖ / ‖x‖ = √(Σd² / Σx²) (torch.ao.ns `compute_normalized_l2_error`)."""
+        return None if self.relative_mse is None else math.sqrt(self.relative_mse)
+
+    @property
+    def cosine(self) -> float | None:
+        """Σxy / √(Σx² Σy²) (torch.ao.ns `compute_cosine_similarity`; msprobe, which wants at least 0.9999)."""
+        return quotient(self.sums.xy, math.isqrt(self.sums.x2 * self.sums.y2))
+
+    @property
+    def psnr_db(self) -> float | None:
+        """Peak signal to noise, 20 * log10(max|x| / RMSE), Inf without an error (tensor_saver's tools)."""
+        if not self.absmax or self.mse is None:
+            return None
+        return math.inf if not self.mse else 20 * math.log10(self.absmax) - 10 * math.log10(self.mse)
+
+    @property
+    def underflow_percent(self) -> float | None:
+        """100 * underflows / N (TransformerEngine's `underflows%`: non-zero in, zero out)."""
+        return self._percent(self.underflows)
+
+    @property
+    def saturation_percent(self) -> float | None:
+        """100 * saturations / N, finite values beyond the largest one (TransformerEngine's `overflows%`)."""
+        return self._percent(self.saturations)
+
+    @property
+    def flush_percent(self) -> float | None:
+        """100 * flushes / N: below the smallest normal value, where precision is lost first (tensor_saver's tools)."""
+        return self._percent(self.flushes)
+
+    @property
+    def lost_percent(self) -> float | None:
+        """100 * lost / N."""
+        return self._percent(self.lost)
+
+    def _mean(self, total: int) -> float | None:
+        return rounded(total) / self.compared if self.compared else None
+
+    def _percent(self, number: int) -> float | None:
+        return 100 * number / self.count if self.count else None
+
+
+def merged(several: Iterable[Errors]) -> Errors:
+    """The errors of all their values."""
+    found = Errors()
+    for one in several:
+        found.add(one)
+    return found
