@@ -135,23 +135,19 @@ def write_report(
         OSError: A file cannot be written.
     """
     from capd.report.directory import opened
+    from capd.report.document import document, json_text
+    from capd.report.text import report_lines
 
     with opened(out, (JSON_NAME, TEXT_NAME, PAGE_NAME)) as directory:
         gathered = gathered_of(
             found, place, workers, quick=quick, choices=choices, channels=not quick, series=True
         )
-        _write(directory, found.sources, gathered, quick)
-        directory.write(PAGE_NAME, page_of(found, gathered, quick=quick, choices=choices))
+        plain = document(found.sources, gathered, quick=quick)
+        directory.write(JSON_NAME, json_text(plain).encode())
+        lines = "".join(f"{line}\n" for line in report_lines(plain))
+        directory.write(TEXT_NAME, lines.encode(errors="replace"))
+        directory.write(PAGE_NAME, page_of(plain, found, gathered, choices))
         return Written(directory, gathered, _draw(directory, gathered))
-
-
-def _write(directory: ReportDirectory, sources: Sequence[str], gathered: Gathered, quick: bool) -> None:
-    from capd.report.document import document, json_text
-    from capd.report.text import report_lines
-
-    directory.write(JSON_NAME, json_text(document(sources, gathered, quick=quick)).encode())
-    lines = report_lines(sources, gathered, quick=quick)
-    directory.write(TEXT_NAME, "".join(f"{line}\n" for line in lines).encode(errors="replace"))
 
 
 def _draw(directory: ReportDirectory, gathered: Gathered) -> CapdError | None:

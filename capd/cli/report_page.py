@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from capd.cli.gathered import gathered_of
 from capd.cli.sources import Found
@@ -35,12 +35,14 @@ def must_name_directory(out: Path) -> None:
     )
 
 
-def page_of(found: Found, gathered: Gathered, *, quick: bool, choices: Sequence[FormatChoice]) -> bytes:
-    """The bytes of the page. `gathered` must have its series."""
+def page_of(
+    plain: dict[str, Any], found: Found, gathered: Gathered, choices: Sequence[FormatChoice]
+) -> bytes:
+    """The page's file. plain: the report's document. gathered: with its series."""
     from capd.report.page.data import page_data
     from capd.report.page.html import page_html
 
-    return page_html(page_data(found.sources, gathered, files=found.files, quick=quick, choices=choices))
+    return page_html(page_data(plain, gathered, files=found.files, choices=choices))
 
 
 def write_page(
@@ -53,12 +55,14 @@ def write_page(
     choices: Sequence[FormatChoice],
     force: bool,
 ) -> Gathered:
-    """Writes the page to `out`. Raises the errors of `gathered_of` and of `write_page_file`."""
+    """Write the page to `out`. Raises what `gathered_of` and `capd.report.page.file.write_page_file` do."""
+    from capd.report.document import document
     from capd.report.page.file import refuse_foreign_file, write_page_file
 
     refuse_foreign_file(out, force=force)  # before everything is read
     gathered = gathered_of(
         found, place, workers, quick=quick, choices=choices, channels=not quick, series=True
     )
-    write_page_file(out, page_of(found, gathered, quick=quick, choices=choices), force=force)
+    plain = document(found.sources, gathered, quick=quick)
+    write_page_file(out, page_of(plain, found, gathered, choices), force=force)
     return gathered

@@ -1,4 +1,7 @@
-"""`global_statistics.json`: every group as numbers (docs/json.md, "capd report")."""
+"""The numbers of a report as one plain document: the JSON file is it, the text prints it, the page rounds it.
+
+docs/json.md, "capd report", describes its fields.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,39 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from capd.analyze.groups import STATISTICS, Fields, Tally, Value
-from capd.report.error_numbers import error_numbers
+from capd.analyze.channels import Channels
+from capd.analyze.groups import STATISTICS, Fields, Tally
+from capd.report.format_errors import error_numbers
 from capd.report.format_use import format_numbers
-from capd.report.gather import GROUPINGS, Gathered
+from capd.report.gather import BY_LAYER, BY_TENSOR, BY_TYPE_AND_LAYER, GROUPINGS, Gathered
 from capd.report.quantiles import QUANTILES, quantiles_of
 from capd.strict_json import strict_json
 
-__all__ = ["MARK", "document", "json_text"]
+__all__ = ["MARK", "channel_numbers", "document", "grouped", "json_text", "tally_numbers"]
 
 MARK = "capd report"
-"""At the beginning of each file that a report writes: what has it may be replaced by the next one."""
+"""The words at the beginning of each file of a report: a file that has them may be replaced by the next report."""
 _FORMAT = 1
+_LARGEST = 8
+# Groupings that may have very many groups have neither errors nor channels.
+_WITH_ERRORS: tuple[Fields, ...] = (
+    (),
+    ("quant_type",),
+    ("tensor_name",),
+    BY_TENSOR,
+    BY_TYPE_AND_LAYER,
+    BY_LAYER,
+)
 
 
 def document(sources: Sequence[str], gathered: Gathered, *, quick: bool) -> dict[str, Any]:
-    """The whole document, floats as they are."""
+    """Makes the whole document, floats as they are.
+
+    Args:
+        sources: the names of the runs or directories that were read.
+        gathered: what was seen of them.
+        quick: whether stored statistics alone were read.
+    """
     groups = gathered.groups
     return {
         "written_by": MARK,
@@ -34,9 +54,12 @@ def document(sources: Sequence[str], gathered: Gathered, *, quick: bool) -> dict
             {"series": series, "reason": reason, "records": records}
             for (series, reason), records in gathered.unmeasured.items()
         ],
-        "all": _tally((), groups.whole()),
+        "all": _group((), groups.whole()),
         "by": {
-            ",".join(fields): [_group(fields, values, tally) for values, tally in groups.by(*fields).items()]
+            ",".join(fields): [
+                {**dict(zip(fields, values, strict=True)), **_group(fields, tally)}
+                for values, tally in groups.by(*fields).items()
+            ]
             for fields in GROUPINGS
             if fields
         },
@@ -45,24 +68,48 @@ def document(sources: Sequence[str], gathered: Gathered, *, quick: bool) -> dict
 
 
 def json_text(plain: dict[str, Any]) -> str:
-    """As strict JSON."""
+    """The document as strict JSON."""
     return json.dumps(strict_json(plain), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _group(fields: Fields, values: Sequence[Value], tally: Tally) -> dict[str, Any]:
-    return {**dict(zip(fields, values, strict=True)), **_tally(fields, tally)}
+def grouped(plain: dict[str, Any], fields: Fields) -> list[dict[str, Any]]:
+    """The groups of one grouping of a document; of no fields its only group, all records."""
+    found: list[dict[str, Any]] = plain["by"][",".join(fields)] if fields else [plain["all"]]
+    return found
 
 
-def _tally(grouping: Fields, tally: Tally) -> dict[str, Any]:
-    quantiles = quantiles_of(tally)
+def _group(fields: Fields, tally: Tally) -> dict[str, Any]:
+    numbers = tally_numbers(tally)
+    if fields in _WITH_ERRORS:
+        numbers["errors"] = {label: error_numbers(errors) for label, errors in tally.errors.items()}
+        numbers["channels"] = [channel_numbers(one) for _, one in sorted(tally.channels.items())]
+    return numbers
+
+
+def tally_numbers(tally: Tally) -> dict[str, Any]:
+    """The counts, statistics and quantiles of some records."""
+    distribution, quantiles = tally.distribution, quantiles_of(tally)
     return {
         "records": tally.records,
         "raw_bytes": tally.raw_bytes,
         **{name: getattr(tally.stats, name) for name in STATISTICS},
         "exponent_histogram": {str(bin_): count for bin_, count in tally.stats.exponent_histogram.items()},
         "quantiles": None if quantiles is None else dict(zip(map(str, QUANTILES), quantiles, strict=True)),
-        "quantiles_exact": None
-        if quantiles is None
-        else bool(tally.distribution and tally.distribution.exact),
-        **error_numbers(grouping, tally),
+        "quantiles_exact": None if quantiles is None else distribution is not None and distribution.exact,
+    }
+
+
+def channel_numbers(channels: Channels) -> dict[str, Any]:
+    """The numbers of the channels of tensors that have equally many, and the largest of them."""
+    return {
+        "channels": channels.channels,
+        "width": channels.width,
+        "rows": channels.rows,
+        "records": channels.records,
+        "outlier_percent": channels.outlier_percent,
+        "amax_ratio": channels.amax_ratio,
+        "largest": [
+            {"channel": at, "amax": amax, "outliers": outliers}
+            for at, amax, outliers in channels.largest(_LARGEST)
+        ],
     }

@@ -15,7 +15,7 @@ from capd.analyze.groups import Fields, Tally
 from capd.analyze.shape import shape_of
 from capd.report.gather import Gathered
 
-__all__ = ["BLOCK_SHARES", "COUNTS", "METRICS", "best_of", "error_document", "plain_errors", "plain_group"]
+__all__ = ["BLOCK_SHARES", "COUNTS", "METRICS", "error_document", "error_numbers"]
 
 COUNTS = ("records", "count", "nan", "inf", "lost", "underflows", "saturations", "flushes")
 METRICS = (
@@ -38,9 +38,9 @@ def error_document(
             for each in choices
         ],
         "by": list(by),
-        "all": plain_group(groups.whole()),
+        "all": _group(groups.whole()),
         "groups": [
-            {**dict(zip(by, values, strict=True)), **plain_group(tally)}
+            {**dict(zip(by, values, strict=True)), **_group(tally)}
             for values, tally in (groups.by(*by).items() if by else ())
             if tally.errors
         ],
@@ -52,7 +52,7 @@ def error_document(
     }
 
 
-def plain_group(tally: Tally) -> dict[str, Any]:
+def _group(tally: Tally) -> dict[str, Any]:
     """The values of a group, and the error of each format on them."""
     distribution = tally.distribution
     shape = None if distribution is None else asdict(shape_of(distribution))
@@ -64,12 +64,18 @@ def plain_group(tally: Tally) -> dict[str, Any]:
             "exact": distribution is not None and distribution.exact,
         },
         "block_ranges": {size: _plain_ranges(ranges) for size, ranges in tally.ranges.items()} or None,
-        "best": best_of(tally.errors),
-        "errors": {label: plain_errors(errors) for label, errors in tally.errors.items()},
+        "best": _best_of(tally.errors),
+        "errors": {
+            label: {
+                **error_numbers(errors),
+                "blocks": None if errors.blocks is None else _plain_blocks(errors.blocks),
+            }
+            for label, errors in tally.errors.items()
+        },
     }
 
 
-def best_of(errors: Mapping[str, Errors]) -> str | None:
+def _best_of(errors: Mapping[str, Errors]) -> str | None:
     """The format that took the most records, lost the fewest values, and has the highest SQNR; the first of equals."""
 
     def merit(label: str) -> tuple[int, int, float]:
@@ -79,12 +85,9 @@ def best_of(errors: Mapping[str, Errors]) -> str | None:
     return max(errors, key=merit) if any(one.sqnr_db is not None for one in errors.values()) else None
 
 
-def plain_errors(errors: Errors) -> dict[str, Any]:
-    """Counts and metrics of one format, and what is known of its blocks."""
-    return {
-        **{name: getattr(errors, name) for name in (*COUNTS, *METRICS)},
-        "blocks": None if errors.blocks is None else _plain_blocks(errors.blocks),
-    }
+def error_numbers(errors: Errors) -> dict[str, Any]:
+    """The counts and metrics of one format."""
+    return {name: getattr(errors, name) for name in (*COUNTS, *METRICS)}
 
 
 def _plain_blocks(blocks: Blocks) -> dict[str, Any]:

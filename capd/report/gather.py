@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from capd.analyze.distribution import Distribution
 from capd.analyze.format_choice import FormatChoice
 from capd.analyze.groups import FIELDS, Fields, Groups, Tally, Value
 from capd.io.ahead import AHEAD_NBYTES, ahead
@@ -131,10 +130,9 @@ class _Adding:
         self._key, self._tally = None, Tally()
 
 
-def by_layer(groups: Groups) -> dict[tuple[Value, Value], Distribution]:
-    """Merges the distributions of all ranks, by quant type and layer; empty where no element was read."""
-    found: dict[tuple[Value, Value], Distribution] = {}
+def by_layer(groups: Groups) -> dict[tuple[Value, Value], Tally]:
+    """Merges the records of all ranks, by quant type and layer; without those of which no element was read."""
+    found: dict[tuple[Value, Value], Tally] = {}
     for (one, layer, _), tally in groups.by(*BY_RANK).items():
-        if tally.distribution is not None:
-            found.setdefault((one, layer), Distribution()).add(tally.distribution)
-    return found
+        found.setdefault((one, layer), Tally()).add(tally)
+    return {place: tally for place, tally in found.items() if tally.distribution is not None}

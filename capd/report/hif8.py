@@ -159,7 +159,10 @@ def _by_magnitude(panel: Axes, distribution: Distribution) -> None:
 
 
 def _by_layer(panel: Axes, groups: Groups) -> None:
-    found = {key: hif8_use(one).errors.sqnr_db for key, one in by_layer(groups).items()}
+    found = {
+        key: hif8_use(tally.distribution or Distribution()).errors.sqnr_db
+        for key, tally in by_layer(groups).items()
+    }
     types, layers = groups.values(BY_RANK, "quant_type"), groups.values(BY_RANK, "layer")
     for number, one in enumerate(types):
         numbers = [found.get((one, layer)) for layer in layers]

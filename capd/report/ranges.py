@@ -92,7 +92,7 @@ def _percent(percent: float) -> str:
 
 
 def _layers(panels: Sequence[Axes], groups: Groups) -> None:
-    of_layers: dict[tuple[Value, Value], Distribution] = by_layer(groups)
+    of_layers = {place: tally.distribution for place, tally in by_layer(groups).items()}
     types, layers = groups.values(BY_RANK, "quant_type"), groups.values(BY_RANK, "layer")
     for panel, name in zip(panels, _BY_LAYER, strict=True):
         grid = grids()[name]

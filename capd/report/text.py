@@ -1,19 +1,18 @@
-"""`global_statistics_report.txt`: the groups as tables."""
+"""`global_statistics_report.txt`: the report's document as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from capd.analyze.groups import Fields, Tally, Value
-from capd.report.document import MARK
-from capd.report.error_numbers import error_lines
-from capd.report.format_use import format_lines
-from capd.report.gather import GROUPINGS, Gathered
+from capd.analyze.groups import Fields
+from capd.analyze.hif8_regimes import FINITE_CODES
+from capd.report.document import MARK, grouped
+from capd.report.gather import BY_TENSOR, GROUPINGS
 from capd.report.names import value_text
-from capd.report.quantiles import QUANTILES, quantiles_of
 from capd_client.texts import human_count, human_nbytes, table_lines
 
-__all__ = ["report_lines", "value_text"]
+__all__ = ["report_lines"]
 
 _MAX_ROWS = 200
 _MAX_SKIPPED = 50
@@ -21,54 +20,56 @@ _STATISTICS = ("min", "max", "absmax", "mean", "std")
 _COUNTS = ("nan", "inf", "zero")
 _SHARES = (0.01, 0.25, 0.5, 0.75, 0.99)
 _NUMBERS = ("records", "raw", *_STATISTICS, *_COUNTS, *(f"{share:.0%}" for share in _SHARES))
+_ERRORS = ("count", "SQNR dB", "relative", "cosine", "underflow", "saturation", "flush")
+_USE = ("values", "share", "codes", "in use", "mean error", "relative", "SQNR dB")
+_OUTSIDE = ("above", "below", "subnormal", "below, scaled", "NaN, Inf")
+Row = Mapping[str, Any]
 
 
-def report_lines(sources: Sequence[str], gathered: Gathered, *, quick: bool) -> Iterator[str]:
-    """The whole report; what was skipped comes first."""
-    groups, whole = gathered.groups, gathered.groups.whole()
-    yield f"{MARK} of {', '.join(sources)}"
-    size = f"{human_nbytes(whole.raw_bytes)}, {human_count(whole.stats.count, 'element')}"
-    yield f"{human_count(whole.records, 'record')}, {size}"
-    if gathered.skipped:
+def report_lines(plain: dict[str, Any]) -> Iterator[str]:
+    """The lines of a document (`capd.report.document`); what was skipped comes first."""
+    whole, skipped = plain["all"], plain["skipped"]
+    yield f"{MARK} of {', '.join(plain['sources'])}"
+    size = f"{human_nbytes(whole['raw_bytes'])}, {human_count(whole['count'], 'element')}"
+    yield f"{human_count(whole['records'], 'record')}, {size}"
+    if skipped:
         yield ""
-        yield f"skipped: {human_count(len(gathered.skipped))}"
-        yield from (f"  {one.name}: {one.reason}" for one in gathered.skipped[:_MAX_SKIPPED])
-        yield from _more(len(gathered.skipped) - _MAX_SKIPPED)
-    if gathered.without_statistics:
-        yield f"{human_count(gathered.without_statistics)} records have no stored statistics; their values are left out"
-    yield "quantiles: none, no element was read (--quick)" if quick else _about_quantiles(whole)
+        yield f"skipped: {human_count(len(skipped))}"
+        yield from (f"  {one['name']}: {one['reason']}" for one in skipped[:_MAX_SKIPPED])
+        yield from _more(len(skipped) - _MAX_SKIPPED)
+    without = plain["without_statistics"]
+    if without:
+        yield f"{human_count(without)} records have no stored statistics; their values are left out"
+    yield "quantiles: none, no element was read (--quick)" if plain["quick"] else _about_quantiles(whole)
     for fields in GROUPINGS:
         yield ""
-        yield from _table(fields, groups.by(*fields))
-    yield from error_lines(groups)
-    yield from format_lines(groups)
+        yield from _groups(fields, grouped(plain, fields))
+    yield from _errors(grouped(plain, BY_TENSOR))
+    yield from _formats(plain)
 
 
-def _about_quantiles(whole: Tally) -> str:
-    exact = whole.distribution is None or whole.distribution.exact
+def _about_quantiles(whole: Row) -> str:
     return (
-        "quantiles are exact"
-        if exact
-        else "quantiles are within 2^-8 of their value: some elements have more than 16 bits"
+        "quantiles are within 2^-8 of their value: some elements have more than 16 bits"
+        if whole["quantiles_exact"] is False
+        else "quantiles are exact"
     )
 
 
-def _table(fields: Fields, groups: Mapping[tuple[Value, ...], Tally]) -> Iterator[str]:
-    rows = [(*map(value_text, values), *_cells(tally)) for values, tally in list(groups.items())[:_MAX_ROWS]]
-    names = fields or ("all",)
-    yield from table_lines((*names, *_NUMBERS), rows if fields else [("", *row) for row in rows], _NUMBERS)
+def _groups(fields: Fields, groups: Sequence[Row]) -> Iterator[str]:
+    rows = [
+        (
+            *([value_text(one[name]) for name in fields] or [""]),
+            human_count(one["records"]),
+            human_nbytes(one["raw_bytes"]),
+            *(_number(one[name]) for name in _STATISTICS),
+            *(human_count(one[name]) for name in _COUNTS),
+            *(_number((one["quantiles"] or {}).get(str(share))) for share in _SHARES),
+        )
+        for one in groups[:_MAX_ROWS]
+    ]
+    yield from table_lines((*(fields or ("all",)), *_NUMBERS), rows, _NUMBERS)
     yield from _more(len(groups) - _MAX_ROWS)
-
-
-def _cells(tally: Tally) -> tuple[str, ...]:
-    at = quantiles_of(tally)
-    return (
-        human_count(tally.records),
-        human_nbytes(tally.raw_bytes),
-        *(_number(getattr(tally.stats, name)) for name in _STATISTICS),
-        *(human_count(getattr(tally.stats, name)) for name in _COUNTS),
-        *(_number(None if at is None else at[QUANTILES.index(share)]) for share in _SHARES),
-    )
 
 
 def _more(count: int) -> Iterator[str]:
@@ -76,5 +77,67 @@ def _more(count: int) -> Iterator[str]:
         yield f"… and {human_count(count)} more: global_statistics.json has all"
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.6g}"
+def _errors(groups: Sequence[Row]) -> Iterator[str]:
+    """The errors by quant type, tensor name and format; nothing where no format was measured."""
+    rows = [
+        (
+            *(value_text(one[name]) for name in BY_TENSOR), label, human_count(errors["count"]),
+            _decibels(errors), _share(errors["relative"]), _number(errors["cosine"], ".6f"),
+            *(_percent(errors[f"{name}_percent"]) for name in ("underflow", "saturation", "flush")),
+        )
+        for one in groups
+        for label, errors in one["errors"].items()
+    ]  # fmt: skip
+    if rows:
+        yield ""
+        yield from table_lines(("error of", "tensor_name", "format", *_ERRORS), rows, _ERRORS)
+
+
+def _formats(plain: dict[str, Any]) -> Iterator[str]:
+    """How HiFloat8 is used and what lies outside of formats' ranges; nothing where no element was read."""
+    if not plain["hifp8"]:
+        return
+    yield ""
+    rows = [row for use in plain["hifp8"] for row in _use_rows(use)]
+    yield from table_lines(("HiFP8 of", "regime", *_USE), rows, _USE)
+    yield ""
+    rows = [(value_text(one["quant_type"]), one["format"], *_outside(one)) for one in plain["overflow"]]
+    yield from table_lines(("overflow of", "format", *_OUTSIDE, "overflow", "underflow"), rows, _OUTSIDE)
+
+
+def _use_rows(use: Row) -> Iterator[tuple[str, ...]]:
+    whole = {
+        **use,
+        "regime": "all",
+        "count": use["finite"],
+        "share": float(use["finite"] > 0),
+        "codes": FINITE_CODES,
+    }
+    for one in (*use["regimes"], whole):
+        yield (
+            value_text(use["quant_type"]), one["regime"], human_count(one["count"]), _share(one["share"]),
+            str(one["codes"]), str(one["codes_used"]), _number(one["mean_error"], ".4g"),
+            _share(one["relative_error"]), _decibels(one),
+        )  # fmt: skip
+
+
+def _outside(one: Row) -> Iterator[str]:
+    counts = (one["above"], one["below"], one["flushed"], one["below_scaled"], one["nan"] + one["inf"])
+    yield from (_percent(100 * number / one["count"] if one["count"] else None) for number in counts)
+    yield from (one["above_severity"], one["below_severity"])
+
+
+def _decibels(one: Row) -> str:
+    return _number(one["sqnr_db"], ".2f")
+
+
+def _share(share: float | None) -> str:
+    return _percent(None if share is None else 100 * share)
+
+
+def _percent(percent: float | None) -> str:
+    return "-" if percent is None else f"{percent:.4g} %"
+
+
+def _number(value: float | None, digits: str = ".6g") -> str:
+    return "-" if value is None else f"{value:{digits}}"

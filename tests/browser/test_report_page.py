@@ -17,6 +17,7 @@ import torch
 from capd.analyze.format_choice import DEFAULT_CHOICES
 from capd.formats import qdq
 from capd.io.items import Item, Loaded
+from capd.report.document import document
 from capd.report.gather import Gathered, gather
 from capd.report.page.data import page_data
 from capd.report.page.html import page_html
@@ -125,7 +126,8 @@ def test_names_of_300_characters_wrap_instead_of_scrolling_the_page(
 @pytest.mark.parametrize("quick", [False, True])
 def test_every_page_of_a_report_of_nothing_says_so(opened: Open, tmp_path: Path, quick: bool) -> None:
     out = tmp_path / "empty.html"
-    out.write_bytes(page_html(page_data(["run.zarr"], Gathered(), files=True, quick=quick)))
+    plain = document(["run.zarr"], Gathered(), quick=quick)
+    out.write_bytes(page_html(page_data(plain, Gathered(), files=True)))
     shown = opened(out, width=400)
     for place in (*PAGES, "tensor/0"):
         shown.go(place)
@@ -357,7 +359,8 @@ def test_a_thousand_series_take_less_than_two_megabytes(opened: Open, tmp_path: 
 
     for _ in gather(items(), gathered, threads=2, choices=DEFAULT_CHOICES, channels=True):
         pass
-    payload = page_html(page_data(["run.zarr"], gathered, files=True, quick=False, choices=DEFAULT_CHOICES))
+    plain = document(["run.zarr"], gathered, quick=False)
+    payload = page_html(page_data(plain, gathered, files=True, choices=DEFAULT_CHOICES))
     assert len(payload) < 2_000_000
     (tmp_path / "many.html").write_bytes(payload)
     shown = opened(tmp_path / "many.html", width=400)

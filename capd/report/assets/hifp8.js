@@ -22,10 +22,10 @@ function meter(share) {
 }
 
 function regimes(use) {
-  const columns = [{ text: "regime", value: (row) => row.name }, { text: "magnitudes", value: (row) => REGIMES[row.name] ?? "" }, { text: "mantissa bits", number: true, value: (row) => row.mantissa_bits, show: num },
+  const columns = [{ text: "regime", value: (row) => row.regime }, { text: "magnitudes", value: (row) => REGIMES[row.regime] ?? "" }, { text: "mantissa bits", number: true, value: (row) => row.mantissa_bits, show: num },
     { text: "values", number: true, value: (row) => row.count, show: count }, { text: "share (%)", number: true, value: (row) => row.share, show: meter },
     { text: "codes used", number: true, value: (row) => row.codes_used, show: (value, row) => `${count(value)} of ${count(row.codes)}` },
-    { text: "relative error", number: true, value: (row) => row.relative, show: num }, { text: "SQNR (dB)", number: true, value: (row) => row.sqnr_db, show: num }, { text: "mean |d|", number: true, value: (row) => row.mean, show: num }];
+    { text: "relative error", number: true, value: (row) => row.relative_error, show: num }, { text: "SQNR (dB)", number: true, value: (row) => row.sqnr_db, show: num }, { text: "mean |d|", number: true, value: (row) => row.mean_error, show: num }];
   return table("Values over the regimes", columns, use.regimes);
 }
 
@@ -38,8 +38,8 @@ function codes(use) {
 
 function byMagnitude(use, metric) {
   const found = use.by_exponent;
-  const label = metric === "relative" ? "Relative error by magnitude" : "SQNR by magnitude";
-  const log = metric === "relative";
+  const label = metric === "relative_error" ? "Relative error by magnitude" : "SQNR by magnitude";
+  const log = metric === "relative_error";
   const labels = Object.keys(found[metric]);
   const columns = [{ text: "from", number: true, value: (row) => found.exponents[row], show: power }, { text: "values", number: true, value: (row) => found.counts[row], show: count },
     ...labels.map((name) => ({ text: name, number: true, value: (row) => found[metric][name][row], show: num }))];
@@ -74,7 +74,7 @@ export function hifp8(data) {
       chosen([{ name: "place", label: "values of", options: data.hifp8.map((one, place) => ({ value: place, text: one.quant_type === null ? "all quant types" : String(one.quant_type) })) }], ({ place }) => {
         const use = data.hifp8[place];
         return [el("p", { class: "fact" }, `${count(use.codes_used)} of ${count(use.finite_codes)} codes used, entropy ${num(use.entropy_bits)} of 8 bits, ${count(use.finite)} finite values${use.exact ? "" : "; some were rounded to bfloat16 before"}.`),
-          regimes(use), figure("Its 256 codes", "Row: the code's high four bits; column: its low four. Rows 8 to F are the negative values. Empty cells are codes that no value takes.", codes(use)), byMagnitude(use, "relative"), byMagnitude(use, "sqnr_db")];
+          regimes(use), figure("Its 256 codes", "Row: the code's high four bits; column: its low four. Rows 8 to F are the negative values. Empty cells are codes that no value takes.", codes(use)), byMagnitude(use, "relative_error"), byMagnitude(use, "sqnr_db")];
       })),
     own,
   ];

@@ -56,7 +56,7 @@ function counts(data) {
 
 function leftOut(data) {
   const skipped = data.skipped.length ? table(`Skipped: ${count(data.skipped_total)} could not be read`, [typed("record or file", "name"), typed("reason", "reason")], data.skipped) : nothing("Everything that was selected could be read.");
-  const unmeasured = data.unmeasured.length ? table("Without an error of formats", [typed("series or file", "name"), typed("reason", "reason"), counted("records", "records")], data.unmeasured) : null;
+  const unmeasured = data.unmeasured.length ? table("Without an error of formats", [typed("series or file", "series"), typed("reason", "reason"), counted("records", "records")], data.unmeasured) : null;
   const without = data.without_statistics ? el("p", {}, `${count(data.without_statistics)} records have no stored statistics, and --quick read no element: their values are left out.`) : null;
   return [skipped, unmeasured, without, data.notes.length ? el("ul", {}, data.notes.map((note) => el("li", {}, note))) : null];
 }

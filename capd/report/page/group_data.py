@@ -9,16 +9,9 @@ import numpy as np
 
 from capd.analyze.channels import Channels
 from capd.analyze.groups import Groups, Tally, Value
+from capd.report.document import channel_numbers, grouped, tally_numbers
 from capd.report.gather import BY_ITERATION, BY_LAYER, BY_RANK, BY_SAMPLE, BY_TENSOR, by_layer
-from capd.report.page.plain import (
-    errors_plain,
-    exponents_of,
-    fields_plain,
-    quantiles_plain,
-    short,
-    tally_plain,
-)
-from capd.store.statistics import Stats
+from capd.report.page.plain import NUMBERS, errors_of, exponents_of, picked, quantiles_of, rounded
 
 __all__ = [
     "boxes_data", "cells_data", "channels_data", "distributions_data", "hif8_groups", "iterations_data",
@@ -28,46 +21,42 @@ __all__ = [
 _CHANNEL_NUMBERS = 20_000  # in all,
 _MOST_ENTRIES, _LEAST_ENTRIES = 256, 16  # and of one group
 _MOST_GROUPS = 500
-_LARGEST = 8
 _TREND_NUMBERS, _MOST_TREND, _LEAST_TREND = 20_000, 400, 16
 _TRENDS = ("mean", "std", "absmax")
 
 
-def cells_data(groups: Groups) -> list[dict[str, Any]]:
-    """By quant type, tensor name and layer."""
+def cells_data(plain: dict[str, Any]) -> list[dict[str, Any]]:
+    """The groups by quant type, tensor name and layer. plain: the report's document."""
     return [
-        {**fields_plain(BY_LAYER, values), **tally_plain(tally), "errors": errors_plain(tally.errors)}
-        for values, tally in groups.by(*BY_LAYER).items()
+        {**picked(row, *BY_LAYER, *NUMBERS), "errors": errors_of(row["errors"])}
+        for row in grouped(plain, BY_LAYER)
     ]
 
 
-def distributions_data(groups: Groups) -> list[dict[str, Any]]:
-    """By quant type and tensor name."""
+def distributions_data(plain: dict[str, Any]) -> list[dict[str, Any]]:
+    """The groups by quant type and tensor name, with their quantiles and exponents."""
     return [
         {
-            **fields_plain(BY_TENSOR, values),
-            **tally_plain(tally),
-            "quantiles": quantiles_plain(tally),
-            "exponents": exponents_of(tally.stats),
-            "errors": errors_plain(tally.errors),
+            **picked(row, *BY_TENSOR, *NUMBERS),
+            "quantiles": quantiles_of(row),
+            "exponents": exponents_of(row),
+            "errors": errors_of(row["errors"]),
         }
-        for values, tally in groups.by(*BY_TENSOR).items()
+        for row in grouped(plain, BY_TENSOR)
     ]
 
 
 def boxes_data(groups: Groups) -> list[dict[str, Any]]:
     """Quantiles by quant type and layer; empty where no element was read."""
-    stats: dict[tuple[Value, Value], Tally] = {}
-    for (one, layer, _), tally in groups.by(*BY_RANK).items():
-        stats.setdefault((one, layer), Tally()).add(tally, values=False)
+    rows = {place: tally_numbers(tally) for place, tally in by_layer(groups).items()}
     return [
         {
             "quant_type": one,
             "layer": layer,
-            "quantiles": quantiles_plain(distribution),
-            **_of(stats[one, layer].stats, "mean", "std", "min", "max"),
+            "quantiles": quantiles_of(row),
+            **picked(row, "mean", "std", "min", "max"),
         }
-        for (one, layer), distribution in by_layer(groups).items()
+        for (one, layer), row in rows.items()
     ]
 
 
@@ -85,20 +74,18 @@ def channels_data(groups: Groups, notes: list[str]) -> list[dict[str, Any]]:
         )
     kept = found[:_MOST_GROUPS]
     entries = max(_LEAST_ENTRIES, min(_MOST_ENTRIES, _CHANNEL_NUMBERS // max(1, len(kept))))
-    return [{**fields_plain(BY_LAYER, values), **_channels(one, entries)} for values, one in kept]
+    return [{**dict(zip(BY_LAYER, values, strict=True)), **_channels(one, entries)} for values, one in kept]
 
 
 def _channels(channels: Channels, most: int) -> dict[str, Any]:
     together = -(-channels.amax.size // most)
     amax = np.maximum.reduceat(channels.amax, np.arange(0, channels.amax.size, together))
+    numbers = channel_numbers(channels)
     return {
-        "channels": channels.channels,
-        "width": channels.width,
+        **picked(numbers, "channels", "width", "outlier_percent", "amax_ratio"),
         "entries_per_point": together,
-        "amax": [short(float(value)) for value in amax],
-        "outlier_percent": short(channels.outlier_percent),
-        "amax_ratio": short(channels.amax_ratio),
-        "largest": [[at, short(value), number] for at, value, number in channels.largest(_LARGEST)],
+        "amax": rounded(amax.tolist()),
+        "largest": [rounded([*each.values()]) for each in numbers["largest"]],
     }
 
 
@@ -118,13 +105,13 @@ def iterations_data(groups: Groups, notes: list[str]) -> list[dict[str, Any]]:
 def _trend(values: tuple[Value, Value], line: list[tuple[Value, Tally]]) -> dict[str, Any]:
     labels = dict.fromkeys(label for _, tally in line for label in tally.errors)
     return {
-        **fields_plain(BY_TENSOR, values),
+        **dict(zip(BY_TENSOR, values, strict=True)),
         "iteration": [iteration for iteration, _ in line],
-        **{name: [short(getattr(tally.stats, name)) for _, tally in line] for name in _TRENDS},
+        **{name: [rounded(getattr(tally.stats, name)) for _, tally in line] for name in _TRENDS},
         "errors": {
             label: {
                 metric: [
-                    short(getattr(tally.errors[label], metric)) if label in tally.errors else None
+                    rounded(getattr(tally.errors[label], metric)) if label in tally.errors else None
                     for _, tally in line
                 ]
                 for metric in ("sqnr_db", "underflow_percent")
@@ -134,28 +121,24 @@ def _trend(values: tuple[Value, Value], line: list[tuple[Value, Tally]]) -> dict
     }
 
 
-def hif8_groups(groups: Groups) -> dict[str, list[dict[str, Any]]]:
-    """By layer and sample, and by layer and rank: of the quant types that are HiFloat8, of all where none is."""
-    types = groups.values(BY_RANK, "quant_type")
-    wanted = {one for one in types if str(one).startswith("hifp8")} or set(types)
+def hif8_groups(plain: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The groups by layer and sample, and by layer and rank: of HiFloat8's quant types, of all where none is one."""
+    types = {row["quant_type"] for row in grouped(plain, BY_RANK)}
+    wanted = {one for one in types if str(one).startswith("hifp8")} or types
     return {
         fields[-1]: [
-            {**fields_plain(fields, values), **tally_plain(tally), "quantiles": quantiles_plain(tally)}
-            for values, tally in groups.by(*fields).items()
-            if values[0] in wanted
+            {**picked(row, *fields, *NUMBERS), "quantiles": quantiles_of(row)}
+            for row in grouped(plain, fields)
+            if row["quant_type"] in wanted
         ]
         for fields in (BY_SAMPLE, BY_RANK)
     }
 
 
-def nonfinite_data(groups: Groups) -> list[dict[str, Any]]:
-    """Where there are NaN or Inf."""
+def nonfinite_data(plain: dict[str, Any]) -> list[dict[str, Any]]:
+    """The groups by quant type, tensor name and layer that hold NaN or Inf."""
     return [
-        {**fields_plain(BY_LAYER, values), **_of(tally.stats, "nan", "inf", "count")}
-        for values, tally in groups.by(*BY_LAYER).items()
-        if tally.stats.nan or tally.stats.inf
+        picked(row, *BY_LAYER, "nan", "inf", "count")
+        for row in grouped(plain, BY_LAYER)
+        if row["nan"] or row["inf"]
     ]
-
-
-def _of(stats: Stats, *names: str) -> dict[str, Any]:
-    return {name: short(getattr(stats, name)) for name in names}

@@ -1,26 +1,14 @@
-"""Numbers and groups as the page's data has them: few digits, short lists."""
+"""The document's numbers as the page's data has them: few digits, short lists."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from capd.analyze.distribution import Distribution
-from capd.analyze.error_sums import Errors
-from capd.analyze.groups import STATISTICS, Fields, Tally, Value
-from capd.report.quantiles import QUANTILES
-from capd.store.statistics import Stats
+from capd.analyze.groups import STATISTICS
+from capd.strict_json import json_number
 
-__all__ = [
-    "METRICS",
-    "errors_plain",
-    "exponents_of",
-    "fields_plain",
-    "quantiles_plain",
-    "short",
-    "tally_plain",
-]
+__all__ = ["METRICS", "NUMBERS", "errors_of", "exponents_of", "picked", "quantiles_of", "rounded"]
 
 METRICS = {
     "sqnr_db": "10·log10(Σx² / Σd²), in dB: signal to quantisation noise",
@@ -33,52 +21,45 @@ METRICS = {
     "flush_percent": "below the smallest normal value, in % of all values",
     "lost_percent": "finite values that became NaN or Inf, in % of all values",
 }
-"""What is shown of `capd.analyze.error_sums.Errors`, in the order of the page's lists, each with its formula."""
+"""The metrics that are shown of an error, in the order of the page's lists, each with its formula."""
+
+NUMBERS = ("records", "raw_bytes", *STATISTICS)
+"""The numbers of a group that are shown wherever it is."""
 
 _DIGITS = 4
 _BIAS, _NONFINITE_BIN = 127, 255
 
 
-def short(value: float | None) -> float | int | str | None:
-    """A number with four digits; whole ones whole; NaN and infinities by name."""
-    if value is None or isinstance(value, int):
+def rounded(value: Any) -> Any:
+    """A plain value with floats of four digits: whole ones become integers, NaN and infinities their names."""
+    if isinstance(value, dict):
+        return {name: rounded(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [rounded(each) for each in value]
+    if not isinstance(value, float):
         return value
-    if not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    rounded = float(f"{value:.{_DIGITS}g}")
-    return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
+    short = json_number(float(f"{value:.{_DIGITS}g}"))
+    return int(short) if isinstance(short, float) and short.is_integer() and abs(short) < 1e15 else short
 
 
-def fields_plain(fields: Fields, values: Sequence[Value]) -> dict[str, Value]:
-    """The fields of a group."""
-    return dict(zip(fields, values, strict=True))
+def picked(row: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Some numbers or fields of a group, rounded."""
+    return {name: rounded(row[name]) for name in names}
 
 
-def tally_plain(tally: Tally) -> dict[str, Any]:
-    """Counts and statistics of some records, without their quantiles."""
-    stats = tally.stats
-    return {
-        "records": tally.records,
-        "raw_bytes": tally.raw_bytes,
-        **{name: short(getattr(stats, name)) for name in STATISTICS},
-    }
+def quantiles_of(row: Mapping[str, Any]) -> list[Any] | None:
+    """The quantiles of a group in the order of `capd.report.quantiles.QUANTILES`; None where no element was read."""
+    return None if row["quantiles"] is None else [rounded(value) for value in row["quantiles"].values()]
 
 
-def quantiles_plain(source: Tally | Distribution | None) -> list[Any] | None:
-    """At QUANTILES; None where no element was read."""
-    distribution = source.distribution if isinstance(source, Tally) else source
-    found = None if distribution is None else distribution.quantiles(QUANTILES)
-    return None if found is None else [short(value) for value in found]
+def errors_of(errors: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """The values of METRICS by format, in the order of METRICS."""
+    return {label: [rounded(one[name]) for name in METRICS] for label, one in errors.items()}
 
 
-def errors_plain(errors: Mapping[str, Errors]) -> dict[str, list[Any]]:
-    """By format the values of METRICS, in its order."""
-    return {label: [short(getattr(one, name)) for name in METRICS] for label, one in errors.items()}
-
-
-def exponents_of(stats: Stats) -> list[int]:
-    """The first e, then how many values have 2^e ≤ |x| < 2^(e+1), from it on; empty where there is none but zeros."""
-    counts = stats.exponent_histogram
+def exponents_of(row: Mapping[str, Any]) -> list[int]:
+    """The first exponent e, then how many values have 2^e ≤ |x| < 2^(e+1), from it on; empty without such values."""
+    counts = {int(bin_): count for bin_, count in row["exponent_histogram"].items()}
     present = [bin_ for bin_ in counts if 0 < bin_ < _NONFINITE_BIN]
     if not present:
         return []

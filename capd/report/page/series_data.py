@@ -6,7 +6,9 @@ from typing import Any
 
 import msgspec
 
-from capd.report.page.plain import errors_plain, exponents_of, short, tally_plain
+from capd.report.document import tally_numbers
+from capd.report.format_errors import error_numbers
+from capd.report.page.plain import NUMBERS, errors_of, exponents_of, picked, rounded
 from capd.report.series import MOST_SERIES, SeriesSummaries, SeriesSummary
 
 __all__ = ["series_data"]
@@ -33,21 +35,24 @@ def series_data(series: SeriesSummaries | None, notes: list[str]) -> dict[str, A
 
 def _series(one: SeriesSummary, most: int) -> dict[str, Any]:
     every = -(-len(one.points) // most)
-    points = one.points[::every]
+    points, numbers = one.points[::every], tally_numbers(one.tally)
     return {
         "path": one.path,
         **msgspec.structs.asdict(one.key),
         "dtype": one.dtype,
         "shape": list(one.shape),
         "emulation": one.emulation,
-        **tally_plain(one.tally),
-        "quantiles": None if one.quantiles is None else [short(value) for value in one.quantiles],
-        "exponents": exponents_of(one.tally.stats),
-        "errors": errors_plain(one.tally.errors),
+        **picked(numbers, *NUMBERS),
+        "quantiles": rounded(one.quantiles),
+        "exponents": exponents_of(numbers),
+        "errors": errors_of({label: error_numbers(errors) for label, errors in one.tally.errors.items()}),
         "moments": {
             "iteration": [point.moment.iteration for point in points],
             "micro_batch": [point.moment.micro_batch for point in points],
-            **{name: [short(getattr(point, name)) for point in points] for name in ("mean", "std", "absmax")},
+            **{
+                name: [rounded(getattr(point, name)) for point in points]
+                for name in ("mean", "std", "absmax")
+            },
         },
         "moments_step": one.step * every,
     }

@@ -14,6 +14,7 @@ import torch
 from capd.analyze.format_choice import FormatChoice, choices
 from capd.formats import qdq
 from capd.io.items import Item, Loaded
+from capd.report.document import document
 from capd.report.gather import Gathered, gather
 from capd.report.page.data import page_data
 from capd.report.page.plain import METRICS
@@ -56,7 +57,8 @@ def data_of(
         items, gathered, threads=2, quick=quick, choices=() if quick else formats, channels=not quick
     ):
         pass
-    found = page_data(["runs/some.zarr"], gathered, files=True, quick=quick, choices=formats)
+    plain = document(["runs/some.zarr"], gathered, quick=quick)
+    found = page_data(plain, gathered, files=True, choices=formats)
     return json.loads(json.dumps(found, allow_nan=False))  # strict JSON
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from capd.report.document import document
 from capd.report.gather import Gathered
 from capd.report.page.data import page_data
 from capd.report.page.html import page_html
@@ -21,7 +22,8 @@ HOSTILE = "</script><!--<script>alert(1)</script>\u2028\"'&\ud800"
 
 @pytest.fixture(scope="module")
 def data() -> dict[str, Any]:
-    return page_data(["run.zarr"], Gathered(), files=True, quick=True)
+    plain = document(["run.zarr"], Gathered(), quick=True)
+    return page_data(plain, Gathered(), files=True)
 
 
 def test_the_policy_lets_exactly_the_scripts_and_the_style_of_the_file_run(data: dict[str, Any]) -> None:
