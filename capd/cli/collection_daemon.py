@@ -1,115 +1,127 @@
-"""What a collection run asks the daemon of its jobs, and the store where the daemon does not know."""
+"""The run that a collection's job captures into: what its daemon says of it, and the store where no daemon knows."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from capd.cli.companion import Companion
 from capd.cli.tool import REPLY_TIMEOUT_S, connect
+from capd.collect.watching import Observation
 from capd.drops import lost
 from capd.errors import EndpointError
 from capd.metrics import DaemonStats, RunStats
 from capd.server.endpoint import parse
+from capd_client.process_documents import left
 from capd_client.quota import Collected
 from capd_client.tool_messages import Control, Stats, StatsReply
 
 if TYPE_CHECKING:
     from capd.store.reader import Store, Totals
 
-__all__ = [
-    "LAST_REPLY_S",
-    "WATCH_REPLY_S",
-    "Counted",
-    "Seen",
-    "before",
-    "counted",
-    "flush",
-    "next_attempt",
-    "seen",
-    "why_full",
-]
+__all__ = ["CollectedRun", "DaemonView", "next_attempt"]
 
-WATCH_REPLY_S = 2.0  # a daemon that is stopped is not to keep the job beyond its time
-LAST_REPLY_S = 60.0  # of a daemon that has much to do: without it nobody knows what is stored
+_WATCH_REPLY_S = 2.0  # a daemon that is stopped is not to keep the job beyond its time
+_LAST_REPLY_S = 60.0  # of a daemon that has much to do: without it nobody knows what is stored
 _FLUSH_S = 30.0
 _LOOK_S = 0.05
 
 
-class Seen(NamedTuple):
-    """What a daemon says of a run, None where nothing was captured into it yet."""
+class DaemonView(NamedTuple):
+    """What a daemon says of itself and of a run; run: None where nothing was captured into it yet."""
 
     daemon: DaemonStats
     run: RunStats | None
 
 
-class Counted(NamedTuple):
-    """What a run holds, of what the daemon counts. lost: drops that nobody asked for, disk_full among them."""
+class _Counts(NamedTuple):
+    """Numbers of a run. lost: drops that nobody asked for, disk_full among them."""
 
     records: int = 0
     lost: int = 0
     disk_full: int = 0
 
-    def since(self, before: Counted) -> Counted:
-        """What came since then."""
-        return Counted(*(now - then for now, then in zip(self, before, strict=True)))
+
+class CollectedRun:
+    """The run of one job of a collection, counted from before the job is started.
+
+    view: what the daemon said last, None where it did not answer. records: kept of the job, as far as it said.
+    """
+
+    def __init__(self, companion: Companion, documents: Path) -> None:
+        """documents: the directory where the job's processes say how far they are."""
+        self._companion, self._documents = companion, documents
+        self.view = _asked(companion, REPLY_TIMEOUT_S)
+        self._before = self._counts_before()
+        self.records = 0
+
+    def _counts_before(self) -> _Counts:
+        """What the run holds already: a daemon that opens it later counts that, too."""
+        if self.view is not None and self.view.run is not None:
+            return _counts(self.view.run)
+        store = _store(self._companion)
+        return _Counts() if store is None else _counts(store.totals())
+
+    def look(self, *, last: bool = False) -> Observation:
+        """Asks the daemon and the job. last: the job is over; its daemon is waited for longer, and has to answer."""
+        self.view = _asked(self._companion, _LAST_REPLY_S if last else _WATCH_REPLY_S)
+        run = None if self.view is None else self.view.run
+        now = _Counts() if run is None else _counts(run)
+        got = _Counts(*(number - before for number, before in zip(now, self._before, strict=True)))
+        if self.view is not None:
+            self.records = got.records
+        return Observation(
+            time.monotonic(),
+            self._ranks(),
+            self.records,
+            lost=got.lost,
+            disk_full=got.disk_full > 0,
+            why_full="" if run is None else run.why_full,
+            daemon_ended=self.view is None if last else self._daemon_ended(),
+        )
+
+    def flush(self) -> None:
+        """Waits until what the job has captured is in the store; a job that hangs is not waited for long."""
+        deadline = time.monotonic() + _FLUSH_S
+        ranks = self._ranks()
+        while time.monotonic() < deadline and not self._connected(ranks):
+            time.sleep(_LOOK_S)
+        with contextlib.suppress(EndpointError), connect(parse(self._companion.endpoint)) as tool:
+            tool.request(Control("flush", self._companion.run_id, wait_s=_FLUSH_S), _FLUSH_S + 10)
+
+    def _connected(self, ranks: list[Collected]) -> bool:
+        """Whether the daemon knows each process that has captured and lives; also where the daemon has ended.
+
+        A process may have captured everything before it reaches the daemon.
+        """
+        if self._daemon_ended():
+            return True
+        view = _asked(self._companion, _WATCH_REPLY_S)
+        known = set() if view is None or view.run is None else {one.pid for one in view.run.sessions}
+        return all(one.pid in known or not Path(f"/proc/{one.pid}").exists() for one in ranks if one.kept)
+
+    def _ranks(self) -> list[Collected]:
+        return left(self._documents, Collected)
+
+    def _daemon_ended(self) -> bool:
+        return self._companion.process is not None and self._companion.process.poll() is not None
 
 
-def seen(companion: Companion, timeout_s: float = REPLY_TIMEOUT_S) -> Seen | None:
-    """What the daemon says of the run now; None where it does not answer."""
+def _asked(companion: Companion, timeout_s: float) -> DaemonView | None:
+    """What the daemon says now; None where it does not answer."""
     with contextlib.suppress(EndpointError, ValueError), connect(parse(companion.endpoint)) as tool:
         reply = tool.request(Stats(companion.run_id), timeout_s)
         if isinstance(reply, StatsReply):
             daemon = DaemonStats.model_validate(reply.stats)
-            return Seen(daemon, next((run for run in daemon.runs if run.run_id == companion.run_id), None))
+            run = next((run for run in daemon.runs if run.run_id == companion.run_id), None)
+            return DaemonView(daemon, run)
     return None
 
 
-def flush(companion: Companion, ranks: Sequence[Collected]) -> None:
-    """Wait until what the job has captured is in the store; a job that hangs is not waited for long.
-
-    ranks: what the job has said. One may have captured all before it has reached the daemon.
-    """
-    deadline = time.monotonic() + _FLUSH_S
-    while time.monotonic() < deadline and not _connected(companion, ranks):
-        time.sleep(_LOOK_S)
-    with contextlib.suppress(EndpointError), connect(parse(companion.endpoint)) as tool:
-        tool.request(Control("flush", companion.run_id, wait_s=_FLUSH_S), _FLUSH_S + 10)
-
-
-def _connected(companion: Companion, ranks: Sequence[Collected]) -> bool:
-    """Whether the daemon knows each process that has captured and lives; also where there is no daemon any more."""
-    if companion.process is not None and companion.process.poll() is not None:
-        return True
-    found = seen(companion, WATCH_REPLY_S)
-    known = set() if found is None or found.run is None else {one.pid for one in found.run.sessions}
-    return all(one.pid in known or not Path(f"/proc/{one.pid}").exists() for one in ranks if one.kept)
-
-
-def before(companion: Companion) -> Counted:
-    """What is in the run already, when a job is started; a daemon that opens it anew counts that, too."""
-    found = seen(companion)
-    if found is not None and found.run is not None:
-        return counted(found)
-    store = _store(companion)
-    return Counted() if store is None else _counted(store.totals())
-
-
-def counted(found: Seen | None) -> Counted:
-    """The run's numbers in what a daemon says."""
-    return Counted() if found is None or found.run is None else _counted(found.run)
-
-
-def _counted(run: RunStats | Totals) -> Counted:
-    return Counted(run.records, sum(lost(run.dropped).values()), run.dropped.get("disk_full", 0))
-
-
-def why_full(found: Seen | None) -> str:
-    """What refused records as disk_full, and how full it is; "" where nothing did, or no daemon says it."""
-    return "" if found is None or found.run is None else found.run.why_full
+def _counts(run: RunStats | Totals) -> _Counts:
+    return _Counts(run.records, sum(lost(run.dropped).values()), run.dropped.get("disk_full", 0))
 
 
 def next_attempt(companion: Companion) -> int:

@@ -5,7 +5,6 @@ The job comes first: once it runs, nothing that happens to the daemon stops it o
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
@@ -13,13 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
 import typer
 
+from capd.cli.group_job import signals_put_off
 from capd.cli.output import human_count, human_nbytes, note
 from capd.cli.tool import connect
 from capd.config import load_daemon_settings
@@ -39,6 +38,7 @@ REST_S = 10.0  # after the job: until the daemon has noted that every rank is go
 SEAL_S = 600.0
 STOP_MARGIN_S = 30.0  # what a daemon may need beyond its shutdown timeout
 _SOCKET_NAME = "capd.sock"
+_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 class WhyNothing(Protocol):
@@ -157,7 +157,7 @@ def start(store: Path, run_id: str | None, config: Path | None) -> Companion:
     companion = Companion("", run_id, store)
     companion.stop_s = settings.shutdown_timeout_s + STOP_MARGIN_S
     try:
-        with _signals_held():  # one that came between the two would leave the directory
+        with signals_put_off(_ENDING):  # one that came between the two would leave the directory
             companion.directory = _socket_directory()
         companion.endpoint = f"unix:{companion.directory / _SOCKET_NAME}"
         command = [sys.executable, "-m", "capd", "serve", "--quiet", "--parent", str(os.getpid())]
@@ -193,16 +193,6 @@ def _wait_ready(companion: Companion, process: subprocess.Popen[bytes]) -> None:
         raise typer.Exit(code)
     how = f"ended by signal {-code}" if code < 0 else "told to stop while it started"
     note(f"the daemon was {how}; the job runs without capture")
-
-
-@contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    """What would end this process comes at the end of the block."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP, signal.SIGINT))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _socket_directory() -> Path:

@@ -9,7 +9,13 @@ import sys
 import threading
 import time
 
-__all__ = ["Display"]
+from capd.cli.collection_daemon import DaemonView
+from capd.cli.output import human_nbytes
+from capd.collect.request import CollectionRequest
+from capd.collect.state import TypeState
+from capd.drops import lost
+
+__all__ = ["Display", "progress_text"]
 
 _QUIET_S = 30.0  # between two lines of progress where there is no terminal
 
@@ -33,7 +39,7 @@ class Display:
                 self._write(self._line())
 
     def progress(self, text: str) -> None:
-        """How far the collection is: drawn anew on a terminal, else a line now and then."""
+        """How far the collection is: redrawn on a terminal, else a line now and then."""
         with self._lock:
             if self._tty:
                 before, self._status = self._drawn, text
@@ -63,3 +69,32 @@ class Display:
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.buffer.write(content)
             sys.stderr.buffer.flush()
+
+
+def progress_text(
+    one: TypeState, request: CollectionRequest, view: DaemonView | None, expected: int | None, seconds: float
+) -> str:
+    """The line that says how far the job of a type is.
+
+    Args:
+        one: the type.
+        request: the collection's.
+        view: what the daemon says, None where it does not answer.
+        expected: how many records the type should give, None where nobody knows.
+        seconds: how long the job has run.
+    """
+    wanted = f" of {request.micro_batches:,}" if request.micro_batches else ""
+    parts = [
+        one.quant_type,
+        f"{one.micro_batches:,}{wanted} micro-batches",
+        f"{one.records:,}{'' if expected is None else f' of {expected:,}'} records",
+    ]
+    if view is None:
+        parts.append("the daemon does not answer")
+    else:
+        run = view.run
+        parts.append(f"{0.0 if run is None else run.rate_mib_s:.1f} MiB/s")
+        parts.append(f"disk left {human_nbytes(max(0, view.daemon.disk_free - view.daemon.keep_free))}")
+        parts.append(f"{0 if run is None else sum(lost(run.dropped).values()):,} dropped")
+    limit = f" of {request.timeout_s:.0f} s" if request.timeout_s else ""
+    return " · ".join([*parts, f"{seconds:.0f} s{limit}"])

@@ -15,7 +15,7 @@ from typing import Self
 
 from capd.cli.output import note
 
-__all__ = ["GroupJob", "has_variable", "leaving_on_signals"]
+__all__ = ["GroupJob", "has_variable", "leaving_on_signals", "signals_handled", "signals_put_off"]
 
 END_S = 60.0  # what the job may take to end, torchrun's own grace of 30 s among it
 _LOOK_S = 0.05
@@ -34,7 +34,7 @@ def has_variable(pid: int, variable: str) -> bool:
 
 def leaving_on_signals() -> contextlib.AbstractContextManager[None]:
     """Inside, SIGTERM and SIGHUP end this command as Ctrl-C does: with what it has begun put in order."""
-    return _handled(dict.fromkeys(_ENDING, _leave))
+    return signals_handled(dict.fromkeys(_ENDING, _leave))
 
 
 class GroupJob:
@@ -46,7 +46,7 @@ class GroupJob:
     """
 
     def __init__(self, command: Sequence[str], environ: dict[str, str], *, mark: str) -> None:
-        self._command, self._environ, self._mark = command, environ, mark
+        self._command, self._environ, self.mark = command, environ, mark
         self._process: subprocess.Popen[bytes] | None = None
         self._signals = contextlib.ExitStack()
 
@@ -57,16 +57,18 @@ class GroupJob:
         return self._process
 
     def __enter__(self) -> Self:
-        self._signals.enter_context(_handled(dict.fromkeys(_FORWARDED, self._pass_on)))
+        self._signals.enter_context(signals_handled(dict.fromkeys(_FORWARDED, self._pass_on)))
         self._signals.enter_context(leaving_on_signals())
         return self
 
-    def _start(self, stdout: int, stderr: int | None) -> None:
-        """Start the command with these descriptors, as of Popen. Raises OSError where it cannot be executed."""
+    def _start(self, stdout: int, stderr: int | None = None) -> None:
+        """Starts the command with these descriptors, as of Popen. Raises OSError where it cannot be executed."""
         stdin = (
             subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None
         )  # no group of the terminal's
-        with _put_off((signal.SIGINT, *_ENDING)):  # in its middle they would leave a process that nobody ends
+        with signals_put_off(
+            (signal.SIGINT, *_ENDING)
+        ):  # in its middle they would leave a process that nobody ends
             self._process = subprocess.Popen(
                 self._command, env=self._environ, stdin=stdin, stdout=stdout, stderr=stderr, process_group=0
             )
@@ -110,7 +112,7 @@ class GroupJob:
 
     def _left(self) -> Iterator[int]:
         """Processes of the job that are still there."""
-        return (pid for pid in _pids() if has_variable(pid, self._mark))
+        return (pid for pid in _pids() if has_variable(pid, self.mark))
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -153,8 +155,8 @@ def _leave(number: int, _frame: FrameType | None) -> None:
 
 
 @contextlib.contextmanager
-def _handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
-    """Inside, these signals are handled so, but for those that are ignored."""
+def signals_handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
+    """Handles signals by these functions within the block, but for those that are ignored (nohup)."""
     heard = {number: one for number, one in handlers.items() if signal.getsignal(number) != signal.SIG_IGN}
     before = {number: signal.signal(number, one) for number, one in heard.items()}
     try:
@@ -165,15 +167,15 @@ def _handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _put_off(numbers: Sequence[signal.Signals]) -> Iterator[None]:
-    """These signals come behind the block."""
+def signals_put_off(numbers: Sequence[signal.Signals]) -> Iterator[None]:
+    """Delivers these signals after the block. Of the main thread alone."""
     came: list[int] = []
 
     def remember(number: int, _frame: FrameType | None) -> None:
         came.append(number)
 
     try:
-        with _handled(dict.fromkeys(numbers, remember)):
+        with signals_handled(dict.fromkeys(numbers, remember)):
             yield
     finally:
         if came:

@@ -8,13 +8,13 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from types import FrameType, TracebackType
-from typing import Any
 
 import typer
 
+from capd.cli.group_job import signals_handled
 from capd.cli.output import note
 
-__all__ = ["Job", "find_command"]
+__all__ = ["ForegroundJob", "find_command"]
 
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -37,7 +37,7 @@ def find_command(name: str) -> str:
     raise typer.Exit(127)
 
 
-class Job:
+class ForegroundJob:
     """Runs one command in the foreground.
 
     A context manager of the main thread: inside, SIGTERM, SIGHUP and user signals go to the job, and so does
@@ -48,20 +48,16 @@ class Job:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._before: dict[signal.Signals, Any] = {}
+        self._signals = signals_handled(dict.fromkeys((*_FORWARDED, signal.SIGINT), self._on_signal))
 
-    def __enter__(self) -> Job:
-        for number in (*_FORWARDED, signal.SIGINT):
-            if signal.getsignal(number) == signal.SIG_IGN:
-                continue
-            self._before[number] = signal.signal(number, self._on_signal)
+    def __enter__(self) -> ForegroundJob:
+        self._signals.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
+        self._signals.__exit__(None, None, None)
 
     def run(self, command: Sequence[str], environ: dict[str, str]) -> int:
         """Run the command and wait for it; returns its exit code, 128+N if signal N ended it.

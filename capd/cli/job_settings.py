@@ -3,28 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from capd.cli.output import note
 
 if TYPE_CHECKING:
     from capd.cli.companion import Companion
+    from capd.config import Resolved
     from capd_client.config import ClientConfig
 
-__all__ = ["checked_flags", "checked_settings", "job_environment"]
+__all__ = ["ResolvedJob", "checked_flags", "checked_settings", "job_environment", "resolved_job"]
 
 _BLOCK_MS = "30000"
 
 
-def checked_flags(flags: Mapping[str, str]) -> dict[str, str]:
+class ResolvedJob(NamedTuple):
+    """The settings of a job and of its daemon.
+
+    daemon: the daemon's. file: capd.toml as it stands. flags: the job's settings of the command line, as its variables.
+    job: the job's settings from everywhere.
+    """
+
+    daemon: Resolved
+    file: Mapping[str, Any]
+    flags: Mapping[str, str]
+    job: ClientConfig
+
+
+def resolved_job(
+    daemon: Mapping[str, Any], config: Path | None, flags: Mapping[str, str], environ: Mapping[str, str]
+) -> ResolvedJob:
+    """Resolves and checks all settings; a note names variables that look misspelt.
+
+    Args:
+        daemon: the daemon's settings of the command line, None for those not given.
+        config: the capd.toml of `--config`, None where it was not given.
+        flags: the job's settings of the command line, as `checked_flags` returns them.
+        environ: the job's environment.
+
+    Raises:
+        ConfigError: for a setting that is wrong, wherever it is.
+    """
+    from capd.config import misspelt_variables, resolve_daemon
+    from capd_client.settings_file import read_settings_file
+
+    resolved = resolve_daemon(daemon, path=config)
+    file = read_settings_file(str(resolved.path), must_exist=True)[0] if resolved.path else {}
+    if config is not None:
+        flags = {**flags, "CAPD_CONFIG": str(config.absolute())}
+    job = checked_settings({**environ, **flags})
+    for line in misspelt_variables():
+        note(line)
+    return ResolvedJob(resolved, file, flags, job)
+
+
+def checked_flags(flags: Mapping[str, str | None], *, no_watch: bool = False) -> dict[str, str]:
     """The job's settings that were given as flags, as its variables; raises ConfigError that names the flag."""
     from capd.errors import ConfigError
     from capd_client.config import check_setting
 
-    for name, value in flags.items():
+    given = {name: value for name, value in flags.items() if value is not None}
+    if no_watch:
+        given["watch"] = "off"
+    for name, value in given.items():
         try:
             check_setting(name, value)
         except ConfigError as error:
             raise ConfigError(f"--{name.replace('_', '-')}: {error}") from None
-    return {f"CAPD_{name.upper()}": value for name, value in flags.items()}
+    return {f"CAPD_{name.upper()}": value for name, value in given.items()}
 
 
 def checked_settings(environ: Mapping[str, str]) -> ClientConfig:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -97,34 +94,31 @@ def plan(
     """
     from capd.cli.companion import Companion
     from capd.cli.job import find_command
-    from capd.cli.job_settings import checked_flags, checked_settings, job_environment
+    from capd.cli.job_settings import checked_flags, job_environment, resolved_job
     from capd.cli.startup import Startup
-    from capd.config import misspelt_variables, resolve_daemon
     from capd_client.planning.text import plan_lines
-    from capd_client.settings_file import read_settings_file
 
     program = find_command(command[0])
-    resolved = resolve_daemon({"store": store}, path=config)
-    file = read_settings_file(str(resolved.path), must_exist=True)[0] if resolved.path else {}
-    flags = {"policy": policy, "mode": mode, "steps": steps, "slice": slice_, "quant_type": quant_type}
-    flags["watch"] = "off" if no_watch else None
-    job_flags = checked_flags({name: value for name, value in flags.items() if value is not None})
-    if config is not None:
-        job_flags["CAPD_CONFIG"] = str(config.absolute())
-    settings = checked_settings({**os.environ, **job_flags})
-    startup = Startup(settings.watch, replace=settings.replace_tensor_saver)
-    for line in misspelt_variables():
-        note(line)
-    with _directory(shared) as directory, startup:
-        companion = Companion(f"unix:{directory}/none.sock", None, resolved.settings.store.absolute())
-        environ = job_environment(os.environ, companion, job_flags, file)
+    flags = checked_flags(
+        {"policy": policy, "mode": mode, "steps": steps, "slice": slice_, "quant_type": quant_type},
+        no_watch=no_watch,
+    )
+    settings = resolved_job({"store": store}, config, flags, os.environ)
+    daemon = settings.daemon.settings
+    startup = Startup(settings.job.watch, replace=settings.job.replace_tensor_saver)
+    # This user's alone, and gone afterwards.
+    made = tempfile.TemporaryDirectory(prefix="capd-plan-", dir=shared, ignore_cleanup_errors=True)
+    with made, startup:
+        directory = Path(made.name).absolute()
+        companion = Companion(f"unix:{directory}/none.sock", None, daemon.store.absolute())
+        environ = job_environment(os.environ, companion, settings.flags, settings.file)
         environ |= {"CAPD_PLAN": str(directory), "CAPD_PLAN_STEPS": str(iterations)}
         startup.put_into(environ)
         seen, code = _train(
             [program, *command[1:]], environ, directory, timeout_s, all_nodes=shared is not None
         )
         _check_seen(seen, code, timeout_s, startup.why_nothing)
-    found = _plan(seen, resolved.settings, ended=code == 0)
+    found = _plan(seen, daemon, ended=code == 0)
     if as_json:
         print_json(found)
     else:
@@ -132,16 +126,6 @@ def plan(
     if not all(rank["complete"] for rank in found["ranks"]):
         note("no step of some ranks was finished: their figures are of what was seen until then")
         raise typer.Exit(1)
-
-
-@contextmanager
-def _directory(shared: Path | None) -> Iterator[Path]:
-    """Where the ranks leave their documents: this user's alone, and gone afterwards."""
-    made = Path(tempfile.mkdtemp(prefix="capd-plan-", dir=shared)).absolute()
-    try:
-        yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 def _train(

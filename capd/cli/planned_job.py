@@ -30,13 +30,12 @@ class PlannedJob(GroupJob):
     """The job, with `directory` for the documents of its processes; its output goes to stderr."""
 
     def __init__(self, command: Sequence[str], environ: dict[str, str], directory: Path) -> None:
+        super().__init__(command, environ, mark=f"CAPD_PLAN={directory}")
         self._directory = directory
-        self._variable = f"CAPD_PLAN={directory}"
-        super().__init__(command, environ, mark=self._variable)
 
     def start(self) -> None:
-        """Start it. Raises OSError where the command cannot be executed."""
-        self._start(2, None)
+        """Starts it. Raises OSError where the command cannot be executed."""
+        self._start(2)
 
     def wait(self, timeout_s: float, *, all_nodes: bool) -> int | None:
         """Until every rank is planned, or the job has ended: its exit code, None while it runs.
@@ -63,7 +62,7 @@ class PlannedJob(GroupJob):
     def _trains(self, one: RankSeen) -> bool:
         """Whether a rank is still to be waited for."""
         here = one.host == socket.gethostname()
-        return one.state == "running" and (not here or has_variable(one.pid, self._variable))
+        return one.state == "running" and (not here or has_variable(one.pid, self.mark))
 
 
 def _patience(complete: Sequence[RankSeen]) -> float:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated
 
 import typer
 
 from capd.cli.emulation import choose
-from capd.cli.job_settings import checked_flags, checked_settings, job_environment
+from capd.cli.job_settings import ResolvedJob, checked_flags, job_environment, resolved_job
+from capd.cli.jobs.place import Place, endpoint_of, nodes_of, refuse_several_nodes, shared_run_id
 from capd.cli.options import (
     Command,
     Config,
@@ -107,140 +107,55 @@ def run(
       128+N     signal N ended the job
     """
     from capd.cli.job import find_command
-    from capd.cli.run_collection import Options, Settings, collection_request, run_collection
-    from capd.config import misspelt_variables, resolve_daemon
-    from capd_client.settings_file import read_settings_file
+    from capd.cli.run_collection import CollectionOptions, collection_request, run_collection
 
-    options = Options(
+    options = CollectionOptions(
         control_iter, collect_micro_batches, until, stable_for, timeout, env, require, yes, as_json
     )
     request = collection_request(mode, quant_type, options)
     if request is not None:
         mode = quant_type = None
     program = "" if request else find_command(command[0])  # exits with 126 or 127 before anything is started
-    resolved = resolve_daemon({"store": store, "run_id": run_id}, path=config)
-    file = read_settings_file(str(resolved.path), must_exist=True)[0] if resolved.path else {}
-    flags = {"policy": policy, "mode": mode, "steps": steps, "slice": slice_, "quant_type": quant_type}
-    flags["watch"] = "off" if no_watch else None
-    job_flags = checked_flags({name: value for name, value in flags.items() if value is not None})
-    if config is not None:
-        job_flags["CAPD_CONFIG"] = str(config.absolute())
+    flags = checked_flags(
+        {"policy": policy, "mode": mode, "steps": steps, "slice": slice_, "quant_type": quant_type},
+        no_watch=no_watch,
+    )
     asked = {**os.environ, **options.variables}
-    if request is None and (quant_type is not None or label_only):
-        choice = choose(quant_type or "", asked, label_only=label_only)
-        job_flags["CAPD_EMULATE"] = choice.recipe
-        note(f"quant_type {quant_type}, {choice.text}" if quant_type else choice.text)
     if request is not None:
-        asked.pop("CAPD_EMULATE", None)  # of each type its own
-    settings = checked_settings({**asked, **job_flags})
-    for line in misspelt_variables():
-        note(line)
-    named = resolved.settings.run_id or shared_run_id(os.environ)
-    endpoint = _endpoint(os.environ, attach=attach, store=store)
+        asked.pop("CAPD_EMULATE", None)  # each type has its own
+    elif quant_type is not None or label_only:
+        choice = choose(quant_type or "", asked, label_only=label_only)
+        flags["CAPD_EMULATE"] = choice.recipe
+        note(f"quant_type {quant_type}, {choice.text}" if quant_type else choice.text)
+    settings = resolved_job({"store": store, "run_id": run_id}, config, flags, asked)
+    daemon = settings.daemon.settings
+    named = daemon.run_id or shared_run_id(os.environ)
+    endpoint = endpoint_of(os.environ, attach=attach, store=store)
     if endpoint == "off":
         note("CAPD_ENDPOINT=off: the job runs without capture")
     elif named is None or request is not None:
         refuse_several_nodes(os.environ, command, collection=request is not None, label_only=label_only)
     check_report(report, endpoint=endpoint, nodes=nodes_of(os.environ, command)[0])
-    place = Place(endpoint, Path(resolved.settings.store), named, config, report)
+    place = Place(endpoint, Path(daemon.store), named, config, report)
     if request is not None:
-        raise typer.Exit(
-            run_collection(
-                request, command, options, place, Settings(settings, job_flags, file, resolved, label_only)
-            )
-        )
-    startup = Startup(
-        settings.watch, replace=settings.replace_tensor_saver, emulate=settings.emulate is not None
-    )
-    raise typer.Exit(_run([program, *command[1:]], place, startup, job_flags, file))
+        raise typer.Exit(run_collection(request, command, options, place, settings, label_only=label_only))
+    raise typer.Exit(_run([program, *command[1:]], place, settings))
 
 
-class Place(NamedTuple):
-    """Where a job captures to: at a daemon's endpoint ("": one of its own, "off": nowhere). report: where what it has
-    captured is drawn to."""
+def _run(command: list[str], place: Place, settings: ResolvedJob) -> int:
+    """Runs the job beside its daemon; returns its exit code."""
+    from capd.cli.job import ForegroundJob
 
-    endpoint: str
-    store: Path
-    run_id: str | None
-    config: Path | None
-    report: Path | None
-
-
-def _run(
-    command: list[str], place: Place, startup: Startup, flags: Mapping[str, str], file: Mapping[str, Any]
-) -> int:
-    """Run the job beside its daemon; returns its exit code."""
-    from capd.cli.companion import join, start
-    from capd.cli.job import Job
-
-    endpoint, store, run_id, config, report = place
-    with Job() as job:
-        if endpoint == "off":
-            return job.run(command, dict(os.environ))
-        with startup, join(endpoint, run_id) if endpoint else start(store, run_id, config) as companion:
-            environ = job_environment(os.environ, companion, flags, file)
+    job = settings.job
+    startup = Startup(job.watch, replace=job.replace_tensor_saver, emulate=job.emulate is not None)
+    with ForegroundJob() as process:
+        if place.endpoint == "off":
+            return process.run(command, dict(os.environ))
+        with startup, place.companion() as companion:
+            environ = job_environment(os.environ, companion, settings.flags, settings.file)
             startup.put_into(environ)
-            code = job.run(command, environ)
+            code = process.run(command, environ)
             companion.finish(startup.why_nothing)
             for line in startup.emulation().lines():
                 note(line)
-    return reported(code, companion.store, companion.run_id, report)
-
-
-def _endpoint(environ: Mapping[str, str], *, attach: bool, store: Path | None) -> str:
-    """The endpoint of the daemon to join, "" to start one, "off" for none; raises ConfigError for a contradiction."""
-    from capd.errors import ConfigError
-    from capd.server.endpoint import default_path
-
-    endpoint = environ.get("CAPD_ENDPOINT", "").strip()
-    if endpoint.lower() == "off":
-        return "off"
-    if attach and store is not None:
-        raise ConfigError(
-            "--store belongs to a daemon that is started here; with --attach the daemon has its own"
-        )
-    return endpoint or (f"unix:{default_path(environ)}" if attach else "")
-
-
-def shared_run_id(environ: Mapping[str, str]) -> str | None:
-    """A run id that every node of a Slurm step derives alike, or None outside of one."""
-    job, step = environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID")
-    return f"slurm-{job}.{step}" if job and step else None
-
-
-def refuse_several_nodes(
-    environ: Mapping[str, str], command: list[str], *, collection: bool = False, label_only: bool = False
-) -> None:
-    """Raise ConfigError when the job spans nodes that would each choose their own run id, or end a collection alone."""
-    from capd.errors import ConfigError
-
-    nodes, origin = nodes_of(environ, command)
-    if nodes > 1 and collection:
-        label = " --label-only" if label_only else ""
-        raise ConfigError(
-            f"the job spans {nodes} nodes ({origin}), and a collection run ends the jobs of one; on several, run each "
-            f"type by itself: CAPD_COLLECT=N/M CAPD_STEPS=all capd run --run-id NAME --quant-type T{label} -- …"
-        )
-    if nodes > 1:
-        raise ConfigError(
-            f"the job spans {nodes} nodes ({origin}) and no run id is shared between them; give every node "
-            f"the same one: capd run --run-id NAME -- …, or CAPD_RUN_ID=NAME"
-        )
-
-
-def nodes_of(environ: Mapping[str, str], command: list[str]) -> tuple[int, str]:
-    """How many nodes the job spans, 0 where nothing says so, and what says so."""
-    nodes = _count(environ.get("SLURM_NNODES"))
-    origin = "SLURM_NNODES"
-    for at, word in enumerate(command):
-        if word in ("--nnodes", "-nnodes"):
-            nodes, origin = max(nodes, _count(command[at + 1] if at + 1 < len(command) else None)), word
-        elif word.startswith(("--nnodes=", "-nnodes=")):
-            nodes, origin = max(nodes, _count(word.split("=", 1)[1])), "--nnodes"
-    return nodes, origin
-
-
-def _count(text: str | None) -> int:
-    """The larger number of "2" or "1:4"; 0 where there is none."""
-    numbers = [part for part in (text or "").split(":") if part.isdigit()]
-    return max(map(int, numbers), default=0)
+    return reported(code, companion.store, companion.run_id, place.report)

@@ -4,37 +4,43 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from capd.cli.collection import Collection, TypeJob
+from capd.cli.companion import join
 from capd.cli.emulation import choose
 from capd.cli.group_job import leaving_on_signals
 from capd.cli.job import find_command
+from capd.cli.job_settings import ResolvedJob
+from capd.cli.jobs.place import Place
 from capd.cli.output import note, print_json, print_lines
 from capd.cli.run_report import note_undrawn, reported
-from capd.collect.placeholders import Filled, fill, parse_variables, shared_places
-from capd.collect.request import MODES, Request, make_request
+from capd.collect.placeholders import fill, parse_variables, shared_places
+from capd.collect.request import MODES, CollectionRequest, make_request
+from capd.collect.state import (
+    CollectionState,
+    TypeState,
+    alone,
+    directory_of,
+    load,
+    tried,
+    unfinished,
+    write_text,
+)
 from capd.collect.watching import Outcome
-from capd.errors import ConfigError
+from capd.errors import ConfigError, EndpointError
 from capd.strict_json import strict_json
-from capd_client.config import ClientConfig
 
-if TYPE_CHECKING:
-    from capd.cli.run import Place
-    from capd.collect.state import CollectionState, TypeState
-    from capd.config import Resolved
-
-__all__ = ["Options", "Settings", "collection_request", "run_collection"]
-
+__all__ = ["CollectionOptions", "collection_request", "run_collection"]
 
 _EXIT_CODES: dict[Outcome | None, int] = {"nothing": 5, "full": 6}
 
 
 @dataclass(frozen=True)
-class Options:
+class CollectionOptions:
     """The options of `capd run` that collections alone have; None for those not given."""
 
     control_iter: int | None
@@ -53,7 +59,9 @@ class Options:
         return parse_variables(self.env or ())
 
 
-def collection_request(mode: str | None, quant_type: str | None, options: Options) -> Request | None:
+def collection_request(
+    mode: str | None, quant_type: str | None, options: CollectionOptions
+) -> CollectionRequest | None:
     """The collection run that was asked for; None for a plain `capd run`, which takes none of these options.
 
     Raises ConfigError.
@@ -79,62 +87,43 @@ def collection_request(mode: str | None, quant_type: str | None, options: Option
     )
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the job and the daemon are told, as `capd run` has resolved it. flags: the job's, as variables.
-
-    label_only: whether no type is emulated.
-    """
-
-    job: ClientConfig
-    flags: Mapping[str, str]
-    file: Mapping[str, Any]
-    daemon: Resolved
-    label_only: bool = False
-
-
 def run_collection(
-    request: Request,
+    request: CollectionRequest,
     command: Sequence[str],
-    options: Options,
+    options: CollectionOptions,
     place: Place,
-    settings: Settings,
+    settings: ResolvedJob,
+    *,
+    label_only: bool,
 ) -> int:
-    """Check, collect, report; returns the exit code. Raises ConfigError, CapdError, typer.Exit of `find_command`."""
-    from capd.cli.collection import Collection
-    from capd.collect.state import alone, directory_of, load
+    """Checks, collects and reports; returns the exit code. label_only: no type is emulated.
+
+    Raises ConfigError, CapdError, and typer.Exit of `find_command`.
+    """
     from capd.store.files import make_directory
 
     _check(request, place, settings, options.yes)
-    place = _placed(place, request, command)
-    assert place.run_id is not None  # noqa: S101 - for the type checker
-    directory = directory_of(place.store, place.run_id)
-    state = load(directory, place.run_id, request, command)
-    commands = _commands(state, request, directory, command, options)
-    choices = {
-        name: choose(name, {**os.environ, **filled.variables}, label_only=settings.label_only)
-        for name, filled in commands.items()
-    }
-    warning = shared_places(command, options.variables, len(commands))
+    run_id, place = _placed(place, request, command)
+    directory = directory_of(place.store, run_id)
+    state = load(directory, run_id, request, command)
+    jobs = _jobs(state, request, directory, command, options, label_only=label_only)
+    warning = shared_places(command, options.variables, len(jobs))
     if warning:
         note(warning)
     make_directory(directory)
-    collection = Collection(
-        request, state, directory, commands, choices, place, settings.flags, settings.file, settings.job
-    )
     try:
         with alone(directory), leaving_on_signals():
-            collection.run()
+            Collection(request, state, directory, jobs, place, settings).run()
     except (KeyboardInterrupt, SystemExit):
-        note(f"interrupted; the same command goes on with run {place.run_id}")
-        note_undrawn(place.store / f"{place.run_id}.zarr", place.report)
+        note(f"interrupted; the same command goes on with run {run_id}")
+        note_undrawn(place.store / f"{run_id}.zarr", place.report)
         raise
-    _report(place, directory, state, options.json)
-    missing = [one for one in state.types if one.quant_type in commands and not one.collected]
+    _report(place.store / f"{run_id}.zarr", directory, state, options.json)
+    missing = [one for one in state.types if one.quant_type in jobs and not one.collected]
     if missing:
         names = ", ".join(one.quant_type for one in missing)
-        note(f"not collected: {names}; the same command with --run-id {place.run_id} tries them again")
-    return reported(_exit_code(missing), place.store, place.run_id, place.report)
+        note(f"not collected: {names}; the same command with --run-id {run_id} tries them again")
+    return reported(_exit_code(missing), place.store, run_id, place.report)
 
 
 def _exit_code(missing: Sequence[TypeState]) -> int:
@@ -143,7 +132,7 @@ def _exit_code(missing: Sequence[TypeState]) -> int:
     return codes.pop() if len(codes) == 1 else 1
 
 
-def _check(request: Request, place: Place, settings: Settings, yes: bool) -> None:
+def _check(request: CollectionRequest, place: Place, settings: ResolvedJob, yes: bool) -> None:
     if place.endpoint == "off":
         raise ConfigError("CAPD_ENDPOINT=off: a collection run would collect nothing; unset it")
     if settings.job.mode.startswith("sample:"):
@@ -159,11 +148,8 @@ def _check(request: Request, place: Place, settings: Settings, yes: bool) -> Non
         )
 
 
-def _placed(place: Place, request: Request, command: Sequence[str]) -> Place:
-    """With the store of the daemon that is joined, and the run: one that was not finished, else a new one."""
-    from capd.cli.companion import join
-    from capd.collect.state import unfinished
-    from capd.errors import EndpointError
+def _placed(place: Place, request: CollectionRequest, command: Sequence[str]) -> tuple[str, Place]:
+    """The run, one that was not finished or else a new one; and the place with it, in the store of a joined daemon."""
     from capd.server.naming import check_run_id, new_run_id
 
     store = place.store.absolute()
@@ -178,20 +164,20 @@ def _placed(place: Place, request: Request, command: Sequence[str]) -> Place:
         if run_id is not None:
             note(f"continuing {run_id}, which was not finished; --run-id NAME begins a new one")
     run_id = check_run_id(run_id) if run_id is not None else new_run_id(store)
-    return place._replace(store=store, run_id=run_id)
+    return run_id, place._replace(store=store, run_id=run_id)
 
 
-def _commands(
+def _jobs(
     state: CollectionState,
-    request: Request,
+    request: CollectionRequest,
     directory: Path,
     command: Sequence[str],
-    options: Options,
-) -> dict[str, Filled]:
-    """The command of each type that was asked for, found and with everything that it requires."""
-    from capd.collect.state import tried
-
-    found: dict[str, Filled] = {}
+    options: CollectionOptions,
+    *,
+    label_only: bool,
+) -> dict[str, TypeJob]:
+    """The job of each type that was asked for: its command is found, and everything that it requires is there."""
+    found: dict[str, TypeJob] = {}
     for index, one in enumerate(state.types):
         if one.quant_type not in request.types:
             continue
@@ -207,7 +193,8 @@ def _commands(
         program = find_command(filled.command[0])
         for path in filled.required:
             _require(path)
-        found[one.quant_type] = replace(filled, command=(program, *filled.command[1:]))
+        choice = choose(one.quant_type, {**os.environ, **filled.variables}, label_only=label_only)
+        found[one.quant_type] = replace(filled, command=(program, *filled.command[1:])), choice
     return found
 
 
@@ -220,30 +207,25 @@ def _require(path: str) -> None:
         )
 
 
-def _report(place: Place, directory: Path, state: CollectionState, as_json: bool) -> None:
-    """Print the report, and leave it in the collection's directory in both forms."""
-    from capd.collect.report import as_json as json_of
+def _report(run: Path, directory: Path, state: CollectionState, as_json: bool) -> None:
+    """Prints the report of a run, and leaves it in the collection's directory in both forms."""
     from capd.collect.report import collection_report
     from capd.collect.report_text import report_lines, type_lines
-    from capd.collect.state import write_text
     from capd.store.reader import open_store
 
-    path = place.store / f"{place.run_id}.zarr"
-    if not path.is_dir():
-        note(f"there is no report, as nothing was captured into {path}")
-        if as_json:
-            print_json({"types": [one.model_dump() for one in state.types]})
-        else:
-            print_lines(type_lines(state.types))
-        return
-    report = collection_report(open_store(path), state)
-    document, lines = strict_json(json_of(report)), list(report_lines(report))
-    try:
-        write_text(directory / "report.json", json.dumps(document, indent=2, ensure_ascii=False) + "\n")
-        write_text(directory / "report.txt", "\n".join(lines) + "\n")
-        note(f"the report is in {directory}: report.json, report.txt")
-    except OSError as error:
-        note(f"the report cannot be written into {directory}: {error.strerror or error}")
+    if run.is_dir():
+        report = collection_report(open_store(run), state)
+        document, lines = strict_json(report), list(report_lines(report))
+        try:
+            write_text(directory / "report.json", json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+            write_text(directory / "report.txt", "\n".join(lines) + "\n")
+            note(f"the report is in {directory}: report.json, report.txt")
+        except OSError as error:
+            note(f"the report cannot be written into {directory}: {error.strerror or error}")
+    else:
+        note(f"there is no report, as nothing was captured into {run}")
+        document = {"types": [one.model_dump() for one in state.types]}
+        lines = type_lines(document["types"])
     if as_json:
         print_json(document)
     else:

@@ -1,62 +1,31 @@
-"""What a collection run has collected: records, bytes and value statistics by each field, and what was dropped."""
+"""The report of a collection run as plain values: records, bytes and statistics by each field, and what was dropped."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
 from capd.analyze.groups import FIELDS, KEY_FIELDS, MOMENT_FIELDS, STATISTICS, Tally, Value, in_order
-from capd.collect.state import CollectionState, TypeState
+from capd.collect.state import CollectionState
 from capd.store.reader import Record, Series, Store
-from capd.store.statistics import Stats
 from capd_client.dtypes import ITEM_NBYTES
 
-__all__ = ["FIELDS", "STATISTICS", "CollectionReport", "Dropped", "Group", "as_json", "collection_report"]
+__all__ = ["FIELDS", "collection_report", "groups_of"]
 
 
-@dataclass(frozen=True)
-class Group:
-    """The records that have one value of a field. raw_bytes: of what is kept of them; stats: of all their elements."""
+def collection_report(store: Store, state: CollectionState) -> dict[str, Any]:
+    """Makes the report of a run. Reads the row of every record once, one at a time.
 
-    value: Value
-    records: int
-    raw_bytes: int
-    stats: Stats
+    Returns:
+        The documented report, floats as they are: whoever prints it decides about infinities.
 
-
-@dataclass(frozen=True)
-class Dropped:
-    """Captures that are not there, of one label and for one reason. quant_type "": dropped before they had a label."""
-
-    quant_type: str
-    reason: str
-    count: int
-
-
-@dataclass(frozen=True)
-class CollectionReport:
-    """A whole run; `by` has the groups of each of FIELDS.
-
-    emulation: by quant type, how many of its records say which emulation was active; "unknown": those that do not say.
+    Raises:
+        StoreError: where a record's row cannot be read.
     """
-
-    path: str
-    types: list[TypeState]
-    records: int
-    raw_bytes: int
-    stored_bytes: int
-    by: dict[str, list[Group]] = field(repr=False)
-    dropped: list[Dropped]
-    emulation: dict[str, dict[str, int]] = field(default_factory=dict)
-
-
-def collection_report(store: Store, state: CollectionState) -> CollectionReport:
-    """The report of a run. Reads the row of every record once, one at a time; raises what reading a record raises."""
     sums: dict[str, dict[Value, Tally]] = {name: {} for name in FIELDS}
     emulation: dict[str, dict[str, int]] = {}
-    records = raw = stored = 0
+    all_records, stored = Tally(), 0
     for series in store.series:
         whole = Tally()
         for record, nbytes in _sized(series):
@@ -69,17 +38,18 @@ def collection_report(store: Store, state: CollectionState) -> CollectionReport:
                 sums[name].setdefault(getattr(record, name), Tally()).add(one)
         for name in KEY_FIELDS:
             sums[name].setdefault(getattr(series.key, name), Tally()).add(whole)
-        records, raw, stored = records + whole.records, raw + whole.raw_bytes, stored + series.stored_bytes
-    return CollectionReport(
-        path=str(store.path.absolute()),
-        types=state.types,
-        records=records,
-        raw_bytes=raw,
-        stored_bytes=stored,
-        by={name: list(_groups(found)) for name, found in sums.items()},
-        dropped=_dropped(store),
-        emulation=emulation,
-    )
+        all_records.add(whole)
+        stored += series.stored_bytes
+    return {
+        "path": str(store.path.absolute()),
+        "types": [one.model_dump() for one in state.types],
+        "records": all_records.records,
+        "raw_bytes": all_records.raw_bytes,
+        "stored_bytes": stored,
+        "by": {name: groups_of(found) for name, found in sums.items()},
+        "dropped": _dropped(store),
+        "emulation": emulation,
+    }
 
 
 def _sized(series: Series) -> Iterator[tuple[Record, int]]:
@@ -89,15 +59,21 @@ def _sized(series: Series) -> Iterator[tuple[Record, int]]:
         yield record, prod(record.shape) * ITEM_NBYTES[series.dtype] if constant is None else constant
 
 
-def _groups(sums: dict[Value, Tally]) -> Iterable[Group]:
-    return (
-        Group(value, sums[value].records, sums[value].raw_bytes, sums[value].stats)
-        for value in in_order(sums)
-    )
+def groups_of(tallies: Mapping[Value, Tally]) -> list[dict[str, Any]]:
+    """The groups of one field in the order of its values: records, bytes and statistics of each."""
+    return [
+        {
+            "value": value,
+            "records": tallies[value].records,
+            "raw_bytes": tallies[value].raw_bytes,
+            **{name: getattr(tallies[value].stats, name) for name in STATISTICS},
+        }
+        for value in in_order(tallies)
+    ]
 
 
-def _dropped(store: Store) -> list[Dropped]:
-    """The drops of all sessions; those of a session that its ledger does not name have no label."""
+def _dropped(store: Store) -> list[dict[str, Any]]:
+    """The drops of all sessions by label and reason; those that a session's ledger does not name have no label."""
     found: dict[tuple[str, str], int] = {}
     for session in store.sessions:
         rest = dict(session.dropped)
@@ -107,23 +83,8 @@ def _dropped(store: Store) -> list[Dropped]:
             found[where] = found.get(where, 0) + row.count
         for reason, count in rest.items():
             found["", reason] = found.get(("", reason), 0) + max(0, count)
-    return [Dropped(*where, count) for where, count in sorted(found.items()) if count]
-
-
-def as_json(report: CollectionReport) -> dict[str, Any]:
-    """The report as documented; floats as they are, so that whoever prints it decides about infinities."""
-    return {
-        "path": report.path,
-        "types": [one.model_dump() for one in report.types],
-        "records": report.records,
-        "raw_bytes": report.raw_bytes,
-        "stored_bytes": report.stored_bytes,
-        "by": {name: [_group(one) for one in groups] for name, groups in report.by.items()},
-        "dropped": [vars(one) for one in report.dropped],
-        "emulation": report.emulation,
-    }
-
-
-def _group(group: Group) -> dict[str, Any]:
-    statistics = {name: getattr(group.stats, name) for name in STATISTICS}
-    return {"value": group.value, "records": group.records, "raw_bytes": group.raw_bytes, **statistics}
+    return [
+        {"quant_type": quant_type, "reason": reason, "count": count}
+        for (quant_type, reason), count in sorted(found.items())
+        if count
+    ]

@@ -3,38 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from capd.collect.report import FIELDS, CollectionReport, Group
-from capd.collect.state import TypeState
+from capd.collect.report import FIELDS
 from capd.drops import describe_drops, left_out
 from capd_client.texts import human_count, human_nbytes, table_lines
 
 __all__ = ["report_lines", "type_lines"]
 
 _MAX_ROWS = 40
-_NUMBERS = ("records", "raw", "min", "max", "absmax", "mean", "std", "nan", "inf", "zero")
+_STATISTICS = ("min", "max", "absmax", "mean", "std")
+_COUNTS = ("nan", "inf", "zero")
+_NUMBERS = ("records", "raw", *_STATISTICS, *_COUNTS)
 _LABEL = "a label: the values are those that the job computed by itself (emulation: none)"
+Row = Mapping[str, Any]
 
 
-def report_lines(report: CollectionReport) -> Iterator[str]:
-    """The whole report; the first line speaks of drops where there are any."""
+def report_lines(report: Row) -> Iterator[str]:
+    """The lines of a report of `capd.collect.report`; the first one speaks of drops where there are any."""
     total: dict[str, int] = {}
-    for one in report.dropped:
-        total[one.reason] = total.get(one.reason, 0) + one.count
+    for one in report["dropped"]:
+        total[one["reason"]] = total.get(one["reason"], 0) + one["count"]
     losses = describe_drops(total)
     if losses:
         yield losses
-    sizes = f"{human_nbytes(report.raw_bytes)} raw, {human_nbytes(report.stored_bytes)} stored"
-    yield f"{human_count(report.records, 'record')} in {report.path}: {sizes}"
-    for name, texts in report.emulation.items():
+    sizes = f"{human_nbytes(report['raw_bytes'])} raw, {human_nbytes(report['stored_bytes'])} stored"
+    yield f"{human_count(report['records'], 'record')} in {report['path']}: {sizes}"
+    for name, texts in report["emulation"].items():
         yield from _emulation_lines(name, texts)
     yield ""
-    yield from type_lines(report.types)
+    yield from type_lines(report["types"])
     for name in FIELDS:
         yield ""
-        yield from _table(name, report.by[name])
+        yield from _table(name, report["by"][name])
     yield ""
-    yield from _drop_lines(report)
+    yield from _drop_lines(report["dropped"])
     if left_out(total):
         yield "sampled and stopped were asked for"
 
@@ -45,18 +48,18 @@ def _emulation_lines(quant_type: str, texts: Mapping[str, int]) -> Iterator[str]
         yield f"{of}{quant_type}: {_LABEL if text == 'none' else f'emulation: {text}'}"
 
 
-def type_lines(types: Sequence[TypeState]) -> list[str]:
-    """One line for each type: how it ended, and what was kept."""
+def type_lines(types: Sequence[Row]) -> list[str]:
+    """One line for each type: how it ended, and what was kept. types: as `TypeState` has them, as plain values."""
     rows = [
         (
-            one.quant_type,
-            one.outcome or "not tried",
-            human_count(one.micro_batches),
-            human_count(one.records),
-            f"{one.seconds:.0f} s",
-            str(one.tries),
-            "-" if one.exit_code is None else str(one.exit_code),
-            one.reason,
+            one["quant_type"],
+            one["outcome"] or "not tried",
+            human_count(one["micro_batches"]),
+            human_count(one["records"]),
+            f"{one['seconds']:.0f} s",
+            str(one["tries"]),
+            "-" if one["exit_code"] is None else str(one["exit_code"]),
+            one["reason"],
         )
         for one in types
     ]
@@ -64,14 +67,14 @@ def type_lines(types: Sequence[TypeState]) -> list[str]:
     return table_lines(header, rows, header[2:7])
 
 
-def _table(name: str, groups: Sequence[Group]) -> Iterator[str]:
+def _table(name: str, groups: Sequence[Row]) -> Iterator[str]:
     rows = [
         (
-            "none" if group.value is None else str(group.value) or '""',
-            human_count(group.records),
-            human_nbytes(group.raw_bytes),
-            *(_number(getattr(group.stats, each)) for each in ("min", "max", "absmax", "mean", "std")),
-            *(human_count(getattr(group.stats, each)) for each in ("nan", "inf", "zero")),
+            "none" if group["value"] is None else str(group["value"]) or '""',
+            human_count(group["records"]),
+            human_nbytes(group["raw_bytes"]),
+            *(_number(group[each]) for each in _STATISTICS),
+            *(human_count(group[each]) for each in _COUNTS),
         )
         for group in groups[:_MAX_ROWS]
     ]
@@ -84,8 +87,8 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.6g}"
 
 
-def _drop_lines(report: CollectionReport) -> list[str]:
-    if not report.dropped:
+def _drop_lines(dropped: Sequence[Row]) -> list[str]:
+    if not dropped:
         return ["nothing was dropped"]
-    rows = [(one.quant_type or "none", one.reason, human_count(one.count)) for one in report.dropped]
+    rows = [(one["quant_type"] or "none", one["reason"], human_count(one["count"])) for one in dropped]
     return table_lines(("dropped of", "reason", "count"), rows, ("count",))

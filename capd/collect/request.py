@@ -10,7 +10,7 @@ from capd.errors import ConfigError
 from capd_client.config import check_setting
 from capd_client.quota import parse_quota
 
-__all__ = ["MODES", "CollectionMode", "Request", "Until", "make_request", "parse_duration"]
+__all__ = ["MODES", "CollectionMode", "CollectionRequest", "Until", "make_request", "parse_duration"]
 
 CollectionMode = Literal["single", "batch", "quick"]
 Until = Literal["complete", "stable"]
@@ -25,7 +25,7 @@ _SECONDS = {"s": 1, "": 1, "m": 60, "h": 3600}
 
 
 @dataclass(frozen=True)
-class Request:
+class CollectionRequest:
     """One collection run.
 
     micro_batches: N, kept in total of each type; 0 for all. per_iteration: M, at most that many of an iteration.
@@ -56,7 +56,7 @@ def make_request(
     until: str | None,
     stable_for: str | None,
     timeout: str | None,
-) -> Request:
+) -> CollectionRequest:
     """The request that these options make, None for those not given. Raises ConfigError that names the option."""
     if mode not in MODES:
         raise ConfigError(f"--mode: {mode!r} is no collection; they are {', '.join(MODES)}")
@@ -67,7 +67,7 @@ def make_request(
         )
     if until not in (None, "complete", "stable"):
         raise ConfigError(f"--until: {until!r} is not supported; supported: complete, stable")
-    request = Request(
+    request = CollectionRequest(
         mode=mode,  # type: ignore[arg-type] # one of MODES
         types=_types(mode, quant_type),
         micro_batches=kept,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from capd.collect.request import CollectionMode, Request
+from capd.collect.request import CollectionMode, CollectionRequest
 from capd.collect.watching import COLLECTED, Outcome
 from capd.errors import ConfigError, StoreError
 from capd.io.output_directory import held
@@ -36,11 +36,11 @@ _SUFFIX = ".collection"
 _MAX_STATE_NBYTES = 1 << 20
 
 
-class _Model(BaseModel):
+class _StateModel(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class TypeState(_Model):
+class TypeState(_StateModel):
     """One quant type. outcome: None before its first try, and when a try was cut off by the end of `capd run` itself.
 
     tries: begun until now. records: kept in the last one. emulation: the recipe by which the job computed, none where
@@ -71,7 +71,7 @@ class TypeState(_Model):
         return self.outcome in COLLECTED
 
 
-class CollectionState(_Model):
+class CollectionState(_StateModel):
     """A collection run."""
 
     version: int = 1
@@ -87,7 +87,7 @@ class CollectionState(_Model):
         """Whether every type is collected."""
         return all(one.collected for one in self.types)
 
-    def asks_for(self, request: Request) -> bool:
+    def asks_for(self, request: CollectionRequest) -> bool:
         """Whether a request wants the same micro-batches."""
         return (self.control_iter, self.collect_micro_batches) == (
             request.micro_batches,
@@ -100,7 +100,7 @@ def directory_of(store: Path, run_id: str) -> Path:
     return store / f"{run_id}{_SUFFIX}"
 
 
-def load(directory: Path, run_id: str, request: Request, command: Sequence[str]) -> CollectionState:
+def load(directory: Path, run_id: str, request: CollectionRequest, command: Sequence[str]) -> CollectionState:
     """The state to go on from: what is there, with types that are new, or a new one.
 
     Raises ConfigError where the run was collected with other numbers, StoreError for a file that cannot be read.
@@ -125,7 +125,7 @@ def load(directory: Path, run_id: str, request: Request, command: Sequence[str])
     return before.model_copy(update={"command": list(command), "types": [*before.types, *types]})
 
 
-def unfinished(store: Path, request: Request, command: Sequence[str]) -> str | None:
+def unfinished(store: Path, request: CollectionRequest, command: Sequence[str]) -> str | None:
     """The run of the newest collection of the store that was begun with the same request and command and not ended."""
     places = sorted(store.glob(f"*{_SUFFIX}/{STATE_NAME}"), key=lambda path: path.stat().st_mtime_ns)
     for place in reversed(places):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from capd.collect.request import Request
+from capd.collect.request import CollectionRequest
 from capd_client.quota import Collected, QuotaState
 
-__all__ = ["COLLECTED", "Ending", "Look", "Outcome", "Watcher"]
+__all__ = ["COLLECTED", "Ending", "Observation", "Outcome", "Watcher"]
 
 Outcome = Literal[
     "complete",
@@ -29,7 +29,7 @@ COLLECTED: frozenset[Outcome] = frozenset({"complete", "stable", "ended"})
 
 
 @dataclass(frozen=True)
-class Look:
+class Observation:
     """What is seen of a job. records: kept of it until now. lost: captures of it that were dropped unasked.
 
     daemon_ended: the one that was started for this job; at its end also one that does not answer.
@@ -55,7 +55,7 @@ class Ending:
 class Watcher:
     """Looks at one job until its ending is known. Pure: it is told what there is to see, and the time."""
 
-    def __init__(self, request: Request, now_s: float) -> None:
+    def __init__(self, request: CollectionRequest, now_s: float) -> None:
         self._request = request
         self._began_s = self._changed_s = now_s
         self._records = 0
@@ -63,7 +63,7 @@ class Watcher:
         self._silent = 0  # those that have not: they train nothing that is captured, or have not begun
         self.kept = 0  # micro-batches, of the rank that has the fewest
 
-    def look(self, look: Look) -> Ending | None:
+    def look(self, look: Observation) -> Ending | None:
         """Why a job that runs is to be ended now; None: it goes on."""
         self._see(look)
         if look.disk_full:
@@ -81,7 +81,7 @@ class Watcher:
             return Ending("timeout", f"not complete after {self._request.timeout_s:g} s (--timeout)")
         return None
 
-    def over(self, look: Look, asked: Ending | None, code: int) -> Ending:
+    def over(self, look: Observation, asked: Ending | None, code: int) -> Ending:
         """How the job ended, when nothing of it is on its way any more. asked: why it was ended; None: by itself."""
         self._see(look)
         ending = self._by_itself(code) if asked is None else asked
@@ -111,7 +111,7 @@ class Watcher:
             )
         return Ending("ended", "the job ended by itself")
 
-    def _see(self, look: Look) -> None:
+    def _see(self, look: Observation) -> None:
         if look.records != self._records:
             self._records, self._changed_s = look.records, look.now_s
         self._ranks = _farthest(look.ranks)
@@ -122,7 +122,7 @@ class Watcher:
     def _all(self, *states: QuotaState) -> bool:
         return bool(self._ranks) and all(one.state in states for one in self._ranks)
 
-    def _full(self, look: Look) -> Ending:
+    def _full(self, look: Observation) -> Ending:
         reason = f"the space is used up: {look.why_full or 'max_disk, keep_free or the disk itself'}"
         return Ending("full" if self._request.micro_batches else "ended", reason)
 

@@ -12,10 +12,10 @@ import pytest
 
 from capd.cli import display as display_module
 from capd.cli.collected_job import CollectedJob, last_lines
-from capd.cli.collection_daemon import Seen
-from capd.cli.collection_progress import Progress, progress_text
-from capd.cli.display import Display
-from capd.collect.request import Request
+from capd.cli.collection_daemon import DaemonView
+from capd.cli.display import Display, progress_text
+from capd.collect.request import CollectionRequest
+from capd.collect.state import TypeState
 from capd.metrics import DaemonStats, RunStats
 
 CLEAR = b"\r\x1b[K"
@@ -121,18 +121,19 @@ def test_the_last_lines_of_a_log_are_harmless_and_few(tmp_path: Path) -> None:
 
 
 def test_the_line_of_progress_says_what_is_kept_of_what_is_expected() -> None:
-    def text(progress: Progress, found: Seen | None, **asked: Any) -> str:
-        request = Request("batch", ("bf16",), **{"micro_batches": 3, "timeout_s": 900.0, **asked}, **REST)
-        return progress_text(progress, request, found)
+    def text(name: str, expected: int | None, view: DaemonView | None, **asked: Any) -> str:
+        more = {"micro_batches": 3, "timeout_s": 900.0, **asked}
+        request = CollectionRequest("batch", ("bf16",), **more, **REST)
+        one = TypeState(quant_type=name, micro_batches=1, records=1062)
+        return progress_text(one, request, view, expected, 12.3)
 
-    first, second = Progress("bf16", 1, 1062, None, 12.3), Progress("mxfp8", 1, 1062, 3186, 12.3)
-    assert text(first, seen(None)) == (
+    assert text("bf16", None, seen(None)) == (
         "bf16 · 1 of 3 micro-batches · 1,062 records · 0.0 MiB/s · disk left 3.0 GiB · 0 dropped · 12 s of 900 s"
     )
-    assert text(second, seen({"disk_full": 2, "sampled": 9}), timeout_s=0.0) == (
+    assert text("mxfp8", 3186, seen({"disk_full": 2, "sampled": 9}), timeout_s=0.0) == (
         "mxfp8 · 1 of 3 micro-batches · 1,062 of 3,186 records · 1.5 MiB/s · disk left 3.0 GiB · 2 dropped · 12 s"
     )
-    assert text(second, None, micro_batches=0) == (
+    assert text("mxfp8", 3186, None, micro_batches=0) == (
         "mxfp8 · 1 micro-batches · 1,062 of 3,186 records · the daemon does not answer · 12 s of 900 s"
     )
 
@@ -140,9 +141,9 @@ def test_the_line_of_progress_says_what_is_kept_of_what_is_expected() -> None:
 REST: dict[str, Any] = {"per_iteration": 1, "until": "complete", "stable_for_s": 60.0}
 
 
-def seen(dropped: dict[str, int] | None) -> Seen:
+def seen(dropped: dict[str, int] | None) -> DaemonView:
     """What a daemon says, of a run with these drops, None for no run yet."""
     daemon = DaemonStats.model_construct(disk_free=4 << 30, keep_free=1 << 30)
-    return Seen(
+    return DaemonView(
         daemon, None if dropped is None else RunStats.model_construct(rate_mib_s=1.5, dropped=dropped)
     )

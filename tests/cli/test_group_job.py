@@ -120,7 +120,7 @@ with PlannedJob(command, dict(os.environ), Path.cwd()) as job:
     code = job.process.wait()
 """
 PLAIN = """
-with Job() as job:
+with ForegroundJob() as job:
     code = job.run(command, dict(os.environ))
 """
 
@@ -130,7 +130,7 @@ def test_what_nohup_has_ignored_stays_ignored_in_the_job_too(job: str, tmp_path:
     code = f"""
 import os
 from pathlib import Path
-from capd.cli.job import Job
+from capd.cli.job import ForegroundJob
 from capd.cli.planned_job import PlannedJob
 command = ["bash", "-c", "kill -HUP $PPID; kill -HUP $$; echo went on > said"]
 {job}

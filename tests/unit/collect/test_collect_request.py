@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from capd.collect.placeholders import fill, parse_variables, shared_places
-from capd.collect.request import Request, make_request, parse_duration
+from capd.collect.request import CollectionRequest, make_request, parse_duration
 from capd.errors import ConfigError
 
 
-def request(mode: str, quant_type: str | None = None, *numbers: int, **given: Any) -> Request:
+def request(mode: str, quant_type: str | None = None, *numbers: int, **given: Any) -> CollectionRequest:
     given = {"until": None, "stable_for": None, "timeout": None, **given}
     return make_request(mode, quant_type, *(*numbers, None, None)[:2], **given)
 
 
 def test_defaults_are_the_predecessors() -> None:
-    assert request("single") == Request("single", ("mxfp8",), 1, 1, "complete", 60.0, 900.0)
+    assert request("single") == CollectionRequest("single", ("mxfp8",), 1, 1, "complete", 60.0, 900.0)
     assert request("quick").types == ("mxfp8",)
     assert request("batch").types == ("bf16", "mxfp8", "mxfp4", "hifp8")
 
@@ -26,7 +26,7 @@ def test_defaults_are_the_predecessors() -> None:
 def test_what_is_given_is_taken() -> None:
     asked = request("batch", "bf16, my own", 3, 2, until="stable", stable_for="1.5m", timeout="0")
 
-    assert asked == Request("batch", ("bf16", "my own"), 3, 2, "stable", 90.0, 0.0)
+    assert asked == CollectionRequest("batch", ("bf16", "my own"), 3, 2, "stable", 90.0, 0.0)
     assert asked.quota == "3/2"
     assert request("single", None, 0, 4).quota == "all/4"
 

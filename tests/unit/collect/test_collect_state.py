@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from capd.collect.request import Request
+from capd.collect.request import CollectionRequest
 from capd.collect.state import CollectionState, alone, directory_of, load, save, tried, unfinished
 from capd.errors import ConfigError, StoreBusy, StoreError
 
-ASKED = Request("batch", ("bf16", "Mx/8"), 3, 2, "complete", 60.0, 900.0)
+ASKED = CollectionRequest("batch", ("bf16", "Mx/8"), 3, 2, "complete", 60.0, 900.0)
 COMMAND = ["train.sh"]
 
 
-def begun(store: Path, run_id: str, *outcomes: str | None, asked: Request = ASKED) -> CollectionState:
+def begun(
+    store: Path, run_id: str, *outcomes: str | None, asked: CollectionRequest = ASKED
+) -> CollectionState:
     """A collection on the disk, its types with these outcomes."""
     directory = directory_of(store, run_id)
     directory.mkdir(parents=True, exist_ok=True)

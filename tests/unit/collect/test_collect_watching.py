@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from capd.collect.request import Request
-from capd.collect.watching import COLLECTED, Ending, Look, Watcher
+from capd.collect.request import CollectionRequest
+from capd.collect.watching import COLLECTED, Ending, Observation, Watcher
 from capd_client.quota import Collected
 
-ASKED = Request("single", ("mxfp8",), 2, 1, "complete", 60.0, 900.0)
+ASKED = CollectionRequest("single", ("mxfp8",), 2, 1, "complete", 60.0, 900.0)
 
 
 def rank(number: int, state: Any, kept: int = 2, ranks: int = 1, pid: int = 1) -> Collected:
@@ -19,7 +19,7 @@ def rank(number: int, state: Any, kept: int = 2, ranks: int = 1, pid: int = 1) -
 
 
 def outcome(watcher: Watcher, now_s: float, *ranks: Collected, records: int = 0, **seen: bool) -> str | None:
-    ending = watcher.look(Look(now_s, ranks, records, **seen))
+    ending = watcher.look(Observation(now_s, ranks, records, **seen))
     return None if ending is None else ending.outcome
 
 
@@ -59,7 +59,7 @@ def test_a_rank_that_captures_nothing_is_waited_for_as_long_as_records_come() ->
 
     assert outcome(watcher, 10, rank(0, "complete", ranks=2), records=7) is None
     assert outcome(watcher, 69, rank(0, "complete", ranks=2), records=7) is None
-    ending = watcher.look(Look(70, [rank(0, "complete", ranks=2)], 7))
+    ending = watcher.look(Observation(70, [rank(0, "complete", ranks=2)], 7))
     assert ending is not None
     assert ending.outcome == "complete"
     assert (
@@ -105,9 +105,9 @@ def test_time_space_and_the_daemon_end_it() -> None:
     ],
 )
 def test_the_ending_of_a_job_that_ended_by_itself(
-    code: int, ranks: list[Collected], records: int, asked: Request, expected: str
+    code: int, ranks: list[Collected], records: int, asked: CollectionRequest, expected: str
 ) -> None:
-    ending = Watcher(asked, 0.0).over(Look(1.0, ranks, records), None, code)
+    ending = Watcher(asked, 0.0).over(Observation(1.0, ranks, records), None, code)
 
     assert ending.outcome == expected
     assert (expected in COLLECTED) == (expected in ("complete", "ended"))
@@ -126,13 +126,13 @@ def test_the_ending_of_a_job_that_ended_by_itself(
 def test_a_job_that_was_ended_as_complete_is_so_only_if_its_captures_are_stored(
     seen: dict[str, Any], expected: str
 ) -> None:
-    look = Look(**{"now_s": 1.0, "ranks": [rank(0, "complete")], "records": 5, **seen})
+    look = Observation(**{"now_s": 1.0, "ranks": [rank(0, "complete")], "records": 5, **seen})
 
     assert Watcher(ASKED, 0.0).over(look, Ending("complete", "all"), 0).outcome == expected
 
 
 def test_drops_are_said_beside_whatever_the_ending_is() -> None:
-    look = Look(1.0, [rank(0, "complete")], 5, lost=1234)
+    look = Observation(1.0, [rank(0, "complete")], 5, lost=1234)
 
     assert Watcher(ASKED, 0.0).over(look, Ending("complete", "all"), 0) == Ending(
         "complete", "all; 1,234 captures were dropped"

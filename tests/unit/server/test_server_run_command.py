@@ -11,9 +11,9 @@ import typer
 
 from capd.cli import companion as companion_module
 from capd.cli.companion import STOP_MARGIN_S, Companion
-from capd.cli.job import Job, find_command
+from capd.cli.job import ForegroundJob, find_command
 from capd.cli.job_settings import checked_flags, checked_settings, job_environment
-from capd.cli.run import _endpoint, refuse_several_nodes, shared_run_id
+from capd.cli.jobs.place import endpoint_of, refuse_several_nodes, shared_run_id
 from capd.errors import ConfigError
 
 COMPANION = Companion("unix:/run/s.sock", "run-1", Path("/captures"))
@@ -32,7 +32,7 @@ def test_a_jobs_exit_code_and_signal_are_passed_on(tmp_path: Path) -> None:
     (tmp_path / "bad").write_text("#!/no/such/interpreter\n")
     (tmp_path / "bad").chmod(0o700)
     environ = dict(os.environ)
-    with Job() as job:
+    with ForegroundJob() as job:
         assert job.run([sys.executable, "-c", "raise SystemExit(7)"], environ) == 7
         assert job.run(["/bin/sh", "-c", "kill -11 $$"], environ) == 128 + 11
         assert job.run([str(tmp_path / "bad")], environ) == 126
@@ -132,11 +132,11 @@ def test_the_daemon_that_is_joined(tmp_path: Path) -> None:
     given, default = {"CAPD_ENDPOINT": "unix:/run/s.sock"}, {"XDG_RUNTIME_DIR": str(tmp_path)}
     at_default = f"unix:{tmp_path}/capd/capd.sock"
 
-    assert _endpoint({}, attach=False, store=None) == ""  # one of its own
-    assert _endpoint(default, attach=False, store=tmp_path) == ""
-    assert _endpoint(default, attach=True, store=None) == at_default
-    assert _endpoint({**given, **default}, attach=True, store=None) == "unix:/run/s.sock"
-    assert _endpoint(given, attach=False, store=tmp_path) == "unix:/run/s.sock"
-    assert _endpoint({"CAPD_ENDPOINT": " OFF "}, attach=True, store=tmp_path) == "off"
+    assert endpoint_of({}, attach=False, store=None) == ""  # one of its own
+    assert endpoint_of(default, attach=False, store=tmp_path) == ""
+    assert endpoint_of(default, attach=True, store=None) == at_default
+    assert endpoint_of({**given, **default}, attach=True, store=None) == "unix:/run/s.sock"
+    assert endpoint_of(given, attach=False, store=tmp_path) == "unix:/run/s.sock"
+    assert endpoint_of({"CAPD_ENDPOINT": " OFF "}, attach=True, store=tmp_path) == "off"
     with pytest.raises(ConfigError, match="--store"):
-        _endpoint(default, attach=True, store=tmp_path)
+        endpoint_of(default, attach=True, store=tmp_path)

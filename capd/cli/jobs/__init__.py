@@ -1,0 +1,1 @@
+"""What `capd run` and `capd plan` need of a job."""
