@@ -43,7 +43,7 @@ from capd.io.items import items_of_runs
 from capd.io.pairs import entries_of, matched
 from capd.io.sides import RunSide
 from capd.report.differences import Differences, compare_each
-from capd.report.gather import Gathered, gather
+from capd.report.gather import GatheredRecords, gather
 from capd.server.memory import settled_heap
 
 SHAPE = (1024, 4096)
@@ -78,8 +78,8 @@ def measure(variant: str, run: str) -> Row:
     return meter.row(raw_nbytes=raw_nbytes, peak_mib=(peak_nbytes() - before) / MIB)
 
 
-def _gathered(run: str, **asked: Any) -> Gathered:
-    found = Gathered(groups=Groups({(): True, ("tensor_name",): True}))
+def _gathered(run: str, **asked: Any) -> GatheredRecords:
+    found = GatheredRecords(groups=Groups({(): True, ("tensor_name",): True}))
     for seen in gather(items_of_runs([Path(run)], []).found, found, threads=_cpus(), **asked):
         assert isinstance(seen, int)
     return found

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from capd.analyze.distribution import counted_quantiles
 from capd.store.dtypes import value_table
 
-__all__ = ["Blocks", "Histogram", "add_counts", "sqnr_histogram"]
+__all__ = ["BlockStatistics", "Histogram", "add_counts", "sqnr_histogram"]
 
 Histogram = dict[int, int]
 _E8M0_BIAS = 127
@@ -20,7 +20,7 @@ _LEAST_DB, _MOST_DB = -100, 400  # what a block's SQNR is counted as where it li
 
 
 @dataclass(slots=True)
-class Blocks:
+class BlockStatistics:
     """Counts over blocks. Not thread-safe.
 
     scale_type: "e8m0", "e4m3", or "float32". count: all blocks. zero: of zeros alone, which are left out of what
@@ -39,7 +39,7 @@ class Blocks:
     sqnr: Histogram | None = None
     exact: int = 0
 
-    def add(self, other: Blocks) -> None:
+    def add(self, other: BlockStatistics) -> None:
         """Add the blocks of another tally of the same format."""
         self.count += other.count
         self.zero += other.zero

@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from capd.analyze.blocks import Blocks
+from capd.analyze.blocks import BlockStatistics
 from capd.analyze.exact import exact, quotient, rounded, weighted
 
-__all__ = ["Errors", "Sums", "merged"]
+__all__ = ["ErrorSums", "Errors", "merged"]
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(slots=True)
-class Sums:
+class ErrorSums:
     """Sums over the values that are compared, in the whole units of `capd.analyze.exact`: they never round."""
 
     x2: int = 0
@@ -33,7 +33,7 @@ class Sums:
     abs_x: int = 0
     abs_d: int = 0
 
-    def add(self, other: Sums) -> None:
+    def add(self, other: ErrorSums) -> None:
         """Add those of other values."""
         self.x2 += other.x2
         self.y2 += other.y2
@@ -65,8 +65,8 @@ class Errors:
     flushes: int = 0
     absmax: float = 0.0
     max_abs: float = 0.0
-    sums: Sums = field(default_factory=Sums)
-    blocks: Blocks | None = None
+    sums: ErrorSums = field(default_factory=ErrorSums)
+    blocks: BlockStatistics | None = None
 
     def add(self, other: Errors) -> None:
         """Add all values of another one, of the same format."""
@@ -82,7 +82,7 @@ class Errors:
         self.max_abs = max(self.max_abs, other.max_abs)
         self.sums.add(other.sums)
         if other.blocks is not None:
-            self.blocks = Blocks(other.blocks.scale_type) if self.blocks is None else self.blocks
+            self.blocks = BlockStatistics(other.blocks.scale_type) if self.blocks is None else self.blocks
             self.blocks.add(other.blocks)
 
     def add_values(self, x: Floats, y: Floats, counts: NDArray[np.int64] | None = None) -> None:
@@ -97,7 +97,7 @@ class Errors:
         d, magnitude = y - x, np.abs(x)
         self.absmax = max(self.absmax, float(magnitude.max()))
         terms = np.multiply(x, y)
-        sums = Sums(xy=total(terms), abs_x=total(magnitude))
+        sums = ErrorSums(xy=total(terms), abs_x=total(magnitude))
         sums.x2 = total(np.multiply(x, x, out=terms))
         sums.y2 = total(np.multiply(y, y, out=terms))
         sums.d2 = total(np.multiply(d, d, out=terms))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from capd.analyze.error_sums import Errors, Sums, merged
+from capd.analyze.error_sums import Errors, ErrorSums, merged
 from capd.analyze.measure import errors_of
 
-__all__ = ["Errors", "Sums", "errors_of", "merged"]
+__all__ = ["ErrorSums", "Errors", "errors_of", "merged"]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from capd.analyze.blocks import Blocks, add_counts, sqnr_histogram
+from capd.analyze.blocks import BlockStatistics, add_counts, sqnr_histogram
 from capd.analyze.distribution import Distribution, distribution_of
 from capd.analyze.error_sums import Errors
 from capd.analyze.format_choice import FormatChoice
@@ -106,7 +106,9 @@ def _measured(values: torch.Tensor, distribution: Distribution | None, spec: Spe
         return measured_patterns(distribution, spec)
     found, limits = Errors(1, values.numel()), limits_of(spec)
     if spec.block is not None:
-        found.blocks = Blocks("float32" if spec.fmt == "fp8" else "e4m3" if spec.fmt == "nvfp4" else "e8m0")
+        found.blocks = BlockStatistics(
+            "float32" if spec.fmt == "fp8" else "e4m3" if spec.fmt == "nvfp4" else "e8m0"
+        )
     for piece in quantised_pieces(values, spec, torch.Generator().manual_seed(0)):
         _add_piece(found, piece, limits, per_block)
     return found
@@ -179,7 +181,7 @@ def _count(found: Errors, piece: Piece, limits: Limits, counts: Counts | None) -
     return usable
 
 
-def _add_blocks(blocks: Blocks, piece: Piece, limits: Limits) -> None:
+def _add_blocks(blocks: BlockStatistics, piece: Piece, limits: Limits) -> None:
     amax, after, stored = (
         of.numpy().ravel() for of in (piece.amax, piece.after, piece.stored) if of is not None
     )
@@ -195,7 +197,7 @@ def _add_blocks(blocks: Blocks, piece: Piece, limits: Limits) -> None:
     add_counts(blocks.scales, dict(zip(chosen.tolist(), often.tolist(), strict=True)))
 
 
-def _add_block_errors(blocks: Blocks, x: Floats, y: Floats) -> None:
+def _add_block_errors(blocks: BlockStatistics, x: Floats, y: Floats) -> None:
     d = y - x
     levels, without = sqnr_histogram(np.square(x).sum(-1), np.square(d, out=d).sum(-1))
     blocks.sqnr = {} if blocks.sqnr is None else blocks.sqnr

@@ -17,7 +17,7 @@ from capd.errors import CapdError, EndpointError
 from capd_client.protocol import Ping
 from capd_client.tool_messages import Stats, StatsReply
 
-__all__ = ["CHECKS", "Finding"]
+__all__ = ["CHECKS", "Diagnosis"]
 
 # linux/fcntl.h; the fcntl module knows them from Python 3.12 (3.9 for the first ones) on.
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
@@ -30,7 +30,7 @@ _MIN_OPEN_FILES = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Diagnosis:
     """One result. status: ok, warn (works, but), fail (does not work); `fix` says what to do."""
 
     name: str
@@ -39,24 +39,24 @@ class Finding:
     fix: str = ""
 
 
-def check_versions(settings: DaemonSettings) -> Iterator[Finding]:
+def check_versions(settings: DaemonSettings) -> Iterator[Diagnosis]:
     """Python, capd and the packages it needs."""
     found = versions()
     missing = [name for name, version in found.items() if version == "not installed"]
     text = ", ".join(f"{name} {version}" for name, version in found.items())
     if missing:
-        yield Finding("versions", "fail", text, f"pip install {' '.join(missing)}")
+        yield Diagnosis("versions", "fail", text, f"pip install {' '.join(missing)}")
     else:
-        yield Finding("versions", "ok", text)
+        yield Diagnosis("versions", "ok", text)
 
 
-def check_kernel(settings: DaemonSettings) -> Iterator[Finding]:
+def check_kernel(settings: DaemonSettings) -> Iterator[Diagnosis]:
     """memfd and its seals, which carry tensors from a rank to the daemon."""
     release = f"Linux {platform.release()}"
     try:
         fd = os.memfd_create("capd-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
-        yield Finding(
+        yield Diagnosis(
             "kernel", "fail", f"{release}: memfd_create: {error}", "allow memfd_create in the sandbox"
         )
         return
@@ -68,21 +68,23 @@ def check_kernel(settings: DaemonSettings) -> Iterator[Finding]:
             known = "memfd with seals, FUTURE_WRITE too"
         except OSError:
             known = "memfd with seals; FUTURE_WRITE is unknown here, so it is left out"
-        yield Finding("kernel", "ok", f"{release}: {known}")
+        yield Diagnosis("kernel", "ok", f"{release}: {known}")
     except OSError as error:
-        yield Finding("kernel", "fail", f"{release}: memfd seals: {error}", "a kernel from 4.14 on is needed")
+        yield Diagnosis(
+            "kernel", "fail", f"{release}: memfd seals: {error}", "a kernel from 4.14 on is needed"
+        )
     finally:
         os.close(fd)
 
 
-def check_endpoint(settings: DaemonSettings) -> Iterator[Finding]:
+def check_endpoint(settings: DaemonSettings) -> Iterator[Diagnosis]:
     """The socket: its path, who listens, and whether it answers."""
     from capd.server.endpoint import MAX_PATH_NBYTES, endpoint_path
 
     try:
         path = endpoint_path(settings.endpoint)
     except CapdError as error:
-        yield Finding("endpoint", "fail", str(error), "choose a shorter CAPD_ENDPOINT")
+        yield Diagnosis("endpoint", "fail", str(error), "choose a shorter CAPD_ENDPOINT")
         return
     length = f"unix:{path} ({len(os.fsencode(path))} of {MAX_PATH_NBYTES} bytes)"
     try:
@@ -91,22 +93,22 @@ def check_endpoint(settings: DaemonSettings) -> Iterator[Finding]:
             reply = tool.request(Stats())
     except EndpointError as error:
         if settings.endpoint is None:
-            yield Finding("endpoint", "ok", f"{length}: no daemon runs there now")
+            yield Diagnosis("endpoint", "ok", f"{length}: no daemon runs there now")
         else:
-            yield Finding("endpoint", "fail", str(error), "start `capd serve`, or unset CAPD_ENDPOINT")
+            yield Diagnosis("endpoint", "fail", str(error), "start `capd serve`, or unset CAPD_ENDPOINT")
         return
     facts = reply.stats if isinstance(reply, StatsReply) else {}
     owner = path.stat().st_uid
     detail = f"{length}: daemon {facts.get('pid')} of uid {owner} answers, capd {facts.get('version')}"
     if owner == os.getuid():
-        yield Finding("endpoint", "ok", detail)
+        yield Diagnosis("endpoint", "ok", detail)
     else:
-        yield Finding(
+        yield Diagnosis(
             "endpoint", "warn", detail, f"if it refuses ranks: capd serve --allow-uid {os.getuid()}"
         )
 
 
-def check_memory(settings: DaemonSettings) -> Iterator[Finding]:
+def check_memory(settings: DaemonSettings) -> Iterator[Diagnosis]:
     """The arena's size, what limits it, and pinning."""
     from capd_client.config import load_config
     from capd_client.memory import MIN_ARENA_NBYTES, available_nbytes, default_arena_nbytes
@@ -120,41 +122,41 @@ def check_memory(settings: DaemonSettings) -> Iterator[Finding]:
         "and cgroup leave; a memfd, so the size of /dev/shm does not matter"
     )
     small = arena <= MIN_ARENA_NBYTES
-    yield Finding(
+    yield Diagnosis(
         "arena", "warn" if small else "ok", detail, "free memory, or set CAPD_ARENA_BYTES" if small else ""
     )
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "unlimited" if soft == resource.RLIM_INFINITY else human_nbytes(soft)
-    yield Finding("locked memory", "ok", f"RLIMIT_MEMLOCK {limit}; only matters for pinning with CUDA")
+    yield Diagnosis("locked memory", "ok", f"RLIMIT_MEMLOCK {limit}; only matters for pinning with CUDA")
 
 
-def check_limits(settings: DaemonSettings) -> Iterator[Finding]:
+def check_limits(settings: DaemonSettings) -> Iterator[Diagnosis]:
     """CPUs, open files."""
     from capd.server.budget import encode_threads, usable_cpus
 
     threads = settings.threads or encode_threads()
-    yield Finding("cpus", "ok", f"{usable_cpus():g} usable, {threads} encode thread(s)")
+    yield Diagnosis("cpus", "ok", f"{usable_cpus():g} usable, {threads} encode thread(s)")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = hard == resource.RLIM_INFINITY or hard >= _MIN_OPEN_FILES
     shown = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
     fix = "" if enough else f"raise the hard limit: ulimit -Hn {_MIN_OPEN_FILES}"
-    yield Finding("open files", "ok" if enough else "warn", f"RLIMIT_NOFILE {soft}, up to {shown}", fix)
+    yield Diagnosis("open files", "ok" if enough else "warn", f"RLIMIT_NOFILE {soft}, up to {shown}", fix)
 
 
-def check_rank(settings: DaemonSettings) -> Iterator[Finding]:
+def check_rank(settings: DaemonSettings) -> Iterator[Diagnosis]:
     """Which rank a job started from here would take, and from where."""
     from capd_client.ranks import find_rank
 
     found = find_rank()
-    yield Finding("rank", "ok", f"rank {found.rank} of {found.world_size} (from {found.source})")
+    yield Diagnosis("rank", "ok", f"rank {found.rank} of {found.world_size} (from {found.source})")
 
 
-def check_store(settings: DaemonSettings) -> Iterator[Finding]:
+def check_store(settings: DaemonSettings) -> Iterator[Diagnosis]:
     """The store's directory, its file system and the room there."""
     place = settings.store.absolute()
     existing = next(path for path in (place, *place.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        yield Finding(
+        yield Diagnosis(
             "store", "fail", f"{existing} cannot be written to", "choose another --store or CAPD_STORE"
         )
         return
@@ -163,24 +165,24 @@ def check_store(settings: DaemonSettings) -> Iterator[Finding]:
     kind = _file_system(existing)
     yield from _room(settings, free, total, f"{place} on {kind}, {human_nbytes(free)} free")
     if disk.f_files and disk.f_favail < 10_000:
-        yield Finding(
+        yield Diagnosis(
             "inodes", "warn", f"{disk.f_favail} left", "make room: every series takes several files"
         )
     if kind in _NETWORK_FILE_SYSTEMS:
-        yield Finding(
+        yield Diagnosis(
             "file system", "warn", f"{kind} is a network file system", "prefer a local disk, copy later"
         )
 
 
-def _room(settings: DaemonSettings, free: int, total: int, where: str) -> Iterator[Finding]:
+def _room(settings: DaemonSettings, free: int, total: int, where: str) -> Iterator[Diagnosis]:
     from capd_client.amounts import amount_nbytes
 
     kept = amount_nbytes(settings.keep_free, total)
     detail = f"{where}, of which {human_nbytes(kept)} are kept"
     if free > kept:
-        yield Finding("store", "ok", detail)
+        yield Diagnosis("store", "ok", detail)
     else:
-        yield Finding("store", "fail", detail, "make room, or lower --keep-free")
+        yield Diagnosis("store", "fail", detail, "make room, or lower --keep-free")
 
 
 def _file_system(path: Path) -> str:
@@ -196,7 +198,7 @@ def _file_system(path: Path) -> str:
     return kind
 
 
-CHECKS: tuple[Callable[[DaemonSettings], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[DaemonSettings], Iterator[Diagnosis]], ...] = (
     check_versions,
     check_kernel,
     check_endpoint,

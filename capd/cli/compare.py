@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from capd.analyze.format_choice import DEFAULT_FORMATS
-from capd.cli.compare_request import Request
+from capd.cli.compare_request import CompareRequest
 from capd.cli.options import Json, flag, option
 from capd.cli.selection import Tests, selects_keys
 from capd.cli.sources import AllRuns, LayerBase, Workers
@@ -127,7 +127,7 @@ def compare(
       4  damaged records were skipped, the rest was compared
       5  nothing matches, no record is of high precision, or no pair was found
     """
-    request = Request(
+    request = CompareRequest(
         store=store, other=other, run=run, all_runs=all_runs, layer_base=layer_base, tests=tests, workers=workers,
         by=by, as_csv=as_csv, as_json=as_json,
     )  # fmt: skip

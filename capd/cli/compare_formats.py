@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from capd.cli.compare_request import Request, name_some, place_of
+from capd.cli.compare_request import CompareRequest, name_some, place_of
 from capd.cli.output import human_count, human_number, note, print_lines, print_table
 from capd.errors import ConfigError, NothingMatched
 
 if TYPE_CHECKING:
-    from capd.report.gather import Gathered
+    from capd.report.gather import GatheredRecords
 
 __all__ = ["compare_formats", "one_thread_each"]
 
@@ -21,7 +21,7 @@ _SHOWN = {
 }  # fmt: skip
 
 
-def compare_formats(request: Request, formats: str, axis: str, *, per_block: bool) -> int:
+def compare_formats(request: CompareRequest, formats: str, axis: str, *, per_block: bool) -> int:
     """Measure, print, and say the exit code."""
     from capd.analyze.format_choice import choices
 
@@ -67,7 +67,7 @@ def one_thread_each() -> None:
     torch.set_num_threads(1)
 
 
-def _say_unmeasured(gathered: Gathered) -> None:
+def _say_unmeasured(gathered: GatheredRecords) -> None:
     """Name on stderr what has no high-precision source."""
     if gathered.unmeasured:
         names = [f"{name} ({reason})" for name, reason in gathered.unmeasured]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capd.cli.compare_pairs_output import print_differences, say_left_out
-from capd.cli.compare_request import Request, fields_of
+from capd.cli.compare_request import CompareRequest, fields_of
 from capd.cli.output import human_count, note
 from capd.cli.progress import progress_bar
 from capd.cli.sources import holds_files, threads_of
@@ -24,7 +24,13 @@ __all__ = ["compare_pairs"]
 
 
 def compare_pairs(
-    request: Request, *, between: str | None, ignore: str | None, each: bool, first: bool, tolerance: float
+    request: CompareRequest,
+    *,
+    between: str | None,
+    ignore: str | None,
+    each: bool,
+    first: bool,
+    tolerance: float,
 ) -> int:
     """Match, compare, print, and say the exit code."""
     fields = request.fields
@@ -49,7 +55,7 @@ def compare_pairs(
     return _code(found) if found.unread else 0
 
 
-def _compare(request: Request, found: Differences, pairing: Matched, *, until_first: bool) -> None:
+def _compare(request: CompareRequest, found: Differences, pairing: Matched, *, until_first: bool) -> None:
     from capd.report.differences import compare_each
     from capd.server.memory import settled_heap
 
@@ -115,7 +121,7 @@ def _some(values: Sequence[Any]) -> str:
     return shown + (", …" if len(values) > 3 else "")
 
 
-def _sides(request: Request, between: str | None) -> tuple[Side, Side, str | None]:
+def _sides(request: CompareRequest, between: str | None) -> tuple[Side, Side, str | None]:
     """Both sides, and the field by whose values they are told apart, if they are."""
     if request.other is not None:
         if between is not None:
@@ -140,7 +146,7 @@ def _between(text: str) -> tuple[str, list[str]]:
     return field, words
 
 
-def _side(request: Request, place: Path, tests: Sequence[Callable[[Any], bool]]) -> Side:
+def _side(request: CompareRequest, place: Path, tests: Sequence[Callable[[Any], bool]]) -> Side:
     from capd.io.sides import FileSide, RunSide
 
     tests = [*request.tests, *tests]

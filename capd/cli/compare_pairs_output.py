@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from capd.cli.compare_request import Request, name_some, place_of
+from capd.cli.compare_request import CompareRequest, name_some, place_of
 from capd.cli.output import human_count, human_number, note, print_lines, print_table
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _PAIR_COLUMNS = (
 
 
 def print_differences(
-    request: Request,
+    request: CompareRequest,
     found: Differences,
     pairing: Matched,
     ignored: list[str],

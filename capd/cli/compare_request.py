@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from capd.cli.output import human_count, note, print_json, print_lines
 from capd.cli.selection import Tests
-from capd.cli.sources import Found, found_in, gather_shown
+from capd.cli.sources import Sources, found_in, gather_shown
 from capd.cli.stores import default_store
 from capd.errors import CapdError, ConfigError, DamagedRecord, NothingMatched
 from capd.strict_json import json_number, strict_json
 
 if TYPE_CHECKING:
-    from capd.report.gather import Gathered
+    from capd.report.gather import GatheredRecords
 
-__all__ = ["GROUP_FIELDS", "Request", "fields_of", "name_some", "place_of"]
+__all__ = ["GROUP_FIELDS", "CompareRequest", "fields_of", "name_some", "place_of"]
 
 GROUP_FIELDS = (
     "quant_type", "rank", "layer", "phase", "layer_type", "operation", "component", "tensor_name", "module", "stack",
@@ -29,7 +29,7 @@ _NAMED = 3  # on stderr, of what is left out
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class CompareRequest:
     """The options that every way takes."""
 
     store: Path | None
@@ -64,15 +64,15 @@ class Request:
                     f"{name} means nothing for a comparison of {what}; see `capd compare --help`"
                 )
 
-    def gather(self, **asked: Any) -> tuple[Found, Gathered]:
+    def gather(self, **asked: Any) -> tuple[Sources, GatheredRecords]:
         """Go over STORE, grouped by `fields`. Raises NothingMatched, or what says that nothing could be read."""
         from capd.analyze.groups import Groups
-        from capd.report.gather import Gathered
+        from capd.report.gather import GatheredRecords
         from capd.server.memory import settled_heap
 
         fields = self.fields
         found = found_in(self.place, self.run, self.all_runs, self.tests, self.layer_base)
-        gathered = Gathered(groups=Groups({(): True, fields: True}))
+        gathered = GatheredRecords(groups=Groups({(): True, fields: True}))
         with settled_heap():
             gather_shown(found.items, gathered, self.workers, **asked)
         if not gathered.groups.whole().records:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from capd.cli.compare_formats import one_thread_each
-from capd.cli.compare_request import Request, place_of
+from capd.cli.compare_request import CompareRequest, place_of
 from capd.cli.output import human_number, note, print_table
 from capd.errors import NothingMatched
 
@@ -19,7 +19,7 @@ _METRICS = ("mse", "cosine", "psnr_db", "mae", "relative", "max_abs")
 _SHARES = ("saturation_percent", "underflow_percent", "flush_percent")
 
 
-def compare_sweep(request: Request, elements: str | None) -> int:
+def compare_sweep(request: CompareRequest, elements: str | None) -> int:
     """Sweep, print, and say the exit code."""
     from capd.analyze.scale_sweep import SWEEP_ELEMENTS, elements_of
 

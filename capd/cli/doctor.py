@@ -33,7 +33,7 @@ def doctor(
     Exit codes:
       1  something fails
     """
-    from capd.cli.checks import CHECKS, Finding
+    from capd.cli.checks import CHECKS, Diagnosis
     from capd.config import load_daemon_settings
 
     settings = load_daemon_settings({})
@@ -43,7 +43,7 @@ def doctor(
         bad = [f"{dtype}: {problem}" for dtype, problem in dtypes.items() if problem != "ok"]
         detail = "; ".join(bad) if bad else f"{len(dtypes)} dtypes, bit for bit: {', '.join(dtypes)}"
         fix = "capture is not safe here; run with --json and report the details" if bad else ""
-        findings.append(Finding("round trip", "fail" if bad else "ok", detail, fix))
+        findings.append(Diagnosis("round trip", "fail" if bad else "ok", detail, fix))
     failed = any(finding.status == "fail" for finding in findings)
     if as_json:
         checks = [asdict(finding) for finding in findings]

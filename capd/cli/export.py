@@ -14,7 +14,7 @@ from capd.cli.stores import RunOption, StoreArgument, resolve_run
 from capd.errors import ConfigError, NothingMatched
 
 if TYPE_CHECKING:
-    from capd.io.export_pt import Written
+    from capd.io.export_pt import ExportedFile
     from capd.store.series_view import Series
 
 __all__ = ["export"]
@@ -115,7 +115,7 @@ def _files(
     to: str,
     naming: tuple[Literal["A", "B", "C"], Literal["seed", "capd"], int],
     jobs: int | None,
-) -> Iterator[Written]:
+) -> Iterator[ExportedFile]:
     if to == "parquet":
         from capd.io.table import export_table
 
@@ -131,7 +131,7 @@ def _files(
     return export_arrays(run_id, chosen, out, f".{to}")
 
 
-def _report(written: Iterator[Written], chosen: list[Series], out: Path, to: str, as_json: bool) -> None:
+def _report(written: Iterator[ExportedFile], chosen: list[Series], out: Path, to: str, as_json: bool) -> None:
     files = records = nbytes = raw_nbytes = 0
     total, what = {"pt": (sum(len(series) for series in chosen), "records"), "parquet": (1, "tables")}.get(
         to, (len(chosen), "series")

@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capd.cli.output import human_count, note
-from capd.cli.sources import Found, gather_shown
+from capd.cli.sources import Sources, gather_shown
 from capd.errors import CapdError, DamagedRecord, NothingMatched
 
 if TYPE_CHECKING:
-    from capd.report.gather import Gathered
+    from capd.report.gather import GatheredRecords
 
 __all__ = ["contents", "contents_json", "gathered_of", "skipped_code"]
 
 
 def gathered_of(
-    found: Found, place: Path, workers: int | None, *, series: bool = False, **asked: Any
-) -> Gathered:
+    found: Sources, place: Path, workers: int | None, *, series: bool = False, **asked: Any
+) -> GatheredRecords:
     """Reads all records. Records that cannot be read or measured are named on stderr, and counted.
 
     Args:
@@ -32,10 +32,10 @@ def gathered_of(
         DamagedRecord: No record of a run could be read.
         CapdError: No file could be read.
     """
-    from capd.report.gather import Gathered
+    from capd.report.gather import GatheredRecords
     from capd.report.series import SeriesSummaries
 
-    gathered = Gathered(series=SeriesSummaries() if series else None)
+    gathered = GatheredRecords(series=SeriesSummaries() if series else None)
     gather_shown(found.items, gathered, workers, **asked)
     if gathered.without_statistics:
         note(
@@ -54,12 +54,12 @@ def gathered_of(
     return gathered
 
 
-def skipped_code(found: Found, gathered: Gathered) -> int:
+def skipped_code(found: Sources, gathered: GatheredRecords) -> int:
     """The exit code: 4 if damaged records were skipped, 1 if bad files were, 0 otherwise."""
     return (1 if found.files else 4) if gathered.skipped else 0
 
 
-def contents(gathered: Gathered) -> str:
+def contents(gathered: GatheredRecords) -> str:
     """The records that were read, in words: "860 records of 2 quant types, 3 skipped"."""
     groups = gathered.groups
     types = groups.values(("quant_type",), "quant_type")
@@ -67,7 +67,7 @@ def contents(gathered: Gathered) -> str:
     return text + (f", {human_count(len(gathered.skipped))} skipped" if gathered.skipped else "")
 
 
-def contents_json(gathered: Gathered) -> dict[str, Any]:
+def contents_json(gathered: GatheredRecords) -> dict[str, Any]:
     """The records that were read, as JSON values."""
     groups, whole = gathered.groups, gathered.groups.whole()
     return {

@@ -20,8 +20,8 @@ from capd.errors import CapdError, ConfigError, NothingMatched
 
 if TYPE_CHECKING:
     from capd.report.figures import Look, Page
-    from capd.report.gather import Gathered
-    from capd.report.kinds import Kind, Wanted
+    from capd.report.gather import GatheredRecords
+    from capd.report.kinds import FigureKind, Wanted
 
 __all__ = ["plot"]
 
@@ -134,7 +134,7 @@ def _checked(
     dpi: int,
     title: str | None,
     log: bool,
-) -> tuple[Kind, Wanted, Look]:
+) -> tuple[FigureKind, Wanted, Look]:
     """Checks all options before a record is read. Raises ConfigError."""
     from capd.analyze.format_choice import DEFAULT_CHOICES
     from capd.report.error_maps import METRICS
@@ -199,7 +199,7 @@ def _write(pages: list[Page], out: Path, look: Look, *, force: bool) -> list[Pat
     return paths
 
 
-def _told(kind: str, written: list[Path], gathered: Gathered, as_json: bool) -> None:
+def _told(kind: str, written: list[Path], gathered: GatheredRecords, as_json: bool) -> None:
     if as_json:
         print_json({"kind": kind, "files": [os.fspath(path) for path in written], **contents_json(gathered)})
         return

@@ -17,16 +17,16 @@ from capd.cli.output import human_count, human_nbytes, print_json, print_lines
 from capd.cli.progress import progress_bar
 from capd.cli.report_page import is_page, must_name_directory, page_of, write_page
 from capd.cli.selection import Tests, selects_keys
-from capd.cli.sources import AllRuns, Found, LayerBase, Workers, found_in
+from capd.cli.sources import AllRuns, LayerBase, Sources, Workers, found_in
 from capd.cli.stores import RunOption, StoreArgument, default_store
 from capd.errors import CapdError, ConfigError
 
 if TYPE_CHECKING:
     from capd.analyze.format_choice import FormatChoice
     from capd.report.directory import ReportDirectory
-    from capd.report.gather import Gathered
+    from capd.report.gather import GatheredRecords
 
-__all__ = ["Written", "report", "write_report"]
+__all__ = ["WrittenReport", "report", "write_report"]
 
 JSON_NAME, TEXT_NAME = "global_statistics.json", "global_statistics_report.txt"
 PAGE_NAME = "report.html"
@@ -103,23 +103,23 @@ def report(
     raise typer.Exit(skipped_code(found, written.gathered))
 
 
-class Written(NamedTuple):
+class WrittenReport(NamedTuple):
     """A report that was written. problem: why it has no figures, or None."""
 
     directory: ReportDirectory
-    gathered: Gathered
+    gathered: GatheredRecords
     problem: CapdError | None
 
 
 def write_report(
-    found: Found,
+    found: Sources,
     place: Path,
     out: Path,
     *,
     workers: int | None = None,
     quick: bool = False,
     choices: Sequence[FormatChoice] = (),
-) -> Written:
+) -> WrittenReport:
     """Writes the statistics, the page and the figures into a directory.
 
     Args:
@@ -147,10 +147,10 @@ def write_report(
         lines = "".join(f"{line}\n" for line in report_lines(plain))
         directory.write(TEXT_NAME, lines.encode(errors="replace"))
         directory.write(PAGE_NAME, page_of(plain, found, gathered, choices))
-        return Written(directory, gathered, _draw(directory, gathered))
+        return WrittenReport(directory, gathered, _draw(directory, gathered))
 
 
-def _draw(directory: ReportDirectory, gathered: Gathered) -> CapdError | None:
+def _draw(directory: ReportDirectory, gathered: GatheredRecords) -> CapdError | None:
     """Writes the figures. Returns the error if matplotlib is missing."""
     from capd.report.figures import must_have_matplotlib
     from capd.report.pages import all_pages
@@ -170,7 +170,7 @@ def _draw(directory: ReportDirectory, gathered: Gathered) -> CapdError | None:
     return None
 
 
-def _told(where: dict[str, str], files: Sequence[str], gathered: Gathered, as_json: bool) -> None:
+def _told(where: dict[str, str], files: Sequence[str], gathered: GatheredRecords, as_json: bool) -> None:
     if as_json:
         print_json({**where, **contents_json(gathered), "files": list(files)})
         return

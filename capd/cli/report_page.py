@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capd.cli.gathered import gathered_of
-from capd.cli.sources import Found
+from capd.cli.sources import Sources
 from capd.errors import ConfigError
 
 if TYPE_CHECKING:
     from capd.analyze.format_choice import FormatChoice
-    from capd.report.gather import Gathered
+    from capd.report.gather import GatheredRecords
 
 __all__ = ["is_page", "must_name_directory", "page_of", "write_page"]
 
@@ -36,7 +36,7 @@ def must_name_directory(out: Path) -> None:
 
 
 def page_of(
-    plain: dict[str, Any], found: Found, gathered: Gathered, choices: Sequence[FormatChoice]
+    plain: dict[str, Any], found: Sources, gathered: GatheredRecords, choices: Sequence[FormatChoice]
 ) -> bytes:
     """The page's file. plain: the report's document. gathered: with its series."""
     from capd.report.page.data import page_data
@@ -46,7 +46,7 @@ def page_of(
 
 
 def write_page(
-    found: Found,
+    found: Sources,
     place: Path,
     out: Path,
     *,
@@ -54,7 +54,7 @@ def write_page(
     quick: bool,
     choices: Sequence[FormatChoice],
     force: bool,
-) -> Gathered:
+) -> GatheredRecords:
     """Write the page to `out`. Raises what `gathered_of` and `capd.report.page.file.write_page_file` do."""
     from capd.report.document import document
     from capd.report.page.file import refuse_foreign_file, write_page_file

@@ -14,10 +14,10 @@ from capd.errors import ConfigError, NothingMatched
 
 if TYPE_CHECKING:
     from capd.io.items import Items
-    from capd.report.gather import Gathered
+    from capd.report.gather import GatheredRecords
 
 __all__ = [
-    "AllRuns", "Found", "LayerBase", "Workers", "found_in", "gather_shown", "holds_files", "threads_of",
+    "AllRuns", "Sources", "LayerBase", "Workers", "found_in", "gather_shown", "holds_files", "threads_of",
 ]  # fmt: skip
 
 AllRuns = Annotated[bool, flag("--all-runs", "Read all runs in STORE together, not only the newest.")]
@@ -32,7 +32,7 @@ Workers = Annotated[
 ]
 
 
-class Found(NamedTuple):
+class Sources(NamedTuple):
     """The records to read. sources: their runs or directory; files: whether they are tensor files."""
 
     sources: list[str]
@@ -40,7 +40,7 @@ class Found(NamedTuple):
     files: bool
 
 
-def found_in(place: Path, run: str | None, all_runs: bool, tests: Tests, layer_base: int) -> Found:
+def found_in(place: Path, run: str | None, all_runs: bool, tests: Tests, layer_base: int) -> Sources:
     """Finds the records to read: of the newest run in a directory, of one run, of all runs, or of tensor files.
 
     Args:
@@ -58,14 +58,14 @@ def found_in(place: Path, run: str | None, all_runs: bool, tests: Tests, layer_b
     if holds_files(place):
         items = items_of_files(place, tests, layer_base)
         if items.total:
-            return Found([str(place)], items, files=True)
+            return Sources([str(place)], items, files=True)
     paths = _runs(place, run, all_runs)
     items = items_of_runs(paths, tests)
     sources = [str(path) for path in paths]
     if not items.total:
         why = " matches the selection" if tests else " yet"
         raise NothingMatched(f"no series in {', '.join(sources)}{why}")
-    return Found(sources, items, files=False)
+    return Sources(sources, items, files=False)
 
 
 def _runs(place: Path, run: str | None, all_runs: bool) -> list[Path]:
@@ -92,7 +92,7 @@ def threads_of(workers: int | None) -> int:
     return workers or max(1, round(usable_cpus()))
 
 
-def gather_shown(items: Items, gathered: Gathered, workers: int | None, **asked: Any) -> None:
+def gather_shown(items: Items, gathered: GatheredRecords, workers: int | None, **asked: Any) -> None:
     """Gathers all items with a progress bar, and names skipped ones. asked: as `gather` takes it."""
     from capd.report.gather import Skipped, gather
 

@@ -22,7 +22,7 @@ from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
 from capd.errors import CapdError
-from capd.io.export_pt import Written
+from capd.io.export_pt import ExportedFile
 from capd.io.seed_directory import locked_directory, write_new
 from capd.store.series_view import Record, Series
 from capd_client.dtypes import ITEM_NBYTES
@@ -39,7 +39,7 @@ _SAFETENSORS = {
 _MAX_HEADER_NBYTES = 100_000_000  # readers of safetensors refuse longer ones
 
 
-def export_arrays(run_id: str, chosen: Sequence[Series], out: Path, suffix: str) -> Iterator[Written]:
+def export_arrays(run_id: str, chosen: Sequence[Series], out: Path, suffix: str) -> Iterator[ExportedFile]:
     """Write each of the chosen series, which keep tensors, to `out/<path of the series><suffix>`; one record at a time
     is in memory.
 
@@ -57,7 +57,7 @@ def export_arrays(run_id: str, chosen: Sequence[Series], out: Path, suffix: str)
                 nbytes = write_new(path, lambda file, s=series, r=records: write(file, run_id, s, r))  # type: ignore[misc]
             except FileExistsError:
                 raise CapdError(f"{path} is there already; export into another directory") from None
-            yield Written(path, nbytes, len(records), raw_nbytes)
+            yield ExportedFile(path, nbytes, len(records), raw_nbytes)
 
 
 def _nbytes(series: Series, record: Record) -> int:

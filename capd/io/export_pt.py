@@ -22,13 +22,13 @@ from capd.store.series_view import Record, Series, tensor_of
 from capd_client.dtypes import ITEM_NBYTES
 from capd_client.key import Moment
 
-__all__ = ["Written", "export_pt"]
+__all__ = ["ExportedFile", "export_pt"]
 
 _WORTH_A_THREAD_NBYTES = 256 << 10  # below, a record is Python's work: threads would take turns at each file
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class ExportedFile:
     """A file that stands. records, raw_nbytes: what is in it."""
 
     path: Path
@@ -39,7 +39,7 @@ class Written:
 
 def export_pt(
     run_id: str, chosen: Sequence[Series], out: Path, naming: Naming, *, threads: int
-) -> Iterator[Written]:
+) -> Iterator[ExportedFile]:
     """Write every record of the chosen series, which keep tensors, to a file of its own below `out`.
 
     Yields each file once it stands. Nothing that is there is replaced. Raises StoreBusy while another export writes to
@@ -49,7 +49,7 @@ def export_pt(
         job = _Export(run_id, naming, SeedDirectory(out), pool)
         try:
             for item, done in ahead(_in_order(chosen), job.begin, _nbytes):
-                yield Written(*done(), 1, _nbytes(item))
+                yield ExportedFile(*done(), 1, _nbytes(item))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

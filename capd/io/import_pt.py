@@ -22,7 +22,7 @@ from capd.io.seed_dictionary import capture_of
 from capd.io.seed_files import SeedFile
 from capd.io.torch_files import load_tensor_file, opened
 from capd.io.torch_pickle import BadTensorFile
-from capd.io.writing import DiskLimit, ImportedRecord, ImportWriter
+from capd.io.writing import DiskCheck, ImportedRecord, ImportWriter
 from capd.store.dtypes import stored_type
 from capd.store.ranges import RangeSet
 from capd.store.run import RunStore
@@ -53,7 +53,7 @@ def import_files(
     *,
     threads: int,
     layer_base: int = 0,
-    limit: DiskLimit | None = None,
+    limit: DiskCheck | None = None,
 ) -> Iterator[Outcome]:
     """Import files in order; yields what became of each, in that order. All are committed when the iterator ends.
 

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from capd.errors import CapdError
-from capd.io.export_pt import Written
+from capd.io.export_pt import ExportedFile
 from capd.io.seed_directory import locked_directory, write_new
 from capd.store.series_view import Record, Series, import_extra
 from capd_client.key import Moment
@@ -29,7 +29,7 @@ _COUNTS = ("count", "nan", "inf", "zero")
 _NUMBERS = ("min", "max", "absmax", "mean", "std", "sum", "sum_sq")
 
 
-def export_table(run_id: str, chosen: Sequence[Series], out: Path) -> Iterator[Written]:
+def export_table(run_id: str, chosen: Sequence[Series], out: Path) -> Iterator[ExportedFile]:
     """Write `out/records.parquet`; 10,000 rows at a time are in memory. Yields it once it stands.
 
     Elements are read only of records that were committed without statistics. Raises CapdError where the file is there
@@ -42,7 +42,7 @@ def export_table(run_id: str, chosen: Sequence[Series], out: Path) -> Iterator[W
             nbytes = write_new(path, lambda file: _write(file, run_id, chosen))
         except FileExistsError:
             raise CapdError(f"{path} is there already; export into another directory") from None
-        yield Written(path, nbytes, sum(len(series) for series in chosen), 0)
+        yield ExportedFile(path, nbytes, sum(len(series) for series in chosen), 0)
 
 
 def _write(file: BinaryIO, run_id: str, chosen: Sequence[Series]) -> None:

@@ -23,7 +23,7 @@ from capd.store.run import RunStore
 from capd.store.series import Plan
 from capd.store.statistics import merge
 
-__all__ = ["DiskLimit", "ImportWriter", "ImportedRecord"]
+__all__ = ["DiskCheck", "ImportWriter", "ImportedRecord"]
 
 _TOGETHER = 64
 _TOGETHER_NBYTES = 4 << 20
@@ -41,7 +41,7 @@ class ImportedRecord:
     bits: NDArray[np.generic]
 
 
-class DiskLimit(Protocol):
+class DiskCheck(Protocol):
     """Says why a record of `nbytes` may not be written, or None. new_series: it opens a series."""
 
     def __call__(self, nbytes: int, *, new_series: bool = False) -> str | None: ...
@@ -50,7 +50,7 @@ class DiskLimit(Protocol):
 class ImportWriter:
     """Owned by one thread. Statistics are computed anew, whatever a file claims."""
 
-    def __init__(self, store: RunStore, pool: ThreadPoolExecutor, limit: DiskLimit | None) -> None:
+    def __init__(self, store: RunStore, pool: ThreadPoolExecutor, limit: DiskCheck | None) -> None:
         self._store, self._pool, self._limit = store, pool, limit
         self._small: list[tuple[Plan, RecordRow, bytes, str]] = []
         self._small_nbytes = 0

@@ -13,7 +13,7 @@ from capd.analyze.channels import Channels
 from capd.analyze.groups import STATISTICS, Fields, Tally
 from capd.report.format_errors import error_numbers
 from capd.report.format_use import format_numbers
-from capd.report.gather import BY_LAYER, BY_TENSOR, BY_TYPE_AND_LAYER, GROUPINGS, Gathered
+from capd.report.gather import BY_LAYER, BY_TENSOR, BY_TYPE_AND_LAYER, GROUPINGS, GatheredRecords
 from capd.report.quantiles import QUANTILES, quantiles_of
 from capd.strict_json import strict_json
 
@@ -34,7 +34,7 @@ _WITH_ERRORS: tuple[Fields, ...] = (
 )
 
 
-def document(sources: Sequence[str], gathered: Gathered, *, quick: bool) -> dict[str, Any]:
+def document(sources: Sequence[str], gathered: GatheredRecords, *, quick: bool) -> dict[str, Any]:
     """Makes the whole document, floats as they are.
 
     Args:

@@ -8,12 +8,12 @@ from dataclasses import asdict
 from typing import Any
 
 from capd.analyze.block_ranges import BlockRanges
-from capd.analyze.blocks import Blocks, Histogram
+from capd.analyze.blocks import BlockStatistics, Histogram
 from capd.analyze.error_sums import Errors
 from capd.analyze.format_choice import FormatChoice
 from capd.analyze.groups import Fields, Tally
 from capd.analyze.shape import shape_of
-from capd.report.gather import Gathered
+from capd.report.gather import GatheredRecords
 
 __all__ = ["BLOCK_SHARES", "COUNTS", "METRICS", "error_document", "error_numbers"]
 
@@ -27,7 +27,7 @@ _VALUES = ("count", "nan", "inf", "zero", "absmax", "mean", "std")
 
 
 def error_document(
-    sources: Sequence[str], gathered: Gathered, choices: Sequence[FormatChoice], by: Fields
+    sources: Sequence[str], gathered: GatheredRecords, choices: Sequence[FormatChoice], by: Fields
 ) -> dict[str, Any]:
     """The whole comparison, floats as they are."""
     groups = gathered.groups
@@ -90,7 +90,7 @@ def error_numbers(errors: Errors) -> dict[str, Any]:
     return {name: getattr(errors, name) for name in (*COUNTS, *METRICS)}
 
 
-def _plain_blocks(blocks: Blocks) -> dict[str, Any]:
+def _plain_blocks(blocks: BlockStatistics) -> dict[str, Any]:
     found = None if blocks.sqnr is None else blocks.sqnr_quantiles(BLOCK_SHARES)
     quantiles = None if found is None else dict(zip(map(str, BLOCK_SHARES), found, strict=True))
     return {

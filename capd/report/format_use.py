@@ -15,7 +15,7 @@ from capd.analyze.hif8_regimes import FINITE_CODES, Hif8Use, exponent_errors, hi
 
 __all__ = [
     "RANGES",
-    "Found",
+    "OverflowPair",
     "exponent_numbers",
     "format_numbers",
     "hif8_numbers",
@@ -25,7 +25,7 @@ __all__ = [
 
 RANGES = ("hifp8", "e4m3", "e5m2", "e2m1", "fp16", "bf16")
 """The grids that values are held against, by their labels (`capd.analyze.grids`)."""
-Found = tuple[Overflow, Overflow]
+OverflowPair = tuple[Overflow, Overflow]
 _OUTSIDE = ("count", "nan", "inf", "zero", "above", "below", "flushed")
 
 
@@ -35,7 +35,7 @@ def of_types(groups: Groups) -> dict[Value, Distribution]:
     return {one: each for one, each in found.items() if each is not None}
 
 
-def overflow_by_type(groups: Groups) -> dict[Value, dict[str, Found]]:
+def overflow_by_type(groups: Groups) -> dict[Value, dict[str, OverflowPair]]:
     """Counts what lies outside of each grid, by quant type: without a scale, and under one scale for all of a type."""
     return {
         one: {

@@ -16,7 +16,7 @@ from capd_client.key import Key, Moment
 
 __all__ = [
     "BY_ITERATION", "BY_LAYER", "BY_RANK", "BY_SAMPLE", "BY_TENSOR", "BY_TYPE_AND_LAYER", "CHANNEL_GROUPINGS",
-    "GROUPINGS", "Gathered", "Skipped", "by_layer", "gather",
+    "GROUPINGS", "GatheredRecords", "Skipped", "by_layer", "gather",
 ]  # fmt: skip
 
 BY_TENSOR: Fields = ("quant_type", "tensor_name")
@@ -41,7 +41,7 @@ _MOMENT = frozenset(Moment.__struct_fields__)
 
 
 @dataclass
-class Gathered:
+class GatheredRecords:
     """What was seen. without_statistics: records whose values were left out, as nothing was stored of them but the
     elements, and these were not to be read. unmeasured: where formats were asked for, how many records have no error of
     them, by series or file and reason. series: of each by itself, where it was asked for. emulations: how many records
@@ -57,7 +57,7 @@ class Gathered:
 
 def gather(
     items: Iterable[Item],
-    gathered: Gathered,
+    gathered: GatheredRecords,
     *,
     threads: int,
     quick: bool = False,
@@ -98,7 +98,7 @@ def gather(
 class _Adding:
     """Adds what is seen; to the groups of keys alone only once for neighbours of one key."""
 
-    def __init__(self, gathered: Gathered) -> None:
+    def __init__(self, gathered: GatheredRecords) -> None:
         self._gathered, self._groups = gathered, gathered.groups
         groupings = list(gathered.groups.groupings)
         self._of_moments = [fields for fields in groupings if set(fields) & _MOMENT]

@@ -21,7 +21,7 @@ from capd.report.layers import layer_pages
 from capd.report.ranges import range_pages
 from capd.report.tensor import tensor_pages
 
-__all__ = ["KINDS", "Kind", "Wanted", "grids_of"]
+__all__ = ["KINDS", "FigureKind", "Wanted", "grids_of"]
 
 Reads = Literal["statistics", "elements", "errors"]
 
@@ -37,7 +37,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FigureKind:
     """A kind of figure. reads: stored statistics, elements, or elements whose errors in formats are measured; without:
     why there may be nothing to draw; formats, metric, log: whether it takes these options. channels: it needs them."""
 
@@ -67,34 +67,34 @@ _NO_ELEMENT = "only statistics were kept of what is selected"
 _ONE_LAYER = "what is selected lies in a single layer, or only statistics were kept of it"
 _NO_FORMAT = "no selected record has high-precision values that a format can be measured on"
 
-KINDS: Mapping[str, Kind] = MappingProxyType(
+KINDS: Mapping[str, FigureKind] = MappingProxyType(
     {
-        "distribution": Kind(
+        "distribution": FigureKind(
             lambda groups, wanted: distribution_pages(groups, log=wanted.log), "elements", _NO_ELEMENT
         ),
-        "exponents": Kind(
+        "exponents": FigureKind(
             lambda groups, wanted: exponent_pages(groups, grids_of(wanted.choices)),
             "statistics", "there is no statistic", formats=True, log=False,
         ),
-        "layers": Kind(
+        "layers": FigureKind(
             lambda groups, wanted: layer_pages(groups, log=wanted.log), "statistics", "there is no statistic"
         ),
-        "heatmap": Kind(
+        "heatmap": FigureKind(
             lambda groups, wanted: error_map_pages(groups, wanted.metric, log=wanted.log),
             "errors", _NO_FORMAT, formats=True, metric=True,
         ),
-        "boxes": Kind(_boxes, "statistics", _ONE_LAYER, formats=True, metric=True),
-        "channels": Kind(
+        "boxes": FigureKind(_boxes, "statistics", _ONE_LAYER, formats=True, metric=True),
+        "channels": FigureKind(
             lambda groups, wanted: channel_pages(groups, log=wanted.log), "elements",
             "no selected record has elements along a last axis", channels=True,
         ),
-        "iterations": Kind(
+        "iterations": FigureKind(
             lambda groups, wanted: iteration_pages(groups, log=wanted.log), "statistics",
             "what is selected is of a single iteration",
         ),
-        "hifp8": Kind(lambda groups, _: hif8_pages(groups), "elements", _NO_ELEMENT, log=False),
-        "overflow": Kind(lambda groups, _: range_pages(groups), "elements", _NO_ELEMENT, log=False),
-        "tensor": Kind(
+        "hifp8": FigureKind(lambda groups, _: hif8_pages(groups), "elements", _NO_ELEMENT, log=False),
+        "overflow": FigureKind(lambda groups, _: range_pages(groups), "elements", _NO_ELEMENT, log=False),
+        "tensor": FigureKind(
             lambda groups, wanted: tensor_pages(groups, log=wanted.log), "errors", "there is no tensor",
             formats=True, channels=True,
         ),

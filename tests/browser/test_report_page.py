@@ -18,7 +18,7 @@ from capd.analyze.format_choice import DEFAULT_CHOICES
 from capd.formats import qdq
 from capd.io.items import Item, Loaded
 from capd.report.document import document
-from capd.report.gather import Gathered, gather
+from capd.report.gather import GatheredRecords, gather
 from capd.report.page.data import page_data
 from capd.report.page.html import page_html
 from capd.report.series import MOST_SERIES, SeriesSummaries
@@ -126,8 +126,8 @@ def test_names_of_300_characters_wrap_instead_of_scrolling_the_page(
 @pytest.mark.parametrize("quick", [False, True])
 def test_every_page_of_a_report_of_nothing_says_so(opened: Open, tmp_path: Path, quick: bool) -> None:
     out = tmp_path / "empty.html"
-    plain = document(["run.zarr"], Gathered(), quick=quick)
-    out.write_bytes(page_html(page_data(plain, Gathered(), files=True)))
+    plain = document(["run.zarr"], GatheredRecords(), quick=quick)
+    out.write_bytes(page_html(page_data(plain, GatheredRecords(), files=True)))
     shown = opened(out, width=400)
     for place in (*PAGES, "tensor/0"):
         shown.go(place)
@@ -337,7 +337,7 @@ def test_a_report_of_one_series_opens_on_its_page(
 
 
 def test_a_thousand_series_take_less_than_two_megabytes(opened: Open, tmp_path: Path) -> None:
-    rng, gathered = np.random.default_rng(0), Gathered(series=SeriesSummaries())
+    rng, gathered = np.random.default_rng(0), GatheredRecords(series=SeriesSummaries())
 
     def items() -> Iterator[Item]:
         for place in range(MOST_SERIES):

@@ -9,7 +9,7 @@ from typing import Any
 import capd
 from capd.analyze.format_choice import FormatChoice
 from capd.report.document import grouped
-from capd.report.gather import BY_ITERATION, BY_RANK, Gathered
+from capd.report.gather import BY_ITERATION, BY_RANK, GatheredRecords
 from capd.report.page.format_data import grids_data, hif8_data
 from capd.report.page.group_data import (
     boxes_data,
@@ -31,7 +31,7 @@ _MOST_SKIPPED = 200
 
 
 def page_data(
-    plain: dict[str, Any], gathered: Gathered, *, files: bool, choices: Sequence[FormatChoice] = ()
+    plain: dict[str, Any], gathered: GatheredRecords, *, files: bool, choices: Sequence[FormatChoice] = ()
 ) -> dict[str, Any]:
     """Makes the whole document of the page.
 
@@ -76,7 +76,7 @@ def page_data(
     }
 
 
-def _type(plain: dict[str, Any], gathered: Gathered, row: dict[str, Any]) -> dict[str, Any]:
+def _type(plain: dict[str, Any], gathered: GatheredRecords, row: dict[str, Any]) -> dict[str, Any]:
     one = row["quant_type"]
     said = sorted({emulation or "" for each, emulation in gathered.emulations if each == one})
 

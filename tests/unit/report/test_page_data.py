@@ -15,7 +15,7 @@ from capd.analyze.format_choice import FormatChoice, choices
 from capd.formats import qdq
 from capd.io.items import Item, Loaded
 from capd.report.document import document
-from capd.report.gather import Gathered, gather
+from capd.report.gather import GatheredRecords, gather
 from capd.report.page.data import page_data
 from capd.report.page.plain import METRICS
 from capd.report.series import MOST_SERIES, SeriesSummaries
@@ -52,7 +52,7 @@ def known() -> tuple[list[Item], Values]:
 def data_of(
     items: Iterable[Item], *, quick: bool = False, formats: tuple[FormatChoice, ...] = CHOICES
 ) -> dict[str, Any]:
-    gathered = Gathered(series=SeriesSummaries())
+    gathered = GatheredRecords(series=SeriesSummaries())
     for _ in gather(
         items, gathered, threads=2, quick=quick, choices=() if quick else formats, channels=not quick
     ):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from capd.report.document import document
-from capd.report.gather import Gathered
+from capd.report.gather import GatheredRecords
 from capd.report.page.data import page_data
 from capd.report.page.html import page_html
 
@@ -22,8 +22,8 @@ HOSTILE = "</script><!--<script>alert(1)</script>\u2028\"'&\ud800"
 
 @pytest.fixture(scope="module")
 def data() -> dict[str, Any]:
-    plain = document(["run.zarr"], Gathered(), quick=True)
-    return page_data(plain, Gathered(), files=True)
+    plain = document(["run.zarr"], GatheredRecords(), quick=True)
+    return page_data(plain, GatheredRecords(), files=True)
 
 
 def test_the_policy_lets_exactly_the_scripts_and_the_style_of_the_file_run(data: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from capd.analyze.grids import grids
 from capd.formats import qdq
 from capd.io.items import Item, Loaded
 from capd.report.figures import Look, Page
-from capd.report.gather import Gathered, gather
+from capd.report.gather import GatheredRecords, gather
 from capd.report.kinds import KINDS, Wanted, grids_of
 from capd.store.statistics import public, summarise
 from capd_client.key import Key, Moment
@@ -58,15 +58,15 @@ def items() -> Iterator[Item]:
 
 
 @pytest.fixture(scope="module")
-def gathered() -> Gathered:
-    found = Gathered()
+def gathered() -> GatheredRecords:
+    found = GatheredRecords()
     assert all(
         isinstance(one, int) for one in gather(items(), found, threads=1, choices=FORMATS, channels=True)
     )
     return found
 
 
-def pages_of(gathered: Gathered, kind: str, **wanted: Any) -> list[Page]:
+def pages_of(gathered: GatheredRecords, kind: str, **wanted: Any) -> list[Page]:
     return list(KINDS[kind].pages(gathered.groups, Wanted(**wanted)))
 
 
@@ -99,7 +99,7 @@ def together(**fields: Any) -> np.ndarray:
     return np.concatenate([one.ravel() for one in chosen]).astype(np.float64)
 
 
-def test_layers_and_iterations_draw_the_statistics_of_the_values(gathered: Gathered) -> None:
+def test_layers_and_iterations_draw_the_statistics_of_the_values(gathered: GatheredRecords) -> None:
     [by_layer], [by_iteration] = pages_of(gathered, "layers"), pages_of(gathered, "iterations")
     layers, iterations = drawn(by_layer)[0], drawn(by_iteration)[0]
 
@@ -114,7 +114,7 @@ def test_layers_and_iterations_draw_the_statistics_of_the_values(gathered: Gathe
         assert (list(found), list(found.values())) == (list(ITERATIONS), pytest.approx(largest))
 
 
-def test_distribution_draws_the_share_of_the_values_in_each_bin(gathered: Gathered) -> None:
+def test_distribution_draws_the_share_of_the_values_in_each_bin(gathered: GatheredRecords) -> None:
     [page] = pages_of(gathered, "distribution")
     axes = panel(drawn(page)[0], "weight")
 
@@ -127,7 +127,7 @@ def test_distribution_draws_the_share_of_the_values_in_each_bin(gathered: Gather
         assert (edges[0], edges[-1]) == (pytest.approx(low), pytest.approx(high))
 
 
-def test_exponents_draw_shares_above_and_the_steps_of_the_formats_below(gathered: Gathered) -> None:
+def test_exponents_draw_shares_above_and_the_steps_of_the_formats_below(gathered: GatheredRecords) -> None:
     [page] = pages_of(gathered, "exponents", choices=choices("hifp8,mxfp8:e5m2,nvfp4,mxfp4"))
     figure = drawn(page)[0]
 
@@ -157,7 +157,7 @@ def expected_sqnr(fmt: str, **fields: Any) -> float:
     return float(10 * np.log10(signal / noise))
 
 
-def test_a_heat_map_has_the_sqnr_of_each_layer_and_tensor(gathered: Gathered) -> None:
+def test_a_heat_map_has_the_sqnr_of_each_layer_and_tensor(gathered: GatheredRecords) -> None:
     pages = pages_of(gathered, "heatmap")
     assert [page.name for page in pages] == ["sqnr_bf16.png", "sqnr_hifp8.png"]
 
@@ -174,7 +174,7 @@ def test_a_heat_map_has_the_sqnr_of_each_layer_and_tensor(gathered: Gathered) ->
             assert f"{cells[0, 0]:.3g}" in [text.get_text() for text in axes.texts]
 
 
-def test_a_heat_map_of_another_metric_has_that(gathered: Gathered) -> None:
+def test_a_heat_map_of_another_metric_has_that(gathered: GatheredRecords) -> None:
     page = pages_of(gathered, "heatmap", metric="underflow", log=True)[0]
 
     [image] = panel(drawn(page)[0], "mxfp8").images
@@ -186,7 +186,7 @@ def test_a_heat_map_of_another_metric_has_that(gathered: Gathered) -> None:
         assert (cells[row, column] == percent) if percent else np.ma.is_masked(cells[row, column])
 
 
-def test_boxes_have_the_quartiles_of_the_layers(gathered: Gathered) -> None:
+def test_boxes_have_the_quartiles_of_the_layers(gathered: GatheredRecords) -> None:
     [statistics] = pages_of(gathered, "boxes")
     axes = panel(drawn(statistics)[0], "input: std")
     medians = [
@@ -206,7 +206,7 @@ def test_boxes_have_the_quartiles_of_the_layers(gathered: Gathered) -> None:
     assert [list(each) for each in points] == [pytest.approx(each, rel=1e-9) for each in wanted]
 
 
-def test_channels_have_the_largest_magnitude_of_each_and_name_the_outlier(gathered: Gathered) -> None:
+def test_channels_have_the_largest_magnitude_of_each_and_name_the_outlier(gathered: GatheredRecords) -> None:
     [page] = pages_of(gathered, "channels")
     figure = drawn(page)[0]
     [axes] = [one for one in figure.axes if one.get_title().startswith("input, 64 channels")]
@@ -217,7 +217,7 @@ def test_channels_have_the_largest_magnitude_of_each_and_name_the_outlier(gather
     assert "5" in [text.get_text() for text in axes.texts]
 
 
-def test_the_page_of_hifp8_has_the_shares_of_its_regimes(gathered: Gathered) -> None:
+def test_the_page_of_hifp8_has_the_shares_of_its_regimes(gathered: GatheredRecords) -> None:
     [page] = pages_of(gathered, "hifp8")
     axes = panel(drawn(page)[0], "values by exponent regime (D)")
 
@@ -233,7 +233,7 @@ def test_the_page_of_hifp8_has_the_shares_of_its_regimes(gathered: Gathered) -> 
     assert sum(heights[: len(names)]) == pytest.approx(100)
 
 
-def test_the_page_of_overflow_says_what_lies_outside(gathered: Gathered) -> None:
+def test_the_page_of_overflow_says_what_lies_outside(gathered: GatheredRecords) -> None:
     [page] = pages_of(gathered, "overflow")
     axes = panel(drawn(page)[0], "below the smallest value (%)")
 
@@ -242,7 +242,7 @@ def test_the_page_of_overflow_says_what_lies_outside(gathered: Gathered) -> None
     assert shown == f"{100 * ((magnitudes > 0) & (magnitudes < 2**-9)).mean():.3g}"
 
 
-def test_the_page_of_a_tensor_has_all_of_it(gathered: Gathered) -> None:
+def test_the_page_of_a_tensor_has_all_of_it(gathered: GatheredRecords) -> None:
     pages = pages_of(gathered, "tensor")
     assert [page.name for page in pages] == ["tensor_input.png", "tensor_weight.png"]
 
@@ -276,7 +276,7 @@ QUICK = ("exponents", "heatmap")
     "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.fault) for kind in KINDS]
 )
 def test_every_kind_is_a_png_an_svg_and_a_pdf_of_its_size_with_text_as_text_and_no_date(
-    gathered: Gathered, kind: str
+    gathered: GatheredRecords, kind: str
 ) -> None:
     page, look = pages_of(gathered, kind)[0], Look((6.0, 5.0), 50, "What <this> shows & why")
 
@@ -298,7 +298,7 @@ def test_every_kind_is_a_png_an_svg_and_a_pdf_of_its_size_with_text_as_text_and_
         assert drawn(page, each, look)[1] == first, each
 
 
-def test_a_title_can_be_left_out_and_a_long_one_is_broken_to_fit(gathered: Gathered) -> None:
+def test_a_title_can_be_left_out_and_a_long_one_is_broken_to_fit(gathered: GatheredRecords) -> None:
     [page] = pages_of(gathered, "distribution")
 
     without = drawn(page, "png", Look(title=""))[0]
@@ -311,7 +311,7 @@ def test_a_title_can_be_left_out_and_a_long_one_is_broken_to_fit(gathered: Gathe
     assert 0 <= box.x0 < box.x1 <= narrow.bbox.x1
 
 
-def test_logarithmic_axes_have_plain_numbers(gathered: Gathered) -> None:
+def test_logarithmic_axes_have_plain_numbers(gathered: GatheredRecords) -> None:
     [page] = pages_of(gathered, "layers", log=True)
     figure = drawn(page)[0]
 
@@ -329,7 +329,7 @@ def _same(loaded: Loaded) -> Loaded:
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize("value", [np.nan, 1e300, float(np.finfo(np.float64).max)])
 def test_values_beyond_what_an_axis_can_show_are_left_out(kind: str, log: bool, value: float) -> None:
-    found = Gathered()
+    found = GatheredRecords()
     values = np.full((4, 32), value)
     stats = public(summarise(values, "float64"))
     several = []

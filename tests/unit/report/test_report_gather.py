@@ -11,7 +11,7 @@ import torch
 from capd.analyze.errors import errors_of, merged
 from capd.analyze.format_choice import choices
 from capd.io.items import Item, Loaded
-from capd.report.gather import BY_LAYER, BY_TENSOR, Gathered, gather
+from capd.report.gather import BY_LAYER, BY_TENSOR, GatheredRecords, gather
 from capd_client.key import Key, Moment
 
 RNG = np.random.default_rng(9)
@@ -31,7 +31,7 @@ def test_tallies_carry_the_merged_errors_of_each_format_and_the_channels(threads
     ]
     bits = [tensor.view(torch.int16).numpy().view(np.uint16) for tensor in tensors]
     items = [item(number, each, "bfloat16", number % 2) for number, each in enumerate(bits)]
-    gathered = Gathered()
+    gathered = GatheredRecords()
 
     assert list(gather(items, gathered, threads=threads, choices=CHOICES, channels=True)) == [5120] * 6
 
@@ -52,7 +52,7 @@ def test_tallies_carry_the_merged_errors_of_each_format_and_the_channels(threads
 
 
 def test_without_being_asked_nothing_is_measured() -> None:
-    gathered = Gathered()
+    gathered = GatheredRecords()
 
     list(gather([item(0, np.ones((4, 4), np.float32), "float32")], gathered, threads=1))
 
@@ -69,7 +69,7 @@ def test_records_without_a_high_precision_source_are_counted_with_the_reason() -
         item(4, plain(np.float32), "float32"),
         item(5, np.ones(32, np.float32), "float32", None),  # no second last axis
     ]
-    gathered = Gathered()
+    gathered = GatheredRecords()
 
     assert len(list(gather(items, gathered, threads=2, choices=CHOICES))) == 6
 

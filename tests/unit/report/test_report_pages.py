@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from capd.analyze.format_choice import DEFAULT_CHOICES
 from capd.analyze.groups import Groups
 from capd.io.items import Item, Loaded
-from capd.report.gather import Gathered, gather
+from capd.report.gather import GatheredRecords, gather
 from capd.report.pages import all_pages
 from capd.store.statistics import public, summarise
 from capd_client.key import Key, Moment
@@ -33,7 +33,7 @@ def item(key: Key, values: np.ndarray, sample: int | None, iteration: int = 0) -
 
 
 def groups_of(items: Iterator[Item], *, quick: bool = False, formats: bool = False) -> Groups:
-    gathered = Gathered()
+    gathered = GatheredRecords()
     asked = {"choices": DEFAULT_CHOICES, "channels": True} if formats else {}
     seen = list(gather(items, gathered, threads=1, quick=quick, **asked))  # type: ignore[arg-type]
     assert len(seen) == gathered.groups.whole().records
