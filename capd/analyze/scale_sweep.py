@@ -1,11 +1,11 @@
 """One scale for a whole tensor, swept from where its largest value fits to where its smallest one does.
 
-What the predecessor's `mxfp_scaling_test.py` does: 21 exponents, equally spaced and not whole as a rule, from
+As `mxfp_scaling_test.py` of tensor_saver's tools does: 21 exponents, equally spaced and not whole as a rule, from
 "max-align", floor(log2 max|x|) - (2^(ebits - 1) - 1), to "min-align", floor(log2(min|x| / smallest normal value)), over
 the non-zero x. For each, x / 2^e is rounded onto the element's grid, ties away from zero, saturating, and multiplied
 back. The score weighs how good an exponent is among all of them: .3 MSE, .3 cosine, .2 PSNR, .1 MAE and .1 relative
 error, each from 0 (the worst) to 1 (the best) but for the cosine, which counts as it is; the highest score, and of
-equals the one with the largest scale, is recommended. Where the predecessor adds 1e-10 to each span, which drowns the
+equals the one with the largest scale, is recommended. Where that script adds 1e-10 to each span, which drowns the
 errors of small gradients, a span of 0 counts as 1 here. By the histogram of the values: O(65,536) for an exponent,
 however many elements there are.
 """

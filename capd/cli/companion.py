@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -47,17 +48,21 @@ class WhyNothing(Protocol):
     def __call__(self, *, connected: bool) -> str: ...
 
 
+@dataclass(eq=False)
 class Companion:
-    """The daemon a job captures into. A context manager; leaving it ends a private daemon."""
+    """The daemon a job captures into. A context manager; leaving it ends a private daemon.
 
-    def __init__(self, endpoint: str, run_id: str | None, store: Path | None) -> None:
-        self.endpoint = endpoint
-        self.run_id = run_id
-        self.store = store  # root of the store, where it is known
-        self.absent = False  # nobody answered at the start, which has been said
-        self.process: subprocess.Popen[bytes] | None = None  # the private daemon
-        self.directory: Path | None = None  # of the private daemon's socket
-        self.stop_s = STOP_MARGIN_S  # how long the private daemon may take to end
+    store: root of the store, None where it is not known. absent: nobody answered at the start, which has been said.
+    process: the private daemon; directory: of its socket; stop_s: how long it may take to end.
+    """
+
+    endpoint: str
+    run_id: str | None
+    store: Path | None
+    absent: bool = False
+    process: subprocess.Popen[bytes] | None = None
+    directory: Path | None = None
+    stop_s: float = STOP_MARGIN_S
 
     def __enter__(self) -> Companion:
         return self
@@ -134,16 +139,13 @@ def join(endpoint: str, run_id: str | None) -> Companion:
     """Join the daemon at `endpoint`. If it does not answer, the job runs all the same, and a note says so."""
     if run_id is not None:
         check_run_id(run_id)
-    companion = Companion(endpoint, run_id, None)
     try:
         with connect(parse(endpoint)) as tool:
-            companion.store = Path(_stats(tool.request(Stats())).store)
+            store = Path(_stats(tool.request(Stats())).store)
     except EndpointError as error:
         note(f"{error}; the job runs without capture until a daemon is there")
-        companion.absent = True
-        return companion
-    companion.run_id = run_id or new_run_id(companion.store)
-    return companion
+        return Companion(endpoint, run_id, None, absent=True)
+    return Companion(endpoint, run_id or new_run_id(store), store)
 
 
 def start(store: Path, run_id: str | None, config: Path | None) -> Companion:
@@ -154,8 +156,7 @@ def start(store: Path, run_id: str | None, config: Path | None) -> Companion:
     store = store.absolute()
     run_id = check_run_id(run_id) if run_id is not None else new_run_id(store)
     settings = load_daemon_settings({"store": store, "run_id": run_id}, path=config)
-    companion = Companion("", run_id, store)
-    companion.stop_s = settings.shutdown_timeout_s + STOP_MARGIN_S
+    companion = Companion("", run_id, store, stop_s=settings.shutdown_timeout_s + STOP_MARGIN_S)
     try:
         with signals_put_off(_ENDING):  # one that came between the two would leave the directory
             companion.directory = _socket_directory()

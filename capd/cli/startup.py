@@ -23,7 +23,7 @@ _MAX_NOTES_NBYTES = 1 << 20
 class Startup:
     """A context manager; inside, processes of the job may note how far they came.
 
-    watch: the setting, auto or off. replace: whether the predecessor's module is replaced, whose calls say what is
+    watch: the setting, auto or off. replace: whether tensor_saver's module is replaced, whose calls say what is
     captured then. emulate: whether the models that are found are to compute in another number format.
     """
 

@@ -1,4 +1,4 @@
-"""Writes records as the predecessor's tensor files, which plain torch.load(weights_only=True) reads.
+"""Writes records as tensor_saver's files, which plain torch.load(weights_only=True) reads.
 
 Files get their names in the order of the series and their records; a few threads take one record each, from the store
 to its file, but for small ones. About 128 MiB of records are under way at once, or one record where that is larger.

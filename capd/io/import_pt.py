@@ -1,4 +1,4 @@
-"""Reads the predecessor's tensor files into a run: checked and loaded by a few threads, committed in order.
+"""Reads tensor_saver's files into a run: checked and loaded by a few threads, committed in order.
 
 A file is known by its path and size, as a capture is by client and sequence. So an import that was interrupted goes on
 where it was, and one that is repeated adds only what is new. A bad file costs itself alone.

@@ -1,4 +1,4 @@
-"""Records to be looked at, wherever they are: in runs, or in a directory of the predecessor's tensor files.
+"""Records to be looked at, wherever they are: in runs, or in a directory of tensor_saver's files.
 
 An item is found without being read; `load` says what it is, and `read` gives its elements. Both may be called in
 another thread than the one that found it.

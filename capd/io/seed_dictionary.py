@@ -1,4 +1,4 @@
-"""The dictionary in each of the predecessor's files, from a record and back to one.
+"""The dictionary in each of tensor_saver's files, from a record and back to one.
 
   {"tensor": torch.Tensor, "tensor_info": {shape, dtype, device, requires_grad, is_leaf, min, max, mean, std},
    "metadata": {layer_type, operation, quant_type, tensor_name, layer_idx, phase, component, rank, sample_idx,

@@ -1,4 +1,4 @@
-"""A directory of tensor files as the predecessor left it: one subdirectory per quant type, `*.pt` in each.
+"""A directory of tensor files as tensor_saver left it: one subdirectory per quant type, `*.pt` in each.
 
 One export at a time writes to a directory (it is locked meanwhile). Each file is written under a temporary name and
 linked to its own, so that whatever has a name is whole, and no file is ever replaced; its counter is above all that the

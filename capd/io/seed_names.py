@@ -1,4 +1,4 @@
-"""File names of the predecessor's tensor files: its three schemes written, and every one it ever had read.
+"""File names of tensor_saver's files: its three schemes written, and every one it ever had read.
 
   A  {timestamp}_{counter}_{layer_type}_L{layer}_{operation}_{quant_type}_{tensor_name}.pt
   B  {timestamp}_{counter}_{layer_type}_L{layer}_{operation}_{phase}_{component}_{quant_type}_{tensor_name}.pt

@@ -1,4 +1,4 @@
-"""The numbers of a `tensor_info`: min, max, mean and std as the predecessor defined them, not as capd does.
+"""The numbers of a `tensor_info`: min, max, mean and std as tensor_saver defined them, not as capd does.
 
 There min and max are NaN as soon as one element is, Inf counts as a value, std is the sample's (n - 1), and an empty
 tensor has 0.0 throughout. Where one element is NaN, or all are finite, they follow from the record's statistics; with

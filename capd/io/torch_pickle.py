@@ -18,7 +18,7 @@ __all__ = ["BadTensorFile", "PickleScan", "scan_pickle"]
 
 
 class BadTensorFile(CapdError):
-    """A file that is no tensor file of the predecessor's kind, or a damaged or hostile one; says why."""
+    """A file that is no tensor file of tensor_saver's kind, or a damaged or hostile one; says why."""
 
 
 _ITEM_NBYTES = {

@@ -1,4 +1,4 @@
-"""Single image files where the user wants them: whole or absent, and over nothing unless that was asked for."""
+"""Single files where the user wants them: whole or absent, and over nothing unless that was asked for."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from capd.errors import NO_SPACE, CapdError, StoreFull
 from capd.space import what_is_full
 from capd.store.files import link, new_file, rename, unlink
 
-__all__ = ["write_image"]
+__all__ = ["write_single"]
 
 
-def write_image(path: Path, payload: bytes, *, force: bool) -> None:
-    """Write a file, mode 0600. force: in the place of what is there.
+def write_single(path: Path, payload: bytes, *, replace: bool) -> None:
+    """Writes a file, mode 0600. replace: in the place of what is there, which stands as it was if this fails.
 
     Raises CapdError where the name is taken or the file cannot be made, StoreFull where it does not fit.
     """
-    temporary = path.with_name(f".capd-plot-{os.getpid()}-{path.name}")
+    temporary = path.with_name(f".capd-{os.getpid()}-{path.name}")
     try:
         new_file(temporary, [payload])
-        if force:
+        if replace:
             rename(temporary, path)
         else:
             link(temporary, path)
