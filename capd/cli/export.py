@@ -14,7 +14,7 @@ from capd.cli.stores import RunOption, StoreArgument, resolve_run
 from capd.errors import ConfigError, NothingMatched
 
 if TYPE_CHECKING:
-    from capd.io.export_pt import ExportedFile
+    from capd.io.output_directory import ExportedFile
     from capd.store.series_view import Series
 
 __all__ = ["export"]

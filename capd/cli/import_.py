@@ -19,7 +19,7 @@ from capd_client.texts import printable
 if TYPE_CHECKING:
     from capd.config import DaemonSettings
     from capd.io.import_pt import Outcome
-    from capd.io.seed_files import SeedFile
+    from capd.io.seed_files import TensorFile
 
 __all__ = ["import_files"]
 
@@ -95,7 +95,7 @@ def _run_name(directory: Path) -> str:
 def _import(
     settings: DaemonSettings,
     name: str,
-    files: list[SeedFile],
+    files: list[TensorFile],
     layer_base: int,
     jobs: int | None,
     told: _Told,

@@ -22,8 +22,7 @@ from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
 from capd.errors import CapdError
-from capd.io.export_pt import ExportedFile
-from capd.io.seed_directory import locked_directory, write_new
+from capd.io.output_directory import ExportedFile, locked_directory, write_new
 from capd.store.series_view import Record, Series
 from capd_client.dtypes import ITEM_NBYTES
 from capd_client.key import Moment

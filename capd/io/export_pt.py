@@ -8,33 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from capd.io.ahead import ahead
+from capd.io.output_directory import ExportedFile, locked_directory, write_new
 from capd.io.seed_dictionary import Naming, dictionary_of
-from capd.io.seed_directory import SeedDirectory, locked_directory, write_new
+from capd.io.seed_directory import TensorDirectory
 from capd.io.seed_names import file_name, stamp_of
 from capd.store.series_view import Record, Series, tensor_of
 from capd_client.dtypes import ITEM_NBYTES
 from capd_client.key import Moment
 
-__all__ = ["ExportedFile", "export_pt"]
+__all__ = ["export_pt"]
 
 _WORTH_A_THREAD_NBYTES = 256 << 10  # below, a record is Python's work: threads would take turns at each file
-
-
-@dataclass(frozen=True, slots=True)
-class ExportedFile:
-    """A file that stands. records, raw_nbytes: what is in it."""
-
-    path: Path
-    nbytes: int
-    records: int
-    raw_nbytes: int
 
 
 def export_pt(
@@ -46,7 +36,7 @@ def export_pt(
     `out`, DamagedRecord rather than write a wrong element, OSError.
     """
     with locked_directory(out), ThreadPoolExecutor(threads, thread_name_prefix="capd-export") as pool:
-        job = _Export(run_id, naming, SeedDirectory(out), pool)
+        job = _Export(run_id, naming, TensorDirectory(out), pool)
         try:
             for item, done in ahead(_in_order(chosen), job.begin, _nbytes):
                 yield ExportedFile(*done(), 1, _nbytes(item))
@@ -72,7 +62,7 @@ def _nbytes(item: tuple[Series, Record]) -> int:
 
 class _Export:
     def __init__(
-        self, run_id: str, naming: Naming, directory: SeedDirectory, pool: ThreadPoolExecutor
+        self, run_id: str, naming: Naming, directory: TensorDirectory, pool: ThreadPoolExecutor
     ) -> None:
         self._run_id, self._naming, self._directory, self._pool = run_id, naming, directory, pool
         self._series: Series | None = None

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from capd.errors import StoreFull
 from capd.io.ahead import AHEAD_NBYTES, ahead
 from capd.io.seed_dictionary import capture_of
-from capd.io.seed_files import SeedFile
+from capd.io.seed_files import TensorFile
 from capd.io.torch_files import load_tensor_file, opened
 from capd.io.torch_pickle import BadTensorFile
 from capd.io.writing import DiskCheck, ImportedRecord, ImportWriter
@@ -41,7 +41,7 @@ _MAX_EXTENTS_NBYTES = 1 << 44
 class Outcome:
     """What became of a file: committed, there already, or refused for a reason."""
 
-    file: SeedFile
+    file: TensorFile
     raw_nbytes: int = 0
     already: bool = False
     problem: str | None = None
@@ -49,7 +49,7 @@ class Outcome:
 
 def import_files(
     store: RunStore,
-    files: Sequence[SeedFile],
+    files: Sequence[TensorFile],
     *,
     threads: int,
     layer_base: int = 0,
@@ -80,7 +80,7 @@ class _Import:
         self._store, self._writer, self._pool, self._layer_base = store, writer, pool, layer_base
         self._known: dict[bytes, RangeSet] = {}
 
-    def run(self, files: Sequence[SeedFile]) -> Iterator[Outcome]:
+    def run(self, files: Sequence[TensorFile]) -> Iterator[Outcome]:
         # Half of the memory for what is loaded, the other half for what is encoded from it.
         loaded = ahead(files, self._begin, lambda file: file.nbytes, AHEAD_NBYTES // 2)
         for item, write in ahead(self._ready(loaded), self._plan, _nbytes, AHEAD_NBYTES // 2):
@@ -89,7 +89,7 @@ class _Import:
             yield item if isinstance(item, Outcome) else Outcome(item.file, item.record.bits.nbytes)
         self._writer.flush()
 
-    def _begin(self, file: SeedFile) -> Future[LoadedFile] | None:
+    def _begin(self, file: TensorFile) -> Future[LoadedFile] | None:
         client, sequence = file.capture
         if client not in self._known:
             self._known[client] = RangeSet(self._store.committed(client))
@@ -98,7 +98,7 @@ class _Import:
         return self._pool.submit(load_file, file, self._layer_base)
 
     def _ready(
-        self, loaded: Iterator[tuple[SeedFile, Future[LoadedFile] | None]]
+        self, loaded: Iterator[tuple[TensorFile, Future[LoadedFile] | None]]
     ) -> Iterator[LoadedFile | Outcome]:
         for file, future in loaded:
             if future is None:
@@ -133,7 +133,7 @@ class _Import:
 class LoadedFile:
     """A tensor file and the record that it is."""
 
-    file: SeedFile
+    file: TensorFile
     record: ImportedRecord
 
 
@@ -141,7 +141,7 @@ def _nbytes(item: LoadedFile | Outcome) -> int:
     return item.record.bits.nbytes if isinstance(item, LoadedFile) else 0
 
 
-def load_file(file: SeedFile, layer_base: int) -> LoadedFile:
+def load_file(file: TensorFile, layer_base: int) -> LoadedFile:
     """Check and load one file. Raises BadTensorFile, OSError, or what torch raises when it lacks memory."""
     if file.path.suffix.lower() == ".pkl":
         raise BadTensorFile("it is a plain pickle, which could hold any code, and is never read")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from capd.errors import StoreError
 from capd.io.import_pt import load_file
-from capd.io.seed_files import SeedFile, find_files
+from capd.io.seed_files import TensorFile, find_files
 from capd.store.reader import open_store
 from capd.store.series_view import Record, Series
 from capd.store.statistics import Stats, public, summarise
@@ -148,7 +148,7 @@ def items_of_files(root: Path, tests: Sequence[Test], layer_base: int) -> Items:
     return Items(len(files), (Item(file_name(file), file.nbytes, partial(load, file)) for file in files))
 
 
-def _load_file(file: SeedFile, tests: Sequence[Test], layer_base: int) -> Loaded | None:
+def _load_file(file: TensorFile, tests: Sequence[Test], layer_base: int) -> Loaded | None:
     record = load_file(file, layer_base).record
     capture = record.capture
     if not all(test(capture.key) for test in tests):
@@ -161,6 +161,6 @@ def _load_file(file: SeedFile, tests: Sequence[Test], layer_base: int) -> Loaded
     )  # fmt: skip
 
 
-def file_name(file: SeedFile) -> str:
+def file_name(file: TensorFile) -> str:
     """What messages call a file."""
     return printable(os.fsencode(file.path).decode(errors="replace"))

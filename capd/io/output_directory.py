@@ -1,17 +1,36 @@
-"""A directory that one command at a time writes files to; what a killed one left half-written in it is removed."""
+"""A directory that one command at a time writes files to.
+
+Files are written under a temporary name first: a file that has its own name is whole. Temporary files that a killed
+command left are removed by the next one.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from capd.errors import NO_SPACE, StoreBusy, StoreError, StoreFull
 from capd.space import what_is_full
 
-__all__ = ["held", "output_directory"]
+__all__ = ["ExportedFile", "held", "locked_directory", "output_directory", "write_new"]
+
+_EXPORT_TEMPORARY = ".capd-export-"
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedFile:
+    """A file that stands. records, raw_nbytes: what is in it."""
+
+    path: Path
+    nbytes: int
+    records: int
+    raw_nbytes: int
 
 
 @contextlib.contextmanager
@@ -55,3 +74,24 @@ def output_directory(path: Path, temporary: str, when_full: str = "") -> Iterato
             raise StoreFull(
                 f"cannot write to {path}: {what_is_full(error, path)}; the files that stand are whole{when_full}"
             ) from error
+
+
+def locked_directory(path: Path) -> contextlib.AbstractContextManager[None]:
+    """The directory that an export writes to: `output_directory`."""
+    when_full = (
+        ". Make room and export again into an empty directory, or choose fewer records (--layer, --tensor, …)"
+    )
+    return output_directory(path, _EXPORT_TEMPORARY, when_full)
+
+
+def write_new(path: Path, write: Callable[[BinaryIO], None]) -> int:
+    """Write a file (0600) that does not exist yet; returns its size in bytes. Raises FileExistsError, OSError."""
+    fd, temporary = tempfile.mkstemp(prefix=_EXPORT_TEMPORARY, dir=path.parent)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            write(file)
+            nbytes = file.tell()
+        os.link(temporary, path)
+    finally:
+        os.unlink(temporary)
+    return nbytes

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capd.io.seed_names import NameParts, Scheme
-from capd.io.seed_statistics import seed_statistics
+from capd.io.seed_statistics import saved_statistics
 from capd.io.torch_pickle import BadTensorFile
 from capd.store.series_view import Record, Series
 from capd_client.key import Key, Moment
@@ -36,7 +36,7 @@ TENSOR_NAMES: tuple[str, ...] = get_args(TensorNames)
 
 _ORIGIN_FORMAT = 1
 _SAVE_TIME = "%Y-%m-%d %H:%M:%S"
-_SEED_BACKWARD = {
+_SAVER_BACKWARD = {
     "grad_output": "input",
     "grad_input": "output",
 }  # what enters and leaves a Linear's backward
@@ -80,8 +80,8 @@ class Naming:
     def shown(self, key: Key) -> Key:
         """The key with the tensor's name as shown."""
         backward = key.operation == "backward" and "linear" in (key.layer_type, key.component)
-        if self.tensor_names == "seed" and backward and key.tensor_name in _SEED_BACKWARD:
-            return msgspec.structs.replace(key, tensor_name=_SEED_BACKWARD[key.tensor_name])
+        if self.tensor_names == "seed" and backward and key.tensor_name in _SAVER_BACKWARD:
+            return msgspec.structs.replace(key, tensor_name=_SAVER_BACKWARD[key.tensor_name])
         return key
 
 
@@ -116,7 +116,7 @@ def dictionary_of(
             "device": record.device,
             "requires_grad": record.requires_grad,
             "is_leaf": record.is_leaf,
-            **seed_statistics(bits, series.dtype, record.committed_stats),
+            **saved_statistics(bits, series.dtype, record.committed_stats),
         },
         "metadata": {
             **record.metadata,

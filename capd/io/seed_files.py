@@ -10,14 +10,14 @@ from pathlib import Path
 
 from capd.io.seed_names import NameParts, name_parts
 
-__all__ = ["SeedFile", "find_files"]
+__all__ = ["TensorFile", "find_files"]
 
 _ENDINGS = (".pt", ".pth", ".pkl")
 _CLIENTS = 1 << 12  # committed sequences are kept per client; a few each make cheap rows in the catalog
 
 
 @dataclass(frozen=True, slots=True)
-class SeedFile:
+class TensorFile:
     """A file to import; as few bytes as can be, for directories of a million. nbytes: its size when it was found, 0
     where that is unknown."""
 
@@ -44,14 +44,14 @@ class SeedFile:
         return client.to_bytes(2) + b"capd import   ", int.from_bytes(digest[2:]) >> 1
 
 
-def find_files(root: Path) -> list[SeedFile]:
+def find_files(root: Path) -> list[TensorFile]:
     """All files below `root` that have a tensor file's ending; symbolic links among them, which are not followed.
 
     In each directory by time stamp and counter, then by name. Raises OSError where `root` itself cannot be read.
     """
     root = root.resolve()
     os.listdir(root)  # os.walk says nothing of a directory that cannot be read
-    found = [_seed_file(directory, file_name) for directory, file_name in _walk(root)]
+    found = [_tensor_file(directory, file_name) for directory, file_name in _walk(root)]
     return sorted(found, key=_order)
 
 
@@ -62,14 +62,14 @@ def _walk(root: Path) -> Iterator[tuple[Path, str]]:
         yield from ((here, name) for name in subdirectories if (here / name).is_symlink())
 
 
-def _seed_file(directory: Path, file_name: str) -> SeedFile:
+def _tensor_file(directory: Path, file_name: str) -> TensorFile:
     try:
         nbytes = os.lstat(directory / file_name).st_size
     except OSError:  # gone meanwhile, or in a directory that may not be searched: opening it says so
         nbytes = 0
-    return SeedFile(directory, file_name, nbytes)
+    return TensorFile(directory, file_name, nbytes)
 
 
-def _order(file: SeedFile) -> tuple[str, str, int, str]:
+def _order(file: TensorFile) -> tuple[str, str, int, str]:
     name = file.name
     return str(file.directory), name.stamp if name else "", name.counter if name else 0, file.file_name

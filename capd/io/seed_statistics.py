@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from capd.store.dtypes import to_values
 from capd.store.statistics import Stats
 
-__all__ = ["seed_statistics"]
+__all__ = ["saved_statistics"]
 
 _NAMES = ("min", "max", "mean", "std")
 _BLOCK = 1 << 18
 _CANCELS = 1e-6  # of the mean square: a variance below it has lost half of its digits
 
 
-def seed_statistics(bits: NDArray[np.generic], dtype: str, stats: Stats | None) -> dict[str, float]:
+def saved_statistics(bits: NDArray[np.generic], dtype: str, stats: Stats | None) -> dict[str, float]:
     """min, max, mean and std of a record. bits: as stored; stats: as committed, if it has any."""
     if bits.size == 0:
         return dict.fromkeys(_NAMES, 0.0)

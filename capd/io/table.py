@@ -11,8 +11,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from capd.errors import CapdError
-from capd.io.export_pt import ExportedFile
-from capd.io.seed_directory import locked_directory, write_new
+from capd.io.output_directory import ExportedFile, locked_directory, write_new
 from capd.store.series_view import Record, Series, import_extra
 from capd_client.key import Moment
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from capd.io.seed_statistics import seed_statistics
+from capd.io.seed_statistics import saved_statistics
 from capd.store.statistics import public, summarise
 
 INF, NAN = math.inf, math.nan
@@ -48,7 +48,7 @@ def test_floats_have_torchs_numbers(name: str, dtype: torch.dtype, known: bool) 
     label = str(dtype).removeprefix("torch.")
     stats = public(summarise(bits, label)) if known else None
 
-    found = seed_statistics(bits, label, stats)
+    found = saved_statistics(bits, label, stats)
 
     assert found == pytest.approx(of_torch(tensor), rel=1e-7, abs=1e-12, nan_ok=True)
 
@@ -64,4 +64,4 @@ def test_integers_bool_and_8_bit_floats_have_them_too(known: bool) -> None:
         bits = tensor.view(torch.uint8).numpy() if tensor.dtype is torch.float8_e4m3fn else tensor.numpy()
         stats = public(summarise(bits, label)) if known else None
 
-        assert seed_statistics(bits, label, stats) == pytest.approx(of_torch(tensor))
+        assert saved_statistics(bits, label, stats) == pytest.approx(of_torch(tensor))
