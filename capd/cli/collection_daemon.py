@@ -16,7 +16,7 @@ from capd.metrics import DaemonStats, RunStats
 from capd.server.endpoint import parse
 from capd_client.process_documents import left
 from capd_client.quota import Collected
-from capd_client.tool_messages import Control, Stats, StatsReply
+from capd_client.tool_messages import Control
 
 if TYPE_CHECKING:
     from capd.store.reader import Store, Totals
@@ -111,12 +111,10 @@ class CollectedRun:
 
 def _asked(companion: Companion, timeout_s: float) -> DaemonView | None:
     """What the daemon says now; None where it does not answer."""
-    with contextlib.suppress(EndpointError, ValueError), connect(parse(companion.endpoint)) as tool:
-        reply = tool.request(Stats(companion.run_id), timeout_s)
-        if isinstance(reply, StatsReply):
-            daemon = DaemonStats.model_validate(reply.stats)
-            run = next((run for run in daemon.runs if run.run_id == companion.run_id), None)
-            return DaemonView(daemon, run)
+    with contextlib.suppress(EndpointError), connect(parse(companion.endpoint)) as tool:
+        daemon = tool.stats(companion.run_id, timeout_s)
+        run = next((run for run in daemon.runs if run.run_id == companion.run_id), None)
+        return DaemonView(daemon, run)
     return None
 
 

@@ -30,7 +30,7 @@ from capd.server.endpoint import MAX_PATH_NBYTES, parse
 from capd.server.naming import check_run_id, new_run_id
 from capd.server.unsealed import EXIT_UNSEALED
 from capd_client.protocol import Ping
-from capd_client.tool_messages import Control, ControlReply, Stats, StatsReply
+from capd_client.tool_messages import Control
 
 __all__ = ["Companion", "join", "start"]
 
@@ -102,17 +102,17 @@ class Companion:
         with connect(parse(self.endpoint)) as tool:
             until = time.monotonic() + REST_S
             while True:
-                stats = _stats(tool.request(Stats(self.run_id)))
+                stats = tool.stats(self.run_id)
                 alive = any(session.state == "live" for run in stats.runs for session in run.sessions)
                 if not (alive or stats.arriving) or time.monotonic() > until:
                     break
                 time.sleep(0.05)
             if not stats.runs or self.run_id is None:
                 return stats
-            reply = tool.request(Control("seal", self.run_id), SEAL_S)
-            if not isinstance(reply, ControlReply) or not reply.ok:
-                note(f"the daemon could not seal the run: {getattr(reply, 'message', reply)}")
-            return _stats(tool.request(Stats(self.run_id)))
+            reply = tool.control(Control("seal", self.run_id), SEAL_S)
+            if not reply.ok:
+                note(f"the daemon could not seal the run: {reply.message}")
+            return tool.stats(self.run_id)
 
     def _lost(self, error: EndpointError) -> str:
         if self.process is not None and self.process.poll() is not None:
@@ -141,7 +141,7 @@ def join(endpoint: str, run_id: str | None) -> Companion:
         check_run_id(run_id)
     try:
         with connect(parse(endpoint)) as tool:
-            store = Path(_stats(tool.request(Stats())).store)
+            store = Path(tool.stats().store)
     except EndpointError as error:
         note(f"{error}; the job runs without capture until a daemon is there")
         return Companion(endpoint, run_id, None, absent=True)
@@ -206,15 +206,6 @@ def _socket_directory() -> Path:
                 return directory
             directory.rmdir()
     raise EndpointError(f"no directory for the daemon's socket in any of {places}; set XDG_RUNTIME_DIR")
-
-
-def _stats(reply: object) -> DaemonStats:
-    if not isinstance(reply, StatsReply):
-        raise EndpointError(f"the daemon answered STATS with {type(reply).__name__}")
-    try:
-        return DaemonStats.model_validate(reply.stats)
-    except ValueError as error:
-        raise EndpointError("the daemon's counters have another layout; use its capd version") from error
 
 
 def summary(run: RunStats) -> list[str]:

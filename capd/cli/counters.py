@@ -12,7 +12,6 @@ from capd.cli.stores import is_run, resolve_run
 from capd.cli.tool import connect
 from capd.errors import CapdError, EndpointError
 from capd.metrics import DaemonStats, RunStats, SessionStats
-from capd_client.tool_messages import Stats, StatsReply
 
 __all__ = ["Counters", "Source"]
 
@@ -106,17 +105,7 @@ def ask_daemon() -> DaemonStats:
     from capd.server.endpoint import endpoint_path
 
     with connect(endpoint_path(load_daemon_settings({}).endpoint)) as tool:
-        reply = tool.request(Stats())
-    if not isinstance(reply, StatsReply):
-        raise EndpointError(
-            f"the daemon answered STATS with {type(reply).__name__}; is it another capd version?"
-        )
-    try:
-        return DaemonStats.model_validate(reply.stats)
-    except ValueError as error:
-        raise EndpointError(
-            "the daemon's counters have another layout; run the daemon's capd version"
-        ) from error
+        return tool.stats()
 
 
 def _live(stats: DaemonStats, run: RunStats) -> Counters:

@@ -11,7 +11,7 @@ from capd.cli.options import flag, option
 from capd.cli.output import print_json, print_lines
 from capd.cli.ranks_view import order_lines, status_lines
 from capd.cli.tool import connect
-from capd.errors import CapdError, ConfigError, EndpointError, NothingMatched
+from capd.errors import CapdError, ConfigError, NothingMatched
 from capd.metrics import RankControl
 from capd_client.key import MAX_INDEX
 from capd_client.select import Selection
@@ -212,12 +212,7 @@ def _ask(message: Control, endpoint: str | None) -> ControlReply:
         check_run_id(message.run_id)
     settings = load_daemon_settings({} if endpoint is None else {"endpoint": endpoint})
     with connect(endpoint_path(settings.endpoint)) as tool:
-        reply = tool.request(message, message.wait_s + (_SEAL_S if message.verb == "seal" else _ANSWER_S))
-    if not isinstance(reply, ControlReply):
-        raise EndpointError(
-            f"the daemon answered CONTROL with {type(reply).__name__}; is it another capd version?"
-        )
-    return reply
+        return tool.control(message, message.wait_s + (_SEAL_S if message.verb == "seal" else _ANSWER_S))
 
 
 def _show(reply: ControlReply, as_json: bool, render: Callable[[list[RankControl]], list[str]]) -> None:

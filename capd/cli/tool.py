@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,6 +22,10 @@ from capd_client.protocol import (
     decode_daemon,
     encode,
 )
+from capd_client.tool_messages import Control, ControlReply, Stats, StatsReply
+
+if TYPE_CHECKING:
+    from capd.metrics import DaemonStats
 
 __all__ = ["Tool", "connect"]
 
@@ -52,6 +57,31 @@ class Tool:
             raise EndpointError(f"{self._path} does not speak capd's protocol: {error}") from error
         if isinstance(reply, Reject):
             raise EndpointError(f"the daemon at {self._path} refused: {reply.message}")
+        return reply
+
+    def stats(self, run_id: str | None = None, timeout_s: float = REPLY_TIMEOUT_S) -> DaemonStats:
+        """The daemon's counters, of one run or of all. Raises EndpointError, also for counters of another version."""
+        from capd.metrics import DaemonStats
+
+        reply = self.request(Stats(run_id), timeout_s)
+        if not isinstance(reply, StatsReply):
+            raise EndpointError(
+                f"the daemon answered STATS with {type(reply).__name__}; is it another capd version?"
+            )
+        try:
+            return DaemonStats.model_validate(reply.stats)
+        except ValueError as error:
+            raise EndpointError(
+                "the daemon's counters have another layout; run the daemon's capd version"
+            ) from error
+
+    def control(self, message: Control, timeout_s: float) -> ControlReply:
+        """The answer to an order. Raises EndpointError."""
+        reply = self.request(message, timeout_s)
+        if not isinstance(reply, ControlReply):
+            raise EndpointError(
+                f"the daemon answered CONTROL with {type(reply).__name__}; is it another capd version?"
+            )
         return reply
 
 
