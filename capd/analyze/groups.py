@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Union
+from typing import Any, Union
 
 from capd.analyze.block_ranges import BlockRanges
 from capd.analyze.channels import Channels
@@ -71,6 +71,11 @@ class Tally:
         if self._stats is None:
             self._stats = self._sum.stats
         return self._stats
+
+    def numbers(self) -> dict[str, Any]:
+        """`records`, `raw_bytes` and STATISTICS as plain values."""
+        statistics = {name: getattr(self.stats, name) for name in STATISTICS}
+        return {"records": self.records, "raw_bytes": self.raw_bytes, **statistics}
 
     def add(self, other: Tally, *, values: bool = True, channels: bool = True) -> None:
         """Add the records of another one. values: their distribution, too; channels: their channels, too."""

@@ -55,11 +55,11 @@ def reported(code: int, store: Path | None, run_id: str | None, directory: Path 
     path = store / f"{run_id}.zarr"
     try:
         whole = _draw(path, directory)
-    except (CapdError, OSError) as error:
-        note(f"no report: {error}")
-        whole = False
     except Exception as error:  # how the job ended must not be lost over whatever a report runs into
-        note(f"no report: internal error: {type(error).__name__}: {error}")
+        known = isinstance(error, (CapdError, OSError))
+        note(
+            f"no report: {error}" if known else f"no report: internal error: {type(error).__name__}: {error}"
+        )
         whole = False
     if not whole:
         note(f"`capd report {path} -o {directory}` tries again")

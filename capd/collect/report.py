@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
-from capd.analyze.groups import FIELDS, KEY_FIELDS, MOMENT_FIELDS, STATISTICS, Tally, Value, in_order
+from capd.analyze.groups import FIELDS, KEY_FIELDS, MOMENT_FIELDS, Tally, Value, in_order
 from capd.collect.state import CollectionState
 from capd.store.reader import Record, Series, Store
 from capd_client.dtypes import ITEM_NBYTES
@@ -61,15 +61,7 @@ def _sized(series: Series) -> Iterator[tuple[Record, int]]:
 
 def groups_of(tallies: Mapping[Value, Tally]) -> list[dict[str, Any]]:
     """The groups of one field in the order of its values: records, bytes and statistics of each."""
-    return [
-        {
-            "value": value,
-            "records": tallies[value].records,
-            "raw_bytes": tallies[value].raw_bytes,
-            **{name: getattr(tallies[value].stats, name) for name in STATISTICS},
-        }
-        for value in in_order(tallies)
-    ]
+    return [{"value": value, **tallies[value].numbers()} for value in in_order(tallies)]
 
 
 def _dropped(store: Store) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from capd.analyze.channels import Channels
-from capd.analyze.groups import STATISTICS, Fields, Tally
+from capd.analyze.groups import Fields, Tally
 from capd.report.format_errors import error_numbers
 from capd.report.format_use import format_numbers
 from capd.report.gather import BY_LAYER, BY_TENSOR, BY_TYPE_AND_LAYER, GROUPINGS, GatheredRecords
@@ -90,9 +90,7 @@ def tally_numbers(tally: Tally) -> dict[str, Any]:
     """The counts, statistics and quantiles of some records."""
     distribution, quantiles = tally.distribution, quantiles_of(tally)
     return {
-        "records": tally.records,
-        "raw_bytes": tally.raw_bytes,
-        **{name: getattr(tally.stats, name) for name in STATISTICS},
+        **tally.numbers(),
         "exponent_histogram": {str(bin_): count for bin_, count in tally.stats.exponent_histogram.items()},
         "quantiles": None if quantiles is None else dict(zip(map(str, QUANTILES), quantiles, strict=True)),
         "quantiles_exact": None if quantiles is None else distribution is not None and distribution.exact,
