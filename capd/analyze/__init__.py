@@ -1,1 +1,1 @@
-"""What records come to together: pure functions over statistics and elements, no file and no store in sight."""
+"""Pure numbers: functions over statistics and elements of records, without files and stores."""

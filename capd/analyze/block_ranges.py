@@ -1,4 +1,4 @@
-"""How far the values of one block lie apart: what a scale that they share has to bridge, whatever the format."""
+"""The range of the values of one block, which their scale has to bridge, whatever the format."""
 
 from __future__ import annotations
 

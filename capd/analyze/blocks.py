@@ -1,4 +1,4 @@
-"""What the blocks of a format with scales look like: which scales were chosen, how many saturate, how large each one's
+"""The blocks of a format with scales: which scales were chosen, how many saturate, how large each one's
 error is. All of it is counts, so tallies add up exactly in any order."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class BlockStatistics:
         return 100 * self.saturated / self.count if self.count else None
 
     def exponents(self) -> dict[int, int]:
-        """How often floor(log2(scale)) took each value, ascending."""
+        """The number of scales by floor(log2(scale)), ascending."""
         found: Histogram = {}
         for code, count in self.scales.items():
             value = self._log2(code)

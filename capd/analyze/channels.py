@@ -17,7 +17,7 @@ from capd.store.dtypes import to_values
 __all__ = ["MAX_CHANNELS", "OUTLIER_SIGMAS", "Channels", "channels_of"]
 
 MAX_CHANNELS = 4096
-"""Of more, neighbours are put together, so that a tally takes at most 64 KiB."""
+"""The most channels that are told apart: of more, neighbours are put together, so that a tally takes at most 64 KiB."""
 OUTLIER_SIGMAS = 6.0
 _BLOCK = 1 << 17  # elements handled at once
 

@@ -1,4 +1,4 @@
-"""How one record differs from another one of the same shape and dtype: bits first, then values."""
+"""The difference of two records of the same shape and dtype: bits first, then values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PACKED = "float4_e2m1fn_x2"
 
 @dataclass(slots=True)
 class Difference:
-    """Of any number of pairs of records, a and b; `add` is exact in any order. Not thread-safe.
+    """The difference of any number of pairs of records, a and b; `add` is exact in any order. Not thread-safe.
 
     identical: pairs that agree in every bit. equal: elements that do. special: elements that are NaN, Inf, or of 2^500
     and more in one of the two, or in both, and do not agree. max_relative: max(|a - b| / |a|) over a ≠ 0. errors: with

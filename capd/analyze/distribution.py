@@ -1,4 +1,4 @@
-"""How often each value occurs in any number of records: histograms of bit patterns, which merge exactly.
+"""The distribution of values over any number of records: histograms of bit patterns, which merge exactly.
 
 There are two grids of 65,536 patterns. float16 has its own. All else is counted by the bfloat16 pattern of its value:
 bfloat16 itself, the 8-bit floats, packed fp4, int8, uint8 and bool are exact there. float32, float64 and wider integers
@@ -74,7 +74,7 @@ class Distribution:
         return values[order], counts[order]
 
     def specials(self) -> tuple[int, int]:
-        """How many NaN there are, and how many Inf of either sign."""
+        """The number of NaN, and of Inf of either sign."""
         nan = inf = 0
         for grid, codes, seen in self.patterns():
             of_codes = value_table(grid)[codes]
@@ -93,7 +93,7 @@ class Distribution:
         return counted_quantiles(*self.finite(), shares)
 
     def patterns(self) -> Iterator[tuple[str, NDArray[np.uint16], NDArray[np.int64]]]:
-        """Of each grid its name, the patterns that occur, ascending, and how often each does."""
+        """The name of each grid, the patterns that occur, ascending, and how often each does."""
         self._join()
         for grid, [(codes, counts)] in self._parts.items():
             yield grid, codes, counts

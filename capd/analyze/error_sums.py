@@ -108,7 +108,7 @@ class Errors:
 
     @property
     def compared(self) -> int:
-        """How many values the sums cover: N without NaN, Inf and lost ones."""
+        """The number of values that the sums cover: N without NaN, Inf and lost ones."""
         return self.count - self.nan - self.inf - self.lost
 
     @property

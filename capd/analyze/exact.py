@@ -106,7 +106,7 @@ class StatsSum:
 
     @property
     def stats(self) -> Stats:
-        """Of all together; of nothing a count of 0 and no extremes."""
+        """The statistics of all together; without records a count of 0 and no extremes."""
         exponents = [number for pair in sorted(self._exponents.items()) for number in pair]
         return public(
             StatsRow(
@@ -117,7 +117,7 @@ class StatsSum:
 
 
 class _Sum:
-    """Of float64; those beyond its range, Inf or NaN, are added as such."""
+    """A sum of float64; those beyond its range, Inf or NaN, are added as such."""
 
     def __init__(self) -> None:
         self._units, self._special = 0, 0.0

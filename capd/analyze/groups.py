@@ -40,7 +40,7 @@ _MOST_WIDTHS = 4
 
 
 class Tally:
-    """What some records come to. raw_bytes: of what is kept of them; distribution: of the elements of those that were
+    """The tally of some records. raw_bytes: of what is kept of them; distribution: of the elements of those that were
     read, None where none was. Only where they were asked for: errors, by the label of the format; channels, by how many
     channels the tensors have, of at most four numbers of them (other_channels: records of further ones); ranges, of
     blocks by their size (`capd.analyze.block_ranges`).
@@ -143,5 +143,5 @@ def in_order(values: Iterable[Value]) -> list[Value]:
 
 
 def order_of(values: tuple[Value, ...]) -> list[tuple[bool, Value]]:
-    """What groups are sorted by: their values, ascending, None before all else."""
+    """The sorting key of a group: its values, ascending, None before all else."""
     return [(value is not None, 0 if value is None else value) for value in values]

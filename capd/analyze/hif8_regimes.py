@@ -1,4 +1,4 @@
-"""How values use HiFloat8: its exponent regimes, its codes, and its error by magnitude beside other formats.
+"""The use of HiFloat8 by values: its exponent regimes, its codes, and its error by magnitude beside other formats.
 
 A regime is what the format calls D, the width of a value's exponent field; it decides how many bits are left for the
 mantissa (arXiv 2409.16626; `capd_client.formats.hif8`). All follows from a histogram of bit patterns: each pattern that
@@ -76,7 +76,7 @@ class Regime:
 
 @dataclass(frozen=True, slots=True)
 class Hif8Use:
-    """What HiFloat8 makes of some elements.
+    """The use of HiFloat8 by some elements.
 
     finite: how many are finite, which is what all else is of. regimes: zero, underflow, DML, 0 … 4, overflow; their
     counts add up to `finite`. codes: how often each of the 256 occurs, by the code. errors: of all that does not
@@ -91,7 +91,7 @@ class Hif8Use:
 
     @property
     def codes_used(self) -> int:
-        """How many of the FINITE_CODES occur."""
+        """The number of the FINITE_CODES that occur."""
         return int(np.count_nonzero(self.codes[_finite_codes()]))
 
     @property
@@ -102,7 +102,7 @@ class Hif8Use:
 
 
 def hif8_use(distribution: Distribution) -> Hif8Use:
-    """How the finite elements use the format. Imports torch."""
+    """Counts how the finite elements use the format. Imports torch."""
     values, counts = distribution.finite()
     codes, found = _encoded(values)
     of_code = np.bincount(codes, counts, _CODES).astype(np.int64)

@@ -35,7 +35,7 @@ Counts = NDArray[np.int64]
 
 
 class Limits(NamedTuple):
-    """Of a format without its scale: the largest finite value, and the smallest normal one."""
+    """The limits of a format without its scale: the largest finite value, and the smallest normal one."""
 
     largest: float
     smallest_normal: float

@@ -1,4 +1,4 @@
-"""What `capd doctor` looks at on this machine: one function per subject, each returns its findings."""
+"""The checks of `capd doctor` on this machine: one function per subject, each yields its diagnoses."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class CollectedJob(GroupJob):
         self._reader.start()
 
     def logged_nbytes(self) -> int:
-        """How much it has printed until now, as far as the log has it."""
+        """The size of the log until now, in bytes."""
         return os.fstat(self._log).st_size
 
     def __exit__(

@@ -1,4 +1,4 @@
-"""The run that a collection's job captures into: what its daemon says of it, and the store where no daemon knows."""
+"""The run that a collection's job captures into, by its daemon's counters, or by the store where no daemon has it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LOOK_S = 0.05
 
 
 class DaemonView(NamedTuple):
-    """What a daemon says of itself and of a run; run: None where nothing was captured into it yet."""
+    """The counters of a daemon and of a run. run: None where nothing was captured into it yet."""
 
     daemon: DaemonStats
     run: RunStats | None
@@ -58,7 +58,7 @@ class CollectedRun:
         self.records = 0
 
     def _counts_before(self) -> _Counts:
-        """What the run holds already: a daemon that opens it later counts that, too."""
+        """The numbers that the run has already: a daemon that opens it later counts those, too."""
         if self.view is not None and self.view.run is not None:
             return _counts(self.view.run)
         store = _store(self._companion)
@@ -110,7 +110,7 @@ class CollectedRun:
 
 
 def _asked(companion: Companion, timeout_s: float) -> DaemonView | None:
-    """What the daemon says now; None where it does not answer."""
+    """The daemon's counters now; None where it does not answer."""
     with contextlib.suppress(EndpointError), connect(parse(companion.endpoint)) as tool:
         daemon = tool.stats(companion.run_id, timeout_s)
         run = next((run for run in daemon.runs if run.run_id == companion.run_id), None)

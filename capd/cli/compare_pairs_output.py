@@ -1,4 +1,4 @@
-"""How `capd compare A B` says what it found: JSON, CSV, a table, and what was left out."""
+"""The output of `capd compare A B`: JSON, CSV, a table, and the records that were left out."""
 
 from __future__ import annotations
 

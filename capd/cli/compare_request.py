@@ -1,4 +1,4 @@
-"""What all ways of `capd compare` share: what to look at, how to group it, and how to print it."""
+"""The request that all ways of `capd compare` share: the records, their grouping, and the printing."""
 
 from __future__ import annotations
 

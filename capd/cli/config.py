@@ -31,7 +31,7 @@ _UNSET = {
     "collect_dir": "none",
     "plan": "no",
 }
-"""What it means that nobody gave a setting; capd picks the others by itself."""
+"""The meaning of settings that nobody gave; capd picks the others by itself."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
 
@@ -120,7 +120,7 @@ def _strictly(environ: Mapping[str, str]) -> None:
 
 
 def _chosen(settings: Any) -> dict[str, Any]:
-    """What capd itself picks for the settings that nobody gave."""
+    """The values that capd picks for settings that nobody gave."""
     from capd.server.budget import encode_threads
     from capd.server.endpoint import default_path
 

@@ -1,4 +1,4 @@
-"""Where `capd stats` gets its counters: the live daemon, or what the store persisted, in one shape."""
+"""The counters of `capd stats` in one shape, from the live daemon or from the store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Counters", "Source"]
 
 
 class Counters(BaseModel):
-    """What `capd stats --json` prints. Bytes are exact; rates are None where only the store could be asked.
+    """The counters of `capd stats --json`. Bytes are exact; rates are None where only the store could be asked.
 
     source: "daemon" (live) or "store" (as last persisted). why_full: what refused a record as disk_full, "" where
     nothing did. compression_ratio: raw_bytes / stored_bytes.

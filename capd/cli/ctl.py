@@ -178,7 +178,7 @@ def _selection(
     modules: list[str] | None = None,
     tensors: list[str] | None = None,
 ) -> Selection:
-    """What was asked for, checked before anything is sent; raises ConfigError."""
+    """The request, checked before anything is sent; raises ConfigError."""
     names = [name.strip() for text in tensors or () for name in text.split(",")]
     selection = Selection(
         steps=steps,

@@ -1,4 +1,4 @@
-"""The terminal of a collection run: what the job prints, and a line that says how far it is."""
+"""The terminal of a collection run: the job's output, and a line that says how far it is."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Display:
         self._said = time.monotonic()
 
     def job_output(self, chunk: bytes) -> None:
-        """What the job printed, unchanged."""
+        """Shows output of the job, unchanged."""
         with self._lock:
             self._write((b"\r\x1b[K" if self._drawn else b"") + chunk)
             self._at_start = chunk.endswith(b"\n")
@@ -39,7 +39,7 @@ class Display:
                 self._write(self._line())
 
     def progress(self, text: str) -> None:
-        """How far the collection is: redrawn on a terminal, else a line now and then."""
+        """Shows how far the collection is: redrawn on a terminal, else a line now and then."""
         with self._lock:
             if self._tty:
                 before, self._status = self._drawn, text

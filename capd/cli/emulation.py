@@ -1,4 +1,4 @@
-"""What `capd run --quant-type` has the models of a job compute in, and what the job's processes said of it."""
+"""The emulation that `capd run --quant-type` asks of a job, and the notes of the job's processes about it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NONE = "none"
 
 
 class Choice(NamedTuple):
-    """What becomes of a quant type: the CAPD_EMULATE of its job ("none": nothing is emulated), why it is a label."""
+    """The choice for a quant type: the CAPD_EMULATE of its job ("none": nothing is emulated), and why it is a label."""
 
     recipe: str
     why_label: str = ""
@@ -26,7 +26,7 @@ class Choice(NamedTuple):
 
 
 def choose(quant_type: str, environ: Mapping[str, str], *, label_only: bool) -> Choice:
-    """What a job is to compute in whose captures are labelled `quant_type`. Raises ConfigError.
+    """Chooses the emulation of a job whose captures are labelled `quant_type`. Raises ConfigError.
 
     environ: what the user says to the job. A CAPD_EMULATE of it stands for the format that the word means.
     """
@@ -55,7 +55,7 @@ def choose(quant_type: str, environ: Mapping[str, str], *, label_only: bool) -> 
 
 @dataclass(frozen=True)
 class Told:
-    """What the processes of one job said of its emulation.
+    """The notes of one job's processes about its emulation.
 
     recipes: those that were put on its models. ended: why they were taken away again; why_none: why there are none.
     """
@@ -70,7 +70,7 @@ class Told:
         return NONE if self.ended or not self.recipes else "; ".join(self.recipes)
 
     def lines(self) -> Iterator[str]:
-        """What the summary says of it."""
+        """The lines of the summary."""
         if self.ended:
             yield (
                 f"the job {self.ended}: the emulation was taken away amid it, and each record says which was active; "

@@ -1,4 +1,4 @@
-"""How the command line prints: JSON, plain tables, sizes and versions; nothing here imports torch or zarr."""
+"""The printing of the command line: JSON, plain tables, sizes and versions. Nothing here imports torch or zarr."""
 
 from __future__ import annotations
 

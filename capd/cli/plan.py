@@ -131,7 +131,7 @@ def plan(
 def _train(
     command: list[str], environ: dict[str, str], directory: Path, timeout_s: float, *, all_nodes: bool
 ) -> tuple[list[RankSeen], int | None]:
-    """What the ranks saw, and the job's exit code if it ended by itself."""
+    """The documents of the ranks, and the job's exit code if it ended by itself."""
     from capd.cli.planned_job import PlannedJob, documents
 
     with PlannedJob(command, environ, directory) as job:

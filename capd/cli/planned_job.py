@@ -18,7 +18,7 @@ _STRAGGLER_S = 30.0  # that a rank may lie behind the first one, or two of its l
 
 
 def documents(directory: Path) -> list[RankSeen]:
-    """What the processes of the job have left until now; of those of one rank (restarts), all that got farthest."""
+    """The documents that the job's processes have left until now; of a restarted rank those that got farthest."""
     of_rank: dict[int, dict[tuple[bool, bool], list[RankSeen]]] = {}
     for one in left(directory, RankSeen):
         far = (one.state == "complete", bool(one.series))

@@ -11,19 +11,9 @@ import typer
 
 from capd.cli.format_option import choices_of
 from capd.cli.gathered import contents, contents_json, gathered_of, skipped_code
+from capd.cli.options import Json, flag, option
 from capd.cli.output import print_json, print_lines
-from capd.cli.selection import (
-    Components,
-    LayerRange,
-    LayerTypes,
-    Modules,
-    Operations,
-    Phases,
-    QuantTypes,
-    RankRange,
-    Tensors,
-    key_filters,
-)
+from capd.cli.selection import Tests, selects_keys
 from capd.cli.sources import AllRuns, LayerBase, Workers, found_in
 from capd.cli.stores import RunOption
 from capd.errors import CapdError, ConfigError, NothingMatched
@@ -41,6 +31,7 @@ _SIZE = re.compile(r"(\d{1,3}(?:\.\d{1,3})?)x(\d{1,3}(?:\.\d{1,3})?)")
 _LEAST_INCHES, _MOST_INCHES = 1.0, 100.0
 
 
+@selects_keys
 def plot(
     store: Annotated[
         Path,
@@ -48,57 +39,77 @@ def plot(
             metavar="STORE", help="A run, a directory of runs, or of .pt files.", show_default=False
         ),
     ],
-    kind: Annotated[str, typer.Argument(metavar="KIND", help=_KINDS, show_default=False)],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FILE", help="x.png, x.svg or x.pdf.", show_default=False)
+    kind: Annotated[
+        str, typer.Argument(metavar="KIND", help="What to draw: one of the kinds above.", show_default=False)
     ],
+    out: Annotated[Path, option("--out", "FILE", "x.png, x.svg or x.pdf.", "-o", show_default=False)],
     formats: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--formats",
-            metavar="LIST",
-            help="Number formats: mxfp8,mxfp8:e5m2,nvfp4 [default: five of them].",
+            "LIST",
+            "Number formats of heatmap, tensor, exponents and boxes, as mxfp8,mxfp8:e5m2,nvfp4 [default: five of "
+            "them; exponents: hifp8 and the elements; boxes: none].",
         ),
     ] = None,
     metric: Annotated[
         str | None,
-        typer.Option(
-            "--metric", metavar="WORD", help="Of heatmap and boxes: sqnr, underflow, … [default: sqnr]."
+        option(
+            "--metric",
+            "WORD",
+            "Error of heatmap, and of boxes with --formats: sqnr, underflow, saturation, flush, relative, l2, "
+            "cosine, mse or mae [default: sqnr].",
         ),
     ] = None,
     size: Annotated[
-        str | None, typer.Option("--size", metavar="WxH", help="Inches, as 3.3x2.5 [default: what fits].")
+        str | None,
+        option("--size", "WxH", "Width and height in inches, as 3.3x2.5 [default: as large as needed]."),
     ] = None,
-    dpi: Annotated[int, typer.Option(min=30, max=1200, help="Dots per inch of a PNG.")] = 200,
+    dpi: Annotated[int, option("--dpi", "N", "Dots per inch of a PNG.", min=30, max=1200)] = 200,
     title: Annotated[
-        str | None, typer.Option("--title", help='Above the figure; "" for none [default: what it shows].')
+        str | None, option("--title", "TEXT", 'Title above the figure; "" for none [default: what it shows].')
     ] = None,
-    log: Annotated[bool, typer.Option("--log", help="Logarithmic axes of values, or colours.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace FILE.")] = False,
+    log: Annotated[bool, flag("--log", "Logarithmic axes of values, or colours of heatmap.")] = False,
+    force: Annotated[bool, flag("--force", "Replace FILE.")] = False,
     run: RunOption = None,
     all_runs: AllRuns = False,
     layer_base: LayerBase = 0,
-    quant_type: QuantTypes = None,
-    rank: RankRange = None,
-    layer: LayerRange = None,
-    phase: Phases = None,
-    layer_type: LayerTypes = None,
-    component: Components = None,
-    operation: Operations = None,
-    tensor: Tensors = None,
-    module: Modules = None,
+    tests: Tests = (),
     workers: Workers = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Draw one figure of a run into FILE (extra `plot`), the same bytes for the same records.
+    """Draw one figure of a run into FILE: PNG, SVG or PDF. The same records give the same bytes.
 
-    Where it takes several pages, their files are numbered: x_1.pdf, x_2.pdf. What cannot be read is named and skipped
-    (exit code 4 for a damaged record, 1 for a bad file). Exits with 5 when nothing matches, or nothing is to be drawn.
+    STORE may be a run, a directory of runs, or a directory of .pt files. Figures need `pip install "capd[plot]"`. A
+    figure of several pages becomes x_1.pdf, x_2.pdf and so on. Each file is whole or absent, with mode 0600. What
+    cannot be read is named and skipped. docs/plots.md shows how to read the figures.
+
+    \b
+    Kinds:
+      distribution  histograms of the values, for each tensor name
+      exponents     binary exponents, and the mantissa bits of formats there
+      layers        mean, std and absmax by layer
+      heatmap       the error of each format, layer × tensor name
+      boxes         the layers as boxes, by quant type; or errors of --formats
+      channels      the largest magnitude of each channel
+      iterations    mean, std and absmax by iteration
+      hifp8         regimes, codes and errors of HiFloat8
+      overflow      values above and below the range of each format
+      tensor        all about one tensor name on one page
+
+    \b
+    Examples:
+      capd plot captures layers -o layers.pdf --tensor input
+      capd plot captures heatmap -o map.svg --metric underflow
+
+    \b
+    Exit codes:
+      1  FILE exists or cannot be written, or bad .pt files were skipped
+      2  an unknown kind, format, metric or ending, or matplotlib is missing
+      4  damaged records were skipped
+      5  nothing matches, or there is nothing of that kind to draw
+      6  the disk is full
     """
-    tests = key_filters(
-        quant_type=quant_type, rank=rank, layer=layer, phase=phase, layer_type=layer_type, component=component,
-        operation=operation, tensor=tensor, module=module,
-    )  # fmt: skip
     chosen, wanted, look = _checked(kind, out, formats, metric, size, dpi, title, log)
     if not force:
         _refuse_existing([out])
@@ -124,7 +135,7 @@ def _checked(
     title: str | None,
     log: bool,
 ) -> tuple[FigureKind, Wanted, Look]:
-    """Everything that can be refused before a record is read. Raises ConfigError."""
+    """Checks all options before a record is read. Raises ConfigError."""
     from capd.analyze.format_choice import DEFAULT_CHOICES
     from capd.report.error_maps import METRICS
     from capd.report.figures import Look, must_have_matplotlib
@@ -132,21 +143,21 @@ def _checked(
 
     chosen = KINDS.get(kind)
     if chosen is None:
-        raise ConfigError(f"{kind!r} is no kind of figure; they are {_KINDS}")
+        raise ConfigError(f"{kind!r} is not a kind of figure; use one of {_KINDS}")
     if out.suffix[1:].lower() not in _SUFFIXES:
-        raise ConfigError(f"-o {out}: the name ends in {', '.join(f'.{one}' for one in _SUFFIXES)}")
-    for option, given, taken in (
+        raise ConfigError(f"-o {out}: the name must end in {', '.join(f'.{one}' for one in _SUFFIXES)}")
+    for name, given, taken in (
         ("--formats", formats is not None, chosen.formats),
         ("--metric", metric is not None, chosen.metric),
         ("--log", log, chosen.log),
     ):
         if given and not taken:
-            having = ", ".join(name for name, one in KINDS.items() if getattr(one, option[2:]))
-            raise ConfigError(f"{kind} takes no {option}; {having} do")
+            having = ", ".join(other for other, one in KINDS.items() if getattr(one, name[2:]))
+            raise ConfigError(f"{kind} takes no {name}; {having} do")
     if metric is not None and metric not in METRICS:
-        raise ConfigError(f"--metric {metric!r} is not known; they are {', '.join(METRICS)}")
+        raise ConfigError(f"--metric {metric!r} is not known; use one of {', '.join(METRICS)}")
     if metric is not None and kind == "boxes" and formats is None:
-        raise ConfigError("--metric of boxes is that of formats; name them with --formats")
+        raise ConfigError("--metric of boxes needs formats; name them with --formats")
     try:
         must_have_matplotlib()
     except CapdError as error:
@@ -163,7 +174,7 @@ def _inches(text: str) -> tuple[float, float]:
     sides = (float(match[1]), float(match[2])) if match else ()
     if not sides or not all(_LEAST_INCHES <= side <= _MOST_INCHES for side in sides):
         raise ConfigError(
-            f"--size {text!r}: width and height in inches, {_LEAST_INCHES:g} to {_MOST_INCHES:g}, as 3.3x2.5"
+            f"--size {text!r}: give width and height in inches, {_LEAST_INCHES:g} to {_MOST_INCHES:g}, as 3.3x2.5"
         )
     return sides[0], sides[1]
 
@@ -171,7 +182,7 @@ def _inches(text: str) -> tuple[float, float]:
 def _refuse_existing(paths: list[Path]) -> None:
     for path in paths:
         if os.path.lexists(path):
-            raise CapdError(f"{path} is there; choose another name, or replace it with --force")
+            raise CapdError(f"{path} exists already; choose another name, or replace it with --force")
 
 
 def _write(pages: list[Page], out: Path, look: Look, *, force: bool) -> list[Path]:

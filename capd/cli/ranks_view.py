@@ -1,4 +1,4 @@
-"""How `capd ctl` shows the ranks of a run: where each is, what it captures, what it is still to follow."""
+"""The table of ranks that `capd ctl` shows: where each is, what it captures, what it is still to follow."""
 
 from __future__ import annotations
 

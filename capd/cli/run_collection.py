@@ -1,4 +1,4 @@
-"""What `capd run --mode single|batch|quick` checks before anything is started, and the report at its end."""
+"""The checks of `capd run --mode single|batch|quick` before anything is started, and the report at its end."""
 
 from __future__ import annotations
 

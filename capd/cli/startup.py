@@ -1,4 +1,4 @@
-"""What `capd run` puts into a job's environment so that its models are found, and what it hears of that.
+"""The variables that `capd run` puts into a job's environment to find its models, and the notes that come back.
 
 A directory in front of PYTHONPATH has every Python of the job read capd_client/bootstrap/sitecustomize.py at its start.
 Each process notes how far it came in one file, for the case that nothing is captured and the user asks why.
@@ -57,7 +57,7 @@ class Startup:
         environ["CAPD_RUN_NOTES"] = str(self._notes)
 
     def emulation(self) -> Told:
-        """What became of the emulation that the job was asked for; nothing where it was asked for none."""
+        """The outcome of the emulation that the job was asked for; empty where it was asked for none."""
         if not self._emulate:
             return Told()
         notes = self._read()

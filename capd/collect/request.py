@@ -1,4 +1,4 @@
-"""What a collection run is asked for: modes, quant types, how much, until when; checked before anything is started."""
+"""The request of a collection run: mode, quant types, how much, until when; checked before anything is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a collection run is, beside the run in the store, so that a second start continues where the first ended.
+"""The state of a collection run, beside the run in the store: a second start continues where the first ended.
 
 `NAME.collection/` holds `state.json`, the report, and of each try of a type `runs/TYPE/`, its own directory, and
 `logs/TYPE.log`. Files are this user's alone.
@@ -96,7 +96,7 @@ class CollectionState(_StateModel):
 
 
 def directory_of(store: Path, run_id: str) -> Path:
-    """Where the state of a run of the store lies."""
+    """The directory of a run's collection."""
     return store / f"{run_id}{_SUFFIX}"
 
 

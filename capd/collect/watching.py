@@ -30,9 +30,8 @@ COLLECTED: frozenset[Outcome] = frozenset({"complete", "stable", "ended"})
 
 @dataclass(frozen=True)
 class Observation:
-    """What is seen of a job. records: kept of it until now. lost: captures of it that were dropped unasked.
-
-    daemon_ended: the one that was started for this job; at its end also one that does not answer.
+    """The observation of a job at one time. records: kept of it until now. lost: its captures that were
+    dropped unasked. daemon_ended: the one that was started for this job; at its end also one that does not answer.
     """
 
     now_s: float
@@ -46,7 +45,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a job of a collection run ended, with the reason in words."""
+    """The ending of a job of a collection run, with the reason in words."""
 
     outcome: Outcome
     reason: str
@@ -82,7 +81,7 @@ class Watcher:
         return None
 
     def over(self, look: Observation, asked: Ending | None, code: int) -> Ending:
-        """How the job ended, when nothing of it is on its way any more. asked: why it was ended; None: by itself."""
+        """Decides how the job ended, once all its captures have arrived. asked: why it was ended; None: by itself."""
         self._see(look)
         ending = self._by_itself(code) if asked is None else asked
         if ending.outcome in (*COLLECTED, "incomplete"):
@@ -136,7 +135,7 @@ class Watcher:
 
 
 def _farthest(ranks: Sequence[Collected]) -> list[Collected]:
-    """Of each rank the process that got farthest: a launcher may have restarted it."""
+    """The process of each rank that got farthest: a launcher may have restarted it."""
     order = ("collecting", "reached", "complete")
     found: dict[int, Collected] = {}
     for one in sorted(ranks, key=lambda one: (order.index(one.state), one.kept)):

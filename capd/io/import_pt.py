@@ -32,14 +32,14 @@ from capd_client.key import MAX_NDIM
 __all__ = ["LoadedFile", "Outcome", "import_files", "load_file"]
 
 _MAX_EXPANSION = 64
-"""How much larger a tensor may be than the bytes it is a view of (keys expanded over query heads, say)."""
+"""The most that a tensor may be larger than the bytes that it views (keys expanded over query heads, say)."""
 _MAX_EXTENTS_NBYTES = 1 << 44
-"""Of a tensor without elements, whose other extents still become chunks and indices; the daemon's limit, too."""
+"""The limit for a tensor without elements, whose other extents still become chunks; the daemon has it, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a file: committed, there already, or refused for a reason."""
+    """The outcome of a file: committed, there already, or refused for a reason."""
 
     file: TensorFile
     raw_nbytes: int = 0

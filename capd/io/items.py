@@ -38,7 +38,7 @@ Test = Callable[[Key], bool]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What an item is. raw_bytes: of what is kept of it. stats: None where they are not known without reading it.
+    """A loaded item. raw_bytes: of what is kept of it. stats: None where they are not known without reading it.
     read: its elements as stored; None where statistics alone were kept. attributes: as `Record.attributes`."""
 
     key: Key
@@ -162,5 +162,5 @@ def _load_file(file: TensorFile, tests: Sequence[Test], layer_base: int) -> Load
 
 
 def file_name(file: TensorFile) -> str:
-    """What messages call a file."""
+    """The name of a file in messages."""
     return printable(os.fsencode(file.path).decode(errors="replace"))

@@ -12,7 +12,7 @@ __all__ = ["MATCHED_MOMENT", "Matched", "Pair", "disjoint_fields", "entries_of",
 
 KEY = Key.__struct_fields__
 MATCHED_MOMENT = ("iteration", "micro_batch", "call", "sample_idx", "batch_idx", "sequence_idx", "recompute")
-"""What of a moment two records of a pair share; attempt and time differ between runs."""
+"""The fields of a moment that two records of a pair share; attempt and time differ between runs."""
 
 
 class Pair(NamedTuple):
@@ -34,7 +34,7 @@ class Pair(NamedTuple):
 
 
 class Matched(NamedTuple):
-    """What came of matching. pairs: in order of execution, by the left record's iteration, micro-batch and time.
+    """The result of matching. pairs: in order of execution, by the left record's iteration, micro-batch and time.
     only_left, only_right: records without a counterpart."""
 
     pairs: list[Pair]

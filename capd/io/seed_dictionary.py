@@ -67,7 +67,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """How a file shows its record: naming scheme, tensor names (the seeds' or capd's), number of the first layer."""
+    """The naming of exported files: scheme, tensor names (tensor_saver's or capd's), number of the first layer."""
 
     scheme: Scheme = "C"
     tensor_names: TensorNames = "seed"
@@ -155,7 +155,7 @@ class Capture:
 
 
 def capture_of(found: Any, name: NameParts | None, directory: str, layer_base: int) -> Capture:
-    """What the record of a file is, by what torch.load returned for it.
+    """The record of a file, by what torch.load returned for it.
 
     name: what its name says. directory: the name of the one it lies in. layer_base: the number that the first layer has
     in files that capd did not write. Raises BadTensorFile for a dictionary of another kind.

@@ -27,12 +27,12 @@ class TensorFile:
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """The path of the file."""
         return self.directory / self.file_name
 
     @property
     def name(self) -> NameParts | None:
-        """What its name says."""
+        """The parts of its name."""
         return name_parts(self.file_name)
 
     @property

@@ -67,7 +67,7 @@ def _joined(
 
 @dataclass(frozen=True, slots=True)
 class NameParts:
-    """What a file's name says. stamp, counter: order files in time; fields: by the names of the metadata."""
+    """The parts of a file's name. stamp, counter: order files in time; fields: by the names of the metadata."""
 
     stamp: str
     counter: int
@@ -92,7 +92,7 @@ _WHOLE = frozenset({"iteration", "layer_idx", "rank", "sample_idx", "group"})
 
 
 def name_parts(name: str) -> NameParts | None:
-    """What a name of any scheme says, None where it is of none. A word that holds "_" itself may be cut short."""
+    """The parts of a name of any scheme, None where it is of none. A word that holds "_" itself may be cut short."""
     found = _NAME.fullmatch(name)
     if found is None:
         return None

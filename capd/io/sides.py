@@ -40,7 +40,7 @@ class Entry(NamedTuple):
 
 
 class Unread(NamedTuple):
-    """What cannot be read, and why. damaged: in a run."""
+    """A record that cannot be read, and why. damaged: it is in a run."""
 
     name: str
     reason: str
@@ -48,8 +48,9 @@ class Unread(NamedTuple):
 
 
 class Side(Protocol):
-    """Where entries come from. source: the run, or the directory of files. damaged: whether what cannot be read of it
-    is a damaged record, not a bad file. without_elements: records that are statistics alone, once gone through."""
+    """The side that entries come from. source: the run, or the directory of files. damaged: whether an entry that cannot
+    be read is a damaged record, not a bad file. without_elements: records that are statistics alone, once gone through.
+    """
 
     source: str
     damaged: bool
@@ -64,7 +65,7 @@ class Side(Protocol):
         ...
 
     def name(self, entry: Entry) -> str:
-        """What messages call it."""
+        """The name of an entry in messages."""
         ...
 
 

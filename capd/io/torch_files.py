@@ -47,7 +47,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def load_tensor_file(file: BinaryIO) -> Any:
-    """What torch.save put into the file, tensors on the CPU. Raises BadTensorFile; nothing is allocated before."""
+    """The object that torch.save put into the file, tensors on the CPU. Raises BadTensorFile before it allocates."""
     nbytes = os.fstat(file.fileno()).st_size
     head = file.read(max(4, len(_LEGACY_MAGIC)))
     file.seek(0)
@@ -108,7 +108,7 @@ def _check_zip(file: BinaryIO, nbytes: int) -> None:
 
 
 def _check_directory(file: BinaryIO, nbytes: int) -> None:
-    """That the archive's directory stands at its end, where every reader looks for it, and is not a huge one."""
+    """Checks that the archive's directory is at its end, where every reader looks for it, and is not a huge one."""
     tail = _TAIL.size
     last = os.pread(file.fileno(), tail, max(0, nbytes - tail))
     magic, *_, entries, size, offset, comment = _END.unpack_from(last.rjust(tail, b"\0"), tail - _END.size)

@@ -1,1 +1,1 @@
-"""What a run, or a directory of tensor files, comes to: statistics as JSON and as text, and pages of figures."""
+"""The numbers of a report about runs or tensor files: as JSON, as text, and as pages of figures."""

@@ -29,7 +29,7 @@ _KEY = frozenset(Key.__struct_fields__)
 
 @dataclass(slots=True)
 class Differences:
-    """What was found so far. by: the fields of the groups. each: a row for every pair, where they were asked for.
+    """The differences found so far. by: the fields of the groups. each: a row for every pair, where it was asked for.
     mismatched: pairs of different dtypes or shapes, and why. different: pairs beyond the tolerance."""
 
     left: Side

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["GRIDS", "exponent_pages", "exponent_shares", "precision_steps"]
 
 GRIDS = ("hifp8", "e4m3", "e5m2", "e2m1")
-"""What is drawn below the exponents unless something else is asked for: labels of `capd.analyze.grids`."""
+"""The labels of grids (`capd.analyze.grids`) that are drawn below the exponents unless others are asked for."""
 _COLUMNS, _ROWS = 3, 2
 _BIAS = 127
 _OF_NUMBERS = range(1, 255)  # 0 has zeros and what is subnormal as float32, 255 NaN and Inf
@@ -99,7 +99,7 @@ def _line(panel: Axes, stats: Stats, number: int, text: str) -> list[float]:
 
 
 def precision_steps(panel: Axes, shown: Sequence[str]) -> None:
-    """How many mantissa bits each format has at each exponent, as steps that end where its range does."""
+    """Draws the mantissa bits of each format at each exponent, as steps that end where its range does."""
     for number, name in enumerate(shown):
         bits = grids()[name].mantissa_bits
         exponents = sorted(bits)

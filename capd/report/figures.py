@@ -1,4 +1,4 @@
-"""What all pages share: size, colours that colour-blind people tell apart, names as labels, ticks that do not overlap.
+"""The style of all pages: size, colours that colour-blind people tell apart, labels, ticks that do not overlap.
 
 matplotlib is imported when a page is drawn; figures are made without pyplot, which keeps global state.
 """
@@ -60,7 +60,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a figure is to look. size: width and height in inches, None for what fits it; dpi: of PNG files; title: None
+    """The look of a figure. size: width and height in inches, None for what fits it; dpi: of PNG files; title: None
     for its own, "" for none."""
 
     size: tuple[float, float] | None = None

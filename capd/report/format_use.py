@@ -1,4 +1,4 @@
-"""How values fit number formats: HiFloat8's regimes and codes, errors by magnitude, values outside of the range.
+"""The fit of values to number formats: HiFloat8's regimes and codes, errors by magnitude, values out of range.
 
 As plain numbers, for the report's document and its page.
 """
@@ -86,7 +86,7 @@ def exponent_numbers(distribution: Distribution, **metrics: str) -> dict[str, An
 
 
 def hif8_numbers(use: Hif8Use) -> dict[str, Any]:
-    """How much of HiFloat8's codes values use, and its errors on them, also by regime."""
+    """The use of HiFloat8's codes, and its errors on the values, also by regime."""
     return {
         "finite": use.finite,
         "exact": use.exact,

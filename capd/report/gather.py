@@ -42,10 +42,13 @@ _MOMENT = frozenset(Moment.__struct_fields__)
 
 @dataclass
 class GatheredRecords:
-    """What was seen. without_statistics: records whose values were left out, as nothing was stored of them but the
-    elements, and these were not to be read. unmeasured: where formats were asked for, how many records have no error of
-    them, by series or file and reason. series: of each by itself, where it was asked for. emulations: how many records
-    say which one was active, by quant type and emulation, None where they do not say."""
+    """The records that were seen, merged into groups.
+
+    without_statistics: records whose values were left out: only their elements are stored, and these were not to be
+    read. unmeasured: where formats were asked for, how many records have no error of them, by series or file and reason.
+    series: of each by itself, where it was asked for. emulations: how many records say which one was active, by quant
+    type and emulation, None where they do not say.
+    """
 
     groups: Groups = field(default_factory=lambda: Groups(GROUPINGS, CHANNEL_GROUPINGS))
     series: SeriesSummaries | None = None

@@ -86,7 +86,7 @@ def _codes(panel: Axes, uses: Mapping[str, Hif8Use]) -> None:
 
 
 def _code_values() -> Any:
-    """Of all codes; NaN and Inf last."""
+    """The values of all codes; NaN and Inf last."""
     import torch
 
     from capd.formats import Encoded, decode

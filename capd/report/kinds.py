@@ -28,8 +28,8 @@ Reads = Literal["statistics", "elements", "errors"]
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """How a kind is to be drawn. choices: the formats that were named; metric: one of `error_maps.METRICS`; log: values
-    on a logarithmic axis, or in the colours of one."""
+    """The choices for a kind of figure. choices: the formats that were named; metric: one of `error_maps.METRICS`;
+    log: values on a logarithmic axis, or in the colours of one."""
 
     choices: Sequence[FormatChoice] = ()
     metric: str = "sqnr"

@@ -1,4 +1,4 @@
-"""What is found out about one item: statistics, and as asked its distribution, errors of formats and channels."""
+"""The look at one item: statistics, and as asked its distribution, errors of formats and channels."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What to find out. quick: stored statistics alone. choices: formats to measure. per_block: also how the errors of
-    their blocks are spread, and how far the values within blocks lie apart. channels: what the channels are like."""
+    """The questions to an item. quick: stored statistics alone. choices: formats to measure. per_block: also the spread of
+    the errors of their blocks, and the range of the values within blocks. channels: also the channels."""
 
     quick: bool = False
     choices: Sequence[FormatChoice] = ()
@@ -44,7 +44,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What an item came to. unmeasured: why it has no error of formats, or of some of them."""
+    """The answers of an item. unmeasured: why it has no error of formats, or of some of them."""
 
     loaded: Loaded
     tally: Tally

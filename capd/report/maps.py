@@ -121,7 +121,7 @@ def draw_map(
 
 
 def _ends(seen: NDArray[np.float64]) -> tuple[float, float]:
-    """What the colours span: a little around a single number, so that a bar has ticks."""
+    """The span of the colours: a little around a single number, so that a bar has ticks."""
     low, high = (float(seen.min()), float(seen.max())) if seen.size else (1.0, 1.0)
     if high - low <= _LEAST_SPAN * max(abs(low), abs(high)):
         margin = 0.1 * max(abs(low), abs(high)) or 1.0

@@ -1,4 +1,4 @@
-"""What each series comes to, for the pages of single tensors: a few KiB each, however many records it has."""
+"""The summary of each series, for the pages of single tensors: a few KiB, however many records it has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from capd_client.key import Key, Moment
 __all__ = ["MOST_SERIES", "Point", "SeriesSummaries", "SeriesSummary", "emulation_of"]
 
 MOST_SERIES = 1000
-"""Of how many series there are pages; of further ones only the groups tell."""
+"""The number of series that have a page; further ones are only in the groups."""
 _MOST_POINTS = 128
 
 
@@ -30,7 +30,7 @@ class Point:
 
 @dataclass(slots=True)
 class SeriesSummary:
-    """What the records of one key and dtype come to.
+    """The summary of the records of one key and dtype.
 
     path: of the series below its run, or of its first file. shape: its first record's. emulation: what its last record
     says was active, None where none says so. tally: without a distribution. quantiles: at QUANTILES, exact as the

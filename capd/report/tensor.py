@@ -62,7 +62,7 @@ def _page(groups: Groups, name: Value, log: bool) -> Figure:
 
 
 def _where(groups: Groups) -> str:
-    """What the records have in common."""
+    """The facts that all records share."""
     shared = []
     for field in _FIELDS:
         values = groups.values((field,), field)

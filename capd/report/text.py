@@ -94,7 +94,7 @@ def _errors(groups: Sequence[Row]) -> Iterator[str]:
 
 
 def _formats(plain: dict[str, Any]) -> Iterator[str]:
-    """How HiFloat8 is used and what lies outside of formats' ranges; nothing where no element was read."""
+    """The use of HiFloat8 and the values outside of formats' ranges; nothing where no element was read."""
     if not plain["hifp8"]:
         return
     yield ""

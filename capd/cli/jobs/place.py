@@ -15,7 +15,7 @@ __all__ = ["Place", "endpoint_of", "nodes_of", "refuse_several_nodes", "shared_r
 
 
 class Place(NamedTuple):
-    """Where a job captures to.
+    """The place that a job captures to.
 
     endpoint: of the daemon to join, "" to start one, "off" for none. run_id: None until it is chosen. report: the
     directory that a report of the captures is drawn into, None for no report.
@@ -84,7 +84,7 @@ def refuse_several_nodes(
 
 
 def nodes_of(environ: Mapping[str, str], command: Sequence[str]) -> tuple[int, str]:
-    """How many nodes the job spans, 0 where nothing says so, and the variable or option that says so."""
+    """The number of nodes that the job spans, 0 if unknown, and the variable or option that says so."""
     nodes = _count(environ.get("SLURM_NNODES"))
     origin = "SLURM_NNODES"
     for at, word in enumerate(command):

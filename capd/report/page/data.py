@@ -81,7 +81,7 @@ def _type(plain: dict[str, Any], gathered: GatheredRecords, row: dict[str, Any])
     said = sorted({emulation or "" for each, emulation in gathered.emulations if each == one})
 
     def number(grouping: tuple[str, ...], name: str) -> int:
-        """How many values of a field the quant type has; no layer is no value."""
+        """The number of values that a field of the quant type has; no layer is no value."""
         found = {other[name] for other in grouped(plain, grouping) if other["quant_type"] == one}
         return len(found - {None})
 

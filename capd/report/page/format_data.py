@@ -1,4 +1,4 @@
-"""What formats make of the values, as the page's data has it: their grids, HiFloat8's regimes and codes."""
+"""The formats in the page's data: their grids, and the use of HiFloat8's regimes and codes."""
 
 from __future__ import annotations
 

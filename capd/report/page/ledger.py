@@ -1,4 +1,4 @@
-"""What the capturing side says of a run: how much it was offered, how much it kept, what it gave up and why."""
+"""The ledger of a run: how many captures were offered, committed and dropped, and why."""
 
 from __future__ import annotations
 
