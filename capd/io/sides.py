@@ -48,8 +48,8 @@ class Unread(NamedTuple):
 
 
 class Side(Protocol):
-    """The side that entries come from. source: the run, or the directory of files. damaged: whether an entry that cannot
-    be read is a damaged record, not a bad file. without_elements: records that are statistics alone, once gone through.
+    """The side that entries come from. source: the run, or the directory of files. damaged: whether an entry that
+    cannot be read is a damaged record, not a bad file. without_elements: records of statistics alone, once counted.
     """
 
     source: str

@@ -45,7 +45,7 @@ class GatheredRecords:
     """The records that were seen, merged into groups.
 
     without_statistics: records whose values were left out: only their elements are stored, and these were not to be
-    read. unmeasured: where formats were asked for, how many records have no error of them, by series or file and reason.
+    read. unmeasured: where formats were asked for, the records without an error of them, by series or file and reason.
     series: of each by itself, where it was asked for. emulations: how many records say which one was active, by quant
     type and emulation, None where they do not say.
     """

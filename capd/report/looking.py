@@ -33,8 +33,8 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The questions to an item. quick: stored statistics alone. choices: formats to measure. per_block: also the spread of
-    the errors of their blocks, and the range of the values within blocks. channels: also the channels."""
+    """The questions to an item. quick: stored statistics alone. choices: formats to measure. per_block: also the spread
+    of the errors of their blocks, and the range of the values within blocks. channels: also the channels."""
 
     quick: bool = False
     choices: Sequence[FormatChoice] = ()
