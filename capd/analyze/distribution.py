@@ -190,7 +190,7 @@ def _by_value(counted: NDArray[np.int64], dtype: str) -> NDArray[np.int64]:
 
 @cache
 def _patterns(dtype: str) -> NDArray[np.uint16]:
-    """[256, values per byte] bfloat16 patterns of what each byte stands for, exactly."""
+    """[256, values per byte] bfloat16 patterns of the values in each byte, exactly."""
     stored = np.arange(256, dtype=np.uint8)
     values = to_values(stored.view(np.int8) if dtype == "int8" else stored, dtype).astype(np.float32)
     return _rounded(values.reshape(256, -1))[0]

@@ -63,7 +63,7 @@ DEFAULT_CHOICES: tuple[FormatChoice, ...] = tuple(
 def choices(text: str, axes: Sequence[int] = ()) -> tuple[FormatChoice, ...]:
     """The formats that `text` names, in its order, each once: "mxfp8,mxfp8:e5m2,nvfp4:16x16,hifp8".
 
-    A format's name, then options behind colons: an element (e5m2), a scale mode (rceil), an overflow rule (saturate), a
+    A format's name, then options after colons: an element (e5m2), a scale mode (rceil), an overflow rule (saturate), a
     rounding (away, stochastic), `legacy`, a block (128, 16x16), or name=value, as axis=-2 or tensor_scale=no.
     axes: each format with blocks is taken along each of them, unless it names its own. Imports torch.
 

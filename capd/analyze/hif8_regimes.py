@@ -155,7 +155,7 @@ def exponent_errors(distribution: Distribution) -> ExponentErrors:
 
 
 def _encoded(values: Values) -> tuple[NDArray[np.uint8], Values]:
-    """The code of each value, and what it stands for."""
+    """The code of each value, and the value of that code."""
     import torch
 
     from capd.formats import decode, encode

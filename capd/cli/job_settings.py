@@ -21,7 +21,7 @@ _BLOCK_MS = "30000"
 class ResolvedJob(NamedTuple):
     """The settings of a job and of its daemon.
 
-    daemon: the daemon's. file: capd.toml as it stands. flags: the job's settings of the command line, as its variables.
+    daemon: the daemon's. file: the tables of capd.toml. flags: the job's command-line settings, as its variables.
     job: the job's settings from everywhere.
     """
 

@@ -14,7 +14,7 @@ from capd_client.process_documents import left
 __all__ = ["PlannedJob", "documents"]
 
 _LOOK_S = 0.1
-_STRAGGLER_S = 30.0  # that a rank may lie behind the first one, or two of its longest steps
+_STRAGGLER_S = 30.0  # the lag that a rank may have after the first one, or two of its longest steps
 
 
 def documents(directory: Path) -> list[RankSeen]:

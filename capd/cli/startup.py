@@ -1,6 +1,6 @@
 """The variables that `capd run` puts into a job's environment to find its models, and the notes that come back.
 
-A directory in front of PYTHONPATH has every Python of the job read capd_client/bootstrap/sitecustomize.py at its start.
+A directory at the head of PYTHONPATH makes every Python of the job start with capd_client/bootstrap/sitecustomize.py.
 Each process notes how far it came in one file, for the case that nothing is captured and the user asks why.
 """
 

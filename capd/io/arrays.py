@@ -1,6 +1,6 @@
 """Writes a series as one .npz or one .safetensors file: an array per record, named by its number.
 
-Beside the arrays stands one JSON text, in an .npz as the string array `capd`, in a safetensors file as the metadata
+Beside the arrays is one JSON text, in an .npz as the string array `capd`, in a safetensors file as the metadata
 `capd`: {"format": 1, "run", "path", "key", "dtype", "attributes", "records": [{"record", "shape", moment, device,
 requires_grad, is_leaf, metadata}]}. What numpy has no type for (bfloat16, 8-bit floats, packed fp4) is in an .npz as
 the store has it, in bits; safetensors names bfloat16 and the common fp8 formats, and holds the others as U8.
@@ -42,7 +42,7 @@ def export_arrays(run_id: str, chosen: Sequence[Series], out: Path, suffix: str)
     """Write each of the chosen series, which keep tensors, to `out/<path of the series><suffix>`; one record at a time
     is in memory.
 
-    Yields each file once it stands. Raises CapdError where a file is there already, StoreBusy while another export
+    Yields each file once it is whole. Raises CapdError where a file is there already, StoreBusy while another export
     writes to `out`, DamagedRecord rather than write a wrong element, OSError.
     """
     write = SUFFIXES[suffix]

@@ -32,7 +32,7 @@ def export_pt(
 ) -> Iterator[ExportedFile]:
     """Write every record of the chosen series, which keep tensors, to a file of its own below `out`.
 
-    Yields each file once it stands. Nothing that is there is replaced. Raises StoreBusy while another export writes to
+    Yields each whole file. Nothing that is there is replaced. Raises StoreBusy while another export writes to
     `out`, DamagedRecord rather than write a wrong element, OSError.
     """
     with locked_directory(out), ThreadPoolExecutor(threads, thread_name_prefix="capd-export") as pool:

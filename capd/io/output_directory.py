@@ -25,7 +25,7 @@ _EXPORT_TEMPORARY = ".capd-export-"
 
 @dataclass(frozen=True, slots=True)
 class ExportedFile:
-    """A file that stands. records, raw_nbytes: what is in it."""
+    """A file that was written whole. nbytes: its size. records, raw_nbytes: its content."""
 
     path: Path
     nbytes: int
@@ -52,7 +52,7 @@ def output_directory(path: Path, temporary: str, when_full: str = "") -> Iterato
     """Make the directory (0700) if need be, hold it, and remove files below it whose names begin with `temporary`.
 
     Raises StoreBusy while another command writes to it, StoreError where it cannot be made, StoreFull, with `when_full`
-    behind the reason, for what the block raises where nothing more fits.
+    after the reason, for what the block raises where nothing more fits.
     """
     busy = f"another export or report writes to {path}; wait for it, or choose another directory"
     with contextlib.ExitStack() as stack:

@@ -5,8 +5,8 @@
   C  {timestamp}_{counter}_iter{iteration}_{layer_type}_L{layer}_{operation}_{phase}_{component}_{quant_type}_
      rank{rank}_sample{sample_idx}_{tensor_name}.pt
 
-Later versions wrote `rank00`, left `sample` out and put `group{index}` behind it. Without a layer, `_L…` is missing.
-Names are for people and globs; what a file is stands in it (`capd.io.seed_dictionary`).
+Later versions wrote `rank00`, left `sample` out and put `group{index}` at the end. Without a layer, `_L…` is missing.
+Names are for people and globs; the file itself says what it is (`capd.io.seed_dictionary`).
 """
 
 from __future__ import annotations

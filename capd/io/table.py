@@ -29,7 +29,7 @@ _NUMBERS = ("min", "max", "absmax", "mean", "std", "sum", "sum_sq")
 
 
 def export_table(run_id: str, chosen: Sequence[Series], out: Path) -> Iterator[ExportedFile]:
-    """Write `out/records.parquet`; 10,000 rows at a time are in memory. Yields it once it stands.
+    """Write `out/records.parquet`; 10,000 rows at a time are in memory. Yields it once it is whole.
 
     Elements are read only of records that were committed without statistics. Raises CapdError where the file is there
     already, or pyarrow is missing; StoreBusy while another export writes to `out`; OSError.

@@ -62,7 +62,7 @@ class PickleScan:
 
 
 def scan_pickle(stream: BinaryIO) -> PickleScan:
-    """Walk the pickle at the stream's position; afterwards the stream stands behind it.
+    """Walk the pickle at the stream's position; afterwards the stream is at the end of the pickle.
 
     Raises BadTensorFile for a pickle that is cut off, or does anything that torch.save never writes for tensors and
     plain values.

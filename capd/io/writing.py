@@ -48,7 +48,7 @@ class DiskCheck(Protocol):
 
 
 class ImportWriter:
-    """Owned by one thread. Statistics are computed anew, whatever a file claims."""
+    """Owned by one thread. Statistics are computed again, whatever a file claims."""
 
     def __init__(self, store: RunStore, pool: ThreadPoolExecutor, limit: DiskCheck | None) -> None:
         self._store, self._pool, self._limit = store, pool, limit

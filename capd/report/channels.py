@@ -1,4 +1,4 @@
-"""The page of outlier channels: the largest magnitude of each channel, and how far the largest stand out."""
+"""The page of outlier channels: the largest magnitude of each channel, and how far the largest exceed the others."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from capd.store.files import new_file, rename, unlink
 __all__ = ["ReportDirectory", "is_own", "opened"]
 
 _TEMPORARY = ".capd-report-"
-_HEAD_NBYTES = 512  # the mark stands within it in every file
+_HEAD_NBYTES = 512  # every file has the mark within it
 
 
 @contextlib.contextmanager

@@ -70,7 +70,7 @@ def _page(groups: Groups, names: Sequence[Value], log: bool) -> Figure:
 def line_by_layer(
     panel: Axes, layers: Sequence[Value], numbers: Sequence[float | None], number: int, text: str
 ) -> None:
-    """A line over the layers, with gaps where there is no number; what is in no layer stands apart from it."""
+    """A line over the layers, with gaps where there is no number; values without a layer are drawn apart from it."""
     places = [place for place, value in enumerate(numbers) if drawable(value)]
     look = {**style(number), "markersize": 3.5 if len(layers) <= 32 else 2, "linewidth": 1.2}
     apart = [place for place in places if layers[place] is None]
