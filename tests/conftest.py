@@ -15,10 +15,12 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests.kit import forking
+
 LEAK_WAIT_S = 20.0  # a busy machine ends threads and children late; only a leak takes so long
-# Process-wide pools of libraries, made once and kept on purpose.
+# Process-wide pools of libraries and of the kit, made once and kept on purpose.
 LIBRARY_THREADS = ("zarr_io", "asyncio_", "ThreadPoolExecutor-", "Dummy-", "tensorstore")
-LIBRARY_CHILDREN = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
+LIBRARY_CHILDREN = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver", forking.MARK)
 SEED_VARIABLES = (
     "CUSTOM_QUANT_TYPE", "TENSOR_SAVE_ENABLED", "TENSOR_SAVE_DIR", "TENSOR_SAVER_ITERATION",
     "CURRENT_SAMPLE_IDX", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from capd.store.options import StoreOptions
 from capd_client.counter_page import DropReason
 from capd_client.key import Key, Moment
 from capd_client.protocol import Define, Descriptor
+from tests.kit import forking
 
 CLIENT = bytes(range(16))
 
@@ -44,7 +44,7 @@ class Result:
 
 def run_capd(*args: str | Path, cwd: Path | None = None, **environ: str) -> Result:
     """Run `capd ARGS` in a process of its own."""
-    done = subprocess.run(
+    done = forking.run(
         [sys.executable, "-m", "capd", *map(str, args)],
         capture_output=True, text=True, timeout=60, cwd=cwd, env={**os.environ, **environ}, check=False,
     )  # fmt: skip

@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from tests.kit import forking
+
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -35,7 +37,7 @@ class Crowd:
             "PYTHONPATH": str(REPOSITORY),
             **environment,
         }
-        self._process = subprocess.Popen(
+        self._process = forking.popen(
             [sys.executable, "-m", "tests.integration.crowd", str(directory)],
             env=env,
             stdin=subprocess.PIPE,

@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import time
 import uuid
@@ -40,6 +39,7 @@ from capd_client.protocol import (
     encode,
 )
 from capd_client.tool_messages import Control, ControlReply, Stats, StatsReply
+from tests.kit import forking
 
 ARENA_NBYTES = 1 << 20
 FUTURE_WRITE = 0x10
@@ -67,7 +67,7 @@ class DaemonProcess:
             f"unix:{endpoint}",
         ]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen([*command, "--node", "n", *options], stderr=log, **popen)
+            self.process = forking.popen([*command, "--node", "n", *options], stderr=log, **popen)
         if wait:
             self.wait_ready()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import capd
 from tests.integration.launching import REPOSITORY
 from tests.integration.processes import Told
+from tests.kit import forking
 
 __all__ = ["Job", "StartJob", "only_run", "samples", "spooled"]
 
@@ -49,7 +50,7 @@ class Job(Told):
     """A rank, below the command `prefix`, that does what it is told."""
 
     def __init__(self, directory: Path, *prefix: str, **environment: str) -> None:
-        self.process = subprocess.Popen(
+        self.process = forking.popen(
             [*prefix, sys.executable, "-c", JOB], cwd=directory, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True,
             env={**os.environ, "PYTHONPATH": str(REPOSITORY), "CAPD_ARENA_BYTES": str(1 << 20),

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit import forking
+
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -38,12 +40,12 @@ def run_ranks(
     """
     environment = {k: v for k, v in os.environ.items() if not k.startswith("CAPD_")}
     path = os.pathsep.join(filter(None, [str(REPOSITORY), package and directories_of(package)]))
-    done = subprocess.run(
+    done = forking.run(
         [sys.executable, "-m", "capd", "run", "--store", str(directory), "--run-id", "job", "--policy", "block", "--",
          sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
          str(Path(__file__).with_name(job)), str(directory / "told"), *arguments],
         env={**environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **settings},
-        capture_output=True, text=True, timeout=380,
+        capture_output=True, text=True, timeout=380, inner=forking.TRAINING,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return directory / "job.zarr"

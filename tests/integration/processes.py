@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.kit import forking
+
 RANK_JOB = Path(__file__).with_name("rank_job.py")
 
 
@@ -52,7 +54,7 @@ class Daemon:
             self.endpoint,
         ]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen([*command, *self._options], stderr=log, stdout=log)
+            self.process = forking.popen([*command, *self._options], stderr=log, stdout=log)
         process = self.process
         until(lambda: "listening on" in self.output()[seen:] or process.poll() is not None)
         assert process.poll() is None, self.output()
@@ -175,7 +177,7 @@ class Rank(Told):
             **environment,
         }
         self.rank = rank
-        self.process = subprocess.Popen(
+        self.process = forking.popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True
         )
 
@@ -201,14 +203,17 @@ class Rank(Told):
 StartRank = Callable[..., Rank]
 
 
-def capd(*arguments: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line."""
-    done = subprocess.run(
+def capd(
+    *arguments: str, check: bool = True, inner: str = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the command line. inner: of a command that starts a job, what the job imports."""
+    done = forking.run(
         [sys.executable, "-m", "capd", *arguments],
         capture_output=True,
         text=True,
         timeout=100,
         env={**os.environ, **environment},
+        inner=inner,
     )
     assert not check or done.returncode == 0, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done

@@ -18,6 +18,7 @@ from capd_client.emulation.recipe import Recipe
 from tests.fault.file_systems import mounted_tmpfs
 from tests.integration.collect_job import LAYERS, MICRO_BATCHES
 from tests.integration.processes import Daemon, until
+from tests.kit import forking
 
 JOB = (sys.executable, str(Path(__file__).with_name("collect_job.py")))
 TYPES = ("bf16", "mxfp8", "mxfp4")
@@ -34,8 +35,8 @@ def arguments(*options: str, job: tuple[str, ...] = JOB) -> list[str]:
 
 
 def capd(*command: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=200, cwd=cwd, check=False,
+    return forking.run(
+        command, capture_output=True, text=True, timeout=200, cwd=cwd, inner=forking.TRAINING,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
     )  # fmt: skip
 

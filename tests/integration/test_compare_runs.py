@@ -14,6 +14,7 @@ import torch
 import capd as capd_package
 from capd.formats import qdq
 from tests.integration.processes import capd
+from tests.kit import forking
 
 JOB = Path(__file__).with_name("diverging_job.py")
 FLIPPED = 1
@@ -30,7 +31,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(root: Path, run_id: str, *options: str) -> None:
     command = ["run", "--store", str(root), "--run-id", run_id, "--", sys.executable, str(JOB), *options]
-    capd(*command, CAPD_STRICT="1")
+    capd(*command, inner=forking.TRAINING, CAPD_STRICT="1")
 
 
 def compared(*arguments: str | Path) -> dict[str, Any]:

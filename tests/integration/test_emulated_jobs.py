@@ -14,6 +14,7 @@ import torch
 
 import capd
 from capd_client.emulation.recipe import Recipe
+from tests.kit import forking
 
 REPOSITORY = Path(__file__).parents[2]
 JOB = str(REPOSITORY / "tests" / "integration" / "emulated_job.py")
@@ -54,9 +55,10 @@ def job(
         command = [*run, "--", *command]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("CAPD_")}
     environ = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environ}
-    done = subprocess.run(
-        command, env={**clean, **environ}, capture_output=True, text=True, timeout=200, check=False
-    )
+    done = forking.run(
+        command, env={**clean, **environ}, capture_output=True, text=True, timeout=200,
+        imports="" if "capd" in command else forking.TRAINING, inner=forking.TRAINING,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(ranks)]
     return Done(losses, done.stderr, directory / "r.zarr")
@@ -83,7 +85,7 @@ def test_an_unchanged_script_trains_in_the_format_that_capd_run_names(ranks: int
     assert torch.equal(first[0][0].torch(0), first[1][0].torch(0))
     assert {series.key.rank for series in capd.open(run.run).series} == set(range(ranks))
     [weight] = capd.open(run.run).find(rank=ranks - 1, module="layers.0.qkv", tensor_name="weight")
-    shown = subprocess.run(
+    shown = forking.run(
         [sys.executable, "-m", "capd", "show", str(run.run), weight.path],
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip

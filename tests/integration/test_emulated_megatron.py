@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from torch import Tensor
 from capd_client.formats import qdq
 from tests.integration.emulated_formulas import close, exact_attention
 from tests.integration.emulated_megatron_job import LINEARS, RECIPE, SEQUENCE, SIZE, operands
+from tests.kit import forking
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -29,11 +29,11 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.fixture(scope="module", params=[1, 2])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Found]:
     with tempfile.TemporaryDirectory(prefix="capd-megatron-") as directory:
-        done = subprocess.run(
+        done = forking.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(request.param),
              "-m", "tests.integration.emulated_megatron_job", directory],
             env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            capture_output=True, text=True, timeout=200, check=False,
+            capture_output=True, text=True, timeout=200, inner=forking.TRAINING,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         yield [

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.integration.checking import captured_numbers
 from tests.integration.processes import Daemon, at_rest, live_stats, until
+from tests.kit import forking
 
 JOB = """
 import os, sys
@@ -53,7 +54,7 @@ def test_a_forked_worker_is_inert_and_holds_nothing(tmp_path: Path, daemon: Daem
         "CAPD_ARENA_BYTES": str(16 << 20),
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
-    job = subprocess.Popen(
+    job = forking.popen(
         [sys.executable, "-c", JOB], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:

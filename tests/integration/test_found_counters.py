@@ -7,7 +7,6 @@ itself. The model is found in the middle of their first call.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 import capd
 from tests.integration.launching import REPOSITORY
+from tests.kit import forking
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -100,10 +100,10 @@ def test_the_first_step_of_a_found_model_has_the_moments_that_its_framework_coun
     path.write_text(framework)
     (tmp_path / "script.py").write_text(script)
 
-    done = subprocess.run(
+    done = forking.run(
         [sys.executable, "-m", "capd", "run", "--store", str(tmp_path), "--run-id", "job", "--",
          sys.executable, "script.py"],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100,
+        cwd=tmp_path, capture_output=True, text=True, timeout=100, inner=forking.TRAINING,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(tmp_path)]), "CAPD_STEPS": "all"},
     )  # fmt: skip
 

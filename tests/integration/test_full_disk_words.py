@@ -20,6 +20,7 @@ from capd_client.key import Key, Moment
 from capd_client.protocol import Define, Descriptor, Put
 from tests.cli.conftest import StoreWriter, linear_key
 from tests.fault.file_systems import mounted_tmpfs
+from tests.kit import forking
 from tests.unit.io.seeds import SEED_NAME, seed_dictionary
 
 RECORD_NBYTES = 512 << 10
@@ -183,7 +184,7 @@ def test_a_daemon_that_finds_no_room_for_its_lock_exits_with_6(disk: Path) -> No
     (disk / "store").mkdir()
     filled(disk, left=0)
     command = [sys.executable, "-m", "capd", "serve", "--store", str(disk / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = forking.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 6, done.stderr
     assert f"the file system {disk} has no room left" in done.stderr
 
@@ -202,7 +203,7 @@ def test_the_summary_of_capd_run_says_which_limit_refused(disk: Path, runtime_di
         "-c",
         JOB,
     ]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=90, check=False)
+    done = forking.run(command, env=environ, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
     [line] = [line for line in done.stderr.splitlines() if "were dropped:" in line]
     assert re.search(
@@ -220,7 +221,7 @@ def test_an_export_names_the_file_system_that_is_full(disk: Path, tmp_path: Path
     run = writer.close() / "run.zarr"
     filled(disk, left=1 << 20)
     command = [sys.executable, "-m", "capd", "export", str(run), "--to", to, "--out", str(disk / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = forking.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 6, done.stderr
     assert f"the file system {disk} has no room left" in done.stderr
     assert "of 12.6 MB are free" in done.stderr
@@ -233,7 +234,7 @@ def test_an_import_keeps_what_has_room_says_who_refused_and_goes_on(disk: Path, 
         torch.save(seed_dictionary(torch.randn(1024, 512)), path)
     command = [sys.executable, "-m", "capd", "import", str(tmp_path / "logs"), "--keep-free", "0", "--json"]
     command += ["--store", str(disk / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = forking.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 6, done.stderr
     assert "given again: the full disk refuses a record of 2.1 MB: " in done.stderr
     assert f"of 12.6 MB are free on the file system {disk} of the store {disk / 'store'}" in done.stderr
@@ -241,6 +242,6 @@ def test_an_import_keeps_what_has_room_says_who_refused_and_goes_on(disk: Path, 
     kept = len(series)
     assert 3 <= kept < 8
     subprocess.run(["mount", "-o", "remount,size=40m", str(disk)], check=True)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = forking.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert (json.loads(done.stdout)["already"], json.loads(done.stdout)["imported"]) == (kept, 8 - kept)

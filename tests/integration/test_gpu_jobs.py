@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from tests.gpu import test_cuda_statistics as statistics
 from tests.gpu import test_cuda_wrappers as wrappers
 from tests.gpu.conftest import PREAMBLE, Job, python_path, same_bits
 from tests.integration.processes import Daemon
+from tests.kit import forking
 
 STAND_IN = "import tests.gpu.stand_in\n"
 
@@ -138,7 +138,7 @@ def test_it_runs_as_well(job: Job, test: Callable[..., None], more: tuple[Any, .
 
 
 def test_what_the_sanitizer_looks_at_runs() -> None:
-    done = subprocess.run(
+    done = forking.run(
         [sys.executable, "-c", STAND_IN + hazards.SANITIZED, "as it is"],
         env={**os.environ, "PYTHONPATH": python_path()},
         capture_output=True,

@@ -22,6 +22,7 @@ from capd_client.parts import PartCapture, Record
 from capd_client.session import Session
 from tests.integration.checking import assert_balanced
 from tests.integration.processes import Daemon, at_rest, live_stats, until
+from tests.kit import forking
 
 ARENA_NBYTES = 1 << 20
 MIB = 1 << 20
@@ -309,7 +310,7 @@ def test_a_rank_killed_amid_the_parts_is_counted_once_and_nothing_is_left(daemon
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     assert daemon.process is not None
-    job = subprocess.Popen(
+    job = forking.popen(
         [sys.executable, "-c", JOB, str(daemon.process.pid)], env=environment, stdout=subprocess.PIPE
     )
     with job:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ import zarr
 
 import capd as capd_package
 from tests.integration.processes import capd, command_lines, until
+from tests.kit import forking
 
 REPOSITORY = Path(__file__).parents[2]
 RANKS, STEPS, MICRO_BATCHES, LAYERS, CAPTURED = 2, 3, 2, 2, (0, 1)
@@ -53,22 +53,24 @@ class Job:
 def job() -> Iterator[Job]:
     with tempfile.TemporaryDirectory(prefix="capd-job-") as name:
         directory = Path(name)
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("CAPD_")}
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("CAPD_")} | {
+            "OMP_NUM_THREADS": "1"
+        }
         torchrun = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS),
             str(REPOSITORY / "examples" / "train_text.py"), *OPTIONS,
         ]  # fmt: skip
         store = directory / "store"
-        captured = subprocess.run(
+        captured = forking.run(
             [sys.executable, "-m", "capd", "run", "--store", str(store), "--run-id", "job", "--", *torchrun,
              "--dump-losses", str(directory / "on.json"), "--dump-tensors", str(directory / "reference")],
-            env=environment, capture_output=True, text=True, timeout=110,
+            env=environment, capture_output=True, text=True, timeout=110, inner=forking.TRAINING,
         )  # fmt: skip
         assert captured.returncode == 0, captured.stdout + captured.stderr
         for _ in range(2):
-            plain = subprocess.run(
+            plain = forking.run(
                 [*torchrun, "--dump-losses", str(directory / "off.json")],
-                env=environment, capture_output=True, text=True, timeout=110,
+                env=environment, capture_output=True, text=True, timeout=110, inner=forking.TRAINING,
             )  # fmt: skip
             if GLOO_ABORT not in plain.stderr:
                 break

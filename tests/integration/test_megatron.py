@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -48,6 +47,7 @@ from tests.integration.megatron_job import (
     VOCABULARY,
     Mode,
 )
+from tests.kit import forking
 
 REPOSITORY = Path(__file__).parents[2]
 RANKS = 2
@@ -83,11 +83,11 @@ def run(directory: Path, modes: tuple[str, ...], version: str = "", **settings: 
         "OMP_NUM_THREADS": "1",
         **settings,
     }
-    done = subprocess.run(
+    done = forking.run(
         [sys.executable, "-m", "capd", "run", "--store", str(directory), "--run-id", "job", "--",
          sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS),
          "-m", "tests.integration.megatron_job", str(directory), *modes],
-        env=environment, capture_output=True, text=True, timeout=500,
+        env=environment, capture_output=True, text=True, timeout=500, inner=forking.TRAINING,
     )  # fmt: skip
     log = done.stdout + done.stderr
     assert done.returncode == 0, log

@@ -24,6 +24,7 @@ from capd_client.statistics_row import ROW_FIELDS, ROW_VALUES
 from tests.integration import content, statistics_job
 from tests.integration.processes import Daemon, StartRank, capd, until
 from tests.integration.test_modes import ITERATIONS, MICRO_BATCHES, job, train
+from tests.kit import forking
 
 
 def plain_statistics(tensor: torch.Tensor) -> dict[str, float]:
@@ -69,7 +70,7 @@ def assert_statistics(stats: Stats, tensor: torch.Tensor) -> None:
 def capture_all(daemon: Daemon, **environment: str) -> dict[str, Any]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("CAPD_")}
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
+    done = forking.run(
         [sys.executable, statistics_job.__file__],
         env={
             **inherited,

@@ -16,6 +16,7 @@ import torch
 
 import capd as capd_package
 from tests.integration.processes import Daemon, capd
+from tests.kit import forking
 
 JOB = Path(__file__).with_name("modes_job.py")
 ITERATIONS, MICRO_BATCHES = 5, 2
@@ -26,7 +27,7 @@ def train(out: Path, at_pause: Callable[[str], None] = lambda _: None, **environ
     """Run the job; what it held and counted. at_pause: told the line of each pause, which then ends."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("CAPD_")}
     path = os.pathsep.join([str(JOB.parents[2]), os.environ.get("PYTHONPATH", "")])
-    with subprocess.Popen(
+    with forking.popen(
         [sys.executable, str(JOB), str(out), str(ITERATIONS), str(MICRO_BATCHES)],
         env={**inherited, "PYTHONPATH": path, "CAPD_STRICT": "1", **environment},
         stdin=subprocess.PIPE,

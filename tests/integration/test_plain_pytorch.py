@@ -41,6 +41,7 @@ from tests.integration.plain_models import (
     VOCABULARY,
     WIDTH,
 )
+from tests.kit import forking
 
 pytestmark = pytest.mark.timeout(300)  # the job imports transformers, PEFT and bitsandbytes
 
@@ -92,9 +93,7 @@ def job() -> Iterator[Job]:
         run = [sys.executable, "-m", "capd", "run", "--store", name, "--run-id", "job", "--"]
         commands = ([*run, *script, "--biases", str(directory / "biases.pt")], script)
         jobs = [
-            subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
+            forking.popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             for command in commands
         ]
         try:

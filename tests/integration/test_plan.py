@@ -15,15 +15,18 @@ import pytest
 
 import capd as capd_package
 from tests.integration.processes import until
+from tests.kit import forking
 
 JOB = Path(__file__).with_name("plan_job.py")
 STEPS = 3
 
 
-def capd(*args: str | Path, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def capd(
+    *args: str | Path, cwd: Path, inner: str = forking.TRAINING, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    return forking.run(
         [sys.executable, "-m", "capd", *map(str, args)],
-        capture_output=True, text=True, timeout=110, cwd=cwd, env={**os.environ, **environ}, check=False,
+        capture_output=True, text=True, timeout=110, cwd=cwd, env={**os.environ, **environ}, inner=inner,
     )  # fmt: skip
 
 
@@ -199,8 +202,8 @@ def test_the_table_groups_layers_and_names_limits_and_speeds(tmp_path: Path) -> 
 def test_a_job_that_asks_for_nothing_fails_or_hangs_is_told_of_and_nothing_is_left(tmp_path: Path) -> None:
     idle = ["sh", "-c", "echo $$; exec sleep 600"]  # which has said so long before the time is over
 
-    nothing = capd("plan", "--", sys.executable, "-c", "print('hello')", cwd=tmp_path)
-    failed = capd("plan", "--", sys.executable, "-c", "raise SystemExit(9)", cwd=tmp_path)
+    nothing = capd("plan", "--", sys.executable, "-c", "print('hello')", cwd=tmp_path, inner="")
+    failed = capd("plan", "--", sys.executable, "-c", "raise SystemExit(9)", cwd=tmp_path, inner="")
     hung = capd("plan", "--timeout", "2", "--", *idle, cwd=tmp_path)
     absent = capd("plan", "--", "no-such-command", cwd=tmp_path)
 

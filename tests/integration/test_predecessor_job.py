@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import capd
 from capd_client.reference import parse_reference
 from tests.integration.launching import REPOSITORY
 from tests.integration.processes import daemons_on, until
+from tests.kit import forking
 
 JOB = Path(__file__).with_name("predecessor_job.py")
 RANKS, STEPS, MICRO_BATCHES, LAYERS = 2, 2, 2, 2
@@ -25,12 +25,12 @@ EACH = RANKS * STEPS * MICRO_BATCHES * LAYERS
 def torchrun(directory: Path, *before: str, job: Path = JOB, **environment: str) -> str:
     """Run the job on two ranks below `before`; returns what it said."""
     directory.mkdir()
-    done = subprocess.run(
+    done = forking.run(
         [*before, sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS),
          str(job), str(directory)],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
              **environment},
-        cwd=directory, capture_output=True, text=True, timeout=110,
+        cwd=directory, capture_output=True, text=True, timeout=110, inner=forking.TRAINING,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import capd
 from capd.errors import CapdError
 from capd.store.reader import Store
 from tests.integration.launching import REPOSITORY
+from tests.kit import forking
 
 pytest.importorskip("torchao")
 
@@ -30,9 +30,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("CAPD_")}
     environment |= {"PYTHONPATH": str(REPOSITORY), "CAPD_POLICY": "block", "CAPD_STRICT": "1"}
     script = [sys.executable, "-m", "tests.integration.native_job", str(directory)]
-    done = subprocess.run(
+    done = forking.run(
         [sys.executable, "-m", "capd", "run", "--store", directory, "--run-id", "job", "--", *script],
-        env=environment, capture_output=True, text=True, timeout=180,
+        env=environment, capture_output=True, text=True, timeout=180, inner=forking.TORCH,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return directory

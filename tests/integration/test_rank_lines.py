@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.kit import forking
 
 JOB = """
 import os, sys, torch, capd_client
@@ -43,9 +44,9 @@ def run(directory: Path, script: str, ranks: int, **settings: str) -> list[str]:
     launcher = (
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     )
-    done = subprocess.run(
+    done = forking.run(
         [sys.executable, "-m", "capd", "run", "--", sys.executable, *launcher, "job.py"],
-        cwd=directory, capture_output=True, text=True, timeout=300,
+        cwd=directory, capture_output=True, text=True, timeout=300, inner=forking.TRAINING,
         env={**environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **settings},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ import torch
 import capd as capd_package
 from tests.integration.processes import Daemon
 from tests.integration.rules_job import HEADS, LAYERS, MICRO_BATCHES, STEPS, TOKENS, WIDTH
+from tests.kit import forking
 
 JOB = Path(__file__).with_name("rules_job.py")
 RULES = r"""
@@ -121,7 +121,7 @@ def ranks(way: str, folder: Path, *, world: int = 2, **environment: str) -> list
     settings = {"PYTHONPATH": str(JOB.parents[2]), "WORLD_SIZE": str(world), "CAPD_LOG": "INFO"}
 
     def run(rank: int) -> Ended:
-        done = subprocess.run(
+        done = forking.run(
             [sys.executable, str(JOB), way],
             env={**inherited, **settings, **environment, "RANK": str(rank)},
             cwd=folder,

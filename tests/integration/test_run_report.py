@@ -14,6 +14,7 @@ import pytest
 
 import capd as capd_package
 from tests.integration.processes import until
+from tests.kit import forking
 
 JOB = (sys.executable, str(Path(__file__).with_name("collect_job.py")))
 # Few tensors make few panels.
@@ -39,8 +40,8 @@ def environ_of(place: Path) -> dict[str, str]:
 
 
 def capd(*command: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=200, cwd=cwd, check=False,
+    return forking.run(
+        command, capture_output=True, text=True, timeout=200, cwd=cwd, inner=forking.TRAINING,
         env={**environ_of(cwd), **environ},
     )  # fmt: skip
 

@@ -23,6 +23,7 @@ from capd_client import tensor_saver
 from tests.integration.launching import REPOSITORY
 from tests.integration.processes import Daemon
 from tests.integration.seed_job import PREDECESSOR, blocks
+from tests.kit import forking
 
 JOB = Path(__file__).with_name("seed_job.py")
 OUTPUT = ("linear", "forward", "post", "linear", "output")
@@ -89,7 +90,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 def run_block(node: Daemon, *names: str, **more: str) -> Path:
     """Run blocks as a job of the daemon's; returns its run."""
     run_id = "-".join(names)
-    done = subprocess.run(
+    done = forking.run(
         [sys.executable, str(JOB), *names], capture_output=True, text=True, timeout=60,
         env=environment(CAPD_ENDPOINT=node.endpoint, CAPD_RUN_ID=run_id, CAPD_POLICY="block", **ENVIRONMENT, **more),
     )  # fmt: skip
@@ -118,7 +119,7 @@ def test_the_line_that_a_document_prints_is_one_of_the_debug_log(node: Daemon) -
     with contextlib.redirect_stdout(shown):
         exec(blocks()["001-2"], dict(names))  # noqa: S102 - the document's line
     command = [sys.executable, str(JOB), "001-0"]
-    done = subprocess.run(
+    done = forking.run(
         command, capture_output=True, text=True, timeout=60,
         env=environment(
             CAPD_ENDPOINT=node.endpoint, CAPD_RUN_ID="debug", CAPD_LOG="debug", **ENVIRONMENT, **OF_BLOCK["001-0"]
@@ -196,10 +197,10 @@ def test_below_capd_run_the_blocks_need_no_change_at_all(tmp_path: Path) -> None
         (package / "__init__.py").write_text("")
     names = ["000-1", "000-2", "000-3", "002-3", "002-4", "002-6"]
 
-    done = subprocess.run(
+    done = forking.run(
         [sys.executable, "-m", "capd", "run", "--store", "store", "--run-id", "run", "--",
          sys.executable, str(JOB), *names],
-        cwd=tmp_path, capture_output=True, text=True, timeout=100,
+        cwd=tmp_path, capture_output=True, text=True, timeout=100, inner=forking.TORCH,
         env=environment(
             CAPD_REPLACE_TENSOR_SAVER="1", IMPORT_FROM=PREDECESSOR, TENSOR_SAVE_ENABLED="true",
             PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(tmp_path)]), **ENVIRONMENT,

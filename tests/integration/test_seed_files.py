@@ -15,6 +15,7 @@ import torch
 from tests.integration.launching import REPOSITORY
 from tests.integration.processes import daemons_on, until
 from tests.integration.seed_job import blocks
+from tests.kit import forking
 
 JOB = Path(__file__).with_name("seed_job.py")
 TYPES = {"hifp8": 3, "mxfp8": 2, "mxfp4": 8}  # files of each that the blocks give
@@ -27,7 +28,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("seed-files")
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CUSTOM_QUANT_TYPE": "mxfp4"}
     command = [sys.executable, str(JOB), "001-0", "002-3", "002-4", "002-6"]
-    done = subprocess.run(
+    done = forking.run(
         command, cwd=directory, capture_output=True, text=True, timeout=100,
         env={**environment, "TENSOR_SAVE_ENABLED": "true", "TENSOR_SAVE_DIR": "store"},
     )  # fmt: skip
@@ -44,9 +45,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--out",
         "enhanced_tensor_logs",
     ]
-    done = subprocess.run(
-        command, cwd=directory, capture_output=True, text=True, timeout=100, env=environment
-    )
+    done = forking.run(command, cwd=directory, capture_output=True, text=True, timeout=100, env=environment)
     assert done.returncode == 0, done.stderr
     until(lambda: not daemons_on(directory / "store"), 20)
     return directory

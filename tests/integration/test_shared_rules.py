@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.kit import forking
 
 JOB = """
 import torch
@@ -42,9 +43,9 @@ def test_only_what_no_model_of_the_job_has_is_said_and_once(tmp_path: Path) -> N
     (tmp_path / "capd.toml").write_text(RULES)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CAPD_")}
 
-    done = subprocess.run(
+    done = forking.run(
         [sys.executable, "-m", "capd", "run", "--store", str(tmp_path / "store"), "--", sys.executable, "-c", JOB],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, inner=forking.TORCH,
     )  # fmt: skip
 
     assert done.returncode == 0, done.stderr

@@ -22,6 +22,7 @@ import pytest
 from tests.fault.tracing import injected, needs_strace
 from tests.integration.checking import assert_balanced
 from tests.integration.processes import Daemon, live_stats
+from tests.kit import forking
 
 STEPS, MIB = 60, 1 << 20
 JOB = """
@@ -100,7 +101,7 @@ class Job:
             "PYTHONPATH": str(Path(__file__).parents[2]),
             **environment,
         }
-        self.process = subprocess.Popen(
+        self.process = forking.popen(
             [sys.executable, str(script), str(STEPS), daemon],
             env=env,
             stdin=subprocess.PIPE,

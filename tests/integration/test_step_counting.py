@@ -23,6 +23,7 @@ import torch
 
 import capd as capd_package
 from tests.integration.processes import Daemon
+from tests.kit import forking
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for all jobs
 JOB = Path(__file__).with_name("counting_job.py")
@@ -109,7 +110,7 @@ def _start(
         environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), **_rendezvous()}
     path = directory / f"{run}.{rank}.log"
     with path.open("wb") as log:
-        process = subprocess.Popen(
+        process = forking.popen(
             [sys.executable, str(JOB), str(directory / run), *scenarios],
             env=environment, stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
