@@ -13,7 +13,7 @@ GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 SOURCES := capd capd_client tests benchmarks examples
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-store check check-static format lint type imports test-random test-fault test-gpu test-all bench bench-gpu gpu-first-hour bench-store docs clean
+.PHONY: help setup demo docs test test-all test-store check check-static format lint type imports test-random test-fault test-gpu bench bench-gpu gpu-first-hour bench-store clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,8 +33,12 @@ demo: setup ## Train a small GPT on two ranks, capture it, then show what was ca
 	$(BIN)/capd stats $(STORE)/$$run_id.zarr && \
 	$(BIN)/capd ls $(STORE)/$$run_id.zarr --limit 20
 
-test: setup ## Run the default test tier
+test: setup ## Run the default test tier: every promise and every command once
+	$(PYTEST) -m "not slow and not fault and not gpu" $(SIDE_BY_SIDE) $(TEST_ARGS)
+
+test-all: setup ## Run the default tier and all further rows of it
 	$(PYTEST) -m "not fault and not gpu" $(SIDE_BY_SIDE) $(TEST_ARGS)
+	@echo "Not run: kills and faults (make test-fault), and what needs a CUDA device (make test-gpu)"
 
 test-store: ## Run the store's tests without torch, on any Python: make test-store PYTHON=python3.13
 	@set -e; version=$$($(PYTHON) -c 'import sys; print("{}.{}".format(*sys.version_info))'); \
@@ -45,7 +49,7 @@ test-store: ## Run the store's tests without torch, on any Python: make test-sto
 	    $$venv/bin/python -m pip install --quiet --no-deps -e .; \
 	    touch $$venv/.installed; \
 	fi; \
-	$$venv/bin/python -m pytest tests/unit/store -m "not fault"
+	$$venv/bin/python -m pytest tests/unit/store -m "not slow and not fault"
 
 check: check-static test ## Everything that must pass before a change lands
 
@@ -63,7 +67,7 @@ type: setup ## Check types
 imports: setup
 	$(BIN)/lint-imports --no-cache
 
-test-fault: setup ## Run the slow tier: kills, stops and faults
+test-fault: setup ## Run the fault tier: kills, stops and faults
 	$(PYTEST) -m fault -o faulthandler_timeout=0
 
 test-random: setup ## Run the property tests on new random examples, and more of them
@@ -71,9 +75,6 @@ test-random: setup ## Run the property tests on new random examples, and more of
 
 test-gpu: $(GPU_SETUP) ## Run the tests that need a CUDA device; GPU_PYTHON=python3 runs them without .venv
 	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(GPU_PYTHON) -m pytest tests/gpu -m gpu $(TEST_ARGS)
-
-test-all: setup ## Run every tier
-	$(PYTEST)
 
 bench: setup ## Run the benchmarks (a quarter of an hour, on a quiet machine)
 	$(BIN)/python benchmarks/capture_call.py

@@ -15,7 +15,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.kit import forking
+from tests.kit import forking, leaks
 
 LEAK_WAIT_S = 20.0  # a busy machine ends threads and children late; only a leak takes so long
 # Process-wide pools of libraries and of the kit, made once and kept on purpose.
@@ -52,13 +52,6 @@ def pytest_report_to_serializable() -> Generator[Any, Any, Any]:
     return _as_utf8((yield))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Whatever failed before it passed, with `--reruns`, is told of like a failure: it is a defect of something."""
-    for report in terminalreporter.getreports("rerun"):
-        terminalreporter.section(f"failed, and was run again: {report.nodeid}")
-        terminalreporter.write_line(report.longreprtext)
-
-
 def _as_utf8(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
@@ -93,6 +86,15 @@ def no_leaks(runtime_dir: Path) -> Iterator[None]:
         if time.monotonic() > deadline:
             pytest.fail(f"left behind: threads {left[0]}, children {left[1]}, memfds {left[2]}")
         threading.Event().wait(0.02)
+
+
+@pytest.fixture(autouse=True)
+def no_watch_left() -> Iterator[None]:
+    """Fail the test that leaves a watched model behind, not a later one of the same worker."""
+    yield
+    left = leaks.watched_modules()
+    if left:
+        pytest.fail(f"still watched: {', '.join(type(module).__name__ for module in left)}")
 
 
 @pytest.fixture

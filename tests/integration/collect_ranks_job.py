@@ -70,6 +70,7 @@ def main() -> None:
         optimizer.zero_grad()
         evaluate(model, next(given))
         dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,18 @@ def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {condition}"
         threading.Event().wait(0.005)
     return value
+
+
+def pause(pid: int) -> None:
+    """SIGSTOP, and wait until every thread of the process stands still: until then it may go on for a moment."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: set(_states(pid)) <= {"T"})
+
+
+def _states(pid: int) -> Iterator[str]:
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            yield (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 class Daemon:
@@ -65,9 +78,12 @@ class Daemon:
         return self.log.read_text() if self.log.exists() else ""
 
     def send(self, signum: int) -> None:
-        """Send a signal."""
+        """Send a signal; the daemon stands still when a SIGSTOP was sent."""
         assert self.process is not None
-        self.process.send_signal(signum)
+        if signum == signal.SIGSTOP:
+            pause(self.process.pid)
+        else:
+            self.process.send_signal(signum)
 
     def kill(self) -> None:
         """SIGKILL, and wait for its end."""

@@ -17,7 +17,7 @@ import capd as capd_package
 from capd_client.emulation.recipe import Recipe
 from tests.fault.file_systems import mounted_tmpfs
 from tests.integration.collect_job import LAYERS, MICRO_BATCHES
-from tests.integration.processes import Daemon, until
+from tests.integration.processes import Daemon, pause, until
 from tests.kit import forking
 
 JOB = (sys.executable, str(Path(__file__).with_name("collect_job.py")))
@@ -444,7 +444,7 @@ def test_a_daemon_that_is_stopped_costs_its_type_and_no_other(tmp_path: Path) ->
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         until(lambda: log.exists() and "hanging" in log.read_text(), 100)
         [daemon] = jobs(tmp_path, "serve")
-        os.kill(daemon, signal.SIGSTOP)
+        pause(daemon)
         _, said = process.communicate(timeout=200)
 
     run = tmp_path / "store" / "r.zarr"

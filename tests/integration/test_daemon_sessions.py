@@ -37,6 +37,7 @@ from capd.server.session import RECORD_NBYTES
 from capd_client.counter_page import PAGE_NBYTES
 from capd_client.key import Moment
 from capd_client.protocol import ARENA_BYTE, Descriptor, Ping, Pong, Put, Reject, Welcome, encode
+from tests.integration.processes import pause
 
 
 @pytest.fixture(scope="module")
@@ -335,7 +336,7 @@ def test_a_stopped_daemon_goes_on_without_tearing_or_doubling_anything(
     rank.connect()
     rank.put(1)
     rank.expect_acks(1)
-    daemon.process.send_signal(signal.SIGSTOP)
+    pause(daemon.process.pid)
     try:
         rank.put(2, 3)  # into the socket of a connection that is given up below
         old = rank.connection

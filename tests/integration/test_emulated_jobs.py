@@ -14,6 +14,7 @@ import torch
 
 import capd
 from capd_client.emulation.recipe import Recipe
+from tests.integration.launching import assert_trained
 from tests.kit import forking
 
 REPOSITORY = Path(__file__).parents[2]
@@ -59,7 +60,10 @@ def job(
         command, env={**clean, **environ}, capture_output=True, text=True, timeout=200,
         imports="" if "capd" in command else forking.TRAINING, inner=forking.TRAINING,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    if capture is None:
+        assert_trained(done)
+    else:
+        assert done.returncode == 0, done.stdout + done.stderr
     losses = [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(ranks)]
     return Done(losses, done.stderr, directory / "r.zarr")
 

@@ -27,6 +27,7 @@ for _ in range(2):
     alike(torch.ones(2, 4)).sum().backward()
     optimizer.step()
 distributed.barrier()
+distributed.destroy_process_group()
 """
 FOUND = """
 import torch

@@ -53,6 +53,8 @@ class Request:
 
     def __init__(self, connection: socket.socket) -> None:
         head, descriptors, _, _ = socket.recv_fds(connection, 8, 32)
+        if not head:
+            raise EOFError("somebody only asked whether there is a server")
         body = b""
         while len(body) < int.from_bytes(head, "big"):
             body += connection.recv(1 << 20)
@@ -102,7 +104,11 @@ class Server:
                     self._kill_job_of(key.fileobj)
 
     def _begin(self, connection: socket.socket) -> Request | None:
-        request = Request(connection)
+        try:
+            request = Request(connection)
+        except EOFError:
+            connection.close()
+            return None
         wanted = import_variables(request.fields["environ"])
         if wanted != self._shared:
             names = sorted(name for name, _ in wanted.items() ^ self._shared.items())

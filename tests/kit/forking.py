@@ -136,7 +136,9 @@ def stand_in_for(environ: Mapping[str, str], *, imports: str = TORCH) -> str:
         environ: The job's environment; of it only what torch reads at its import matters.
         imports: As of `Popen`.
     """
-    return str(_server(imports, environ).stand_in)
+    server = _server(imports, environ)
+    server.wait()
+    return str(server.stand_in)
 
 
 class _Server:
@@ -169,6 +171,10 @@ class _Server:
                 answer = json.loads(lines.readline() or "{}")
         assert "pid" in answer, answer.get("error", "") or self._log.read_text()
         return int(answer["pid"])
+
+    def wait(self) -> None:
+        """Wait until it takes requests."""
+        self._connection().close()
 
     def end(self) -> None:
         """End the server. Jobs that were adopted are left alone."""
