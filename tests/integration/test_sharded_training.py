@@ -39,6 +39,7 @@ from tests.integration.sharded_models import (
     WORDS,
     expect,
 )
+from tests.kit.tiers import rows, rows_wanted
 
 ON_TWO = (
     "ddp", "ddp_compiled", "fsdp1", "fsdp2", "fsdp2_bf16", "fsdp2_compiled", "tp", "tp_sequence", "tp_compiled",
@@ -46,25 +47,33 @@ ON_TWO = (
 )  # fmt: skip
 ON_FOUR = ("fsdp2_tp_reentrant", "fsdp2_tp_non_reentrant", "tp_reentrant", "tp_non_reentrant")
 """As in sharded_job.py, in its order."""
-WAYS = (*ON_TWO, *(pytest.param(way, marks=pytest.mark.fault) for way in ON_FOUR))
-TENSOR_PARALLEL = tuple(way for way in WAYS if "tp" in str(way))
+QUICK = ("ddp", "fsdp2", "fsdp2_compiled", "tp_sequence", "fsdp2_tp")
+WAYS = rows((*ON_TWO, *ON_FOUR), QUICK)
+TENSOR_PARALLEL = rows((way for way in (*ON_TWO, *ON_FOUR) if "tp" in way), QUICK)
 
 pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")
-def on_two() -> Iterator[Captures]:
-    yield from trained(2, ON_TWO)
+def on_two(request: pytest.FixtureRequest) -> Iterator[Captures]:
+    yield from trained(2, ON_TWO, request)
 
 
 @pytest.fixture(scope="module")
-def on_four() -> Iterator[Captures]:
-    yield from trained(4, ON_FOUR)
+def on_four(request: pytest.FixtureRequest) -> Iterator[Captures]:
+    yield from trained(4, ON_FOUR, request)
 
 
-def trained(ranks: int, ways: tuple[str, ...]) -> Iterator[Captures]:
+def trained(ranks: int, all_ways: tuple[str, ...], request: pytest.FixtureRequest) -> Iterator[Captures]:
+    wanted = rows_wanted(request, "way")
+    ways = [way for way in all_ways if way in wanted]
+    begins.update({way: STEPS * number for number, way in enumerate(ways)})
     with tempfile.TemporaryDirectory(prefix="capd-sharded-") as name:
         yield Captures.of_store(run_ranks("sharded_job.py", ranks, Path(name), *ways))
+
+
+begins: dict[str, int] = {}
+"""Way → its first iteration: one process runs those that are wanted one after the other."""
 
 
 @pytest.fixture
@@ -87,8 +96,9 @@ def of(captures: Captures, way: str) -> Captures:
 
 def expected(way: str) -> Expected:
     """All that a watch of the transformer captures if a linear's weight is split as the way splits it."""
-    first = STEPS * (ON_FOUR if way in ON_FOUR else ON_TWO).index(way)
-    found = Expected(steps=range(first, first + STEPS), micro_batches=MICRO_BATCHES, ranks=range(ranks(way)))
+    found = Expected(
+        steps=range(begins[way], begins[way] + STEPS), micro_batches=MICRO_BATCHES, ranks=range(ranks(way))
+    )
     parts = 2 if "tp" in way else 1
     expect(found, way, parts=parts, split_head=parts > 1 and by_sequence(way))
     return found
@@ -124,9 +134,7 @@ def test_every_rank_s_tensors_satisfy_the_algebra_of_its_products(captures: Capt
     assert compared == dict.fromkeys(("O", "dQ", "dK", "dV"), calls * LAYERS)
 
 
-@pytest.mark.parametrize(
-    "way", ["ddp", "fsdp2", "tp_sequence", pytest.param("fsdp2_tp_reentrant", marks=pytest.mark.fault)]
-)
+@pytest.mark.parametrize("way", rows(["ddp", "fsdp2", "tp_sequence", "fsdp2_tp_reentrant"], QUICK))
 def test_a_swapped_moment_or_an_overwritten_value_is_found_out(captures: Captures, way: str) -> None:
     linears = of(captures, way).without(lambda r: r.call.layer_type != "linear")
     for wrong in controls(linears, "input", "output", "grad_output", "grad_weight"):
@@ -134,7 +142,7 @@ def test_a_swapped_moment_or_an_overwritten_value_is_found_out(captures: Capture
             check_linear(wrong)
 
 
-@pytest.mark.parametrize("way", ["ddp", "ddp_compiled", "fsdp1", "fsdp2", "fsdp2_compiled"])
+@pytest.mark.parametrize("way", rows(["ddp", "ddp_compiled", "fsdp1", "fsdp2", "fsdp2_compiled"], QUICK))
 def test_gradients_of_a_rank_are_its_own_and_add_up_to_what_the_optimizer_gets(
     captures: Captures, way: str
 ) -> None:
@@ -160,8 +168,7 @@ def test_gradients_of_a_rank_are_its_own_and_add_up_to_what_the_optimizer_gets(
         assert error_of(mine[0], mine[1]) > 1e-3, "the ranks trained on other tokens"
 
 
-@pytest.mark.fault
-@pytest.mark.parametrize("way", ["fsdp2_tp_reentrant", "fsdp2_tp_non_reentrant"])
+@pytest.mark.parametrize("way", rows(ON_FOUR[:2], QUICK))
 def test_parts_of_a_gradient_on_a_mesh_put_together_are_the_mean_of_the_groups(
     captures: Captures, way: str
 ) -> None:
@@ -253,9 +260,7 @@ def test_placements_are_those_of_the_product_itself_whichever_came_first(
             assert (attributes["tp_rank"], attributes["tp_size"]) == (entry.record.call.rank % 2, 2)
 
 
-@pytest.mark.parametrize(
-    "way", ["fsdp2", "tp", "fsdp2_tp", *(pytest.param(way, marks=pytest.mark.fault) for way in ON_FOUR[1:3])]
-)
+@pytest.mark.parametrize("way", rows(["fsdp2", "tp", "fsdp2_tp", *ON_FOUR[1:3]], QUICK))
 def test_all_tensors_of_a_model_on_a_mesh_say_where_in_it_their_rank_is(captures: Captures, way: str) -> None:
     names = {"fsdp2": ("dp",), "tp": ("tp",)}.get(way, ("dp", "tp"))
     for entry in of(captures, way).entries:

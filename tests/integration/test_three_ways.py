@@ -25,7 +25,7 @@ LACKING = {"lazy": ATTENTION, "odd": ATTENTION, "variants": {"grad_input"}}
 
 
 def marks_of(row: Row) -> list[pytest.MarkDecorator]:
-    slow = [] if row.default else [pytest.mark.fault]
+    slow = [] if row.default else [pytest.mark.slow]
     return [*slow, *([needs(row.package)] if row.package else [])]
 
 

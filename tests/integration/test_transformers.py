@@ -16,6 +16,7 @@ from tests.integration import transformers_oracle as oracle
 from tests.integration.transformers_expected import SCENARIOS
 from tests.integration.transformers_products import BATCH, LAYERS, MICRO_BATCHES, SEQUENCE, STEPS, tokens
 from tests.integration.transformers_running import Ran, Read, trained
+from tests.kit.tiers import rows, rows_wanted
 
 pytestmark = [
     pytest.mark.timeout(900),  # the first test waits for the whole job
@@ -24,8 +25,13 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def ran() -> Iterator[Ran]:
-    with trained([*SCENARIOS, *OTHERS]) as ran:
+def ran(request: pytest.FixtureRequest) -> Iterator[Ran]:
+    families = rows_wanted(request, "family")
+    wanted = {
+        *rows_wanted(request, "name", NAMED),
+        *(f"{family}-{way}" for family in families for way in WAYS),
+    }
+    with trained([name for name in (*SCENARIOS, *OTHERS) if name in wanted]) as ran:
         yield ran
 
 
@@ -35,10 +41,23 @@ def captured(ran: Ran) -> Read:
 
 
 FAMILIES = ("mixtral", "qwen3_moe")
+WAYS = ("grouped_mm", "eager", "batched_mm")
 OTHERS = tuple(
-    f"{family}-{way}" for family in FAMILIES for way in ("eager", "batched_mm")
+    f"{family}-{way}" for family in FAMILIES for way in WAYS[1:]
 )  # whose records depend on what the router chose
-every_scenario = pytest.mark.parametrize("name", SCENARIOS)
+NAMED = ("sdpa", "tied", "whisper", "trainer-bf16", "mixtral-grouped_mm")
+"""Those that tests name which are about one alone."""
+QUICK = (
+    *NAMED,
+    "eager",
+    "generating",
+    "lora",
+    "trainer",
+    "trainer-compiled",
+    "mixtral-eager",
+    "mixtral-batched_mm",
+)
+every_scenario = pytest.mark.parametrize("name", rows(SCENARIOS, QUICK))
 
 
 @every_scenario
@@ -72,7 +91,7 @@ def test_losses_are_the_same_with_capture_on_and_off(name: str, ran: Ran) -> Non
     assert "Traceback" not in ran.log(name)
 
 
-@pytest.mark.parametrize("name", ["sdpa", "trainer", "trainer-compiled", "trainer-reentrant"])
+@pytest.mark.parametrize("name", rows(["sdpa", "trainer", "trainer-compiled", "trainer-reentrant"], QUICK))
 def test_every_micro_batch_holds_its_own_data(name: str, captured: Read) -> None:
     """dY of the last product follows from its Y and the labels of that micro-batch."""
     head, worst = captured(name).values, 0.0
@@ -138,7 +157,7 @@ def test_under_autocast_tensors_have_the_dtype_of_the_product(captured: Read) ->
 
 
 BLOCKS = [f"model.layers.{layer}.mlp" for layer in range(LAYERS)]
-every_family = pytest.mark.parametrize("family", FAMILIES)
+every_family = pytest.mark.parametrize("family", rows(FAMILIES, FAMILIES[:1]))
 
 
 @every_family
@@ -201,7 +220,7 @@ def test_batched_experts_compute_the_tokens_choices_in_order(block: str, capture
     assert len(found["input"]) == STEPS * MICRO_BATCHES
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", rows(OTHERS, QUICK))
 def test_losses_of_other_experts_are_the_same_with_capture_on_and_off(name: str, ran: Ran) -> None:
     result = ran.result(name)
 

@@ -243,7 +243,7 @@ ROWS: dict[str, Row] = {
     "trainer_compiled": Row(trainer_compiled, imports=_TRAINER),
     "transformers_loop": Row(transformers_loop, imports=_TRAINER),
     "peft": Row(peft, imports=("peft",), default=True),
-    "accelerate": Row(accelerate, imports=("accelerate",), default=True),
+    "accelerate": Row(accelerate, imports=("accelerate",)),
     "lightning": Row(lightning, imports=_LIGHTNING, default=True),
     "lightning_manual": Row(lightning_manual, imports=_LIGHTNING),
     "fabric": Row(fabric, imports=_LIGHTNING),

@@ -183,7 +183,7 @@ def several(script: Script) -> Losses:
 ROWS: dict[str, Row] = {
     "plain": Row(plain, default=True),
     "autocast": Row(autocast),
-    "encoder": Row(encoder, default=True),
+    "encoder": Row(encoder),
     "translator": Row(translator),
     "variants": Row(variants),
     "odd": Row(odd),

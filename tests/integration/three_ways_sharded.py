@@ -142,7 +142,7 @@ _TENSOR = ("torch.distributed.tensor.parallel",)
 ROWS: dict[str, Row] = {
     "ddp": Row(ddp, ranks=2, default=True),
     "ddp_compiled": Row(ddp_compiled, ranks=2),
-    "fsdp1": Row(fsdp1, ranks=2, imports=_FSDP, default=True),
+    "fsdp1": Row(fsdp1, ranks=2, imports=_FSDP),
     "fsdp2": Row(fsdp2, ranks=2, imports=_FSDP, default=True),
     "fsdp2_bf16": Row(fsdp2_bf16, ranks=2, imports=_FSDP),
     "fsdp2_checkpointed": Row(fsdp2_checkpointed, ranks=2, imports=_FSDP),
