@@ -86,7 +86,6 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
 
 
-@pytest.mark.fault
 def test_a_dev_shm_smaller_than_the_arena_is_no_matter(place: Place) -> None:
     """As containers have it: 64 MiB, which files there would fill until a write ends in SIGBUS."""
     mount = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
@@ -204,8 +203,13 @@ def group() -> Iterator[MemoryGroup]:
     made.path.rmdir()
 
 
-@pytest.mark.fault
-@pytest.mark.parametrize("asked", [None, 4096 * MIB], ids=["default", "asked for too much"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param(None, id="default"),
+        pytest.param(4096 * MIB, id="asked for too much", marks=pytest.mark.fault),
+    ],
+)
 def test_the_arena_fits_into_a_memory_cgroup(place: Place, group: MemoryGroup, asked: int | None) -> None:
     """Its pages are made ahead, so one that is too large would have the rank killed before its first step."""
     said = place.run(
