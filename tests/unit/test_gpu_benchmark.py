@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit import forking
+
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "gpu_capture.py"
 NO_GPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return forking.run(
         [sys.executable, BENCHMARK, *arguments],
         capture_output=True,
         text=True,
@@ -74,7 +76,7 @@ def test_a_figure_is_judged_by_both_of_its_bounds(value: float, verdict: str) ->
         f"import gpu_tables; print(gpu_tables.Check('x', {value}, 40.0, 28.0).verdict,"
         f" gpu_tables.Check('x', -{value}, -40.0, -28.0, at_most=False).verdict)"
     )
-    done = subprocess.run(
+    done = forking.run(
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,

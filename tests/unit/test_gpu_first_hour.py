@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kit import forking
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_first_hour.py"
 MACHINE = f"none, torch {torch.__version__}, quick"
@@ -21,7 +23,7 @@ STEPS = 17
 def run(*arguments: str | Path, code: str = "") -> subprocess.CompletedProcess[str]:
     """The script; `code` runs in its interpreter before it."""
     script = f"import runpy, sys\n{code}\nsys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
-    return subprocess.run(
+    return forking.run(
         [sys.executable, "-c", script, SCRIPT, *arguments],
         capture_output=True,
         text=True,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.kit import forking
 
 ROOT = Path(__file__).parents[3]
 
@@ -27,8 +28,8 @@ def test_gradients_reach_the_parameters_of_a_distributed_model(how: str, order: 
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
         str(Path(__file__).with_name("ranks_job.py")), how, order,
     ]  # fmt: skip
-    done = subprocess.run(
-        job, capture_output=True, text=True, timeout=100, check=False, cwd=ROOT,
+    done = forking.run(
+        job, capture_output=True, text=True, timeout=100, cwd=ROOT, inner=forking.TRAINING,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
