@@ -82,8 +82,15 @@ def quick_page(known: tuple[Path, Values], tmp_path_factory: pytest.TempPathFact
     return report(known[0], tmp_path_factory.mktemp("page") / "quick.html", "--quick")
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize(
+    ("width", "theme"),
+    [
+        (1280, "light"),
+        (400, "dark"),
+        pytest.param(1280, "dark", marks=pytest.mark.slow),
+        pytest.param(400, "light", marks=pytest.mark.slow),
+    ],
+)
 def test_every_page_opens_offline_and_none_scrolls_sideways(
     opened: Open, page: Path, width: int, theme: str
 ) -> None:
@@ -106,7 +113,7 @@ def test_names_of_the_store_are_text_and_nothing_else(opened: Open, page: Path) 
     assert sorted(names) == sorted(TENSORS)
 
 
-@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("width", [pytest.param(1280, marks=pytest.mark.slow), 400])
 def test_names_of_300_characters_wrap_instead_of_scrolling_the_page(
     opened: Open, tmp_path: Path, width: int
 ) -> None:
@@ -336,6 +343,7 @@ def test_a_report_of_one_series_opens_on_its_page(
     assert shown.page.locator("main h2").first.inner_text() == "input"
 
 
+@pytest.mark.slow
 def test_a_thousand_series_take_less_than_two_megabytes(opened: Open, tmp_path: Path) -> None:
     rng, gathered = np.random.default_rng(0), GatheredRecords(series=SeriesSummaries())
 
