@@ -13,7 +13,7 @@ import pytest
 
 import capd
 from capd_client.reference import parse_reference
-from tests.integration.launching import REPOSITORY
+from tests.integration.launching import REPOSITORY, assert_trained
 from tests.integration.processes import daemons_on, until
 from tests.kit import forking
 
@@ -22,7 +22,9 @@ RANKS, STEPS, MICRO_BATCHES, LAYERS = 2, 2, 2, 2
 EACH = RANKS * STEPS * MICRO_BATCHES * LAYERS
 
 
-def torchrun(directory: Path, *before: str, job: Path = JOB, **environment: str) -> str:
+def torchrun(
+    directory: Path, *before: str, job: Path = JOB, captured: bool = True, **environment: str
+) -> str:
     """Run the job on two ranks below `before`; returns what it said."""
     directory.mkdir()
     done = forking.run(
@@ -32,7 +34,10 @@ def torchrun(directory: Path, *before: str, job: Path = JOB, **environment: str)
              **environment},
         cwd=directory, capture_output=True, text=True, timeout=110, inner=forking.TRAINING,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    if captured:
+        assert done.returncode == 0, done.stdout + done.stderr
+    else:
+        assert_trained(done)
     return done.stdout + done.stderr
 
 
@@ -62,7 +67,7 @@ def check_content(store: capd.Store, ranks: list[dict[str, Any]]) -> None:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The same job with capture off."""
     directory = tmp_path_factory.mktemp("plain") / "job"
-    torchrun(directory)
+    torchrun(directory, captured=False)
     return told(directory)
 
 
