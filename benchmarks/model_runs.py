@@ -21,9 +21,11 @@ import capd_client
 from capd_client import pieces
 from capd_client.allocator import SlotAllocator
 from capd_client.api import session
-from capd_client.books import Books
 from capd_client.counting import Counters
-from capd_client.device_way import DeviceWay
+from capd_client.describing import Described
+from capd_client.device_way import FromDevice
+from capd_client.drop_log import DropLog
+from capd_client.inflight.queue import Queue
 from capd_client.key import Key, Moment
 from capd_client.notices import Notices
 from capd_client.pacing import Pace
@@ -125,8 +127,8 @@ def _capture_us(nbytes: int, count: int = 2000) -> float:
     assert rank is not None
     gpu = FreeGpu(Clock(), Constants(), Rounds(0.0), _RING_NBYTES)
     more: dict[str, Any] = {"ordered": True} if _HAS_PUMP else {}
-    stager: Any = staging.DeviceStager(gpu, rank.books, rank.arena.buffer, pace=Pace(None), **more)
-    rank._stage = _FromDevice(rank.books, rank.arena, rank.notices, lambda _: stager).stage
+    stager: Any = staging.DeviceStager(gpu, rank.queue, rank.arena.buffer, pace=Pace(None), **more)
+    rank._stager = _FromDevice(rank.queue, rank.arena, rank.notices, lambda _: stager)
     tensor, costs = torch.empty(nbytes, dtype=torch.uint8), []
 
     if not _HAS_PUMP:
@@ -137,7 +139,7 @@ def _capture_us(nbytes: int, count: int = 2000) -> float:
         costs.append(time.perf_counter() - begun)
         while stager.pending:
             stager.advance()
-        rank.books.acknowledged([(one.descriptor.sequence,) * 2 for one in rank.books.next_batch(512)])
+        rank.queue.acknowledged([(one.descriptor.sequence,) * 2 for one in rank.queue.next_batch(512)])
     RingMemory.write = _write  # type: ignore[method-assign]
     return percentile(costs, 25) * 1e6  # not the median: others use the machine, too
 
@@ -151,28 +153,28 @@ def _without_copying(memory: Any, slot: Any, tensor: torch.Tensor, dtype: torch.
 class _FromDevice(Stager):
     """Sends tensors of the host the way of those of a device."""
 
-    def _stage_known(self, *_: object) -> bool:
+    def put_known(self, *_: object) -> bool:
         return False
 
-    def _from_host(self, *args: Any) -> None:
-        self._device_way.take(*args, False)
+    def put(self, described: Described) -> None:
+        self._from_device.take(described)
 
 
 class _Rank:
-    """The books, the stager and the device way of a rank, whose daemon takes at once what is ready."""
+    """The queue, the stager and the device way of a rank, whose daemon takes at once what is ready."""
 
     def __init__(self, gpu: ModelledGpu, *, held: bool) -> None:
         self._gpu = gpu
         self._over = False
-        self._books = Books(SlotAllocator(0, _ARENA_NBYTES), Counters())
+        self._queue = Queue(SlotAllocator(0, _ARENA_NBYTES), Counters())
         buffer = mmap.mmap(-1, _ARENA_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
         more: dict[str, Any] = {"has_kernel": lambda dtype: True}
         if _HAS_PUMP:
             more = {"ordered": True, "holding": Holding(_ARENA_NBYTES if held else 0)}
-        self.stager: Any = staging.DeviceStager(gpu, self._books, buffer, pace=Pace(None), **more)
-        self._way = DeviceWay(self._books, Notices(), lambda _: self.stager)
+        self.stager: Any = staging.DeviceStager(gpu, self._queue, buffer, pace=Pace(None), **more)
+        self._way = FromDevice(self._queue, DropLog(Notices(), self._queue.policy), lambda _: self.stager)
         key = Key(quant_type="bf16", rank=0, tensor_name="input", module="layers.0.mlp")
-        self._definition = self._books.definitions.make(key, torch.bfloat16, None)
+        self._definition = self._queue.definitions.make(key, torch.bfloat16, None)
         if not _HAS_PUMP:
             RingMemory.write = self._writing(_write)  # type: ignore[method-assign]
         if not _HAS_PUMP:
@@ -201,14 +203,14 @@ class _Rank:
     def capture(self, tensor: torch.Tensor, step: int) -> None:
         """Capture it once."""
         descriptor = Descriptor(0, 0, tensor.nbytes, self._definition.id, tuple(tensor.shape), Moment(step))
-        self._way.take(tensor, tensor.dtype, self._definition, descriptor, False)
-        dropped = self._books.snapshot().dropped
+        self._way.take(Described(tensor, tensor.dtype, self._definition, descriptor, False))
+        dropped = self._queue.snapshot().dropped
         assert not dropped, dropped
 
     def settle(self) -> None:
         """The daemon takes what is ready."""
-        while batch := self._books.next_batch(512):
-            self._books.acknowledged([(one.descriptor.sequence,) * 2 for one in batch])
+        while batch := self._queue.next_batch(512):
+            self._queue.acknowledged([(one.descriptor.sequence,) * 2 for one in batch])
 
     def bring_home(self) -> None:
         """Start whoever does it beside the training thread."""
@@ -244,7 +246,7 @@ class _Rank:
 
 
 class _Doze:
-    """capd_client.doze.Doze in the time of the model: the rest of the pump."""
+    """capd_client.doze.Wakeup in the time of the model: the rest of the pump."""
 
     def __init__(self, gpu: ModelledGpu) -> None:
         self._gpu = gpu

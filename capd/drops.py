@@ -27,6 +27,7 @@ REMEDIES: dict[str, str] = {
     DropReason.PARTS_LOST.value: "the daemon was restarted while a tensor larger than the arena was on its way",
     DropReason.STEP_BUDGET.value: "raise CAPD_MAX_MB_PER_STEP, or capture fewer tensors per step",
     DropReason.THINNED.value: "policy thin: raise what is named beside arena_full, ring_full or step_budget",
+    DropReason.INTERRUPTED.value: "a signal handler of the job (a time limit, Ctrl-C) came in the middle of them",
 }
 
 CHOSEN = frozenset({DropReason.SAMPLED.value, DropReason.STOPPED.value})

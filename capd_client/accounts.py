@@ -1,19 +1,13 @@
 """The accounts of one rank's captures: the lock, the counters and the ledger of drops, exact whenever the lock is free.
 
 The lock is re-entrant, so that a signal handler cannot deadlock the thread that it interrupted. What the handler
-captures where that thread is `inside` is a drop, counted `later`: until the handler returns nothing may be changed.
-
-A handler may raise as well, and Python runs it at the begin of a function, behind a call and at the end of a loop's
-turn. So everything is computed first; what must change together is changed by plain statements behind that.
+captures while that thread is `inside` is a drop: slots and counters are half changed under it.
 """
 
 from __future__ import annotations
 
-import math
 import threading
-from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -22,26 +16,41 @@ from capd_client import emulated
 from capd_client.counter_page import COUNTER_DROPS, COUNTER_OFFERED, DropReason
 from capd_client.counting import REASON_INDEX, Counters, Ledger, Snapshot
 from capd_client.definitions import Definition, Definitions
-from capd_client.errors import Counted
+from capd_client.in_flight import Refused
 from capd_client.key import Key
-from capd_client.protocol import Descriptor
+from capd_client.protocol import Define
+from capd_client.signal_errors import is_interruption
 
-__all__ = ["Accounts"]
+__all__ = ["Accounts", "reason_of"]
+
+
+def _nobody(_: Define) -> None:
+    pass
 
 
 class Accounts:
-    """Counts offers and drops, under `lock`. Any thread may call it."""
+    """Counts offers and drops, under `lock`. Any thread may call it.
 
-    def __init__(self, counters: Counters) -> None:
-        self.lock = threading.RLock()
+    Args:
+        counters: The words that are counted in.
+        lock: Of everything that is counted; None makes one.
+        interned: Called with every new definition.
+    """
+
+    def __init__(
+        self,
+        counters: Counters,
+        lock: Optional[threading.RLock] = None,
+        interned: Callable[[Define], None] = _nobody,
+    ) -> None:
+        self.lock = lock or threading.RLock()
         # Whether this thread holds the lock already: then it runs a signal handler that interrupted it there.
         self.inside: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]  # not in its stubs
         self.counters = counters
         self.ledger = Ledger()
-        self.definitions = Definitions()
+        self.definitions = Definitions(interned)
         # The reason under which every offer is dropped; None: captures are taken.
         self.refusing: Optional[DropReason] = None
-        self._later: deque[Callable[[], None]] = deque()
         emulated.follow(self._emulation_changed)
 
     def define(self, key: Key, dtype: torch.dtype, attributes: Optional[dict[str, Any]]) -> Definition:
@@ -56,54 +65,35 @@ class Accounts:
         with self.lock:
             self.definitions.found.clear()
 
-    def refuse(
-        self, definition: Optional[Definition], reason: DropReason, nbytes: int = 0, iteration: int = 0
-    ) -> None:
-        """Count an offer that is dropped before it was admitted. Raises Counted for a handler's error behind that."""
-        if self.inside():
-            self.later(partial(self.refuse, definition, reason, nbytes, iteration))
-            return
-        counted = False
-        try:
-            with self.lock:
-                self._count(definition, self.refusing or reason, nbytes, iteration)
-                self.counters.words[COUNTER_OFFERED] += 1
-                counted = True
-        except BaseException as error:
-            if counted:
-                raise Counted from error
-            raise
+    def refuse(self, refused: Refused) -> None:
+        """Count an offer that is dropped before it was admitted."""
+        with self.lock:
+            reason = self.refusing or refused.reason
+            self._count(refused.definition, reason, refused.nbytes, refused.iteration)
+            self.counters.words[COUNTER_OFFERED] += 1
+            refused.counted = True  # beside the count: no signal handler runs between two plain statements
 
-    def later(self, call: Callable[[], None]) -> None:
-        """In a signal handler: have this called once the interrupted thread is outside of the books."""
-        self._later.append(call)
-
-    def catch_up(self) -> None:
-        """Make the calls that wait, unless this is the handler still."""
-        while self._later and not self.inside():
-            try:
-                call = self._later.popleft()
-            except IndexError:  # another thread was faster
-                return
-            call()
+    def refuse_inside(self) -> None:
+        """Count the capture of a signal handler that runs `inside`, without its key: the ledger may be half changed."""
+        words = self.counters.words
+        words[COUNTER_DROPS + REASON_INDEX[DropReason.INTERRUPTED]] += 1
+        words[COUNTER_OFFERED] += 1
 
     def snapshot(self) -> Snapshot:
         """The counters; exact, because the lock is held."""
-        self.catch_up()
         with self.lock:
             return self.counters.snapshot()
-
-    # -- with the lock held ------------------------------------------------------------------------------
 
     def _count(
         self, definition: Optional[Definition], reason: DropReason, nbytes: int, iteration: int
     ) -> None:
+        """Count a drop. With the lock held."""
         word = COUNTER_DROPS + REASON_INDEX[reason]
         if definition is not None:
             self.ledger.add(definition.id, reason, nbytes, iteration)
         self.counters.words[word] += 1
 
-    def _count_tensor(self, definition: Definition, descriptor: Descriptor, reason: DropReason) -> None:
-        """A drop has its tensor's bytes, also where only statistics would have travelled."""
-        nbytes = math.prod(descriptor.shape) * definition.item_nbytes
-        self._count(definition, reason, nbytes, descriptor.moment.iteration)
+
+def reason_of(error: BaseException) -> DropReason:
+    """The reason of a capture that `error` broke off: an error of capd's own, or one of the job's signal handlers."""
+    return DropReason.INTERRUPTED if is_interruption(error) else DropReason.INTERNAL

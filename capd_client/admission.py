@@ -1,4 +1,4 @@
-"""In front of the stager: leaves out the captures of calls that mode `sample:1/N` or policy `thin` does not keep.
+"""The sampling before description: leaves out calls that mode `sample:1/N` or policy `thin` does not keep.
 
 A call is one moment: (iteration, micro-batch, call). What belongs together (X, W, Y, dY) stays together, under
 sampling on every rank alike. What is left out is counted and costs nothing besides: no copy, no slot, no wait.
@@ -6,65 +6,61 @@ sampling on every rank alike. What is left out is counted and costs nothing besi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Optional
+import math
+from typing import Optional
 
 import torch
 
-from capd_client.books import Books
+from capd_client.accounts import Accounts
 from capd_client.counter_page import DropReason
+from capd_client.describing import Offer
 from capd_client.errors import ConfigError
-from capd_client.interrupting import numel_of
-from capd_client.key import Key, Moment
+from capd_client.in_flight import Refused
+from capd_client.key import Moment
 from capd_client.slicing import Slice
+from capd_client.tensors import PLAIN_TYPES
+from capd_client.thinning import Thinning
 
-__all__ = ["Admission"]
+__all__ = ["Sampling"]
 
 
-class Admission:
-    """Stages the calls that are kept and counts the others as `sampled` or `thinned`.
+class Sampling:
+    """Says which calls are left out, as `sampled` or `thinned`.
 
-    stage: `Stager.stage`. sample_every: N; kept is where (iteration + micro_batch + call) mod N == 0. Of these, the
-    books' `thinning` keeps all or fewer.
+    sample_every: N; kept is where (iteration + micro_batch + call) mod N == 0. Of these, `thinning` keeps all or fewer.
     """
 
-    def __init__(self, books: Books, stage: Callable[..., None], sample_every: int) -> None:
-        self._books = books
-        self._thinning = books.thinning
-        self._stage = stage
+    def __init__(self, accounts: Accounts, sample_every: int, thinning: Optional[Thinning]) -> None:
+        self._accounts = accounts
         self._sample_every = sample_every
+        self._thinning = thinning
 
     def refusal(self, moment: Moment) -> Optional[DropReason]:
         """Why the captures of this call are left out, None where they are kept."""
         if (moment.iteration + moment.micro_batch + moment.call) % self._sample_every:
             return DropReason.SAMPLED
         if self._thinning is not None:
-            with self._books.lock:
+            with self._accounts.lock:
                 if not self._thinning.keeps(moment):
                     return DropReason.THINNED
         return None
 
-    def stage(
-        self,
-        tensor: torch.Tensor,
-        key: Key,
-        moment: Moment,
-        cast_to: Optional[torch.dtype],
-        attributes: Optional[dict[str, Any]],
-        metadata: str,
-        take: Optional[Slice] = None,
-        immutable: bool = False,
-        store: Optional[str] = None,
-    ) -> None:
-        """As `Stager.stage`, for the calls that are kept."""
-        reason = self.refusal(moment)
+    def left_out(self, offer: Offer) -> Optional[Refused]:
+        """The refusal of an offer whose call is left out; None where it is kept."""
+        reason = self.refusal(offer.moment)
         if reason is None:
-            self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable, store)
-            return
+            return None
+        dtype = offer.tensor.dtype if offer.cast_to is None else offer.cast_to
         try:
-            definition = self._books.define(key, tensor.dtype if cast_to is None else cast_to, attributes)
-        except ConfigError:  # a key that cannot be kept is refused at every moment
-            self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable, store)
-            return
-        nbytes = numel_of(tensor, take) * definition.item_nbytes
-        self._books.refuse(definition, reason, nbytes, moment.iteration)
+            definition = self._accounts.define(offer.key, dtype, offer.attributes)
+        except ConfigError:  # a key that cannot be kept is refused at every moment, when it is described
+            return None
+        nbytes = _numel_of(offer.tensor, offer.take) * definition.item_nbytes
+        return Refused(reason, definition, nbytes, offer.moment.iteration)
+
+
+def _numel_of(tensor: torch.Tensor, take: Optional[Slice]) -> int:
+    """Elements of what would be recorded; 0 where they are known only once the tensor is unwrapped."""
+    if type(tensor) not in PLAIN_TYPES:
+        return 0
+    return tensor.numel() if take is None else math.prod(take.shape_of(tensor.shape))

@@ -2,13 +2,14 @@
 
 Pure bookkeeping over offsets, no memory is touched. First-fit by address keeps the used part low and warm and
 survives slots that stay taken for long, where a ring would stop at the first of them. Tensors below 64 KiB are
-packed 64-byte aligned into slabs, so that they do not fragment the rest. Calls are made under the session's lock.
-Each does all or nothing where a signal handler raises: nothing is called from the first change to the last.
+packed 64-byte aligned into slabs, so that they do not fragment the rest. Calls are made under the queue's lock. One
+that a signal handler breaks off by an error may do half of its work; `SlotAllocator.keep` makes it right again.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Optional
 
 __all__ = [
@@ -73,9 +74,19 @@ class Extents:
             starts[index] = start
             sizes[index] += nbytes
         else:
-            starts[index:index] = (start,)  # not insert, behind which a signal handler may run
-            sizes[index:index] = (nbytes,)
+            starts.insert(index, start)
+            sizes.insert(index, nbytes)
         self.free_nbytes += nbytes
+
+    def occupy(self, start: int, nbytes: int) -> None:
+        """Take the extent from `start` on, which is free."""
+        starts, sizes = self._starts, self._sizes
+        index = bisect_left(starts, start + 1) - 1
+        first, end = starts[index], starts[index] + sizes[index]
+        left = [(first, start - first), (start + nbytes, end - start - nbytes)]
+        starts[index : index + 1] = [at for at, size in left if size]
+        sizes[index : index + 1] = [size for _, size in left if size]
+        self.free_nbytes -= nbytes
 
 
 class _Slab:
@@ -151,6 +162,24 @@ class SlotAllocator:
                 self._extents.give(slab.start, self._slab_nbytes)
             slab.next_offset = 0
         slab.live -= 1
+
+    def keep(self, slots: Sequence[Slot]) -> None:
+        """Free everything but these slots: after an error that came in the middle of `take` or `give`."""
+        slabs: dict[int, _Slab] = {}
+        extents = Extents(self.start, self.capacity)
+        for _, _, slab in slots:
+            if slab is not None and slab.start not in slabs:
+                slabs[slab.start], slab.live = slab, 0
+        for offset, nbytes, slab in slots:
+            if slab is not None:
+                slab.live += 1
+            elif nbytes:
+                extents.occupy(offset, nbytes)
+        for start in slabs:
+            extents.occupy(start, self._slab_nbytes)
+        if self._current is not None and self._current.start not in slabs:
+            self._current = None
+        self._extents = extents
 
     def _trim(self, slab: _Slab) -> None:
         """Return the current slab, which is empty."""

@@ -117,6 +117,11 @@ class ClientConfig:
         return self.max_block_ms / 1e3 if self.policy == "block" else 0.0
 
     @property
+    def max_step_nbytes(self) -> Optional[int]:
+        """Bytes that the captures of one iteration may take together; None for no limit."""
+        return None if self.max_mb_per_step is None else int(self.max_mb_per_step * 1e6)
+
+    @property
     def ring_waits(self) -> bool:
         """Whether the job's stream waits on the device for room in the ring: under `block` unless the setting says."""
         return self.policy == "block" if self.ring is None else self.ring == "wait"

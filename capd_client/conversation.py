@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Optional, Union
 
-from capd_client.books import Books
 from capd_client.counter_page import DROP_REASONS
+from capd_client.inflight.queue import Queue
 from capd_client.link import Link
 from capd_client.protocol import (
     MAX_BATCH,
@@ -62,7 +62,7 @@ class Conversation:
     def __init__(
         self,
         link: Link,
-        books: Books,
+        queue: Queue,
         steering: Steering,
         *,
         ping_s: float,
@@ -70,7 +70,7 @@ class Conversation:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.link = link
-        self._books = books
+        self._queue = queue
         self._steering = steering
         self._ping_s = ping_s
         self._refused = refused
@@ -86,14 +86,14 @@ class Conversation:
 
     def begin(self) -> None:
         """After WELCOME: everything sent on earlier connections is due again."""
-        self._books.reconnected()
+        self._queue.reconnected()
 
     def send_ready(self) -> bool:
         """Send captures that are ready, oldest first; returns whether there were any."""
         for count in range(_MAX_PUTS):
-            if not self._books.unsent or not self.link.writable():
+            if not self._queue.unsent or not self.link.writable():
                 return count > 0
-            batch = self._books.next_batch(MAX_BATCH)
+            batch = self._queue.next_batch(MAX_BATCH)
             if not batch:
                 return count > 0
             for capture in batch:
@@ -104,20 +104,19 @@ class Conversation:
     def send_flushes(self, requests: list[FlushRequest]) -> None:
         """Send the FLUSHes whose captures are all sent."""
         for request in requests:
-            if request.id not in self._flushed and self._books.all_sent(request.upto):
+            if request.id not in self._flushed and self._queue.all_sent(request.upto):
                 self.link.send(Flush(request.id, request.upto))
                 self._flushed.add(request.id)
 
     def send_drops(self, *, at_once: bool = False) -> None:
         """Tell the changed rows of the drop ledger, at most once per second."""
-        self._books.catch_up()
-        ledger = self._books.ledger
+        ledger = self._queue.ledger
         now = self._clock()
         if not ledger.changed or (now - self._last_drops < _DROPS_INTERVAL_S and not at_once):
             return
         self._last_drops = now
         while ledger.changed and (at_once or self.link.writable()):
-            with self._books.lock:
+            with self._queue.lock:
                 rows = ledger.take(_MAX_DROP_ROWS)
             for row in rows:
                 self._define(row.key_id)
@@ -129,7 +128,7 @@ class Conversation:
         if answer is not None and answer is not self._told and self.link.writable():
             self.link.send(answer)
             self._told = answer
-        while self._drains and self._books.settled(self._drains[0][1]) and self.link.writable():
+        while self._drains and self._queue.settled(self._drains[0][1]) and self.link.writable():
             self.link.send(Drained(self._drains.pop(0)[0]))
 
     def say_bye(self) -> None:
@@ -137,7 +136,7 @@ class Conversation:
 
         Not where the rank gave up what was in flight: the daemon takes that once the rank is gone without goodbye.
         """
-        if not self._bye_sent and not self._books.busy and not self._books.waiting.closed:
+        if not self._bye_sent and not self._queue.busy and not self._queue.waiting.closed:
             self.send_drops(at_once=True)
             self.link.send(Bye())
             self._bye_sent = True
@@ -167,14 +166,14 @@ class Conversation:
                 acked += message.ranges
                 continue
             if acked:
-                self._books.acknowledged(acked)
+                self._queue.acknowledged(acked)
                 acked = []
             if isinstance(message, (Welcome, Reject, ByeOk)):
                 verdict = verdict or message
             else:
                 self._take(message)
         if acked:
-            self._books.acknowledged(acked)
+            self._queue.acknowledged(acked)
         return verdict
 
     def _take(self, message: DaemonMessage) -> None:
@@ -183,12 +182,12 @@ class Conversation:
         elif isinstance(message, Steer):
             self._steering.receive(message)
         elif isinstance(message, Drain):
-            self._drains.append((message.id, self._books.last_sequence))
+            self._drains.append((message.id, self._queue.last_sequence))
         elif not isinstance(message, (Flushed, Pong)):
             raise ConnectionError(f"the daemon sent a {type(message).__name__} to a rank")
 
     def _nacked(self, message: Nack) -> None:
-        self._books.refused(message.rows)
+        self._queue.refused(message.rows)
         for row in message.rows:
             self._refused(row)
 
@@ -197,7 +196,7 @@ class Conversation:
         if key_id >= len(defined):
             defined.extend(bytes(key_id + 64))
         if not defined[key_id]:
-            self.link.send(self._books.definitions[key_id].define)
+            self.link.send(self._queue.definitions[key_id].define)
             defined[key_id] = 1
 
 

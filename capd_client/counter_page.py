@@ -46,6 +46,7 @@ class DropReason(enum.Enum):
     PARTS_LOST = "parts_lost"  # the daemon was restarted amid the parts of a record
     STOPPED = "stopped"  # `capd ctl stop` was in force
     THINNED = "thinned"  # policy thin left out its call, because a buffer had been full
+    INTERRUPTED = "interrupted"  # a signal handler of the job raised, or captured, in the middle of a capture
 
 
 DROP_REASONS: tuple[DropReason, ...] = tuple(DropReason)

@@ -55,10 +55,13 @@ class Definition:
 
 
 class Definitions:
-    """All definitions of a session. Called under the session's lock, except `find`."""
+    """All definitions of a session. Called under the session's lock, except `find`.
 
-    def __init__(self) -> None:
-        self.interned: Callable[[Define], None] = lambda _: None  # told of every new definition
+    interned: called with every new definition.
+    """
+
+    def __init__(self, interned: Callable[[Define], None] = lambda _: None) -> None:
+        self._interned = interned
         # By (id of the key object, dtype, id of the attributes), or their items in its place.
         self.found: dict[Any, Definition] = {}
         self._by_content: dict[tuple[Key, str, bytes], Definition] = {}
@@ -124,7 +127,7 @@ class Definitions:
         except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"the key cannot be sent: {error}") from None
         definition = Definition(define, key, None)
-        self.interned(define)
+        self._interned(define)
         self._all.append(definition)
         return definition
 

@@ -1,174 +1,147 @@
-"""What an offered tensor would be as a record: its definition and descriptor, or the reason why it is none.
+"""The description of an offered tensor as a record: its definition and descriptor, or the reason why it is none.
 
 The stager copies into the arena what is described here, a plan only writes it down: so the two cannot differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import msgspec
 import torch
 
-from capd_client.accounts import Accounts
 from capd_client.counter_page import DropReason
 from capd_client.definitions import Definition, short_name
 from capd_client.errors import ConfigError
+from capd_client.in_flight import Refused
 from capd_client.inner import context_of, inner_tensors
 from capd_client.key import Key, Moment
-from capd_client.notices import Notices
 from capd_client.protocol import MAX_METADATA_NBYTES, Descriptor
-from capd_client.refusing import Refusing
 from capd_client.slicing import Slice
-from capd_client.tensors import (
-    PLAIN_TYPES,
-    is_pending,
-    modes_active,
-    problem_of,
-    selectively_checkpointed,
-    unwrap,
-    without_modes,
-)
+from capd_client.tensors import PLAIN_TYPES, problem_of, unwrap
 
-__all__ = ["Describing", "key_of_part"]
+__all__ = ["Described", "Makers", "Offer", "describe", "descriptor_makers", "key_of_part", "unfit"]
 
-_PENDING = (
-    "a collective fills it, in a selectively checkpointed part: waiting for that would upset what torch saved"
-)
+Makers = Mapping[Optional[str], Callable[..., Descriptor]]
+"""What makes the descriptor of a capture, by its `store`."""
 
 
-class Describing:
-    """Checks and describes tensors, and puts them where a subclass says.
+class Offer(msgspec.Struct, eq=False):
+    """A tensor as a hook or the job offers it; fields as the arguments of `Border.offer`."""
 
-    payload: whether tensors are kept, or their statistics alone, unless a capture names its store.
+    tensor: Any
+    key: Key
+    moment: Moment
+    cast_to: Optional[torch.dtype] = None
+    attributes: Optional[dict[str, Any]] = None
+    metadata: str = ""
+    take: Optional[Slice] = None
+    immutable: bool = False
+    store: Optional[str] = None
+
+
+class Described(msgspec.Struct, eq=False):
+    """A plain tensor that is to be kept as `dtype`. The descriptor has neither offset nor sequence yet."""
+
+    source: torch.Tensor
+    dtype: torch.dtype
+    definition: Definition
+    descriptor: Descriptor
+    immutable: bool
+
+
+def descriptor_makers(*, payload: bool) -> Makers:
+    """Makers by `capd_client.rule_settings.STORES`. payload: whether tensors are kept unless a capture says so."""
+    statistics = partial(Descriptor, payload=False)
+    return {
+        None: Descriptor if payload else statistics,
+        "full": Descriptor,
+        "stats": statistics,
+        "both": partial(Descriptor, statistics=True),
+    }
+
+
+def describe(
+    offer: Offer, define: Callable[..., Definition], makers: Makers
+) -> list[Union[Described, Refused]]:
+    """Describe a tensor, or each of the plain ones inside of it. Nothing is counted or copied.
+
+    Args:
+        offer: The tensor, and what is known of it.
+        define: As `Accounts.define`.
+        makers: Of descriptors.
+
+    Returns:
+        One entry for a plain tensor, one for each inner tensor of another.
     """
-
-    def __init__(self, books: Accounts, notices: Notices, *, payload: bool = True) -> None:
-        self._books = books
-        self._notices = notices
-        self._refuse = Refusing(books, notices).refuse
-        usual = Descriptor if payload else partial(Descriptor, payload=False)
-        self._describe: dict[Optional[str], Callable[..., Descriptor]] = {
-            None: usual,
-            "full": Descriptor,
-            "stats": partial(Descriptor, payload=False),
-            "both": partial(Descriptor, statistics=True),
-        }
-
-    def stage(
-        self,
-        tensor: torch.Tensor,
-        key: Key,
-        moment: Moment,
-        cast_to: Optional[torch.dtype],
-        attributes: Optional[dict[str, Any]],
-        metadata: str,
-        take: Optional[Slice] = None,
-        immutable: bool = False,
-        store: Optional[str] = None,
-    ) -> None:
-        """Describe and put the tensor, or what `take` takes of it; what cannot be captured is a counted drop.
-
-        store: one of `capd_client.rule_settings.STORES`, or None.
-        """
-        if modes_active():
-            if is_pending(tensor) and selectively_checkpointed():
-                self._refuse(None, DropReason.UNSUPPORTED, moment, _PENDING, name=str(key.tensor_name)[:80])
-                return
-            with without_modes():
-                self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable, store)
-        else:
-            self._stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable, store)
-
-    def _put(
-        self,
-        source: torch.Tensor,
-        dtype: torch.dtype,
-        definition: Definition,
-        descriptor: Descriptor,
-        immutable: bool,
-    ) -> None:
-        """What becomes of `source`, a plain tensor to be kept as `dtype`. The descriptor has no offset, no sequence."""
-        raise NotImplementedError
-
-    def _stage(
-        self,
-        tensor: torch.Tensor,
-        key: Key,
-        moment: Moment,
-        cast_to: Optional[torch.dtype],
-        attributes: Optional[dict[str, Any]],
-        metadata: str,
-        take: Optional[Slice],
-        immutable: bool,
-        store: Optional[str],
-    ) -> None:
-        plain = type(tensor) in PLAIN_TYPES
-        inner = [] if plain else list(inner_tensors(tensor))
-        if inner:  # each as it is: neither cast nor cut
-            context = {**(attributes or {}), **context_of(tensor)}
-            for name, part in inner:
-                self._stage(
-                    part,
-                    key_of_part(key, tensor, name, part),
-                    moment,
-                    None,
-                    context,
-                    metadata,
-                    None,
-                    immutable,
-                    store,
-                )
-            return
-        source, problem = (tensor, "") if plain else unwrap(tensor)
-        if source is None:
-            self._refuse(None, DropReason.UNSUPPORTED, moment, problem, name=str(key.tensor_name)[:80])
-            return
-        dtype = source.dtype if cast_to is None else cast_to
-        definition = self._define(key, dtype, attributes, moment)
-        if definition is None:
-            return
-        problem = problem_of(source)
-        if problem or not definition.item_nbytes:
-            problem = problem or f"dtype {dtype} is not kept"
-            self._refuse(definition, DropReason.UNSUPPORTED, moment, problem)
-            return
-        if take is not None:
-            try:
-                source, metadata = take.apply(source, metadata)
-            except ConfigError as error:
-                self._refuse(definition, DropReason.INVALID_KEY, moment, str(error))
-                return
-        text = _utf8(metadata) if metadata else b""
-        if text is None:
-            self._refuse(
-                definition, DropReason.INVALID_KEY, moment, f"metadata above {MAX_METADATA_NBYTES} bytes"
-            )
-            return
-        descriptor = self._describe[store](
-            sequence=0,
-            offset=0,
-            nbytes=source.numel() * definition.item_nbytes,
-            key_id=definition.id,
-            shape=tuple(source.shape),
-            moment=moment,
-            device="cpu" if source.is_cpu else str(source.device),
-            requires_grad=tensor.requires_grad,
-            is_leaf=tensor.is_leaf,
-            metadata=text,
+    plain = type(offer.tensor) in PLAIN_TYPES
+    inner = [] if plain else list(inner_tensors(offer.tensor))
+    if not inner:
+        return [_one(offer, define, makers, plain=plain)]
+    context = {**(offer.attributes or {}), **context_of(offer.tensor)}
+    found: list[Union[Described, Refused]] = []
+    for name, part in inner:  # each as it is: neither cast nor cut
+        key = key_of_part(offer.key, offer.tensor, name, part)
+        own = Offer(
+            part,
+            key,
+            offer.moment,
+            None,
+            context,
+            offer.metadata,
+            immutable=offer.immutable,
+            store=offer.store,
         )
-        self._put(source, dtype, definition, descriptor, immutable)
+        found += describe(own, define, makers)
+    return found
 
-    def _define(
-        self, key: Key, dtype: torch.dtype, attributes: Optional[dict[str, Any]], moment: Moment
-    ) -> Optional[Definition]:
-        try:
-            return self._books.define(key, dtype, attributes)
-        except ConfigError as error:
-            self._refuse(None, DropReason.INVALID_KEY, moment, str(error), name=str(key.tensor_name)[:80])
-            return None
+
+def unfit(offer: Offer, problem: str, reason: DropReason = DropReason.UNSUPPORTED) -> Refused:
+    """The refusal of an offer that has no definition."""
+    return Refused(
+        reason, iteration=offer.moment.iteration, problem=problem, name=str(offer.key.tensor_name)[:80]
+    )
+
+
+def _one(
+    offer: Offer, define: Callable[..., Definition], makers: Makers, *, plain: bool
+) -> Union[Described, Refused]:
+    source, problem = (offer.tensor, "") if plain else unwrap(offer.tensor)
+    if source is None:
+        return unfit(offer, problem)
+    dtype = source.dtype if offer.cast_to is None else offer.cast_to
+    try:
+        definition = define(offer.key, dtype, offer.attributes)
+    except ConfigError as error:
+        return unfit(offer, str(error), DropReason.INVALID_KEY)
+    iteration = offer.moment.iteration
+    problem = problem_of(source)
+    if problem or not definition.item_nbytes:
+        problem = problem or f"dtype {dtype} is not kept"
+        return Refused(DropReason.UNSUPPORTED, definition, iteration=iteration, problem=problem)
+    metadata = offer.metadata
+    try:
+        if offer.take is not None:
+            source, metadata = offer.take.apply(source, metadata)
+        text = _utf8(metadata) if metadata else b""
+    except ConfigError as error:
+        return Refused(DropReason.INVALID_KEY, definition, iteration=iteration, problem=str(error))
+    descriptor = makers[offer.store](
+        sequence=0,
+        offset=0,
+        nbytes=source.numel() * definition.item_nbytes,
+        key_id=definition.id,
+        shape=tuple(source.shape),
+        moment=offer.moment,
+        device="cpu" if source.is_cpu else str(source.device),
+        requires_grad=offer.tensor.requires_grad,
+        is_leaf=offer.tensor.is_leaf,
+        metadata=text,
+    )
+    return Described(source, dtype, definition, descriptor, offer.immutable)
 
 
 def key_of_part(key: Key, tensor: torch.Tensor, name: str, part: torch.Tensor) -> Key:
@@ -177,10 +150,10 @@ def key_of_part(key: Key, tensor: torch.Tensor, name: str, part: torch.Tensor) -
     return msgspec.structs.replace(key, tensor_name=f"{key.tensor_name}{name}", quant_type=label)
 
 
-def _utf8(metadata: str) -> Optional[bytes]:
-    """The metadata as it is sent; None where that is above the limit, or where it has no UTF-8."""
-    try:
+def _utf8(metadata: str) -> bytes:
+    """The metadata as it is sent. Raises ConfigError above the limit, and for text that has no UTF-8."""
+    with contextlib.suppress(UnicodeEncodeError):
         text = metadata.encode()
-    except UnicodeEncodeError:
-        return None
-    return text if len(text) <= MAX_METADATA_NBYTES else None
+        if len(text) <= MAX_METADATA_NBYTES:
+            return text
+    raise ConfigError(f"metadata above {MAX_METADATA_NBYTES} bytes")

@@ -11,12 +11,12 @@ from typing import Union
 import torch
 
 from capd_client.arena import Arena
-from capd_client.books import Books
 from capd_client.config import ClientConfig
 from capd_client.counter_page import DropReason
 from capd_client.cuda import is_capturing
 from capd_client.gpu import CudaDevice
 from capd_client.holding import MAX_HELD_NBYTES, Holding
+from capd_client.inflight.queue import Queue
 from capd_client.locality import local_cpus
 from capd_client.notices import Notices
 from capd_client.pacing import Pace
@@ -34,13 +34,13 @@ class Devices:
 
     def __init__(
         self,
-        books: Books,
+        queue: Queue,
         arena: Arena,
         notices: Notices,
         config: ClientConfig,
         add: Callable[[DeviceStager], None],
     ) -> None:
-        self._books = books
+        self._queue = queue
         self._arena = arena
         self._notices = notices
         self._config = config
@@ -136,7 +136,7 @@ class Devices:
             )
             stager = DeviceStager(
                 gpu,
-                self._books,
+                self._queue,
                 self._arena.buffer,
                 pace=self._pace,
                 max_block_s=config.max_block_s,

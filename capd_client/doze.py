@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-__all__ = ["Doze"]
+__all__ = ["Wakeup"]
 
 
-class Doze:
+class Wakeup:
     """Rests up to `short_s` seconds are not worth ending: it would cost the waking thread the interpreter."""
 
     def __init__(self, short_s: float) -> None:

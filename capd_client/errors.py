@@ -5,7 +5,6 @@ CapdError                 base of everything capd raises on purpose (`capd.error
 ├── EmbeddedError         the daemon that a job starts for itself does not start
 ├── ProtocolError         a peer sent something outside the wire protocol
 └── ArenaError            the shared memory of a rank could not be made or used
-Counted                   between the stager and the session alone: an error whose capture is counted already
 
 Inside a training job none of these reaches the caller: `capd_client.api` turns them into counted drops
 and rate-limited warnings. They surface only from constructors used by tools and tests.
@@ -13,7 +12,7 @@ and rate-limited warnings. They surface only from constructors used by tools and
 
 from __future__ import annotations
 
-__all__ = ["ArenaError", "CapdError", "ConfigError", "Counted", "EmbeddedError", "ProtocolError"]
+__all__ = ["COUNTED", "ArenaError", "CapdError", "ConfigError", "EmbeddedError", "ProtocolError"]
 
 
 class CapdError(Exception):
@@ -36,5 +35,5 @@ class EmbeddedError(CapdError):
     """The daemon that the job was to start cannot be started; the job runs without capture."""
 
 
-class Counted(Exception):
-    """An error after the capture was admitted: it is counted as a drop already. The error is its cause."""
+COUNTED = "_capd_counted"
+"""An attribute of errors whose capture is counted already: code that they pass must not count it again."""

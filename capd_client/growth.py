@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Optional
 
 from capd_client.arena import Arena
-from capd_client.books import Books
 from capd_client.devices import Devices
 from capd_client.errors import ArenaError
+from capd_client.inflight.queue import Queue
 from capd_client.link import Link
 from capd_client.protocol import Hello
 
@@ -36,7 +36,7 @@ class Growth:
     def __init__(
         self,
         arena: Arena,
-        books: Books,
+        queue: Queue,
         devices: Devices,
         endpoint: str,
         hello: Callable[[int], Hello],
@@ -44,7 +44,7 @@ class Growth:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._arena = arena
-        self._books = books
+        self._queue = queue
         self._devices = devices
         self._endpoint = endpoint
         self._hello = hello
@@ -54,7 +54,7 @@ class Growth:
 
     def look(self) -> bool:
         """Have pages made ahead of the highest use; whether a long quiet has left many more than it needed."""
-        slots, arena = self._books.slots, self._arena
+        slots, arena = self._queue.slots, self._arena
         used = slots.capacity - slots.free_nbytes
         if used > self._peak:
             self._peak = used
@@ -83,10 +83,10 @@ class Growth:
         try:
             with self._devices.unlocked() as unlocked:
                 self._arena.unload()
-                with self._books.lock:
+                with self._queue.lock:
                     if unlocked and self._is_idle():
-                        self._arena.replace(self._books.journal.lasting, lambda fd: link.greet(fd, hello))
-                        self._books.journal.restart()
+                        self._arena.replace(self._queue.journal.lasting, lambda fd: link.greet(fd, hello))
+                        self._queue.journal.restart()
                         replaced = True
         except (ArenaError, OSError):
             pass  # as it was; a daemon that has the HELLO already is told so by the next one
@@ -100,4 +100,4 @@ class Growth:
 
     def _is_idle(self) -> bool:
         """Whether nothing writes to the arena, nor anybody reads it."""
-        return not self._books.busy and not self._books.copying and self._books.slots.empty
+        return not self._queue.busy and not self._queue.copying and self._queue.slots.empty

@@ -1,4 +1,4 @@
-"""One capture in flight, and its states.
+"""One capture in flight, its states, and the word for an offer that does not become one.
 
 COPYING (its thread or device still writes the slot) → READY (may be sent) → gone (settled). ABORTED ones are settled
 already and only wait to be taken out of the queue.
@@ -6,24 +6,26 @@ already and only wait to be taken out of the queue.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Optional
 
 import msgspec
 
 from capd_client.allocator import Slot
+from capd_client.counter_page import DropReason
 from capd_client.definitions import Definition
 from capd_client.protocol import Descriptor
 
-__all__ = ["ABORTED", "COPYING", "READY", "Capture"]
+__all__ = ["ABORTED", "COPYING", "READY", "Capture", "Refused"]
 
 COPYING, READY, ABORTED = 0, 1, 2
 
 
 class Capture(msgspec.Struct, eq=False):
-    """One capture in flight. `descriptor` is what the daemon is told, `budgeted` its bytes of the step's budget.
+    """An admitted offer. `descriptor` is sent to the daemon, `budgeted` counts its bytes of the step's budget.
 
     thread: the one whose call is not over yet; 0 once the capture waits for nothing but its device.
-    cell: where it stands in the journal, as words; None where it does not.
+    cell: its place in the journal, as words; None where it has none.
+    kept: "payload" for the tensor's bytes, "row" for its statistics alone, "parts" for bytes that travel in parts.
     """
 
     descriptor: Descriptor
@@ -34,3 +36,21 @@ class Capture(msgspec.Struct, eq=False):
     budgeted: int = 0
     thread: int = 0
     cell: Any = None
+    kept: str = "payload"
+
+
+class Refused(msgspec.Struct, eq=False):
+    """An offer that is dropped, and why. The log line of the drop is written from this.
+
+    nbytes, iteration: of the tensor. capacity: bytes of the place that had no room. problem, name: of a tensor that
+    cannot be captured as it is. counted: whether the accounts have it.
+    """
+
+    reason: DropReason
+    definition: Optional[Definition] = None
+    nbytes: int = 0
+    iteration: int = 0
+    capacity: int = 0
+    problem: str = ""
+    name: str = ""
+    counted: bool = False

@@ -84,7 +84,7 @@ class _Cells:
 
 
 class Journal:
-    """The cells and definitions of one arena; of none until `attach`. lock: the books'."""
+    """The cells and definitions of one arena; of none until `attach`. lock: the queue's."""
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from capd_client.device import Device
-from capd_client.doze import Doze
+from capd_client.doze import Wakeup
 from capd_client.ring import Ring
 from capd_client.transfers import Transfers
 
@@ -41,7 +41,7 @@ class Pump:
         self._stopping = threading.Event()
         self._hurried_until = 0.0
         self._idle = False
-        self._doze = Doze(0.0)
+        self._doze = Wakeup(0.0)
         self._thread = threading.Thread(target=self._run, name="capd-copies", daemon=True)
 
     def start(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from capd_client.books import Books
+from capd_client.inflight.queue import Queue
 
 __all__ = ["EASY_TICK_S", "IDLE_TICK_S", "TICK_S", "Rests"]
 
@@ -23,22 +23,22 @@ _TAKEN_PER_S = 1e9  # bytes: no daemon takes more from one rank
 class Rests:
     """The rests of one client thread. copying: whether copies from a device are under way."""
 
-    def __init__(self, books: Books, copying: Callable[[], bool]) -> None:
-        self._books = books
+    def __init__(self, queue: Queue, copying: Callable[[], bool]) -> None:
+        self._queue = queue
         self._copying = copying
         self._tick_s = TICK_S
 
     def easy_s(self) -> float:
         """How long a rest may be while captures keep coming; 0 where somebody waits for room, or soon will."""
-        books = self._books
-        if not books.roomy:
+        queue = self._queue
+        if not queue.roomy:
             return 0.0
-        if books.behind:  # small tensors come faster than room runs out
+        if queue.behind:  # small tensors come faster than room runs out
             return EASY_TICK_S
-        if books.calm:
+        if queue.calm:
             return IDLE_TICK_S
         # What the daemon could have taken meanwhile is no more than a tenth of the arena.
-        return max(EASY_TICK_S, min(books.slots.capacity / 10 / _TAKEN_PER_S, IDLE_TICK_S))
+        return max(EASY_TICK_S, min(queue.slots.capacity / 10 / _TAKEN_PER_S, IDLE_TICK_S))
 
     def next_tick_s(self, worked: bool, easy_s: float) -> float:
         """The next rest, if nothing ends it. worked: whether the round had something to do."""

@@ -91,7 +91,7 @@ class Ring:
         self._memory: Optional[RingMemory] = RingMemory(memory)  # None once closed
         self._slots = SlotAllocator(0, memory.numel())
         self._lock = threading.RLock()
-        # Whether this thread is inside the ring already, interrupted by a signal handler: see `Books.inside`.
+        # Whether this thread is inside the ring already, interrupted by a signal handler: see `Queue.inside`.
         self.inside: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]  # not in its stubs
         self._waiting = Waiting(self._lock, self._slots, max_block_s)
 

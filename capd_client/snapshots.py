@@ -14,13 +14,14 @@ from typing import Any, Optional
 
 import torch
 
+from capd_client.accounts import reason_of
 from capd_client.allocator import SMALL_NBYTES, Slot
-from capd_client.books import Books
 from capd_client.counter_page import DropReason
 from capd_client.device import Device
 from capd_client.devstats import fill_row
 from capd_client.holding import Holding
 from capd_client.in_flight import Capture
+from capd_client.inflight.queue import Queue
 from capd_client.pacing import Pace
 from capd_client.pieces import Snapshot
 from capd_client.pump import Pump
@@ -51,7 +52,7 @@ class DeviceStager:
     def __init__(
         self,
         device: Device,
-        books: Books,
+        queue: Queue,
         buffer: Any,
         *,
         pace: Pace,
@@ -62,13 +63,13 @@ class DeviceStager:
         on_failure: Callable[[Exception], None] = _unsaid,
     ) -> None:
         self._device = device
-        self._books = books
+        self._queue = queue
         with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode
             host = torch.frombuffer(buffer, dtype=torch.uint8)
             self._ring = Ring(device.allocate_ring(), max_block_s)
             self._rows = Ring(device.allocate(_ROWS_NBYTES), max_block_s)
         self.holding = Holding(0) if holding is None else holding
-        self.transfers = Transfers(device, books, host, pace, self.holding, piece_nbytes)
+        self.transfers = Transfers(device, queue, host, pace, self.holding, piece_nbytes)
         self._room = RingRoom(device, self._ring, self.transfers, ordered=ordered)
         self._pump = Pump(device, self.transfers, self._ring, self._broken)
         self._on_failure = on_failure
@@ -119,7 +120,7 @@ class DeviceStager:
         Waits for room until `deadline`; a signal handler is refused `inside`. The capture becomes ready by the pump.
         """
         if self.inside():
-            return DropReason.INTERNAL
+            return DropReason.INTERRUPTED
         nbytes = capture.descriptor.nbytes
         taken = self._room.take(nbytes, deadline)
         if taken is None:
@@ -132,8 +133,8 @@ class DeviceStager:
             return self._hand_over(
                 Snapshot(capture, memory.tensor, nbytes, event, self._device.stream(), slot, room)
             )
-        except BaseException:
-            self._return(capture, memory, slot, room)
+        except BaseException as error:
+            self._return(reason_of(error), capture, memory, slot, room)
             raise
 
     def snapshot_row(
@@ -145,7 +146,7 @@ class DeviceStager:
         current stream, from where it is.
         """
         if self.inside():
-            return DropReason.INTERNAL
+            return DropReason.INTERRUPTED
         taken = self._rows.take(ROW_NBYTES, deadline)
         if taken is None:
             return self._no_room()
@@ -176,8 +177,8 @@ class DeviceStager:
                     source=source,
                 )
             )
-        except BaseException:
-            self._return(capture, memory, slot, room, kept)
+        except BaseException as error:
+            self._return(reason_of(error), capture, memory, slot, room, kept)
             raise
 
     def hold(self, tensor: torch.Tensor, capture: Capture, *, lent: bool = False) -> Optional[DropReason]:
@@ -213,7 +214,7 @@ class DeviceStager:
         )
 
     def _no_room(self) -> DropReason:
-        return self._books.refusing or (DropReason.INTERNAL if self.failed else DropReason.RING_FULL)
+        return self._queue.refusing or (DropReason.INTERNAL if self.failed else DropReason.RING_FULL)
 
     def _hand_over(self, snapshot: Snapshot) -> Optional[DropReason]:
         if not self.transfers.add(snapshot):
@@ -224,6 +225,7 @@ class DeviceStager:
 
     def _return(
         self,
+        reason: DropReason,
         capture: Capture,
         memory: RingMemory,
         slot: Slot,
@@ -232,7 +234,7 @@ class DeviceStager:
     ) -> None:
         """Drop a capture that is not handed over; what was issued may write to its room until the device is there."""
         if capture.thread:
-            self._books.abort(capture, DropReason.INTERNAL)
+            self._queue.abort(capture, reason)
             event, stream = self._device.record(), self._device.stream()
             self._hand_over(Snapshot(capture, memory.tensor, 0, event, stream, slot, room, kept=kept))
 

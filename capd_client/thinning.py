@@ -19,7 +19,7 @@ REMEMBERED = (
 
 
 class Thinning:
-    """Which calls are kept. `factor` is that of a call which begins now. Used under the books' lock.
+    """Which calls are kept. `factor` is that of a call which begins now. Used under the queue's lock.
 
     every: N of the sampling in front. A call's factor is that of the time when its first capture is offered. A refusal
     takes effect from the next call on, and doubles the factor once however many captures of a call it hits.

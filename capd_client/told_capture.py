@@ -63,10 +63,10 @@ def capture_as_told(
             key.tensor_name, number, source, sample, moment.iteration, key.layer_type, key.layer, key.operation,
             key.phase,
         )  # fmt: skip
-    books = getattr(current, "books", None)  # none under `capd plan`
-    before = None if books is None else books.last_sequence
+    queue = getattr(current, "queue", None)  # none under `capd plan`
+    before = None if queue is None else queue.last_sequence
     current.offer(tensor, key, moment, metadata=_metadata_text(metadata))
-    admitted = books is not None and books.last_sequence != before
+    admitted = queue is not None and queue.last_sequence != before
     return reference_of(_recorded(key, tensor), moment) if admitted else None
 
 

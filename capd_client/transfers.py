@@ -18,10 +18,10 @@ from typing import Optional
 import torch
 
 from capd_client import pieces
-from capd_client.books import Books
 from capd_client.counter_page import DropReason
 from capd_client.device import Device, Event
 from capd_client.holding import Holding
+from capd_client.inflight.queue import Queue
 from capd_client.pacing import Pace
 from capd_client.pieces import Piece, Snapshot, cut
 from capd_client.ring import Room
@@ -47,14 +47,14 @@ class Transfers:
     def __init__(
         self,
         device: Device,
-        books: Books,
+        queue: Queue,
         host: torch.Tensor,
         pace: Pace,
         holding: Holding,
         piece_nbytes: Optional[int] = None,
     ) -> None:
         self._device = device
-        self._books = books
+        self._queue = queue
         self._host = host
         self._pace = pace
         self._holding = holding
@@ -217,11 +217,11 @@ class Transfers:
             self.failed = True
             for piece in self._under_way:
                 for snapshot in piece.ends:
-                    self._books.abandon(snapshot.capture, DropReason.INTERNAL)
+                    self._queue.abandon(snapshot.capture, DropReason.INTERNAL)
             if self._issued:
-                self._books.abandon(self._due.pop(0).capture, DropReason.INTERNAL)
+                self._queue.abandon(self._due.pop(0).capture, DropReason.INTERNAL)
             for snapshot in self._due:
-                self._books.abort(snapshot.capture, DropReason.INTERNAL)
+                self._queue.abort(snapshot.capture, DropReason.INTERNAL)
             self._holding.clear()
             self._under_way.clear()
             self._due.clear()
@@ -306,9 +306,9 @@ class Transfers:
         self._device.recycle(piece.done)
         for snapshot in piece.ends:
             if snapshot.intact:
-                self._books.ready(snapshot.capture)
+                self._queue.ready(snapshot.capture)
             else:
-                self._books.abort(snapshot.capture, DropReason.MUTATED)
+                self._queue.abort(snapshot.capture, DropReason.MUTATED)
                 if snapshot.lent:
                     self._holding.changed(snapshot.capture.definition.key)
             if snapshot.lent:

@@ -14,18 +14,18 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Optional
 
-from capd_client.books import Books
 from capd_client.conversation import Conversation, FlushRequest, Verdict, reason_text
 from capd_client.counter_page import DropReason
-from capd_client.doze import Doze
+from capd_client.doze import Wakeup
 from capd_client.growth import Growth
+from capd_client.inflight.queue import Queue
 from capd_client.link import IO_TIMEOUT_S, Link
 from capd_client.notices import Notices
 from capd_client.protocol import HANDSHAKE_TIMEOUT_S, ByeOk, NackRow, Reject, Welcome
-from capd_client.rests import EASY_TICK_S, Rests
+from capd_client.rests import Rests
 from capd_client.snapshots import DeviceStager
 from capd_client.steering import Steering
 
@@ -47,31 +47,41 @@ class State(enum.Enum):
 class Transport:
     """Owns the client thread and its connection.
 
-    connect: makes the n-th connection of this process (n from 1), HELLO sent; raises OSError when it cannot, within
-    so many seconds. growth: of the arena, set before the start; None leaves it as it is.
+    Args:
+        connect: Makes the n-th connection of this process (n from 1), HELLO sent; raises OSError when it cannot,
+            within so many seconds.
+        queue: Of captures.
+        notices: The log.
+        steering: Follows `capd ctl`.
+        wakeup: Ends a rest of the thread; the queue has it, too.
+        stagers: Of the devices whose copies go to the arena. More may come.
+        growth: Of the arena; None leaves it as it is.
     """
 
     def __init__(
         self,
         connect: Callable[[int, float], Link],
-        books: Books,
+        queue: Queue,
         notices: Notices,
         steering: Steering,
+        wakeup: Wakeup,
         *,
+        stagers: Sequence[DeviceStager] = (),
+        growth: Optional[Growth] = None,
         ping_s: float = 5.0,
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
         name: str = "capd-client",
     ) -> None:
         self._connect = connect
-        self._books = books
+        self._queue = queue
         self._notices = notices
         self._steering = steering
-        self.growth: Optional[Growth] = None
+        self._growth = growth
         self._ping_s = ping_s
         self._handshake_timeout_s = handshake_timeout_s
         self._talk: Optional[Conversation] = None
         self._random = random.Random()  # noqa: S311 - jitter; private, the job's generators stay untouched
-        self._devices: list[DeviceStager] = []
+        self._stagers = stagers
         self._flushes: list[FlushRequest] = []
         self._flush_id = 0
         self._connections = 0
@@ -82,11 +92,8 @@ class Transport:
         self._leaving = False
         self._renew = False
         self._stop = threading.Event()
-        self._rests = Rests(books, lambda: any(stager.pending for stager in self._devices))
-        self._doze = Doze(EASY_TICK_S)
-        # There is something to do: a flush, room that somebody waits for or soon will.
-        self.wake = self._doze.wake
-        books.waiting.on_begin = self.wake
+        self._rests = Rests(queue, lambda: any(stager.pending for stager in self._stagers))
+        self._wakeup = wakeup
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.bye_ok = threading.Event()  # the daemon has the final counters
         self.refused = threading.Event()  # the last attempt to connect failed, or is overdue
@@ -108,28 +115,24 @@ class Transport:
             self._drop_link()
             raise
 
-    def add_device(self, stager: DeviceStager) -> None:
-        """One more device: its captures are in the arena when its copies are done."""
-        self._devices.append(stager)
-
     @property
     def device_busy(self) -> bool:
         """Whether copies from a device may still be writing to the arena."""
-        return any(stager.pending or stager.failed for stager in self._devices)
+        return any(stager.pending or stager.failed for stager in self._stagers)
 
     def flush(self, upto: int, timeout_s: float) -> bool:
         """Wait until every sequence ≤ `upto` is committed or dropped; False when the time is up before."""
-        if self._books.settled(upto) or not self._thread.is_alive():
-            return self._books.settled(upto)
-        with self._books.lock:
+        if self._queue.settled(upto) or not self._thread.is_alive():
+            return self._queue.settled(upto)
+        with self._queue.lock:
             self._flush_id += 1
             request = FlushRequest(self._flush_id, upto)
             self._flushes = [*self._flushes, request]
-        self.wake()
+        self._wakeup.wake()
         request.done.wait(timeout_s)
-        with self._books.lock:
+        with self._queue.lock:
             self._flushes = [other for other in self._flushes if other is not request]
-        return self._books.settled(upto)
+        return self._queue.settled(upto)
 
     def reconnect(self) -> None:
         """Take the session over with a new HELLO: something that it says has changed."""
@@ -138,12 +141,12 @@ class Transport:
     def leave(self) -> None:
         """Say BYE as soon as nothing is in flight; `bye_ok` is set by the answer."""
         self._leaving = True
-        self.wake()
+        self._wakeup.wake()
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread and close the connection; False if it did not end in time."""
         self._stop.set()
-        self.wake()
+        self._wakeup.wake()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -173,8 +176,8 @@ class Transport:
     def _step(self) -> None:
         worked = False
         self._tend_arena()
-        if self._flushes or self._leaving or not self._books.roomy:
-            for stager in self._devices:
+        if self._flushes or self._leaving or not self._queue.roomy:
+            for stager in self._stagers:
                 stager.hurry()
         now = time.monotonic()
         talk = self._talk
@@ -196,7 +199,7 @@ class Transport:
                 talk.say_bye()
         self._rest(worked)
         for request in self._flushes:
-            if self._books.settled(request.upto):
+            if self._queue.settled(request.upto):
                 request.done.set()
 
     def _begin(self, connect_s: float) -> None:
@@ -206,14 +209,14 @@ class Transport:
     def _await_welcome(self, link: Link) -> None:
         """Go on with a connection on which HELLO was sent."""
         self._talk = Conversation(
-            link, self._books, self._steering, ping_s=self._ping_s, refused=self._nacked
+            link, self._queue, self._steering, ping_s=self._ping_s, refused=self._nacked
         )
         self._deadline = time.monotonic() + self._handshake_timeout_s
         self.state = State.HANDSHAKE
 
     def _tend_arena(self) -> None:
         """Let the arena grow; when it may be smaller, take the session over with the new one."""
-        growth = self.growth
+        growth = self._growth
         if growth is None or not growth.look() or self.state is not State.RUNNING:
             return
         if self.device_busy or self._leaving:
@@ -234,7 +237,7 @@ class Transport:
             self._stop.wait(tick_s)
             return
         if easy_s:
-            self._doze.rest(max(tick_s, easy_s), self._called)  # what comes meanwhile is taken together
+            self._wakeup.rest(max(tick_s, easy_s), self._called)  # what comes meanwhile is taken together
         elif not talk.link.wait(tick_s):
             return
         verdict = talk.hear()
@@ -243,7 +246,7 @@ class Transport:
 
     def _called(self) -> bool:
         """Whether there is what `wake` is called for."""
-        waiting = self._flushes or self._leaving or self._stop.is_set() or self._books.waiting.count
+        waiting = self._flushes or self._leaving or self._stop.is_set() or self._queue.waiting.count
         return bool(waiting)
 
     def _judge(self, verdict: Verdict, talk: Conversation) -> None:
@@ -268,7 +271,7 @@ class Transport:
     def _rejected(self, verdict: Reject) -> None:
         self.state = State.ENDED
         self._drop_link()
-        lost = self._books.close(DropReason.REJECTED)
+        lost = self._queue.close(DropReason.REJECTED)
         self._notices.warn(
             "rejected",
             "the daemon refused this rank (%s): %s. Nothing is captured any more; %d captures in flight are dropped",

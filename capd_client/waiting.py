@@ -21,12 +21,19 @@ class Waiting:
 
     max_s: the longest wait of one capture (0: none waits). A wait that ran out without anything given back is not
     repeated until something is: a daemon that is gone, or a device that hangs, costs one wait and not one per capture.
+    wake: called when a thread begins to wait.
     """
 
-    def __init__(self, lock: threading.RLock, slots: SlotAllocator, max_s: float) -> None:
+    def __init__(
+        self,
+        lock: threading.RLock,
+        slots: SlotAllocator,
+        max_s: float,
+        wake: Callable[[], None] = _nothing,
+    ) -> None:
         self.max_s = max_s
         self.count = 0  # threads that wait
-        self.on_begin: Callable[[], None] = _nothing  # called when one begins to
+        self._wake = wake
         self.closed = False
         self._slots = slots
         self._room = threading.Condition(lock)
@@ -44,7 +51,7 @@ class Waiting:
         deadline = time.monotonic() + seconds
         given = self._given
         self.count += 1
-        self.on_begin()
+        self._wake()
         try:
             while not self.closed:
                 left = deadline - time.monotonic()

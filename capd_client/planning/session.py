@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Optional
 
 from capd_client.config import ClientConfig
-from capd_client.counting import Snapshot
 from capd_client.planning.sink import PlanSink
 from capd_client.process_documents import leave
 
@@ -20,11 +19,10 @@ class PlanSession(PlanSink):
     """
 
     def __init__(self, config: ClientConfig) -> None:
-        super().__init__(config)
+        super().__init__(config, self._boundary)
         self._write("running")
 
-    def on_boundary(self) -> None:
-        """Leave what was seen until now."""
+    def _boundary(self) -> None:
         self._write("running" if self.enabled else "complete")
 
     def flush(self, timeout_s: float) -> bool:
@@ -41,10 +39,6 @@ class PlanSession(PlanSink):
     def forked(self) -> None:
         """In a forked child: plan nothing, write nothing."""
         self.enabled = False
-
-    def snapshot(self) -> Snapshot:
-        """The counters: nothing is captured; what could not be is counted as it would be."""
-        return self._accounts.snapshot()
 
     def _write(self, state: str) -> None:
         try:

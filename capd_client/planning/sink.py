@@ -1,4 +1,4 @@
-"""Where taps put their captures while a job is planned: each is described, counted, and forgotten."""
+"""The session of a plan: describes what is offered exactly as a capture would be, counts it, and forgets it."""
 
 from __future__ import annotations
 
@@ -7,30 +7,27 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, Optional
+from typing import Optional
 
 import msgspec
 import torch
 
 from capd_client.accounts import Accounts
+from capd_client.border import Border
 from capd_client.config import ClientConfig
 from capd_client.context import Context
 from capd_client.counter_page import DropReason
 from capd_client.counting import Counters
 from capd_client.cuda import is_capturing, ring_sizes
-from capd_client.definitions import Definition, short_name
-from capd_client.describing import Describing
-from capd_client.errors import Counted
+from capd_client.describing import Described
+from capd_client.in_flight import Refused
 from capd_client.key import Key, Moment
 from capd_client.memory import arena_nbytes
 from capd_client.notices import Notices
-from capd_client.placements import with_placements
 from capd_client.planning.link import link_of
 from capd_client.planning.seen import Calls, IterationSeen, RankSeen, SeriesSeen
 from capd_client.planning.watches import PlannedWatches
-from capd_client.protocol import Descriptor
-from capd_client.slicing import Slice
-from capd_client.tensors import PLAIN_TYPES
+from capd_client.policies import Drop
 from capd_client.untraced import untraced
 
 __all__ = ["PlanSink"]
@@ -38,73 +35,104 @@ __all__ = ["PlanSink"]
 _Series = tuple[Key, str, bool, str]  # key, dtype, payload, device
 
 
-class _Described(Describing):
-    """Describes offers exactly as the stager does, and adds them up."""
+class _Adding:
+    """The stager of a plan: adds up what is described."""
 
-    def __init__(
-        self,
-        books: Accounts,
-        notices: Notices,
-        steps_of: Callable[[Key], Optional[tuple[str, str]]],
-        *,
-        payload: bool,
-    ) -> None:
-        super().__init__(books, notices, payload=payload)
+    def __init__(self, accounts: Accounts, steps_of: Callable[[Key], Optional[tuple[str, str]]]) -> None:
+        self._accounts = accounts
         self._steps_of = steps_of
-        self.once: Optional[str] = None  # the tensor on offer if it is kept once per step
-        self.seen: dict[_Series, dict[int, Counter[tuple[int, tuple[int, ...], int]]]] = {}
-        self.steps: dict[_Series, Optional[tuple[str, str]]] = {}  # asked while the watch is there
-        self.seen_once: set[_Series] = set()
+        self._seen: dict[_Series, dict[int, Counter[tuple[int, tuple[int, ...], int]]]] = {}
+        self._steps: dict[_Series, Optional[tuple[str, str]]] = {}  # asked while the watch is there
+        self._once: set[_Series] = set()  # kept once per step
+        self._asked: Optional[Moment] = None  # of which was asked last whether it is kept
+        self._name: Optional[str] = None  # of the tensor that then came
 
-    def _put(
-        self,
-        source: torch.Tensor,
-        dtype: torch.dtype,
-        definition: Definition,
-        descriptor: Descriptor,
-        immutable: bool,
-    ) -> None:
-        moment = descriptor.moment
-        if not source.is_cpu and is_capturing(source.device):
-            problem = "a CUDA graph is being captured"
-            self._refuse(definition, DropReason.STREAM_CAPTURE, moment, problem, descriptor.nbytes)
+    def ask(self, moment: Moment) -> None:
+        """Whether the next tensor is kept at this moment is asked before one that is kept once per step."""
+        self._asked, self._name = moment, None
+
+    def put_known(self, *_: object) -> bool:
+        """There is no short way."""
+        return False
+
+    def put(self, described: Described) -> None:
+        """Count a series' record."""
+        definition, descriptor = described.definition, described.descriptor
+        moment, device = descriptor.moment, described.source.device
+        once = self._is_once(definition.key, moment)
+        if device.type != "cpu" and is_capturing(device):
+            nbytes = descriptor.nbytes
+            self._accounts.refuse(Refused(DropReason.STREAM_CAPTURE, definition, nbytes, moment.iteration))
             return
         series = (definition.key, definition.define.dtype, descriptor.payload, descriptor.device)
-        if self.once is not None:
-            self.seen_once.add(series)
-        if series not in self.seen:
-            self.steps[series] = self._steps_of(definition.key)
-        calls = self.seen.setdefault(series, {}).setdefault(moment.iteration, Counter())
+        if once:
+            self._once.add(series)
+        if series not in self._seen:
+            self._steps[series] = self._steps_of(definition.key)
+        calls = self._seen.setdefault(series, {}).setdefault(moment.iteration, Counter())
         calls[moment.micro_batch + moment.call, descriptor.shape, descriptor.nbytes] += 1
 
+    def settle(self, described: Described, reason: DropReason) -> None:
+        """An error came in the middle of `put`."""
+        self._accounts.refuse(Refused(reason, described.definition))
 
-class PlanSink:
-    """Everything that taps need of a session. Never raises, except under `config.strict`.
+    def _is_once(self, key: Key, moment: Moment) -> bool:
+        """What was asked for comes next: a parameter, and with the same moment and in its name, what belongs to it."""
+        name = key.tensor_name.partition(".")[0]
+        if self._asked is not moment or name != (self._name or name):
+            self._asked = None
+            return False
+        self._name = name
+        return True
+
+    def series(self) -> list[SeriesSeen]:
+        """What was offered until now, in the order in which it first came."""
+        found = []
+        for series, iterations in self._seen.items():
+            key, dtype, payload, device = series
+            steps, of_statistics = self._steps[series] or (None, "")
+            one = SeriesSeen(
+                key=key, dtype=dtype, payload=payload, device=device, steps=steps, once=series in self._once,
+                iterations={
+                    iteration: [Calls(*alike, count) for alike, count in calls.items()]
+                    for iteration, calls in iterations.items()
+                },
+            )  # fmt: skip
+            found.append(one)
+            if payload and steps and of_statistics and (key, dtype, False, device) not in self._seen:
+                found.append(msgspec.structs.replace(one, payload=False, steps=of_statistics, besides=steps))
+        return found
+
+
+def _nothing() -> None:
+    pass
+
+
+class PlanSink(Border):
+    """A session whose stager only describes. It has neither daemon nor arena.
 
     Gates are opened for every step, so that the first `config.plan_steps` iterations show what a selected one captures.
+
+    on_boundary: called when an iteration has just been noted, or, not `enabled` any more, the last one is over.
     """
 
-    def __init__(self, config: ClientConfig) -> None:
-        self.config = config
-        self.notices = Notices()
-        self.context = Context(
+    def __init__(self, config: ClientConfig, on_boundary: Callable[[], None] = _nothing) -> None:
+        self.steering = PlannedWatches()
+        self.iterations: list[IterationSeen] = []
+        accounts = Accounts(Counters())
+        self._adding = _Adding(accounts, self.steering.steps_of)
+        self._on_boundary = on_boundary
+        self._devices: set[torch.device] = set()
+        self._ring_nbytes: Optional[int] = None
+        self._began = 0.0
+        self._cut_short = ""
+        context = Context(
             iteration=config.iteration,
             sample_idx=config.sample_idx,
             on_iteration=self._begin,
             on_endless=self._cut,
         )
-        self.steering = PlannedWatches()
-        self.enabled = True
-        self._accounts = Accounts(Counters())
-        payload = config.mode != "stats"
-        self._described = _Described(self._accounts, self.notices, self.steering.steps_of, payload=payload)
-        self._devices: set[torch.device] = set()
-        self._ring_nbytes: Optional[int] = None
-        self._asked: Optional[Moment] = None  # of which was asked last whether it is kept
-        self._once: Optional[str] = None  # the name of what then came
-        self._began = 0.0
-        self.iterations: list[IterationSeen] = []
-        self._cut_short = ""
+        super().__init__(config, context, Notices(), accounts, self._adding, Drop())
 
     def _begin(self, iteration: int) -> None:
         """An iteration begins on the thread that trains."""
@@ -115,7 +143,7 @@ class PlanSink:
             self.enabled = False
         else:
             self.iterations.append(IterationSeen(iteration))
-        self.on_boundary()
+        self._on_boundary()
         self._began = time.monotonic()
 
     def _cut(self, why: str) -> None:
@@ -124,60 +152,17 @@ class PlanSink:
             self.stop_clock()
             self._cut_short = why
             self.enabled = False
-            self.on_boundary()
+            self._on_boundary()
 
     def stop_clock(self) -> None:
         """The iteration under way is over."""
         if self.iterations and self.iterations[-1].seconds is None:
             self.iterations[-1].seconds = time.monotonic() - self._began
 
-    def on_boundary(self) -> None:
-        """An iteration has just been noted, or, not `enabled` any more, the last one is over."""
-
-    @untraced
-    def offer(
-        self,
-        tensor: torch.Tensor,
-        key: Key,
-        moment: Moment,
-        *,
-        cast_to: Optional[torch.dtype] = None,
-        attributes: Optional[dict[str, Any]] = None,
-        metadata: str = "",
-        take: Optional[Slice] = None,
-        immutable: bool = False,
-        store: Optional[str] = None,
-    ) -> None:
-        """Note one tensor; arguments as for `Session.offer`."""
-        if not self.enabled:
-            return
-        self._described.once = self._once_name(key, moment)
-        try:
-            if type(tensor) not in PLAIN_TYPES:
-                attributes = with_placements(tensor, attributes)
-            self._described.stage(tensor, key, moment, cast_to, attributes, metadata, take, immutable, store)
-        except Counted as error:
-            self._tell("a capture", error.__cause__ or error)
-        except Exception as error:
-            self.drop_internal("a capture", error)
-
     def keeps(self, moment: Moment) -> bool:
         """Asked before what is kept once per step. Under sampling every call is to be seen: none is kept for good."""
-        self._asked, self._once = moment, None
+        self._adding.ask(moment)
         return self.config.sample_every == 1
-
-    def _once_name(self, key: Key, moment: Moment) -> Optional[str]:
-        """What was asked for comes next: a parameter, and with the same moment and in its name, what belongs to it."""
-        name = key.tensor_name.partition(".")[0]
-        if self._asked is not moment or name != (self._once or name):
-            self._asked = None
-            return None
-        self._once = name
-        return name
-
-    def quant_type(self, dtype: torch.dtype) -> str:
-        """The label of a capture that was given none."""
-        return self.config.quant_type or short_name(dtype)
 
     @untraced
     def prepare(self, devices: Iterable[torch.device]) -> None:
@@ -186,40 +171,6 @@ class PlanSink:
         self._devices |= cuda
         for device in cuda:
             self._ring_nbytes = ring_sizes(device, self.config.ring_bytes, self.notices)[0]
-
-    def drop_internal(self, where: str, error: BaseException) -> None:
-        """Count a capture that an error inside capd prevents, and log it."""
-        self._accounts.refuse(None, DropReason.INTERNAL)
-        self._tell(where, error)
-
-    def drop_invalid(self, problem: str, reason: DropReason = DropReason.INVALID_KEY) -> None:
-        """Count a capture whose arguments cannot be used, and log why."""
-        self._accounts.refuse(None, reason)
-        self.notices.warn(reason.value, "a capture was not planned: %s", problem)
-
-    def _tell(self, where: str, error: BaseException) -> None:
-        if self.config.strict:
-            raise error
-        self.notices.warn("internal", "%s failed inside capd: %s: %s", where, type(error).__name__, error)
-
-    def series(self) -> list[SeriesSeen]:
-        """What was offered until now, in the order in which it first came."""
-        described = self._described
-        found = []
-        for series, iterations in described.seen.items():
-            key, dtype, payload, device = series
-            steps, of_statistics = described.steps[series] or (None, "")
-            one = SeriesSeen(
-                key=key, dtype=dtype, payload=payload, device=device, steps=steps, once=series in described.seen_once,
-                iterations={
-                    iteration: [Calls(*alike, count) for alike, count in calls.items()]
-                    for iteration, calls in iterations.items()
-                },
-            )  # fmt: skip
-            found.append(one)
-            if payload and steps and of_statistics and (key, dtype, False, device) not in described.seen:
-                found.append(msgspec.structs.replace(one, payload=False, steps=of_statistics, besides=steps))
-        return found
 
     def seen(self, state: str) -> RankSeen:
         """The document of this process. Measures the link, which takes some milliseconds, unless it is running."""
@@ -233,11 +184,11 @@ class PlanSink:
             pid=os.getpid(),
             state=state,
             iterations=self.iterations,
-            series=self.series(),
-            refused=self._accounts.snapshot().dropped,
+            series=self._adding.series(),
+            refused=self.snapshot().dropped,
             sample_every=config.sample_every,
             policy=config.policy,
-            max_step_nbytes=None if config.max_mb_per_step is None else int(config.max_mb_per_step * 1e6),
+            max_step_nbytes=config.max_step_nbytes,
             arena_nbytes=arena_nbytes(config.arena_bytes, info.local_world_size, self.notices),
             ring_nbytes=self._ring_nbytes,
             link_bytes_per_s=speed,

@@ -4,7 +4,7 @@
     python chaos_rank.py reference       prints the losses of one epoch of every rank; capture is off
 
 The log lies outside of the store, and every line is with the kernel before the next statement runs: `offer` comes
-before the capture, `ack` from the acknowledgement itself before the books hear of it, `step` with the loss as hex
+before the capture, `ack` from the acknowledgement itself before the queue hear of it, `step` with the loss as hex
 digits. Every epoch begins with the same weights and seeds: a step's loss depends on rank and step in the epoch
 alone, random numbers included, so that any process can check it.
 """
@@ -21,8 +21,7 @@ from pathlib import Path
 import torch
 
 import capd_client.api
-from capd_client.books import Books
-from capd_client.parts import PartedBooks
+from capd_client.inflight.queue import Queue
 from tests.fault.journals import digest
 from tests.fault.plain_rows import row_digest, row_of
 
@@ -53,7 +52,7 @@ class Recorder:
         self._keeps_rows = "stats" in (os.environ.get("CAPD_MODE"), os.environ.get("CAPD_POLICY"))
         if self._session is not None:
             log.line("client", rank=rank, attempt=attempt, client=self._session.client.hex)
-            _listen(self._session.books, self._acknowledged)
+            _listen(self._session.queue, self._acknowledged)
 
     def capture(self, name: str, tensor: torch.Tensor, stride: int = 1) -> None:
         """Capture `tensor`, or every `stride`th row of it, and spoil it right after."""
@@ -66,7 +65,7 @@ class Recorder:
             words["row"] = row_digest(shape, row_of(kept.float().numpy()))
         payload = kept.view(-1).view(torch.uint8).numpy().tobytes()
         self._log.line("offer", rank=self._rank, id=number, name=name, hash=digest(shape, payload), **words)
-        self._waiting[self._session.books.last_sequence + 1] = number
+        self._waiting[self._session.queue.last_sequence + 1] = number
         take = None if stride == 1 else f"stride:{stride}"
         capd_client.capture(tensor, tensor_name=name, iteration=number, slice=take)
         tensor.zero_()
@@ -79,20 +78,20 @@ class Recorder:
 
     def _record_of(self, sequence: int) -> int:
         """The sequence of the record that an acknowledgement is of: that of the last part is the record's."""
-        books = self._session.books
-        piece = books._pieces.get(sequence) if isinstance(books, PartedBooks) else None
+        queue = self._session.queue
+        piece = queue.parts.live.get(sequence)
         return piece.record.descriptor.sequence if piece and piece.descriptor.ends_record else sequence
 
 
-def _listen(books: Books, heard) -> None:  # type: ignore[no-untyped-def]
-    settle = books.acknowledged
+def _listen(queue: Queue, heard) -> None:  # type: ignore[no-untyped-def]
+    settle = queue.acknowledged
 
     def acknowledged(ranges) -> None:  # type: ignore[no-untyped-def]
         taken = list(ranges)
         heard(taken)
         settle(taken)
 
-    books.acknowledged = acknowledged  # type: ignore[method-assign]
+    queue.acknowledged = acknowledged  # type: ignore[method-assign]
 
 
 def train(rank: int, recorder: Recorder | None):  # type: ignore[no-untyped-def]

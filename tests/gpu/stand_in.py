@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from capd_client import cuda, devices, gpu, session, snapshots
+from capd_client.describing import Described
 from capd_client.pieces import Piece
 from capd_client.replays import StaticTap
 from capd_client.ring import RingMemory
@@ -64,18 +65,14 @@ def _factory(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 class DeviceFirst(Stager):
     """Sends what is not known to be on the host the way of device tensors."""
 
-    def _stage_known(self, tensor: torch.Tensor, *args: Any) -> bool:
-        return hasattr(tensor, "on_host") and super()._stage_known(tensor, *args)
+    def put_known(self, tensor: torch.Tensor, *args: Any) -> bool:
+        return hasattr(tensor, "on_host") and super().put_known(tensor, *args)
 
-    def _stage(self, tensor: torch.Tensor, *args: Any) -> None:
-        *_, self._immutable, _store = args
-        super()._stage(tensor, *args)
-
-    def _from_host(self, source: torch.Tensor, *args: Any) -> None:
-        if hasattr(source, "on_host"):
-            super()._from_host(source, *args)
+    def put(self, described: Described) -> None:
+        if hasattr(described.source, "on_host"):
+            super().put(described)
         else:
-            self._device_way.take(source, *args, self._immutable)
+            self._from_device.take(described)
 
 
 # -- what goes to ring and arena, in stream order ---------------------------------------------------

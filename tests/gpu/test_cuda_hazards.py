@@ -23,7 +23,7 @@ SANITIZED = """
 import sys, torch
 from capd_client.allocator import SlotAllocator
 from capd_client.arena import Arena
-from capd_client.books import Books
+from capd_client.inflight.queue import Queue
 from capd_client.counting import Counters
 from capd_client.gpu import CudaDevice
 from capd_client.snapshots import DeviceStager
@@ -44,17 +44,17 @@ class Careless(Slow):
         super().fetch(piece, arena)
 
 arena = Arena(64 << 20)
-books = Books(SlotAllocator(arena.start, arena.nbytes - arena.start), Counters())
+queue = Queue(SlotAllocator(arena.start, arena.nbytes - arena.start), Counters())
 device = (Careless if sys.argv[1] == "careless" else Slow)(
     torch.device("cuda", 0), lambda _: 64 << 20, lambda: False, Notices()
 )
-stager = DeviceStager(device, books, arena.buffer, pace=Pace(None))
+stager = DeviceStager(device, queue, arena.buffer, pace=Pace(None))
 
 def advance():
     with torch.cuda.stream(device._stream):
         stager.advance()
 
-definition = books.definitions.make(Key(quant_type="fp32", rank=0, tensor_name="x"), torch.float32, None)
+definition = queue.definitions.make(Key(quant_type="fp32", rank=0, tensor_name="x"), torch.float32, None)
 other = torch.cuda.Stream()
 for n in range(20):
     tensor = torch.full((70_000,), float(n), device="cuda")
@@ -63,7 +63,7 @@ for n in range(20):
             other.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(other if n % 2 else torch.cuda.current_stream()):
             descriptor = Descriptor(0, 0, tensor.nbytes, definition.id, tuple(tensor.shape), Moment())
-            capture = books.admit(definition, descriptor)
+            capture = queue.admit(definition, descriptor)
             if immutable:
                 assert stager.hold(tensor, capture) is None
             else:

@@ -97,7 +97,7 @@ def stop_amid(session: Session, daemon: Daemon, captured: threading.Thread, part
 
     The thread that cuts them stops it: however late another one looks, the arena holds far less than what is missing.
     """
-    cut, left, stopped = session.books.cut, [parts], threading.Event()
+    cut, left, stopped = session.queue.cut, [parts], threading.Event()
 
     def counted(record: Record, nbytes: int) -> PartCapture | None:
         left[0] -= 1
@@ -106,7 +106,7 @@ def stop_amid(session: Session, daemon: Daemon, captured: threading.Thread, part
             stopped.set()
         return cut(record, nbytes)
 
-    session.books.cut = counted  # type: ignore[method-assign]
+    session.queue.cut = counted  # type: ignore[method-assign]
     captured.start()
     assert stopped.wait(60)
     assert captured.is_alive()
@@ -270,7 +270,7 @@ def test_a_stopped_daemon_costs_one_wait_and_one_drop(
     assert "CAPD_MAX_BLOCK_MS" in caplog.text
 
     daemon.send(signal.SIGCONT)
-    until(lambda: not session.books.busy)
+    until(lambda: not session.queue.busy)
     offer(session, "y", torch.zeros(200_000))  # nearly all of the arena: every slot came back
     assert session.flush(30)
     until(lambda: not scratch_files(daemon))
@@ -286,16 +286,16 @@ from capd_client import current
 
 capd_client.capture(torch.ones(3), tensor_name="first")
 assert capd_client.flush(30)
-books = current._session.books
-cut = books.cut
+queue = current._session.queue
+cut = queue.cut
 
 def counted(record, nbytes):
-    if books.last_sequence == 12:
+    if queue.last_sequence == 12:
         os.kill(int(sys.argv[1]), signal.SIGSTOP)  # by the thread that cuts the parts: never behind the last of them
         print("amid", flush=True)
     return cut(record, nbytes)
 
-books.cut = counted
+queue.cut = counted
 capd_client.capture(torch.zeros(8 << 20), tensor_name="large")
 """
 
@@ -345,7 +345,7 @@ def test_a_record_and_its_file_must_both_fit_on_the_disk(small_disk: Daemon) -> 
         assert session.flush(60)
         now = session.snapshot()
         assert (now.offered, now.committed, now.dropped) == (2, 1, {"disk_full": 1})
-        assert not session.books.busy
+        assert not session.queue.busy
     finally:
         session.close(30)
     stats = until(lambda: _at_rest(small_disk))

@@ -1,4 +1,4 @@
-"""Records in parts: a rank's books against the daemon's session, with lost connections, restarts, refusals and deaths.
+"""Records in parts: a rank's queue against the daemon's session, with lost connections, restarts, refusals and deaths.
 
 Everything between the two is simulated in one thread, so that every interleaving can be tried: the socket, the thread
 that gathers, the store. The arena is real memory: a slot that is given away too early shows as a wrong byte.
@@ -27,8 +27,10 @@ from capd_client.counter_page import DropReason
 from capd_client.counting import Counters
 from capd_client.definitions import Definition
 from capd_client.in_flight import COPYING, Capture
+from capd_client.inflight.queue import Queue
 from capd_client.key import Key, Moment
-from capd_client.parts import PartCapture, PartedBooks, Record
+from capd_client.parts import PartCapture, Record
+from capd_client.policies import Block
 from capd_client.protocol import Ack, Define, Descriptor, Hello, Nack
 
 PAGE = 4096
@@ -58,9 +60,9 @@ class Parts(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.arena = bytearray((PAGES + 1) * PAGE)
-        self.books = PartedBooks(SlotAllocator(PAGE, PAGES * PAGE), Counters(), max_block_s=NO_WAIT_S)
+        self.queue = Queue(SlotAllocator(PAGE, PAGES * PAGE), Counters(), Block(NO_WAIT_S))
         key = Key(quant_type="bf16", rank=0, tensor_name="x")
-        self.definition: Definition = self.books.definitions.make(key, torch.uint8, None)
+        self.definition: Definition = self.queue.definitions.make(key, torch.uint8, None)
         self.store: dict[int, bytes] = {}  # survives the daemon
         self.open: list[Record] = []  # a thread is inside capture()
         self.copying: list[Capture] = []
@@ -72,14 +74,14 @@ class Parts(RuleBasedStateMachine):
 
     @rule(pages=st.integers(1, 2))
     def offer(self, pages: int) -> None:
-        capture = self.books.admit(self.definition, self.descriptor(pages * PAGE))
-        if capture is not None:
+        capture = self.queue.admit(self.definition, self.descriptor(pages * PAGE))
+        if isinstance(capture, Capture):
             self.fill(capture)
 
     @precondition(lambda self: len(self.open) < 3)
     @rule(pages=st.integers(PAGES + 1, PAGES + 6))
     def open_record(self, pages: int) -> None:
-        record = self.books.admit(self.definition, self.descriptor(pages * PAGE))
+        record = self.queue.admit(self.definition, self.descriptor(pages * PAGE))
         assert isinstance(record, Record)
         self.open.append(record)
 
@@ -88,7 +90,7 @@ class Parts(RuleBasedStateMachine):
     def cut(self, which: int, pages: int, at_once: bool) -> None:
         record = self.open[which % len(self.open)]
         left = record.descriptor.nbytes - record.cut_nbytes
-        piece = self.books.cut(record, min(pages * PAGE, left))
+        piece = self.queue.cut(record, min(pages * PAGE, left))
         if piece is None or record.cut_nbytes == record.descriptor.nbytes:
             self.open.remove(record)
         if piece is None:
@@ -107,20 +109,20 @@ class Parts(RuleBasedStateMachine):
     def fail_to_copy(self, which: int) -> None:
         piece = self.copying.pop(which % len(self.copying))
         assert isinstance(piece, PartCapture)
-        self.books.abort(piece, DropReason.INTERNAL)
+        self.queue.abort(piece, DropReason.INTERNAL)
         self.open = [record for record in self.open if record is not piece.record]
 
     @rule(limit=st.integers(1, 4))
     def send(self, limit: int) -> None:
-        self.socket += [capture.descriptor for capture in self.books.next_batch(limit)]
+        self.socket += [capture.descriptor for capture in self.queue.next_batch(limit)]
 
     @rule()
     def hear(self) -> None:
         for reply in self.daemon.session.take_replies():
             if isinstance(reply, Ack):
-                self.books.acknowledged(reply.ranges)
+                self.queue.acknowledged(reply.ranges)
             elif isinstance(reply, Nack):
-                self.books.refused(reply.rows)
+                self.queue.refused(reply.rows)
 
     # -- the daemon
 
@@ -186,23 +188,23 @@ class Parts(RuleBasedStateMachine):
 
     @invariant()
     def the_rank_counts_exactly(self) -> None:
-        now = self.books.snapshot()
+        now = self.queue.snapshot()
         assert now.offered == now.committed + now.in_flight + sum(now.dropped.values())
 
     def teardown(self) -> None:
         self.a_killed_rank_is_counted_exactly()
         self.finish()
-        now = self.books.snapshot()
+        now = self.queue.snapshot()
         assert (now.in_flight, now.committed) == (0, len(self.store))
         assert balanced(self.totals(in_work=None), len(self.store))
-        assert not self.books.busy
-        assert self.books.slots.take(PAGES * PAGE) is not None, "the arena is whole again"
+        assert not self.queue.busy
+        assert self.queue.slots.take(PAGES * PAGE) is not None, "the arena is whole again"
         assert not self.daemon.files.keys(), "the daemon holds nothing of records that are over"
 
     def a_killed_rank_is_counted_exactly(self) -> None:
         """What if it were killed now: the daemon reads what was sent, with nobody to answer, and counts."""
         socket, store, session = list(self.socket), dict(self.store), self.daemon.session
-        if self.books.snapshot().offered % 2:  # in half of the runs: it is the end of this session
+        if self.queue.snapshot().offered % 2:  # in half of the runs: it is the end of this session
             return
         self.read(len(socket))
         while self.daemon.work:
@@ -226,7 +228,7 @@ class Parts(RuleBasedStateMachine):
             while self.daemon.work:
                 self.work(None)
             self.hear()
-            if not self.open and not self.books.busy:
+            if not self.open and not self.queue.busy:
                 return
         raise AssertionError("it does not come to an end")
 
@@ -240,7 +242,7 @@ class Parts(RuleBasedStateMachine):
         item = capture.descriptor
         first = item.part.first if item.part is not None else 0
         self.arena[item.offset : item.offset + item.nbytes] = content(item.record, first, item.nbytes)
-        self.books.ready(capture)
+        self.queue.ready(capture)
 
     def new_daemon(self) -> Daemon:
         self.daemon = Daemon(Session(CLIENT, "run", [(record, record) for record in self.store]))
@@ -254,10 +256,10 @@ class Parts(RuleBasedStateMachine):
             protocol=1, client=CLIENT, connection=self.connection, rank=0, arena_nbytes=len(self.arena)
         )
         assert self.daemon.session.connect(hello) is None
-        self.books.reconnected()
+        self.queue.reconnected()
 
     def totals(self, in_work: int | None) -> Totals:
-        now = self.books.snapshot()
+        now = self.queue.snapshot()
         dropped = {DropReason(reason): count for reason, count in now.dropped.items()}
         page = PageCounters(now.offered, now.in_flight, dropped)
         session = self.daemon.session

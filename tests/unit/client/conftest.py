@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from fake_device import AlwaysDevice, FakeDevice, Rig
 
 import capd_client
 from capd_client import current, explicit, saver, told_capture, told_indices
+from capd_client.border import Border
 from capd_client.collection_state import STATE
 from capd_client.config import ClientConfig
 from capd_client.holding import Holding
@@ -82,7 +84,7 @@ def rig(make_session: Callable[..., Session]) -> Iterator[Callable[..., Rig]]:
         session = session or make_session(strict=True, **settings)
         stager = DeviceStager(
             device,
-            session.books,
+            session.queue,
             session.arena.buffer,
             pace=pace or Pace(None),
             max_block_s=settings.get("max_block_ms", 0.0) / 1e3,
@@ -94,9 +96,11 @@ def rig(make_session: Callable[..., Session]) -> Iterator[Callable[..., Rig]]:
         stagers.append(stager)
         if not by_hand:
             stager.start()
-            session.transport.add_device(stager)
-        way = AlwaysDevice(session.books, session.arena, session.notices, lambda _: stager, payload=payload)
-        return Rig(session, device, stager, way)
+            session.stagers.append(stager)
+        way = AlwaysDevice(session.queue, session.arena, session.notices, lambda _: stager, payload=payload)
+        config = session.config if payload else replace(session.config, mode="stats")
+        border = Border(config, session.context, session.notices, session.queue, way, session.queue.policy)
+        return Rig(session, device, stager, way, border)
 
     stagers: list[DeviceStager] = []
     yield make

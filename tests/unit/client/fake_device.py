@@ -6,17 +6,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from client_peer import wait_until
 
 from capd_client.allocator import Slot
+from capd_client.border import Border
+from capd_client.describing import Described
 from capd_client.devstats import fill_row
 from capd_client.key import Key
 from capd_client.pieces import Piece
 from capd_client.ring import RingMemory
 from capd_client.session import Session
+from capd_client.slicing import Slice
 from capd_client.snapshots import DeviceStager
 from capd_client.staging import Stager
 
@@ -163,31 +165,38 @@ class FakeDevice:
 class AlwaysDevice(Stager):
     """Sends CPU tensors the way of device tensors."""
 
-    def _stage_known(self, *_: object) -> bool:
+    def put_known(self, *_: object) -> bool:
         return False
 
-    def stage(self, *args: Any, immutable: bool = False) -> None:
-        self._immutable = immutable
-        super().stage(*args, immutable=immutable)
-
-    def _from_host(self, *args: Any) -> None:
-        self._device_way.take(*args, self._immutable)
+    def put(self, described: Described) -> None:
+        self._from_device.take(described)
 
 
 @dataclass
 class Rig:
-    """A session with a fake device. Without `by_hand` its copy pump advances the stager."""
+    """A session with a fake device. Without `by_hand` its copy pump advances the stager.
+
+    way: what device tensors are put to. border: takes CPU tensors as if they were on the device.
+    """
 
     session: Session
     device: FakeDevice
     stager: DeviceStager
     way: Stager
+    border: Border
 
     def offer(
-        self, tensor: torch.Tensor, cast_to: torch.dtype | None = None, *, immutable: bool = False
+        self,
+        tensor: torch.Tensor,
+        cast_to: torch.dtype | None = None,
+        *,
+        key: Key = KEY,
+        take: Slice | None = None,
+        immutable: bool = False,
     ) -> None:
         """Offer a CPU tensor as if it were on the fake device."""
-        self.way.stage(tensor, KEY, self.session.context.moment(), cast_to, None, "", immutable=immutable)
+        moment = self.session.context.moment()
+        self.border.offer(tensor, key, moment, cast_to=cast_to, take=take, immutable=immutable)
 
     def started(self, count: int) -> None:
         """Wait until so many copies were issued."""

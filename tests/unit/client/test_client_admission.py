@@ -84,10 +84,10 @@ def test_what_is_left_out_is_not_waited_for_and_takes_no_room(
     session = make_session(strict=True, mode="sample:1/2")
     session.offer(torch.zeros(4).as_subclass(AsyncCollectiveTensor), KEY, Moment(1))
     session.offer(torch.zeros(1 << 22), KEY, Moment(1))  # larger than the arena
-    free = session.books.slots.free_nbytes
+    free = session.queue.slots.free_nbytes
 
     assert session.snapshot().dropped == {"sampled": 2}
-    assert free == session.books.slots.capacity
+    assert free == session.queue.slots.capacity
 
 
 def test_a_key_that_cannot_be_kept_is_said_to_be_invalid_at_every_call(
@@ -104,7 +104,7 @@ def test_after_the_end_what_would_be_left_out_counts_under_the_reason_of_the_end
     peer: Peer, make_session: Callable[..., Session]
 ) -> None:
     session = make_session(strict=True, mode="sample:1/2")
-    session.books.close(DropReason.REJECTED)
+    session.queue.close(DropReason.REJECTED)
     session.offer(torch.zeros(4), KEY, Moment(1))
 
     assert session.snapshot().dropped == {"rejected": 1}

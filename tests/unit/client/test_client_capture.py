@@ -370,7 +370,7 @@ def test_an_error_inside_capd_is_counted_and_not_raised(
     assert now.dropped["unsupported"] == 1
     wait = session.flush(10)
     assert wait
-    assert session.books.slots.take(session.books.slots.capacity) is not None, "no slot was lost"
+    assert session.queue.slots.take(session.queue.slots.capacity) is not None, "no slot was lost"
 
 
 def test_strict_raises_what_is_otherwise_counted(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,7 +394,7 @@ def test_an_interrupt_in_the_middle_of_a_copy_loses_no_slot(
     assert session.flush(10)
     now = session.snapshot()
     assert (now.offered, now.committed, now.in_flight) == (2, 1, 0)
-    assert now.dropped == {DropReason.INTERNAL.value: 1}
+    assert now.dropped == {DropReason.INTERRUPTED.value: 1}
 
 
 def test_a_moment_is_checked_before_it_is_sent() -> None:

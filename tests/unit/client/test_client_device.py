@@ -11,6 +11,7 @@ from client_peer import Peer, wait_until
 from fake_device import KEY, FakeDevice, Rig
 
 from capd_client.counter_page import DropReason
+from capd_client.policies import thinning_of
 from capd_client.ring import ring_nbytes
 from capd_client.slicing import Slice
 from capd_client.transport import State
@@ -118,7 +119,7 @@ def test_policy_block_waits_for_the_ring(peer: Peer, rig: Callable[..., Rig]) ->
     r.started(1)
     thread = threading.Thread(target=r.offer, args=(torch.ones(128),))
     thread.start()
-    wait_until(lambda: r.session.books.last_sequence == 2)
+    wait_until(lambda: r.session.queue.last_sequence == 2)
     assert thread.is_alive()
     r.device.run(0)
     thread.join(10)
@@ -213,7 +214,7 @@ def test_a_slice_is_all_that_crosses_the_ring(peer: Peer, rig: Callable[..., Rig
     tensor = torch.arange(4000.0).view(40, 100)
     expected = [tensor[:2].clone(), tensor[:, ::50].contiguous()]
     for text in ("first:2", "stride:50@1"):
-        r.way.stage(tensor, KEY, r.session.context.moment(), None, None, "", Slice(text))
+        r.offer(tensor, take=Slice(text))
     tensor.fill_(-1)
     r.started(2)
     r.device.run(0)
@@ -224,7 +225,7 @@ def test_a_slice_is_all_that_crosses_the_ring(peer: Peer, rig: Callable[..., Rig
 
 def test_a_full_ring_thins_the_calls_that_come(peer: Peer, rig: Callable[..., Rig]) -> None:
     r = rig(FakeDevice(nbytes=8192), policy="thin")
-    thinning = r.session.books.thinning
+    thinning = thinning_of(r.session.queue.policy)
     assert thinning is not None
     wait_until(lambda: r.session.transport.state is State.RUNNING)  # which ends a thinning
     for _ in range(3):

@@ -132,13 +132,13 @@ def test_a_drop_has_its_tensors_bytes_wherever_it_is_and_whatever_would_be_kept(
 ) -> None:
     r = rig(by_hand=True, payload=mode == "full", mode=mode)
     offer = r.offer if on_device else partial(r.session.offer, key=KEY, moment=Moment())
-    r.session.books.take_offers(False)
+    r.session.queue.take_offers(False)
     offer(torch.zeros(30, 10))
-    r.session.books.take_offers(True)
+    r.session.queue.take_offers(True)
     r.stager.transfers.failed = True
     r.offer(torch.zeros(50))
     rows = {DropReason.STOPPED: 1200, DropReason.INTERNAL: 200}
     for reason, nbytes in rows.items():
-        row = r.session.books.ledger.row(0, reason)
+        row = r.session.queue.ledger.row(0, reason)
         assert row is not None
         assert (row.count, row.nbytes) == (1, nbytes)

@@ -173,12 +173,12 @@ def test_no_lock_is_undone_while_a_copy_is_under_way(
     stager = session.devices.stager(CUDA[0])
     assert isinstance(stager, DeviceStager)
     stager._pump.stop()
-    way = AlwaysDevice(session.books, session.arena, session.notices, lambda _: stager)
-    way.stage(torch.ones(64), KEY, session.context.moment(), None, None, "")
+    session._stager = AlwaysDevice(session.queue, session.arena, session.notices, lambda _: stager)
+    session.offer(torch.ones(64), KEY, session.context.moment())
     stager.advance()
     with session.devices.unlocked() as unlocked:
         assert not unlocked
-        way.stage(torch.ones(64), KEY, session.context.moment(), None, None, "")  # and nobody waits meanwhile
+        session.offer(torch.ones(64), KEY, session.context.moment())  # and nobody waits meanwhile
     assert undone == []
     while stager.pending:
         stager.advance()

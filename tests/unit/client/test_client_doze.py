@@ -8,19 +8,19 @@ from collections.abc import Callable
 
 from client_peer import wait_until
 
-from capd_client.doze import Doze
+from capd_client.doze import Wakeup
 
 LONG_S = 30.0
 
 
-def resting(doze: Doze, called: Callable[[], bool] = lambda: False) -> threading.Thread:
+def resting(doze: Wakeup, called: Callable[[], bool] = lambda: False) -> threading.Thread:
     thread = threading.Thread(target=doze.rest, args=(LONG_S, called))
     thread.start()
     return thread
 
 
 def test_a_long_rest_is_ended_and_the_next_one_is_whole() -> None:
-    doze = Doze(0.005)
+    doze = Wakeup(0.005)
     for _ in range(3):
         thread = resting(doze)
         wait_until(lambda: doze.dozing)
@@ -33,7 +33,7 @@ def test_a_long_rest_is_ended_and_the_next_one_is_whole() -> None:
 
 
 def test_short_rests_are_not_ended() -> None:
-    doze = Doze(0.5)
+    doze = Wakeup(0.5)
     threading.Timer(0.1, doze.wake).start()
     began = time.monotonic()
     doze.rest(0.3, lambda: False)
@@ -41,14 +41,14 @@ def test_short_rests_are_not_ended() -> None:
 
 
 def test_who_called_before_the_rest_began_is_not_missed() -> None:
-    doze = Doze(0.005)
+    doze = Wakeup(0.005)
     thread = resting(doze, called=lambda: True)
     thread.join(LONG_S / 2)
     assert not thread.is_alive()
 
 
 def test_threads_that_wake_it_at_the_same_time_do_no_harm() -> None:
-    doze = Doze(0.005)
+    doze = Wakeup(0.005)
     stop = threading.Event()
     errors: list[BaseException] = []
 
@@ -72,7 +72,7 @@ def test_threads_that_wake_it_at_the_same_time_do_no_harm() -> None:
 
 
 def test_what_woke_it_while_it_did_not_rest_yet_ends_no_further_rest() -> None:
-    doze = Doze(0.005)
+    doze = Wakeup(0.005)
 
     def called() -> bool:
         doze.wake()

@@ -235,12 +235,12 @@ def test_time_limits_amid_captures_leave_the_accounts_exact(
         if {connected}:
             assert capd_client.flush(20)
         else:  # as if it had been sent
-            for capture in session.books._live.values():
+            for capture in session.queue._live.values():
                 capture.sent = True
-            session.books.acknowledged([(1, session.books.last_sequence)])
+            session.queue.acknowledged([(1, session.queue.last_sequence)])
         exact()
         assert session.snapshot().in_flight == 0
-        slots = session.books.slots
+        slots = session.queue.slots
         assert slots.take(slots.capacity) is not None
         """,
         {n: v for n, v in job_env.items() if n != "CAPD_STRICT"} | where,
@@ -380,7 +380,7 @@ def test_a_thread_amid_the_parts_of_a_tensor_holds_up_no_exit(
                 {leaves}
 
         threading.Thread(target=capture, daemon=True).start()
-        while not capd_client.api.session().books.waiting.count:
+        while not capd_client.api.session().queue.waiting.count:
             time.sleep(0.01)
         print(time.time(), flush=True)
         {statement}

@@ -115,9 +115,9 @@ def test_no_thread_of_capd_makes_a_context_on_a_gpu_of_another_rank(
     session.arena.prefaulted()
     stager = session.devices.stager(DEVICE)
     wait_until(lambda: session.devices.pinned)
-    way = AlwaysDevice(session.books, session.arena, session.notices, lambda _: stager)
+    session._stager = AlwaysDevice(session.queue, session.arena, session.notices, lambda _: stager)
     for _ in range(3):
-        way.stage(torch.ones(64), KEY, session.context.moment(), None, None, "")
+        session.offer(torch.ones(64), KEY, session.context.moment())
     assert session.flush(20)
     assert session.snapshot().committed == 3
     session.close()

@@ -23,21 +23,21 @@ class Used:
 
     def __init__(self, session: Session) -> None:
         session.transport.growth = None
-        self.session, self.arena, self.books = session, session.arena, session.books
+        self.session, self.arena, self.queue = session, session.arena, session.queue
         self.now = 0.0
         self.growth = Growth(
-            session.arena, session.books, session.devices, "", session._hello, clock=lambda: self.now
+            session.arena, session.queue, session.devices, "", session._hello, clock=lambda: self.now
         )
 
     def take(self, nbytes: int) -> Callable[[], None]:
         """Have a slot taken; what gives it back."""
-        with self.books.lock:
-            slot = self.books.slots.take(nbytes)
+        with self.queue.lock:
+            slot = self.queue.slots.take(nbytes)
             assert slot is not None
 
         def give() -> None:
-            with self.books.lock:
-                self.books.slots.give(slot)
+            with self.queue.lock:
+                self.queue.slots.give(slot)
 
         return give
 
@@ -94,7 +94,7 @@ def test_nothing_in_flight_is_taken_from_under_its_writers(
     session.offer(torch.ones(4), KEY, session.context.moment())
     assert session.flush(20)
     session.transport.growth = None
-    grow = Growth(session.arena, session.books, session.devices, socket_path, session._hello)
+    grow = Growth(session.arena, session.queue, session.devices, socket_path, session._hello)
     fd = session.arena.fd
     wait_until(lambda: session.arena.prefaulted(0))
 
@@ -104,9 +104,9 @@ def test_nothing_in_flight_is_taken_from_under_its_writers(
     peer.ack = True
     session.transport.reconnect()
     assert session.flush(20)
-    session.books.copying = True
+    session.queue.copying = True
     assert grow.shrink(99) is None
-    session.books.copying = False
+    session.queue.copying = False
     grow._endpoint = socket_path + "-nobody"
     assert grow.shrink(99) is None
     assert session.arena.fd == fd

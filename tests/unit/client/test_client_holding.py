@@ -22,7 +22,7 @@ def key(name: str = "input", layer: int = 0, **more: str) -> Key:
 
 
 def offer(r: Rig, tensor: torch.Tensor, of: Key) -> None:
-    r.way.stage(tensor, of, r.session.context.moment(), None, None, "")
+    r.offer(tensor, key=of)
 
 
 def held(r: Rig) -> int:

@@ -59,7 +59,7 @@ def test_one_that_changed_after_all_is_dropped_and_said_so(
     peer: Peer, rig: MakeRig, when: str, change: str
 ) -> None:
     r = rig(by_hand=True, arena_bytes=8 * MIB)
-    free = r.session.books.slots.free_nbytes
+    free = r.session.queue.slots.free_nbytes
     tensor = large()
     nbytes = tensor.nbytes
     r.offer(tensor, immutable=True)
@@ -81,7 +81,7 @@ def test_one_that_changed_after_all_is_dropped_and_said_so(
     assert r.session.flush(10)
     now = r.session.snapshot()
     assert (now.offered, now.committed, now.in_flight, now.dropped) == (1, 0, 0, {"mutated": 1})
-    assert r.session.books.slots.free_nbytes == free
+    assert r.session.queue.slots.free_nbytes == free
     assert len(r.device.recycled) == len(r.device.issued) + len(r.device.marks)
 
 
@@ -91,7 +91,7 @@ def test_one_that_changes_between_its_pieces_gives_its_slot_back_behind_them(
     monkeypatch.setattr(pieces, "PIECE_NBYTES", 1 << 14)
     monkeypatch.setattr(transfers, "AHEAD_NBYTES", 1 << 14)
     r = rig(by_hand=True)
-    free = r.session.books.slots.free_nbytes
+    free = r.session.queue.slots.free_nbytes
     tensor = large()
     r.offer(tensor, immutable=True)
     r.stager.advance()
@@ -105,7 +105,7 @@ def test_one_that_changes_between_its_pieces_gives_its_slot_back_behind_them(
 
     assert r.device.sizes == [1 << 14, 0]
     assert r.session.snapshot().dropped == {"mutated": 1}
-    assert r.session.books.slots.free_nbytes == free
+    assert r.session.queue.slots.free_nbytes == free
     assert not r.stager.pending
 
 

@@ -195,7 +195,7 @@ def test_the_job_is_not_held_up_by_a_pump_that_is_late(
     r.finish()
     assert r.session.flush(10)
     assert values_of(peer) == list(range(30))
-    wait_until(lambda: not r.session.books.busy)
+    wait_until(lambda: not r.session.queue.busy)
 
 
 def test_places_of_rows_are_not_given_before_their_copies_are_done(peer: Peer, rig: MakeRig) -> None:

@@ -1,4 +1,4 @@
-"""Tensors larger than a slot: cut in C order without being made whole, one capture in the books, bounded waits."""
+"""Tensors larger than a slot: cut in C order without being made whole, one capture in the queue, bounded waits."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from capd_client.allocator import GRANULE_NBYTES, SlotAllocator
 from capd_client.counter_page import DropReason
 from capd_client.counting import REASON_INDEX, Counters
 from capd_client.definitions import Definition
-from capd_client.in_flight import COPYING, Capture
+from capd_client.in_flight import COPYING, Capture, Refused
+from capd_client.inflight.queue import Queue
 from capd_client.key import Key, Moment
 from capd_client.large import blocks
-from capd_client.parts import PartCapture, PartedBooks, Record, part_nbytes
+from capd_client.parts import PartCapture, Record, part_nbytes
+from capd_client.policies import Block
 from capd_client.protocol import Descriptor, NackRow
 from capd_client.session import Session
 
@@ -28,46 +30,46 @@ PAGE = GRANULE_NBYTES
 KEY = Key(quant_type="fp32", rank=0, tensor_name="x")
 
 
-def make(pages: int = 4, max_block_s: float = 30.0) -> tuple[PartedBooks, Definition]:
-    books = PartedBooks(SlotAllocator(PAGE, pages * PAGE), Counters(), max_block_s=max_block_s)
-    return books, books.definitions.make(KEY, torch.uint8, None)
+def make(pages: int = 4, max_block_s: float = 30.0) -> tuple[Queue, Definition]:
+    queue = Queue(SlotAllocator(PAGE, pages * PAGE), Counters(), Block(max_block_s))
+    return queue, queue.definitions.make(KEY, torch.uint8, None)
 
 
-def admit(books: PartedBooks, definition: Definition, pages: int) -> Capture:
+def admit(queue: Queue, definition: Definition, pages: int) -> Capture:
     descriptor = Descriptor(0, 0, pages * PAGE, definition.id, (pages * PAGE,), Moment(3))
-    capture = books.admit(definition, descriptor)
-    assert capture is not None
+    capture = queue.admit(definition, descriptor)
+    assert isinstance(capture, Capture)
     return capture
 
 
-def record_of(books: PartedBooks, definition: Definition, pages: int) -> Record:
-    record = admit(books, definition, pages)
+def record_of(queue: Queue, definition: Definition, pages: int) -> Record:
+    record = admit(queue, definition, pages)
     assert isinstance(record, Record)
     return record
 
 
-def cut(books: PartedBooks, record: Record, pages: int = 1, *, ready: bool = True) -> PartCapture:
-    piece = books.cut(record, pages * PAGE)
+def cut(queue: Queue, record: Record, pages: int = 1, *, ready: bool = True) -> PartCapture:
+    piece = queue.cut(record, pages * PAGE)
     assert piece is not None
     if ready:
-        books.ready(piece)
+        queue.ready(piece)
     return piece
 
 
-def sent(books: PartedBooks) -> list[Descriptor]:
-    return [capture.descriptor for capture in books.next_batch(64)]
+def sent(queue: Queue) -> list[Descriptor]:
+    return [capture.descriptor for capture in queue.next_batch(64)]
 
 
-def ack(books: PartedBooks, *sequences: int) -> None:
-    books.acknowledged([(sequence, sequence) for sequence in sequences])
+def ack(queue: Queue, *sequences: int) -> None:
+    queue.acknowledged([(sequence, sequence) for sequence in sequences])
 
 
-def nack(books: PartedBooks, sequence: int, reason: DropReason = DropReason.DISK_FULL) -> None:
-    books.refused([NackRow(sequence, REASON_INDEX[reason], "refused")])
+def nack(queue: Queue, sequence: int, reason: DropReason = DropReason.DISK_FULL) -> None:
+    queue.refused([NackRow(sequence, REASON_INDEX[reason], "refused")])
 
 
-def is_whole_again(books: PartedBooks, pages: int = 4) -> bool:
-    return not books.busy and books.slots.take(pages * PAGE) is not None
+def is_whole_again(queue: Queue, pages: int = 4) -> bool:
+    return not queue.busy and queue.slots.take(pages * PAGE) is not None
 
 
 # -- cutting
@@ -106,206 +108,207 @@ def test_a_part_is_a_quarter_of_the_slots_at_most() -> None:
     assert part_nbytes(PAGE) == PAGE
 
 
-# -- the books
+# -- the queue
 
 
 def test_a_record_is_offered_in_flight_and_committed_once() -> None:
-    books, definition = make()
-    record = record_of(books, definition, 6)
-    first, second = cut(books, record, 2), cut(books, record, 2)
-    assert [(d.sequence, d.part) for d in sent(books)] == [
+    queue, definition = make()
+    record = record_of(queue, definition, 6)
+    first, second = cut(queue, record, 2), cut(queue, record, 2)
+    assert [(d.sequence, d.part) for d in sent(queue)] == [
         (first.descriptor.sequence, first.descriptor.part),
         (second.descriptor.sequence, second.descriptor.part),
     ]
-    ack(books, first.descriptor.sequence)
-    now = books.snapshot()
+    ack(queue, first.descriptor.sequence)
+    now = queue.snapshot()
     assert (now.offered, now.committed, now.in_flight) == (1, 0, 1)
 
-    last = cut(books, record, 2)
+    last = cut(queue, record, 2)
     assert (last.descriptor.record, last.descriptor.ends_record) == (record.descriptor.sequence, True)
-    sent(books)
-    ack(books, last.descriptor.sequence)
-    now = books.snapshot()
+    sent(queue)
+    ack(queue, last.descriptor.sequence)
+    now = queue.snapshot()
     assert (now.offered, now.committed, now.in_flight) == (1, 1, 0)
-    ack(books, second.descriptor.sequence)
-    assert is_whole_again(books)
-    assert books.settled(record.descriptor.sequence)
+    ack(queue, second.descriptor.sequence)
+    assert is_whole_again(queue)
+    assert queue.settled(record.descriptor.sequence)
 
 
 def test_a_refused_part_drops_the_record_and_each_slot_waits_for_its_own_answer() -> None:
-    books, definition = make()
-    record = record_of(books, definition, 9)
-    parts = [cut(books, record) for _ in range(2)]
-    sent(books)
-    unsent, copying = cut(books, record), cut(books, record, ready=False)
+    queue, definition = make()
+    record = record_of(queue, definition, 9)
+    parts = [cut(queue, record) for _ in range(2)]
+    sent(queue)
+    unsent, copying = cut(queue, record), cut(queue, record, ready=False)
 
-    nack(books, parts[0].descriptor.sequence)
-    now = books.snapshot()
+    nack(queue, parts[0].descriptor.sequence)
+    now = queue.snapshot()
     assert (now.in_flight, now.dropped) == (0, {"disk_full": 1})
-    row = books.ledger.row(definition.id, DropReason.DISK_FULL)
+    row = queue.ledger.row(definition.id, DropReason.DISK_FULL)
     assert row is not None
     assert (row.count, row.nbytes) == (1, 9 * PAGE)
-    assert books.cut(record, PAGE) is None
-    assert sent(books) == [], "what was not sent is not sent any more"
-    assert books.slots.free_nbytes == 2 * PAGE, "the sent one and the one being copied keep their slots"
-    nack(books, parts[1].descriptor.sequence, DropReason.STORE_ERROR)
-    books.ready(copying)
-    assert books.snapshot().dropped == {"disk_full": 1}
-    assert is_whole_again(books)
+    assert queue.cut(record, PAGE) is None
+    assert sent(queue) == [], "what was not sent is not sent any more"
+    assert queue.slots.free_nbytes == 2 * PAGE, "the sent one and the one being copied keep their slots"
+    nack(queue, parts[1].descriptor.sequence, DropReason.STORE_ERROR)
+    queue.ready(copying)
+    assert queue.snapshot().dropped == {"disk_full": 1}
+    assert is_whole_again(queue)
     assert unsent.descriptor.sequence < copying.descriptor.sequence
 
 
 def test_a_record_that_is_dropped_already_waits_for_nothing() -> None:
-    books, definition = make(pages=1, max_block_s=60.0)
-    record = record_of(books, definition, 3)
-    part = cut(books, record)
-    sent(books)
-    nack(books, part.descriptor.sequence)
-    admit(books, definition, 1)  # nothing frees its slot
-    assert books.cut(record, PAGE) is None
+    queue, definition = make(pages=1, max_block_s=60.0)
+    record = record_of(queue, definition, 3)
+    part = cut(queue, record)
+    sent(queue)
+    nack(queue, part.descriptor.sequence)
+    admit(queue, definition, 1)  # nothing frees its slot
+    assert queue.cut(record, PAGE) is None
     assert record.patience_s == 60.0
 
 
 def test_a_stop_by_capd_ctl_lets_a_record_under_way_wait_for_room() -> None:
-    books, definition = make()
-    record = record_of(books, definition, 5)
-    first = cut(books, record, 4)
-    sent(books)
+    queue, definition = make()
+    record = record_of(queue, definition, 5)
+    first = cut(queue, record, 4)
+    sent(queue)
     pieces: list[PartCapture | None] = []
-    thread = threading.Thread(target=lambda: pieces.append(books.cut(record, PAGE)))
+    thread = threading.Thread(target=lambda: pieces.append(queue.cut(record, PAGE)))
     thread.start()
-    wait_until(lambda: books.waiting.count)
+    wait_until(lambda: queue.waiting.count)
 
-    books.take_offers(False)
-    ack(books, first.descriptor.sequence)
+    queue.take_offers(False)
+    ack(queue, first.descriptor.sequence)
 
     thread.join(10)
     assert pieces[0] is not None
-    assert books.snapshot().dropped == {}
+    assert queue.snapshot().dropped == {}
 
 
 @pytest.mark.parametrize("copying", [False, True])
 def test_a_record_given_up_is_taken_back_by_a_part_without_bytes(copying: bool) -> None:
-    books, definition = make()
-    record = record_of(books, definition, 9)
-    cut(books, record)
-    [known] = sent(books)
+    queue, definition = make()
+    record = record_of(queue, definition, 9)
+    cut(queue, record)
+    [known] = sent(queue)
     if copying:
-        books.abort(cut(books, record, ready=False), DropReason.RING_FULL)
+        queue.abort(cut(queue, record, ready=False), DropReason.RING_FULL)
     else:
-        books.abort(record, DropReason.RING_FULL)
-    books.abort(record, DropReason.INTERNAL)  # again, by whoever else comes by
-    now = books.snapshot()
+        queue.abort(record, DropReason.RING_FULL)
+    queue.abort(record, DropReason.INTERNAL)  # again, by whoever else comes by
+    now = queue.snapshot()
     assert (now.in_flight, now.dropped) == (0, {"ring_full": 1})
 
-    [back] = sent(books)
+    [back] = sent(queue)
     assert (back.record, back.nbytes, back.ends_record) == (record.descriptor.sequence, 0, False)
-    assert books.busy
-    books.reconnected()
-    assert [d.sequence for d in sent(books)] == [known.sequence, back.sequence]
-    ack(books, known.sequence, back.sequence)
-    assert is_whole_again(books)
-    assert books.snapshot().committed == 0
+    assert queue.busy
+    queue.reconnected()
+    assert [d.sequence for d in sent(queue)] == [known.sequence, back.sequence]
+    ack(queue, known.sequence, back.sequence)
+    assert is_whole_again(queue)
+    assert queue.snapshot().committed == 0
 
 
 def test_after_a_reconnect_parts_and_captures_are_sent_again_in_order() -> None:
-    books, definition = make(pages=8)
-    record = record_of(books, definition, 20)
+    queue, definition = make(pages=8)
+    record = record_of(queue, definition, 20)
     sequences = []
     for _ in range(3):
-        sequences.append(cut(books, record).descriptor.sequence)
-        small = admit(books, definition, 1)
-        books.ready(small)
+        sequences.append(cut(queue, record).descriptor.sequence)
+        small = admit(queue, definition, 1)
+        queue.ready(small)
         sequences.append(small.descriptor.sequence)
-    sent(books)
-    ack(books, sequences[2])
-    books.reconnected()
-    assert [d.sequence for d in sent(books)] == [s for s in sequences if s != sequences[2]]
+    sent(queue)
+    ack(queue, sequences[2])
+    queue.reconnected()
+    assert [d.sequence for d in sent(queue)] == [s for s in sequences if s != sequences[2]]
 
 
 def test_all_waits_of_a_record_share_one_budget_and_then_it_is_dropped_once() -> None:
-    books, definition = make(pages=2, max_block_s=1.0)
-    record = record_of(books, definition, 9)
-    cut(books, record)
-    cut(books, record)
+    queue, definition = make(pages=2, max_block_s=1.0)
+    record = record_of(queue, definition, 9)
+    cut(queue, record)
+    cut(queue, record)
     started = time.monotonic()
 
     def free_one() -> None:
-        wait_until(lambda: books.waiting.count)
-        sequences = [descriptor.sequence for descriptor in sent(books)]
-        ack(books, sequences[0])
+        wait_until(lambda: queue.waiting.count)
+        sequences = [descriptor.sequence for descriptor in sent(queue)]
+        ack(queue, sequences[0])
 
     freeing = threading.Thread(target=free_one)
     freeing.start()
-    cut(books, record)
+    cut(queue, record)
     freeing.join()
     assert record.patience_s < 1.0
-    assert books.cut(record, PAGE) is None
+    assert queue.cut(record, PAGE) is None
     assert time.monotonic() - started >= 1.0
-    assert books.snapshot().dropped == {"arena_full": 1}
+    assert queue.snapshot().dropped == {"arena_full": 1}
     assert record.dropped is DropReason.ARENA_FULL
 
 
 def test_what_is_left_of_a_wait_keeps_nobody_else_from_waiting() -> None:
-    books, definition = make(pages=1, max_block_s=0.3)
-    record = record_of(books, definition, 2)
-    cut(books, record)
-    sent(books)
+    queue, definition = make(pages=1, max_block_s=0.3)
+    record = record_of(queue, definition, 2)
+    cut(queue, record)
+    sent(queue)
     record.patience_s = 0.01
-    assert books.cut(record, PAGE) is None
+    assert queue.cut(record, PAGE) is None
     started = time.monotonic()
-    assert books.admit(definition, Descriptor(0, 0, PAGE, definition.id, (PAGE,), Moment())) is None
+    refused = queue.admit(definition, Descriptor(0, 0, PAGE, definition.id, (PAGE,), Moment()))
+    assert isinstance(refused, Refused)
     assert time.monotonic() - started >= 0.3
 
 
 def test_closing_drops_a_record_once_and_ends_its_wait() -> None:
-    books, definition = make(pages=1, max_block_s=60)
-    record = record_of(books, definition, 3)
-    cut(books, record)
+    queue, definition = make(pages=1, max_block_s=60)
+    record = record_of(queue, definition, 3)
+    cut(queue, record)
     taken: list[PartCapture | None] = []
-    waiting = threading.Thread(target=lambda: taken.append(books.cut(record, PAGE)))
+    waiting = threading.Thread(target=lambda: taken.append(queue.cut(record, PAGE)))
     waiting.start()
-    wait_until(lambda: books.waiting.count)
+    wait_until(lambda: queue.waiting.count)
 
-    assert books.close(DropReason.REJECTED) == 1
+    assert queue.close(DropReason.REJECTED) == 1
     waiting.join(10)
     assert taken == [None]
-    now = books.snapshot()
+    now = queue.snapshot()
     assert (now.offered, now.in_flight, now.dropped) == (1, 0, {"rejected": 1})
-    assert is_whole_again(books, 1)
+    assert is_whole_again(queue, 1)
 
 
 def test_a_slot_still_written_at_the_end_is_noticed() -> None:
-    books, definition = make()
-    record = record_of(books, definition, 6)
-    cut(books, record, ready=False)
-    books.abort(record, DropReason.INTERNAL)
-    books.close(DropReason.NOT_CONNECTED)
-    assert books.copying  # so the arena is not unmapped
+    queue, definition = make()
+    record = record_of(queue, definition, 6)
+    cut(queue, record, ready=False)
+    queue.abort(record, DropReason.INTERNAL)
+    queue.close(DropReason.NOT_CONNECTED)
+    assert queue.copying  # so the arena is not unmapped
 
 
 def test_the_budget_of_a_step_takes_a_record_whole_or_not_at_all() -> None:
     slots = SlotAllocator(PAGE, 4 * PAGE)
-    books = PartedBooks(slots, Counters(), max_block_s=1.0, step_nbytes=10 * PAGE)
-    definition = books.definitions.make(KEY, torch.uint8, None)
-    record_of(books, definition, 6)
+    queue = Queue(slots, Counters(), Block(1.0), step_nbytes=10 * PAGE)
+    definition = queue.definitions.make(KEY, torch.uint8, None)
+    record_of(queue, definition, 6)
     descriptor = Descriptor(0, 0, 6 * PAGE, definition.id, (6 * PAGE,), Moment(3))
-    assert books.admit(definition, descriptor) is None
-    assert books.turn_away(definition, descriptor, DropReason.TOO_LARGE) is None
-    assert books.snapshot().dropped == {"step_budget": 2}
+    assert isinstance(queue.admit(definition, descriptor), Refused)
+    assert isinstance(queue.turn_away(definition, descriptor, DropReason.TOO_LARGE), Refused)
+    assert queue.snapshot().dropped == {"step_budget": 2}
 
 
 def test_of_a_record_given_up_the_budget_counts_what_was_sent() -> None:
-    books = PartedBooks(SlotAllocator(PAGE, 4 * PAGE), Counters(), max_block_s=1.0, step_nbytes=10 * PAGE)
-    record = record_of(books, books.definitions.make(KEY, torch.uint8, None), 9)
-    cut(books, record)
-    sent(books)
-    cut(books, record)
-    cut(books, record, ready=False)
-    books.abort(record, DropReason.INTERNAL)
+    queue = Queue(SlotAllocator(PAGE, 4 * PAGE), Counters(), Block(1.0), step_nbytes=10 * PAGE)
+    record = record_of(queue, queue.definitions.make(KEY, torch.uint8, None), 9)
+    cut(queue, record)
+    sent(queue)
+    cut(queue, record)
+    cut(queue, record, ready=False)
+    queue.abort(record, DropReason.INTERNAL)
     iteration = record.descriptor.moment.iteration
-    assert books.step_budget.has_room(iteration, 9 * PAGE)
-    assert not books.step_budget.has_room(iteration, 9 * PAGE + 1)
+    assert queue.step_budget.has_room(iteration, 9 * PAGE)
+    assert not queue.step_budget.has_room(iteration, 9 * PAGE + 1)
 
 
 # -- the way of a tensor
@@ -344,7 +347,7 @@ def test_an_error_amid_the_parts_is_counted_once(
     peer: Peer, make_session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = make_session(policy="block")
-    host, calls = session._stage.__self__._host, []  # type: ignore[attr-defined]
+    host, calls = session._stager._host, []  # type: ignore[attr-defined]
     fill = host.fill
 
     def breaks_later(*arguments: object) -> None:
@@ -355,7 +358,7 @@ def test_an_error_amid_the_parts_is_counted_once(
 
     monkeypatch.setattr(host, "fill", breaks_later)
     session.offer(torch.zeros(1 << 20), KEY, Moment())
-    wait_until(lambda: not session.books.busy)
+    wait_until(lambda: not session.queue.busy)
     now = session.snapshot()
     assert (now.offered, now.in_flight, now.dropped) == (1, 0, {"internal": 1})
     assert peer.records[-1].descriptor.nbytes == 0
@@ -405,7 +408,7 @@ def test_a_held_device_tensor_that_changes_amid_the_parts_is_one_drop(
     while capture.is_alive():
         r.device.run_all()
         time.sleep(0.001)
-    wait_until(lambda: r.device.run_all() or not r.session.books.busy)
+    wait_until(lambda: r.device.run_all() or not r.session.queue.busy)
     now = r.session.snapshot()
     assert (now.offered, now.in_flight, now.dropped) == (1, 0, {"mutated": 1})
 
@@ -421,9 +424,9 @@ def test_a_ring_that_stays_full_ends_the_record_within_its_time(
     assert (now.in_flight, now.dropped) == (0, {"ring_full": 1})
     assert "CAPD_MAX_BLOCK_MS" in caplog.text
     r.started(1)
-    assert any(piece.state == COPYING for piece in r.session.books._pieces.values())
-    wait_until(lambda: r.device.run_all() or not r.session.books.busy)
-    slots = r.session.books.slots
+    assert any(piece.state == COPYING for piece in r.session.queue.parts.live.values())
+    wait_until(lambda: r.device.run_all() or not r.session.queue.busy)
+    slots = r.session.queue.slots
     assert slots.take(slots.capacity) is not None
 
 
@@ -431,6 +434,6 @@ def test_a_device_error_amid_the_parts_is_one_drop(peer: Peer, rig: Callable[...
     r = rig(FakeDevice(nbytes=8192, fault=RuntimeError("CUDA error")), policy="block", max_block_ms=500.0)
     r.offer(torch.zeros(70, 90))
     wait_until(lambda: r.stager.failed)
-    wait_until(lambda: not r.session.books.busy)
+    wait_until(lambda: not r.session.queue.busy)
     now = r.session.snapshot()
     assert (now.offered, now.in_flight, sum(now.dropped.values())) == (1, 0, 1)

@@ -182,7 +182,7 @@ def test_a_copy_that_an_interrupt_kept_from_being_issued_is_issued_by_the_next(
 
     r.device.fetch = interrupted  # type: ignore[method-assign]
     tensor = torch.randint(256, (MIB,), dtype=torch.uint8)
-    r.session._stage = lambda *args: r.way.stage(*args[:7])  # type: ignore[method-assign]
+    r.session._stager = r.way
     with pytest.raises(KeyboardInterrupt):
         r.session.offer(tensor, KEY, r.session.context.moment())
     r.finish()

@@ -19,7 +19,7 @@ from capd_client import snapshots
 from capd_client.counter_page import DropReason
 from capd_client.devstats import ROW_DTYPES
 from capd_client.key import Moment
-from capd_client.reducing import ReducingBooks
+from capd_client.policies import KeepRows
 from capd_client.session import Session
 
 MakeRig = Callable[..., Rig]
@@ -129,7 +129,7 @@ def test_an_error_while_computing_is_a_counted_drop(
     peer: Peer, make_session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = make_session(policy="stats", arena_bytes=16 << 20, max_mb_per_step=0.0)
-    monkeypatch.setattr("capd_client.reducing.fill_row", broken)
+    monkeypatch.setattr("capd_client.staging.fill_row", broken)
 
     offer(session, torch.ones(100))  # the way of small tensors
     offer(session, torch.ones(10, 10).t())
@@ -140,9 +140,9 @@ def test_an_error_while_computing_is_a_counted_drop(
 
 
 def test_every_end_of_a_reduced_capture_keeps_the_sum() -> None:
-    books, definition = make(pages=4, kind=ReducingBooks)
-    whole, *reduced = [admit(books, definition, 3 * PAGE) for _ in range(2)]
-    dropped = admit(books, definition, 3 * PAGE)  # not even a row has room
+    queue, definition = make(pages=4, policy=KeepRows())
+    whole, *reduced = [admit(queue, definition, 3 * PAGE) for _ in range(2)]
+    dropped = admit(queue, definition, 3 * PAGE)  # not even a row has room
 
     assert whole is not None
     assert dropped is None
@@ -150,23 +150,23 @@ def test_every_end_of_a_reduced_capture_keeps_the_sum() -> None:
     assert row is not None
     descriptor = row.descriptor
     assert (descriptor.nbytes, descriptor.payload, descriptor.row_offset) == (0, False, row.slot[0])
-    assert books.snapshot().dropped == {"arena_full": 1}
-    assert exact(books)
+    assert queue.snapshot().dropped == {"arena_full": 1}
+    assert exact(queue)
 
     for capture in (whole, row):
-        books.ready(capture)
-    assert send_all(books) == [1, 2]
-    books.acknowledged([(2, 2)])
-    assert exact(books)
-    again = admit(books, definition, 3 * PAGE)
+        queue.ready(capture)
+    assert send_all(queue) == [1, 2]
+    queue.acknowledged([(2, 2)])
+    assert exact(queue)
+    again = admit(queue, definition, 3 * PAGE)
     assert again is not None
     assert again.descriptor.row_offset == descriptor.row_offset  # the row's slot was free again
-    assert books.close(DropReason.NOT_CONNECTED) == 2
-    assert admit(books, definition, 3 * PAGE) is None
-    now = books.snapshot()
+    assert queue.close(DropReason.NOT_CONNECTED) == 2
+    assert admit(queue, definition, 3 * PAGE) is None
+    now = queue.snapshot()
     assert (now.offered, now.committed, now.in_flight) == (5, 1, 0)
     assert now.dropped == {"arena_full": 1, "not_connected": 3}
-    lost = books.ledger.row(definition.id, DropReason.NOT_CONNECTED)
+    lost = queue.ledger.row(definition.id, DropReason.NOT_CONNECTED)
     assert lost is not None
     assert lost.nbytes == 3 * 3 * PAGE  # of the tensors, whatever would have been kept of them
 

@@ -33,7 +33,7 @@ class FakeWatch:
 
 
 class Told:
-    """A Steering and what it told the books."""
+    """A Steering and what it told the queue."""
 
     def __init__(self) -> None:
         self.capturing: list[bool] = []
@@ -199,7 +199,7 @@ def test_a_forked_child_follows_nothing(peer: Peer, make_session: Callable[..., 
     wait_until(lambda: session.transport.welcome)
     peer.send(stop(1, at=0))
     wait_until(lambda: session.steering.answer)
-    with session.books.lock:  # as a thread that the child does not have may hold it
+    with session.queue.lock:  # as a thread that the child does not have may hold it
         child = os.fork()
         if child == 0:
             session.forked()

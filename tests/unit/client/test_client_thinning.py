@@ -12,12 +12,15 @@ from client_peer import Peer, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capd_client.admission import Admission
+from capd_client import describing
+from capd_client.admission import Sampling
 from capd_client.allocator import SlotAllocator
-from capd_client.books import Books
 from capd_client.counter_page import DropReason
 from capd_client.counting import Counters
+from capd_client.in_flight import Capture
+from capd_client.inflight.queue import Queue
 from capd_client.key import Key, Moment
+from capd_client.policies import Thin, thinning_of
 from capd_client.protocol import Descriptor
 from capd_client.session import Session
 from capd_client.thinning import CALM, MAX_FACTOR, REMEMBERED, Thinning
@@ -152,13 +155,13 @@ EVENTS = st.one_of(
 
 
 class Rig:
-    """Books of eight pages, the admission in front, and the law of thinning written down from its history."""
+    """A queue of eight pages, the sampling before it, and the law of thinning written down from its history."""
 
     def __init__(self, every: int) -> None:
         self.thinning = Thinning(every)
         slots = SlotAllocator(PAGE, 8 * PAGE)
-        self.books = Books(slots, Counters(), thinning=self.thinning, step_nbytes=40 * PAGE)
-        self.admission = Admission(self.books, self._stage, every)
+        self.queue = Queue(slots, Counters(), Thin(self.thinning), step_nbytes=40 * PAGE)
+        self.sampling = Sampling(self.queue, every, self.thinning)
         self.every = every
         self.ring_full = False
         self.outcomes: dict[tuple[int, int, int], set[str]] = {}
@@ -168,21 +171,25 @@ class Rig:
             tuple[str, tuple[int, int, int], int]
         ] = []  # what happened, to which call, its factor
 
-    def _stage(self, tensor: torch.Tensor, key: Key, moment: Moment, *_: Any) -> None:
-        definition = self.books.definitions.make(key, tensor.dtype, None)
+    def _stage(self, tensor: torch.Tensor, key: Key, moment: Moment) -> None:
+        left_out = self.sampling.left_out(describing.Offer(tensor, key, moment))
+        if left_out is not None:
+            self.queue.refuse(left_out)
+            return
+        definition = self.queue.definitions.make(key, tensor.dtype, None)
         descriptor = Descriptor(0, 0, tensor.nbytes, definition.id, tuple(tensor.shape), moment)
-        capture = self.books.admit(definition, descriptor)
-        if capture is not None and self.ring_full:
-            self.books.abort(capture, DropReason.RING_FULL)
-        elif capture is not None:
-            self.books.ready(capture)
+        capture = self.queue.admit(definition, descriptor)
+        if isinstance(capture, Capture) and self.ring_full:
+            self.queue.abort(capture, DropReason.RING_FULL)
+        elif isinstance(capture, Capture):
+            self.queue.ready(capture)
 
     def offer(self, at: tuple[int, int, int], pages: int) -> None:
         """One call's captures, and what became of each."""
         for key in KEYS:
-            before = self.books.snapshot().dropped
-            self.admission.stage(torch.zeros(pages * PAGE // 4), key, Moment(*at), None, None, "")
-            after = self.books.snapshot().dropped
+            before = self.queue.snapshot().dropped
+            self._stage(torch.zeros(pages * PAGE // 4), key, Moment(*at))
+            after = self.queue.snapshot().dropped
             [what] = [r for r in after if after[r] != before.get(r, 0)] or ["taken"]
             self.outcomes.setdefault(at, set()).add(what)
             self._expect(at, what)
@@ -226,11 +233,11 @@ class Rig:
         return max(1, present // 2) if present > 1 and calm >= CALM else present
 
     def acknowledge(self) -> None:
-        while batch := self.books.next_batch(64):
-            self.books.acknowledged([(c.descriptor.sequence, c.descriptor.sequence) for c in batch])
+        while batch := self.queue.next_batch(64):
+            self.queue.acknowledged([(c.descriptor.sequence, c.descriptor.sequence) for c in batch])
 
     def check(self) -> None:
-        now = self.books.snapshot()
+        now = self.queue.snapshot()
         assert now.offered == now.committed + now.in_flight + sum(now.dropped.values())
         assert self.thinning.factor in {2**n for n in range(11)}
 
@@ -254,13 +261,13 @@ def test_whatever_happens_calls_are_whole_the_law_holds_and_the_sum_is_exact(
         elif event == "ack":
             rig.acknowledge()
         else:
-            rig.books.reconnected()
+            rig.queue.reconnected()
             rig.history.append(("restart", (0, 0, 0), 0))
         rig.check()
     rig.acknowledge()
     rig.check()
-    assert not rig.books.busy
-    assert rig.books.slots.free_nbytes == rig.books.slots.capacity
+    assert not rig.queue.busy
+    assert rig.queue.slots.free_nbytes == rig.queue.slots.capacity
     torn = {at for at, found in rig.outcomes.items() if "thinned" in found and len(found) > 1}
     assert torn <= rig.forgotten
 
@@ -312,9 +319,9 @@ def test_thinning_goes_by_the_budget_of_a_step_too(connected: Callable[..., Sess
 
 def test_a_new_connection_begins_at_factor_one(peer: Peer, connected: Callable[..., Session]) -> None:
     session = connected()
-    thinning = session.books.thinning
+    thinning = thinning_of(session.queue.policy)
     assert thinning is not None
-    with session.books.lock:
+    with session.queue.lock:
         thinning.keeps(Moment())
         thinning.refused(Moment())
     assert thinning.one_of == 2
@@ -324,4 +331,7 @@ def test_a_new_connection_begins_at_factor_one(peer: Peer, connected: Callable[.
 
 
 def test_other_policies_have_no_thinning(peer: Peer, make_session: Callable[..., Session]) -> None:
-    assert [make_session(policy=policy).books.thinning for policy in ("drop", "block")] == [None, None]
+    assert [thinning_of(make_session(policy=policy).queue.policy) for policy in ("drop", "block")] == [
+        None,
+        None,
+    ]

@@ -81,7 +81,7 @@ def test_many_captures_go_in_batches_and_a_key_is_explained_once(
     assert session.flush(10)
     assert values(peer) == list(range(1000))
     assert [sequence for _, sequence in peer.puts] == list(range(1, 1001))
-    assert len(session.books.definitions) == 1
+    assert len(session.queue.definitions) == 1
     assert MAX_BATCH == 64
 
 
@@ -266,19 +266,19 @@ def test_a_refused_session_ends_and_everything_is_counted(
 def test_what_is_offered_amid_a_refusal_is_counted_once(
     peer: Peer, make_session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the session has ended already, and the books are not closed yet."""
+    """When the session has ended already, and the queue are not closed yet."""
     peer.reject = Reject("peer", "uid 7 may not", retry=False)
     peer.hold.set()
     session = make_session()
     offer(session, 1)
-    close = session.books.close
+    close = session.queue.close
 
     def offer_and_close(reason: DropReason) -> int:
         if session.transport.state is State.ENDED:
             offer(session, 2)
         return close(reason)
 
-    monkeypatch.setattr(session.books, "close", offer_and_close)
+    monkeypatch.setattr(session.queue, "close", offer_and_close)
     peer.hold.clear()
     wait_until(lambda: session.snapshot().dropped)
     now = session.snapshot()
@@ -365,7 +365,7 @@ def test_who_waits_for_room_ends_the_rest_of_the_client_thread(
     session = make_session(policy="block", max_block_ms=20_000.0)
     wait_until(lambda: session.transport.state is State.RUNNING)
     monkeypatch.setattr("capd_client.rests.IDLE_TICK_S", 30.0)
-    wait_until(lambda: session.transport._doze.dozing)
+    wait_until(lambda: session.transport._wakeup.dozing)
     offer(session, *range(70), size=4096)  # more than the arena
     assert session.snapshot().dropped == {}
 
@@ -377,7 +377,7 @@ def test_the_client_thread_does_not_rest_long_while_more_waits_than_a_message_ta
     easy_s = session.transport._rests.easy_s
     wait_until(lambda: session.transport.state is State.RUNNING)
     assert easy_s() == pytest.approx(0.05)
-    monkeypatch.setattr(session.books, "next_batch", lambda limit: [])
+    monkeypatch.setattr(session.queue, "next_batch", lambda limit: [])
     offer(session, *range(MAX_BATCH), size=1)
     assert easy_s() == pytest.approx(0.05)
     offer(session, 1, size=1)
@@ -392,7 +392,7 @@ def test_a_rest_is_long_while_little_is_taken_and_shorter_the_fuller_the_arena(
     session = make_session()
     wait_until(lambda: session.transport.state is State.RUNNING)
     peer.ack = False
-    eighth = session.books.slots.capacity // 8 // 4
+    eighth = session.queue.slots.capacity // 8 // 4
     easy_s = session.transport._rests.easy_s
     assert easy_s() == pytest.approx(0.05)
     offer(session, 1, size=eighth + 4096)
@@ -407,10 +407,10 @@ def test_a_capture_that_leaves_less_than_seven_eighths_free_ends_the_rest_of_the
     session = make_session()
     wait_until(lambda: session.transport.state is State.RUNNING)
     monkeypatch.setattr("capd_client.rests.IDLE_TICK_S", 3600.0)
-    wait_until(lambda: session.transport._doze.dozing)
+    wait_until(lambda: session.transport._wakeup.dozing)
     offer(session, 1, size=16)
-    assert session.transport._doze.dozing
-    offer(session, 2, size=session.books.slots.capacity // 8 // 4 + 4096)
+    assert session.transport._wakeup.dozing
+    offer(session, 2, size=session.queue.slots.capacity // 8 // 4 + 4096)
     wait_until(lambda: session.snapshot().committed == 2)
     monkeypatch.undo()
     session.transport.wake()

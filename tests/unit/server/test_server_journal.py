@@ -20,11 +20,11 @@ from capd.server.session import Session
 from capd.server.steering import RunSteering
 from capd_client.allocator import SlotAllocator
 from capd_client.arena import Arena as ClientArena
-from capd_client.books import Books
 from capd_client.counter_page import DropReason
 from capd_client.counting import Counters
 from capd_client.definitions import Definition
 from capd_client.in_flight import READY, Capture
+from capd_client.inflight.queue import Queue
 from capd_client.journal_layout import (
     CELL_NBYTES,
     JOURNAL_CELLS,
@@ -43,7 +43,8 @@ from capd_client.journal_layout import (
     cell_word,
 )
 from capd_client.key import Key, Moment
-from capd_client.parts import PartedBooks, Record
+from capd_client.parts import Record
+from capd_client.policies import Block
 from capd_client.protocol import Define, Descriptor, Hello, Put, encode
 
 NBYTES = 64  # of each capture
@@ -55,7 +56,7 @@ CLIENT = b"c" * 16
 class Both:
     """A rank's side and the daemon's over one arena, in one process."""
 
-    books: Books
+    queue: Queue
     arena: ClientArena
     rank: RankSession
     hello: Hello
@@ -64,7 +65,7 @@ class Both:
 
     @property
     def definition(self) -> Definition:
-        return self.books.define(KEY, torch.float32, None)
+        return self.queue.define(KEY, torch.float32, None)
 
     @property
     def cells(self) -> tuple[int, int]:
@@ -80,16 +81,16 @@ class Both:
         self, *, ready: bool = True, metadata: bytes = b"", key: Key = KEY, usual: bool = False
     ) -> Capture:
         """What `Stager` does, with bytes that tell captures apart."""
-        definition = self.books.define(key, torch.float32, None)
+        definition = self.queue.define(key, torch.float32, None)
         descriptor = Descriptor(0, 0, NBYTES, definition.id, (NBYTES // 4,), Moment(), metadata=metadata)
-        capture = self.books.admit(definition, descriptor)
-        assert capture is not None
+        capture = self.queue.admit(definition, descriptor)
+        assert isinstance(capture, Capture)
         self.write(descriptor)
         if usual:
-            self.books.journal.keep_usual(capture, descriptor.shape, descriptor.moment, USUAL)
+            self.queue.journal.keep_usual(capture, descriptor.shape, descriptor.moment, USUAL)
             capture.state = READY
         elif ready:
-            self.books.ready(capture)
+            self.queue.ready(capture)
         return capture
 
     def write(self, descriptor: Descriptor) -> None:
@@ -115,10 +116,10 @@ def _extend(jobs: list[Job], *new: Job) -> None:
 def make() -> Iterator[Callable[..., Both]]:
     made: list[Both] = []
 
-    def make(books: Callable[[SlotAllocator, Counters], Books] = Books, nbytes: int = 1 << 20) -> Both:
+    def make(queue: Callable[[SlotAllocator, Counters], Queue] = Queue, nbytes: int = 1 << 20) -> Both:
         arena, counters = ClientArena(nbytes), Counters()
         counters.attach(arena.words)
-        own = books(SlotAllocator(arena.start, arena.nbytes - arena.start), counters)
+        own = queue(SlotAllocator(arena.start, arena.nbytes - arena.start), counters)
         own.journal.attach(arena.buffer, arena.layout)
         hello = Hello(protocol=1, client=CLIENT, connection=1, rank=0, arena_nbytes=arena.nbytes)
         seen, jobs = Arena(arena.fd, arena.nbytes), list[Job]()
@@ -139,10 +140,10 @@ def make() -> Iterator[Callable[..., Both]]:
 def test_what_is_ready_and_not_settled_is_taken_with_its_bytes(make: Callable[..., Both]) -> None:
     both = make()
     captures = [both.capture(ready=number != 3) for number in range(1, 9)]
-    for capture in both.books.next_batch(2):
+    for capture in both.queue.next_batch(2):
         assert capture.sent
-    both.books.acknowledged([(1, 1)])
-    both.books.abort(captures[2], DropReason.INTERNAL)
+    both.queue.acknowledged([(1, 1)])
+    both.queue.abort(captures[2], DropReason.INTERNAL)
 
     assert both.die() == [2, 4, 5, 6, 7, 8]
     for job in both.jobs:
@@ -155,8 +156,8 @@ def test_a_capture_that_is_settled_leaves_no_cell(make: Callable[..., Both]) -> 
     for metadata in (b"", b'{"a": "' + b"x" * 3000 + b'"}') * 3:
         both.capture(metadata=metadata)
     assert both.cells == (3, 3)
-    for capture in both.books.next_batch(64):
-        both.books.acknowledged([(capture.descriptor.sequence, capture.descriptor.sequence)])
+    for capture in both.queue.next_batch(64):
+        both.queue.acknowledged([(capture.descriptor.sequence, capture.descriptor.sequence)])
     assert both.cells == (0, 0)
     assert both.die() == []
 
@@ -207,8 +208,8 @@ def test_what_a_rank_gave_up_at_its_end_stays_in_the_journal(make: Callable[...,
     both.capture()
     both.capture(ready=False)
     both.capture()
-    assert both.books.close(DropReason.NOT_CONNECTED) == 3
-    both.books.journal.close()
+    assert both.queue.close(DropReason.NOT_CONNECTED) == 3
+    both.queue.journal.close()
     assert both.die() == [1, 3]
     for job in both.jobs:
         both.rank.committed([job.sequence])
@@ -219,20 +220,20 @@ def test_what_a_rank_gave_up_at_its_end_stays_in_the_journal(make: Callable[...,
 def test_parts_of_a_record_that_is_whole_are_taken_and_of_one_that_is_not_forgotten(
     make: Callable[..., Both],
 ) -> None:
-    both = make(lambda slots, counters: PartedBooks(slots, counters, max_block_s=1.0), nbytes=68 << 10)
-    books = both.books
-    assert isinstance(books, PartedBooks)
+    both = make(lambda slots, counters: Queue(slots, counters, Block(1.0)), nbytes=68 << 10)
+    queue = both.queue
+    assert isinstance(queue, Queue)
     for pieces in (2, 1):
-        definition, nbytes = both.definition, books.slots.capacity + 4096
+        definition, nbytes = both.definition, queue.slots.capacity + 4096
         descriptor = Descriptor(0, 0, nbytes, definition.id, (nbytes // 4,), Moment())
-        record = books.admit(definition, descriptor)
+        record = queue.admit(definition, descriptor)
         assert isinstance(record, Record)
         for piece_nbytes in (nbytes - 4096 * 8, 4096 * 8)[:pieces]:
-            books.slots = SlotAllocator(both.arena.start, both.arena.nbytes - both.arena.start)
-            piece = books.cut(record, piece_nbytes)
+            queue.slots = SlotAllocator(both.arena.start, both.arena.nbytes - both.arena.start)
+            piece = queue.cut(record, piece_nbytes)
             assert piece is not None
             both.write(piece.descriptor)
-            books.ready(piece)
+            queue.ready(piece)
     # sequences: record 1, parts 2 and 3; record 4, part 5
     assert both.die() == [2, 3, 5]
     for job in both.jobs:
@@ -246,10 +247,10 @@ def test_after_a_restart_the_first_cells_are_used_again(make: Callable[..., Both
     text = b'{"a": "' + b"x" * 3000 + b'"}'
     for metadata in (b"", text) * 100:
         both.capture(metadata=metadata)
-    both.books.next_batch(200)
-    both.books.acknowledged([(1, 200)])
-    with both.books.lock:
-        both.books.journal.restart()
+    both.queue.next_batch(200)
+    both.queue.acknowledged([(1, 200)])
+    with both.queue.lock:
+        both.queue.journal.restart()
     words = both.arena.words
     assert (words[JOURNAL_USED_CELLS], words[JOURNAL_USED_LARGE]) == (0, 0)
     for usual, metadata in ((False, b""), (False, text), (True, b"")):
@@ -264,8 +265,8 @@ def test_where_no_cell_is_free_captures_go_on(make: Callable[..., Both]) -> None
     for _ in range(room + 10):
         both.capture()
     assert both.cells == (room, 0)
-    both.books.next_batch(5)
-    both.books.acknowledged([(1, 5)])
+    both.queue.next_batch(5)
+    both.queue.acknowledged([(1, 5)])
     assert both.capture().cell
 
 
@@ -317,16 +318,16 @@ def test_a_usual_capture_is_kept_as_it_is_described(
     moment: Moment, shape: list[int], grad: bool, leaf: bool, both_kinds: bool, payload: bool
 ) -> None:
     arena, counters = ClientArena(1 << 16), Counters()
-    books = Books(SlotAllocator(0, 1 << 20), counters)
+    queue = Queue(SlotAllocator(0, 1 << 20), counters)
     try:
         counters.attach(arena.words)
-        books.journal.attach(arena.buffer, arena.layout)
+        queue.journal.attach(arena.buffer, arena.layout)
         flags = grad * USUAL_REQUIRES_GRAD | leaf * USUAL_IS_LEAF | both_kinds * USUAL_STATISTICS
         told = Descriptor(
             2**40 + 5, 2**35, 2**34, 17, tuple(shape), moment, "cpu", grad, leaf, payload=payload, statistics=both_kinds
         )  # fmt: skip
         capture = Capture(told, None, (0, 0, None))  # type: ignore[arg-type]
-        books.journal.keep_usual(
+        queue.journal.keep_usual(
             capture, told.shape, moment, USUAL | flags | (not payload) * USUAL_NO_PAYLOAD
         )
         journal = Arena(arena.fd, arena.nbytes).journal()
@@ -416,7 +417,7 @@ def test_two_definitions_of_one_id_are_one(make: Callable[..., Both]) -> None:
     both = make()
     first = both.capture()
     other = Define(id=first.descriptor.key_id, key=Key(quant_type="x", rank=0, tensor_name="y"), dtype="int8")
-    both.books.journal.define(other)
+    both.queue.journal.define(other)
     assert both.die() == [1]
     assert both.jobs[0].define.key == KEY
 

@@ -1,52 +1,56 @@
-"""What the job's log says when a capture found no room: how much there is, what follows, and which setting to raise."""
+"""The log of drops: what was not captured, why, and which setting to raise; each reason at most every 20 s."""
 
 from __future__ import annotations
 
-from capd_client.books import Books
 from capd_client.counter_page import PAGE_NBYTES, DropReason
 from capd_client.definitions import Definition
+from capd_client.in_flight import Refused
 from capd_client.notices import Notices
+from capd_client.parts import Record
+from capd_client.policies import Drop
 
-__all__ = ["RoomNotices"]
+__all__ = ["DropLog"]
 
 
-class RoomNotices:
-    """Warnings about a full arena, device ring or step budget, each at most every 20 s."""
+class DropLog:
+    """Writes lines from what the queue has decided; nothing is asked again. policy: says what follows a full buffer."""
 
-    def __init__(self, books: Books, notices: Notices) -> None:
-        self._books = books
+    def __init__(self, notices: Notices, policy: Drop) -> None:
         self._notices = notices
-        self._consequence = _Consequence(books)
+        self._policy = policy
+        self._consequence = _Consequence(policy)
 
-    def not_admitted(self, iteration: int, nbytes: int) -> None:
-        """The books have counted a drop instead of giving a slot of `nbytes`."""
-        capacity = self._books.slots.capacity
-        if self._books.refusing is not None:
-            return  # said when the session ended
-        budget = self._books.step_budget
-        if budget.nbytes is not None and not budget.has_room(iteration, nbytes):
+    def unfit(self, refused: Refused) -> None:
+        """A tensor cannot be captured as it is."""
+        name = refused.name if refused.definition is None else refused.definition.key.tensor_name
+        self._notices.warn(refused.reason.value, "%s is not captured: %s", name, refused.problem)
+
+    def no_room(self, refused: Refused) -> None:
+        """The queue has refused an offer. The end of a session, and `capd ctl stop`, have lines of their own."""
+        reason = refused.reason
+        if reason is DropReason.STEP_BUDGET:
             self._notices.warn(
-                DropReason.STEP_BUDGET.value,
+                reason.value,
                 "the captures of iteration %d take max_mb_per_step already; %s. Raise CAPD_MAX_MB_PER_STEP, or "
                 "capture fewer tensors per step",
-                iteration,
+                refused.iteration,
                 self._consequence,
             )
-        elif nbytes > capacity:
+        elif reason is DropReason.TOO_LARGE:
             self._notices.warn(
-                DropReason.TOO_LARGE.value,
+                reason.value,
                 "a tensor of %d bytes does not fit into the arena, which holds %d; set CAPD_ARENA_BYTES=%d or more, or "
                 "CAPD_POLICY=block, which sends it in parts",
-                nbytes,
-                capacity,
-                -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES + PAGE_NBYTES,
+                refused.nbytes,
+                refused.capacity,
+                -(-refused.nbytes // PAGE_NBYTES) * PAGE_NBYTES + PAGE_NBYTES,
             )
-        else:
+        elif reason is DropReason.ARENA_FULL:
             self._notices.warn(
-                DropReason.ARENA_FULL.value,
+                reason.value,
                 "the arena of %d bytes is full because the daemon is slower than the job, or absent; %s. Raise "
                 "CAPD_ARENA_BYTES, capture less, or set CAPD_POLICY=block",
-                capacity,
+                refused.capacity,
                 self._consequence,
             )
 
@@ -79,15 +83,23 @@ class RoomNotices:
             nbytes,
         )
 
+    def end_of_parts(self, record: Record, part_nbytes: int) -> None:
+        """A record in parts is cut, or given up: then, if it was for want of room, there is a line."""
+        if record.dropped in (DropReason.ARENA_FULL, DropReason.RING_FULL):
+            self._notices.warn(
+                "gave_up",
+                "a tensor of %d bytes, sent in parts of up to %d, was given up after a wait of max_block_ms for room: "
+                "the daemon is slower than that, or absent. Raise CAPD_MAX_BLOCK_MS or CAPD_ARENA_BYTES",
+                record.descriptor.nbytes,
+                part_nbytes,
+            )
+
 
 class _Consequence:
     """What follows, as text; put together only for a line that is written."""
 
-    def __init__(self, books: Books) -> None:
-        self._books = books
+    def __init__(self, policy: Drop) -> None:
+        self._policy = policy
 
     def __str__(self) -> str:
-        thinning = self._books.thinning
-        if thinning is None:
-            return "captures are dropped"
-        return f"policy thin keeps one of {thinning.one_of} calls from the next one on"
+        return self._policy.consequence

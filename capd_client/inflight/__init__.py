@@ -1,0 +1,1 @@
+"""Every capture from offer to acknowledgement, counted exactly."""
