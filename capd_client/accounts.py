@@ -73,10 +73,10 @@ class Accounts:
             self.counters.words[COUNTER_OFFERED] += 1
             refused.counted = True  # beside the count: no signal handler runs between two plain statements
 
-    def refuse_inside(self) -> None:
+    def refuse_inside(self, reason: DropReason) -> None:
         """Count the capture of a signal handler that runs `inside`, without its key: the ledger may be half changed."""
         words = self.counters.words
-        words[COUNTER_DROPS + REASON_INDEX[DropReason.INTERRUPTED]] += 1
+        words[COUNTER_DROPS + REASON_INDEX[reason]] += 1
         words[COUNTER_OFFERED] += 1
 
     def snapshot(self) -> Snapshot:

@@ -2,8 +2,9 @@
 
 Pure bookkeeping over offsets, no memory is touched. First-fit by address keeps the used part low and warm and
 survives slots that stay taken for long, where a ring would stop at the first of them. Tensors below 64 KiB are
-packed 64-byte aligned into slabs, so that they do not fragment the rest. Calls are made under the queue's lock. One
-that a signal handler breaks off by an error may do half of its work; `SlotAllocator.keep` makes it right again.
+packed 64-byte aligned into slabs, so that they do not fragment the rest. Calls are made under the queue's lock.
+Each does all or nothing where a signal handler raises: nothing is called from the first change to the last. A slot
+that the handler's error took from its new owner is found again by `SlotAllocator.keep`.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class Extents:
             starts[index] = start
             sizes[index] += nbytes
         else:
-            starts.insert(index, start)
-            sizes.insert(index, nbytes)
+            starts[index:index] = (start,)  # not insert, after which a signal handler may run
+            sizes[index:index] = (nbytes,)
         self.free_nbytes += nbytes
 
     def occupy(self, start: int, nbytes: int) -> None:
@@ -164,7 +165,7 @@ class SlotAllocator:
         slab.live -= 1
 
     def keep(self, slots: Sequence[Slot]) -> None:
-        """Free everything but these slots: after an error that came in the middle of `take` or `give`."""
+        """Free everything but these slots: after an error that came between `take` or `give` and their owner."""
         slabs: dict[int, _Slab] = {}
         extents = Extents(self.start, self.capacity)
         for _, _, slab in slots:

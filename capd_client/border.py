@@ -179,7 +179,7 @@ class Border:
 
     def _refuse_inside(self) -> None:
         """A signal handler captures, and has interrupted this very thread inside of the queue."""
-        self._accounts.refuse_inside()
+        self._accounts.refuse_inside(DropReason.INTERRUPTED)
         self.notices.warn(
             DropReason.INTERRUPTED.value,
             "a capture in a signal handler is dropped: the signal came in the middle of another one",
@@ -215,7 +215,7 @@ class Border:
     def _refuse(self, refused: Refused) -> None:
         """Count a capture that did not come as far as being offered."""
         if self._accounts.inside():
-            self._accounts.refuse_inside()
+            self._accounts.refuse_inside(refused.reason)
         else:
             self._accounts.refuse(refused)
 

@@ -413,7 +413,7 @@ def test_a_capture_that_leaves_less_than_seven_eighths_free_ends_the_rest_of_the
     offer(session, 2, size=session.queue.slots.capacity // 8 // 4 + 4096)
     wait_until(lambda: session.snapshot().committed == 2)
     monkeypatch.undo()
-    session.transport.wake()
+    session.transport._wakeup.wake()
 
 
 def test_a_connection_given_up_in_a_forked_child_closes_nobody_elses_descriptor(peer: Peer) -> None:
