@@ -69,7 +69,7 @@ class Accounts:
         """Count an offer that is dropped before it was admitted."""
         with self.lock:
             reason = self.refusing or refused.reason
-            self._count(refused.definition, reason, refused.nbytes, refused.iteration)
+            self.count(refused.definition, reason, refused.nbytes, refused.iteration)
             self.counters.words[COUNTER_OFFERED] += 1
             refused.counted = True  # beside the count: no signal handler runs between two plain statements
 
@@ -84,7 +84,7 @@ class Accounts:
         with self.lock:
             return self.counters.snapshot()
 
-    def _count(
+    def count(
         self, definition: Optional[Definition], reason: DropReason, nbytes: int, iteration: int
     ) -> None:
         """Count a drop. With the lock held."""

@@ -13,9 +13,11 @@ from typing import Optional
 
 from msgspec.structs import replace
 
-from capd_client.allocator import GRANULE_NBYTES, Slot, SlotAllocator
+from capd_client.allocator import EMPTY, GRANULE_NBYTES, Slot, SlotAllocator
 from capd_client.counter_page import DropReason
 from capd_client.in_flight import ABORTED, COPYING, READY, Capture
+from capd_client.inflight.live import Live
+from capd_client.inflight.outbox import Outbox
 from capd_client.journal import Journal
 from capd_client.protocol import Part
 from capd_client.waiting import Waiting
@@ -52,50 +54,69 @@ class PartCapture(Capture, kw_only=True):
 class Parts:
     """The parts that own slots, by sequence, ascending. Every method is called with the queue's lock held."""
 
-    def __init__(self, slots: SlotAllocator, journal: Journal, waiting: Waiting) -> None:
+    def __init__(
+        self, slots: SlotAllocator, journal: Journal, waiting: Waiting, live: Live, outbox: Outbox
+    ) -> None:
         self.live: dict[int, PartCapture] = {}
+        self._records = live
+        self._outbox = outbox
         self._slots = slots
         self._journal = journal
         self._waiting = waiting
 
-    def add(self, record: Record, nbytes: int, slot: Slot, sequence: int) -> PartCapture:
-        """The record's next part."""
+    def add(self, record: Record, nbytes: int, slot: Slot) -> PartCapture:
+        """The record's next part, in its place in the outbox."""
         whole = record.descriptor
+        sequence = self._records.last_sequence = self._records.last_sequence + 1
         part = Part(whole.sequence, record.cut_nbytes, whole.nbytes)
         descriptor = replace(whole, sequence=sequence, offset=slot[0], nbytes=nbytes, part=part)
         piece = PartCapture(descriptor, record.definition, slot, thread=get_ident(), record=record)
         self.live[sequence] = piece
+        self._outbox.unsent += (piece,)
         record.cut_nbytes += nbytes
         if nbytes and record.cut_nbytes == whole.nbytes:
             record.state = READY
         return piece
 
-    def sent(self) -> list[PartCapture]:
-        """Those that the daemon was told of."""
-        return [piece for piece in self.live.values() if piece.sent]
-
     def unsent(self, record: Record) -> list[PartCapture]:
         """Those of a record that are not sent yet."""
         return [piece for piece in self.live.values() if piece.record is record and not piece.sent]
 
-    def acknowledged(self, ranges: Sequence[tuple[int, int]]) -> list[Record]:
-        """Free the slots of acknowledged parts. Returns the records that are whole by that."""
-        whole = []
-        for piece in self.sent():
+    def give_up(self, record: Record, reason: DropReason) -> None:
+        """Drop a record of our own accord: the daemon, which may hold parts of it, is told to let them go."""
+        if record.state != ABORTED:
+            self.drop(record, reason)
+            if record.cut_nbytes:
+                self.add(record, 0, EMPTY).state = READY
+
+    def drop(self, record: Record, reason: DropReason) -> None:
+        """Count the drop of a record, once; parts that nobody writes or reads give their slots back."""
+        if record.state == ABORTED:
+            return
+        record.dropped = reason
+        unsent = self.unsent(record)
+        left = record.descriptor.nbytes - record.cut_nbytes
+        self._records.give_back(record, left + sum(piece.descriptor.nbytes for piece in unsent))
+        self._records.drop(record, reason)
+        for piece in unsent:
+            if piece.state == READY:
+                self.let_go(piece)
+
+    def acknowledged(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Free the slots of acknowledged parts; the last one commits its record."""
+        for piece in list(self.live.values()):
             sequence = piece.descriptor.sequence
-            if any(first <= sequence <= last for first, last in ranges):
+            if piece.sent and any(first <= sequence <= last for first, last in ranges):
                 self.let_go(piece)
                 if piece.descriptor.ends_record and piece.record.state != ABORTED:
-                    whole.append(piece.record)
-        return whole
+                    self._records.commit(piece.record)
 
-    def refused(self, sequence: int) -> Optional[Record]:
-        """Free the slot of a refused part. Returns its record; None where it is no part on its way."""
+    def refused(self, sequence: int, reason: DropReason) -> None:
+        """Free the slot of a refused part, and drop its record. No effect on other sequences."""
         piece = self.live.get(sequence)
-        if piece is None or not piece.sent:
-            return None
-        self.let_go(piece)
-        return piece.record
+        if piece is not None and piece.sent:
+            self.let_go(piece)
+            self.drop(piece.record, reason)
 
     def let_go(self, piece: PartCapture) -> None:
         """Nobody writes or reads the slot of a part any more."""

@@ -10,27 +10,20 @@ in flight, so that nothing here must be undone by hand.
 
 from __future__ import annotations
 
-import math
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
 from threading import get_ident
 from time import monotonic
 from typing import Optional, Union
 
 from capd_client.accounts import Accounts
-from capd_client.allocator import EMPTY, Slot, SlotAllocator
-from capd_client.counter_page import (
-    COUNTER_ACKED,
-    COUNTER_DROPS,
-    COUNTER_IN_FLIGHT,
-    COUNTER_OFFERED,
-    DROP_REASONS,
-    DropReason,
-)
+from capd_client.allocator import Slot, SlotAllocator
+from capd_client.counter_page import DROP_REASONS, DropReason
 from capd_client.counting import Counters
 from capd_client.definitions import Definition
 from capd_client.in_flight import ABORTED, COPYING, READY, Capture, Refused
+from capd_client.inflight.live import Live
+from capd_client.inflight.outbox import Outbox
 from capd_client.journal import Journal
 from capd_client.parts import PartCapture, Parts, Record, part_nbytes
 from capd_client.policies import Drop
@@ -40,7 +33,6 @@ from capd_client.waiting import Waiting
 
 __all__ = ["Queue"]
 
-_DROPPED = -1  # the sequence of an offer that got none
 _CALM_SHARE = 8  # captures of less than this part of the arena can wait for the client thread's next tick
 
 
@@ -75,18 +67,15 @@ class Queue(Accounts):
         self.policy = policy or Drop()
         self.step_budget = StepBudget(step_nbytes)
         self.waiting = Waiting(lock, slots, self.policy.max_block_s, wake)
-        self.parts = Parts(slots, self.journal, self.waiting)
         self.part_nbytes = part_nbytes(slots.capacity)
         self.copying = False  # some thread may still write to a slot that was given up
         self._wake = wake
         self._calm_nbytes = (
             slots.capacity - slots.capacity // _CALM_SHARE
         )  # at least so much is free while calm
-        self._live: dict[int, Capture] = {}  # offers in flight, by sequence, ascending
-        self._unsent: deque[Capture] = deque()  # by sequence
-        self._resend: deque[Capture] = deque()  # sent on an earlier connection and not settled
-        self._given_up: list[Slot] = []  # a device may still write to them: nobody gets them again
-        self._last_sequence = 0
+        self._live = Live(self, slots, self.journal, self.waiting, self.step_budget)
+        self._outbox = Outbox()
+        self.parts = Parts(slots, self.journal, self.waiting, self._live, self._outbox)
 
     # -- the training thread's side -------------------------------------------------------------------
 
@@ -106,7 +95,7 @@ class Queue(Accounts):
         nbytes = descriptor.nbytes + behind_nbytes
         with self.lock:
             if self.refusing is not None:
-                return self._refused(definition, descriptor, self.refusing, nbytes)
+                return self._live.refuse(definition, descriptor, self.refusing, nbytes)
             limited = self.step_budget.nbytes is not None
             if limited and not self.step_budget.has_room(descriptor.moment.iteration, nbytes):
                 return self._no_room(definition, descriptor, DropReason.STEP_BUDGET, nbytes)
@@ -145,16 +134,16 @@ class Queue(Accounts):
                     self.waiting.give(slot)
                 return None
             if slot is None:
-                self._give_up(record, DropReason.ARENA_FULL)
+                self.parts.give_up(record, DropReason.ARENA_FULL)
                 return None
-            return self._add_part(record, nbytes, slot)
+            return self.parts.add(record, nbytes, slot)
 
     def reduce(self, capture: Capture) -> bool:
         """Whether an admitted capture without room on its device now stands for its statistics alone."""
         with self.lock:
             if not self.policy.reduces(capture):
                 return False
-            self._give_back(capture, capture.budgeted)
+            self._live.give_back(capture, capture.budgeted)
             return True
 
     def ready(self, capture: Capture) -> None:
@@ -174,14 +163,14 @@ class Queue(Accounts):
         """Give up an admitted capture that cannot be completed, or the record that it is a part of."""
         with self.lock:
             if isinstance(capture, Record):
-                self._give_up(capture, reason)
+                self.parts.give_up(capture, reason)
             elif isinstance(capture, PartCapture):
-                self._give_up(capture.record, reason)
+                self.parts.give_up(capture.record, reason)
                 if capture.state == COPYING:
                     self.parts.let_go(capture)
             elif capture.state == COPYING:
-                self._give_back(capture, capture.budgeted)
-                self._drop(capture, reason)
+                self._live.give_back(capture, capture.budgeted)
+                self._live.drop(capture, reason)
                 if reason is DropReason.RING_FULL:
                     self.policy.ring_full(capture.descriptor.moment)
 
@@ -189,15 +178,14 @@ class Queue(Accounts):
         """Give up an admitted capture whose slot may still be written: nobody gets that slot again."""
         with self.lock:
             if capture.state == COPYING:
-                self._given_up.append(capture.slot)
-                capture.slot = (capture.slot[0], 0, None)  # its place stays: a copy to it may still be due
+                self._live.abandon_slot(capture)
                 self.abort(capture, reason)
 
     def settle(self, definition: Definition, descriptor: Descriptor, reason: DropReason) -> None:
         """End an offer that an error broke off: it is dropped, unless it is ready or in the care of its device."""
         with self.lock:
-            self._recover()
-            capture = self._live.get(descriptor.sequence)
+            self._live.recover(self.parts.live.values())
+            capture = self._live.offers.get(descriptor.sequence)
             if capture is not None:
                 if isinstance(capture, Record):
                     for piece in self.parts.unsent(capture):
@@ -206,38 +194,27 @@ class Queue(Accounts):
                 if capture.state == COPYING and capture.thread:
                     self.abort(capture, reason)
             elif not descriptor.sequence:
-                self._refused(definition, descriptor, reason, 0)
+                self._live.refuse(definition, descriptor, reason, 0)
 
     def interrupted_here(self) -> bool:
         """Whether this thread is in the middle of a capture: a signal handler that asks can wait for nothing."""
         thread = get_ident()
         return self.inside() or any(
-            capture.state == COPYING and capture.thread == thread for capture in tuple(self._live.values())
+            capture.state == COPYING and capture.thread == thread
+            for capture in tuple(self._live.offers.values())
         )
 
     # -- the client thread's side ---------------------------------------------------------------------
 
     def next_batch(self, limit: int) -> list[Capture]:
         """Up to `limit` captures to send now, oldest first; one that is still being copied holds up the rest."""
-        batch: list[Capture] = []
         with self.lock:
-            while self._resend and len(batch) < limit:
-                capture = self._resend.popleft()
-                if capture.state == READY:
-                    batch.append(capture)
-            unsent = self._unsent
-            while unsent and len(batch) < limit and unsent[0].state != COPYING:
-                capture = unsent.popleft()
-                if capture.state == READY:
-                    capture.sent = True
-                    batch.append(capture)
-        return batch
+            return self._outbox.next_batch(limit)
 
     def reconnected(self) -> None:
         """A new connection knows nothing: everything sent and not settled is due again, and every ledger row."""
         with self.lock:
-            sent = [capture for capture in self._live.values() if capture.sent] + self.parts.sent()
-            self._resend = deque(sorted(sent, key=lambda capture: capture.descriptor.sequence))
+            self._outbox.send_again([*self._live.offers.values(), *self.parts.live.values()])
             self.ledger.forget_told()
             self.policy.restart()
 
@@ -246,23 +223,20 @@ class Queue(Accounts):
         ranges = list(ranges)
         with self.lock:
             for sequence in self._sequences(ranges):
-                capture = self._live.get(sequence)
+                capture = self._live.offers.get(sequence)
                 if capture is not None and capture.sent:
-                    self._commit(capture)
+                    self._live.commit(capture)
             if self.parts.live:
-                for record in self.parts.acknowledged(ranges):
-                    self._commit(record)
+                self.parts.acknowledged(ranges)
 
     def refused(self, rows: Iterable[NackRow]) -> None:
         """Settle sequences that the daemon will never commit, each under its reason."""
         with self.lock:
             for row in rows:
-                reason, capture = DROP_REASONS[row.reason], self._live.get(row.sequence)
-                record = self.parts.refused(row.sequence)
-                if record is not None:
-                    self._drop_record(record, reason)
-                elif capture is not None and capture.sent:
-                    self._drop(capture, reason)
+                reason, capture = DROP_REASONS[row.reason], self._live.offers.get(row.sequence)
+                self.parts.refused(row.sequence, reason)
+                if capture is not None and capture.sent:
+                    self._live.drop(capture, reason)
 
     def take_offers(self, taken: bool) -> None:
         """Whether captures are taken from now on, or each dropped as `stopped`. What is in flight goes on."""
@@ -277,14 +251,13 @@ class Queue(Accounts):
         """
         with self.lock:
             self.refusing = reason
-            lost = list(self._live.values())
+            lost = list(self._live.offers.values())
             self.copying = self.copying or any(capture.state == COPYING for capture in lost)
             for capture in lost:
                 if capture.state == READY:
                     capture.cell = None
-                self._drop(capture, reason)
-            self._unsent.clear()
-            self._resend.clear()
+                self._live.drop(capture, reason)
+            self._outbox.clear()
             self.waiting.close()
             self.copying = self.parts.close() or self.copying
             return len(lost)
@@ -294,12 +267,12 @@ class Queue(Accounts):
     @property
     def last_sequence(self) -> int:
         """The sequence given last; 0 before the first."""
-        return self._last_sequence
+        return self._live.last_sequence
 
     @property
     def unsent(self) -> bool:
         """Whether anything waits to be sent, ready or not."""
-        return bool(self._unsent or self._resend)
+        return bool(self._outbox)
 
     @property
     def roomy(self) -> bool:
@@ -314,23 +287,22 @@ class Queue(Accounts):
     @property
     def behind(self) -> bool:
         """Whether more waits to be sent than one message takes. A look without the lock."""
-        return len(self._unsent) + len(self._resend) > MAX_BATCH
+        return len(self._outbox) > MAX_BATCH
 
     @property
     def busy(self) -> bool:
         """Whether anything is in flight, parts of dropped records among it."""
-        return bool(self._live or self.parts.live)
+        return bool(self._live.offers or self.parts.live)
 
     def settled(self, upto: int) -> bool:
         """Whether every sequence ≤ `upto` is committed or dropped."""
         with self.lock:
-            return next(iter(self._live), upto + 1) > upto
+            return next(iter(self._live.offers), upto + 1) > upto
 
     def all_sent(self, upto: int) -> bool:
         """Whether every sequence ≤ `upto` that is in flight was sent on this connection."""
         with self.lock:
-            waiting = [queue[0].descriptor.sequence for queue in (self._resend, self._unsent) if queue]
-            return min(waiting, default=upto + 1) > upto
+            return self._outbox.all_sent(upto)
 
     # -- with the lock held ----------------------------------------------------------------------------
 
@@ -347,15 +319,10 @@ class Queue(Accounts):
         return slot
 
     def _enter(self, capture: Capture, *, queued: bool = True) -> Capture:
-        """Count an offer as in flight, under a sequence and with a place in the queue of its own."""
-        words, in_flight, descriptor = self.counters.words, len(self._live) + 1, capture.descriptor
-        descriptor.offset = capture.slot[0]
-        sequence = self._last_sequence = descriptor.sequence = self._last_sequence + 1
-        self._live[sequence] = capture
-        words[COUNTER_OFFERED] += 1
-        words[COUNTER_IN_FLIGHT] = in_flight
+        """Count an offer as in flight, and wake the client thread where room runs out."""
+        self._live.enter(capture)
         if queued:
-            self._unsent += (capture,)
+            self._outbox.unsent += (capture,)
         slab = capture.slot[2]
         took_extent = slab is None or slab.live == 1
         if took_extent and self.slots.free_nbytes < self._calm_nbytes:
@@ -367,90 +334,12 @@ class Queue(Accounts):
     ) -> Union[Capture, Refused]:
         found = self.policy.no_room(self.slots, self.step_budget, definition, descriptor, reason)
         if isinstance(found, DropReason):
-            return self._refused(definition, descriptor, found, nbytes)
+            return self._live.refuse(definition, descriptor, found, nbytes)
         return self._enter(found, queued=not isinstance(found, Record))
-
-    def _refused(
-        self, definition: Definition, descriptor: Descriptor, reason: DropReason, nbytes: int
-    ) -> Refused:
-        """Count an offer as a drop. nbytes: for which there was no room."""
-        refused = Refused(
-            reason, definition, nbytes, descriptor.moment.iteration, self.slots.capacity, counted=True
-        )
-        self._count_tensor(definition, descriptor, reason)
-        descriptor.sequence = _DROPPED
-        self.counters.words[COUNTER_OFFERED] += 1
-        return refused
-
-    def _count_tensor(self, definition: Definition, descriptor: Descriptor, reason: DropReason) -> None:
-        """A drop has its tensor's bytes, also where only statistics would have travelled."""
-        nbytes = math.prod(descriptor.shape) * definition.item_nbytes
-        self._count(definition, reason, nbytes, descriptor.moment.iteration)
-
-    def _give_back(self, capture: Capture, nbytes: int) -> None:
-        """The capture will not send `nbytes` of the bytes that its step's budget counts for it."""
-        capture.budgeted -= nbytes
-        self.step_budget.give(capture.descriptor.moment.iteration, nbytes)
-
-    def _drop(self, capture: Capture, reason: DropReason) -> None:
-        self.journal.clear(capture)  # before anybody else may get its slot
-        self.slots.give(capture.slot)
-        capture.slot = (capture.slot[0], 0, None)  # a device may copy to it still: its place stays
-        in_flight = len(self._live) - 1
-        self._count_tensor(capture.definition, capture.descriptor, reason)
-        del self._live[capture.descriptor.sequence]
-        capture.state = ABORTED
-        self.counters.words[COUNTER_IN_FLIGHT] = in_flight
-        self.waiting.given()
-
-    def _commit(self, capture: Capture) -> None:
-        words = self.counters.words
-        self.journal.clear(capture)
-        words[COUNTER_ACKED] += 1
-        del self._live[capture.descriptor.sequence]
-        words[COUNTER_IN_FLIGHT] = len(self._live)
-        capture.state = ABORTED
-        self.waiting.give(capture.slot)
 
     def _sequences(self, ranges: Iterable[tuple[int, int]]) -> Iterable[int]:
         for first, last in ranges:
-            if last - first < len(self._live):
+            if last - first < len(self._live.offers):
                 yield from range(first, last + 1)
             else:  # a range may be wider than anything that is in flight
-                yield from [sequence for sequence in self._live if first <= sequence <= last]
-
-    def _add_part(self, record: Record, nbytes: int, slot: Slot) -> PartCapture:
-        self._last_sequence += 1
-        piece = self.parts.add(record, nbytes, slot, self._last_sequence)
-        self._unsent += (piece,)
-        return piece
-
-    def _give_up(self, record: Record, reason: DropReason) -> None:
-        """Drop a record of our own accord: the daemon, which may hold parts of it, is told to let them go."""
-        if record.state != ABORTED:
-            self._drop_record(record, reason)
-            if record.cut_nbytes:
-                self._add_part(record, 0, EMPTY).state = READY
-
-    def _drop_record(self, record: Record, reason: DropReason) -> None:
-        """Count it, once; parts that nobody writes or reads give their slots back."""
-        if record.state == ABORTED:
-            return
-        record.dropped = reason
-        unsent = self.parts.unsent(record)
-        whole = record.descriptor.nbytes
-        self._give_back(record, whole - record.cut_nbytes + sum(piece.descriptor.nbytes for piece in unsent))
-        self._drop(record, reason)
-        for piece in unsent:
-            if piece.state == READY:
-                self.parts.let_go(piece)
-
-    def _recover(self) -> None:
-        """Make slots and counters right again, from what is in flight: an error may have come between two changes."""
-        captures = [*self._live.values(), *self.parts.live.values()]
-        self.slots.keep([*self._given_up, *(capture.slot for capture in captures)])
-        words = self.counters.words
-        drops = sum(words[COUNTER_DROPS : COUNTER_DROPS + len(DROP_REASONS)])
-        words[COUNTER_OFFERED] = words[COUNTER_ACKED] + drops + len(self._live)
-        words[COUNTER_IN_FLIGHT] = len(self._live)
-        self.waiting.given()
+                yield from [sequence for sequence in self._live.offers if first <= sequence <= last]

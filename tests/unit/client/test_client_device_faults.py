@@ -194,7 +194,7 @@ def test_a_capture_that_is_given_up_keeps_its_place_for_a_copy_that_is_still_due
     """At the begin of the arena are its counters."""
     r = rig(FakeDevice(nbytes=MIB), by_hand=True)
     r.offer(torch.full((1000,), 255, dtype=torch.uint8))
-    [capture] = r.session.queue._live.values()
+    [capture] = r.session.queue._live.offers.values()
     r.session.queue.abandon(capture, DropReason.INTERNAL)
     r.stager.advance()
     [(_, host, _)] = r.device.fetches

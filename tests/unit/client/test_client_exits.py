@@ -235,7 +235,7 @@ def test_time_limits_amid_captures_leave_the_accounts_exact(
         if {connected}:
             assert capd_client.flush(20)
         else:  # as if it had been sent
-            for capture in session.queue._live.values():
+            for capture in session.queue._live.offers.values():
                 capture.sent = True
             session.queue.acknowledged([(1, session.queue.last_sequence)])
         exact()
