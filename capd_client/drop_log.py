@@ -13,12 +13,11 @@ __all__ = ["DropLog"]
 
 
 class DropLog:
-    """Writes lines from what the queue has decided; nothing is asked again. policy: says what follows a full buffer."""
+    """Writes lines from what the queue has decided; nothing is asked again."""
 
     def __init__(self, notices: Notices, policy: Drop) -> None:
         self._notices = notices
-        self._policy = policy
-        self._consequence = _Consequence(policy)
+        self._policy = policy  # as text: what follows, put together only for a line that is written
 
     def unfit(self, refused: Refused) -> None:
         """A tensor cannot be captured as it is."""
@@ -34,7 +33,7 @@ class DropLog:
                 "the captures of iteration %d take max_mb_per_step already; %s. Raise CAPD_MAX_MB_PER_STEP, or "
                 "capture fewer tensors per step",
                 refused.iteration,
-                self._consequence,
+                self._policy,
             )
         elif reason is DropReason.TOO_LARGE:
             self._notices.warn(
@@ -51,7 +50,7 @@ class DropLog:
                 "the arena of %d bytes is full because the daemon is slower than the job, or absent; %s. Raise "
                 "CAPD_ARENA_BYTES, capture less, or set CAPD_POLICY=block",
                 refused.capacity,
-                self._consequence,
+                self._policy,
             )
 
     def ring_full(self, capacity: int) -> None:
@@ -61,7 +60,7 @@ class DropLog:
             "the device ring of %d bytes is full; %s. Set CAPD_RING=wait, raise CAPD_RING_BYTES, or capture fewer "
             "tensors per step",
             capacity,
-            self._consequence,
+            self._policy,
         )
 
     def too_large_for_ring(self, definition: Definition, nbytes: int, capacity: int) -> None:
@@ -93,13 +92,3 @@ class DropLog:
                 record.descriptor.nbytes,
                 part_nbytes,
             )
-
-
-class _Consequence:
-    """What follows, as text; put together only for a line that is written."""
-
-    def __init__(self, policy: Drop) -> None:
-        self._policy = policy
-
-    def __str__(self) -> str:
-        return self._policy.consequence

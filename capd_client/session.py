@@ -32,7 +32,7 @@ from capd_client.link import Link
 from capd_client.locality import patience_s
 from capd_client.memory import arena_nbytes
 from capd_client.notices import Notices
-from capd_client.policies import policy_of, thinning_of
+from capd_client.policies import policy_of
 from capd_client.protocol import HANDSHAKE_TIMEOUT_S, PROTOCOL_VERSION, Hello
 from capd_client.rests import EASY_TICK_S
 from capd_client.snapshots import DeviceStager
@@ -70,11 +70,10 @@ class Session(Border):
         self.arena = Arena(nbytes, patience_s=patience_s())
         self.counters = Counters()
         self.counters.attach(self.arena.words)
-        wakeup = Wakeup(EASY_TICK_S)
+        wakeup, policy = Wakeup(EASY_TICK_S), policy_of(config)
+        leaves_out = config.sample_every > 1 or policy.thinning is not None
         slots = SlotAllocator(self.arena.start, self.arena.nbytes - self.arena.start)
-        self.queue = Queue(
-            slots, self.counters, policy_of(config), step_nbytes=config.max_step_nbytes, wake=wakeup.wake
-        )
+        self.queue = Queue(slots, self.counters, policy, step_nbytes=config.max_step_nbytes, wake=wakeup.wake)
         self.queue.journal.attach(self.arena.buffer, self.arena.layout)
         self._closed = threading.Event()
         self.steering = Steering(self.queue.take_offers, notices)
@@ -97,8 +96,8 @@ class Session(Border):
             notices,
             self.queue,
             Stager(self.queue, self.arena, notices, self.devices.stager, payload=config.mode != "stats"),
-            self.queue.policy,
-            _sampling(config, self.queue),
+            policy,
+            Sampling(self.queue, config.sample_every, policy.thinning) if leaves_out else None,
         )
         try:
             self.arena.grow(FIRST_NBYTES)
@@ -253,10 +252,3 @@ class Session(Border):
             arena_nbytes=self.arena.nbytes,
             attempt=info.attempt,
         )
-
-
-def _sampling(config: ClientConfig, queue: Queue) -> Optional[Sampling]:
-    thinning = thinning_of(queue.policy)
-    if config.sample_every == 1 and thinning is None:
-        return None
-    return Sampling(queue, config.sample_every, thinning)

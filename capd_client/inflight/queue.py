@@ -17,7 +17,7 @@ from time import monotonic
 from typing import Optional, Union
 
 from capd_client.accounts import Accounts
-from capd_client.allocator import Slot, SlotAllocator
+from capd_client.allocator import EMPTY, Slot, SlotAllocator
 from capd_client.counter_page import DROP_REASONS, DropReason
 from capd_client.counting import Counters
 from capd_client.definitions import Definition
@@ -26,7 +26,7 @@ from capd_client.inflight.live import Live
 from capd_client.inflight.outbox import Outbox
 from capd_client.journal import Journal
 from capd_client.parts import PartCapture, Parts, Record, part_nbytes
-from capd_client.policies import Drop
+from capd_client.policies import Drop, Room
 from capd_client.protocol import MAX_BATCH, Descriptor, NackRow
 from capd_client.step_budget import StepBudget
 from capd_client.waiting import Waiting
@@ -171,8 +171,9 @@ class Queue(Accounts):
             elif capture.state == COPYING:
                 self._live.give_back(capture, capture.budgeted)
                 self._live.drop(capture, reason)
-                if reason is DropReason.RING_FULL:
-                    self.policy.ring_full(capture.descriptor.moment)
+                thinning = self.policy.thinning
+                if thinning is not None and reason is DropReason.RING_FULL:
+                    thinning.refused(capture.descriptor.moment)
 
     def abandon(self, capture: Capture, reason: DropReason) -> None:
         """Give up an admitted capture whose slot may still be written: nobody gets that slot again."""
@@ -216,7 +217,8 @@ class Queue(Accounts):
         with self.lock:
             self._outbox.send_again([*self._live.offers.values(), *self.parts.live.values()])
             self.ledger.forget_told()
-            self.policy.restart()
+            if self.policy.thinning is not None:
+                self.policy.thinning.restart()
 
     def acknowledged(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Settle committed sequences, given as [first, last] ranges. Unknown ones are answered already."""
@@ -332,7 +334,8 @@ class Queue(Accounts):
     def _no_room(
         self, definition: Definition, descriptor: Descriptor, reason: DropReason, nbytes: int
     ) -> Union[Capture, Refused]:
-        found = self.policy.no_room(self.slots, self.step_budget, definition, descriptor, reason)
+        wanted = Capture(descriptor, definition, EMPTY, thread=get_ident())
+        found = self.policy.no_room(wanted, reason, Room(self.slots, self.step_budget))
         if isinstance(found, DropReason):
             return self._live.refuse(definition, descriptor, found, nbytes)
         return self._enter(found, queued=not isinstance(found, Record))

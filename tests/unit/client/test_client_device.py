@@ -11,7 +11,6 @@ from client_peer import Peer, wait_until
 from fake_device import KEY, FakeDevice, Rig
 
 from capd_client.counter_page import DropReason
-from capd_client.policies import thinning_of
 from capd_client.ring import ring_nbytes
 from capd_client.slicing import Slice
 from capd_client.transport import State
@@ -225,7 +224,7 @@ def test_a_slice_is_all_that_crosses_the_ring(peer: Peer, rig: Callable[..., Rig
 
 def test_a_full_ring_thins_the_calls_that_come(peer: Peer, rig: Callable[..., Rig]) -> None:
     r = rig(FakeDevice(nbytes=8192), policy="thin")
-    thinning = thinning_of(r.session.queue.policy)
+    thinning = r.session.queue.policy.thinning
     assert thinning is not None
     wait_until(lambda: r.session.transport.state is State.RUNNING)  # which ends a thinning
     for _ in range(3):

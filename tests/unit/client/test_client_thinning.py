@@ -20,7 +20,7 @@ from capd_client.counting import Counters
 from capd_client.in_flight import Capture
 from capd_client.inflight.queue import Queue
 from capd_client.key import Key, Moment
-from capd_client.policies import Thin, thinning_of
+from capd_client.policies import Drop
 from capd_client.protocol import Descriptor
 from capd_client.session import Session
 from capd_client.thinning import CALM, MAX_FACTOR, REMEMBERED, Thinning
@@ -160,7 +160,7 @@ class Rig:
     def __init__(self, every: int) -> None:
         self.thinning = Thinning(every)
         slots = SlotAllocator(PAGE, 8 * PAGE)
-        self.queue = Queue(slots, Counters(), Thin(self.thinning), step_nbytes=40 * PAGE)
+        self.queue = Queue(slots, Counters(), Drop(self.thinning), step_nbytes=40 * PAGE)
         self.sampling = Sampling(self.queue, every, self.thinning)
         self.every = every
         self.ring_full = False
@@ -319,7 +319,7 @@ def test_thinning_goes_by_the_budget_of_a_step_too(connected: Callable[..., Sess
 
 def test_a_new_connection_begins_at_factor_one(peer: Peer, connected: Callable[..., Session]) -> None:
     session = connected()
-    thinning = thinning_of(session.queue.policy)
+    thinning = session.queue.policy.thinning
     assert thinning is not None
     with session.queue.lock:
         thinning.keeps(Moment())
@@ -331,7 +331,7 @@ def test_a_new_connection_begins_at_factor_one(peer: Peer, connected: Callable[.
 
 
 def test_other_policies_have_no_thinning(peer: Peer, make_session: Callable[..., Session]) -> None:
-    assert [thinning_of(make_session(policy=policy).queue.policy) for policy in ("drop", "block")] == [
+    assert [make_session(policy=policy).queue.policy.thinning for policy in ("drop", "block")] == [
         None,
         None,
     ]
