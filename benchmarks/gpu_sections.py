@@ -77,8 +77,8 @@ PARTS = (
     ("event", r"Event|\(record\)|'record'|_event\)"),
     ("stream", r"[sS]tream"),
     ("statistics", r"devstats|triton"),
-    ("room", r"allocator|books|ring\.py|waiting|admission|counting"),
-    ("names", r"api|key|context|config|definitions|staging|describing|session"),
+    ("room", r"allocator|inflight|accounts|policies|ring\.py|waiting|admission|counting"),
+    ("names", r"api|key|context|config|definitions|staging|border|describing|session"),
 )
 
 

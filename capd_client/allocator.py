@@ -81,6 +81,8 @@ class Extents:
 
     def occupy(self, start: int, nbytes: int) -> None:
         """Take the extent from `start` on, which is free."""
+        if not nbytes:
+            return
         starts, sizes = self._starts, self._sizes
         index = bisect_left(starts, start + 1) - 1
         first, end = starts[index], starts[index] + sizes[index]
@@ -168,14 +170,14 @@ class SlotAllocator:
         """Free everything but these slots: after an error that came between `take` or `give` and their owner."""
         slabs: dict[int, _Slab] = {}
         extents = Extents(self.start, self.capacity)
-        for _, _, slab in slots:
-            if slab is not None and slab.start not in slabs:
-                slabs[slab.start], slab.live = slab, 0
         for offset, nbytes, slab in slots:
-            if slab is not None:
-                slab.live += 1
-            elif nbytes:
+            if slab is None:
                 extents.occupy(offset, nbytes)
+                continue
+            if slab.start not in slabs:
+                slabs[slab.start], slab.live, slab.next_offset = slab, 0, 0
+            slab.live += 1
+            slab.next_offset = max(slab.next_offset, offset + nbytes - slab.start)
         for start in slabs:
             extents.occupy(start, self._slab_nbytes)
         if self._current is not None and self._current.start not in slabs:

@@ -35,6 +35,14 @@ class SlotsMachine(RuleBasedStateMachine):
         slot, _ = self.taken.pop(index)
         self.slots.give(slot)
 
+    @rule(data=st.data(), nbytes=st.integers(0, SMALL_NBYTES + 100))
+    def break_off(self, data: st.DataObject, nbytes: int) -> None:
+        """Errors come after a slot was taken or given, and before its owner knows."""
+        self.slots.take(nbytes)
+        if self.taken:
+            self.slots.give(data.draw(st.sampled_from(self.taken))[0])
+        self.slots.keep([slot for slot, _ in self.taken])
+
     @invariant()
     def slots_are_disjoint_inside_and_aligned(self) -> None:
         end = START
