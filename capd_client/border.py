@@ -131,17 +131,15 @@ class Border:
             plain = type(tensor) in PLAIN_TYPES
             if not plain:
                 attributes = with_placements(tensor, attributes)
-            elif (
-                self._sampling is None
-                and take is None
-                and not metadata
-                and tensor.is_cpu
-                and not is_tracing()
-            ):
-                # In a trace numbers of elements are tensors.
+            elif self._sampling is None and take is None and not metadata and tensor.is_cpu:
                 dtype = tensor.dtype if cast_to is None else cast_to
                 known = self._known.get((id(key), dtype, id(attributes)))
-                if known is not None and self._stager.put_known(tensor, known, moment, cast_to, store):
+                # In a trace numbers of elements are tensors.
+                if (
+                    known is not None
+                    and not is_tracing()
+                    and self._stager.put_known(tensor, known, moment, cast_to, store)
+                ):
                     return
             whole = Offer(tensor, key, moment, cast_to, attributes, metadata, take, immutable, store)
             left_out = None if self._sampling is None else self._sampling.left_out(whole)

@@ -6,6 +6,7 @@ already and only wait to be taken out of the queue.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import msgspec
@@ -39,8 +40,11 @@ class Capture(msgspec.Struct, eq=False):
     kept: str = "payload"
 
 
-class Refused(msgspec.Struct, eq=False):
+@dataclass(eq=False)
+class Refused:
     """An offer that is dropped, and why. The log line of the drop is written from this.
+
+    No Struct, whose metaclass makes `isinstance` several times as slow: every capture is asked.
 
     nbytes, iteration: of the tensor. capacity: bytes of the place that had no room. problem, name: of a tensor that
     cannot be captured as it is. counted: whether the accounts have it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from capd_client.accounts import Accounts
 from capd_client.allocator import Slot, SlotAllocator
@@ -17,6 +17,7 @@ from capd_client.counter_page import (
 )
 from capd_client.definitions import Definition
 from capd_client.in_flight import ABORTED, Capture, Refused
+from capd_client.inflight.outbox import Outbox
 from capd_client.journal import Journal
 from capd_client.protocol import Descriptor
 from capd_client.step_budget import StepBudget
@@ -25,10 +26,15 @@ from capd_client.waiting import Waiting
 __all__ = ["Live"]
 
 _DROPPED = -1  # the sequence of an offer that got none
+_CALM_SHARE = 8  # captures of less than this part of the arena can wait for the client thread's next tick
 
 
 class Live:
-    """Offers by sequence, ascending. Every method is called with the lock of `accounts` held."""
+    """Offers by sequence, ascending. Every method is called with the lock of `accounts` held.
+
+    wake: called where an offer takes room that is running out. `calm_nbytes`: at least so much of the arena is free
+    until then.
+    """
 
     def __init__(
         self,
@@ -37,7 +43,10 @@ class Live:
         journal: Journal,
         waiting: Waiting,
         step_budget: StepBudget,
+        outbox: Outbox,
+        wake: Callable[[], None],
     ) -> None:
+        self.calm_nbytes = slots.capacity - slots.capacity // _CALM_SHARE
         self.offers: dict[int, Capture] = {}
         self.last_sequence = 0
         self._accounts = accounts
@@ -46,10 +55,12 @@ class Live:
         self._journal = journal
         self._waiting = waiting
         self._step_budget = step_budget
+        self._outbox = outbox
+        self._wake = wake
         self._abandoned: list[Slot] = []  # a device may still write to them: nobody gets them again
 
-    def enter(self, capture: Capture) -> None:
-        """Count an offer as in flight, under a sequence of its own.
+    def enter(self, capture: Capture, *, queued: bool = True) -> Capture:
+        """Count an offer as in flight, under a sequence and with a place in the outbox of its own.
 
         What is needed is computed first. No signal handler runs between the statements that then change it.
         """
@@ -59,6 +70,13 @@ class Live:
         self.offers[sequence] = capture
         words[COUNTER_OFFERED] += 1
         words[COUNTER_IN_FLIGHT] = in_flight
+        if queued:
+            self._outbox.unsent += (capture,)
+        slab = capture.slot[2]
+        took_extent = slab is None or slab.live == 1
+        if took_extent and self._slots.free_nbytes < self.calm_nbytes:
+            self._wake()
+        return capture
 
     def refuse(
         self, definition: Definition, descriptor: Descriptor, reason: DropReason, nbytes: int

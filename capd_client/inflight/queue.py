@@ -33,8 +33,6 @@ from capd_client.waiting import Waiting
 
 __all__ = ["Queue"]
 
-_CALM_SHARE = 8  # captures of less than this part of the arena can wait for the client thread's next tick
-
 
 def _nothing() -> None:
     pass
@@ -69,12 +67,8 @@ class Queue(Accounts):
         self.waiting = Waiting(lock, slots, self.policy.max_block_s, wake)
         self.part_nbytes = part_nbytes(slots.capacity)
         self.copying = False  # some thread may still write to a slot that was given up
-        self._wake = wake
-        self._calm_nbytes = (
-            slots.capacity - slots.capacity // _CALM_SHARE
-        )  # at least so much is free while calm
-        self._live = Live(self, slots, self.journal, self.waiting, self.step_budget)
         self._outbox = Outbox()
+        self._live = Live(self, slots, self.journal, self.waiting, self.step_budget, self._outbox, wake)
         self.parts = Parts(slots, self.journal, self.waiting, self._live, self._outbox)
 
     # -- the training thread's side -------------------------------------------------------------------
@@ -107,7 +101,9 @@ class Queue(Accounts):
                 slot = found
             if limited:
                 self.step_budget.take(descriptor.moment.iteration, nbytes)
-            return self._enter(Capture(descriptor, definition, slot, COPYING, False, nbytes, get_ident()))
+            return self._live.enter(
+                Capture(descriptor, definition, slot, COPYING, False, nbytes, get_ident())
+            )
 
     def turn_away(
         self, definition: Definition, descriptor: Descriptor, reason: DropReason
@@ -153,7 +149,11 @@ class Queue(Accounts):
         with self.lock:
             if capture.state != COPYING:
                 return
-            if isinstance(capture, PartCapture) and capture.record.state == ABORTED:
+            if (
+                self.parts.live  # most queues have none, and `isinstance` of a Struct is slow
+                and isinstance(capture, PartCapture)
+                and capture.record.state == ABORTED
+            ):
                 self.parts.let_go(capture)
                 return
             self.journal.keep(capture)
@@ -284,7 +284,7 @@ class Queue(Accounts):
     @property
     def calm(self) -> bool:
         """Whether so little of the arena is taken that what comes can wait to be sent. A look without the lock."""
-        return not self.waiting.count and self.slots.free_nbytes >= self._calm_nbytes
+        return not self.waiting.count and self.slots.free_nbytes >= self._live.calm_nbytes
 
     @property
     def behind(self) -> bool:
@@ -320,17 +320,6 @@ class Queue(Accounts):
             return DropReason.STEP_BUDGET
         return slot
 
-    def _enter(self, capture: Capture, *, queued: bool = True) -> Capture:
-        """Count an offer as in flight, and wake the client thread where room runs out."""
-        self._live.enter(capture)
-        if queued:
-            self._outbox.unsent += (capture,)
-        slab = capture.slot[2]
-        took_extent = slab is None or slab.live == 1
-        if took_extent and self.slots.free_nbytes < self._calm_nbytes:
-            self._wake()
-        return capture
-
     def _no_room(
         self, definition: Definition, descriptor: Descriptor, reason: DropReason, nbytes: int
     ) -> Union[Capture, Refused]:
@@ -338,7 +327,7 @@ class Queue(Accounts):
         found = self.policy.no_room(wanted, reason, Room(self.slots, self.step_budget))
         if isinstance(found, DropReason):
             return self._live.refuse(definition, descriptor, found, nbytes)
-        return self._enter(found, queued=not isinstance(found, Record))
+        return self._live.enter(found, queued=not isinstance(found, Record))
 
     def _sequences(self, ranges: Iterable[tuple[int, int]]) -> Iterable[int]:
         for first, last in ranges:
