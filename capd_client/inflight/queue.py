@@ -199,11 +199,11 @@ class Queue(Accounts):
 
     def interrupted_here(self) -> bool:
         """Whether this thread is in the middle of a capture: a signal handler that asks can wait for nothing."""
-        thread = get_ident()
-        return self.inside() or any(
-            capture.state == COPYING and capture.thread == thread
-            for capture in tuple(self._live.offers.values())
-        )
+        if self.inside():
+            return True
+        with self.lock:
+            captures = (*self._live.offers.values(), *self.parts.live.values())
+            return any(one.state == COPYING and one.thread == get_ident() for one in captures)
 
     # -- the client thread's side ---------------------------------------------------------------------
 
