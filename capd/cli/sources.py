@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from capd.report.gather import GatheredRecords
 
 __all__ = [
-    "AllRuns", "Sources", "LayerBase", "Workers", "found_in", "gather_shown", "holds_files", "threads_of",
+    "AllRuns",
+    "LayerBase",
+    "Sources",
+    "Workers",
+    "found_in",
+    "gather_shown",
+    "holds_files",
+    "threads_of",
 ]  # fmt: skip
 
 AllRuns = Annotated[bool, flag("--all-runs", "Read all runs in STORE together, not only the newest.")]
