@@ -1,4 +1,4 @@
-"""`capd verify`: checks a run, or all runs of a store root, and on request repairs them."""
+"""`capd verify`: checks a run, or all runs of a store root; on request saves what can be read into a new run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,10 +36,14 @@ def verify(
         ),
     ] = None,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Seal what is unsealed, drop what is damaged, keep the rest.")
+        bool, typer.Option("--repair", help="Save all records that can be read into a new run; needs -o.")
     ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="NEW", help="The new run of --repair (NAME.zarr)."),
+    ] = None,
     rebuild: Annotated[
-        bool, typer.Option("--rebuild-catalog", help="Make the catalog anew from the shard files.")
+        bool, typer.Option("--rebuild-catalog", help="Build the catalog again from the shard files.")
     ] = False,
     adopt: Annotated[
         str | None, typer.Option(metavar="NODE", help="Take over and seal what a dead node left unsealed.")
@@ -48,22 +53,37 @@ def verify(
     """Check every checksum of a run, and that its files agree. Exits with 4 when there is damage.
 
     Changes nothing without an option, and may run beside a daemon. With a directory of runs, checks all of them.
+    --repair changes nothing in the damaged run. It exits with 4 if records were lost, and lists them.
     """
     if sum((repair, rebuild, adopt is not None)) > 1:
+        raise ConfigError("give one of --repair, --rebuild-catalog and --adopt")
+    if repair != (output is not None):
         raise ConfigError(
-            "give one of --repair, --rebuild-catalog and --adopt; --repair does all that is needed"
+            "--repair and -o NEW belong together: the damaged run stays as it is, NEW gets its records"
         )
     runs = _runs(store)
-    done: list[Repair] = []
-    if repair or rebuild or adopt is not None:
+    if output is not None:
+        raise typer.Exit(_repair(runs, output, as_json=as_json))
+    done: list[Change] = []
+    if rebuild or adopt is not None:
         with _warnings_on_stderr():
-            done = list(_change(runs, repair=repair, adopt=adopt))
+            done = list(_change(runs, adopt=adopt))
     reports = [_check(run) for run in runs]
     if as_json:
-        print_json(_plain(reports, done))
+        print_json(_plain(reports, done, []))
     else:
-        _print(reports, done)
+        print_lines(f"{change.run.name}, node {change.node}: {change.message}" for change in done)
+        _print(reports)
     raise typer.Exit(0 if all(report.ok for report in reports) else 4)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What an option changed in one node's part of a run."""
+
+    run: Path
+    node: str
+    message: str
 
 
 def _runs(store: Path | None) -> list[Path]:
@@ -85,9 +105,33 @@ def _report(run: Path) -> Report:
     return Report(run)
 
 
-def _change(runs: list[Path], *, repair: bool, adopt: str | None) -> Iterator[Repair]:
-    from capd.store.new_catalog import rebuild_catalog
-    from capd.store.repair import Repair, nodes_of, repair_node, take_over
+def _repair(runs: list[Path], new: Path, *, as_json: bool) -> int:
+    """Repair the one run, and check the new one; returns the exit code."""
+    from capd.server.instance import reading_lock
+    from capd.store.layout import nodes_of
+    from capd.store.repair import repair
+
+    if len(runs) > 1:
+        raise ConfigError(f"{runs[0].parent} holds {len(runs)} runs; name the one to repair")
+    [run] = runs
+    with contextlib.ExitStack() as stack:
+        for node in nodes_of(run):
+            stack.enter_context(reading_lock(run.absolute().parent, node))
+        stack.enter_context(_warnings_on_stderr())
+        with _progress(run, "saved") as progress:
+            done = repair(run, new, progress=progress)
+    report = _check(new)
+    if as_json:
+        print_json(_plain([report], [], [done]))
+    else:
+        print_lines(_repair_lines(done))
+        _print([report])
+    return 0 if report.ok and done.is_complete else 4
+
+
+def _change(runs: list[Path], *, adopt: str | None) -> Iterator[Change]:
+    from capd.store.layout import nodes_of
+    from capd.store.new_catalog import rebuild_catalog, take_over
 
     everywhere = sorted({node for run in runs for node in nodes_of(run)})
     if adopt is not None and adopt not in everywhere:
@@ -100,14 +144,12 @@ def _change(runs: list[Path], *, repair: bool, adopt: str | None) -> Iterator[Re
                 continue
             try:
                 with _locked(run, node):
-                    if repair:
-                        yield repair_node(run, node)
-                    elif adopt is not None:
+                    if adopt is not None:
                         take_over(run, node)
-                        yield Repair(run, node, messages=["taken over: everything is sealed"])
+                        yield Change(run, node, "taken over: everything is sealed")
                     else:
                         rebuild_catalog(run, node)
-                        yield Repair(run, node, messages=["catalog made anew from the shard files"])
+                        yield Change(run, node, "catalog built again from the shard files")
                 worked += 1
             except StoreBusy as error:
                 busy = error
@@ -151,7 +193,7 @@ def _check(run: Path) -> Report:
 
 
 @contextlib.contextmanager
-def _progress(run: Path) -> Iterator[Callable[[int], None] | None]:
+def _progress(run: Path, what: str = "checked") -> Iterator[Callable[[int], None] | None]:
     """A line on the terminal with the bytes read so far; nothing where stderr is no terminal."""
     if not sys.stderr.isatty():
         yield None
@@ -162,7 +204,7 @@ def _progress(run: Path) -> Iterator[Callable[[int], None] | None]:
         nonlocal shown
         if nbytes - shown >= _STEP_NBYTES:
             shown = nbytes
-            sys.stderr.write(f"\r{run.name}: {human_nbytes(nbytes)} checked\x1b[K")
+            sys.stderr.write(f"\r{run.name}: {human_nbytes(nbytes)} {what}\x1b[K")
             sys.stderr.flush()
 
     try:
@@ -172,10 +214,7 @@ def _progress(run: Path) -> Iterator[Callable[[int], None] | None]:
         sys.stderr.flush()
 
 
-def _print(reports: list[Report], done: list[Repair]) -> None:
-    for repair in done:
-        for line in _repair_lines(repair):
-            print_lines([line])
+def _print(reports: list[Report]) -> None:
     for report in reports:
         for text in report.notes:
             note(text)
@@ -191,19 +230,14 @@ def _print(reports: list[Report], done: list[Repair]) -> None:
         )
 
 
-def _repair_lines(repair: Repair) -> Iterator[str]:
-    from capd.store.damage import fold
-
-    place = f"{repair.run.name}, node {repair.node}"
-    for message in repair.messages:
-        yield f"{place}: {message}"
-    for rebuilt in repair.rebuilt:
-        lost = f"records {fold(sorted(rebuilt.lost))} are lost" if rebuilt.lost else "nothing is lost"
-        kept = f"{rebuilt.kept} kept" + (f" ({rebuilt.added} from the spool, last)" if rebuilt.added else "")
-        yield f"{place}: {rebuilt.path}: {lost}, {kept}; the old version is in {rebuilt.quarantine}"
-        for number, row in sorted(rebuilt.lost.items()):
-            moment = "moment unknown" if row is None else _moment(row.moment)
-            yield f"  record {number}: {moment}"
+def _repair_lines(done: Repair) -> Iterator[str]:
+    saved = human_count(done.saved, "record")
+    lost = f"{human_count(len(done.lost), 'record')} lost" if done.lost else "nothing lost"
+    yield f"{done.run.name}: {saved} saved in {done.new}, {lost}; {done.run} is as it was"
+    for one in done.lost:
+        yield f"{one.path} record {one.number}: {'moment unknown' if one.row is None else _moment(one.row.moment)}"
+    for path in done.unknown:
+        yield f"{path}: nothing says what this series is; none of its records is saved"
 
 
 def _moment(moment: Any) -> str:
@@ -213,7 +247,7 @@ def _moment(moment: Any) -> str:
     return ", ".join(f"{name} {value}" for name, value in fields.items() if value not in (None, False))
 
 
-def _plain(reports: list[Report], done: list[Repair]) -> dict[str, Any]:
+def _plain(reports: list[Report], changes: list[Change], repaired: list[Repair]) -> dict[str, Any]:
     from dataclasses import asdict
 
     damaged = [
@@ -221,31 +255,35 @@ def _plain(reports: list[Report], done: list[Repair]) -> dict[str, Any]:
         for report in reports
         for damage in report.damaged
     ]
-    repaired = [
-        {
-            "run": str(repair.run),
-            "node": repair.node,
-            "messages": repair.messages,
-            "rebuilt": [
-                {
-                    "series": rebuilt.path,
-                    "lost": sorted(rebuilt.lost),
-                    "kept": rebuilt.kept,
-                    "added": rebuilt.added,
-                    "quarantine": str(rebuilt.quarantine),
-                }
-                for rebuilt in repair.rebuilt
-            ],
-        }
-        for repair in done
-    ]
     return {
-        "ok": not damaged,
+        "ok": not damaged and all(one.is_complete for one in repaired),
         "runs": [str(report.run) for report in reports],
         "series": sum(report.series for report in reports),
         "records": sum(report.records for report in reports),
         "bytes": sum(report.nbytes for report in reports),
         "damaged": damaged,
         "notes": [text for report in reports for text in report.notes],
-        "repaired": repaired,
+        "changed": [{"run": str(one.run), "node": one.node, "message": one.message} for one in changes],
+        "repaired": [_plain_repair(one) for one in repaired],
+    }
+
+
+def _plain_repair(done: Repair) -> dict[str, Any]:
+    import msgspec
+
+    lost = [
+        {
+            "series": one.path,
+            "key": msgspec.structs.asdict(one.key),
+            "record": one.number,
+            "moment": None if one.row is None else msgspec.structs.asdict(one.row.moment),
+        }
+        for one in done.lost
+    ]
+    return {
+        "run": str(done.run),
+        "new": str(done.new),
+        "saved": done.saved,
+        "lost": lost,
+        "unknown": done.unknown,
     }

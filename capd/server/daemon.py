@@ -255,7 +255,7 @@ class Daemon:
         complete = self._pipeline.close(max(0.1, until - time.monotonic()))
         left = find_unsealed(self._root, self._node, self._pipeline.unsealed_records)
         if left:
-            logger.error("%s", describe_unsealed(left, self._root))
+            logger.error("%s", describe_unsealed(left, self._root, self._node))
         logger.info("stopped after %.1f s", time.monotonic() - began)
         return EXIT_UNSEALED if left else 0 if complete else 1
 

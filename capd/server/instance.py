@@ -7,8 +7,10 @@ named by itself, so that after a crash ranks without a run of their own join tho
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -16,7 +18,7 @@ import msgspec
 from capd.errors import NO_SPACE, StoreBusy, StoreError, StoreFull
 from capd.space import what_is_full
 
-__all__ = ["OwnerNote", "RootLock"]
+__all__ = ["OwnerNote", "RootLock", "reading_lock"]
 
 _MAX_NOTE_NBYTES = 1 << 20
 
@@ -50,16 +52,12 @@ class RootLock:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            note = self._read()
+            note = _read_note(self._fd)
             os.close(self._fd)
             if not isinstance(error, BlockingIOError):
                 raise StoreError(f"cannot lock {self.path}: {error.strerror or error}") from error
-            where = f" on {note.endpoint}" if note.endpoint else ""
-            raise StoreBusy(
-                f"store {root} is owned by another daemon (pid {note.pid or 'unknown'}{where}); "
-                f"use that one, stop it, or choose another --store"
-            ) from None
-        self.previous = self._read()  # what a daemon that did not end in order left behind
+            raise _busy(root, note) from None
+        self.previous = _read_note(self._fd)  # what a daemon that did not end in order left behind
         self.note = OwnerNote(pid=os.getpid())
         try:
             self.write()
@@ -95,9 +93,36 @@ class RootLock:
             os.close(self._fd)
             self._fd = -1
 
-    def _read(self) -> OwnerNote:
+
+@contextlib.contextmanager
+def reading_lock(root: Path, node: str) -> Iterator[None]:
+    """Keep daemons from a store root without writing to it. Raises StoreBusy where one owns it."""
+    try:
+        fd = os.open(root / f".capd-{node}.lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:  # no daemon was ever there, or nobody could lock it
+        yield
+        return
+    try:
         try:
-            line, _, _ = os.pread(self._fd, _MAX_NOTE_NBYTES, 0).partition(b"\n")
-            return msgspec.json.decode(line, type=OwnerNote)
-        except (OSError, msgspec.DecodeError):
-            return OwnerNote()
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _busy(root, _read_note(fd)) from None
+        yield
+    finally:
+        os.close(fd)
+
+
+def _busy(root: Path, note: OwnerNote) -> StoreBusy:
+    where = f" on {note.endpoint}" if note.endpoint else ""
+    return StoreBusy(
+        f"store {root} is owned by another daemon (pid {note.pid or 'unknown'}{where}); "
+        f"use that one, stop it, or choose another --store"
+    )
+
+
+def _read_note(fd: int) -> OwnerNote:
+    try:
+        line, _, _ = os.pread(fd, _MAX_NOTE_NBYTES, 0).partition(b"\n")
+        return msgspec.json.decode(line, type=OwnerNote)
+    except (OSError, msgspec.DecodeError):
+        return OwnerNote()

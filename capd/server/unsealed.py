@@ -54,7 +54,7 @@ def find_unsealed(
     return {run_id: count for run_id, count in list(found.items()) if count != 0}
 
 
-def describe_unsealed(left: Mapping[str, int | None], root: Path) -> str:
+def describe_unsealed(left: Mapping[str, int | None], root: Path, node: str) -> str:
     """One line for people: what is left, and what seals it."""
     known = sum(count or 0 for count in left.values())
     total = f"{known:,} record{'' if known == 1 else 's'}"
@@ -65,7 +65,8 @@ def describe_unsealed(left: Mapping[str, int | None], root: Path) -> str:
     return (
         f"stopped before everything was sealed: plain Zarr readers do not see {total} yet, of "
         f"run{'' if len(names) == 1 else 's'} {', '.join(names[:_NAMED])}{more}. Nothing is lost: "
-        f"`capd serve --store {root}` takes them up and seals them, and `capd verify {root} --repair` does it at once"
+        f"`capd serve --store {root}` takes them up and seals them, and `capd verify {root} --adopt {node}` "
+        "does it at once"
     )
 
 

@@ -45,8 +45,6 @@ NAMES = (
     "recover.after_seals",
     "recover.after_logs",
     "mend.before_rename",  # a damaged journal, written anew without what it lost
-    "rebuild.before_exchange",  # a damaged series and the one built anew
-    "rebuild.after_exchange",
     "catalog.before_swap",  # a catalog made anew
 )
 _ERRORS = {"error": errno.EIO, "enospc": errno.ENOSPC}

@@ -17,7 +17,7 @@ from capd.errors import StoreError
 from capd.store.failpoints import failpoint
 
 __all__ = [
-    "GROUP_SYNC_ABOVE", "FileSystemSyncFailed", "copy_range", "exchange", "link", "make_directory", "new_file",
+    "GROUP_SYNC_ABOVE", "FileSystemSyncFailed", "copy_range", "link", "make_directory", "new_file",
     "pwrite_all", "remove_tree", "rename", "replace_files", "start_writeback", "sync_data", "sync_paths", "truncate",
     "unlink", "write_file",
 ]  # fmt: skip
@@ -25,8 +25,6 @@ __all__ = [
 GROUP_SYNC_ABOVE = 32  # more files than this are cheaper to sync with one syncfs
 _IOV_MAX = 1024
 _SYNC_FILE_RANGE_WRITE = 2
-_RENAME_EXCHANGE = 2
-_AT_FDCWD = -100
 _libc = ctypes.CDLL(None, use_errno=True)
 # Before Linux 5.8 syncfs does not report the errors of the files it writes.
 _syncfs_reports = tuple(int(part) for part in os.uname().release.split(".")[:2] if part.isdigit()) >= (5, 8)
@@ -129,14 +127,6 @@ def rename(source: Path, target: Path) -> None:
 def link(source: Path, target: Path) -> None:
     """Give `source` the further name `target`; raises FileExistsError if that is taken."""
     os.link(source, target)
-
-
-def exchange(a: Path, b: Path) -> None:
-    """Let two paths change places in one step; raises OSError (EINVAL, ENOSYS) where the file system cannot."""
-    found = _libc.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE)
-    if found != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error), str(a), None, str(b))
 
 
 def unlink(path: Path, *, missing_ok: bool = False) -> None:

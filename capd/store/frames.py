@@ -35,10 +35,11 @@ import msgspec
 from capd.errors import NotAStore, StoreError
 from capd.store.codecs import crc32c
 from capd.store.geometry import Geometry
-from capd_client.key import Key, Moment
+from capd_client.key import MAX_INDEX, Key, Moment
 
 __all__ = [
-    "FORMAT_VERSION", "FRAME_NBYTES", "MAX_PAYLOAD_NBYTES", "UNKNOWN_CLIENT", "Commit", "FileHeader", "Frame", "Kind",
+    "FORMAT_VERSION", "FRAME_NBYTES", "MAX_PAYLOAD_NBYTES", "UNKNOWN_CLIENT", "UNKNOWN_MOMENT", "Commit", "FileHeader",
+    "Frame", "Kind",
     "RecordHead", "RecordRow", "SeriesHeader", "StatsRow", "decode_commit", "decode_head", "decode_payload",
     "decode_row", "encode_commit", "encode_row", "frame", "frame_header", "parse_frame", "payload_is_sound",
     "read_frame", "session_of", "walk",
@@ -48,6 +49,7 @@ FORMAT_VERSION = 1
 FRAME_NBYTES = 48
 MAX_PAYLOAD_NBYTES = 64 << 20
 UNKNOWN_CLIENT = bytes(16)  # of a record whose COMMIT is lost
+UNKNOWN_MOMENT = Moment(MAX_INDEX)  # of one whose published columns are lost, too
 _MAGIC = b"CPDF"
 _HEADER = struct.Struct("<4sBBHIIQQQII")
 _HEAD = struct.Struct("<4sBBHIIQQQI")  # without its own checksum
@@ -111,6 +113,11 @@ class RecordHead(msgspec.Struct, array_like=True, gc=False):
     def capture(self) -> tuple[bytes, int, tuple[int, ...]]:
         """Which capture this is: client, sequence and shape."""
         return self.client, self.sequence, self.shape
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nothing says what the record was: it keeps its number, and cannot be read."""
+        return self.client == UNKNOWN_CLIENT and self.moment == UNKNOWN_MOMENT
 
 
 @lru_cache(1024)

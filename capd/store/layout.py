@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -46,8 +47,12 @@ from capd.store.frames import FORMAT_VERSION, SeriesHeader
 from capd.store.json_document import is_length, read_document
 from capd_client.key import Key
 
-__all__ = ["Layout", "has_shards", "node_directory", "shard_path"]
+__all__ = [
+    "PARTIAL_GLOB", "Layout", "by_digest", "has_shards", "named", "node_directory", "nodes_of", "partial_path",
+    "series_on_disk", "shard_path",
+]  # fmt: skip
 
+PARTIAL_GLOB = "*.partial"
 _MAX_VARIANTS = 10_000
 _OCCUPIED = frozenset({errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR})
 
@@ -60,6 +65,37 @@ def node_directory(run: Path, node: str) -> Path:
 def shard_path(run: Path, header: SeriesHeader, shard: int) -> Path:
     """File of shard `shard` of a series (default chunk keys, "/" separated)."""
     return run.joinpath(header.path, "data", "c", str(shard), *["0"] * len(header.geometry.extents))
+
+
+def nodes_of(run: Path) -> list[str]:
+    """Names of the nodes that wrote to a run."""
+    return sorted(path.name.removeprefix("node=") for path in (run / ".capd").glob("node=*"))
+
+
+def series_on_disk(run: Path) -> Iterator[str]:
+    """Paths of all series directories of a run, in order."""
+    for data in sorted(run.glob("*/rank*/layer*/*/*/data")):
+        yield str(data.parent.relative_to(run))
+
+
+def partial_path(spool: Path, series_path: str, shard: int) -> Path:
+    """File of an unsealed shard."""
+    return spool / f"{_digest(series_path)}-{shard:08d}.partial"
+
+
+def by_digest(headers: Iterable[SeriesHeader]) -> dict[str, SeriesHeader]:
+    """Series by what the names of their unsealed shards begin with."""
+    return {_digest(header.path): header for header in headers}
+
+
+def named(path: Path, digests: Mapping[str, SeriesHeader]) -> tuple[SeriesHeader, int] | None:
+    """Series and number of an unsealed shard by its name, None if the series is not among `digests`."""
+    digest, _, number = path.stem.partition("-")
+    return (digests[digest], int(number)) if digest in digests and number.isdecimal() else None
+
+
+def _digest(series_path: str) -> str:
+    return hashlib.blake2b(series_path.encode(), digest_size=10).hexdigest()
 
 
 def has_shards(series: Path) -> bool:

@@ -150,7 +150,9 @@ def _sound(
         if row is not None and taken is not None:
             yield row, taken
         elif number < sealed:
-            raise DamagedRecord(f"record {number} is published and damaged; `capd verify --repair` drops it")
+            raise DamagedRecord(
+                f"record {number} is published and damaged; `capd verify RUN --repair -o NEW` makes a run without it"
+            )
         else:
             lost.append(number)
 

@@ -1,4 +1,4 @@
-"""Makes a node's catalog anew from the frames, and what repair needs of opening a node's part alone.
+"""Rebuilds a node's catalog from the frames, and takes over what a dead node left.
 
 The caller holds the node's lock of the store root.
 """
@@ -7,24 +7,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import resource
 import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
 
-from capd.errors import StoreError
+from capd.errors import NothingMatched, StoreError
 from capd.store.catalog_open import connect_read_only, distrust_schema, schema_problem
 from capd.store.catalog_read import CATALOG_NAME, SeriesRow, SessionRow, read_series
 from capd.store.catalog_sessions import read_sessions
 from capd.store.failpoints import failpoint
 from capd.store.files import rename, sync_paths, unlink
 from capd.store.frames import SeriesHeader
-from capd.store.layout import Layout, node_directory
+from capd.store.layout import Layout, node_directory, nodes_of
 from capd.store.mend import copy_aside
 from capd.store.open_files import OpenFiles
+from capd.store.options import StoreOptions, open_files_within
 from capd.store.recover import open_node
+from capd.store.run import RunStore
 from capd.store.verify import run_identity
 
-__all__ = ["UNREADABLE", "forget_completeness", "open_alone", "readable_rows", "rebuild_catalog"]
+__all__ = ["UNREADABLE", "rebuild_catalog", "take_over"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +43,12 @@ def rebuild_catalog(run: Path, node: str) -> None:
     """
     directory = node_directory(run, node)
     old, new = directory / CATALOG_NAME, directory / _NEW_CATALOG
-    series, sessions = readable_rows(old)
-    forget_completeness(run, node)
+    series, sessions = _readable_rows(old)
+    _forget_completeness(run, node)
     for suffix in ("", "-wal", "-shm", "-journal"):
         unlink(directory / f"{_NEW_CATALOG}{suffix}", missing_ok=True)
     headers = {row.header.path: row.header for row in series}
-    open_alone(run, node, catalog_name=_NEW_CATALOG, headers=headers, sessions=sessions)
+    _open_alone(run, node, catalog_name=_NEW_CATALOG, headers=headers, sessions=sessions)
     for suffix in ("-wal", "-shm"):
         unlink(directory / f"{CATALOG_NAME}{suffix}", missing_ok=True)
     failpoint("catalog.before_swap")
@@ -53,20 +56,19 @@ def rebuild_catalog(run: Path, node: str) -> None:
     sync_paths([old, directory], run)
 
 
-def open_alone(
+def _open_alone(
     run: Path,
     node: str,
     *,
     catalog_name: str = CATALOG_NAME,
     headers: Mapping[str, SeriesHeader] | None = None,
     sessions: list[SessionRow] | None = None,
-    check_spool: bool = False,
 ) -> None:
     """Recover a node's part, save `sessions`, and close it again."""
     layout = Layout(run, run_identity(run), node)
     files = OpenFiles(64, durable=False)
     try:
-        found = open_node(layout, files, catalog_name=catalog_name, headers=headers, check_spool=check_spool)
+        found = open_node(layout, files, catalog_name=catalog_name, headers=headers)
         for session in sessions or ():
             found.catalog.save_session(session)
         found.catalog.close()
@@ -74,7 +76,7 @@ def open_alone(
         files.close()
 
 
-def readable_rows(catalog: Path) -> tuple[list[SeriesRow], list[SessionRow]]:
+def _readable_rows(catalog: Path) -> tuple[list[SeriesRow], list[SessionRow]]:
     """Series and sessions of a catalog as far as they can be read; a damaged one is kept in the quarantine."""
     if not catalog.is_file():
         return [], []
@@ -92,7 +94,7 @@ def readable_rows(catalog: Path) -> tuple[list[SeriesRow], list[SessionRow]]:
         return [], []
 
 
-def forget_completeness(run: Path, node: str) -> None:
+def _forget_completeness(run: Path, node: str) -> None:
     """Take the mark away that spares a start reading the frames; a catalog too damaged for that has none."""
     catalog = node_directory(run, node) / CATALOG_NAME
     if not catalog.is_file():
@@ -108,3 +110,17 @@ def forget_completeness(run: Path, node: str) -> None:
             database.execute("PRAGMA journal_mode=DELETE")
         finally:
             database.close()
+
+
+def take_over(run: Path, node: str) -> None:
+    """Recover what a node left behind and seal it. Raises NothingMatched for an unknown node, StoreError, OSError."""
+    if node not in nodes_of(run):
+        raise NothingMatched(f"{run} has no node {node!r}; known: {', '.join(nodes_of(run)) or 'none'}")
+    if run.suffix != ".zarr":
+        raise StoreError(f"{run} does not end in .zarr; rename it, then try again")
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    store = RunStore(run.parent, run.stem, node, StoreOptions(open_files=open_files_within(soft)))
+    try:
+        store.seal()
+    finally:
+        store.close()

@@ -15,7 +15,7 @@ import contextlib
 import json
 import logging
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,14 +34,14 @@ from capd.store.catalog_read import (
 )
 from capd.store.catalog_sessions import read_sessions
 from capd.store.frames import RecordHead, RecordRow, SeriesHeader
-from capd.store.from_shards import ShardedSeries, all_from_shards, series_from_shards
 from capd.store.headers import fits
 from capd.store.json_document import is_shallow
 from capd.store.ranges import RangeSet
 from capd.store.spool import Spool, SpooledSeries
 from capd.store.statistics import is_possible
+from capd.store.survey import survey, survey_series
 
-__all__ = ["NodeView"]
+__all__ = ["NodeView", "sound_row"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class NodeView:
         grew = self.spool.sizes() != sizes
         self.series: dict[str, SeriesRow] = {}
         self.sessions: list[SessionRow] = []
-        self._from_shards: dict[str, ShardedSeries] = {}
+        self._from_shards: dict[str, dict[int, RecordRow]] = {}  # rows by series path and number
         self._acked: dict[bytes, RangeSet] = {}
         self._catalog = directory / CATALOG_NAME
         self._connection: sqlite3.Connection | None = None
@@ -93,8 +93,9 @@ class NodeView:
                 raise ValueError(f"it counts more than the {held} records that a file of its size can hold")
         except (*_DAMAGE, FileNotFoundError) as error:
             self.series, self.sessions, self._acked = {}, [], {}
-            self._from_shards = all_from_shards(self.run, self.name)
-            self.series = {path: found.series for path, found in self._from_shards.items()}
+            for found in survey(self.run, self.name, {}):
+                self._from_shards[found.header.path] = found.rows
+                self.series[found.header.path] = found.as_row()
             if self.series:
                 self._warn(f"{len(self.series)} series", error)
 
@@ -130,7 +131,10 @@ class NodeView:
         )  # fmt: skip
 
     def _ask(
-        self, path: str, ask: Callable[[sqlite3.Connection, int], T], instead: Callable[[ShardedSeries], T]
+        self,
+        path: str,
+        ask: Callable[[sqlite3.Connection, int], T],
+        instead: Callable[[Mapping[int, RecordRow]], T],
     ) -> T:
         """What the catalog answers about a series, or its shards' journals where it cannot."""
         row = self.series[path]
@@ -140,8 +144,9 @@ class NodeView:
                     return ask(database, row.id)
             except _DAMAGE as error:
                 self._warn(path, error)
-                self._from_shards[path] = series_from_shards(self.run, row.header)
-        return instead(self._from_shards.get(path) or ShardedSeries(row, {}))
+                found = survey_series(self.run, path, self.name, row.header)
+                self._from_shards[path] = {} if found is None else found.rows
+        return instead(self._from_shards.get(path, {}))
 
     # -- the spool ----------------------------------------------------------------------------------------
 
@@ -178,11 +183,11 @@ class NodeView:
 
         def ask(database: sqlite3.Connection, series: int) -> dict[int, RecordRow]:
             found = read_records(database, series, first, last)
-            return {number: _sound(row, header) for number, row in found}
+            return {number: sound_row(row, header) for number, row in found}
 
         header = self.series[path].header
 
-        found = self._ask(path, ask, lambda s: {n: row for n, row in s.rows.items() if first <= n < last})
+        found = self._ask(path, ask, lambda known: {n: row for n, row in known.items() if first <= n < last})
         if (spooled := self.spooled.get(path)) is not None:
             for number in range(first, min(last, self.series[path].records)):
                 if number not in found and (row := spooled.row(number)) is not None:
@@ -195,8 +200,8 @@ class NodeView:
         def ask(database: sqlite3.Connection, series: int) -> dict[int, RecordHead]:
             return dict(read_heads(database, series, first, last))
 
-        def instead(sharded: ShardedSeries) -> dict[int, RecordHead]:
-            return {n: row for n, row in sharded.rows.items() if first <= n < last}
+        def instead(known: Mapping[int, RecordRow]) -> dict[int, RecordHead]:
+            return {n: row for n, row in known.items() if first <= n < last}
 
         found = self._ask(path, ask, instead)
         if (spooled := self.spooled.get(path)) is not None:
@@ -208,8 +213,8 @@ class NodeView:
     def attempts(self, path: str) -> tuple[int, int]:
         """The first and the last attempt among the records of a series; (0, 0) without records."""
 
-        def instead(sharded: ShardedSeries) -> tuple[int, int] | None:
-            known = [row.moment.attempt for row in sharded.rows.values()]
+        def instead(rows: Mapping[int, RecordRow]) -> tuple[int, int] | None:
+            known = [row.moment.attempt for row in rows.values()]
             return (min(known), max(known)) if known else None
 
         spooled = self.spooled.get(path)
@@ -228,7 +233,7 @@ class NodeView:
         return {path for path, row in self.series.items() if row.id in ids or path in self.spooled}
 
 
-def _sound(row: RecordRow, header: SeriesHeader) -> RecordRow:
+def sound_row(row: RecordRow, header: SeriesHeader) -> RecordRow:
     """The row, if shape, statistics and texts are what they are read as. Raises ValueError."""
     for text in (row.metadata, row.attributes):
         if text and not (isinstance(found := json.loads(text), dict) and is_shallow(found)):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -14,47 +13,23 @@ from capd.errors import DamagedRecord
 from capd.store.described import described
 from capd.store.files import truncate, unlink
 from capd.store.frames import UNKNOWN_CLIENT, Kind, SeriesHeader, payload_is_sound, walk
-from capd.store.layout import shard_path
+from capd.store.layout import PARTIAL_GLOB, by_digest, named, partial_path, series_on_disk, shard_path
 from capd.store.mend import copy_aside, is_the_files_fault, mend_partial, set_aside
 from capd.store.recovery import Recovery
 from capd.store.scan import Run, ScannedShard, scan_shard
 from capd.store.series import Series
-from capd.store.shards import ShardWriter, read_index
+from capd.store.sharding_index import read_index
+from capd.store.shards import ShardWriter
 
-__all__ = ["by_digest", "named", "partial_path", "partials_of", "records_on_disk", "take_up_partials"]
+__all__ = ["records_on_disk", "take_up_partials"]
 
 logger = logging.getLogger(__name__)
-
-
-def partial_path(spool: Path, series_path: str, shard: int) -> Path:
-    """Where an unsealed shard lies."""
-    return spool / f"{_digest(series_path)}-{shard:08d}.partial"
-
-
-def partials_of(spool: Path, series_path: str) -> list[Path]:
-    """The unsealed shards of a series."""
-    return sorted(spool.glob(f"{_digest(series_path)}-*.partial"))
-
-
-def by_digest(headers: Iterable[SeriesHeader]) -> dict[str, SeriesHeader]:
-    """Series by what the names of their unsealed shards begin with."""
-    return {_digest(header.path): header for header in headers}
-
-
-def named(path: Path, digests: Mapping[str, SeriesHeader]) -> tuple[SeriesHeader, int] | None:
-    """Series and number of an unsealed shard by its name, None if the series is not among `digests`."""
-    digest, _, number = path.stem.partition("-")
-    return (digests[digest], int(number)) if digest in digests and number.isdecimal() else None
-
-
-def _digest(series_path: str) -> str:
-    return hashlib.blake2b(series_path.encode(), digest_size=10).hexdigest()
 
 
 def take_up_partials(state: Recovery) -> None:
     """Take up every `.partial`: replayed, cut, mended, or set aside."""
     digests = by_digest(series.header for series in state.series.values())
-    for path in sorted(state.layout.spool.glob("*.partial")):
+    for path in sorted(state.layout.spool.glob(PARTIAL_GLOB)):
         try:
             known = named(path, digests) or _named_by_documents(state, path)
             problem = _read_partial(state, path, known)
@@ -72,9 +47,8 @@ def _named_by_documents(state: Recovery, path: Path) -> tuple[SeriesHeader, int]
     """As `named`, for a file that lost its HEADER, and whose series only its own documents know."""
     if scan_shard(path) is not None:
         return None
-    for data in state.layout.run.glob("*/rank*/layer*/*/*/data"):
-        series = str(data.parent.relative_to(state.layout.run))
-        if _digest(series) == path.stem.partition("-")[0]:
+    for series in series_on_disk(state.layout.run):
+        if path.name.startswith(partial_path(Path(), series, 0).name.partition("-")[0]):
             found = described(state.layout.run, series)
             if found is not None and found[1] == state.layout.node:
                 return named(path, by_digest([found[0]]))

@@ -9,16 +9,15 @@ COMMIT in its middle, or a log that lost a record, is written anew without it (`
 read, or belongs to another run, node or place, moves to the quarantine with a warning. Elements in a `.partial`
 are read here only after a loss of power (`capd.store.power`): else damage to them shows when somebody reads them, or
 in `capd verify`. Published records keep
-their numbers: what happened to a sealed shard is for `capd verify --repair`, but for a record of which neither
-COMMIT nor published columns are left when a new catalog is made. Every step can be interrupted and
-done again.
+their numbers, also one that nothing names any more when a new catalog is made: it is listed and cannot be read.
+`capd verify RUN --repair -o NEW` makes a run without it. Every step can be interrupted and done again.
 """
 
 from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from pathlib import Path
 
 from capd.errors import StoreError, StoreFull
@@ -29,20 +28,19 @@ from capd.store.catalog_read import CATALOG_NAME
 from capd.store.failpoints import failpoint
 from capd.store.files import remove_tree, unlink
 from capd.store.frames import UNKNOWN_CLIENT, SeriesHeader
-from capd.store.layout import Layout, node_directory, shard_path
+from capd.store.layout import PARTIAL_GLOB, Layout, node_directory, partial_path, shard_path
 from capd.store.mend import set_aside
 from capd.store.open_files import OpenFiles
-from capd.store.partials import partial_path, records_on_disk, take_up_partials
-from capd.store.rebuild import finish_swaps, rebuild_series
+from capd.store.partials import records_on_disk, take_up_partials
 from capd.store.recovery import Recovered, Recovery
 from capd.store.replay import replay_logs
 from capd.store.seal import publish
 from capd.store.series import Series
-from capd.store.spool_copies import Capture, SpoolCopies
-from capd.store.survey import Sealed, SurveyedSeries, scan_if_readable, survey, survey_series
+from capd.store.small import LOG_GLOB
+from capd.store.survey import Sealed, SurveyedSeries, log_if_readable, scan_if_readable, survey
 from capd.store.sweep import beyond_catalog, mend_documents
 
-__all__ = ["Recovered", "open_node", "partial_path"]
+__all__ = ["Recovered", "open_node"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,26 +54,25 @@ def open_node(
     *,
     catalog_name: str = CATALOG_NAME,
     headers: Mapping[str, SeriesHeader] | None = None,
-    check_spool: bool = False,
 ) -> Recovered:
     """Bring one node's part of the run to a consistent state; raises StoreError if the disk does not allow it.
 
     catalog_name: of the file to open or make in the node's directory. headers: of series by path, for those of which
-    no file says what they are. check_spool: read every chunk in it, as behind a loss of power.
+    no file says what they are.
     """
     place = CatalogPlace(node_directory(layout.run, layout.node), catalog_name)
     catalog = place.published
     try:
         place.fetch()
         try:
-            return _open(layout, files, place, headers or {}, check_spool=check_spool)
+            return _open(layout, files, place, headers or {})
         except _DAMAGED as error:  # what merely passes is a StoreError already
             logger.warning("%s is damaged (%s): rebuilding it from the shard files", catalog, error)
             set_aside(catalog, catalog.parent / "quarantine", str(error))
             for suffix in ("-wal", "-shm"):
                 unlink(catalog.with_name(catalog.name + suffix), missing_ok=True)
             place.fetch()
-            return _open(layout, files, place, headers or {}, check_spool=check_spool)
+            return _open(layout, files, place, headers or {})
     except (OSError, *_DAMAGED) as error:
         full = if_full(error, layout.run)
         if full is not error:
@@ -90,8 +87,6 @@ def _open(
     files: OpenFiles,
     place: CatalogPlace,
     headers: Mapping[str, SeriesHeader],
-    *,
-    check_spool: bool,
 ) -> Recovered:
     path = place.published
     if path.is_dir():
@@ -99,12 +94,11 @@ def _open(
     catalog = Catalog(place.live, place if place.is_apart else None)
     try:
         _clear_leftovers(layout.spool)
-        finish_swaps(layout.run, node_directory(layout.run, layout.node) / "quarantine")
-        state = Recovery(layout, files, catalog, headers, check_spool=check_spool)
+        state = Recovery(layout, files, catalog, headers)
         if not (state.fresh or catalog.was_closed) and (series := beyond_catalog(state)):
             logger.warning("%s lacks sealed records of %s: rebuilding it from the shard files", path, series)
             catalog.mark_incomplete()
-            state = Recovery(layout, files, catalog, headers, check_spool=check_spool)
+            state = Recovery(layout, files, catalog, headers)
         if state.fresh:
             _read_sealed(state)
         take_up_partials(state)
@@ -132,13 +126,32 @@ def _open(
 
 
 def _read_sealed(state: Recovery) -> None:
-    with SpoolCopies([state.layout.spool], state.headers, state.owns) as copies:
-        for found in survey(state.layout.run, state.layout.node, {**copies.headers, **state.headers}):
-            _name_by_partials(state, found)
-            if found.lost:
-                _close_ranks(state, found, copies)
-            else:
-                _add_sealed(state, found, copies.logged)
+    headers, logged = _headers_and_captures(state)
+    for found in survey(state.layout.run, state.layout.node, {**headers, **state.headers}):
+        _name_by_partials(state, found)
+        if found.lost:
+            logger.warning(
+                "%s: nothing says what the records %s were; `capd verify %s --repair -o NEW` makes a run without them",
+                found.header.path, found.lost, state.layout.run,
+            )  # fmt: skip
+            found.keep_numbers()
+        _add_sealed(state, found, logged)
+
+
+def _headers_and_captures(state: Recovery) -> tuple[dict[str, SeriesHeader], set[tuple[bytes, int]]]:
+    """Of the spool: the series that its files name, by path, and client and sequence of each logged record."""
+    headers: dict[str, SeriesHeader] = {}
+    logged: set[tuple[bytes, int]] = set()
+    for path in state.layout.spool.glob(PARTIAL_GLOB):
+        scanned = scan_if_readable(path, None)
+        if scanned is not None and scanned.file is not None and state.owns(scanned.file):
+            headers[scanned.header.path] = scanned.header
+    for path in state.layout.spool.glob(LOG_GLOB):
+        log = log_if_readable(path)
+        if log is not None and (log.file is None or state.owns(log.file)):
+            headers.update((header.path, header) for header in log.headers.values())
+            logged.update((record.row.client, record.row.sequence) for record in log.records)
+    return headers, logged
 
 
 def _name_by_partials(state: Recovery, found: SurveyedSeries) -> None:
@@ -156,7 +169,7 @@ def _name_by_partials(state: Recovery, found: SurveyedSeries) -> None:
     found.lost = [number for number in found.lost if number not in found.records]
 
 
-def _add_sealed(state: Recovery, found: SurveyedSeries, logged: Set[Capture]) -> None:
+def _add_sealed(state: Recovery, found: SurveyedSeries, logged: set[tuple[bytes, int]]) -> None:
     series = state.series_of(found.header)
     for number, sealed in sorted(found.records.items()):
         state.add(series, number, sealed.row, sealed.stored_nbytes)
@@ -174,24 +187,6 @@ def _add_sealed(state: Recovery, found: SurveyedSeries, logged: Set[Capture]) ->
     state.known[found.header.path] = len(found.records)
     state.catalog.write(state.out.rows, [series.row], {})
     state.out.rows.clear()
-
-
-def _close_ranks(state: Recovery, found: SurveyedSeries, copies: SpoolCopies) -> None:
-    """Build a series anew without the records that are lost."""
-    rows = {number: sealed.row for number, sealed in found.records.items()}
-    done = rebuild_series(
-        state.layout,
-        state.file_header,
-        found.header,
-        max(rows, default=-1) + 1,
-        lambda _first, _last: rows,
-        copies,
-    )
-    logger.warning("%s: %d records are lost: %s", found.header.path, len(done.lost), done.quarantine)
-    if done.kept:
-        again = survey_series(state.layout.run, found.header.path, state.layout.node, found.header)
-        assert again is not None  # noqa: S101 - it was written just now
-        _add_sealed(state, again, copies.logged)
 
 
 def _reconcile(state: Recovery) -> None:

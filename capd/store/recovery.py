@@ -47,10 +47,8 @@ class Recovery:
         files: OpenFiles,
         catalog: Catalog,
         headers: Mapping[str, SeriesHeader],
-        *,
-        check_spool: bool,
     ) -> None:
-        """headers: by path, for series of which no file says what they are. check_spool: chunks may be damaged."""
+        """headers: by path, for series of which no file says what they are."""
         self.layout, self.files, self.catalog = layout, files, catalog
         self.run_id = str(run_attributes(layout.run).get("run_id", layout.run.stem))
         self._run_ids = frozenset({self.run_id, layout.run.stem})  # they differ once somebody renamed the run
@@ -65,7 +63,7 @@ class Recovery:
         self.known = {path: series.row.records for path, series in self.series.items()}
         self.acked = {client: RangeSet(ranges) for client, ranges in catalog.acked().items()}
         self.mounted = power.mount_of(layout.run)
-        self.may_be_torn = check_spool or not self.mounted or catalog.mounted != self.mounted
+        self.may_be_torn = not self.mounted or catalog.mounted != self.mounted
         self.lost = False  # rows of the catalog were forgotten: it says no more what was committed
         self.in_shards: dict[str, dict[tuple[bytes, int], int]] = {}
         self.nameless: dict[str, set[tuple[Moment, tuple[int, ...]]]] = {}

@@ -1,228 +1,330 @@
-"""Repairs one node's part of a run. The caller holds the node's lock of the store root.
+"""Saves what can be read of a damaged run into a new one. The damaged run is only read.
 
-    spool     recovery replays, mends and sets aside; then everything is sealed. Its files stay in reach
-    shards    a series with a damaged shard is built anew from its sound records, wherever they stand
-    metadata  published again from the catalog
-    catalog   made anew from the frames beside the old one, which it then replaces
-
-Whatever is taken out of the run is kept in the node's quarantine. Each step can be interrupted and done again:
-from before the first change to a sealed series until all is done, the catalog bears no `complete` mark, so that
-even a daemon that starts in between reads the frames anew.
+Every record is looked for wherever it may be: in sealed shards, in open shards, and in small logs. COMMIT frames name
+it; where they are lost, the catalog does, or the published columns. What reads soundly is committed to the new run
+through a `RunStore`, in the old order and under new, dense numbers. Everything else is listed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
+import fcntl
+import os
 import resource
-from collections.abc import Callable, Mapping
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 
-from capd.errors import DamagedRecord, NothingMatched, StoreError
+import msgspec
+
+from capd.errors import ConfigError, DamagedRecord, StoreBusy, StoreError, StoreFull
+from capd.space import if_full, mount_of, shown_size
 from capd.store.catalog_check import read_slice
 from capd.store.catalog_open import connect_read_only
-from capd.store.catalog_read import CATALOG_NAME, SeriesRow, read_captures
-from capd.store.damage import Damage, Report
-from capd.store.files import make_directory, replace_files, sync_paths
-from capd.store.frames import FORMAT_VERSION, FileHeader, RecordRow, SeriesHeader
-from capd.store.layout import Layout, node_directory
-from capd.store.mend import copy_aside, set_aside
-from capd.store.new_catalog import UNREADABLE, forget_completeness, open_alone, readable_rows, rebuild_catalog
+from capd.store.catalog_read import CATALOG_NAME, SeriesRow, SessionRow, read_series
+from capd.store.catalog_sessions import read_sessions
+from capd.store.encode import ChunkResult
+from capd.store.files import make_directory, remove_tree, rename, sync_paths
+from capd.store.frames import UNKNOWN_CLIENT, FileHeader, RecordRow, SeriesHeader
+from capd.store.layout import node_directory, nodes_of, series_on_disk
+from capd.store.new_catalog import UNREADABLE
+from capd.store.node import sound_row
 from capd.store.options import StoreOptions, open_files_within
 from capd.store.published import read_published
-from capd.store.rebuild import Rebuilt, rebuild_series
 from capd.store.run import RunStore
-from capd.store.spool_copies import HeldSpool, SpoolCopies
-from capd.store.survey import row_from_columns, shard_files, survey_series
-from capd.store.verify import run_identity, verify_run
-from capd.store.verify_tree import group_documents
+from capd.store.salvage import Salvaged, ShardSource
+from capd.store.series import Plan
+from capd.store.spool_copies import Capture, SpoolCopies
+from capd.store.survey import SurveyedSeries, shard_files, survey_series
+from capd.store.verify import run_identity
+from capd_client.key import Key, Moment
 
-__all__ = ["Repair", "nodes_of", "repair_node", "take_over"]
+__all__ = ["LostRecord", "Repair", "repair"]
 
-logger = logging.getLogger(__name__)
+_SMALL_AT_ONCE = 256
+Occasion = tuple[Moment, tuple[int, ...]]  # moment and shape
+
+
+@dataclass(frozen=True, slots=True)
+class LostRecord:
+    """A record that the new run lacks. number: in the damaged run. row: None if nothing says what it was."""
+
+    path: str
+    key: Key
+    number: int
+    row: RecordRow | None
 
 
 @dataclass(slots=True)
 class Repair:
-    """What was done to one node's part of a run. rebuilt: series that were built anew, with what they lost.
-
-    messages: what else was done, for people.
-    """
+    """What a repair did. unknown: paths of series of which nothing says what they are."""
 
     run: Path
-    node: str
-    rebuilt: list[Rebuilt] = field(default_factory=list)
-    messages: list[str] = field(default_factory=list)
+    new: Path
+    saved: int = 0
+    lost: list[LostRecord] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the new run has all records of the damaged one."""
+        return not self.lost and not self.unknown
 
 
-def nodes_of(run: Path) -> list[str]:
-    """Nodes that wrote to a run."""
-    return sorted(path.name.removeprefix("node=") for path in (run / ".capd").glob("node=*"))
+def repair(run: Path, new: Path, *, progress: Callable[[int], None] | None = None) -> Repair:
+    """Make the run `new` of all records of `run` that can be read. Until it is whole, `new` does not exist.
 
+    Args:
+        run: the damaged run; nobody may be writing to it.
+        new: where the new run shall be, a path that ends in `.zarr`.
+        progress: is called with the bytes saved so far, uncompressed.
 
-def take_over(run: Path, node: str) -> None:
-    """Recover what a node left behind and seal it. Raises NothingMatched for an unknown node, StoreError, OSError."""
-    if node not in nodes_of(run):
-        raise NothingMatched(f"{run} has no node {node!r}; known: {', '.join(nodes_of(run)) or 'none'}")
-    if run.suffix != ".zarr":
-        raise StoreError(f"{run} does not end in .zarr; rename it, then repair it")
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    store = RunStore(run.parent, run.stem, node, StoreOptions(open_files=open_files_within(soft)))
-    try:
-        store.seal()
-    finally:
-        store.close()
-
-
-def repair_node(run: Path, node: str) -> Repair:
-    """Do everything that helps; the damage that is left shows in the next `verify_run`.
-
-    Raises StoreError or OSError where the disk does not allow it; then nothing is lost, and it can be done again.
+    Raises:
+        ConfigError: `new` cannot be the name of a new run, exists already, or lies inside `run`.
+        NotAStore: `run` is no run.
+        StoreFull: there is no room for it.
+        StoreError: it cannot be written.
     """
-    done = Repair(run, node)
-    directory = node_directory(run, node)
-    _mend_groups(done)
-    held = HeldSpool(directory / "spool", directory / "held")
-    open_alone(run, node, check_spool=True)
-    _seal(done)
-    rows = _rows_by_path(run, node)
-    headers = {path: row.header for path, row in rows.items()}
-    run_ids = {run_identity(run), run.stem}  # they differ once somebody renamed the run
-    with SpoolCopies(
-        [directory / "spool", *held.directories],
-        headers,
-        lambda file: file.run_id in run_ids and file.node == node,
-    ) as copies:
-        own = [damage for damage in verify_run(run).damaged if damage.node == node]
-        missing = _missing(run, node, copies)
-        if own or missing:
-            _mend_series(done, own, missing, rows, copies)
-    held.release()
+    run_identity(run)
+    _check_place(run, new)
+    done = Repair(run, new)
+    try:
+        make_directory(new.parent)
+        with _building(new) as root:
+            saved: set[str] = set()
+            for node in _writers(run):
+                with _Node(run, node, root, done, progress) as part:
+                    saved |= part.save()
+            done.unknown = [p for p in series_on_disk(run) if p not in saved and shard_files(run / p)]
+            if not (root / new.name).exists():  # not a single node wrote to it
+                RunStore(root, new.stem, "node0", StoreOptions()).close()
+            rename(root / new.name, new)
+            sync_paths([new, new.parent], new.parent)
+    except OSError as error:
+        full = if_full(error, new)
+        raise full if full is not error else StoreError(f"cannot write {new}: {error.strerror}") from error
     return done
 
 
-def _missing(run: Path, node: str, copies: SpoolCopies) -> set[str]:
-    """Series with sound records in the spool as it was that are not in the catalog."""
-    try:
-        database = connect_read_only(node_directory(run, node) / CATALOG_NAME)
-        try:
-            return copies.missing(read_captures(database))
-        finally:
-            database.close()
-    except UNREADABLE as error:
-        logger.warning("the catalog of %s cannot be read: %s", run, error)
-        return copies.missing(())
-
-
-def _mend_series(
-    done: Repair, own: list[Damage], missing: set[str], rows: dict[str, SeriesRow], copies: SpoolCopies
-) -> None:
-    """Build series with damaged shards or missing records anew, and all that is derived from the shards."""
-    run, node = done.run, done.node
-    shards = sorted({damage.series for damage in own if damage.kind == "shard" and damage.series} | missing)
-    if shards:
-        forget_completeness(run, node)
-        for path in shards:
-            _rebuild(done, path, rows.get(path), copies)
-    for path in sorted({damage.series for damage in own if damage.kind == "metadata" and damage.series}):
-        moments = run / path / "moments"
-        if moments.exists():
-            set_aside(moments, _quarantine(run, node), f"moments of {path}")
-    rebuild_catalog(run, node)
-    done.messages.append("catalog and metadata made anew from the frames")
-    _seal(done)
-
-
-def _quarantine(run: Path, node: str) -> Path:
-    return node_directory(run, node) / "quarantine"
-
-
-def _seal(done: Repair) -> None:
-    """Seal what can be sealed: a shard that is damaged may not let itself be continued before it is built anew."""
-    try:
-        take_over(done.run, done.node)
-    except StoreError as error:
-        if error.exit_code != 1:
-            raise
-        done.messages.append(str(error))
-
-
-def _mend_groups(done: Repair) -> None:
-    """Write the zarr.json of the run and of the groups above series anew where it is damaged."""
-    run, quarantine = done.run, _quarantine(done.run, done.node)
-    report = Report(run)
-    run_id = run_identity(run, report)
-    spool = node_directory(run, done.node) / "spool"
-    make_directory(spool)
-    if report.damaged:
-        _write_group(run, spool, quarantine, {"capd": {"format": FORMAT_VERSION, "run_id": run_id}})
-        done.messages.append("zarr.json of the run written anew")
-    for damage in group_documents(run):
-        _write_group((run / damage.file).parent, spool, quarantine, {})
-        done.messages.append(f"{damage.file} written anew")
-
-
-def _write_group(group: Path, spool: Path, quarantine: Path, attributes: dict[str, object]) -> None:
-    path = group / "zarr.json"
-    if path.is_dir():
-        set_aside(path, quarantine, "a directory stands where metadata belongs")
-    elif path.exists():
-        copy_aside(path, quarantine)
-    document = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
-    replace_files({path: json.dumps(document).encode()}, spool)
-    sync_paths([group], group)
-
-
-Rows = Callable[[int, int], Mapping[int, RecordRow]]
-
-
-def _rows_by_path(run: Path, node: str) -> dict[str, SeriesRow]:
-    return {row.header.path: row for row in readable_rows(node_directory(run, node) / CATALOG_NAME)[0]}
-
-
-def _rebuild(done: Repair, path: str, row: SeriesRow | None, copies: SpoolCopies) -> None:
-    """Build a series anew from what is sound in its shards and in the spool.
-
-    Rows whose COMMIT is lost come from the catalog or the metadata.
-    """
-    run, node = done.run, done.node
-    header = copies.headers.get(path) if row is None else row.header
-    published = None
-    with contextlib.suppress(DamagedRecord):
-        published = read_published(run / path)
-    if published is not None and published.node not in ("", node):
-        done.messages.append(
-            f"{path}: it belongs to node {published.node}; copies of it in the spool stay out"
+def _check_place(run: Path, new: Path) -> None:
+    if new.suffix != ".zarr":
+        raise ConfigError(f"{new} cannot be the name of a run; give -o a path that ends in .zarr")
+    if os.path.lexists(new):
+        raise ConfigError(f"{new} exists already; give -o the path of a new run")
+    if new.resolve().is_relative_to(run.resolve()):
+        raise ConfigError(f"{new} lies inside {run}, which stays as it is; give -o a path outside of it")
+    place = mount_of(new)
+    found = os.statvfs(place)
+    free, needed = found.f_bavail * found.f_frsize, _nbytes(run)
+    if needed > free:
+        raise StoreFull(
+            f"{new} may need {shown_size(needed)}, the file system {place} has {shown_size(free)} free; "
+            "make room there, or give -o a path on another file system"
         )
-        return
-    surveyed = survey_series(run, path, node, header)
-    header = surveyed.header if surveyed is not None else header
-    if header is None:
-        done.messages.append(f"{path}: nothing says what the series is; it stays as it is")
-        return
-    counts = [shard * header.geometry.shard_records for shard in shard_files(run / path)]
-    counts += [max(surveyed.records, default=-1) + 1] if surveyed is not None else []
-    counts += [row.sealed] if row is not None else []
-    counts += [published.count] if published is not None else []
-    layout = Layout(run, run_identity(run), node)
-    file_header = FileHeader(FORMAT_VERSION, run_identity(run), node)
-    rows = _rows_of(run, node, header, row)
-    done.rebuilt.append(rebuild_series(layout, file_header, header, max(counts, default=0), rows, copies))
 
 
-def _rows_of(run: Path, node: str, header: SeriesHeader, row: SeriesRow | None) -> Rows:
-    catalog = node_directory(run, node) / CATALOG_NAME
+def _nbytes(run: Path) -> int:
+    """Bytes of everything that holds records."""
+    total = 0
+    for pattern in ("*/rank*/layer*/*/*/data/c/**/*", ".capd/node=*/spool/*", f".capd/node=*/{CATALOG_NAME}"):
+        total += sum(path.stat().st_size for path in run.glob(pattern) if path.is_file())
+    return total
 
-    def rows(first: int, last: int) -> Mapping[int, RecordRow]:
-        if row is not None:
-            with contextlib.suppress(*UNREADABLE):
-                return read_slice(catalog, row.id, first, last).rows
+
+@contextlib.contextmanager
+def _building(new: Path) -> Iterator[Path]:
+    """A directory beside `new` in which it is made. Raises StoreBusy while another repair makes the same run."""
+    root = new.with_name(f".{new.name}.repair")
+    root.mkdir(mode=0o700, exist_ok=True)
+    lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
         try:
-            columns = read_published(run / header.path).rows(first, last)
-        except DamagedRecord:
-            return {}
-        return {number: row_from_columns(header, column) for number, column in enumerate(columns, first)}
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoreBusy(f"another repair makes {new}; wait for it, or give -o another path") from None
+        try:
+            for left in root.iterdir():  # by one that was killed
+                remove_tree(left)
+            yield root
+        finally:
+            remove_tree(root)
+    finally:
+        os.close(lock)
 
-    return rows
+
+def _writers(run: Path) -> list[str]:
+    """Nodes that wrote to the run, by its directories and by what its series say."""
+    found = set(nodes_of(run))
+    for path in series_on_disk(run):
+        with contextlib.suppress(DamagedRecord):
+            found.add(read_published(run / path).node)
+    return sorted(found - {""})
+
+
+class _Catalog:
+    """A copy of a node's catalog, which SQLite may write beside; empty where it cannot be read."""
+
+    def __init__(self, original: Path, copy: Path) -> None:
+        self._path = copy
+        self.series: dict[str, SeriesRow] = {}
+        self.sessions: list[SessionRow] = []
+        with contextlib.suppress(*UNREADABLE):
+            for suffix in ("", "-wal"):
+                source = original.with_name(original.name + suffix)
+                if source.is_file():
+                    shutil.copyfile(source, copy.with_name(copy.name + suffix))
+            with contextlib.closing(connect_read_only(copy)) as database:
+                self.series = {row.header.path: row for row in read_series(database)}
+                self.sessions = read_sessions(database)
+
+    def rows(self, path: str) -> dict[int, RecordRow]:
+        """Rows of a series by record number."""
+        series = self.series.get(path)
+        if series is not None:
+            with contextlib.suppress(*UNREADABLE):
+                found = read_slice(self._path, series.id, 0, series.records).rows
+                return {number: sound_row(row, series.header) for number, row in found.items()}
+        return {}
+
+
+class _Node:
+    """One node's part of the run, and of the new one."""
+
+    def __init__(
+        self, run: Path, node: str, root: Path, done: Repair, progress: Callable[[int], None] | None
+    ) -> None:
+        self._run, self._node, self._done, self._progress = run, node, done, progress
+        self._ids = {run_identity(run), run.stem}  # they differ once somebody renamed the run
+        directory = node_directory(run, node)
+        self._catalog = _Catalog(directory / CATALOG_NAME, root / f"{node}.sqlite")
+        headers = {path: row.header for path, row in self._catalog.series.items()}
+        self._copies = SpoolCopies(directory / "spool", headers, self._owns)
+        self._headers = {**self._copies.headers, **headers}
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        options = StoreOptions(open_files=open_files_within(soft))
+        self._store = RunStore(root, done.new.stem, node, options)
+        self._small: list[tuple[Plan, RecordRow, bytes]] = []
+        self._nameless = 0
+        self._client = uuid.uuid4().bytes  # of the records that lost theirs
+        self._nbytes = 0
+
+    def __enter__(self) -> _Node:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._copies:
+            self._store.close()
+
+    def _owns(self, file: FileHeader) -> bool:
+        return file.run_id in self._ids and file.node == self._node
+
+    def save(self) -> set[str]:
+        """Save everything of this node; returns the paths of its series."""
+        saved: set[str] = set()
+        for path in sorted({*series_on_disk(self._run), *self._headers}):
+            surveyed = survey_series(self._run, path, self._node, self._headers.get(path))
+            header = self._headers.get(path) if surveyed is None else surveyed.header
+            if header is None:
+                continue
+            saved.add(path)
+            plan = Plan(header)
+            for row, taken in self._sound(header, surveyed):
+                self._commit(plan, row, taken)
+            self._flush()
+        for session in self._catalog.sessions:
+            self._store.save_session(session)
+        self._store.seal()
+        return saved
+
+    def _rows(self, header: SeriesHeader, surveyed: SurveyedSeries | None) -> dict[int, RecordRow]:
+        """What names the records, by number: their COMMITs, else the catalog, else the published columns."""
+        rows = self._catalog.rows(header.path)
+        for number, row in {} if surveyed is None else surveyed.rows.items():
+            known = rows.get(number)
+            agrees = known is not None and (known.moment, known.shape) == (row.moment, row.shape)
+            if row.client != UNKNOWN_CLIENT or not agrees:
+                rows[number] = row
+        return rows
+
+    def _sound(
+        self, header: SeriesHeader, surveyed: SurveyedSeries | None
+    ) -> Iterator[tuple[RecordRow, Salvaged]]:
+        """The records of a series that read soundly, with their elements. Others join `lost`."""
+        rows = self._rows(header, surveyed)
+        lost: dict[int, RecordRow | None] = {}
+        seen: set[Capture] = set()
+        nameless: set[Occasion] = set()  # of the saved records that lost their client and sequence
+        files = {} if surveyed is None else shard_files(self._run / header.path)  # else another node's
+        for number, row, taken in self._numbered(header, files, rows, self._sealed(header, surveyed)):
+            if row is None or taken is None:
+                lost[number] = row
+                continue
+            seen.add((row.client, row.sequence))
+            if row.client == UNKNOWN_CLIENT:
+                nameless.add((row.moment, row.shape))
+            yield row, taken
+        for number, row, taken in self._copies.others(header, seen):
+            occasion = (row.moment, row.shape)
+            if occasion in nameless:
+                continue
+            if taken is None:
+                lost.setdefault(number, row)
+                continue
+            lost = {n: one for n, one in lost.items() if one is None or (one.moment, one.shape) != occasion}
+            yield row, taken
+        self._done.lost += [LostRecord(header.path, header.key, n, row) for n, row in sorted(lost.items())]
+
+    def _sealed(self, header: SeriesHeader, surveyed: SurveyedSeries | None) -> int:
+        """The number after the last sealed record: beyond it, a shared chunk of a sealed shard holds only zeros."""
+        known = self._catalog.series.get(header.path)
+        newest = -1 if surveyed is None else max(surveyed.records, default=-1)
+        return max(newest + 1, 0 if known is None else known.sealed)
+
+    def _numbered(
+        self, header: SeriesHeader, files: dict[int, Path], rows: dict[int, RecordRow], sealed: int
+    ) -> Iterator[tuple[int, RecordRow | None, Salvaged | None]]:
+        """Every record that has a number: its row, and its elements, as far as they are known."""
+        per_shard = header.geometry.shard_records
+        count = max(rows, default=-1) + 1
+        for shard in range(-(-count // per_shard)):
+            with contextlib.ExitStack() as stack:
+                source: ShardSource | None = None
+                if shard in files:
+                    with contextlib.suppress(OSError):
+                        source = stack.enter_context(ShardSource(files[shard], header, shard))
+                for number in range(shard * per_shard, min(count, (shard + 1) * per_shard)):
+                    row = rows.get(number)
+                    if row is None or row.is_lost:
+                        yield number, None, None
+                        continue
+                    taken = source.take(number, row) if source is not None and number < sealed else None
+                    found = self._copies.take(header, row) if taken is None else (row, taken)
+                    yield (number, row, None) if found is None else (number, *found)
+
+    def _commit(self, plan: Plan, row: RecordRow, taken: Salvaged) -> None:
+        if row.client == UNKNOWN_CLIENT:
+            self._nameless += 1
+            row = msgspec.structs.replace(row, client=self._client, sequence=self._nameless)
+        if isinstance(taken, list):
+            nbytes = prod(plan.geometry.chunk) * plan.geometry.itemsize
+            chunks = (ChunkResult(ordinal, encoded, nbytes, None) for ordinal, encoded in taken)
+            self._store.commit(plan, row, chunks)
+            self._store.maintain()
+        else:
+            self._small.append((plan, row, taken.tobytes()))
+            if len(self._small) == _SMALL_AT_ONCE:
+                self._flush()
+        self._done.saved += 1
+        self._nbytes += row.nbytes
+        if self._progress is not None:
+            self._progress(self._nbytes)
+
+    def _flush(self) -> None:
+        if self._small:
+            self._store.commit_small(self._small)
+            self._small = []
+            self._store.maintain()
+        self._store.flush_catalog()

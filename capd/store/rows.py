@@ -18,6 +18,7 @@ __all__ = ["SeriesRows"]
 _WINDOW = 1024
 _KEPT_WINDOWS = 4  # of full rows; what identifies the records is kept for all of them
 T = TypeVar("T")
+H = TypeVar("H", bound=RecordHead)
 
 
 class SeriesRows:
@@ -37,7 +38,7 @@ class SeriesRows:
         first, last = self._attempts()
         if first == last:
             return everything if self._attempt in ("latest", first) else ()
-        rows = [(number, self.row(number).moment) for number in everything]
+        rows = [(number, self._row_of(number).moment) for number in everything]
         if self._attempt == "latest":
             return list(_latest(rows))
         return [number for number, moment in rows if moment.attempt == self._attempt]
@@ -45,11 +46,26 @@ class SeriesRows:
     def _attempts(self) -> tuple[int, int]:
         if self._row.records > _WINDOW:
             return self._node.attempts(self._row.header.path)
-        known = [self.id(number).moment.attempt for number in range(self._row.records)] or [0]
+        known = [self._id_of(number).moment.attempt for number in range(self._row.records)] or [0]
         return min(known), max(known)
 
     def row(self, number: int) -> RecordRow:
         """Everything about one record. Raises DamagedRecord if neither catalog nor frames know it."""
+        return self._named(self._row_of(number), number)
+
+    def id(self, number: int) -> RecordHead:
+        """What identifies one record. Raises DamagedRecord if neither catalog nor frames know it."""
+        return self._named(self._id_of(number), number)
+
+    def _named(self, found: H, number: int) -> H:
+        if found.is_lost:
+            raise DamagedRecord(
+                f"{self._row.header.path}#{number}: nothing says any more what this record was; "
+                f"`capd verify {self._node.run} --repair -o NEW` makes a run without it"
+            )
+        return found
+
+    def _row_of(self, number: int) -> RecordRow:
         window = number // _WINDOW
         held = self._rows.get(window)
         if held is None:
@@ -57,8 +73,7 @@ class SeriesRows:
             self._rows.put(window, held)
         return self._known(held, number)
 
-    def id(self, number: int) -> RecordHead:
-        """What identifies one record. Raises DamagedRecord if neither catalog nor frames know it."""
+    def _id_of(self, number: int) -> RecordHead:
         window = number // _WINDOW
         held = self._ids.get(window)
         if held is None:

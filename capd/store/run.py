@@ -19,11 +19,11 @@ from capd.store.catalog_read import SeriesRow, SessionRow
 from capd.store.encode import ChunkResult
 from capd.store.frames import FORMAT_VERSION, FileHeader, RecordRow, session_of
 from capd.store.gathered import Gathered
-from capd.store.layout import Layout, shard_path
+from capd.store.layout import Layout, partial_path, shard_path
 from capd.store.open_files import LostWrites, OpenFiles
 from capd.store.options import StoreOptions
 from capd.store.planning import Planner
-from capd.store.recover import Recovered, open_node, partial_path
+from capd.store.recover import Recovered, open_node
 from capd.store.seal import finish_files, publish
 from capd.store.series import Plan, Series
 from capd.store.settle import Room, SmallRecords

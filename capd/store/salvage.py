@@ -8,12 +8,12 @@ damaged. Chunks of large records are copied as they are; small ones are put into
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import struct
 from collections.abc import Callable, Iterable
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,8 @@ from capd.store.dtypes import stored_shape
 from capd.store.encode import encode_batch
 from capd.store.frames import RecordRow, SeriesHeader, session_of
 from capd.store.scan import ScannedShard, read_shard
-from capd.store.shards import EncodedChunk, ShardWriter, read_index
+from capd.store.sharding_index import read_index
+from capd.store.shards import EncodedChunk, ShardWriter
 
 __all__ = ["ShardSource", "write_records"]
 
@@ -59,9 +60,11 @@ class ShardSource:
     def __enter__(self) -> ShardSource:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
         os.close(self._fd)
 
     def take(self, number: int, row: RecordRow) -> Salvaged | None:
@@ -114,7 +117,12 @@ class ShardSource:
         offset, nbytes = place
         if not 0 <= offset < 1 << 62 or not 4 <= nbytes <= os.fstat(self._fd).st_size:
             return None
-        payload = os.pread(self._fd, nbytes, offset)
+        try:
+            payload = os.pread(self._fd, nbytes, offset)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return None  # a bad sector costs what stands there
         if len(payload) < nbytes or struct.unpack("<I", payload[-4:])[0] != crc32c(payload[:-4]):
             return None
         return payload

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,8 +35,8 @@ from capd.store.journal import pieces
 from capd.store.small import LogPlace, log_number, log_place
 
 __all__ = [
-    "LoggedRecord", "Run", "ScannedLog", "ScannedShard", "read_log", "read_shard",
-    "scan_shard",
+    "LoggedRecord", "Run", "ScannedLog", "ScannedShard", "read_further_log", "read_further_shard", "read_log",
+    "read_shard", "scan_shard",
 ]  # fmt: skip
 
 
@@ -108,12 +108,16 @@ class LoggedRecord:
 
 @dataclass(slots=True)
 class ScannedLog:
-    """A small log's journal. file: its HEADER, None where that is lost. end: offset behind the last COMMIT."""
+    """A small log's journal. file: its HEADER, None where that is lost. end: offset behind the last COMMIT.
+
+    headers: of its series, by reference.
+    """
 
     file: FileHeader | None
     records: list[LoggedRecord] = field(default_factory=list)
     gaps: list[tuple[int, int]] = field(default_factory=list)
     end: int = 0
+    headers: dict[int, SeriesHeader] = field(default_factory=dict)
 
 
 def scan_shard(
@@ -151,10 +155,23 @@ def read_shard(
     return found
 
 
+def read_further_shard(fd: int, known: ScannedShard) -> ScannedShard:
+    """The journal of a file that grew since it was scanned; reads on from the last known COMMIT. Raises OSError."""
+    found = replace(
+        known,
+        index=dict(known.index),
+        rows=dict(known.rows),
+        runs=list(known.runs),
+        gaps=[gap for gap in known.gaps if gap[0] < known.end],
+    )
+    _read_commits(fd, known.end, _regular_nbytes(fd) or 0, found, None)
+    return found
+
+
 def _read_commits(
     fd: int, begin: int, size: int, found: ScannedShard, visit: Callable[[int, Frame], None] | None
 ) -> None:
-    chunks: dict[int, int] = {}  # offset → bytes
+    chunks = dict(found.index.values())  # offset → bytes; a COMMIT may name one of the record before
     start = begin
     for piece in pieces(fd, begin, size):
         if not isinstance(piece, Frame):
@@ -227,8 +244,19 @@ def read_log(path: Path, *, check: bool = False) -> ScannedLog | None:
         os.close(fd)
 
 
+def read_further_log(fd: int, number: int, known: ScannedLog) -> ScannedLog:
+    """The journal of log `number`, which grew since it was read, from the last known COMMIT on. Raises OSError."""
+    found = replace(
+        known,
+        records=list(known.records),
+        gaps=[gap for gap in known.gaps if gap[0] < known.end],
+        headers=dict(known.headers),
+    )
+    _read_records(fd, known.end, _regular_nbytes(fd) or 0, number, found, check=False)
+    return found
+
+
 def _read_records(fd: int, begin: int, size: int, number: int, found: ScannedLog, *, check: bool) -> None:
-    headers: dict[int, SeriesHeader] = {}
     record: Frame | None = None
     for piece in pieces(fd, begin, size):
         if not isinstance(piece, Frame):
@@ -240,7 +268,7 @@ def _read_records(fd: int, begin: int, size: int, number: int, found: ScannedLog
             continue
         payload = decode_payload(fd, piece) if piece.kind is not Kind.CHUNK else None
         if isinstance(payload, SeriesHeader) and is_usable(payload):
-            headers[piece.ordinal] = payload
+            found.headers[piece.ordinal] = payload
         elif (
             isinstance(payload, Commit)
             and len(payload.rows) == 1
@@ -249,7 +277,7 @@ def _read_records(fd: int, begin: int, size: int, number: int, found: ScannedLog
         ):
             found.records.append(
                 LoggedRecord(
-                    headers.get(piece.ordinal),
+                    found.headers.get(piece.ordinal),
                     payload.first,
                     payload.rows[0],
                     log_place(number, record.offset - FRAME_NBYTES),

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capd.errors import DamagedRecord
-from capd.store.codecs import crc32c
 from capd.store.frames import (
     FileHeader,
     Frame,
@@ -30,13 +29,12 @@ from capd.store.frames import (
 )
 from capd.store.recent import Recent
 from capd.store.scan import read_shard
+from capd.store.sharding_index import EMPTY, index_entries
 
 __all__ = ["Committed", "FileCache", "Identity", "Place", "ShardFile", "is_same_series"]
 
 Identity: TypeAlias = tuple[int, int, int, int]
 Place: TypeAlias = tuple[int, int]  # offset, bytes
-
-_EMPTY = 2**64 - 1
 
 
 class Committed(NamedTuple):
@@ -107,7 +105,7 @@ class ShardFile:
         the file.
         """
         if self._entries is None and self._journal is None:
-            self._entries = self._read_index(header.geometry.shard_slots)
+            self._entries = index_entries(self.fd, header.geometry.shard_slots)
         journal = self._read_journal(header, shard) if self._entries is None else {}
         found: dict[int, Place] = {}
         for ordinal, slot in slots.items():
@@ -115,7 +113,7 @@ class ShardFile:
                 place = journal.get(slot)
             else:
                 offset, nbytes = self._entries[slot].tolist()
-                place = None if offset == _EMPTY else (offset, nbytes)
+                place = None if offset == EMPTY else (offset, nbytes)
             if place is not None:
                 if sum(place) > self.nbytes:
                     raise DamagedRecord(f"index entry {slot} points beyond the end of the shard")
@@ -143,13 +141,6 @@ class ShardFile:
             self._read_journal(header, shard)
             found = self._committed.get(number)
         return found
-
-    def _read_index(self, slots: int) -> NDArray[np.uint64] | None:
-        nbytes = 16 * slots + 4
-        body = os.pread(self.fd, nbytes, self.nbytes - nbytes) if self.nbytes >= nbytes else b""
-        if len(body) != nbytes or int.from_bytes(body[-4:], "little") != crc32c(body[:-4]):
-            return None
-        return np.frombuffer(body, dtype="<u8", count=2 * slots).reshape(slots, 2)
 
     def _read_journal(self, header: SeriesHeader, shard: int) -> dict[int, Place]:
         if self._journal is None:

@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from capd.errors import DamagedRecord, StoreError
-from capd.store.codecs import Encoded, crc32c
+from capd.store.codecs import Encoded
 from capd.store.failpoints import failpoint
 from capd.store.files import copy_range, new_file, pwrite_all, rename, start_writeback, truncate, unlink
 from capd.store.frames import FileHeader, Kind, RecordRow, encode_commit, frame, frame_header
 from capd.store.open_files import OpenFiles
 from capd.store.scan import read_shard
+from capd.store.sharding_index import index_bytes, index_nbytes, read_index
 
-__all__ = ["EncodedChunk", "ShardWriter", "read_index"]
+__all__ = ["EncodedChunk", "ShardWriter"]
 
-_EMPTY = 2**64 - 1
 _PIECE_NBYTES = 16 << 20
 _WRITEBACK_NBYTES = 32 << 20
 _encode = msgspec.msgpack.Encoder().encode
@@ -187,13 +185,9 @@ class ShardWriter:
         return os.pread(self._files.get(self.path), nbytes, offset)
 
     def write_index(self, slots: int) -> None:
-        """Write the sharding index behind the frames: u64 offset and length (2^64-1: empty) per slot, crc32c."""
-        entries = np.full((slots, 2), _EMPTY, dtype="<u8")
-        for slot, place in self.index.items():
-            entries[slot] = place
-        body = entries.tobytes()
+        """Write the sharding index after the frames."""
         fd = self._files.get(self.path)
-        end = pwrite_all(fd, [body, struct.pack("<I", crc32c(body))], self.end)
+        end = pwrite_all(fd, [index_bytes(self.index, slots)], self.end)
         truncate(fd, end)
 
     def rename(self, target: Path) -> None:
@@ -213,23 +207,13 @@ def _index_and_end(fd: int, slots: int, records: int) -> tuple[dict[int, tuple[i
     """Of a sealed shard with the records below number `records`: its index and where that begins, by the frames if the
     index is damaged."""
     try:
-        return read_index(fd, slots), os.fstat(fd).st_size - (16 * slots + 4)
+        return read_index(fd, slots), os.fstat(fd).st_size - index_nbytes(slots)
     except DamagedRecord:
         scanned = read_shard(fd)
         if scanned is None:
             raise
         if scanned.covering(records) != scanned.index:
-            raise DamagedRecord("the shard lost its index and a COMMIT; see `capd verify --repair`") from None
+            raise DamagedRecord(
+                "the shard lost its index and a COMMIT; `capd verify RUN --repair -o NEW` saves the rest"
+            ) from None
         return scanned.index, scanned.end
-
-
-def read_index(fd: int, slots: int) -> dict[int, tuple[int, int]]:
-    """The index of a sealed shard: slot → (offset, bytes). Raises DamagedRecord if its checksum is wrong."""
-    nbytes = 16 * slots + 4
-    size = os.fstat(fd).st_size
-    body = os.pread(fd, nbytes, size - nbytes) if size >= nbytes else b""
-    if len(body) != nbytes or struct.unpack("<I", body[-4:])[0] != crc32c(body[:-4]):
-        raise DamagedRecord("the shard's index is missing or fails its checksum")
-    entries = np.frombuffer(body[:-4], dtype="<u8").reshape(slots, 2)
-    used = np.flatnonzero(entries[:, 0] != _EMPTY)
-    return {int(slot): (int(entries[slot, 0]), int(entries[slot, 1])) for slot in used}

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
-from capd.store.frames import (
-    FRAME_NBYTES,
-    Commit,
-    Frame,
-    Kind,
-    RecordRow,
-    SeriesHeader,
-    decode_payload,
-    walk,
+from capd.store.frames import RecordRow, SeriesHeader
+from capd.store.layout import PARTIAL_GLOB
+from capd.store.scan import (
+    ScannedLog,
+    ScannedShard,
+    read_further_log,
+    read_further_shard,
+    read_log,
+    scan_shard,
 )
-from capd.store.scan import LoggedRecord, Run, ScannedShard, read_log, scan_shard
-from capd.store.small import LOG_GLOB, LogPlace, log_number, log_place
+from capd.store.small import LOG_GLOB, LogPlace, log_number
 
 __all__ = ["Spool", "SpooledSeries"]
 
@@ -70,35 +69,26 @@ class SpooledSeries:
         return self.logged[number][1] if number in self.logged else None
 
 
+S = TypeVar("S", ScannedShard, ScannedLog)
+
+
 @dataclass(slots=True)
-class _Known:
-    """How far a file of `size` bytes was read. end: behind the last COMMIT. tail: the bytes before it."""
+class _Read(Generic[S]):
+    """What a file of `size` bytes holds. tail: its bytes before the end of the last COMMIT."""
 
     inode: tuple[int, int]
-    end: int
     size: int
     tail: bytes
+    scanned: S
 
     @classmethod
-    def of(cls, fd: int, end: int, size: int) -> _Known:
+    def of(cls, fd: int, size: int, scanned: S) -> _Read[S]:
         stat = os.fstat(fd)
-        return cls((stat.st_dev, stat.st_ino), end, size, _tail(fd, end))
+        return cls((stat.st_dev, stat.st_ino), size, _tail(fd, scanned.end), scanned)
 
     def still_holds(self, fd: int) -> bool:
         stat = os.fstat(fd)
-        return self.inode == (stat.st_dev, stat.st_ino) and _tail(fd, self.end) == self.tail
-
-
-@dataclass(slots=True)
-class _Partial:
-    known: _Known
-    scanned: ScannedShard
-
-
-@dataclass(slots=True)
-class _Log:
-    known: _Known
-    records: list[LoggedRecord]
+        return self.inode == (stat.st_dev, stat.st_ino) and _tail(fd, self.scanned.end) == self.tail
 
 
 class Spool:
@@ -106,8 +96,8 @@ class Spool:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._logs: dict[str, _Log] = {}
-        self._shards: dict[str, _Partial] = {}
+        self._logs: dict[str, _Read[ScannedLog]] = {}
+        self._shards: dict[str, _Read[ScannedShard]] = {}
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every file, by name."""
@@ -123,10 +113,20 @@ class Spool:
         Logs before shards: a record on its way from one to the other is seen in at least one of them.
         """
         found: dict[str, SpooledSeries] = {}
-        self._logs = _all(self.directory.glob(LOG_GLOB), self._logs, _read_log)
-        self._shards = _all(self.directory.glob("*.partial"), self._shards, _read_partial)
+        self._logs = _all(
+            self.directory.glob(LOG_GLOB),
+            self._logs,
+            read_log,
+            lambda fd, path, known: read_further_log(fd, log_number(path), known),
+        )
+        self._shards = _all(
+            self.directory.glob(PARTIAL_GLOB),
+            self._shards,
+            scan_shard,
+            lambda fd, _, known: read_further_shard(fd, known),
+        )
         for log in self._logs.values():
-            for logged in log.records:
+            for logged in log.scanned.records:
                 if logged.header is not None:
                     series = found.setdefault(logged.header.path, SpooledSeries(logged.header))
                     series.logged[logged.record] = (logged.place, logged.row)
@@ -140,80 +140,35 @@ class Spool:
         return found
 
 
-F = TypeVar("F")
-
-
 def _all(
-    paths: Iterable[Path], before: dict[str, F], read: Callable[[Path, F | None], F | None]
-) -> dict[str, F]:
-    found: dict[str, F] = {}
+    paths: Iterable[Path],
+    before: Mapping[str, _Read[S]],
+    scan: Callable[[Path], S | None],
+    further: Callable[[int, Path, S], S],
+) -> dict[str, _Read[S]]:
+    found: dict[str, _Read[S]] = {}
     for path in sorted(paths):
         with contextlib.suppress(FileNotFoundError):
-            now = read(path, before.get(path.name))
+            now = _read(path, before.get(path.name), scan, further)
             if now is not None:
                 found[path.name] = now
     return found
 
 
-def _read_partial(path: Path, before: _Partial | None) -> _Partial | None:
+def _read(
+    path: Path,
+    before: _Read[S] | None,
+    scan: Callable[[Path], S | None],
+    further: Callable[[int, Path, S], S],
+) -> _Read[S] | None:
     with _opened(path) as fd:
         size = os.fstat(fd).st_size
-        if before is not None and before.known.still_holds(fd):
-            if size == before.known.size:
+        if before is not None and before.still_holds(fd):
+            if size == before.size:
                 return before
-            scanned = _continued(fd, before.scanned, size)
-            if scanned.end > before.known.end:
-                return _Partial(_Known.of(fd, scanned.end, size), scanned)
-        fresh = scan_shard(path)  # new, or unsound behind what is known: the scan searches on
-        return None if fresh is None else _Partial(_Known.of(fd, fresh.end, size), fresh)
-
-
-def _continued(fd: int, known: ScannedShard, size: int) -> ScannedShard:
-    index, rows, runs, end = dict(known.index), dict(known.rows), list(known.runs), known.end
-    for frame in walk(fd, end, size):
-        if frame.kind is Kind.COMMIT:
-            commit = decode_payload(fd, frame)
-            if commit is None:
-                break
-            start, end = end, frame.offset + frame.nbytes
-            index.update((slot, (offset, nbytes)) for slot, offset, nbytes in commit.chunks)
-            rows.update(enumerate(commit.rows, commit.first))
-            runs.append(Run(commit, start, end))
-    return replace(known, end=end, index=index, rows=rows, runs=runs)
-
-
-def _read_log(path: Path, before: _Log | None) -> _Log | None:
-    with _opened(path) as fd:
-        size = os.fstat(fd).st_size
-        if before is not None and before.known.still_holds(fd):
-            if size == before.known.size:
-                return before
-            records, end = _continued_log(fd, log_number(path), before, size)
-            if end > before.known.end:
-                return _Log(_Known.of(fd, end, size), records)
-        fresh = read_log(path)
-        return None if fresh is None else _Log(_Known.of(fd, fresh.end, size), fresh.records)
-
-
-def _continued_log(fd: int, number: int, before: _Log, size: int) -> tuple[list[LoggedRecord], int]:
-    records, end = list(before.records), before.known.end
-    headers = {logged.reference: logged.header for logged in records}
-    record: Frame | None = None
-    for frame in walk(fd, end, size):
-        if frame.kind is Kind.RECORD:
-            record = frame
-            continue
-        payload = decode_payload(fd, frame)
-        if isinstance(payload, SeriesHeader):
-            headers[frame.ordinal] = payload
-        elif isinstance(payload, Commit) and record is not None and headers.get(frame.ordinal) is not None:
-            place = log_place(number, record.offset - FRAME_NBYTES)
-            header, row = headers[frame.ordinal], payload.rows[0]
-            records.append(LoggedRecord(header, payload.first, row, place, frame.ordinal))
-            end = frame.offset + frame.nbytes
-        else:
-            break
-    return records, end
+            return _Read.of(fd, size, further(fd, path, before.scanned))
+        fresh = scan(path)
+        return None if fresh is None else _Read.of(fd, size, fresh)
 
 
 def _tail(fd: int, end: int) -> bytes:

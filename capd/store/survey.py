@@ -1,8 +1,8 @@
-"""Reads the sealed shards of one node back into catalog rows, for a catalog that is made anew.
+"""Reads the sealed shards of a run back into rows: for a new catalog, for a reader without one, and for a repair.
 
-Rows come from COMMIT frames. Where a COMMIT is lost, or a Zarr tool wrote a shard anew and its frames vanished,
-the published moments and shapes name the record: it stays readable, without its statistics and metadata. A
-record that neither names, with others behind it, would be a hole: the caller drops it (`capd.store.rebuild`).
+Rows come from COMMIT frames. Where a COMMIT is lost, or a Zarr tool wrote a shard again and its frames vanished, the
+published moments and shapes name the record: it stays readable, without its statistics and metadata. Slower than a
+catalog, since every frame header of every shard is read.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from math import prod
 from pathlib import Path
 
 from capd.errors import DamagedRecord
+from capd.store.catalog_read import SeriesRow
 from capd.store.described import described
 from capd.store.dtypes import stored_shape
-from capd.store.frames import UNKNOWN_CLIENT, RecordRow, SeriesHeader
+from capd.store.frames import UNKNOWN_CLIENT, UNKNOWN_MOMENT, RecordRow, SeriesHeader
+from capd.store.layout import series_on_disk
 from capd.store.published import Published, read_published
-from capd.store.scan import ScannedShard, scan_shard
+from capd.store.scan import ScannedLog, ScannedShard, read_log, scan_shard
 from capd_client.key import MAX_NDIM, Moment
 
 __all__ = [
     "Sealed",
     "SurveyedSeries",
+    "log_if_readable",
     "row_from_columns",
     "scan_if_readable",
     "shard_files",
@@ -51,18 +54,47 @@ class SurveyedSeries:
     stored_nbytes: int = 0
     lost: list[int] = field(default_factory=list)
 
+    def keep_numbers(self) -> None:
+        """Give lost records a row that says so: the others keep their numbers, and plain readers see no hole."""
+        axes = len(next((sealed.row.shape for sealed in self.records.values()), self.header.geometry.extents))
+        row = row_from_columns(self.header, (UNKNOWN_MOMENT, (0,) * axes))
+        self.records.update((number, Sealed(row, 0)) for number in self.lost)
+
+    @property
+    def rows(self) -> dict[int, RecordRow]:
+        """Rows by record number, those that nothing names absent."""
+        return {number: sealed.row for number, sealed in sorted(self.records.items())}
+
+    def as_row(self) -> SeriesRow:
+        """The series as a catalog would count it."""
+        rows = self.rows
+        count = max(rows, default=-1) + 1
+        return SeriesRow(
+            id=-1,
+            header=self.header,
+            records=count,
+            sealed=count,
+            sealing=False,
+            max_shape=tuple(map(max, zip(*(row.shape for row in rows.values()), strict=True))),
+            raw_bytes=sum(row.nbytes for row in rows.values()),
+            stored_bytes=self.stored_nbytes,
+        )
+
 
 def survey(run: Path, node: str, known: Mapping[str, SeriesHeader]) -> Iterator[SurveyedSeries]:
-    """Every series of `node` with sealed shards. known: headers by path, for series whose HEADERs are all lost."""
-    for chunks in sorted(run.glob("*/rank*/layer*/*/*/data/c")):
-        path = str(chunks.parent.parent.relative_to(run))
+    """Every series of `node` with sealed shards; of every node if that is empty.
+
+    known: headers by path, for series whose HEADERs are all lost.
+    """
+    for path in series_on_disk(run):
         found = survey_series(run, path, node, known.get(path))
         if found is not None:
             yield found
 
 
 def survey_series(run: Path, path: str, node: str, header: SeriesHeader | None) -> SurveyedSeries | None:
-    """One series, or None if it belongs to another node or nothing says what it is."""
+    """One series, or None if it belongs to another node or nothing says what it is. node: "" for any."""
+    is_given = header is not None
     files = shard_files(run / path)
     scans = {number: scan_if_readable(file, None) for number, file in files.items()}
     own = {
@@ -71,15 +103,16 @@ def survey_series(run: Path, path: str, node: str, header: SeriesHeader | None) 
         if scanned is not None and (scanned.header.path, scanned.shard) == (path, number)
     }
     for scanned in own.values():
-        if scanned.file is not None and scanned.file.node != node:
+        if node and scanned.file is not None and scanned.file.node != node:
             return None
         header = scanned.header
     published = _published(run / path)
     if not files and (published is None or published.count == 0):
         return None  # the directories of a shard that was begun
-    if header is None and (documents := described(run, path)) is not None and documents[1] == node:
+    if header is None and (documents := described(run, path)) is not None and node in ("", documents[1]):
         header = documents[0]
-    if header is None or (not own and (published is None or published.node != node)):
+    is_own = is_given if published is None else node in ("", published.node)
+    if header is None or not (own or is_own):
         logger.warning("%s: nothing says what the series is; `capd verify` lists the damage", path)
         return None
     for number, before in scans.items():
@@ -115,6 +148,15 @@ def scan_if_readable(file: Path, known: tuple[SeriesHeader, int] | None) -> Scan
     """Its journal, or None with a warning where the file cannot be read."""
     try:
         return scan_shard(file, known)
+    except OSError as error:
+        logger.warning("%s cannot be read: %s", file, error)
+        return None
+
+
+def log_if_readable(file: Path) -> ScannedLog | None:
+    """The journal of a small log, or None with a warning where the file cannot be read."""
+    try:
+        return read_log(file)
     except OSError as error:
         logger.warning("%s cannot be read: %s", file, error)
         return None

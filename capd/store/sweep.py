@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from capd.errors import DamagedRecord, NotAStore
 from capd.store.documents import read_group
 from capd.store.files import remove_tree
-from capd.store.layout import has_shards, shard_path
+from capd.store.layout import has_shards, series_on_disk, shard_path
 from capd.store.published import read_shape
 from capd.store.recovery import Recovery
 from capd.store.series import Series
@@ -21,19 +20,14 @@ __all__ = ["beyond_catalog", "mend_documents"]
 logger = logging.getLogger(__name__)
 
 
-def _series_directories(run: Path) -> Iterator[Path]:
-    return (data.parent for data in run.glob("*/rank*/layer*/*/*/data"))
-
-
 def beyond_catalog(state: Recovery) -> str:
     """A series of this node of which more is sealed than the catalog knows, or "".
 
     A catalog that lost its write-ahead log, or the end of it, is sound and merely old.
     """
     run = state.layout.run
-    for directory in _series_directories(run):
-        path = str(directory.relative_to(run))
-        series = state.series.get(path)
+    for path in series_on_disk(run):
+        directory, series = run / path, state.series.get(path)
         published = _length(directory / "data")
         if published is None or (series is not None and series.row.sealing):
             continue
@@ -48,12 +42,11 @@ def beyond_catalog(state: Recovery) -> str:
 def mend_documents(state: Recovery) -> None:
     """After a loss of power: write anew what it emptied of the metadata; a claim that nothing followed goes."""
     run = state.layout.run
-    for directory in list(_series_directories(run)):
+    for path in list(series_on_disk(run)):
+        directory, series = run / path, state.series.get(path)
         state.layout.ensure_groups(directory.parent)
         if _length(directory / "data") is not None and _owner(directory) is not None:
             continue
-        path = str(directory.relative_to(run))
-        series = state.series.get(path)
         if series is None:
             if not has_shards(directory):
                 remove_tree(directory)

@@ -19,6 +19,7 @@ from capd.errors import NotAStore, StoreError
 from capd.store.damage import Damage, Report
 from capd.store.documents import read_group, run_attributes
 from capd.store.frames import FORMAT_VERSION
+from capd.store.layout import series_on_disk
 from capd.store.verify_node import NodePromise, look_at_node
 from capd.store.verify_series import promise_of
 from capd.store.verify_shard import SeriesPromise, ShardResult, check_shard
@@ -114,9 +115,10 @@ def _twice(check: Callable[[], ShardResult]) -> ShardResult:
 
 def _series_paths(run: Path, nodes: list[NodePromise]) -> list[str]:
     on_disk = {
-        str(path.parent.parent.relative_to(run)) for path in run.glob("*/rank*/layer*/*/*/data/zarr.json")
+        path
+        for path in series_on_disk(run)
+        if any((run / path / "data" / name).exists() for name in ("zarr.json", "c"))
     }
-    on_disk |= {str(path.parent.parent.relative_to(run)) for path in run.glob("*/rank*/layer*/*/*/data/c")}
     told = {path for node in nodes for path in (*node.rows, *node.logged, *node.unsealed)}
     return sorted(on_disk | told)
 

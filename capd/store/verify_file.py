@@ -12,7 +12,7 @@ from capd.errors import DamagedRecord
 from capd.store.codecs import crc32c
 from capd.store.frames import Frame, RecordRow, SeriesHeader, payload_is_sound
 from capd.store.scan import ScannedShard, read_shard
-from capd.store.shards import read_index
+from capd.store.sharding_index import index_nbytes, read_index
 
 __all__ = ["Finding", "ShardFile", "check_file"]
 
@@ -99,7 +99,7 @@ class _Check:
             return self._unusable(f"is of run {scanned.file.run_id!r}, node {scanned.file.node!r}")
         self.out.header = scanned.header
         self.out.rows = scanned.rows
-        end = size - 16 * self._header.geometry.shard_slots - 4 if self._sealed else scanned.end
+        end = size - index_nbytes(self._header.geometry.shard_slots) if self._sealed else scanned.end
         self._check_index(scanned)
         self._check_gaps(scanned, end)
         self._check_chunks(scanned)

@@ -13,6 +13,7 @@ from capd.store.catalog_read import CATALOG_NAME, SeriesRow, read_series
 from capd.store.catalog_sessions import read_sessions
 from capd.store.damage import Damage, Kind
 from capd.store.frames import RecordRow, SeriesHeader
+from capd.store.layout import PARTIAL_GLOB
 from capd.store.scan import ScannedLog, read_log, scan_shard
 from capd.store.small import LOG_GLOB, offset_of
 from capd.store.verify_metadata import total_problems
@@ -61,7 +62,7 @@ def look_at_node(run: Path, directory: Path, run_ids: frozenset[str]) -> NodePro
             continue  # everything in it stands in shards now
         except OSError as error:
             _find(run, node, "spool", "", (), path, None, f"cannot be read: {error.strerror}")
-    for path in sorted(spool.glob("*.partial")):
+    for path in sorted(spool.glob(PARTIAL_GLOB)):
         try:
             _read_partial(run, run_ids, node, path)
         except FileNotFoundError:

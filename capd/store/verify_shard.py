@@ -17,7 +17,7 @@ from capd.store.catalog_check import Slice, read_slice
 from capd.store.damage import Damage, Kind
 from capd.store.dtypes import stored_shape
 from capd.store.frames import UNKNOWN_CLIENT, RecordRow, SeriesHeader
-from capd.store.partials import partial_path
+from capd.store.layout import partial_path
 from capd.store.published import Published
 from capd.store.ranges import RangeSet
 from capd.store.verify_file import ShardFile, check_file
@@ -188,6 +188,9 @@ class _ShardCheck:
         in_shard = {} if sealed is None or sealed.is_foreign else sealed.rows
         for number, what in self._row_problems(rows, found, in_shard.keys()):
             self._find("catalog", (number,), path, None, f"table records, row {(identity, number)}: {what}")
+        lost = [number for number, row in found.rows.items() if row.is_lost and number not in self._seen]
+        if lost:
+            self._find("shard", tuple(lost), path, None, "nothing says any more what these records were")
         absent = sorted((in_shard.keys() | nameless) - found.rows.keys())
         if absent:
             self._find("catalog", tuple(absent), path, None, "sealed records are not in the catalog")

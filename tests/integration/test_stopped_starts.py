@@ -96,7 +96,7 @@ def test_runs_that_it_has_no_time_for_are_named_with_their_records_and_the_way_o
     says = daemon.text()
     assert f"do not see {2 * RECORDS} records yet, of runs left-1 ({RECORDS}), left-2 ({RECORDS})" in says
     assert f"`capd serve --store {store}`" in says
-    assert f"`capd verify {store} --repair`" in says
+    assert f"`capd verify {store} --adopt n`" in says
     assert len(stored_payloads(store / "left-0.zarr")) == RECORDS
 
     assert serve().stop() == 0
@@ -108,7 +108,7 @@ def test_what_it_names_as_the_way_on_seals_what_was_left(store: Path, serve: Ser
     daemon = serve(faults="recover.after_partials=hang", timeout_s=0.2)
     assert daemon.stop() == UNSEALED, daemon.text()
     assert f"{3 * RECORDS} records" in daemon.text()
-    command = [sys.executable, "-m", "capd", "verify", str(store), "--repair"]
+    command = [sys.executable, "-m", "capd", "verify", str(store), "--adopt", "n"]
     assert subprocess.run(command, timeout=60, capture_output=True, check=False).returncode == 0
     assert_sealed(store)
 

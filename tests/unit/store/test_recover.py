@@ -17,7 +17,7 @@ from capd.errors import StoreError
 from capd.store.catalog import Catalog
 from capd.store.catalog_read import CATALOG_NAME
 from capd.store.frames import FRAME_NBYTES, Frame, Kind
-from capd.store.partials import partial_path
+from capd.store.layout import partial_path
 from capd.store.scan import scan_shard
 from capd.store.verify import verify_run
 from tests.unit.store.damaging import (

@@ -1,31 +1,28 @@
-"""Repair keeps every sound record, in order and without holes, and a kill at any step only means doing it again."""
+"""A repair saves every record that reads in a new run, bit for bit, and leaves the damaged run as it is."""
 
 from __future__ import annotations
 
-import contextlib
-import json
+import errno
+import os
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import zarr
 
 import capd
-from capd.errors import DamagedRecord, NothingMatched
-from capd.store import new_catalog, rebuild, repair, spool_copies
-from capd.store.catalog_open import connect_read_only
+from capd.errors import ConfigError, NotAStore, StoreBusy, StoreError, StoreFull
+from capd.store import repair as repairs
 from capd.store.catalog_read import CATALOG_NAME, SessionRow
-from capd.store.frames import FRAME_NBYTES, Kind
-from capd.store.new_catalog import rebuild_catalog
-from capd.store.partials import partial_path
-from capd.store.repair import repair_node, take_over
-from capd.store.verify import verify_run
-from tests.unit.store.damaging import edit_catalog, flip, frames, image, inside, quarantined, spool, without
-from tests.unit.store.reading import Held, assert_capd_reads, assert_zarr_readers_read
+from capd.store.frames import Kind
+from capd.store.repair import repair
+from tests.unit.store.damaging import edit_catalog, flip, frames, head, image, inside, without
+from tests.unit.store.reading import Held
+from tests.unit.store.repairing import is_whole, lost, repaired, state
 from tests.unit.store.writing import Writer, key
 
 RNG = np.random.default_rng(13)
@@ -64,71 +61,49 @@ def shard(run: Path, series: str, number: int) -> Path:
     return path
 
 
-def is_whole(run: Path, held: Held) -> None:
-    assert [str(damage) for damage in verify_run(run).damaged] == []
-    assert_capd_reads(run, held)
-    assert_zarr_readers_read(run, held)
+def test_a_sound_run_comes_out_whole(run: Path, made: Made) -> None:
+    done, new = repaired(run)
+
+    assert done.is_complete
+    assert done.saved == 105
+    is_whole(new, made[1])
 
 
-def reads_nothing_wrong(run: Path, held: Held) -> None:
-    """Whatever capd reads is what was captured at that moment; a damaged record raises."""
-    bits = {(k.tensor_name, m.iteration, m.call): b for (k, _), records in held.items() for m, b in records}
-    for series in capd.open(run).series:
-        for i, record in enumerate(series.records):
-            with contextlib.suppress(DamagedRecord):
-                expected = bits[series.key.tensor_name, record.iteration, record.call]
-                assert np.array_equal(series.numpy(i), expected)
+def test_a_repaired_run_goes_on(run: Path, made: Made) -> None:
+    flip(shard(run, LARGE, 1), inside(frames(shard(run, LARGE, 1), Kind.CHUNK)[0]))
+    _, new = repaired(run)
 
-
-def goes_on(run: Path, held: Held) -> None:
-    """The next daemon takes more records of the same series."""
-    writer = Writer(run.parent, shard_nbytes=1 << 20)
-    writer.sequence, writer.held = 10_000, {identity: list(records) for identity, records in held.items()}
+    writer = Writer(new.parent, run_id="new", shard_nbytes=1 << 20)
+    writer.sequence = 10_000
+    writer.held = without(made[1], lambda name, m: name == "large" and m.iteration == 2)
     writer.put(key("large"), "float32", np.ones((300, 400), "f4"), iteration=90)
     writer.put(key("small"), "float32", np.ones((250, 64), "f4"), iteration=90)
     writer.close()
-    is_whole(run, writer.held)
+
+    is_whole(new, writer.held)
 
 
-def test_a_sound_run_stays_as_it_is(run: Path, made: Made) -> None:
-    before = {path: path.read_bytes() for path in run.rglob("data/c/**/*") if path.is_file()}
-
-    done = repair_node(run, "n0")
-
-    assert (done.rebuilt, done.messages, quarantined(run)) == ([], [], [])
-    assert {path: path.read_bytes() for path in run.rglob("data/c/**/*") if path.is_file()} == before
-
-
-def test_a_damaged_record_goes_and_the_others_close_ranks(run: Path, made: Made) -> None:
+def test_a_damaged_record_is_named_and_all_others_are_saved(run: Path, made: Made) -> None:
     path = shard(run, LARGE, 1)
     flip(path, inside(frames(path, Kind.CHUNK)[0]))
 
-    done = repair_node(run, "n0")
+    done, new = repaired(run)
 
-    [rebuilt] = done.rebuilt
-    assert (rebuilt.path, sorted(rebuilt.lost), rebuilt.kept) == (LARGE, [2], 4)
-    lost = rebuilt.lost[2]
-    assert lost is not None
-    assert lost.moment.iteration == 2
-    held = without(made[1], lambda name, m: name == "large" and m.iteration == 2)
-    is_whole(run, held)
-    old = zarr.open_array(rebuilt.quarantine / "data", mode="r")
-    assert old.shape[0] == 5
-    report = json.loads(rebuilt.quarantine.with_name(f"{rebuilt.quarantine.name}.json").read_text())
-    assert (report["series"], [entry["record"] for entry in report["lost"]]) == (LARGE, [2])
-    goes_on(run, held)
+    [one] = done.lost
+    assert (one.path, one.key, one.number) == (LARGE, key("large"), 2)
+    assert one.row is not None
+    assert one.row.moment.iteration == 2
+    is_whole(new, without(made[1], lambda name, m: name == "large" and m.iteration == 2))
 
 
 def test_a_damaged_chunk_of_small_records_costs_the_records_in_it(run: Path, made: Made) -> None:
     path = shard(run, SMALL, 2)
     flip(path, inside(frames(path, Kind.CHUNK)[-1]))
 
-    [rebuilt] = repair_node(run, "n0").rebuilt
+    done, new = repaired(run)
 
-    assert sorted(rebuilt.lost) == list(range(32, 48))
-    held = without(made[1], lambda name, m: name == "small" and 32 <= m.iteration * 20 + m.call < 48)
-    is_whole(run, held)
-    goes_on(run, held)
+    assert lost(done) == {"small": list(range(32, 48))}
+    is_whole(new, without(made[1], lambda name, m: name == "small" and 32 <= m.iteration * 20 + m.call < 48))
 
 
 @pytest.mark.parametrize(
@@ -136,101 +111,99 @@ def test_a_damaged_chunk_of_small_records_costs_the_records_in_it(run: Path, mad
     [
         lambda path: flip(path, path.stat().st_size - 10),  # index
         lambda path: flip(path, inside(frames(path, Kind.COMMIT)[0])),
+        lambda path: flip(path, head(frames(path, Kind.COMMIT)[0])),
         lambda path: flip(path, inside(frames(path, Kind.HEADER)[0])),
         lambda path: flip(path, frames(path, Kind.CHUNK)[0].offset - 30),
     ],
-    ids=["index", "commit", "header", "chunk header"],
+    ids=["index", "commit", "commit header", "header", "chunk header"],
 )
+@pytest.mark.parametrize("catalog", ["kept", "lost"])
 @pytest.mark.parametrize("series", [LARGE, SMALL])
-def test_what_is_written_twice_is_repaired_without_loss(
-    run: Path, made: Made, series: str, damage: Callable[[Path], None]
+def test_what_is_written_twice_is_saved_without_loss(
+    run: Path, made: Made, series: str, catalog: str, damage: Callable[[Path], None]
 ) -> None:
     damage(shard(run, series, 1))
-    assert not verify_run(run).ok
+    if catalog == "lost":
+        (run / ".capd" / "node=n0" / CATALOG_NAME).unlink()
 
-    [rebuilt] = repair_node(run, "n0").rebuilt
+    done, new = repaired(run)
 
-    assert rebuilt.lost == {}
-    is_whole(run, made[1])
+    assert done.is_complete
+    is_whole(new, made[1])
 
 
 @pytest.mark.parametrize("ruin", [lambda path: path.unlink(), lambda path: path.write_bytes(b"")])
+@pytest.mark.parametrize("catalog", ["kept", "lost"])
 def test_a_missing_or_empty_shard_costs_its_records(
-    run: Path, made: Made, ruin: Callable[[Path], object]
+    run: Path, made: Made, catalog: str, ruin: Callable[[Path], object]
 ) -> None:
     ruin(shard(run, LARGE, 0))
+    if catalog == "lost":
+        (run / ".capd" / "node=n0" / CATALOG_NAME).unlink()
 
-    [rebuilt] = repair_node(run, "n0").rebuilt
+    done, new = repaired(run)
 
-    assert sorted(rebuilt.lost) == [0, 1]
-    held = without(made[1], lambda name, m: name == "large" and m.iteration < 2)
-    is_whole(run, held)
-    goes_on(run, held)
+    assert lost(done) == {"large": [0, 1]}
+    assert all(one.row is not None for one in done.lost)
+    is_whole(new, without(made[1], lambda name, m: name == "large" and m.iteration < 2))
 
 
-def test_a_series_without_a_sound_record_goes_as_a_whole(run: Path, made: Made) -> None:
+def test_a_series_without_a_sound_record_is_lost_as_a_whole(run: Path, made: Made) -> None:
     for number in range(3):
         shard(run, LARGE, number).write_bytes(b"")
 
-    [rebuilt] = repair_node(run, "n0").rebuilt
+    done, new = repaired(run)
 
-    assert rebuilt.kept == 0
-    assert not (run / LARGE).exists()
-    is_whole(run, without(made[1], lambda name, m: name == "large"))
-    goes_on(run, without(made[1], lambda name, m: name == "large"))
-
-
-def test_damage_with_waiting_small_records_loses_and_repeats_none(tmp_path: Path) -> None:
-    """The sealed shard that the waiting records belong to has a damaged index: they cannot be sealed before it is
-    built anew, and their log also holds records that are sealed already."""
-    writer = Writer(tmp_path / "a")
-    put_all(writer, 1)
-    writer.flush()
-    old = spool(image(writer, tmp_path / "b"), "small-*.log")
-    writer.pipeline.seal("run").result(timeout=30)
-    for call in range(5):
-        writer.put(key("small"), "float32", np.full((250, 64), call, "f4"), iteration=1, call=call)
-    writer.flush()
-    run = image(writer, tmp_path / "c")
-    writer.close()
-    log = spool(run, "small-*.log")
-    begin = frames(log, Kind.SERIES)[0].offset - FRAME_NBYTES
-    log.write_bytes(old.read_bytes() + log.read_bytes()[begin:])  # one log with all 25, twenty of them sealed
-    path = shard(run, SMALL, 0)
-    flip(path, path.stat().st_size - 10)
-    flip(path, inside(frames(path, Kind.CHUNK)[0]))  # records 0 to 15
-
-    repair_node(run, "n0")
-
-    is_whole(run, writer.held)  # the log has them all
-    assert not list((run / ".capd" / "node=n0" / "spool").iterdir())
+    assert lost(done) == {"large": list(range(5))}
+    assert not (new / LARGE).exists()
+    is_whole(new, without(made[1], lambda name, m: name == "large"))
 
 
-def test_damaged_small_records_no_longer_keep_their_series_from_sealing(tmp_path: Path) -> None:
-    writer = Writer(tmp_path / "a")
-    put_all(writer, 1)
-    writer.flush()
-    run = image(writer, tmp_path / "b")
-    writer.close()
-    log = spool(run, "small-*.log")
-    flip(log, inside(frames(log, Kind.RECORD)[17]))  # the first sixteen stand in a shard already
+def test_a_series_of_which_nothing_says_what_it_is_is_named(run: Path, made: Made) -> None:
+    for number in range(3):
+        shard(run, LARGE, number).write_bytes(b"")
+    (run / LARGE / "zarr.json").unlink()
+    (run / ".capd" / "node=n0" / CATALOG_NAME).unlink()
 
-    repair_node(run, "n0")
+    done, new = repaired(run)
 
-    is_whole(run, without(writer.held, lambda name, m: name == "small" and m.call == 17))
-    assert log.name in quarantined(run)
+    assert (done.unknown, done.lost, done.is_complete) == ([LARGE], [], False)
+    is_whole(new, without(made[1], lambda name, m: name == "large"))
 
 
 @pytest.mark.parametrize(
-    "file", ["zarr.json", "bf16/zarr.json", f"{LARGE}/zarr.json", f"{LARGE}/data/zarr.json"]
+    "file",
+    ["bf16/zarr.json", f"{LARGE}/zarr.json", f"{LARGE}/data/zarr.json", f".capd/node=n0/{CATALOG_NAME}"],
 )
 @pytest.mark.parametrize("content", [b"", b"[]", None])
-def test_damaged_metadata_is_written_anew(run: Path, made: Made, file: str, content: bytes | None) -> None:
+def test_damaged_metadata_costs_nothing(run: Path, made: Made, file: str, content: bytes | None) -> None:
     (run / file).unlink() if content is None else (run / file).write_bytes(content)
 
-    repair_node(run, "n0")
+    done, new = repaired(run)
 
-    is_whole(run, made[1])
+    assert done.is_complete
+    is_whole(new, made[1])
+
+
+def test_without_its_own_directory_a_run_is_saved_from_its_shards(run: Path, made: Made) -> None:
+    shutil.rmtree(run / ".capd")
+
+    done, new = repaired(run)
+
+    assert done.is_complete
+    assert [path.name for path in (new / ".capd").iterdir()] == ["node=n0"]
+    is_whole(new, made[1])
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", None])
+def test_a_run_that_says_no_more_that_it_is_one_is_refused(run: Path, content: bytes | None) -> None:
+    (run / "zarr.json").unlink() if content is None else (run / "zarr.json").write_bytes(content)
+    before = state(run)
+
+    with pytest.raises(NotAStore):
+        repair(run, run.with_name("new.zarr"))
+
+    assert state(run) == before
 
 
 @pytest.mark.parametrize(
@@ -244,188 +217,189 @@ def test_damaged_metadata_is_written_anew(run: Path, made: Made, file: str, cont
         "DELETE FROM acked",
     ],
 )
-def test_a_catalog_that_contradicts_the_frames_is_made_anew(run: Path, made: Made, statement: str) -> None:
+def test_the_frames_go_before_a_catalog_that_contradicts_them(run: Path, made: Made, statement: str) -> None:
     edit_catalog(run / ".capd" / "node=n0" / CATALOG_NAME, statement)
-    assert not verify_run(run).ok
 
-    repair_node(run, "n0")
+    before = state(run)
+    done = repair(run, run.with_name("new.zarr"))
 
-    is_whole(run, made[1])
-
-
-# -- interrupted ------------------------------------------------------------------------------------------------------
-
-STEPS = ("rename", "exchange", "write_file", "sync_paths", "make_directory", "remove_tree", "link")
+    assert state(run) == before
+    assert done.is_complete
+    is_whole(run.with_name("new.zarr"), made[1])
 
 
-@pytest.mark.parametrize("exchangeable", [True, False])
-def test_a_kill_at_any_step_only_means_repairing_again(
-    tmp_path: Path, exchangeable: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stops before each mutation in turn; then a daemon starts, and then another repair."""
-    monkeypatch.setattr("capd.store.verify._SECOND_LOOK_S", 0.01)
-    writer = Writer(tmp_path)
-    for iteration in range(4):
-        if iteration == 3:  # the last stand in the spool
-            writer.pipeline.seal("run").result(timeout=30)
-        writer.put(key("large"), "float32", RNG.standard_normal((300, 400)).astype("f4"), iteration=iteration)
-        writer.put(key("small"), "float32", RNG.standard_normal((30, 40)).astype("f4"), iteration=iteration)
-    writer.flush()
-    run = image(writer, tmp_path / "image")
-    writer.close()
-    large = partial_path(run / ".capd" / "node=n0" / "spool", LARGE, 0)
-    for path in (shard(run, LARGE, 0), large):
-        flip(path, inside(frames(path, Kind.CHUNK)[0]))
-    held = without(writer.held, lambda name, m: name == "large" and m.iteration == 0)
-    stopped = 0
-    for number in range(200):
-        copy = tmp_path / f"k{number}" / "run.zarr"
-        shutil.copytree(run, copy)
-        left = [number]
-        with monkeypatch.context() as patch:
-            for module in (rebuild, repair, new_catalog, spool_copies):
-                for name in STEPS:
-                    if hasattr(module, name):
-                        patch.setattr(module, name, _stopping(getattr(module, name), left))
-            if not exchangeable:
-                patch.setattr(rebuild, "exchange", _refusing)
-            try:
-                repair_node(copy, "n0")
-            except _Stopped:
-                stopped += 1
-            else:
-                break
-        Writer(copy.parent).close()
-        reads_nothing_wrong(copy, writer.held)
-        assert {(d.kind, d.records) for d in verify_run(copy).damaged} <= {
-            ("shard", (0,))
-        }  # as it was, or gone
-        repair_node(copy, "n0")
-        is_whole(copy, held)
-        assert not [name for name in quarantined(copy) if name.endswith((".building", ".rebuilt"))]
-        shutil.rmtree(copy.parent)
-    assert stopped >= 10
-
-
-class _Stopped(BaseException):
-    """The process ends here."""
-
-
-def _stopping(real: Callable[..., object], left: list[int]) -> Callable[..., object]:
-    def call(*arguments: object, **options: object) -> object:
-        if left[0] == 0:
-            raise _Stopped
-        left[0] -= 1
-        return real(*arguments, **options)
-
-    return call
-
-
-def _refusing(*_: object) -> None:
-    raise OSError(22, "Invalid argument")
-
-
-# -- the catalog ------------------------------------------------------------------------------------------------------
-
-
-def tables(run: Path) -> dict[str, list[tuple[object, ...]]]:
-    """Every table of the catalog, with paths for series ids."""
-    database = connect_read_only(run / ".capd" / "node=n0" / CATALOG_NAME)
-    try:
-        paths = dict(database.execute("SELECT id, path FROM series"))
-        found: dict[str, list[tuple[object, ...]]] = {}
-        for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type='table'").fetchall():
-            rows = database.execute(f"SELECT * FROM {name}").fetchall()  # noqa: S608 - a table of ours
-            if name in ("series", "records"):
-                rows = [(paths[row[0]], *row[1:]) for row in rows]
-            found[name] = sorted(rows, key=repr)
-        return found
-    finally:
-        database.close()
-
-
-def test_the_catalog_rebuilt_from_frames_equals_the_one_it_replaces(tmp_path: Path) -> None:
-    """Large, small, ragged, variants, empty, repeated, several clients and restarts, sealed and continued, sessions."""
-    for attempt in range(2):
-        writer = Writer(tmp_path, shard_nbytes=1 << 20)
-        writer.sequence = attempt * 1000
-        for iteration in range(4):
-            moment = {"iteration": iteration, "attempt": attempt}
-            put = writer.put
-            put(key("large"), "float32", RNG.standard_normal((300, 400)).astype("f4"), **moment)
-            put(key("same"), "float32", np.ones((300, 400), "f4"), **moment)
-            for rows in (3, 0, 700, 90):
-                bits = RNG.integers(0, 60_000, (rows, 500), dtype="u2")
-                put(key("ragged"), "bfloat16", bits, call=rows, **moment)
-            bits = RNG.integers(0, 256, (40, 40), dtype="u1")
-            put(key("scale"), "float8_e8m0fnu", bits, **moment)
-            put(key("odd"), "float32", np.array([np.nan, np.inf, -0.0, 1e-42], "f4"), **moment)
-            put(key("big"), "int64", np.array([2**63 - 1, -(2**63)], "i8"), **moment)
+def test_everything_that_a_reader_sees_is_carried_over(tmp_path: Path) -> None:
+    """Two nodes, variants, ragged and empty records, restarts, statistics alone, sessions; sealed, open and logged."""
+    for node in ("n0", "n1"):
+        writer = Writer(tmp_path / "a", node=node, shard_nbytes=1 << 20)
+        rank = int(node[1])
+        for attempt in range(2):
+            for rows in (300, 0, 3, 700):
+                bits = RNG.integers(0, 60_000, (rows, 400), dtype="u2")
+                writer.put(key("large", rank=rank), "bfloat16", bits, iteration=rows, attempt=attempt)
+            writer.put(key("scalar", rank=rank), "int64", np.array(2**62, "i8"), attempt=attempt)
             for call in range(30):
-                put(key("small"), "float32", RNG.standard_normal((100, 8)).astype("f4"), call=call, **moment)
-        writer.flush()
-        if attempt:
-            session = SessionRow(b"0123456789abcdef", 0, 1, "h", 1, 2, 3, "ended", 400, 400, 0, {}, [])
-            writer.pipeline.save_session("run", session).result(timeout=30)
+                small = RNG.standard_normal((100, 8)).astype("f4")
+                writer.put(key("small", rank=rank), "float32", small, call=call, attempt=attempt)
+            writer.put_statistics(
+                key("kept", rank=rank), "float32", RNG.standard_normal(9).astype("f4"), attempt=attempt
+            )
+            writer.flush()
+            if attempt == 0:
+                writer.pipeline.seal("run").result(timeout=30)
+        session = SessionRow(
+            b"0123456789abcdef", 0, 1, node, 1, 2, 3, "ended", 400, 400, 0, {"ring_full": 3}, []
+        )
+        writer.pipeline.save_session("run", session).result(timeout=30)
+        run = image(writer, tmp_path / f"image-{node}")
         writer.close()
-    before = tables(writer.run)
-    assert {name: bool(rows) for name, rows in before.items()} == dict.fromkeys(before, True)
-    assert len(before["records"]) == 2 * 4 * 39
+        shutil.rmtree(writer.run)
+        shutil.copytree(run, writer.run)
+    run = writer.run
 
-    rebuild_catalog(writer.run, "n0")
+    done, new = repaired(run)
 
-    assert tables(writer.run) == before
-    assert verify_run(writer.run).ok
-    node = writer.run / ".capd" / "node=n0"
-    assert [path.name for path in node.glob("catalog*")] == [CATALOG_NAME]
+    assert done.is_complete
+    before, after = capd.open(run), capd.open(new)
+    assert [(s.path, s.attributes, s.shape) for s in after.series] == [
+        (s.path, s.attributes, s.shape) for s in before.series
+    ]
+    for old, saved in zip(before.series, after.series, strict=True):
+        assert [record.time_ns for record in saved.records] == [record.time_ns for record in old.records]
+    assert after.sessions == before.sessions
+    assert after.totals().dropped == {"ring_full": 6}
 
 
-@pytest.mark.parametrize("step", ["forget_completeness", "open_alone", "unlink", "rename", "sync_paths"])
-def test_an_interrupted_rebuild_leaves_a_catalog_that_the_next_start_completes(
-    run: Path, made: Made, step: str, monkeypatch: pytest.MonkeyPatch
+# -- where the new run may be -----------------------------------------------------------------------------------------
+
+
+def test_a_place_that_cannot_be_is_refused_and_nothing_is_written(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "there.zarr").mkdir()
+    (tmp_path / "link.zarr").symlink_to("nowhere")
+    (tmp_path / "beside").symlink_to(run)
+    before = sorted(tmp_path.rglob("*"))
+
+    for name, why in (
+        ("there.zarr", "exists already"),
+        ("link.zarr", "exists already"),
+        ("run.zarr", "exists already"),
+        ("run.zarr/new.zarr", "lies inside"),
+        ("beside/new.zarr", "lies inside"),
+        ("new", "ends in .zarr"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            repair(run, tmp_path / name)
+
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_too_small_a_disk_is_refused_before_anything_is_written(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    real = os.statvfs
+
+    def small(path: object) -> object:
+        found = real(path)  # type: ignore[arg-type]
+        return os.statvfs_result((found.f_bsize, 1, 100, 3, 3, 100, 100, 100, found.f_flag, found.f_namemax))
+
+    monkeypatch.setattr(os, "statvfs", small)
+    with pytest.raises(StoreFull, match="another file system"):
+        repair(run, tmp_path / "new.zarr")
+
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("after", [0, 3, 40])
+def test_a_disk_that_fails_leaves_nothing_half_made(
+    run: Path, tmp_path: Path, after: int, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = state(run)
+    left = iter(range(after, -1, -1))
+    real = os.pwritev
+
+    def fails(*arguments: object) -> object:
+        if next(left, 0) == 0:
+            raise OSError(number, os.strerror(number))
+        return real(*arguments)  # type: ignore[arg-type]
+
     with monkeypatch.context() as patch:
-        patch.setattr(new_catalog, step, _stopping(getattr(new_catalog, step), [0]))
-        with pytest.raises(_Stopped):
-            rebuild_catalog(run, "n0")
+        patch.setattr(os, "pwritev", fails)
+        with pytest.raises(StoreError) as raised:
+            repair(run, tmp_path / "new.zarr")
 
-    Writer(run.parent).close()
-
-    is_whole(run, made[1])
-
-
-# -- a dead node's spool ----------------------------------------------------------------------------------------------
+    assert isinstance(raised.value, StoreFull) == (number == errno.ENOSPC)
+    assert state(run) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["run.zarr"]
+    repaired(run)
 
 
-def test_taking_over_seals_what_a_dead_node_left(tmp_path: Path) -> None:
-    writer = Writer(tmp_path / "a", node="n7")
+def test_a_kill_leaves_no_run_and_the_next_repair_begins_again(run: Path, made: Made, tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys, pathlib\n"
+        "from capd.store import repair\n"
+        "def kill(*_):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "repair.rename = kill\n"
+        "repair.repair(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))\n"
+    )
+    new = tmp_path / "new.zarr"
+    before = state(run)
+    ended = subprocess.run([sys.executable, "-c", program, str(run), str(new)], check=False, timeout=60)
+    assert ended.returncode == -signal.SIGKILL
+    assert not new.exists()
+
+    repair(run, new)
+
+    assert state(run) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.zarr", "run.zarr"]
+    is_whole(new, made[1])
+
+
+def test_two_repairs_do_not_make_one_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = tmp_path / "new.zarr"
+    real = repairs._writers
+    said: list[str] = []
+
+    def again(damaged: Path) -> Iterator[str]:
+        monkeypatch.setattr(repairs, "_writers", real)
+        with pytest.raises(StoreBusy, match="another repair") as busy:
+            repair(run, new)
+        said.append(str(busy.value))
+        return real(damaged)  # type: ignore[return-value]
+
+    monkeypatch.setattr(repairs, "_writers", again)
+
+    assert repair(run, new).is_complete
+    assert len(said) == 1
+
+
+def test_no_file_of_the_damaged_run_is_opened_for_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even beside its catalog, which a kill left with a write-ahead log."""
+    writer = Writer(tmp_path / "a")
     put_all(writer, 2)
     writer.flush()
     run = image(writer, tmp_path / "b")
     writer.close()
+    before = state(run)
+    events: list[tuple[str, str]] = []
+    watching = True
 
-    with pytest.raises(NothingMatched, match="n7"):
-        take_over(run, "n8")
-    take_over(run, "n7")
+    def watch(event: str, arguments: tuple[object, ...]) -> None:
+        if watching and event in ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir", "os.link"):
+            path, flags = str(arguments[0]), arguments[2] if event == "open" else os.O_WRONLY
+            if path.startswith(str(run)) and int(flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):  # type: ignore[call-overload]
+                events.append((event, path))
 
-    is_whole(run, writer.held)
-    assert not list((run / ".capd" / "node=n7" / "spool").iterdir())
+    sys.addaudithook(watch)
+    try:
+        done = repair(run, tmp_path / "new.zarr")
+    finally:
+        watching = False
 
-
-def test_repair_survives_a_real_kill(run: Path, made: Made) -> None:
-    """SIGKILL between the exchange and what follows it, in a process of its own."""
-    path = shard(run, LARGE, 1)
-    flip(path, inside(frames(path, Kind.CHUNK)[0]))
-    program = (
-        "import os, signal, sys, pathlib\n"
-        "from capd.store import rebuild, repair\n"
-        "real = rebuild.exchange\n"
-        "def exchange(a, b):\n    real(a, b)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "rebuild.exchange = exchange\n"
-        "repair.repair_node(pathlib.Path(sys.argv[1]), 'n0')\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", program, str(run)], check=False, timeout=60)
-    assert ended.returncode == -9
-
-    held = without(made[1], lambda name, m: name == "large" and m.iteration == 2)
-    goes_on(run, held)
+    assert done.is_complete
+    assert events == []
+    assert state(run) == before
+    is_whole(tmp_path / "new.zarr", writer.held)
