@@ -1,22 +1,25 @@
-"""Tells from its published metadata what a series is, where neither catalog, spool nor any HEADER says it."""
+"""Tells what a series is from its published metadata, and how that differs from what the writer would write."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from capd.errors import CapdError
+from capd.store.columns import Columns
+from capd.store.documents import array_differences, array_document, series_document
 from capd.store.dtypes import statistics_of, stored_type
 from capd.store.frames import SeriesHeader
 from capd.store.geometry import Geometry
 from capd.store.headers import is_usable
 from capd.store.published import read_array, read_published
-from capd.store.verify_metadata import array_problems, group_problems
 from capd_client.key import Key
 
-__all__ = ["described"]
+__all__ = ["array_problems", "described", "group_problems"]
 
 
 def described(run: Path, path: str) -> tuple[SeriesHeader, str] | None:
@@ -43,6 +46,26 @@ def described(run: Path, path: str) -> tuple[SeriesHeader, str] | None:
     except (CapdError, LookupError, TypeError, ValueError):  # msgspec's errors are ValueErrors
         return None
     return (header, published.node) if sound else None
+
+
+def group_problems(document: dict[str, Any], header: SeriesHeader, node: str) -> Iterator[str]:
+    """How a series group's metadata differs from what the writer would write, apart from its records."""
+    expected = json.loads(series_document(header, node, Columns()))
+    if any(document.get(name) != expected[name] for name in ("zarr_format", "node_type")):
+        yield "is not the metadata of a Zarr group"
+    found, wanted = document["attributes"]["capd"], expected["attributes"]["capd"]
+    for name in wanted.keys() - {"records"}:
+        if found.get(name) != wanted[name]:
+            yield f"{name} is {found.get(name)!r}, the shards say {wanted[name]!r}"
+
+
+def array_problems(document: dict[str, Any], header: SeriesHeader) -> Iterator[str]:
+    """How an array's metadata differs from what the writer would write; its shape only must hold the records."""
+    extents = list(header.geometry.extents)
+    yield from array_differences(document, json.loads(array_document(header, (0, *extents))))
+    shape = document["shape"]
+    if len(shape) != 1 + len(extents) or any(n > e for n, e in zip(shape[1:], extents, strict=False)):
+        yield f"shape is {shape}, the shards hold records of up to {extents}"
 
 
 def _geometry(array: dict[str, Any], dtype: str) -> Geometry:

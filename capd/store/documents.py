@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,21 @@ from capd.store.dtypes import stored_type
 from capd.store.frames import FORMAT_VERSION, SeriesHeader
 from capd.store.geometry import Geometry
 from capd.store.json_document import read_document
+from capd_client.key import Moment
 
 __all__ = [
+    "array_differences",
     "array_document",
     "group_document",
     "read_group",
     "run_attributes",
     "series_document",
+    "table_document",
     "table_files",
 ]
 
 _SHAPE_HERE = "shape of the array"
+_MAY_BE_ABSENT = frozenset({"attributes", "storage_transformers"})
 
 
 def run_attributes(run: Path) -> dict[str, Any]:
@@ -105,6 +110,43 @@ def _array_template(codec: str, dtype: str, geometry: Geometry) -> tuple[str, st
     document = json.loads(_bytes_of(store, "zarr.json"))
     before, behind = json.dumps(document | {"shape": _SHAPE_HERE}, indent=2).split(json.dumps(_SHAPE_HERE))
     return before, behind
+
+
+def array_differences(found: dict[str, Any], expected: dict[str, Any]) -> Iterator[str]:
+    """How an array's document differs from the one that the writer would write, apart from shape and attributes."""
+    for name in expected.keys() - {"shape", *_MAY_BE_ABSENT}:
+        is_value = name == "fill_value"  # 0, 0.0 and false are one fill value
+        if found.get(name) != expected[name] if is_value else not _same(found.get(name), expected[name]):
+            yield f"{name} is {json.dumps(found.get(name))}, the shards say {json.dumps(expected[name])}"
+    if not isinstance(found.get("attributes", {}), dict) or found.get("storage_transformers", []) != []:
+        yield "attributes or storage_transformers are not those of an array without any"
+    if strange := found.keys() - expected.keys() - _MAY_BE_ABSENT:
+        yield f"unknown members {', '.join(sorted(strange))}"
+
+
+def _same(found: Any, expected: Any) -> bool:
+    """Whether another version of zarr may write `found` for `expected`. Text tells 3 from 3.0 and true."""
+    text, wanted = (json.dumps(_shortest(value), sort_keys=True) for value in (found, expected))
+    if '"codecs": [{"name": "bytes"}' in wanted:  # single bytes: their order says nothing
+        ordered = '"codecs": [{"configuration": {"endian": "little"}, "name": "bytes"}'
+        text = text.replace(ordered, '"codecs": [{"name": "bytes"}')
+    return text == wanted
+
+
+def _shortest(value: Any) -> Any:
+    """A member without the configurations that are empty."""
+    if isinstance(value, dict):
+        kept = {name: member for name, member in value.items() if (name, member) != ("configuration", {})}
+        return {name: _shortest(member) for name, member in kept.items()}
+    return [_shortest(member) for member in value] if isinstance(value, list) else value
+
+
+@cache
+def table_document(ndim: int) -> dict[str, Any]:
+    """The zarr.json that a `moments` array of records with `ndim` axes has, with one row."""
+    one = Columns(0, [(*msgspec.structs.astuple(Moment()), (0,) * ndim)])
+    document: dict[str, Any] = json.loads(table_files(one)["zarr.json"])
+    return document
 
 
 def table_files(columns: Columns) -> dict[str, bytes]:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from capd.errors import DamagedRecord, StoreError
+from capd.store.format.log_places import log_of, log_path, offset_of
 from capd.store.frames import RecordHead, SeriesHeader
 from capd.store.layout import shard_path
 from capd.store.node import NodeView
 from capd.store.published import read_shape
 from capd.store.shard_file import FileCache, Place, ShardFile, is_same_series
-from capd.store.small import log_of, log_path, offset_of, read_small
+from capd.store.small import read_small
 
 __all__ = ["Located", "Locator"]
 

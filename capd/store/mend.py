@@ -19,12 +19,13 @@ import msgspec
 from capd.errors import DamagedRecord
 from capd.store.failpoints import failpoint
 from capd.store.files import copy_range, make_directory, new_file, pwrite_all, rename, sync_paths, unlink
+from capd.store.format.log_places import LogPlace, log_number, log_place, offset_of
 from capd.store.frames import UNKNOWN_CLIENT, FileHeader, Kind, RecordRow, SeriesHeader, encode_commit, frame
 from capd.store.layout import shard_path
 from capd.store.open_files import OpenFiles
 from capd.store.salvage import Salvaged, ShardSource, write_records
 from capd.store.shards import ShardWriter
-from capd.store.small import LogPlace, log_number, log_place, offset_of, read_small
+from capd.store.small import read_small
 
 __all__ = ["KeptSmall", "copy_aside", "is_the_files_fault", "mend_log", "mend_partial", "set_aside"]
 

@@ -13,6 +13,7 @@ from capd.errors import DamagedRecord
 from capd.store.codecs import chain_for
 from capd.store.columns import TABLE_ROWS
 from capd.store.decode import decode
+from capd.store.documents import array_differences, table_document
 from capd.store.json_document import is_length, read_document
 from capd_client.key import MAX_NDIM, Moment
 
@@ -62,22 +63,13 @@ def _layout(document: dict[str, Any]) -> tuple[int, int]:
     try:
         rows, width = document["shape"]
         ndim = width - len(_FIELDS)
-        names = [*_FIELDS, *(f"shape_{axis}" for axis in range(min(ndim, MAX_NDIM)))]
-        codecs = [codec["name"] for codec in document["codecs"]]
-        little = document["codecs"][0]["configuration"]["endian"] == "little"
-        is_ours = (
-            is_length(rows)
-            and 0 <= ndim <= MAX_NDIM
-            and document["attributes"]["columns"] == names
-            and (document["zarr_format"], document["node_type"]) == (3, "array")
-            and (document["data_type"], document["fill_value"]) == ("int64", -1)
-            and document["chunk_grid"]["configuration"]["chunk_shape"] == [TABLE_ROWS, width]
-            and document["chunk_key_encoding"] == {"name": "default", "configuration": {"separator": "/"}}
-            and little
-            and codecs == ["bytes", "zstd", "crc32c"]
-        )
+        if not is_length(rows) or not 0 <= ndim <= MAX_NDIM:
+            raise DamagedRecord(f"the `moments` array has the shape {document['shape']}")
+        expected = table_document(ndim)
+        is_ours = document["attributes"]["columns"] == expected["attributes"]["columns"]
+        problem = next(array_differences(document, expected), None if is_ours else "its columns are others")
     except (LookupError, TypeError, ValueError) as error:
         raise DamagedRecord(f"the `moments` array is described wrongly: {error!r}") from error
-    if not is_ours:
-        raise DamagedRecord("the `moments` array is not the one that capd writes")
+    if problem is not None:
+        raise DamagedRecord(f"the `moments` array is not the one that capd writes: {problem}")
     return rows, ndim

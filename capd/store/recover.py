@@ -27,6 +27,7 @@ from capd.store.catalog_place import CatalogPlace
 from capd.store.catalog_read import CATALOG_NAME
 from capd.store.failpoints import failpoint
 from capd.store.files import remove_tree, unlink
+from capd.store.format.log_places import LOG_GLOB
 from capd.store.frames import UNKNOWN_CLIENT, SeriesHeader
 from capd.store.layout import PARTIAL_GLOB, Layout, node_directory, partial_path, shard_path
 from capd.store.mend import set_aside
@@ -36,7 +37,6 @@ from capd.store.recovery import Recovered, Recovery
 from capd.store.replay import replay_logs
 from capd.store.seal import publish
 from capd.store.series import Series
-from capd.store.small import LOG_GLOB
 from capd.store.survey import Sealed, SurveyedSeries, log_if_readable, scan_if_readable, survey
 from capd.store.sweep import beyond_catalog, mend_documents
 

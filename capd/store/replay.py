@@ -15,12 +15,12 @@ from capd.errors import StoreError
 from capd.store.catalog_check import series_of_record
 from capd.store.catalog_open import connect_read_only
 from capd.store.files import unlink
+from capd.store.format.log_places import LOG_GLOB
 from capd.store.frames import RecordRow, SeriesHeader
 from capd.store.mend import KeptSmall, copy_aside, is_the_files_fault, mend_log, set_aside
 from capd.store.recovery import Recovery
 from capd.store.scan import ScannedLog, read_log
 from capd.store.series import Series
-from capd.store.small import LOG_GLOB
 
 __all__ = ["replay_logs"]
 

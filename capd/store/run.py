@@ -17,6 +17,7 @@ from capd.errors import StoreError
 from capd.store.catalog import new_row
 from capd.store.catalog_read import SeriesRow, SessionRow
 from capd.store.encode import ChunkResult
+from capd.store.format.log_places import LOG_GLOB
 from capd.store.frames import FORMAT_VERSION, FileHeader, RecordRow, session_of
 from capd.store.gathered import Gathered
 from capd.store.layout import Layout, partial_path, shard_path
@@ -28,7 +29,7 @@ from capd.store.seal import finish_files, publish
 from capd.store.series import Plan, Series
 from capd.store.settle import Room, SmallRecords
 from capd.store.shards import EncodedChunk, ShardWriter
-from capd.store.small import LOG_GLOB, Small, SmallLog
+from capd.store.small import Small, SmallLog
 from capd.store.syncing import Syncing
 from capd.store.totals import Held, beside_nbytes, held_by
 from capd_client.key import Key

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from capd.store.dtypes import stored_shape
+from capd.store.format.log_places import LogPlace, log_number, log_place
 from capd.store.frames import (
     FRAME_NBYTES,
     Commit,
@@ -32,7 +33,6 @@ from capd.store.frames import (
 from capd.store.geometry import Geometry
 from capd.store.headers import is_usable
 from capd.store.journal import pieces
-from capd.store.small import LogPlace, log_number, log_place
 
 __all__ = [
     "LoggedRecord", "Run", "ScannedLog", "ScannedShard", "read_further_log", "read_further_shard", "read_log",

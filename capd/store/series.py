@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from capd.store.catalog_read import SeriesRow
 from capd.store.codecs import Chain, chain_for
+from capd.store.format.log_places import Waiting
 from capd.store.frames import RecordRow, SeriesHeader
 from capd.store.geometry import Geometry
 from capd.store.shards import ShardWriter
-from capd.store.small import Waiting
 
 __all__ = ["Plan", "Series"]
 

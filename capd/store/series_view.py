@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from capd.errors import CapdError
 from capd.store.catalog_read import SeriesRow
 from capd.store.dtypes import is_statistics, stored_type, to_values
+from capd.store.native.dequantise import dequantised
 from capd.store.node import NodeView
 from capd.store.packed_statistics import unpack
 from capd.store.records import ReadTools, RecordReader
@@ -244,8 +245,6 @@ class Series:
         if not dequantise or "tensor_class" not in self.record(number).attributes:
             return tensor_of(self.numpy(i, region), self.dtype)
         import torch
-
-        from capd.store.native.dequantise import dequantised
 
         values, dtype = dequantised(self, number)
         return torch.from_numpy(values[region].copy()).to(getattr(torch, dtype))

@@ -18,10 +18,11 @@ from capd.store.decode import decode
 from capd.store.dtypes import stored_shape
 from capd.store.encode import as_array, encode_batch
 from capd.store.failpoints import failpoint
+from capd.store.format.log_places import LogPlace, log_of, offset_of
 from capd.store.open_files import OpenFiles
 from capd.store.series import Series
 from capd.store.shards import EncodedChunk, ShardWriter
-from capd.store.small import LogPlace, Small, SmallLog, log_of, offset_of, read_small
+from capd.store.small import Small, SmallLog, read_small
 
 __all__ = ["Room", "SmallRecords"]
 

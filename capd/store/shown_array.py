@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from capd.errors import DamagedRecord
+from capd.store.described import array_problems
 from capd.store.frames import SeriesHeader
 from capd.store.published import read_array
 from capd.store.survey import shard_files
-from capd.store.verify_metadata import array_problems
 
 __all__ = ["check_array"]
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NewType
 
 import msgspec
 
 from capd.errors import DamagedRecord
 from capd.store.failpoints import failpoint
 from capd.store.files import new_file, pwrite_all, truncate, unlink
+from capd.store.format.log_places import LOG_GLOB, LogPlace, log_number, log_path, log_place
 from capd.store.frames import (
     FRAME_NBYTES,
     Commit,
@@ -38,61 +37,13 @@ from capd.store.frames import (
 from capd.store.geometry import SMALL_NBYTES
 from capd.store.open_files import OpenFiles
 
-__all__ = [
-    "LOG_GLOB", "LogPlace", "Small", "SmallLog", "Waiting", "log_number", "log_of", "log_path", "log_place",
-    "offset_of", "read_small",
-]  # fmt: skip
+__all__ = ["Small", "SmallLog", "read_small"]
 
-LOG_GLOB = "small-*.log"
 logger = logging.getLogger(__name__)
 
-_OFFSET_BITS = 36  # logs are closed long before 64 GiB
 _READ_NBYTES = 8 << 10  # a record of a few KiB with its COMMIT in one read
 _COMMIT_NBYTES = 1 << 10
 _encode = msgspec.msgpack.Encoder().encode
-
-
-# Where a small record waits: the number of its log, and behind it in 36 bits the offset of its RECORD frame.
-LogPlace = NewType("LogPlace", int)
-
-
-def log_place(log: int, offset: int) -> LogPlace:
-    """The place of the record at `offset` of log `log`."""
-    return LogPlace(log << _OFFSET_BITS | offset)
-
-
-def log_of(place: LogPlace) -> int:
-    """The number of the log that a record waits in."""
-    return place >> _OFFSET_BITS
-
-
-def offset_of(place: LogPlace) -> int:
-    """Where in its log a record waits."""
-    return place & (1 << _OFFSET_BITS) - 1
-
-
-class Waiting:
-    """Small records of one series that stand in no shard yet, in order; eight bytes each."""
-
-    __slots__ = ("_places",)
-
-    def __init__(self) -> None:
-        self._places = array("Q")
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def append(self, place: LogPlace) -> None:
-        """Add the next record."""
-        self._places.append(place)
-
-    def first(self, count: int) -> list[LogPlace]:
-        """The places of the first `count` records."""
-        return self._places[:count].tolist()  # type: ignore[return-value]
-
-    def drop(self, count: int) -> None:
-        """Forget the first `count` records."""
-        del self._places[:count]
 
 
 class Small(msgspec.Struct, gc=False):
@@ -108,16 +59,6 @@ class Small(msgspec.Struct, gc=False):
     def of(cls, row: RecordRow, data: bytes) -> Small:
         """The record that `row` describes."""
         return cls(session_of(row.client), row.sequence, row.shape, encode_row(row), data)
-
-
-def log_number(path: Path) -> int:
-    """The number in a log file's name."""
-    return int(path.stem.removeprefix("small-"))
-
-
-def log_path(directory: Path, number: int) -> Path:
-    """The file of log `number`."""
-    return directory / f"small-{number:08d}.log"
 
 
 class SmallLog:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from capd.store.format.log_places import LOG_GLOB, LogPlace, log_number
 from capd.store.frames import RecordRow, SeriesHeader
 from capd.store.layout import PARTIAL_GLOB
 from capd.store.scan import (
@@ -23,7 +24,6 @@ from capd.store.scan import (
     read_log,
     scan_shard,
 )
-from capd.store.small import LOG_GLOB, LogPlace, log_number
 
 __all__ = ["Spool", "SpooledSeries"]
 

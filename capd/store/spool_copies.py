@@ -12,10 +12,11 @@ from capd.errors import DamagedRecord
 from capd.store.codecs import chain_for
 from capd.store.dtypes import stored_shape
 from capd.store.encode import as_array
+from capd.store.format.log_places import LOG_GLOB, offset_of
 from capd.store.frames import UNKNOWN_CLIENT, FileHeader, RecordRow, SeriesHeader
 from capd.store.layout import PARTIAL_GLOB, by_digest, named
 from capd.store.salvage import Salvaged, ShardSource
-from capd.store.small import LOG_GLOB, offset_of, read_small
+from capd.store.small import read_small
 from capd.store.survey import log_if_readable, scan_if_readable
 
 __all__ = ["Capture", "Elsewhere", "SpoolCopies"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from capd.store.catalog_read import CATALOG_NAME, SeriesRow
 from capd.store.dtypes import is_statistics
-from capd.store.small import LOG_GLOB
+from capd.store.format.log_places import LOG_GLOB
 
 __all__ = ["Held", "beside_nbytes", "held_by"]
 

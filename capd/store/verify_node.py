@@ -12,10 +12,10 @@ from capd.store.catalog_open import EmptyCatalog, connect_read_only
 from capd.store.catalog_read import CATALOG_NAME, SeriesRow, read_series
 from capd.store.catalog_sessions import read_sessions
 from capd.store.damage import Damage, Kind
+from capd.store.format.log_places import LOG_GLOB, offset_of
 from capd.store.frames import RecordRow, SeriesHeader
 from capd.store.layout import PARTIAL_GLOB
 from capd.store.scan import ScannedLog, read_log, scan_shard
-from capd.store.small import LOG_GLOB, offset_of
 from capd.store.verify_metadata import total_problems
 
 __all__ = ["NodePromise", "look_at_node"]

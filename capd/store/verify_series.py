@@ -13,13 +13,12 @@ from capd.errors import DamagedRecord, StoreError
 from capd.store.catalog_check import Sums, series_now
 from capd.store.catalog_read import SeriesRow
 from capd.store.damage import Damage, Kind
-from capd.store.described import described
+from capd.store.described import array_problems, described, group_problems
 from capd.store.dtypes import stored_shape
 from capd.store.frames import SeriesHeader
 from capd.store.published import Published, read_array, read_published
 from capd.store.scan import scan_shard
 from capd.store.survey import shard_files
-from capd.store.verify_metadata import array_problems, group_problems
 from capd.store.verify_node import NodePromise
 from capd.store.verify_shard import SeriesPromise, ShardResult
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capd.errors import CapdError
 from capd.store.native import torchao, transformer_engine
-from capd.store.native.parts import ATTRIBUTES, Part, Parts, context_of, part_names
+from capd.store.native.parts import ATTRIBUTES, Part, PartRecord, Parts, PartSeries, context_of, part_names
 from capd_client.key import Moment
 from capd_client.texts import printable
-
-if TYPE_CHECKING:
-    from capd.store.series_view import Record, Series
 
 __all__ = ["class_of", "dequantised", "whole_name", "whole_of"]
 
@@ -49,7 +46,7 @@ def whole_of(tensor_name: str, attributes: Mapping[str, Any]) -> dict[str, Any] 
     return {"tensor_name": name, "class": kind, "dtype": dtype, "shape": shape}
 
 
-def dequantised(series: Series, number: int) -> tuple[NDArray[np.float32], str]:
+def dequantised(series: PartSeries, number: int) -> tuple[NDArray[np.float32], str]:
     """The values of the tensor that record `number` of this series is a part of, float32, and its dtype's name.
 
     Its other parts are looked for at the same moment. Raises CapdError where one was not captured, or where the tensor
@@ -93,7 +90,7 @@ def _why_not(attributes: Mapping[str, Any]) -> str:
     return f"capd cannot dequantise a {printable(str(attributes['tensor_class']))[:200]}; it can {known}"
 
 
-def _part(series: Series, record: Record, tensor_name: str, part: str) -> Part | None:
+def _part(series: PartSeries, record: PartRecord, tensor_name: str, part: str) -> Part | None:
     """The part of this name at the record's moment; None where there is none."""
     shape, strides = part_names(record.attributes)[part]
     candidates = [one for one in series.siblings if one.key.tensor_name == tensor_name]
@@ -117,7 +114,7 @@ def _part(series: Series, record: Record, tensor_name: str, part: str) -> Part |
     return None
 
 
-def _number_at(series: Series, record: Record) -> int | None:
+def _number_at(series: PartSeries, record: PartRecord) -> int | None:
     """The record of another part that was captured together with this one."""
     numbers = series.numbers
     first = [record.index] if record.index in numbers else []
@@ -130,5 +127,5 @@ def _number_at(series: Series, record: Record) -> int | None:
     return None
 
 
-def _moment(record: Record) -> tuple[object, ...]:
+def _moment(record: PartRecord) -> tuple[object, ...]:
     return tuple(getattr(record, name) for name in Moment.__struct_fields__)

@@ -3,20 +3,67 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capd.errors import CapdError
 from capd.store.dtypes import value_table
+from capd_client.key import Key
 
-__all__ = ["ATTRIBUTES", "Part", "Parts", "part_names"]
+__all__ = ["ATTRIBUTES", "Part", "PartRecord", "PartSeries", "Parts", "part_names"]
 
 ATTRIBUTES = ("tensor_class", "tensor_shape", "tensor_dtype", "tensor_parts", "tensor_context")
 """What a capture says of the tensor that a part belongs to (`capd_client.inner`)."""
+
+
+class PartRecord(Protocol):
+    """A record of a part: a `Record` that users read. Its moment's fields are attributes, too."""
+
+    @property
+    def index(self) -> int:
+        """Its number in the series."""
+
+    @property
+    def attributes(self) -> Mapping[str, Any]:
+        """What the capture said of the tensor that the part belongs to."""
+
+
+class PartSeries(Protocol):
+    """The records of one part: a `Series` that users read."""
+
+    @property
+    def key(self) -> Key:
+        """What the part is."""
+
+    @property
+    def path(self) -> str:
+        """Its place in the run, for messages."""
+
+    @property
+    def kept(self) -> str:
+        """What is stored of each capture: "tensor" or "statistics"."""
+
+    @property
+    def dtype(self) -> str:
+        """The torch dtype's name."""
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Numbers of its records."""
+
+    @property
+    def siblings(self) -> Sequence[PartSeries]:
+        """The series of the same module, rank and operation."""
+
+    def record(self, number: int) -> PartRecord:
+        """The record with this number."""
+
+    def read(self, number: int) -> NDArray[np.generic]:
+        """Its stored bits."""
 
 
 @dataclass(frozen=True, slots=True)
