@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from capd.server.jobs import Job
+from capd.server.jobs import RecordJob
 from capd.server.memory import settle_heap
 from capd.server.pipeline import Pipeline
 from capd.store.options import StoreOptions
@@ -76,7 +76,9 @@ class CapdWriter:
         """Submit one record; `data` holds its bytes and stays unchanged until it is committed."""
         self._sequence += 1
         descriptor = Descriptor(self._sequence, 0, data.nbytes, define.id, shape, Moment(iteration=iteration))
-        self._pipeline.submit(Job("run", CLIENT, self._sequence, define, descriptor, data, self._outcomes))
+        self._pipeline.submit(
+            RecordJob("run", CLIENT, self._sequence, define, descriptor, data, self._outcomes)
+        )
 
     def flush(self) -> None:
         """Wait until everything is committed."""

@@ -144,7 +144,7 @@ def _put(writer: CapdWriter, source: Source, series: int, records: int, *, one_b
 
 def raw_log(place: str, kib: int, records: int) -> Row:
     """Each record appended with a frame and a checksum, nothing else."""
-    from capd.store.frames import Kind, frame
+    from capd.store.frames import FrameKind, frame
 
     source = Source(kib)
     with work_directory(Path(place)) as root:
@@ -152,7 +152,7 @@ def raw_log(place: str, kib: int, records: int) -> Row:
         with Meter() as meter:
             for number in range(records):
                 raw = source.record(number).tobytes()
-                os.writev(log, [frame(Kind.RECORD, raw, raw_nbytes=len(raw)), raw])
+                os.writev(log, [frame(FrameKind.RECORD, raw, raw_nbytes=len(raw)), raw])
             os.close(log)
     return _other(meter, records)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from capd.store.catalog_read import SessionRow
 from capd_client.counter_page import DropReason
 
-__all__ = ["DAEMON_REASONS", "MAX_COUNT", "PageCounters", "Totals", "reconcile", "settled"]
+__all__ = ["DAEMON_REASONS", "MAX_COUNT", "PageCounters", "SessionTotals", "reconcile", "settled"]
 
 MAX_COUNT = 1 << 48
 """A larger counter is that of a hostile or broken rank. Sums over tens of thousands of ranks still fit 64 bits."""
@@ -41,7 +41,7 @@ class PageCounters:
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class SessionTotals:
     """Counters of one session; at rest, offered = committed + in_flight + Σ dropped."""
 
     offered: int
@@ -52,7 +52,7 @@ class Totals:
 
 def reconcile(
     page: PageCounters, committed: int, refused: Mapping[DropReason, int], *, in_work: int | None
-) -> Totals:
+) -> SessionTotals:
     """Merge both sides' counters.
 
     Args:
@@ -66,7 +66,7 @@ def reconcile(
     for reason, count in refused.items():
         dropped[reason] = max(count, dropped.get(reason, 0))
     if in_work is None:
-        return Totals(page.offered, committed, page.in_flight, dropped)
+        return SessionTotals(page.offered, committed, page.in_flight, dropped)
     gap = page.offered - committed - in_work - sum(dropped.values())
     for reason in _GIVEN_UP:
         surplus = min(max(0, -gap), dropped.get(reason, 0))
@@ -75,7 +75,7 @@ def reconcile(
             gap += surplus
     if gap > 0:
         dropped[DropReason.RANK_DIED] = dropped.get(DropReason.RANK_DIED, 0) + gap
-    return Totals(
+    return SessionTotals(
         page.offered, committed, in_work, {reason: count for reason, count in dropped.items() if count}
     )
 

@@ -18,7 +18,7 @@ import stat
 from capd.errors import ArenaError
 from capd.server.accounting import MAX_COUNT, PageCounters
 from capd.server.journal import Journal
-from capd.server.written import Written
+from capd.server.written import WrittenPages
 from capd_client.counter_page import (
     COUNTER_DROPS,
     COUNTER_IN_FLIGHT,
@@ -50,7 +50,7 @@ class Arena:
         seals = _check(fd, nbytes)
         self.identity = _identity(fd)
         self.nbytes = nbytes
-        written = Written(fd, lasting=bool(seals & _FUTURE_WRITE))
+        written = WrittenPages(fd, lasting=bool(seals & _FUTURE_WRITE))
         self.is_written, self.read = written.holds, written.read  # see there
         try:
             self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from capd.server.jobs import DiskLimit, Job, Refusal, Sink, Task, Tickets
+from capd.server.jobs import DiskGuard, RecordJob, Refusal, Sink, Task, Tickets
 from capd.server.refusals import refusal_of
 from capd.store.scratch import Scratch
 from capd_client.counter_page import DropReason
@@ -48,7 +48,7 @@ class GatherThread(threading.Thread):
         directory: Callable[[str], Path],
         submit: Callable[[Task], None],
         tickets: Tickets,
-        budget: DiskLimit,
+        budget: DiskGuard,
     ) -> None:
         super().__init__(name="capd-gather", daemon=True)
         self._directory, self._submit, self._tickets, self._budget = directory, submit, tickets, budget
@@ -149,7 +149,7 @@ class GatherThread(threading.Thread):
             job.sink.refused(job.sequence, *refusal)
         self._tickets.done([task.ticket])
 
-    def _gather(self, key: _Key, job: Job) -> Refusal | None:
+    def _gather(self, key: _Key, job: RecordJob) -> Refusal | None:
         item = job.descriptor
         if not item.nbytes:  # the rank gave the record up
             self._discard(key)

@@ -1,4 +1,4 @@
-"""What travels through the pipeline: a Job from a session, wrapped as a Task from dispatch to commit."""
+"""What travels through the pipeline: a RecordJob from a session, wrapped as a Task from dispatch to commit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from capd.store.encode import Blocks, as_array
+from capd.store.encode import SliceSource, as_array
 from capd.store.frames import StatsRow
 from capd.store.geometry import SMALL_NBYTES
 from capd.store.packed_statistics import unpack
@@ -25,8 +25,18 @@ from capd_client.protocol import Define, Descriptor
 from capd_client.statistics_row import ROW_NBYTES
 
 __all__ = [
-    "PAUSE_NBYTES", "PAUSE_TASKS", "TURN_NBYTES", "Booked", "Chunks", "DiskLimit", "Job", "Lanes", "Refusal", "Sink",
-    "Task", "Tickets",
+    "PAUSE_NBYTES",
+    "PAUSE_TASKS",
+    "TURN_NBYTES",
+    "Booked",
+    "Chunks",
+    "DiskGuard",
+    "Lanes",
+    "RecordJob",
+    "Refusal",
+    "Sink",
+    "Task",
+    "Tickets",
 ]  # fmt: skip
 
 TURN_NBYTES = 1 << 20
@@ -49,7 +59,7 @@ class Sink(Protocol):
         """The record will never be committed."""
 
 
-class DiskLimit(Protocol):
+class DiskGuard(Protocol):
     """Says why `nbytes` of records may not be written."""
 
     def refusal(self, nbytes: int, *, new_series: int = 0) -> str | None:
@@ -57,7 +67,7 @@ class DiskLimit(Protocol):
 
 
 @dataclass(slots=True)
-class Job:
+class RecordJob:
     """One descriptor to commit. `data`: exactly its bytes, in the arena, let go of when the job is done; or in a file.
 
     row: the statistics row of the rank, if it computed one; packed until the append thread needs it, because thousands
@@ -81,13 +91,13 @@ class Job:
         nbytes = self.descriptor.nbytes if limit is None else min(limit, self.descriptor.nbytes)
         return self.data[:nbytes] if isinstance(self.data, memoryview) else bytes(self.data.read(0, nbytes))
 
-    def as_array(self, stored: np.dtype[np.generic], shape: tuple[int, ...]) -> Blocks:
+    def as_array(self, stored: np.dtype[np.generic], shape: tuple[int, ...]) -> SliceSource:
         """Its bytes, as they lie, as an array."""
         if isinstance(self.data, memoryview):
             return as_array(self.data, stored, shape)
         return self.data.as_array(stored, shape)
 
-    def tensor(self, stored: np.dtype[np.generic]) -> Blocks:
+    def tensor(self, stored: np.dtype[np.generic]) -> SliceSource:
         """The tensor in its shape; no copy."""
         shape, order = self.descriptor.shape, self.descriptor.order
         if order is None or not isinstance(self.data, memoryview):
@@ -113,7 +123,7 @@ class Task:
     """A job on its way. What the pool makes of a large tensor arrives in `chunks` as (future, booked bytes), closed
     by None: ChunkResults, or the StatsRows of its parts where only statistics are kept."""
 
-    job: Job
+    job: RecordJob
     ticket: int
     plan: Plan | None = None
     refusal: Refusal | None = None

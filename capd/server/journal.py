@@ -44,7 +44,7 @@ from capd_client.journal_layout import (
 from capd_client.key import Moment
 from capd_client.protocol import MAX_BATCH, MAX_FRAME_NBYTES, Define, Descriptor, decode_client
 
-__all__ = ["Found", "Journal"]
+__all__ = ["FoundCells", "Journal"]
 
 _BLOCK_NBYTES = 2 * MAX_FRAME_NBYTES  # so that every definition is whole in one block
 _LENGTH = (1 << 32) - 1
@@ -61,7 +61,7 @@ class _Cells:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundCells:
     """Sequence, offset and size of each cell that holds a descriptor, by the sequence; and the ids of their keys.
 
     The descriptors are read again when their turn comes: a million of them would take a gigabyte here.
@@ -99,7 +99,7 @@ class Journal:
         defined = min(words[JOURNAL_DEFINED_NBYTES], DEFINITIONS_NBYTES)
         return cls(layout, (used_cells, used_large, defined), read)
 
-    def find(self) -> Found:
+    def find(self) -> FoundCells:
         """Look through all cells that were ever used."""
         tables, keys = [np.empty((0, 3), dtype=np.int64)], set[int]()
         for cells in self._cells:
@@ -118,9 +118,9 @@ class Journal:
                 if rows:
                     tables.append(np.array(rows, dtype=np.int64))
         table = np.concatenate(tables)
-        return Found(table[np.argsort(table[:, 0], kind="stable")], keys)
+        return FoundCells(table[np.argsort(table[:, 0], kind="stable")], keys)
 
-    def batches(self, found: Found) -> Iterator[list[Descriptor]]:
+    def batches(self, found: FoundCells) -> Iterator[list[Descriptor]]:
         """The descriptors by ascending sequence, in batches that one PUT could have. A sequence comes once."""
         batch: list[Descriptor] = []
         previous = -1

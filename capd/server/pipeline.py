@@ -26,7 +26,7 @@ from typing import Any
 from capd.errors import StoreError
 from capd.server.appending import AppendThread
 from capd.server.gathering import GatherThread
-from capd.server.jobs import Booked, DiskLimit, Job, Lanes, Refusal, Task, Tickets
+from capd.server.jobs import Booked, DiskGuard, Lanes, RecordJob, Refusal, Task, Tickets
 from capd.server.refusals import refusal_of
 from capd.space import if_full
 from capd.store.catalog_read import SessionRow
@@ -57,7 +57,7 @@ class Pipeline:
         *,
         threads: int,
         staging_nbytes: int,
-        budget: DiskLimit,
+        budget: DiskGuard,
     ) -> None:
         self._root, self._node, self._options, self._budget = root, node, options, budget
         self._runs: dict[str, RunStore] = {}
@@ -119,7 +119,7 @@ class Pipeline:
         """Series of the open runs that are still to be sealed."""
         return sum(store.unsealed_series for store in list(self._runs.values()))
 
-    def submit(self, *jobs: Job) -> None:
+    def submit(self, *jobs: RecordJob) -> None:
         """Queue jobs for their clients' lanes. Never waits."""
         first = self._tickets.issue(len(jobs))
         tasks = [Task(job, ticket) for ticket, job in enumerate(jobs, first)]
@@ -297,7 +297,7 @@ class Pipeline:
             )
 
 
-def plan_of(store: RunStore, job: Job) -> Plan:
+def plan_of(store: RunStore, job: RecordJob) -> Plan:
     """Which series the record goes to: one of tensors, or one of statistics, whose codec no sample decides."""
     define, shape = job.define, job.descriptor.shape
     if job.descriptor.payload:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from capd.server.accounting import PageCounters, reconcile
 from capd.server.arena import Arena
 from capd.server.batch import checked
-from capd.server.jobs import Job
+from capd.server.jobs import RecordJob
 from capd.server.orders import Orders
 from capd.server.process import RETURN_S, RankProcess
 from capd.server.recovery import begin_recovery
@@ -116,7 +116,7 @@ class RankSession:
             for item, define in new:
                 data = arena.slice(item.offset, item.nbytes)
                 row = rows.get(item.sequence)
-                jobs.append(Job(self.run_id, self.client, item.sequence, define, item, data, self, row))
+                jobs.append(RecordJob(self.run_id, self.client, item.sequence, define, item, data, self, row))
             self._submit(*jobs)
             for record in abandoned:
                 self._forget(self.client, record)

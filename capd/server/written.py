@@ -12,12 +12,12 @@ from bisect import bisect_left, bisect_right
 
 from capd.errors import ArenaError
 
-__all__ = ["Written"]
+__all__ = ["WrittenPages"]
 
 _MAX_KNOWN = 4096  # ranges; a rank that leaves more holes than that is asked about again
 
 
-class Written:
+class WrittenPages:
     """Asks the kernel about one memfd.
 
     Args:

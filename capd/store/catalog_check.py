@@ -17,8 +17,8 @@ from capd.store.ranges import RangeSet
 from capd_client.key import Key
 
 __all__ = [
+    "RecordSums",
     "Slice",
-    "Sums",
     "acked_problems",
     "column_problems",
     "read_slice",
@@ -35,7 +35,7 @@ class Slice(msgspec.Struct):
     acked: dict[bytes, RangeSet]
 
 
-class Sums(msgspec.Struct):
+class RecordSums(msgspec.Struct):
     """What the record rows of one series add up to. shapes: the distinct ones."""
 
     records: int = 0
@@ -99,16 +99,16 @@ def series_of_record(database: sqlite3.Connection, client: bytes, sequence: int)
     return None
 
 
-def read_sums(database: sqlite3.Connection) -> dict[int, Sums]:
+def read_sums(database: sqlite3.Connection) -> dict[int, RecordSums]:
     """Per series id what its record rows add up to."""
-    found: dict[int, Sums] = {}
+    found: dict[int, RecordSums] = {}
     for series, record, stored, body in database.execute(
         "SELECT series, record, stored_nbytes, body FROM records ORDER BY series, record"
     ):
         head = head_of(body)
         if not all(type(number) is int and number >= 0 for number in (series, record, stored)):
             raise sqlite3.DatabaseError(f"record {record!r} of series {series!r} has no numbers")
-        sums = found.setdefault(series, Sums())
+        sums = found.setdefault(series, RecordSums())
         if record <= sums.last:
             raise sqlite3.DatabaseError(f"record {record} of series {series} stands there twice")
         sums.records += 1

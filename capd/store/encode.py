@@ -15,8 +15,8 @@ from capd.store.geometry import CHUNK_NBYTES, Geometry
 from capd.store.statistics import summarise, summarise_rows
 
 __all__ = [
-    "Blocks",
     "ChunkResult",
+    "SliceSource",
     "as_array",
     "encode_batch",
     "encode_chunk",
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-class Blocks(Protocol):
+class SliceSource(Protocol):
     """A record as an array, in memory or on a disk."""
 
     def __getitem__(self, slices: tuple[slice, ...], /) -> NDArray[np.generic]:
@@ -56,13 +56,13 @@ def pieces(nbytes: int, itemsize: int) -> Iterator[tuple[slice]]:
     return ((slice(at, min(at + count, elements)),) for at in range(0, elements, count))
 
 
-def summarise_piece(record: Blocks, slices: tuple[slice, ...], dtype: str) -> StatsRow:
+def summarise_piece(record: SliceSource, slices: tuple[slice, ...], dtype: str) -> StatsRow:
     """Statistics of a part of a record of torch dtype `dtype`."""
     return summarise(record[slices], dtype)
 
 
 def encode_chunk(
-    record: Blocks,
+    record: SliceSource,
     ordinal: int,
     slices: tuple[slice, ...],
     geometry: Geometry,

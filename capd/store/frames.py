@@ -39,7 +39,7 @@ from capd_client.key import MAX_INDEX, Key, Moment
 
 __all__ = [
     "FORMAT_VERSION", "FRAME_NBYTES", "MAX_PAYLOAD_NBYTES", "UNKNOWN_CLIENT", "UNKNOWN_MOMENT", "Commit", "FileHeader",
-    "Frame", "Kind",
+    "Frame", "FrameKind",
     "RecordHead", "RecordRow", "SeriesHeader", "StatsRow", "decode_commit", "decode_head", "decode_payload",
     "decode_row", "encode_commit", "encode_row", "frame", "frame_header", "parse_frame", "payload_is_sound",
     "read_frame", "session_of", "walk",
@@ -56,7 +56,7 @@ _HEAD = struct.Struct("<4sBBHIIQQQI")  # without its own checksum
 _CRC = struct.Struct("<I")
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame holds."""
 
     HEADER = 1
@@ -66,13 +66,13 @@ class Kind(IntEnum):
     RECORD = 5
 
 
-_KINDS = {int(kind): kind for kind in Kind}
+_KINDS = {int(kind): kind for kind in FrameKind}
 
 
 class Frame(NamedTuple):
     """A frame's header and where its payload lies in the file."""
 
-    kind: Kind
+    kind: FrameKind
     nbytes: int
     ordinal: int
     session: int
@@ -180,14 +180,19 @@ class FileHeader(msgspec.Struct, array_like=True):
 
 
 def frame(
-    kind: Kind, payload: bytes, ordinal: int = 0, session: int = 0, sequence: int = 0, raw_nbytes: int = 0
+    kind: FrameKind,
+    payload: bytes,
+    ordinal: int = 0,
+    session: int = 0,
+    sequence: int = 0,
+    raw_nbytes: int = 0,
 ) -> bytes:
     """The 48 header bytes for `payload` (written right behind them). Raises StoreError for one that is too large."""
     return frame_header(kind, len(payload), crc32c(payload), ordinal, session, sequence, raw_nbytes)
 
 
 def frame_header(
-    kind: Kind,
+    kind: FrameKind,
     nbytes: int,
     crc: int,
     ordinal: int = 0,
@@ -232,7 +237,7 @@ def payload_is_sound(frame: Frame, payload: bytes) -> bool:
     """Whether a payload read back matches its frame's checksum."""
     if len(payload) != frame.nbytes:
         return False
-    covered = payload[:-4] if frame.kind is Kind.CHUNK else payload
+    covered = payload[:-4] if frame.kind is FrameKind.CHUNK else payload
     return crc32c(covered) == frame.crc
 
 
@@ -243,10 +248,10 @@ def walk(fd: int, offset: int, end: int) -> Iterator[Frame]:
         offset = found.offset + found.nbytes
 
 
-_decoders: dict[Kind, msgspec.msgpack.Decoder[Any]] = {
-    Kind.HEADER: msgspec.msgpack.Decoder(FileHeader),
-    Kind.COMMIT: msgspec.msgpack.Decoder(Commit),
-    Kind.SERIES: msgspec.msgpack.Decoder(SeriesHeader),
+_decoders: dict[FrameKind, msgspec.msgpack.Decoder[Any]] = {
+    FrameKind.HEADER: msgspec.msgpack.Decoder(FileHeader),
+    FrameKind.COMMIT: msgspec.msgpack.Decoder(Commit),
+    FrameKind.SERIES: msgspec.msgpack.Decoder(SeriesHeader),
 }
 
 

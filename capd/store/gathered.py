@@ -8,12 +8,12 @@ from capd.store.failpoints import failpoint
 from capd.store.frames import RecordRow
 from capd.store.ranges import RangeSet
 from capd.store.recovery import Recovered
-from capd.store.series import Series
+from capd.store.series import SeriesState
 
-__all__ = ["Gathered"]
+__all__ = ["PendingRows"]
 
 
-class Gathered:
+class PendingRows:
     """Owned by the append thread."""
 
     def __init__(self, found: Recovered) -> None:
@@ -28,7 +28,7 @@ class Gathered:
         """Committed sequence ranges of a client uuid."""
         return self._acked[client].ranges() if client in self._acked else []
 
-    def add(self, series: Series, row: RecordRow, new: NewRow) -> None:
+    def add(self, series: SeriesState, row: RecordRow, new: NewRow) -> None:
         """A record was committed; new: its row for the catalog."""
         series.count(row)
         self._rows.append(new)
@@ -39,11 +39,11 @@ class Gathered:
             self._acked.setdefault(client, RangeSet())
         self._acked[client].add(row.sequence)
 
-    def moved(self, series: Series, first: int, count: int, stored_nbytes: int) -> None:
+    def moved(self, series: SeriesState, first: int, count: int, stored_nbytes: int) -> None:
         """Small records stand in a shard now; stored_nbytes: of all of them."""
         self._moved.append((series.row.id, first, first + count, stored_nbytes // count))
 
-    def changed(self, series: Series) -> None:
+    def changed(self, series: SeriesState) -> None:
         """The totals or marks of a series changed."""
         self._changed[series.row.id] = series.row
 

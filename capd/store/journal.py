@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from capd.store.frames import FRAME_NBYTES, Frame, Kind, frame, parse_frame, read_frame
+from capd.store.frames import FRAME_NBYTES, Frame, FrameKind, frame, parse_frame, read_frame
 
 __all__ = ["pieces"]
 
-_MAGIC = frame(Kind.HEADER, b"")[:4]
+_MAGIC = frame(FrameKind.HEADER, b"")[:4]
 _BLOCK_NBYTES = 1 << 20
 
 
@@ -17,7 +17,7 @@ def pieces(fd: int, offset: int, end: int) -> Iterator[Frame | tuple[int, int]]:
     """Frames from `offset` on, and the byte ranges [start, end) in which none stands."""
     while offset < end:
         found = read_frame(fd, offset, end)
-        if found is None or found.kind is Kind.HEADER:
+        if found is None or found.kind is FrameKind.HEADER:
             following = None if found is not None else _search(fd, offset + 1, end)
             yield (offset, end if following is None else following)
             if following is None:

@@ -20,7 +20,15 @@ from capd.errors import DamagedRecord
 from capd.store.failpoints import failpoint
 from capd.store.files import copy_range, make_directory, new_file, pwrite_all, rename, sync_paths, unlink
 from capd.store.format.log_places import LogPlace, log_number, log_place, offset_of
-from capd.store.frames import UNKNOWN_CLIENT, FileHeader, Kind, RecordRow, SeriesHeader, encode_commit, frame
+from capd.store.frames import (
+    UNKNOWN_CLIENT,
+    FileHeader,
+    FrameKind,
+    RecordRow,
+    SeriesHeader,
+    encode_commit,
+    frame,
+)
 from capd.store.layout import shard_path
 from capd.store.open_files import OpenFiles
 from capd.store.salvage import Salvaged, ShardSource, write_records
@@ -178,7 +186,7 @@ def mend_log(
     temporary = path.with_suffix(".tmp")
     unlink(temporary, missing_ok=True)
     payload = _encode(file_header)
-    end = new_file(temporary, [frame(Kind.HEADER, payload), payload])
+    end = new_file(temporary, [frame(FrameKind.HEADER, payload), payload])
     references: dict[str, int] = {}
     places: list[LogPlace] = []
     source = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -190,13 +198,13 @@ def mend_log(
             if header.path not in references:
                 references[header.path] = len(references)
                 payload = _encode(header)
-                parts = [frame(Kind.SERIES, payload, ordinal=references[header.path]), payload]
+                parts = [frame(FrameKind.SERIES, payload, ordinal=references[header.path]), payload]
             places.append(log_place(log_number(path), end + sum(map(len, parts))))
             commit = encode_commit(number, [row])
             reference = references[header.path]
             marks = {"ordinal": reference, "session": record.session, "sequence": record.sequence}
-            parts += [frame(Kind.RECORD, raw, raw_nbytes=len(raw), **marks), raw]
-            parts += [frame(Kind.COMMIT, commit, **marks), commit]
+            parts += [frame(FrameKind.RECORD, raw, raw_nbytes=len(raw), **marks), raw]
+            parts += [frame(FrameKind.COMMIT, commit, **marks), commit]
             end = pwrite_all(target, parts, end)
     finally:
         os.close(source)

@@ -12,12 +12,12 @@ import msgspec
 from capd.errors import DamagedRecord
 from capd.store.described import described
 from capd.store.files import truncate, unlink
-from capd.store.frames import UNKNOWN_CLIENT, Kind, SeriesHeader, payload_is_sound, walk
+from capd.store.frames import UNKNOWN_CLIENT, FrameKind, SeriesHeader, payload_is_sound, walk
 from capd.store.layout import PARTIAL_GLOB, by_digest, named, partial_path, series_on_disk, shard_path
 from capd.store.mend import copy_aside, is_the_files_fault, mend_partial, set_aside
 from capd.store.recovery import Recovery
-from capd.store.scan import Run, ScannedShard, scan_shard
-from capd.store.series import Series
+from capd.store.scan import CommitRun, ScannedShard, scan_shard
+from capd.store.series import SeriesState
 from capd.store.sharding_index import read_index
 from capd.store.shards import ShardWriter
 
@@ -103,7 +103,7 @@ def _read_partial(
     return ""
 
 
-def _has_others(state: Recovery, series: Series, scanned: ScannedShard, sealed: int) -> bool:
+def _has_others(state: Recovery, series: SeriesState, scanned: ScannedShard, sealed: int) -> bool:
     """Whether it holds other captures than the sealed shards under the same numbers: these were built anew."""
     known = state.catalog.stored(series.row.id, min(scanned.rows, default=0), sealed)
     return any(
@@ -119,14 +119,15 @@ def _is_torn(path: Path, scanned: ScannedShard) -> bool:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return any(
-            frame.kind is Kind.CHUNK and not payload_is_sound(frame, os.pread(fd, frame.nbytes, frame.offset))
+            frame.kind is FrameKind.CHUNK
+            and not payload_is_sound(frame, os.pread(fd, frame.nbytes, frame.offset))
             for frame in walk(fd, 0, scanned.end)
         )
     finally:
         os.close(fd)
 
 
-def _mend(state: Recovery, path: Path, scanned: ScannedShard, series: Series, begin: int) -> None:
+def _mend(state: Recovery, path: Path, scanned: ScannedShard, series: SeriesState, begin: int) -> None:
     published = dict(state.catalog.rows(series.row.id, begin, series.row.sealed))
     shard = msgspec.structs.replace(state.file_header, series=scanned.header, shard=scanned.shard)
     lost = mend_partial(
@@ -138,7 +139,7 @@ def _mend(state: Recovery, path: Path, scanned: ScannedShard, series: Series, be
     )  # fmt: skip
 
 
-def _take_up(state: Recovery, path: Path, scanned: ScannedShard, series: Series) -> None:
+def _take_up(state: Recovery, path: Path, scanned: ScannedShard, series: SeriesState) -> None:
     geometry = series.geometry
     sealed = shard_path(state.layout.run, series.header, scanned.shard)
     index = scanned.index
@@ -165,7 +166,7 @@ def _take_up(state: Recovery, path: Path, scanned: ScannedShard, series: Series)
         state.out.unfinished.append(series)
 
 
-def _add_run(state: Recovery, series: Series, run: Run, stored: Mapping[int, int]) -> None:
+def _add_run(state: Recovery, series: SeriesState, run: CommitRun, stored: Mapping[int, int]) -> None:
     """stored: bytes by record number as the catalog has them; 0: it waited in the small log."""
     new = 0
     for number, row in enumerate(run.commit.rows, run.commit.first):
@@ -187,7 +188,7 @@ def _sealed_index(path: Path, slots: int) -> dict[int, tuple[int, int]]:
         os.close(fd)
 
 
-def records_on_disk(run: Path, series: Series, newest: int) -> int:
+def records_on_disk(run: Path, series: SeriesState, newest: int) -> int:
     """Records in sealed shards up to shard `newest`, from its own journal; never fewer than were published."""
     for shard in range(newest, -1, -1):
         path = shard_path(run, series.header, shard)

@@ -12,7 +12,7 @@ from capd.store.dtypes import is_statistics, stored_shape, stored_type
 from capd.store.frames import SeriesHeader
 from capd.store.geometry import grown, plan_geometry
 from capd.store.options import StoreOptions
-from capd.store.series import Plan, Series
+from capd.store.series import Plan, SeriesState
 from capd_client.key import Key
 
 __all__ = ["Planner"]
@@ -25,7 +25,7 @@ grow into one whose index alone, an entry per chunk, is larger than memory."""
 class Planner:
     """Knows the series of one run, its own plans included. `plan` may be called from any thread."""
 
-    def __init__(self, options: StoreOptions, known: Iterable[Series]) -> None:
+    def __init__(self, options: StoreOptions, known: Iterable[SeriesState]) -> None:
         self._options = options
         self._lock = threading.Lock()
         self._plans: dict[tuple[Key, str, int], list[Plan]] = {}

@@ -36,7 +36,7 @@ from capd.store.partials import records_on_disk, take_up_partials
 from capd.store.recovery import Recovered, Recovery
 from capd.store.replay import replay_logs
 from capd.store.seal import publish
-from capd.store.series import Series
+from capd.store.series import SeriesState
 from capd.store.survey import Sealed, SurveyedSeries, log_if_readable, scan_if_readable, survey
 from capd.store.sweep import beyond_catalog, mend_documents
 
@@ -222,7 +222,7 @@ def _finish_seals(state: Recovery) -> None:
         series.in_shards = in_shards
 
 
-def _publish_anew(state: Recovery, series: Series) -> None:
+def _publish_anew(state: Recovery, series: SeriesState) -> None:
     moments = state.layout.run / series.header.path / "moments"
     try:
         publish(state.layout, state.catalog, [series])

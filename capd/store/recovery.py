@@ -13,7 +13,7 @@ from capd.store.frames import FORMAT_VERSION, UNKNOWN_CLIENT, FileHeader, Record
 from capd.store.layout import Layout, node_directory
 from capd.store.open_files import OpenFiles
 from capd.store.ranges import RangeSet
-from capd.store.series import Series
+from capd.store.series import SeriesState
 from capd_client.key import Moment
 
 __all__ = ["Recovered", "Recovery"]
@@ -24,11 +24,11 @@ class Recovered:
     """What stood on disk. rows: records that the catalog lacks. unfinished: series to seal at once."""
 
     catalog: Catalog
-    series: list[Series]
+    series: list[SeriesState]
     acked: dict[bytes, list[tuple[int, int]]]
     rows: list[NewRow] = field(default_factory=list)
     changed_clients: set[bytes] = field(default_factory=set)
-    unfinished: list[Series] = field(default_factory=list)
+    unfinished: list[SeriesState] = field(default_factory=list)
 
 
 class Recovery:
@@ -59,7 +59,7 @@ class Recovery:
         if self.fresh:
             self.headers = {**headers, **{row.header.path: row.header for row in catalog.series()}}
             catalog.clear()  # a rebuild that was interrupted begins again
-        self.series = {row.header.path: Series(row, in_shards=row.sealed) for row in catalog.series()}
+        self.series = {row.header.path: SeriesState(row, in_shards=row.sealed) for row in catalog.series()}
         self.known = {path: series.row.records for path, series in self.series.items()}
         self.acked = {client: RangeSet(ranges) for client, ranges in catalog.acked().items()}
         self.mounted = power.mount_of(layout.run)
@@ -74,15 +74,15 @@ class Recovery:
         """Whether a file's HEADER names this run and node."""
         return file.run_id in self._run_ids and file.node == self.layout.node
 
-    def series_of(self, header: SeriesHeader) -> Series:
+    def series_of(self, header: SeriesHeader) -> SeriesState:
         """The series of a header found in a file."""
         series = self.series.get(header.path)
         if series is None:
             row = SeriesRow(self.catalog.add_series(header), header, 0, 0, False, (), 0, 0)
-            series = self.series[header.path] = Series(row)
+            series = self.series[header.path] = SeriesState(row)
         return series
 
-    def add(self, series: Series, number: int, row: RecordRow, stored_nbytes: int) -> None:
+    def add(self, series: SeriesState, number: int, row: RecordRow, stored_nbytes: int) -> None:
         """Take up a record that the catalog lacks, or knows with less than what the files say."""
         if number >= series.row.records:
             series.row.records = number  # `count` makes it number + 1
@@ -90,7 +90,7 @@ class Recovery:
         self.out.rows.append(new_row(series.row.id, number, row, stored_nbytes))
         self.acknowledge(row)
 
-    def agree(self, series: Series, rows: Mapping[int, RecordRow]) -> dict[int, int]:
+    def agree(self, series: SeriesState, rows: Mapping[int, RecordRow]) -> dict[int, int]:
         """Forget the catalog's rows from the first on that means another record than the files say.
 
         That is how it is left by a kill after a damaged file was written anew and its records renumbered. Returns the

@@ -20,7 +20,7 @@ from capd.store.frames import RecordRow, SeriesHeader
 from capd.store.mend import KeptSmall, copy_aside, is_the_files_fault, mend_log, set_aside
 from capd.store.recovery import Recovery
 from capd.store.scan import ScannedLog, read_log
-from capd.store.series import Series
+from capd.store.series import SeriesState
 
 __all__ = ["replay_logs"]
 
@@ -32,7 +32,7 @@ class _Sorted:
     """A log's records. kept: those that wait. spare: what `.partial` files hold as well, under the numbers there.
     renumbered: some have wrong numbers in the log."""
 
-    kept: list[tuple[Series, KeptSmall]] = field(default_factory=list)
+    kept: list[tuple[SeriesState, KeptSmall]] = field(default_factory=list)
     spare: list[KeptSmall] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     renumbered: bool = False

@@ -13,20 +13,20 @@ from pathlib import Path
 
 import msgspec
 
-from capd.errors import StoreError
+from capd.errors import DamagedRecord, StoreError
 from capd.store.catalog import new_row
 from capd.store.catalog_read import SeriesRow, SessionRow
 from capd.store.encode import ChunkResult
 from capd.store.format.log_places import LOG_GLOB
 from capd.store.frames import FORMAT_VERSION, FileHeader, RecordRow, session_of
-from capd.store.gathered import Gathered
+from capd.store.gathered import PendingRows
 from capd.store.layout import Layout, partial_path, shard_path
 from capd.store.open_files import LostWrites, OpenFiles
 from capd.store.options import StoreOptions
 from capd.store.planning import Planner
 from capd.store.recover import Recovered, open_node
 from capd.store.seal import finish_files, publish
-from capd.store.series import Plan, Series
+from capd.store.series import Plan, SeriesState
 from capd.store.settle import Room, SmallRecords
 from capd.store.shards import EncodedChunk, ShardWriter
 from capd.store.small import Small, SmallLog
@@ -57,12 +57,10 @@ class RunStore:
         found: Recovered = open_node(self._layout, self._files)
         self._catalog = found.catalog
         self._series = {series.header.path: series for series in found.series}
-        self._gathered = Gathered(found)
+        self._gathered = PendingRows(found)
         self.plan = Planner(options, found.series).plan
         log = SmallLog(self._layout.spool, self._file_header, options.log_nbytes, self._files)
-        self._small = SmallRecords(
-            log, self._files, self._shard_for, self._append, self._gathered.moved, room or Room()
-        )
+        self._small = SmallRecords(log, self._files, room or Room())
         self._ripe: set[str] = set()  # series with a full chunk in the log, or a full shard
         self._adopt(found)
 
@@ -98,7 +96,7 @@ class RunStore:
     def commit_small(self, records: Sequence[tuple[Plan, RecordRow, bytes]]) -> None:
         """Commit small records to the node's log, in one write. Raises OSError or StoreError; then nothing of them
         remains."""
-        new: list[tuple[Series, int, Small]] = []
+        new: list[tuple[SeriesState, int, Small]] = []
         numbers: dict[int, int] = {}
         for plan, row, data in records:
             series = self._series_of(plan)
@@ -111,13 +109,13 @@ class RunStore:
             if (number + 1) % series.row.header.geometry.batch == 0:
                 self._ripe.add(series.header.path)
 
-    def _series_of(self, plan: Plan) -> Series:
+    def _series_of(self, plan: Plan) -> SeriesState:
         self._syncing.check()
         if plan.series is None:
             header = self._layout.claim(plan.header, self._key_at)
             identity = self._catalog.add_series(header)
             plan.header = header
-            plan.series = Series(SeriesRow(identity, header, 0, 0, False, (), 0, 0))
+            plan.series = SeriesState(SeriesRow(identity, header, 0, 0, False, (), 0, 0))
             self._series[header.path] = plan.series
         return plan.series
 
@@ -126,7 +124,7 @@ class RunStore:
 
     def _append(
         self,
-        series: Series,
+        series: SeriesState,
         first: int,
         rows: Sequence[RecordRow | bytes],
         chunks: Iterable[EncodedChunk],
@@ -144,7 +142,7 @@ class RunStore:
             self._ripe.add(series.header.path)
         return written
 
-    def _shard_for(self, series: Series, record: int) -> ShardWriter:
+    def _shard_for(self, series: SeriesState, record: int) -> ShardWriter:
         if series.is_full or series.row.sealing:  # sealing: an attempt that failed half-way comes first
             self._seal_shards([series])
         if series.shard is not None:
@@ -172,15 +170,41 @@ class RunStore:
         if self._syncing.failed:
             return
         for series in self._small.held_back(self._series.values()):
-            self._small.settle(series)
-        full: dict[str, Series] = {}
+            self._settle(series)
+        full: dict[str, SeriesState] = {}
         while self._ripe:
             series = self._series[self._ripe.pop()]
-            self._small.settle(series, full_chunks=True)
+            self._settle(series, full_chunks=True)
             if series.is_full:
                 full[series.header.path] = series
         if full:
             self._seal(list(full.values()))
+
+    def _settle(self, series: SeriesState, *, full_chunks: bool = False) -> None:
+        """Append the waiting small records of a series to its shard, chunk by chunk, as far as the disk allows it.
+
+        full_chunks: leave the last ones in the log until they fill a chunk.
+        """
+        with self._small.moving(series):
+            while self._small.has_chunk(series, full=full_chunks):
+                first = series.in_shards
+                batch = self._small.take_chunk(series, self._joined(series))
+                written = self._append(
+                    series, first, batch.rows, [batch.chunk], batch.session, batch.sequence
+                )
+                self._gathered.moved(series, first, len(batch.rows), written)
+                self._small.moved(series, len(batch.rows))
+
+    def _joined(self, series: SeriesState) -> bytes | None:
+        """The chunk that the next small record of a series joins; None if it begins one. Raises DamagedRecord."""
+        first, geometry = series.in_shards, series.geometry
+        if first % geometry.batch == 0:
+            return None
+        shard = self._shard_for(series, first)
+        place = shard.index.get(geometry.slot(first, 0))
+        if place is None:
+            raise DamagedRecord(f"the chunk that they join is lost in {shard.path.name}")
+        return shard.read(*place)
 
     def sync(self) -> None:
         """In a durable store: make everything that was committed durable; its acknowledgements wait for this.
@@ -253,14 +277,14 @@ class RunStore:
                 f"{waiting} small records of {len(stuck)} series stay unsealed: {stuck[0].header.path}, …"
             )
 
-    def _seal(self, group: Sequence[Series]) -> None:
+    def _seal(self, group: Sequence[SeriesState]) -> None:
         self._syncing.check()
         for series in group:
             if series.waiting and not (series.is_full or series.row.sealing):
-                self._small.settle(series)
+                self._settle(series)
         self._seal_shards(group)
 
-    def _seal_shards(self, group: Sequence[Series]) -> None:
+    def _seal_shards(self, group: Sequence[SeriesState]) -> None:
         """Seal what stands in shards; settling needs this itself, so it settles nothing."""
         for series in group:
             if series.shard is not None and not series.shard.has_records:

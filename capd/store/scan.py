@@ -23,7 +23,7 @@ from capd.store.frames import (
     Commit,
     FileHeader,
     Frame,
-    Kind,
+    FrameKind,
     RecordRow,
     SeriesHeader,
     decode_payload,
@@ -35,12 +35,19 @@ from capd.store.headers import is_usable
 from capd.store.journal import pieces
 
 __all__ = [
-    "LoggedRecord", "Run", "ScannedLog", "ScannedShard", "read_further_log", "read_further_shard", "read_log",
-    "read_shard", "scan_shard",
+    "CommitRun",
+    "LoggedRecord",
+    "ScannedLog",
+    "ScannedShard",
+    "read_further_log",
+    "read_further_shard",
+    "read_log",
+    "read_shard",
+    "scan_shard",
 ]  # fmt: skip
 
 
-class Run(NamedTuple):
+class CommitRun(NamedTuple):
     """One sound COMMIT and the bytes [start, end) of the chunks and frames that belong to it."""
 
     commit: Commit
@@ -66,7 +73,7 @@ class ScannedShard:
     file: FileHeader | None = None
     index: dict[int, tuple[int, int]] = field(default_factory=dict)
     rows: dict[int, RecordRow] = field(default_factory=dict)
-    runs: list[Run] = field(default_factory=list)
+    runs: list[CommitRun] = field(default_factory=list)
     gaps: list[tuple[int, int]] = field(default_factory=list)
 
     def covering(self, count: int) -> dict[int, tuple[int, int]]:
@@ -177,15 +184,15 @@ def _read_commits(
         if not isinstance(piece, Frame):
             found.gaps.append(piece)
             start = piece[1]
-        elif piece.kind is Kind.CHUNK:
+        elif piece.kind is FrameKind.CHUNK:
             chunks[piece.offset] = piece.nbytes
             if visit is not None:
                 visit(fd, piece)
         else:
             end = piece.offset + piece.nbytes
-            commit = decode_payload(fd, piece) if piece.kind is Kind.COMMIT else None
+            commit = decode_payload(fd, piece) if piece.kind is FrameKind.COMMIT else None
             if isinstance(commit, Commit) and _fits(commit, piece.offset - FRAME_NBYTES, found, chunks):
-                found.runs.append(Run(commit, start, end))
+                found.runs.append(CommitRun(commit, start, end))
                 found.end = end
                 found.index.update((slot, (offset, nbytes)) for slot, offset, nbytes in commit.chunks)
                 found.rows.update(enumerate(commit.rows, commit.first))
@@ -263,10 +270,10 @@ def _read_records(fd: int, begin: int, size: int, number: int, found: ScannedLog
             found.gaps.append(piece)
             continue
         at = piece.offset - FRAME_NBYTES
-        if piece.kind is Kind.RECORD:
+        if piece.kind is FrameKind.RECORD:
             record = piece
             continue
-        payload = decode_payload(fd, piece) if piece.kind is not Kind.CHUNK else None
+        payload = decode_payload(fd, piece) if piece.kind is not FrameKind.CHUNK else None
         if isinstance(payload, SeriesHeader) and is_usable(payload):
             found.headers[piece.ordinal] = payload
         elif (
@@ -293,7 +300,7 @@ def _read_records(fd: int, begin: int, size: int, number: int, found: ScannedLog
 def _read_header(fd: int, size: int) -> tuple[int, FileHeader | None]:
     """The offset behind the HEADER (0 where no frame begins the file), and its payload, None if that is damaged."""
     head = read_frame(fd, 0, size)
-    if head is None or head.kind is not Kind.HEADER:
+    if head is None or head.kind is not FrameKind.HEADER:
         return 0, None
     file = decode_payload(fd, head)
     return head.offset + head.nbytes, file if isinstance(file, FileHeader) else None

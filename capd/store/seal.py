@@ -17,13 +17,13 @@ from capd.store.failpoints import failpoint
 from capd.store.files import make_directory, sync_paths
 from capd.store.layout import Layout, shard_path
 from capd.store.open_files import OpenFiles, rewrite
-from capd.store.series import Series
+from capd.store.series import SeriesState
 from capd.store.shards import ShardWriter
 
 __all__ = ["finish_files", "publish"]
 
 
-def finish_files(layout: Layout, group: Sequence[Series], files: OpenFiles) -> None:
+def finish_files(layout: Layout, group: Sequence[SeriesState], files: OpenFiles) -> None:
     """Give the open shard of every series in `group` its index and its final name, durably. Raises OSError.
 
     Shards whose sync fails are copied to new files before the error is raised: the next attempt uses those.
@@ -57,7 +57,7 @@ def finish_files(layout: Layout, group: Sequence[Series], files: OpenFiles) -> N
     failpoint("seal.after_rename")
 
 
-def publish(layout: Layout, catalog: Catalog, group: Sequence[Series]) -> None:
+def publish(layout: Layout, catalog: Catalog, group: Sequence[SeriesState]) -> None:
     """Publish moments, then the new shapes, of series whose records all stand in sealed shards. Raises OSError."""
     layout.publish(
         [(series.header, _columns(layout, catalog, series), _array_shape(series)) for series in group]
@@ -65,12 +65,12 @@ def publish(layout: Layout, catalog: Catalog, group: Sequence[Series]) -> None:
     failpoint("seal.after_documents")
 
 
-def _array_shape(series: Series) -> tuple[int, ...]:
+def _array_shape(series: SeriesState) -> tuple[int, ...]:
     """Without any record, as behind the loss of all of them, that of the claim."""
     shape = series.row.max_shape or series.geometry.extents
     return (series.in_shards, *stored_shape(series.header.dtype, shape))
 
 
-def _columns(layout: Layout, catalog: Catalog, series: Series) -> Columns:
+def _columns(layout: Layout, catalog: Catalog, series: SeriesState) -> Columns:
     first = first_needed(series.in_shards, layout.table_length(series.header))
     return Columns(first, catalog.columns(series.row.id, first, series.in_shards))

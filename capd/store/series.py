@@ -11,11 +11,11 @@ from capd.store.frames import RecordRow, SeriesHeader
 from capd.store.geometry import Geometry
 from capd.store.shards import ShardWriter
 
-__all__ = ["Plan", "Series"]
+__all__ = ["Plan", "SeriesState"]
 
 
 @dataclass(slots=True)
-class Series:
+class SeriesState:
     """Owned by the append thread. `row` holds the totals that the catalog mirrors."""
 
     row: SeriesRow
@@ -59,7 +59,7 @@ class Plan:
     """How records of one key, dtype and range of shapes are encoded; known before the series exists on disk."""
 
     header: SeriesHeader  # its path is a wish until `series` is set
-    series: Series | None = None
+    series: SeriesState | None = None
     is_small: bool = field(init=False)
 
     def __post_init__(self) -> None:

@@ -1,30 +1,32 @@
-"""Small records between the node's log and their shards: full chunks move at once, the rest when it must.
+"""Small records between the node's log and their shards: they wait here, and leave as chunks.
 
 They are acknowledged already: if the disk refuses, or one of them is damaged, they stay in the log, readable
-from there, and the next call tries again.
+from there, and the next attempt begins with them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from capd.errors import DamagedRecord, StoreError
+from capd.errors import StoreError
 from capd.store.decode import decode
 from capd.store.dtypes import stored_shape
 from capd.store.encode import as_array, encode_batch
 from capd.store.failpoints import failpoint
 from capd.store.format.log_places import LogPlace, log_of, offset_of
 from capd.store.open_files import OpenFiles
-from capd.store.series import Series
-from capd.store.shards import EncodedChunk, ShardWriter
+from capd.store.series import SeriesState
+from capd.store.shards import EncodedChunk
 from capd.store.small import Small, SmallLog, read_small
 
-__all__ = ["Room", "SmallRecords"]
+__all__ = ["Batch", "Room", "SmallRecords"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,45 +68,37 @@ class _Fresh:
             self.take(place)
 
 
+class Batch(NamedTuple):
+    """Small records that share a chunk. rows: encoded. session, sequence: of the first."""
+
+    chunk: EncodedChunk
+    rows: list[bytes]
+    session: int
+    sequence: int
+
+
 class SmallRecords:
     """The small records of one run store; owned by the append thread."""
 
-    def __init__(
-        self,
-        log: SmallLog,
-        files: OpenFiles,
-        shard_for: Callable[[Series, int], ShardWriter],
-        append: Callable[[Series, int, Sequence[bytes], Iterable[EncodedChunk], int, int], int],
-        moved: Callable[[Series, int, int, int], None],
-        room: Room,
-    ) -> None:
-        """shard_for, append: the run store's ways into shards. moved: told (series, first, count, stored bytes)."""
+    def __init__(self, log: SmallLog, files: OpenFiles, room: Room) -> None:
+        """room: for what was logged last."""
         self._log, self._files = log, files
-        self._shard_for, self._append, self._moved = shard_for, append, moved
         self._fresh = _Fresh(room)
         self._stuck: set[str] = set()  # series whose small records could not be moved; said once
         self._released: Counter[int] = Counter()  # by log: records in shards that are not durable yet
 
-    def commit(self, records: Sequence[tuple[Series, int, Small]]) -> None:
+    def commit(self, records: Sequence[tuple[SeriesState, int, Small]]) -> None:
         """Append records to the log, in one write. Raises OSError; then nothing of them remains."""
         places = self._log.append([(series.header, number, small) for series, number, small in records])
         for (series, _, small), place in zip(records, places, strict=True):
             series.waiting.append(place)
             self._fresh.keep(place, small)
 
-    def settle(self, series: Series, *, full_chunks: bool = False) -> None:
-        """Move the waiting small records of a series into its shard, chunk by chunk.
-
-        full_chunks: leave the last ones in the log until they fill a chunk, which is then encoded once.
-        """
-        batch = series.geometry.batch
+    @contextlib.contextmanager
+    def moving(self, series: SeriesState) -> Iterator[None]:
+        """Wrap the moves of a series' records: an error leaves them in the log, and is logged once."""
         try:
-            while series.waiting:
-                first = series.in_shards
-                room = batch - first % batch
-                if full_chunks and len(series.waiting) < room:
-                    break
-                self._settle_batch(series, first, series.waiting.first(room))
+            yield
         except (OSError, StoreError) as error:
             if series.header.path not in self._stuck:
                 self._stuck.add(series.header.path)
@@ -113,35 +107,35 @@ class SmallRecords:
         else:
             self._stuck.discard(series.header.path)
 
-    def _settle_batch(self, series: Series, first: int, places: Sequence[LogPlace]) -> None:
-        geometry, chain = series.geometry, series.chain
-        found = [self._fresh.take(place) or self._read(place) for place in places]
-        shapes = [stored_shape(series.header.dtype, small.shape) for small in found]
-        records: list[NDArray[np.generic]] | NDArray[np.generic]
-        if all(shape == geometry.chunk for shape in shapes):
-            records = np.frombuffer(b"".join([small.data for small in found]), dtype=chain.stored)
-            records = records.reshape(len(found), *geometry.chunk)
-        else:
-            records = [
-                as_array(small.data, chain.stored, shape) for small, shape in zip(found, shapes, strict=True)
-            ]
-        slot = geometry.slot(first, 0)
+    def has_chunk(self, series: SeriesState, *, full: bool) -> bool:
+        """Whether records of a series wait. full: so many that they fill a chunk, which is then encoded once."""
+        batch = series.geometry.batch
+        return len(series.waiting) >= (batch - series.in_shards % batch if full else 1)
+
+    def take_chunk(self, series: SeriesState, joined: bytes | None) -> Batch:
+        """The next chunk of a series' waiting records, of which there must be one; they wait until `moved` is called.
+
+        Args:
+            series: whose records they are; `in_shards` is the number of the first one.
+            joined: the encoded chunk whose rest they fill; None if they begin a chunk.
+
+        Raises:
+            OSError, DamagedRecord: one of the records cannot be read, or the chunk that they join.
+        """
+        geometry, chain, first = series.geometry, series.chain, series.in_shards
         at = first % geometry.batch
-        held = None
-        if at:
-            shard = self._shard_for(series, first)
-            if slot not in shard.index:
-                raise DamagedRecord(f"the chunk that they join is lost in {shard.path.name}")
-            offset, nbytes = shard.index[slot]
-            held = decode(chain, shard.read(offset, nbytes), (geometry.batch, *geometry.chunk))
-        encoded = encode_batch(records, at, held, geometry, chain)
-        chunk = EncodedChunk(slot, 0, encoded, sum(len(small.data) for small in found))
+        places = series.waiting.first(geometry.batch - at)
+        found = [self._fresh.take(place) or self._read(place) for place in places]
+        held = None if joined is None else decode(chain, joined, (geometry.batch, *geometry.chunk))
+        encoded = encode_batch(_elements(series, found), at, held, geometry, chain)
+        chunk = EncodedChunk(geometry.slot(first, 0), 0, encoded, sum(len(small.data) for small in found))
         failpoint("settle.before_append")
-        rows = [small.row for small in found]
-        written = self._append(series, first, rows, [chunk], found[0].session, found[0].sequence)
-        series.waiting.drop(len(places))
-        self._moved(series, first, len(found), written)
-        self._released.update(map(log_of, places))
+        return Batch(chunk, [small.row for small in found], found[0].session, found[0].sequence)
+
+    def moved(self, series: SeriesState, count: int) -> None:
+        """The first `count` waiting records stand in a shard now."""
+        self._released.update(map(log_of, series.waiting.first(count)))
+        series.waiting.drop(count)
         failpoint("settle.after_append")
         if not self._files.durable:
             self.release()
@@ -156,12 +150,12 @@ class SmallRecords:
             self._log.release(log, count)
         self._released.clear()
 
-    def adopt(self, series: Series) -> None:
+    def adopt(self, series: SeriesState) -> None:
         """Count the small records that recovery found waiting."""
         for place in series.waiting.first(len(series.waiting)):
             self._log.adopt(log_of(place))
 
-    def held_back(self, all_series: Iterable[Series]) -> list[Series]:
+    def held_back(self, all_series: Iterable[SeriesState]) -> list[SeriesState]:
         """Series that keep the oldest log from being deleted, if too many logs are held back."""
         oldest = self._log.oldest
         if oldest is None:
@@ -175,3 +169,13 @@ class SmallRecords:
     def forget(self) -> None:
         """Keep no record in memory any more."""
         self._fresh.clear()
+
+
+def _elements(series: SeriesState, found: Sequence[Small]) -> list[NDArray[np.generic]] | NDArray[np.generic]:
+    """The records as arrays; as one, if each fills its part of the chunk."""
+    stored, chunk = series.chain.stored, series.geometry.chunk
+    shapes = [stored_shape(series.header.dtype, small.shape) for small in found]
+    if all(shape == chunk for shape in shapes):
+        whole = np.frombuffer(b"".join([small.data for small in found]), dtype=stored)
+        return whole.reshape(len(found), *chunk)
+    return [as_array(small.data, stored, shape) for small, shape in zip(found, shapes, strict=True)]

@@ -21,7 +21,7 @@ from capd.errors import DamagedRecord
 from capd.store.frames import (
     FileHeader,
     Frame,
-    Kind,
+    FrameKind,
     SeriesHeader,
     decode_payload,
     payload_is_sound,
@@ -90,7 +90,7 @@ class ShardFile:
         """Whether its HEADER frame names this shard of this series; None where no sound one begins the file."""
         if self._asked is not header:
             first = read_frame(self.fd, 0, self.nbytes)
-            is_header = first is not None and first.kind is Kind.HEADER
+            is_header = first is not None and first.kind is FrameKind.HEADER
             file = decode_payload(self.fd, first) if first is not None and is_header else None
             self._belongs = None
             if isinstance(file, FileHeader) and file.series is not None:
@@ -133,7 +133,7 @@ class ShardFile:
         if found is None and places and self._journal is None:
             offset, nbytes = max(places)  # nearly always the COMMIT stands right behind the last chunk
             follower = read_frame(self.fd, offset + nbytes, self.nbytes)
-            if follower is not None and follower.kind is Kind.COMMIT:
+            if follower is not None and follower.kind is FrameKind.COMMIT:
                 self._note(follower)
                 found = self._committed.get(number)
         # chunks shared with an earlier record, a batch that grew, a record without elements

@@ -18,7 +18,7 @@ from capd.errors import DamagedRecord, StoreError
 from capd.store.codecs import Encoded
 from capd.store.failpoints import failpoint
 from capd.store.files import copy_range, new_file, pwrite_all, rename, start_writeback, truncate, unlink
-from capd.store.frames import FileHeader, Kind, RecordRow, encode_commit, frame, frame_header
+from capd.store.frames import FileHeader, FrameKind, RecordRow, encode_commit, frame, frame_header
 from capd.store.open_files import OpenFiles
 from capd.store.scan import read_shard
 from capd.store.sharding_index import index_bytes, index_nbytes, read_index
@@ -93,7 +93,7 @@ class ShardWriter:
         """Start an empty shard file with its HEADER frame."""
         payload = _encode(header)
         failpoint("create.before_header")
-        end = new_file(path, [frame(Kind.HEADER, payload), payload])
+        end = new_file(path, [frame(FrameKind.HEADER, payload), payload])
         files.created(path, end)
         failpoint("create.after_header")
         return cls(path, files, header.shard, end, {}, has_records=False)
@@ -147,12 +147,12 @@ class ShardWriter:
                 nbytes, crc = encoded.nbytes, encoded.crc
                 at = self._twin(fd, chunk)
                 if at is None:
-                    head = frame_header(Kind.CHUNK, nbytes, crc, ordinal, session, sequence, raw_nbytes)
+                    head = frame_header(FrameKind.CHUNK, nbytes, crc, ordinal, session, sequence, raw_nbytes)
                     at = run.add(head, *encoded.parts)
                 placed[ordinal] = (nbytes, crc, at)
                 entries.append((slot, at, nbytes))
             payload = encode_commit(first, rows, entries)
-            run.add(frame(Kind.COMMIT, payload, session=session, sequence=sequence), payload)
+            run.add(frame(FrameKind.COMMIT, payload, session=session, sequence=sequence), payload)
             failpoint("commit.before_write")
             end = run.finish()
             failpoint("commit.after_write")

@@ -23,7 +23,7 @@ from capd.store.frames import (
     Commit,
     FileHeader,
     Frame,
-    Kind,
+    FrameKind,
     RecordRow,
     SeriesHeader,
     decode_commit,
@@ -94,12 +94,12 @@ class SmallLog:
             if reference is None:
                 reference = fresh[series.path] = len(self._references) + len(fresh)
                 payload = _encode(series)
-                parts += [frame(Kind.SERIES, payload, reference), payload]
+                parts += [frame(FrameKind.SERIES, payload, reference), payload]
                 at += FRAME_NBYTES + len(payload)
             session, sequence, data, nbytes = small.session, small.sequence, small.data, len(small.data)
             commit = encode_commit(number, [small.row])
-            head = frame(Kind.RECORD, data, reference, session, sequence, nbytes)
-            parts += [head, data, frame(Kind.COMMIT, commit, reference, session, sequence), commit]
+            head = frame(FrameKind.RECORD, data, reference, session, sequence, nbytes)
+            parts += [head, data, frame(FrameKind.COMMIT, commit, reference, session, sequence), commit]
             places.append(log_place(self._number, at))
             at += 2 * FRAME_NBYTES + nbytes + len(commit)
         fd = self._files.get(path)
@@ -150,7 +150,7 @@ class SmallLog:
             payload = _encode(self._header)
             path = self.path(self._number + 1)
             failpoint("create.before_header")
-            end = new_file(path, [frame(Kind.HEADER, payload), payload])
+            end = new_file(path, [frame(FrameKind.HEADER, payload), payload])
             self._files.created(path, end)
             self._open, self._number, self._end, self._references = True, self._number + 1, end, {}
             failpoint("create.after_header")
@@ -161,14 +161,14 @@ def read_small(fd: int, offset: int) -> tuple[bytes, Commit, Frame]:
     """Raw bytes, COMMIT and RECORD frame of the record at `offset`; raises DamagedRecord if either is damaged."""
     held = os.pread(fd, _READ_NBYTES, offset)
     record = parse_frame(held, 0, offset)
-    if record is None or record.kind is not Kind.RECORD or record.nbytes > SMALL_NBYTES:
+    if record is None or record.kind is not FrameKind.RECORD or record.nbytes > SMALL_NBYTES:
         raise DamagedRecord(f"no record frame at byte {offset} of the small log")
     behind = FRAME_NBYTES + record.nbytes
     if len(held) < behind + _COMMIT_NBYTES:
         held = os.pread(fd, behind + _COMMIT_NBYTES, offset)
     raw = held[FRAME_NBYTES:behind]
     follower = parse_frame(held, behind)
-    if follower is None or follower.kind is not Kind.COMMIT or not payload_is_sound(record, raw):
+    if follower is None or follower.kind is not FrameKind.COMMIT or not payload_is_sound(record, raw):
         raise DamagedRecord(f"the record at byte {offset} of the small log fails its checksum")
     at = behind + FRAME_NBYTES
     payload = held[at : at + follower.nbytes]

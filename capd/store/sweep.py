@@ -13,7 +13,7 @@ from capd.store.files import remove_tree
 from capd.store.layout import has_shards, series_on_disk, shard_path
 from capd.store.published import read_shape
 from capd.store.recovery import Recovery
-from capd.store.series import Series
+from capd.store.series import SeriesState
 
 __all__ = ["beyond_catalog", "mend_documents"]
 
@@ -71,6 +71,6 @@ def _owner(directory: Path) -> Any:
     return None
 
 
-def _has_next_shard(run: Path, series: Series) -> bool:
+def _has_next_shard(run: Path, series: SeriesState) -> bool:
     number, inside = divmod(series.row.sealed, series.geometry.shard_records)
     return not inside and shard_path(run, series.header, number).exists()

@@ -14,11 +14,11 @@ from capd.store.frames import Frame, RecordRow, SeriesHeader, payload_is_sound
 from capd.store.scan import ScannedShard, read_shard
 from capd.store.sharding_index import index_nbytes, read_index
 
-__all__ = ["Finding", "ShardFile", "check_file"]
+__all__ = ["CheckedFile", "FileDamage", "check_file"]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class FileDamage:
     """records: numbers that it touches. offset: byte in the file, None for the file as a whole."""
 
     records: tuple[int, ...]
@@ -27,12 +27,12 @@ class Finding:
 
 
 @dataclass(slots=True)
-class ShardFile:
+class CheckedFile:
     """What a file holds. is_foreign: another shard's, or unreadable. rewritten: a Zarr tool wrote it anew, without
     frames: readable, but the catalog cannot be rebuilt from it. index: slot → (offset, bytes) as readers see it."""
 
     rows: dict[int, RecordRow] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[FileDamage] = field(default_factory=list)
     nbytes: int = 0
     header: SeriesHeader | None = None
     is_foreign: bool = False
@@ -48,7 +48,7 @@ def check_file(
     owner: tuple[frozenset[str], str],
     *,
     sealed: bool,
-) -> ShardFile | None:
+) -> CheckedFile | None:
     """Check the file of shard `number` of a series; None if it is not there (any more).
 
     expected: records below this number are said to be in it, if they are this shard's. owner: the run
@@ -81,9 +81,9 @@ class _Check:
         self._expected = range(self._begin, min(expected, self._begin + header.geometry.shard_records))
         self._bad: set[int] = set()  # offsets of chunks that fail their checksum
         self._good: dict[int, int] = {}  # offset → bytes of the others
-        self.out = ShardFile()
+        self.out = CheckedFile()
 
-    def run(self) -> ShardFile:
+    def run(self) -> CheckedFile:
         size = os.fstat(self._fd).st_size
         self.out.nbytes = size
         try:
@@ -105,13 +105,13 @@ class _Check:
         self._check_chunks(scanned)
         return self.out
 
-    def _unusable(self, what: str) -> ShardFile:
+    def _unusable(self, what: str) -> CheckedFile:
         self.out.is_foreign = True
         self._find(self._expected, None, what)
         return self.out
 
     def _find(self, records: Iterable[int], offset: int | None, what: str) -> None:
-        self.out.findings.append(Finding(tuple(sorted(records)), offset, what))
+        self.out.findings.append(FileDamage(tuple(sorted(records)), offset, what))
 
     def _visit(self, fd: int, frame: Frame) -> None:
         payload = os.pread(fd, frame.nbytes, frame.offset)

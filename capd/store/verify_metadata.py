@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from capd.store.catalog_check import Sums
+from capd.store.catalog_check import RecordSums
 from capd.store.catalog_read import SeriesRow
 from capd.store.frames import RecordRow, StatsRow
 
@@ -33,10 +33,10 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def total_problems(row: SeriesRow, sums: Sums | None) -> Iterator[str]:
+def total_problems(row: SeriesRow, sums: RecordSums | None) -> Iterator[str]:
     """How the totals of a series in the catalog contradict its record rows."""
     if sums is None:
-        sums = Sums()
+        sums = RecordSums()
     if (row.records, row.records - 1) != (sums.records, sums.last):
         yield f"{row.records} records in the series' row, {sums.records} rows up to number {sums.last}"
     if row.raw_bytes != sums.raw_nbytes:

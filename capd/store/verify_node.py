@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from capd.errors import NotAStore, StoreError
-from capd.store.catalog_check import Sums, acked_problems, column_problems, read_sums
+from capd.store.catalog_check import RecordSums, acked_problems, column_problems, read_sums
 from capd.store.catalog_open import EmptyCatalog, connect_read_only
 from capd.store.catalog_read import CATALOG_NAME, SeriesRow, read_series
 from capd.store.catalog_sessions import read_sessions
@@ -36,7 +36,7 @@ class NodePromise:
     directory: Path
     catalog: Path | None = None
     rows: dict[str, SeriesRow] = field(default_factory=dict)
-    sums: dict[int, Sums] = field(default_factory=dict)
+    sums: dict[int, RecordSums] = field(default_factory=dict)
     logged: dict[str, dict[int, RecordRow]] = field(default_factory=dict)
     headers: dict[str, SeriesHeader] = field(default_factory=dict)
     unsealed: dict[str, int] = field(default_factory=dict)

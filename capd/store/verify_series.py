@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from capd.errors import DamagedRecord, StoreError
-from capd.store.catalog_check import Sums, series_now
+from capd.store.catalog_check import RecordSums, series_now
 from capd.store.catalog_read import SeriesRow
 from capd.store.damage import Damage, Kind
 from capd.store.described import array_problems, described, group_problems
@@ -61,7 +61,7 @@ def promise_of(
     if document is not None:
         for problem in _catalog_problems(node, path, shape, has_shards=bool(files)):
             damage("data", problem, "catalog")
-    sums = Sums() if known is None else node.sums.get(known.id, Sums())
+    sums = RecordSums() if known is None else node.sums.get(known.id, RecordSums())
     logged = node.logged.get(path, {})
     said = max(shape[0], sums.last + 1, max(logged, default=-1) + 1, node.unsealed.get(path, 0))
     held = sums.records + len(logged) + (0 if published is None else published.count)

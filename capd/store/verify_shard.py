@@ -20,7 +20,7 @@ from capd.store.frames import UNKNOWN_CLIENT, RecordRow, SeriesHeader
 from capd.store.layout import partial_path
 from capd.store.published import Published
 from capd.store.ranges import RangeSet
-from capd.store.verify_file import ShardFile, check_file
+from capd.store.verify_file import CheckedFile, check_file
 from capd.store.verify_metadata import row_differences
 
 __all__ = ["SeriesPromise", "ShardResult", "check_shard"]
@@ -109,7 +109,7 @@ class _ShardCheck:
         zeros = ["0"] * len(self._promise.header.geometry.extents)
         return self._promise.run.joinpath(self._promise.header.path, "data", "c", str(self._number), *zeros)
 
-    def _file(self, path: Path, expected: int, *, sealed: bool) -> ShardFile | None:
+    def _file(self, path: Path, expected: int, *, sealed: bool) -> CheckedFile | None:
         promise = self._promise
         owner = (promise.run_ids, promise.node)
         found = check_file(path, promise.header, self._number, expected, owner, sealed=sealed)
@@ -127,7 +127,7 @@ class _ShardCheck:
             )
         return found
 
-    def _nameless(self, sealed: ShardFile | None) -> set[int]:
+    def _nameless(self, sealed: CheckedFile | None) -> set[int]:
         """Records in a shard that a Zarr tool wrote anew: they have no COMMIT, only an index entry."""
         if sealed is None or not sealed.rewritten:
             return set()
@@ -143,7 +143,7 @@ class _ShardCheck:
             Damage(kind, promise.header.path, tuple(records), file, offset, what, promise.node)
         )
 
-    def _check_columns(self, sealed: ShardFile | None) -> None:
+    def _check_columns(self, sealed: CheckedFile | None) -> None:
         published, header = self._promise.published, self._promise.header
         stop = min(self._promise.shape0, self._range.stop)
         if published is None or sealed is None or sealed.is_foreign or stop <= self._range.start:
@@ -175,7 +175,7 @@ class _ShardCheck:
         return any(n > held for n, held in zip(shape, self._promise.shape[1:], strict=False))
 
     def _check_catalog(
-        self, rows: Mapping[int, RecordRow], nameless: set[int], sealed: ShardFile | None
+        self, rows: Mapping[int, RecordRow], nameless: set[int], sealed: CheckedFile | None
     ) -> None:
         if self._promise.catalog is None:
             return

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from capd.cli.app import main
-from capd.server.jobs import Job
+from capd.server.jobs import RecordJob
 from capd.server.pipeline import Pipeline
 from capd.store.catalog_read import SessionRow
 from capd.store.options import StoreOptions
@@ -106,7 +106,7 @@ class StoreWriter:
         descriptor = Descriptor(self._sequence, 4096, len(data), 0, array.shape, moment, **more)
         define = Define(id=0, key=key, dtype=dtype)
         self._sequence += 1
-        job = Job(run_id, CLIENT, descriptor.sequence, define, descriptor, memoryview(data), self._sink)
+        job = RecordJob(run_id, CLIENT, descriptor.sequence, define, descriptor, memoryview(data), self._sink)
         self._pipeline.submit(job)
 
     def open(self, run_id: str) -> None:

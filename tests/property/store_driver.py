@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from capd.errors import StoreError
 from capd.server import appending
-from capd.server.jobs import Booked, Job, Task, Tickets
+from capd.server.jobs import Booked, RecordJob, Task, Tickets
 from capd.server.pipeline import plan_of
 from capd.store import files as store_files
 from capd.store import geometry, open_files, power
@@ -206,7 +206,7 @@ class StoreDriver:
         descriptor = Descriptor(offer.sequence, 0, bits.nbytes, 0, bits.shape, moment, payload=offer.payload)
         define = Define(id=0, key=offer.key, dtype=offer.dtype)
         sink = _Sink(offer.identity, self.outcomes)
-        task = Task(Job(RUN_ID, offer.client, offer.sequence, define, descriptor, data, sink), 0)
+        task = Task(RecordJob(RUN_ID, offer.client, offer.sequence, define, descriptor, data, sink), 0)
         try:
             task.plan = plan_of(self.store, task.job)
         except StoreError as error:

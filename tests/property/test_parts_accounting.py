@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from capd.server.accounting import PageCounters, Totals, reconcile
+from capd.server.accounting import PageCounters, SessionTotals, reconcile
 from capd.server.session import Session
 from capd_client.allocator import SlotAllocator
 from capd_client.counter_page import DropReason
@@ -258,7 +258,7 @@ class Parts(RuleBasedStateMachine):
         assert self.daemon.session.connect(hello) is None
         self.queue.reconnected()
 
-    def totals(self, in_work: int | None) -> Totals:
+    def totals(self, in_work: int | None) -> SessionTotals:
         now = self.queue.snapshot()
         dropped = {DropReason(reason): count for reason, count in now.dropped.items()}
         page = PageCounters(now.offered, now.in_flight, dropped)
@@ -266,7 +266,7 @@ class Parts(RuleBasedStateMachine):
         return reconcile(page, len(session.done), session.refused_counts, in_work=in_work)
 
 
-def balanced(totals: Totals, stored: int) -> bool:
+def balanced(totals: SessionTotals, stored: int) -> bool:
     lost = sum(totals.dropped.values())
     return totals.committed == stored and totals.offered == stored + totals.in_flight + lost
 

@@ -16,7 +16,7 @@ import pytest
 
 from capd.server import gathering
 from capd.server.gathering import GatherThread
-from capd.server.jobs import Job, Task, Tickets
+from capd.server.jobs import RecordJob, Task, Tickets
 from capd.store.geometry import Geometry
 from capd.store.scratch import Scratch
 from capd_client.counter_page import DropReason
@@ -73,7 +73,7 @@ class Bench:
         descriptor = Descriptor(
             sequence, 4096, len(data), 0, (part.nbytes if part else len(data),), Moment(), part=part
         )
-        job = Job("run", client, sequence, DEFINE, descriptor, memoryview(data), self.sink)
+        job = RecordJob("run", client, sequence, DEFINE, descriptor, memoryview(data), self.sink)
         return self.thread.takes(Task(job, self.tickets.issue()))
 
     def parts(self, record: int, client: bytes = A, upto: int = 3) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capd.server.arena import Arena
-from capd.server.jobs import Job
+from capd.server.jobs import RecordJob
 from capd.server.rank import RankSession
 from capd.server.session import Session
 from capd.server.steering import RunSteering
@@ -61,7 +61,7 @@ class Both:
     rank: RankSession
     hello: Hello
     seen: Arena
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[RecordJob] = field(default_factory=list)
 
     @property
     def definition(self) -> Definition:
@@ -108,7 +108,7 @@ class Both:
         return [job.sequence for job in self.jobs[before:]]
 
 
-def _extend(jobs: list[Job], *new: Job) -> None:
+def _extend(jobs: list[RecordJob], *new: RecordJob) -> None:
     jobs.extend(new)
 
 
@@ -122,7 +122,7 @@ def make() -> Iterator[Callable[..., Both]]:
         own = queue(SlotAllocator(arena.start, arena.nbytes - arena.start), counters)
         own.journal.attach(arena.buffer, arena.layout)
         hello = Hello(protocol=1, client=CLIENT, connection=1, rank=0, arena_nbytes=arena.nbytes)
-        seen, jobs = Arena(arena.fd, arena.nbytes), list[Job]()
+        seen, jobs = Arena(arena.fd, arena.nbytes), list[RecordJob]()
         submit = partial(_extend, jobs)
         rank = RankSession(Session(CLIENT, "run"), hello, seen, submit, lambda *_: None, 0, RunSteering())
         made.append(Both(own, arena, rank, hello, seen, jobs))

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from capd.server.jobs import PAUSE_NBYTES, PAUSE_TASKS, TURN_NBYTES, Job, Lanes, Task
+from capd.server.jobs import PAUSE_NBYTES, PAUSE_TASKS, TURN_NBYTES, Lanes, RecordJob, Task
 from capd_client.key import Key, Moment
 from capd_client.protocol import Define, Descriptor
 
@@ -19,7 +19,7 @@ LARGE, SMALL = 16 << 20, 4 << 10
 def put(lanes: Lanes, client: bytes, nbytes: int = SMALL, count: int = 1) -> None:
     for _ in range(count):
         descriptor = Descriptor(1, 4096, nbytes, 0, (nbytes,), Moment())
-        lanes.put([Task(Job("run", client, 1, DEFINE, descriptor, memoryview(b""), None), 0)])  # type: ignore[arg-type]
+        lanes.put([Task(RecordJob("run", client, 1, DEFINE, descriptor, memoryview(b""), None), 0)])  # type: ignore[arg-type]
 
 
 def take(lanes: Lanes, count: int) -> list[bytes]:

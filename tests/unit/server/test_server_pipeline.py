@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from capd.server.jobs import Job
+from capd.server.jobs import RecordJob
 from capd.server.pipeline import Pipeline
 from capd.store.options import StoreOptions
 from capd_client.counter_page import DropReason
@@ -39,7 +39,7 @@ def submit_together(root: Path, limit: Limit, *sizes: int) -> Outcomes:
         pipeline.open_run("run")
         pipeline.submit(
             *(
-                Job(
+                RecordJob(
                     "run", CLIENT, sequence, DEFINE, Descriptor(sequence, 0, nbytes, 0, (nbytes,), Moment()),
                     memoryview(bytes(nbytes)), sink,
                 )

@@ -12,7 +12,7 @@ import pytest
 from test_server_arena import SEALS, memfd, write
 
 from capd.server.arena import Arena
-from capd.server.jobs import Job
+from capd.server.jobs import RecordJob
 from capd.server.rank import MAX_IN_WORK_NBYTES, RankSession
 from capd.server.session import Session
 from capd.server.steering import RunSteering
@@ -36,13 +36,13 @@ LONG = '{"a":"\N{GRINNING FACE}'.encode().ljust(MAX_METADATA_NBYTES - 2, b"x") +
 
 
 @pytest.fixture
-def jobs() -> list[Job]:
+def jobs() -> list[RecordJob]:
     """What waits for the pipeline, which does nothing here."""
     return []
 
 
 @pytest.fixture
-def rank(jobs: list[Job]) -> Iterator[RankSession]:
+def rank(jobs: list[RecordJob]) -> Iterator[RankSession]:
     fd = memfd(ARENA_NBYTES, seals=SEALS)
     write(fd, _row().tobytes(), PAGE_NBYTES)
     hello = Hello(protocol=1, client=b"c" * 16, connection=1, rank=0, arena_nbytes=ARENA_NBYTES)
@@ -94,7 +94,7 @@ def flood(rank: RankSession, *, metadata: bytes = b"", row: bool = False) -> Non
 @pytest.mark.parametrize("metadata", [b"", LONG], ids=["plain", "metadata"])
 @pytest.mark.parametrize("row", [False, True], ids=["bytes", "row"])
 def test_what_waits_of_one_rank_takes_bounded_memory(
-    rank: RankSession, jobs: list[Job], metadata: bytes, row: bool
+    rank: RankSession, jobs: list[RecordJob], metadata: bytes, row: bool
 ) -> None:
     gc.collect()
     tracemalloc.start()

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from capd.store.frames import FRAME_NBYTES, Frame, Kind, decode_row, encode_row, walk
+from capd.store.frames import FRAME_NBYTES, Frame, FrameKind, decode_row, encode_row, walk
 from capd_client.key import Moment
 from tests.unit.store.reading import Held
 from tests.unit.store.writing import Writer
@@ -48,7 +48,7 @@ def flip(path: Path, offset: int) -> None:
         file.write(bytes([byte ^ 4]))
 
 
-def frames(path: Path, kind: Kind) -> list[Frame]:
+def frames(path: Path, kind: FrameKind) -> list[Frame]:
     """The frames of one kind in a file."""
     fd = os.open(path, os.O_RDONLY)
     try:

@@ -14,7 +14,7 @@ import zarr
 
 import capd
 from capd.errors import DamagedRecord, StoreError
-from capd.server.jobs import Job
+from capd.server.jobs import RecordJob
 from capd.store import layout, shards, small
 from capd.store.catalog_read import CATALOG_NAME
 from capd.store.recovery import Recovery
@@ -456,7 +456,9 @@ def test_a_shape_that_cannot_be_encoded_is_refused_alone(tmp_path: Path) -> None
         Define(id=0, key=LARGE, dtype="float32"),
         Descriptor(sequence, 0, 0, 0, shape, Moment()),
     )
-    writer.pipeline.submit(Job("run", CLIENT, sequence, define, descriptor, memoryview(b""), writer.outcomes))
+    writer.pipeline.submit(
+        RecordJob("run", CLIENT, sequence, define, descriptor, memoryview(b""), writer.outcomes)
+    )
     put(writer, LARGE, large())
     writer.close()
 

@@ -12,7 +12,7 @@ import pytest
 
 import capd
 from capd.store import spool as spool_module
-from capd.store.frames import Kind, parse_frame
+from capd.store.frames import FrameKind, parse_frame
 from capd.store.node import NodeView
 from tests.unit.store.damaging import image
 from tests.unit.store.reading import assert_capd_reads
@@ -252,7 +252,7 @@ def test_a_look_at_files_that_grow_shows_no_record_before_its_predecessors(
 def sequence_is_in(partial: bytes, sequence: int) -> bool:
     """Whether a `.partial` holds the chunk of this capture of test_a_look_at_files_that_grow."""
     return any(
-        frame is not None and frame.kind is Kind.COMMIT and frame.sequence == sequence
+        frame is not None and frame.kind is FrameKind.COMMIT and frame.sequence == sequence
         for frame in (
             parse_frame(partial, at) for at in range(len(partial) - 48) if partial[at : at + 4] == b"CPDF"
         )

@@ -16,7 +16,7 @@ import capd
 from capd.errors import StoreError
 from capd.store.catalog import Catalog
 from capd.store.catalog_read import CATALOG_NAME
-from capd.store.frames import FRAME_NBYTES, Frame, Kind
+from capd.store.frames import FRAME_NBYTES, Frame, FrameKind
 from capd.store.layout import partial_path
 from capd.store.scan import scan_shard
 from capd.store.verify import verify_run
@@ -222,7 +222,7 @@ def test_a_lost_commit_inside_a_partial_costs_that_record_alone(
 ) -> None:
     writer, run = spooled(tmp_path)
     partial = spool(run, "*.partial")
-    flip(partial, where(frames(partial, Kind.COMMIT)[2]))
+    flip(partial, where(frames(partial, FrameKind.COMMIT)[2]))
     if catalog == "lost":
         (run / ".capd" / "node=n0" / CATALOG_NAME).unlink()
 
@@ -234,7 +234,7 @@ def test_a_lost_commit_inside_a_partial_costs_that_record_alone(
 def test_a_damaged_header_of_a_chunk_costs_nothing(tmp_path: Path) -> None:
     writer, run = spooled(tmp_path)
     partial = spool(run, "*.partial")
-    flip(partial, head(frames(partial, Kind.CHUNK)[2]))
+    flip(partial, head(frames(partial, FrameKind.CHUNK)[2]))
 
     reopened(run, writer.held)
 
@@ -242,15 +242,15 @@ def test_a_damaged_header_of_a_chunk_costs_nothing(tmp_path: Path) -> None:
 def test_a_partial_whose_header_is_damaged_is_known_by_its_name(tmp_path: Path) -> None:
     writer, run = spooled(tmp_path)
     partial = spool(run, "*.partial")
-    flip(partial, inside(frames(partial, Kind.HEADER)[0]))
+    flip(partial, inside(frames(partial, FrameKind.HEADER)[0]))
 
     reopened(run, writer.held)
 
 
 @pytest.mark.parametrize("where", [head, inside])
-@pytest.mark.parametrize("kind", [Kind.RECORD, Kind.COMMIT])
+@pytest.mark.parametrize("kind", [FrameKind.RECORD, FrameKind.COMMIT])
 def test_damage_in_a_log_costs_the_record_that_it_touched(
-    tmp_path: Path, kind: Kind, where: Callable[[Frame], int]
+    tmp_path: Path, kind: FrameKind, where: Callable[[Frame], int]
 ) -> None:
     writer, run = spooled(tmp_path)
     log = spool(run, "small-*.log")
@@ -266,7 +266,7 @@ def test_damage_in_a_log_costs_the_record_that_it_touched(
 def test_a_lost_series_frame_of_a_log_costs_nothing_that_the_catalog_knows(tmp_path: Path) -> None:
     writer, run = spooled(tmp_path)
     log = spool(run, "small-*.log")
-    for frame in frames(log, Kind.SERIES):
+    for frame in frames(log, FrameKind.SERIES):
         flip(log, inside(frame))
 
     reopened(run, writer.held)
@@ -275,7 +275,7 @@ def test_a_lost_series_frame_of_a_log_costs_nothing_that_the_catalog_knows(tmp_p
 def test_a_log_whose_header_is_damaged_is_read(tmp_path: Path) -> None:
     writer, run = spooled(tmp_path)
     log = spool(run, "small-*.log")
-    flip(log, inside(frames(log, Kind.HEADER)[0]))
+    flip(log, inside(frames(log, FrameKind.HEADER)[0]))
 
     reopened(run, writer.held)
 
@@ -285,7 +285,7 @@ def test_small_records_that_closed_ranks_are_not_taken_twice_after_the_next_kill
     writer, run = spooled(tmp_path, log_nbytes=20_000)
     logs = sorted((run / ".capd" / "node=n0" / "spool").glob("small-*.log"))
     assert len(logs) > 2
-    flip(logs[0], inside(frames(logs[0], Kind.RECORD)[0]))
+    flip(logs[0], inside(frames(logs[0], FrameKind.RECORD)[0]))
     again = Writer(run.parent)
     mended = {log.name: log.read_bytes() for log in logs}
     again.pipeline.seal("run").result(timeout=30)
@@ -351,7 +351,7 @@ def test_frames_that_were_appended_twice_or_from_elsewhere_do_not_count(tmp_path
     writer, run = spooled(tmp_path)
     partial = spool(run, "*.partial")
     whole = partial.read_bytes()
-    last = frames(partial, Kind.COMMIT)[-1]
+    last = frames(partial, FrameKind.COMMIT)[-1]
     partial.write_bytes(whole + whole[last.offset - FRAME_NBYTES :] + whole)
 
     reopened(run, writer.held)
@@ -396,7 +396,7 @@ def test_a_partial_that_continues_a_sealed_shard_falls_back_on_it(tmp_path: Path
     run = image(writer, tmp_path / "b")
     writer.close()
     partial = spool(run, "*.partial")
-    commits = frames(partial, Kind.COMMIT)
+    commits = frames(partial, FrameKind.COMMIT)
     flip(partial, inside(commits[0]))
     flip(partial, inside(commits[4]))
 
@@ -417,7 +417,7 @@ def test_a_partial_that_lost_its_only_new_commit_is_kept_in_the_quarantine(
     run = image(writer, tmp_path / "b")
     writer.close()
     partial = spool(run, "*.partial")
-    flip(partial, inside(frames(partial, Kind.COMMIT)[-1]))
+    flip(partial, inside(frames(partial, FrameKind.COMMIT)[-1]))
     damaged = partial.read_bytes()
 
     reopened(run, without(writer.held, lambda name, m: m.iteration == sealed))
@@ -433,8 +433,8 @@ def test_mending_that_is_interrupted_begins_again(
 ) -> None:
     writer, run = spooled(tmp_path)
     partial, log = spool(run, "*.partial"), spool(run, "small-*.log")
-    flip(partial, inside(frames(partial, Kind.COMMIT)[2]))
-    flip(log, inside(frames(log, Kind.RECORD)[20]))
+    flip(partial, inside(frames(partial, FrameKind.COMMIT)[2]))
+    flip(log, inside(frames(log, FrameKind.RECORD)[20]))
     lost = writer.held[(key("small"), "float32")][10][0]
     module, _, function = step.rpartition(".")
     for number in range(1, 10):

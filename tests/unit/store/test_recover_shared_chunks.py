@@ -13,7 +13,7 @@ import pytest
 import capd
 from capd.errors import DamagedRecord, StoreError
 from capd.store.catalog_read import CATALOG_NAME
-from capd.store.frames import Kind
+from capd.store.frames import FrameKind
 from capd.store.layout import partial_path
 from capd.store.run import RunStore
 from capd.store.scan import ScannedLog, read_log
@@ -46,7 +46,7 @@ def put_shared(writer: Writer, *iterations: int) -> None:
 
 def _settle(store: RunStore) -> None:
     [series] = [series for series in store._series.values() if series.header.key == SHARED]
-    store._small.settle(series)
+    store._settle(series)
     store._small.rotate()
     store.flush_catalog()
 
@@ -54,7 +54,7 @@ def _settle(store: RunStore) -> None:
 def lose_commit(run: Path, number: int) -> None:
     """Damage a COMMIT of the one `.partial`."""
     partial = spool(run, "*.partial")
-    flip(partial, inside(frames(partial, Kind.COMMIT)[number]))
+    flip(partial, inside(frames(partial, FrameKind.COMMIT)[number]))
 
 
 def assert_named_rightly(run: Path, writer: Writer, iterations: Sequence[int]) -> None:
@@ -104,7 +104,7 @@ def test_a_published_record_whose_commit_is_lost_is_not_read_from_an_older_copy_
             spool(run, "*.partial"),
             *run.glob("*/rank0/layer0/pre/tensor.forward.shared/data/c/0/0/0"),
         ):
-            flip(path, inside(frames(path, Kind.CHUNK)[2]))
+            flip(path, inside(frames(path, FrameKind.CHUNK)[2]))
     lose_commit(run, 1)
 
     Writer(run.parent).close()
@@ -122,7 +122,7 @@ def test_a_record_that_is_damaged_is_not_read_from_the_sealed_shard_that_its_chu
     run = image(writer, tmp_path / "b")
     writer.close()
     partial = spool(run, "*.partial")
-    flip(partial, inside(frames(partial, Kind.CHUNK)[-1]))
+    flip(partial, inside(frames(partial, FrameKind.CHUNK)[-1]))
     lose_commit(run, 0)  # so that the file is mended
 
     Writer(run.parent).close()
@@ -139,7 +139,7 @@ def test_a_sealed_shard_without_index_and_last_commit_is_not_continued_from_an_o
     put_shared(writer, 5, 6)
     writer.close()
     [path] = writer.run.glob("*/rank0/layer0/pre/tensor.forward.shared/data/c/0/0/0")
-    lost = frames(path, Kind.COMMIT)[-1].offset
+    lost = frames(path, FrameKind.COMMIT)[-1].offset
     with path.open("r+b") as file:
         nbytes = path.stat().st_size - lost
         file.seek(lost)
@@ -183,7 +183,7 @@ def test_a_record_that_nothing_names_keeps_its_number_unless_an_open_shard_names
     put_shared(writer, 7, 8)
     run = image(writer, tmp_path / "b")
     writer.close()
-    flip(sealed_shard(run), inside(frames(sealed_shard(run), Kind.COMMIT)[1]))
+    flip(sealed_shard(run), inside(frames(sealed_shard(run), FrameKind.COMMIT)[1]))
     if copy == "damaged":  # else the open shard's copy of the COMMIT names the record
         lose_commit(run, 1)
     lose_what_names_records(run)
@@ -214,7 +214,7 @@ def test_records_that_nothing_names_come_back_from_a_log_after_the_others(
     writer.pipeline.post("run", RunStore.maintain).result(timeout=30)
     run = image(writer, tmp_path / "b")
     writer.close()
-    flip(sealed_shard(run), inside(frames(sealed_shard(run), Kind.COMMIT)[0]))
+    flip(sealed_shard(run), inside(frames(sealed_shard(run), FrameKind.COMMIT)[0]))
     lose_what_names_records(run)
     if interrupted:
         with monkeypatch.context() as patch:
@@ -246,7 +246,7 @@ def test_published_records_outlast_a_torn_continuation_where_the_seals_mark_was_
     run = image(writer, tmp_path / "b")
     writer.close()
     partial = spool(run, f"{partial_path(Path(), 'bf16/rank0/layer0/pre/tensor.forward.shared', 0)}")
-    flip(partial, inside(frames(partial, Kind.CHUNK)[0]))
+    flip(partial, inside(frames(partial, FrameKind.CHUNK)[0]))
     for log in (run / ".capd" / "node=n0" / "spool").glob("small-*.log") if logs == "lost" else ():
         log.unlink()
     catalog = run / ".capd" / "node=n0" / CATALOG_NAME

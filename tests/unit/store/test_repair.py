@@ -18,7 +18,7 @@ import capd
 from capd.errors import ConfigError, NotAStore, StoreBusy, StoreError, StoreFull
 from capd.store import repair as repairs
 from capd.store.catalog_read import CATALOG_NAME, SessionRow
-from capd.store.frames import Kind
+from capd.store.frames import FrameKind
 from capd.store.repair import repair
 from tests.unit.store.damaging import edit_catalog, flip, frames, head, image, inside, without
 from tests.unit.store.reading import Held
@@ -70,7 +70,7 @@ def test_a_sound_run_comes_out_whole(run: Path, made: Made) -> None:
 
 
 def test_a_repaired_run_goes_on(run: Path, made: Made) -> None:
-    flip(shard(run, LARGE, 1), inside(frames(shard(run, LARGE, 1), Kind.CHUNK)[0]))
+    flip(shard(run, LARGE, 1), inside(frames(shard(run, LARGE, 1), FrameKind.CHUNK)[0]))
     _, new = repaired(run)
 
     writer = Writer(new.parent, run_id="new", shard_nbytes=1 << 20)
@@ -85,7 +85,7 @@ def test_a_repaired_run_goes_on(run: Path, made: Made) -> None:
 
 def test_a_damaged_record_is_named_and_all_others_are_saved(run: Path, made: Made) -> None:
     path = shard(run, LARGE, 1)
-    flip(path, inside(frames(path, Kind.CHUNK)[0]))
+    flip(path, inside(frames(path, FrameKind.CHUNK)[0]))
 
     done, new = repaired(run)
 
@@ -98,7 +98,7 @@ def test_a_damaged_record_is_named_and_all_others_are_saved(run: Path, made: Mad
 
 def test_a_damaged_chunk_of_small_records_costs_the_records_in_it(run: Path, made: Made) -> None:
     path = shard(run, SMALL, 2)
-    flip(path, inside(frames(path, Kind.CHUNK)[-1]))
+    flip(path, inside(frames(path, FrameKind.CHUNK)[-1]))
 
     done, new = repaired(run)
 
@@ -110,10 +110,10 @@ def test_a_damaged_chunk_of_small_records_costs_the_records_in_it(run: Path, mad
     "damage",
     [
         lambda path: flip(path, path.stat().st_size - 10),  # index
-        lambda path: flip(path, inside(frames(path, Kind.COMMIT)[0])),
-        lambda path: flip(path, head(frames(path, Kind.COMMIT)[0])),
-        lambda path: flip(path, inside(frames(path, Kind.HEADER)[0])),
-        lambda path: flip(path, frames(path, Kind.CHUNK)[0].offset - 30),
+        lambda path: flip(path, inside(frames(path, FrameKind.COMMIT)[0])),
+        lambda path: flip(path, head(frames(path, FrameKind.COMMIT)[0])),
+        lambda path: flip(path, inside(frames(path, FrameKind.HEADER)[0])),
+        lambda path: flip(path, frames(path, FrameKind.CHUNK)[0].offset - 30),
     ],
     ids=["index", "commit", "commit header", "header", "chunk header"],
 )

@@ -16,7 +16,7 @@ from capd.store import survey
 from capd.store.catalog_open import connect_read_only
 from capd.store.catalog_read import CATALOG_NAME, read_series
 from capd.store.described import described
-from capd.store.frames import Kind
+from capd.store.frames import FrameKind
 from capd.store.repair import Repair, repair
 from capd.store.run import RunStore
 from capd.store.verify import verify_run
@@ -73,7 +73,7 @@ def saves_shared(run: Path, writer: Writer, order: Sequence[int] = range(LAST + 
     return saves(run, writer, SHARED.tensor_name, order)
 
 
-def damage(path: Path, kind: Kind = Kind.CHUNK, number: int = -1) -> None:
+def damage(path: Path, kind: FrameKind = FrameKind.CHUNK, number: int = -1) -> None:
     flip(path, inside(frames(path, kind)[number]))
 
 
@@ -87,7 +87,7 @@ def test_a_damaged_chunk_of_a_sealed_shard_costs_nothing_that_a_log_holds(tmp_pa
 @pytest.mark.parametrize("columns", ["kept", "lost"])
 def test_records_that_lost_their_names_come_back_from_a_log(tmp_path: Path, columns: str) -> None:
     run, writer = make(tmp_path)
-    for kind in (Kind.CHUNK, Kind.COMMIT):
+    for kind in (FrameKind.CHUNK, FrameKind.COMMIT):
         damage(sealed_shard(run), kind)
     lose_what_names_records(run) if columns == "lost" else lose_catalog(run)
 
@@ -111,7 +111,7 @@ def test_a_damaged_chunk_of_an_open_shard_costs_nothing_that_a_log_holds(tmp_pat
 def test_what_no_log_holds_soundly_is_lost_alone(tmp_path: Path) -> None:
     run, writer = make(tmp_path)
     damage(sealed_shard(run))
-    damage(spool(run, "small-*.log"), Kind.RECORD, 3)
+    damage(spool(run, "small-*.log"), FrameKind.RECORD, 3)
 
     done = saves_shared(run, writer, [n for n in range(LAST + 1) if n != 3])
 
@@ -164,7 +164,7 @@ def test_a_log_of_another_run_gives_nothing(tmp_path: Path) -> None:
 def test_a_log_without_its_series_frame_still_has_the_records(tmp_path: Path) -> None:
     run, writer = make(tmp_path)
     damage(sealed_shard(run))
-    damage(spool(run, "small-*.log"), Kind.SERIES, 0)
+    damage(spool(run, "small-*.log"), FrameKind.SERIES, 0)
 
     assert saves_shared(run, writer).is_complete
 
@@ -211,7 +211,7 @@ def test_a_published_record_that_rotted_does_not_cost_those_of_the_open_shard(tm
     writer.close()
     damage(large_shard(run), number=1)
     damage(spool(run, "*.partial"), number=1)
-    damage(spool(run, "*.partial"), Kind.COMMIT, 4)
+    damage(spool(run, "*.partial"), FrameKind.COMMIT, 4)
 
     done = saves_large(run, writer, 0, 2, 3, 5, 6)
 
@@ -227,7 +227,11 @@ def test_an_open_shard_goes_on_where_the_sealed_one_before_it_cannot_be_read(
     maintain(writer)
     run = image(writer, tmp_path / "b")
     writer.close()
-    damage(large_shard(run), Kind.HEADER if what == "header" else Kind.COMMIT, 0 if what == "header" else 1)
+    damage(
+        large_shard(run),
+        FrameKind.HEADER if what == "header" else FrameKind.COMMIT,
+        0 if what == "header" else 1,
+    )
     lose_catalog(run)
     if what != "header":
         [document] = run.glob("*/rank0/layer0/pre/tensor.forward.large/zarr.json")
@@ -244,7 +248,7 @@ def test_records_in_a_log_go_on_behind_a_sealed_shard_without_a_header(tmp_path:
     put(writer, 7, 8)
     run = image(writer, tmp_path / "b")
     writer.close()
-    damage(sealed_shard(run), Kind.HEADER)
+    damage(sealed_shard(run), FrameKind.HEADER)
     lose_catalog(run)
     if daemon:
         Writer(run.parent, **OPTIONS).close()
@@ -260,7 +264,7 @@ def test_documents_say_what_a_series_is_where_nothing_else_does(tmp_path: Path, 
     run = writer.run
     with contextlib.closing(connect_read_only(run / ".capd" / "node=n0" / CATALOG_NAME)) as catalog:
         [kept] = [row.header for row in read_series(catalog)]
-    damage(large_shard(run), Kind.HEADER)
+    damage(large_shard(run), FrameKind.HEADER)
     lose_catalog(run)
 
     assert described(run, kept.path) == (kept, "n0")

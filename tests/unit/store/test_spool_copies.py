@@ -15,7 +15,7 @@ import capd
 from capd.errors import DamagedRecord
 from capd.store import mend
 from capd.store.catalog_read import CATALOG_NAME
-from capd.store.frames import Kind
+from capd.store.frames import FrameKind
 from capd.store.options import open_files_within
 from capd.store.repair import repair
 from capd.store.run import RunStore
@@ -40,7 +40,7 @@ def shard(run: Path, name: str, number: int) -> Path:
     return path
 
 
-def damage(path: Path, kind: Kind, number: int) -> None:
+def damage(path: Path, kind: FrameKind, number: int) -> None:
     flip(path, inside(frames(path, kind)[number]))
 
 
@@ -75,7 +75,7 @@ def test_records_without_a_name_are_not_taken_for_each_other(tmp_path: Path) -> 
     run = image(writer, tmp_path / "b")
     writer.close()
     for name in ("one", "other"):
-        damage(shard(run, name, 1), Kind.COMMIT, 0)
+        damage(shard(run, name, 1), FrameKind.COMMIT, 0)
     lose_names(run)
     again = Writer(run.parent, **OPTIONS)
     again.sequence, again.held = writer.sequence, writer.held
@@ -84,8 +84,8 @@ def test_records_without_a_name_are_not_taken_for_each_other(tmp_path: Path) -> 
     run = image(again, tmp_path / "c")
     again.close()
     for name in ("one", "other"):
-        damage(shard(run, name, 0), Kind.COMMIT, 1)
-    damage(shard(run, "other", 1), Kind.CHUNK, 0)
+        damage(shard(run, name, 0), FrameKind.COMMIT, 1)
+    damage(shard(run, "other", 1), FrameKind.CHUNK, 0)
     lose_names(run, "one", "other")
 
     Writer(run.parent, **OPTIONS).close()
@@ -112,9 +112,9 @@ def test_an_open_shard_with_a_sector_that_cannot_be_read_costs_what_stands_there
 ) -> None:
     run, writer = one_sealed_one_open(tmp_path)
     bad = spool(run, "*.partial")
-    inode, at = bad.stat().st_ino, inside(frames(bad, Kind.CHUNK)[-1])
+    inode, at = bad.stat().st_ino, inside(frames(bad, FrameKind.CHUNK)[-1])
     if who == "daemon":
-        damage(shard(run, "one", 0), Kind.COMMIT, 1)
+        damage(shard(run, "one", 0), FrameKind.COMMIT, 1)
         lose_names(run, "one")
     real = os.pread
 
@@ -167,7 +167,7 @@ def test_an_open_shard_without_header_is_known_by_the_documents_of_its_series(tm
     put(writer, "one", 0, 1)
     run = image(writer, tmp_path / "b")
     writer.close()
-    damage(spool(run, "*.partial"), Kind.HEADER, 0)
+    damage(spool(run, "*.partial"), FrameKind.HEADER, 0)
     lose_names(run)
 
     Writer(run.parent, **OPTIONS).close()

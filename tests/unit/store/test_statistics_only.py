@@ -17,7 +17,7 @@ import capd
 from capd.errors import CapdError
 from capd.store.catalog_read import CATALOG_NAME
 from capd.store.dtypes import stored_type
-from capd.store.frames import Kind, StatsRow
+from capd.store.frames import FrameKind, StatsRow
 from capd.store.new_catalog import rebuild_catalog
 from capd.store.packed_statistics import pack
 from capd.store.statistics import public, summarise
@@ -252,7 +252,7 @@ def test_damage_is_found_and_repair_keeps_the_rest(made: tuple[Path, Expected], 
     shutil.copytree(made[0], run)
     assert verify_run(run).damaged == []
     [shard] = [path for path in (run / SERIES / "data" / "c" / "0").rglob("*") if path.is_file()]
-    flip(shard, frames(shard, Kind.CHUNK)[1].offset + 100)
+    flip(shard, frames(shard, FrameKind.CHUNK)[1].offset + 100)
 
     [damage] = [damage for damage in verify_run(run).damaged if damage.records]
     per_chunk = capd.open(run).series[0].zarr().chunks[0]
@@ -272,7 +272,7 @@ def test_damage_in_the_log_is_found(tmp_path: Path) -> None:
     run = image(statistics.writer, tmp_path / "b")
     statistics.writer.close()
     log = spool(run, "small-*.log")
-    flip(log, frames(log, Kind.RECORD)[4].offset + 50)
+    flip(log, frames(log, FrameKind.RECORD)[4].offset + 50)
 
     assert [damage.records for damage in verify_run(run).damaged] == [(4,)]
 
@@ -283,7 +283,7 @@ def test_statistics_whose_commit_is_lost_come_from_the_row(
     run = tmp_path / "run.zarr"
     shutil.copytree(made[0], run)
     [shard] = [path for path in (run / SERIES / "data" / "c" / "0").rglob("*") if path.is_file()]
-    flip(shard, frames(shard, Kind.COMMIT)[0].offset + 100)
+    flip(shard, frames(shard, FrameKind.COMMIT)[0].offset + 100)
 
     with caplog.at_level("WARNING"):
         rebuild_catalog(run, "n0")

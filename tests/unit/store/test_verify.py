@@ -19,7 +19,7 @@ import zarr
 from capd.errors import NotAStore
 from capd.store.catalog_read import CATALOG_NAME
 from capd.store.damage import Damage, fold
-from capd.store.frames import Frame, Kind
+from capd.store.frames import Frame, FrameKind
 from capd.store.scan import ScannedShard, scan_shard
 from capd.store.verify import verify_run
 from capd.store.verify_node import NodePromise, look_at_node
@@ -193,9 +193,9 @@ def test_a_shard_that_gets_its_header_while_it_is_looked_at_is_no_damage(
 
 
 @pytest.mark.parametrize("where", [head, inside])
-@pytest.mark.parametrize("kind", [Kind.HEADER, Kind.CHUNK, Kind.COMMIT])
+@pytest.mark.parametrize("kind", [FrameKind.HEADER, FrameKind.CHUNK, FrameKind.COMMIT])
 def test_one_bit_in_any_frame_is_found_and_names_the_record(
-    run: Path, kind: Kind, where: Callable[[Frame], int]
+    run: Path, kind: FrameKind, where: Callable[[Frame], int]
 ) -> None:
     path = shard(run, LARGE, 1)
     frame = frames(path, kind)[0]
@@ -205,14 +205,14 @@ def test_one_bit_in_any_frame_is_found_and_names_the_record(
 
     assert (damage.kind, damage.series, damage.node) == ("shard", LARGE, "n0")
     assert damage.file == str(path.relative_to(run))
-    assert damage.records == (() if kind is Kind.HEADER else (2,))
+    assert damage.records == (() if kind is FrameKind.HEADER else (2,))
     assert damage.offset is not None
     assert abs(damage.offset - frame.offset) <= 48
 
 
 def test_a_damaged_chunk_of_small_records_names_all_that_share_it(run: Path) -> None:
     path = shard(run, SMALL, 0)
-    flip(path, inside(frames(path, Kind.CHUNK)[-1]))
+    flip(path, inside(frames(path, FrameKind.CHUNK)[-1]))
 
     assert the_damage(run).records == tuple(range(150))
 
@@ -367,8 +367,10 @@ def test_damage_in_the_spool_is_found(tmp_path: Path) -> None:
     run = image(writer, tmp_path / "b")
     writer.close()
     log = spool(run, "small-*.log")
-    flip(log, inside(frames(log, Kind.RECORD)[7]))
-    partials = {path: frames(path, Kind.CHUNK) for path in (run / ".capd/node=n0/spool").glob("*.partial")}
+    flip(log, inside(frames(log, FrameKind.RECORD)[7]))
+    partials = {
+        path: frames(path, FrameKind.CHUNK) for path in (run / ".capd/node=n0/spool").glob("*.partial")
+    }
     [large] = [path for path, chunks in partials.items() if chunks[0].raw_nbytes == 480_000]
     flip(large, inside(partials[large][1]))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from capd.server.jobs import Job
+from capd.server.jobs import RecordJob
 from capd.server.pipeline import Pipeline
 from capd.store.frames import StatsRow
 from capd.store.options import StoreOptions
@@ -89,7 +89,7 @@ class Writer:
         descriptor = Descriptor(sequence, 0, bits.nbytes, 0, bits.shape, Moment(**moment))
         define = Define(id=0, key=key, dtype=dtype)
         self.pipeline.submit(
-            Job(self.run_id, CLIENT, sequence, define, descriptor, data, self.outcomes, _packed(stats))
+            RecordJob(self.run_id, CLIENT, sequence, define, descriptor, data, self.outcomes, _packed(stats))
         )
 
     def put_statistics(
@@ -101,7 +101,9 @@ class Writer:
         descriptor = Descriptor(self.sequence, 0, data.nbytes, 0, bits.shape, Moment(**moment), payload=False)
         define = Define(id=0, key=key, dtype=dtype)
         self.pipeline.submit(
-            Job(self.run_id, CLIENT, self.sequence, define, descriptor, data, self.outcomes, _packed(stats))
+            RecordJob(
+                self.run_id, CLIENT, self.sequence, define, descriptor, data, self.outcomes, _packed(stats)
+            )
         )
         return self.sequence
 
