@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from capd.server.instance import RootLock
+from capd.store.frames import FrameKind
 from tests.cli.conftest import Result
+from tests.unit.store.damaging import flip, frames, inside
 
 Capd = Callable[..., Result]
 SERIES = "bf16/rank0/layer3/pre"
@@ -56,7 +58,9 @@ def test_the_json_document_has_the_documented_fields(capd: Capd, root: Path) -> 
     found = capd("verify", root / "second.zarr", "--json")
 
     assert found.code == 0
-    assert set(found.json) == {"ok", "runs", "series", "records", "bytes", "damaged", "notes", "repaired"}
+    assert set(found.json) == {
+        "ok", "runs", "series", "records", "bytes", "damaged", "notes", "changed", "repaired",
+    }  # fmt: skip
     assert (found.json["ok"], found.json["records"], found.json["damaged"]) == (True, 6, [])
 
 
@@ -75,16 +79,56 @@ def test_damage_is_one_line_each_and_exit_code_4(capd: Capd, root: Path) -> None
     assert damage["file"] == str(path.relative_to(root / "second.zarr"))
 
 
-def test_repair_says_what_was_lost_and_leaves_a_sound_run(capd: Capd, root: Path) -> None:
-    spoil(a_shard(root / "second.zarr"))
+def test_repair_saves_the_rest_in_a_new_run_and_lists_what_is_lost(capd: Capd, root: Path) -> None:
+    run = root / "second.zarr"
+    flip(a_shard(run), inside(frames(a_shard(run), FrameKind.CHUNK)[0]))
+    before = everything(run)
 
-    found = capd("verify", root / "second.zarr", "--repair")
+    text = capd("verify", run, "--repair", "-o", root / "new.zarr")
+    data = capd("verify", run, "--repair", "-o", root / "newer.zarr", "--json")
+
+    assert (text.code, data.code) == (4, 4)
+    first, *lost, last = text.out.splitlines()
+    assert first == f"second.zarr: 5 records saved in {root / 'new.zarr'}, 1 record lost; {run} is as it was"
+    assert last.startswith("new.zarr: sound; 4 series, 5 records")
+    [repaired] = data.json["repaired"]
+    assert (data.json["ok"], data.json["damaged"], data.json["runs"]) == (
+        False,
+        [],
+        [str(root / "newer.zarr")],
+    )
+    assert (repaired["run"], repaired["new"], repaired["saved"]) == (str(run), str(root / "newer.zarr"), 5)
+    [one] = repaired["lost"]
+    assert (one["key"]["quant_type"], one["moment"]["iteration"]) == ("bf16", 3)
+    assert lost == [f"{one['series']} record {one['record']}: " + lost[0].partition(": ")[2]]
+    assert "iteration 3" in lost[0]
+    assert everything(run) == before
+    assert [one["records"] for one in capd("ls", root / "new.zarr", "--json").json] == [2, 1, 1, 1]
+
+
+def test_repair_of_a_run_that_lost_nothing_exits_with_0(capd: Capd, root: Path) -> None:
+    [catalog] = (root / "second.zarr").rglob("catalog.sqlite")
+    catalog.unlink()
+
+    found = capd("verify", root / "second.zarr", "--repair", "-o", root / "new.zarr")
 
     assert found.code == 0
-    assert "the old version is in" in found.out
-    assert "second.zarr: sound" in found.out
-    again = capd("verify", root / "second.zarr", "--repair", "--json")
-    assert (again.code, again.json["repaired"][0]["rebuilt"]) == (0, [])
+    assert "6 records saved" in found.out
+    assert "nothing lost" in found.out
+
+
+def test_repair_needs_one_run_and_a_new_place(capd: Capd, root: Path) -> None:
+    for options, why in (
+        ((root, "--repair", "-o", root / "new.zarr"), "2 runs"),
+        ((root / "second.zarr", "--repair"), "-o NEW"),
+        ((root / "second.zarr", "-o", root / "new.zarr"), "-o NEW"),
+        ((root / "second.zarr", "--repair", "-o", root / "first.zarr"), "exists already"),
+        ((root / "second.zarr", "--repair", "-o", root / "second.zarr" / "x.zarr"), "lies inside"),
+    ):
+        found = capd("verify", *options)
+        assert (found.code, found.out, found.err.count("\n")) == (2, "", 1)
+        assert why in found.err
+    assert not (root / "new.zarr").exists()
 
 
 def test_the_catalog_is_made_anew(capd: Capd, root: Path) -> None:
@@ -98,13 +142,14 @@ def test_the_catalog_is_made_anew(capd: Capd, root: Path) -> None:
     assert len(capd("ls", root / "second.zarr", "--json").json) == 5
 
 
-@pytest.mark.parametrize("option", [["--repair"], ["--rebuild-catalog"], ["--adopt", "node0"]])
+@pytest.mark.parametrize("option", [["--repair", "-o"], ["--rebuild-catalog"], ["--adopt", "node0"]])
 def test_nothing_is_changed_while_a_daemon_owns_the_node(capd: Capd, root: Path, option: list[str]) -> None:
     spoil(a_shard(root / "second.zarr"))
     lock = RootLock(root, "node0")
     before = everything(root / "second.zarr")
     try:
-        found = capd("verify", root / "second.zarr", *option)
+        new = [root / "new.zarr"] if option[-1] == "-o" else []
+        found = capd("verify", root / "second.zarr", *option, *new)
     finally:
         lock.release()
 
@@ -135,7 +180,7 @@ def newer(path: Path) -> None:
     (path / "zarr.json").write_text(json.dumps(document))
 
 
-@pytest.mark.parametrize("option", [[], ["--repair"], ["--rebuild-catalog"]])
+@pytest.mark.parametrize("option", [[], ["--repair", "-o", "new.zarr"], ["--rebuild-catalog"]])
 @pytest.mark.parametrize("make", [lambda path: None, lambda path: path.write_text("x"), foreign, newer])
 def test_what_is_no_run_is_one_line_and_nothing_is_written(
     capd: Capd, tmp_path: Path, make: Callable[[Path], None], option: list[str]
@@ -151,7 +196,7 @@ def test_what_is_no_run_is_one_line_and_nothing_is_written(
 
 def test_a_directory_without_runs_and_contradicting_options_are_refused(capd: Capd, tmp_path: Path) -> None:
     assert capd("verify", tmp_path).code == 1
-    assert capd("verify", tmp_path, "--repair", "--adopt", "n").code == 2
+    assert capd("verify", tmp_path, "--rebuild-catalog", "--adopt", "n").code == 2
 
 
 def test_a_store_that_cannot_be_written_is_one_line(
@@ -167,10 +212,12 @@ def test_a_store_that_cannot_be_written_is_one_line(
     monkeypatch.setattr(os, "open", read_only)
     before = everything(root)
 
-    found = capd("verify", root / "second.zarr", "--repair")
+    rebuilt = capd("verify", root / "second.zarr", "--rebuild-catalog")
+    repaired = capd("verify", root / "second.zarr", "--repair", "-o", root / "new.zarr")
 
-    assert (found.code, found.err.count("\n")) == (1, 1)
-    assert "Read-only file system" in found.err
+    for found in (rebuilt, repaired):
+        assert (found.code, found.err.count("\n")) == (1, 1)
+        assert "Read-only file system" in found.err
     assert everything(root) == before
 
 
