@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -19,8 +21,7 @@ from capd_client.key import Key
 __all__ = [
     "RecordSums",
     "Slice",
-    "acked_problems",
-    "column_problems",
+    "catalog_problems",
     "read_slice",
     "read_sums",
     "series_now",
@@ -51,31 +52,50 @@ def series_now(catalog: Path, path: str) -> SeriesRow | None:
         return next((row for row in read_series(database, path)), None)
 
 
-def column_problems(database: sqlite3.Connection) -> Iterator[tuple[str, str]]:
-    """Path of each series of which a column does not repeat what its header says, and how."""
+def catalog_problems(
+    database: sqlite3.Connection, sums: Mapping[int, RecordSums]
+) -> Iterator[tuple[str, str]]:
+    """How a catalog differs from one rebuilt from its own headers and record rows: series path ("" for none), and how.
+
+    sums: of the same snapshot, by series id.
+    """
     for row in read_series(database):
-        said = (row.header.path, *(getattr(row.header.key, name) for name in _KEY_FIELDS), row.header.dtype)
-        columns = database.execute(_SELECT_COLUMNS, (row.id,)).fetchone()
-        for name, column, value in zip(_COLUMNS, columns, said, strict=True):
-            if type(column) is not type(value) or column != value:
+        said = database.execute(_SELECT_DERIVED, (row.id,)).fetchone()
+        for name, found, expected in zip(_DERIVED, said, _derived(row, sums), strict=True):
+            if type(found) is not type(expected) or found != expected:
                 where = f"table series, row {row.id}"
-                yield row.header.path, f"{where}: {name} is {column!r}, its header says {value!r}"
-
-
-def acked_problems(database: sqlite3.Connection) -> Iterator[tuple[str, str]]:
-    """How the acknowledged ranges claim more, or less, than the records of each client: ("", how)."""
+                yield (
+                    row.header.path,
+                    f"{where}: {name} is {found!r}, its header and records say {expected!r}",
+                )
     held = Counter(client for client, _ in read_captures(database))
-    is_whole = UNKNOWN_CLIENT not in held  # else some records have lost their names
+    if UNKNOWN_CLIENT in held:
+        return  # some records have lost their names
     for client, ranges in read_acked(database).items():
         claimed = sum(last - first + 1 for first, last in ranges)
-        if is_whole and claimed != held[client]:
+        if claimed != held[client]:
             where = f"table acked, client {client.hex()}"
             yield "", f"{where}: {claimed} captures are acknowledged, {held[client]} are in the records"
 
 
 _KEY_FIELDS = Key.__struct_fields__
-_COLUMNS = ("path", *_KEY_FIELDS, "dtype")
-_SELECT_COLUMNS = f"SELECT {', '.join(_COLUMNS)} FROM series WHERE id=?"  # noqa: S608 - names are constants
+_DERIVED = ("path", *_KEY_FIELDS, "dtype", "records", "raw_bytes", "max_shape", "stored_bytes")
+_SELECT_DERIVED = f"SELECT {', '.join(_DERIVED)} FROM series WHERE id=?"  # noqa: S608 - names are constants
+
+
+def _derived(row: SeriesRow, sums: Mapping[int, RecordSums]) -> tuple[Any, ...]:
+    """The columns of a series as a rebuilt catalog has them."""
+    header, sum_ = row.header, sums.get(row.id, RecordSums())
+    said = (header.path, *(getattr(header.key, name) for name in _KEY_FIELDS), header.dtype)
+    if sum_.records != sum_.last + 1:
+        return (*said, f"{sum_.records} up to number {sum_.last}", sum_.raw_nbytes, "", 0)
+    shapes = sum_.shapes or {row.max_shape}
+    same_axes = len({len(shape) for shape in shapes}) == 1
+    largest = [max(axis) for axis in zip(*shapes, strict=True)] if same_axes else "shapes with other axes"
+    # A share of a commit's bytes is rounded down for each of its records.
+    rounded = sum_.stored_nbytes <= row.stored_bytes <= sum_.stored_nbytes + sum_.records
+    stored = row.stored_bytes if rounded else sum_.stored_nbytes
+    return (*said, sum_.records, sum_.raw_nbytes, json.dumps(largest), stored)
 
 
 def read_slice(catalog: Path, series: int, first: int, last: int) -> Slice:

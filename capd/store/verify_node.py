@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from capd.errors import NotAStore, StoreError
-from capd.store.catalog_check import RecordSums, acked_problems, column_problems, read_sums
+from capd.store.catalog_check import RecordSums, catalog_problems, read_sums
 from capd.store.catalog_open import EmptyCatalog, connect_read_only
 from capd.store.catalog_read import CATALOG_NAME, SeriesRow, read_series
 from capd.store.catalog_sessions import read_sessions
@@ -16,7 +16,6 @@ from capd.store.format.log_places import LOG_GLOB, offset_of
 from capd.store.frames import RecordRow, SeriesHeader
 from capd.store.layout import PARTIAL_GLOB
 from capd.store.scan import ScannedLog, read_log, scan_shard
-from capd.store.verify_metadata import total_problems
 
 __all__ = ["NodePromise", "look_at_node"]
 
@@ -110,7 +109,7 @@ def _read_catalog(run: Path, node: NodePromise) -> None:
             database.execute("BEGIN")
             node.rows = {row.header.path: row for row in read_series(database)}
             node.sums = read_sums(database)
-            problems = [*column_problems(database), *acked_problems(database)]
+            problems = list(catalog_problems(database, node.sums))
             read_sessions(database)
             identities = {row.id for row in node.rows.values()}
             if node.sums.keys() - identities:
@@ -130,9 +129,6 @@ def _read_catalog(run: Path, node: NodePromise) -> None:
     node.catalog = path
     for series, what in problems:
         _find(run, node, "catalog", series, (), path, None, what)
-    for series, row in node.rows.items():
-        for problem in total_problems(row, node.sums.get(row.id)):
-            _find(run, node, "catalog", series, (), path, None, problem)
 
 
 def _has_tables(path: Path) -> bool:
