@@ -254,28 +254,33 @@ class _Node:
     ) -> Iterator[tuple[RecordRow, Salvaged]]:
         """The records of a series that read soundly, with their elements. Others join `lost`."""
         rows = self._rows(header, surveyed)
-        lost: dict[int, RecordRow | None] = {}
+        lost: list[tuple[int, RecordRow | None]] = []
         seen: set[Capture] = set()
         nameless: set[Occasion] = set()  # of the saved records that lost their client and sequence
         files = {} if surveyed is None else shard_files(self._run / header.path)  # else another node's
         for number, row, taken in self._numbered(header, files, rows, self._sealed(header, surveyed)):
             if row is None or taken is None:
-                lost[number] = row
+                lost.append((number, row))
                 continue
             seen.add((row.client, row.sequence))
             if row.client == UNKNOWN_CLIENT:
                 nameless.add((row.moment, row.shape))
             yield row, taken
+        missing = {(row.client, row.sequence) for _, row in lost if row is not None}
+        added: set[Occasion] = set()
         for number, row, taken in self._copies.others(header, seen):
-            occasion = (row.moment, row.shape)
-            if occasion in nameless:
+            if (row.moment, row.shape) in nameless:
                 continue
-            if taken is None:
-                lost.setdefault(number, row)
-                continue
-            lost = {n: one for n, one in lost.items() if one is None or (one.moment, one.shape) != occasion}
-            yield row, taken
-        self._done.lost += [LostRecord(header.path, header.key, n, row) for n, row in sorted(lost.items())]
+            if taken is not None:
+                added.add((row.moment, row.shape))
+                yield row, taken
+            elif (row.client, row.sequence) not in missing:
+                lost.append((number, row))
+        self._done.lost += [
+            LostRecord(header.path, header.key, number, row)
+            for number, row in lost
+            if row is None or row.client != UNKNOWN_CLIENT or (row.moment, row.shape) not in added
+        ]
 
     def _sealed(self, header: SeriesHeader, surveyed: SurveyedSeries | None) -> int:
         """The number after the last sealed record: beyond it, a shared chunk of a sealed shard holds only zeros."""
