@@ -90,17 +90,17 @@ bench: setup ## Run the benchmarks (a quarter of an hour, on a quiet machine)
 	$(MAKE) bench-store
 
 bench-gpu: $(GPU_SETUP) ## Run the benchmarks that need a CUDA device (a quarter of an hour at most)
-	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(GPU_PYTHON) benchmarks/gpu_capture.py
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(GPU_PYTHON) benchmarks/gpu/gpu_capture.py
 
 gpu-first-hour: $(GPU_SETUP) ## Facts, tests and figures of a CUDA device, on one page; goes on where it ended (GPU_ARGS=--help)
-	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(GPU_PYTHON) benchmarks/gpu_first_hour.py $(GPU_ARGS)
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(GPU_PYTHON) benchmarks/gpu/gpu_first_hour.py $(GPU_ARGS)
 
 bench-store: setup ## Run the store's benchmarks in few rounds; each takes --rounds N for more
-	$(BIN)/python benchmarks/store_codecs.py --rounds 2
+	$(BIN)/python benchmarks/store/store_codecs.py --rounds 2
 	$(BIN)/python benchmarks/store_write.py --rounds 2
-	$(BIN)/python benchmarks/store_read.py --rounds 3
+	$(BIN)/python benchmarks/store/store_read.py --rounds 3
 	$(BIN)/python benchmarks/store_small.py --rounds 1
-	$(BIN)/python benchmarks/store_seal.py --rounds 1 --series 1000
+	$(BIN)/python benchmarks/store/store_seal.py --rounds 1 --series 1000
 	$(BIN)/python benchmarks/pt_files.py --rounds 2
 
 docs: setup ## Write docs/cli.md from the help of every command

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import daemon, machine, percentile, report
 from torch import nn
 
 import capd_client
+from benchmarks.kit.common import daemon, machine, percentile, report
 from capd_client.tensor_saver import save_tensor
 
 ARENA_NBYTES = 512 << 20

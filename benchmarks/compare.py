@@ -18,10 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pt_files import peak_nbytes
-from store_capd import CapdWriter, definition
-from store_data import synthetic_records
-from store_runner import (
+from benchmarks.pt_files import peak_nbytes
+from benchmarks.store.store_capd import CapdWriter, definition
+from benchmarks.store.store_data import synthetic_records
+from benchmarks.store.store_runner import (
     MIB,
     Meter,
     Row,
@@ -35,7 +35,6 @@ from store_runner import (
     verdict,
     work_directory,
 )
-
 from capd.analyze.format_choice import choices
 from capd.analyze.groups import Groups
 from capd.analyze.scale_sweep import SWEEP_ELEMENTS, sweep_scales
@@ -44,7 +43,7 @@ from capd.io.pairs import entries_of, matched
 from capd.io.sides import RunSide
 from capd.report.differences import Differences, compare_each
 from capd.report.gather import GatheredRecords, gather
-from capd.server.memory import settled_heap
+from capd.server.heap import settled_heap
 
 SHAPE = (1024, 4096)
 FORMATS = ("", "hifp8", "fp8", "mxfp8", "mxfp8:axis=-2", "mxfp6", "mxfp4", "nvfp4", "nvfp4:16x16")

@@ -13,10 +13,10 @@ import statistics
 import time
 
 import torch
-from store_runner import options, report, table
 from torch import nn
 
 import capd_client
+from benchmarks.store.store_runner import options, report, table
 
 RECIPES = ("none", "fp8", "mxfp8", "mxfp4", "nvfp4", "hifp8")
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import daemon, machine, report
-from training_overhead import SEQUENCE, TENSORS, VOCABULARY, Transformer
 
 import capd_client
+from benchmarks.kit.common import daemon, machine, report
+from benchmarks.training_overhead import SEQUENCE, TENSORS, VOCABULARY, Transformer
 
 SECONDS = 5.0
 ARENA_NBYTES = 2 << 30

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from store_runner import Row, options, report, table, verdict
 
+from benchmarks.store.store_runner import Row, options, report, table, verdict
 from capd.formats import encode, qdq
 
 SHAPES = {"8 MB": (1024, 4096), "512 kB": (64, 4096)}

@@ -16,13 +16,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from capd.store import names
-from capd.store.catalog import Catalog, new_row
-from capd.store.catalog_read import CATALOG_NAME, SeriesRow
-from capd.store.frames import RecordRow, SeriesHeader, StatsRow
-from capd.store.geometry import plan_geometry
-from capd.store.layout import Layout, node_directory
-from capd_client.key import Key, Moment
+from capd.store.catalog.rows import CATALOG_NAME, SeriesRow
+from capd.store.catalog.writer import Catalog, new_row
+from capd.store.disk.layout import Layout, node_directory
+from capd.store.documents import names
+from capd.store.format.frames import RecordRow, SeriesHeader, StatsRow
+from capd.store.format.geometry import plan_geometry
+from capd_client.protocol.key import Key, Moment
 
 REPEATS = 5
 SHAPE = (64, 256)

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import daemon, machine, percentile, report
 
 import capd_client
 import capd_client.api
+from benchmarks.kit.common import daemon, machine, percentile, report
 
 FORK = multiprocessing.get_context("fork")  # from a process that has imported torch, and made no session yet
 NBYTES = 4 << 10

@@ -21,9 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from store_capd import CapdWriter, definition
-from store_data import synthetic_records
-from store_runner import (
+import capd
+from benchmarks.store.store_capd import CapdWriter, definition
+from benchmarks.store.store_data import synthetic_records
+from benchmarks.store.store_runner import (
     MIB,
     Meter,
     Row,
@@ -36,15 +37,13 @@ from store_runner import (
     verdict,
     work_directory,
 )
-
-import capd
-from capd.io.export_pt import export_pt
-from capd.io.import_pt import import_files
-from capd.io.seed_dictionary import Naming
-from capd.io.seed_files import find_files
-from capd.server.memory import settled_heap
-from capd.store.options import StoreOptions
-from capd.store.run import RunStore
+from capd.pt_files.dictionary import Naming
+from capd.pt_files.export import export_pt
+from capd.pt_files.files import find_files
+from capd.pt_files.import_ import import_files
+from capd.server.heap import settled_heap
+from capd.store.run.options import StoreOptions
+from capd.store.run.run_store import RunStore
 
 SHAPES = {"8 MiB": (1024, 4096), "1 MiB": (256, 2048), "16 KiB": (8, 1024)}
 RATE_BOUND = 0.80

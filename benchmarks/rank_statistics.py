@@ -7,7 +7,7 @@ Milliseconds of the thread's CPU per million elements. Ways, in turn within ever
 - compiled: the same as one torch.compile'd function (`--compiled`), which the training job never does itself;
 - blocks: `capd_client.devstats.formulas`, block by block;
 - rank: `capd_client.devstats.fill_row`, which chooses between blocks and the histogram of bit patterns;
-- daemon: numpy, `capd.store.statistics.summarise`;
+- daemon: numpy, `capd.store.format.statistics.summarise`;
 - copy: `copy_` into another buffer, for scale.
 """
 
@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import machine, report
 
-from capd.store.dtypes import stored_type
-from capd.store.statistics import summarise
+from benchmarks.kit.common import machine, report
+from capd.store.format.dtypes import stored_type
+from capd.store.format.statistics import summarise
 from capd_client.devstats import fill_row
 from capd_client.devstats.formulas import fill_from_values
-from capd_client.statistics_row import ROW_VALUES
+from capd_client.protocol.statistics_row import ROW_VALUES
 
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float64", "int32")
 SIZES = (4 << 10, 256 << 10, 4 << 20)

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Daemon, daemon, keep_freed_memory, machine, report, spread
-from plain_capture import PlainHooks
 from torch import nn
-from training_overhead import TENSORS, Variant, measure, own_client
 
 import capd_client
+from benchmarks.kit.common import Daemon, daemon, keep_freed_memory, machine, report, spread
+from benchmarks.kit.plain_capture import PlainHooks
+from benchmarks.training_overhead import TENSORS, Variant, measure, own_client
 
 ARENA_NBYTES = 16 << 20
 BOUND = 1.03

@@ -24,10 +24,11 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from store_arrays import Grid, create
-from store_capd import CapdWriter, definition
-from store_data import Bits, synthetic_records
-from store_runner import (
+
+from benchmarks.store.store_arrays import Grid, create
+from benchmarks.store.store_capd import CapdWriter, definition
+from benchmarks.store.store_data import Bits, synthetic_records
+from benchmarks.store.store_runner import (
     Meter,
     Row,
     child,
@@ -144,7 +145,7 @@ def _put(writer: CapdWriter, source: Source, series: int, records: int, *, one_b
 
 def raw_log(place: str, kib: int, records: int) -> Row:
     """Each record appended with a frame and a checksum, nothing else."""
-    from capd.store.frames import FrameKind, frame
+    from capd.store.format.frames import FrameKind, frame
 
     source = Source(kib)
     with work_directory(Path(place)) as root:

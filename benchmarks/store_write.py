@@ -8,7 +8,7 @@ inside the measured time. "append": one record into a shard that is half full. T
 capd is measured once until the record is committed (readable through capd, safe from a kill), once with every record
 sealed (readable by plain Zarr readers). Same data, grid, codec and number of threads for all. The bare codec is the
 chain that each of them runs, compressor and crc32c, over the same chunks; it writes nothing. It is measured in an
-ordinary process, and once more with the heap settings of capd's daemon (`capd.server.memory`), from which it gains,
+ordinary process, and once more with the heap settings of capd's daemon (`capd.server.heap`), from which it gains,
 too.
 
 must: at least 0.80 of the bare codec's MB per CPU second, 1.1 times tensorstore's, twice zarr-python's; with
@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from store_arrays import Grid, create, installed_engines
-from store_capd import CapdWriter, definition
-from store_data import Bits, save_records, synthetic_records
-from store_runner import (
+
+from benchmarks.store.store_arrays import Grid, create, installed_engines
+from benchmarks.store.store_capd import CapdWriter, definition
+from benchmarks.store.store_data import Bits, save_records, synthetic_records
+from benchmarks.store.store_runner import (
     MIB,
     Meter,
     Row,
@@ -59,9 +60,9 @@ def _put(writer: CapdWriter, records: Bits, first: int = 0) -> None:
 
 def stream_bare(data: str, threads: int, shard_nbytes: int, heap: bool) -> Row:
     """The codec chain alone (compressor, crc32c), in memory, over the same chunks. heap: with the daemon's settings."""
-    from capd.server.memory import settle_heap
-    from capd.store.codec_choice import codec_name
-    from capd.store.codecs import chain_for
+    from capd.server.heap import settle_heap
+    from capd.store.format.codec_choice import codec_name
+    from capd.store.format.codecs import chain_for
 
     records: Bits = np.load(data)
     grid = Grid.of(len(records), records.shape[1:], shard_nbytes)

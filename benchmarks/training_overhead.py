@@ -25,14 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import idle_hooks
 import torch
 import torch.nn.functional as F
-from common import daemon, keep_freed_memory, machine, report, spread
-from plain_capture import PlainHooks, Ring, SynchronousSaver
 from torch import Tensor, nn
 
 import capd_client
+from benchmarks import idle_hooks
+from benchmarks.kit.common import daemon, keep_freed_memory, machine, report, spread
+from benchmarks.kit.plain_capture import PlainHooks, Ring, SynchronousSaver
 
 TENSORS = ("input", "output", "grad_output", "grad_input")
 VOCABULARY, D_MODEL, HEADS, LAYERS, SEQUENCE = 1000, 512, 8, 4, 128
@@ -176,7 +176,7 @@ def own_client() -> Client:
 
 
 def transformers_client() -> Client:
-    import transformers_client as llama  # lies beside this file; slow to import
+    from benchmarks.kit import transformers_client as llama  # lies beside this file; slow to import
 
     def plain(model: nn.Module, take: Callable[[Tensor], None] | None) -> Handle:
         return Both(PlainHooks(model, take), llama.AttentionHooks(take or (lambda tensor: None)))

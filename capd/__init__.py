@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 from capd._version import __version__
 
 if TYPE_CHECKING:
-    from capd.store.reader import open_store as open  # noqa: A004 - the name users know
-    from capd.store.statistics import merge_stats
+    from capd.store.format.statistics import merge_stats
+    from capd.store.read.store import open_store as open  # noqa: A004 - the name users know
 
 __all__ = ["__version__", "merge_stats", "open"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "open":
-        from capd.store.reader import open_store
+        from capd.store.read.store import open_store
 
         return open_store
     if name == "merge_stats":
-        from capd.store.statistics import merge_stats
+        from capd.store.format.statistics import merge_stats
 
         return merge_stats
     raise AttributeError(f"module 'capd' has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 Order: flag > environment > capd.toml > default. The file is the one given by `--config`, else by
 CAPD_CONFIG, else `./capd.toml` if there is one. Its `[daemon]` table belongs to the daemon; its other keys
-belong to the training job, which reads the same file (`capd_client.config`). Every daemon setting is also the
+belong to the training job, which reads the same file (`capd_client.config.settings`). Every daemon setting is also the
 environment variable `CAPD_<FIELD IN CAPITALS>`.
 """
 
@@ -20,11 +20,11 @@ from pydantic_core import ErrorDetails
 
 from capd.errors import ConfigError
 from capd.job_settings import problems_of as job_problems_of
-from capd_client.amounts import parse_amount
-from capd_client.config import VARIABLES
-from capd_client.config_values import store_root
-from capd_client.settings_file import read_toml
-from capd_client.sizes import parse_size
+from capd_client.config.amounts import parse_amount
+from capd_client.config.file import read_toml
+from capd_client.config.settings import VARIABLES
+from capd_client.config.sizes import parse_size
+from capd_client.config.values import store_root
 
 __all__ = [
     "DaemonSettings", "Resolved", "config_path", "load_daemon_settings", "misspelt_variables",
@@ -46,7 +46,7 @@ def _parse_uids(value: object) -> object:
 
 def _checked_codec(value: str) -> str:
     if value not in ("auto", "default", "fast", "none"):
-        from capd.store.codecs import parse_codec  # numcodecs is slow to import
+        from capd.store.format.codecs import parse_codec  # numcodecs is slow to import
 
         try:
             parse_codec(value)

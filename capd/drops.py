@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from capd_client.counter_page import DropReason
+from capd_client.protocol.counter_page import DropReason
 
 __all__ = ["CHOSEN", "REMEDIES", "describe_drops", "left_out", "lost"]
 

@@ -1,6 +1,6 @@
 """capd.toml as the command line reads it: every table and key, checked by pydantic, all problems named at once.
 
-The training job reads the same file with msgspec (`capd_client.settings_file`), which is light and stops at the first
+The training job reads the same file with msgspec (`capd_client.config.file`), which is light and stops at the first
 problem. What a value may be is asked of the job's own functions; the shapes stand twice, compared by a property test.
 """
 
@@ -21,9 +21,9 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from capd_client.config import check_file_value
+from capd_client.config.settings import check_file_value
 from capd_client.errors import ConfigError
-from capd_client.rule_settings import RuleSettings, check_rules, rule_label, unknown_setting
+from capd_client.rules.schema import RuleSettings, check_rules, rule_label, unknown_setting
 
 __all__ = ["JobSettings", "problems_of"]
 
@@ -66,7 +66,7 @@ def _check_rule(rule: RuleSettings) -> None:
 
 
 class RuleTable(_Table):
-    """One [[rule]]; the fields are those of `capd_client.rule_settings.RuleSettings`."""
+    """One [[rule]]; the fields are those of `capd_client.rules.schema.RuleSettings`."""
 
     name: str | None = None
     include: _Texts | None = None

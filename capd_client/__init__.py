@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from capd_client.api import capture, close, counters, flush, set_moment
     from capd_client.emulation.emulation import emulate
-    from capd_client.hooks import watch
+    from capd_client.explicit.static_tap import static_tap
     from capd_client.integrations.te_inspection import te_features
-    from capd_client.planning.model import plan
-    from capd_client.replays import static_tap
+    from capd_client.watching.plan import plan
+    from capd_client.watching.watch import watch
 
 __all__ = [
     "capture",
@@ -39,11 +39,11 @@ _HOMES = {
     "counters": "capd_client.api",
     "emulate": "capd_client.emulation.emulation",
     "flush": "capd_client.api",
-    "plan": "capd_client.planning.model",
+    "plan": "capd_client.watching.plan",
     "set_moment": "capd_client.api",
-    "static_tap": "capd_client.replays",
+    "static_tap": "capd_client.explicit.static_tap",
     "te_features": "capd_client.integrations.te_inspection",
-    "watch": "capd_client.hooks",
+    "watch": "capd_client.watching.watch",
 }
 
 

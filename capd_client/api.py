@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from capd_client.capturing.call import capture
-from capd_client.current import close, counters, flush, running, session, session_into, set_moment
+from capd_client.explicit.call import capture
+from capd_client.session.current import close, counters, flush, running, session, session_into, set_moment
 
 __all__ = [
     "capture", "close", "counters", "flush", "running", "session", "session_into", "set_moment",

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import capd_client
-from capd_client.select import Ranges
+from capd_client.protocol.selection import Ranges
 
 VOCABULARY = 256  # one token per byte
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capd.analyze.distribution import counted_quantiles
-from capd.store.dtypes import value_table
+from capd.store.format.dtypes import value_table
 
 __all__ = ["BlockStatistics", "Histogram", "add_counts", "sqnr_histogram"]
 

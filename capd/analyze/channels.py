@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from capd.store.dtypes import to_values
+from capd.store.format.dtypes import to_values
 
 __all__ = ["MAX_CHANNELS", "OUTLIER_SIGMAS", "Channels", "channels_of"]
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capd.analyze.error_sums import Errors
-from capd.store.dtypes import to_values
+from capd.store.format.dtypes import to_values
 
 __all__ = ["Difference", "difference_of"]
 

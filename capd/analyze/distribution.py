@@ -16,8 +16,8 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from capd.store.dtypes import to_values, value_table
-from capd_client.dtypes import ITEM_NBYTES
+from capd.store.format.dtypes import to_values, value_table
+from capd_client.protocol.dtypes import ITEM_NBYTES
 
 __all__ = ["Distribution", "counted_quantiles", "distribution_of"]
 

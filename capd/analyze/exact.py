@@ -15,8 +15,8 @@ from typing import Optional
 import numpy as np
 from numpy.typing import NDArray
 
-from capd.store.frames import Number, StatsRow
-from capd.store.statistics import Stats, public
+from capd.store.format.frames import Number, StatsRow
+from capd.store.format.statistics import Stats, public
 
 __all__ = ["StatsSum", "exact", "quotient", "rounded", "weighted"]
 
@@ -67,7 +67,7 @@ def quotient(a: int, b: int) -> float | None:
 
 
 class StatsSum:
-    """The statistics of any number of records together (`capd.store.statistics` defines them). Not thread-safe.
+    """The statistics of any number of records together (`capd.store.format.statistics` defines them). Not thread-safe.
 
     The same to the bit in whatever order and grouping the records are added: counts and extremes merge exactly, and
     sums are rounded once, when they are read. Takes some 2 KiB.

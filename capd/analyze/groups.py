@@ -11,7 +11,7 @@ from capd.analyze.channels import Channels
 from capd.analyze.distribution import Distribution
 from capd.analyze.error_sums import Errors
 from capd.analyze.exact import StatsSum
-from capd.store.statistics import Stats
+from capd.store.format.statistics import Stats
 
 __all__ = [
     "FIELDS",

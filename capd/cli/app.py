@@ -28,37 +28,43 @@ class _Verb(NamedTuple):
 
 
 VERBS: dict[str, _Verb] = {
-    "serve": _Verb("capd.cli.serve", "serve", "Run the daemon of this node."),
-    "run": _Verb("capd.cli.run", "run", "Run a training job with a daemon beside it, and print a summary."),
+    "serve": _Verb("capd.cli.daemon.serve", "serve", "Run the daemon of this node."),
+    "run": _Verb(
+        "capd.cli.run.run", "run", "Run a training job with a daemon beside it, and print a summary."
+    ),
     "plan": _Verb(
-        "capd.cli.plan", "plan", "Show what a job would capture, and what that takes; capture nothing."
+        "capd.cli.run.plan", "plan", "Show what a job would capture, and what that takes; capture nothing."
     ),
-    "ctl": _Verb("capd.cli.ctl", "app", "Stop, start and re-select capture in a running job."),
+    "ctl": _Verb("capd.cli.daemon.ctl", "app", "Stop, start and re-select capture in a running job."),
     "stats": _Verb(
-        "capd.cli.stats", "stats", "Show the counters: offered, committed, in flight, dropped, disk left."
+        "capd.cli.store.stats",
+        "stats",
+        "Show the counters: offered, committed, in flight, dropped, disk left.",
     ),
-    "ls": _Verb("capd.cli.ls", "ls", "List the series of a run, or count them by a field."),
-    "show": _Verb("capd.cli.show", "show", "Show a series or a record: moments, statistics, values."),
+    "ls": _Verb("capd.cli.store.ls", "ls", "List the series of a run, or count them by a field."),
+    "show": _Verb("capd.cli.store.show", "show", "Show a series or a record: moments, statistics, values."),
     "compare": _Verb(
-        "capd.cli.compare", "compare", "Compare number formats on captured tensors, or two captures."
+        "capd.cli.compare.compare", "compare", "Compare number formats on captured tensors, or two captures."
     ),
     "report": _Verb(
-        "capd.cli.report",
+        "capd.cli.report.report",
         "report",
         "Write statistics and figures as a page or into a directory.",
     ),
-    "plot": _Verb("capd.cli.plot", "plot", "Draw one figure for a paper: PNG, SVG or PDF."),
+    "plot": _Verb("capd.cli.report.plot", "plot", "Draw one figure for a paper: PNG, SVG or PDF."),
     "export": _Verb(
-        "capd.cli.export", "export", "Write records as .pt files, .npz, safetensors or a Parquet table."
+        "capd.cli.store.export", "export", "Write records as .pt files, .npz, safetensors or a Parquet table."
     ),
     "import": _Verb(
-        "capd.cli.import_",
+        "capd.cli.store.import_",
         "import_files",
         "Read .pt files of tensor_saver, or exported ones, into a run.",
     ),
-    "verify": _Verb("capd.cli.verify", "verify", "Check a run for damage, and repair it."),
-    "doctor": _Verb("capd.cli.doctor", "doctor", "Check this machine, the endpoint and every dtype."),
-    "config": _Verb("capd.cli.config", "app", "Show the settings in effect and where each comes from."),
+    "verify": _Verb("capd.cli.store.verify", "verify", "Check a run for damage, and repair it."),
+    "doctor": _Verb("capd.cli.daemon.doctor", "doctor", "Check this machine, the endpoint and every dtype."),
+    "config": _Verb(
+        "capd.cli.daemon.config", "app", "Show the settings in effect and where each comes from."
+    ),
 }
 
 

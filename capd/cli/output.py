@@ -11,7 +11,7 @@ from typing import Any
 
 from capd._version import __version__
 from capd.strict_json import json_number
-from capd_client.texts import human_count, human_nbytes, table_lines
+from capd_client.process.text import human_count, human_nbytes, table_lines
 
 __all__ = [
     "human_count", "human_nbytes", "human_number", "json_number", "note", "print_json",
@@ -50,7 +50,7 @@ def human_number(value: float | None) -> str:
 
 def versions() -> dict[str, str]:
     """Versions of capd, Python and the packages that matter, read without importing them."""
-    from capd.store.frames import FORMAT_VERSION
+    from capd.store.format.frames import FORMAT_VERSION
 
     found = {"capd": __version__, "python": platform.python_version()}
     for package in _PACKAGES:

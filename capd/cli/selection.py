@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from capd.store.gradient_names import answers
-from capd_client.select import Ranges
+from capd.store.documents.gradient_names import answers
+from capd_client.protocol.selection import Ranges
 
 __all__ = ["Tests", "selects_keys"]
 

@@ -82,7 +82,7 @@ def _runs(place: Path, run: str | None, all_runs: bool) -> list[Path]:
         return [resolve_run(place, run)]
     if run is not None:
         raise ConfigError("--run names one run and --all-runs takes all of them; give one of the two")
-    from capd.store.reader import runs
+    from capd.store.read.store import runs
 
     return ([] if is_run(place) else list(runs(place))) or [resolve_run(place)]
 
@@ -94,7 +94,7 @@ def holds_files(place: Path) -> bool:
 
 def threads_of(workers: int | None) -> int:
     """The number of threads: `workers`, or one for each CPU."""
-    from capd.server.budget import usable_cpus
+    from capd.server.limits import usable_cpus
 
     return workers or max(1, round(usable_cpus()))
 

@@ -45,7 +45,7 @@ def resolve_run(store: Path | None, run: str | None = None) -> Path:
         if run is not None and place.name not in (run, f"{run}.zarr"):
             raise ConfigError(f"{place} is a run itself; give its directory to choose with --run {run}")
         return place
-    from capd.store.reader import runs
+    from capd.store.read.store import runs
 
     found = runs(place)
     if run is not None:

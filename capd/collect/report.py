@@ -8,8 +8,8 @@ from typing import Any
 
 from capd.analyze.groups import FIELDS, KEY_FIELDS, MOMENT_FIELDS, Tally, Value, in_order
 from capd.collect.state import CollectionState
-from capd.store.reader import Record, Series, Store
-from capd_client.dtypes import ITEM_NBYTES
+from capd.store.read.store import Record, Series, Store
+from capd_client.protocol.dtypes import ITEM_NBYTES
 
 __all__ = ["FIELDS", "collection_report", "groups_of"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from capd.collect.report import FIELDS
 from capd.drops import describe_drops, left_out
-from capd_client.texts import human_count, human_nbytes, table_lines
+from capd_client.process.text import human_count, human_nbytes, table_lines
 
 __all__ = ["report_lines", "type_lines"]
 

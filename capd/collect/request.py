@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from capd.errors import ConfigError
-from capd_client.config import check_setting
-from capd_client.quota import parse_quota
+from capd_client.config.settings import check_setting
+from capd_client.protocol.quota import parse_quota
 
 __all__ = ["MODES", "CollectionMode", "CollectionRequest", "Until", "make_request", "parse_duration"]
 

@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from capd.collect.request import CollectionMode, CollectionRequest
 from capd.collect.watching import COLLECTED, Outcome
 from capd.errors import ConfigError, StoreError
-from capd.io.output_directory import held
-from capd.store.names import component
+from capd.output_directory import held
+from capd.store.documents.names import component
 
 __all__ = [
     "CollectionState",

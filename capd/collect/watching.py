@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from capd.collect.request import CollectionRequest
-from capd_client.quota import Collected, QuotaState
+from capd_client.protocol.quota import Collected, QuotaState
 
 __all__ = ["COLLECTED", "Ending", "Observation", "Outcome", "Watcher"]
 

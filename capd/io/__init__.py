@@ -1,0 +1,1 @@
+"""Records wherever they are: in a store, in files, in pairs."""

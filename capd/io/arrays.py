@@ -22,10 +22,10 @@ from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
 from capd.errors import CapdError
-from capd.io.output_directory import ExportedFile, locked_directory, write_new
-from capd.store.series_view import Record, Series
-from capd_client.dtypes import ITEM_NBYTES
-from capd_client.key import Moment
+from capd.output_directory import ExportedFile, locked_directory, write_new
+from capd.store.read.series import Record, Series
+from capd_client.protocol.dtypes import ITEM_NBYTES
+from capd_client.protocol.key import Moment
 
 __all__ = ["SUFFIXES", "export_arrays"]
 

@@ -18,15 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capd.errors import StoreError
-from capd.io.import_pt import load_file
-from capd.io.seed_files import TensorFile, find_files
-from capd.store.reader import open_store
-from capd.store.series_view import Record, Series
-from capd.store.statistics import Stats, public, summarise
-from capd_client.dtypes import ITEM_NBYTES
-from capd_client.key import Key, Moment
-from capd_client.statistics_row import ROW_VALUES
-from capd_client.texts import printable
+from capd.pt_files.files import TensorFile, find_files
+from capd.pt_files.import_ import load_file
+from capd.store.format.statistics import Stats, public, summarise
+from capd.store.read.series import Record, Series
+from capd.store.read.store import open_store
+from capd_client.process.text import printable
+from capd_client.protocol.dtypes import ITEM_NBYTES
+from capd_client.protocol.key import Key, Moment
+from capd_client.protocol.statistics_row import ROW_VALUES
 
 __all__ = [
     "SOURCE_DTYPES", "Item", "Items", "Loaded", "Test", "file_name", "items_of_files", "items_of_runs", "moment_of",

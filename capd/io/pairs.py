@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from capd.io.sides import Entry, Side, Unread
-from capd_client.key import Key
+from capd_client.protocol.key import Key
 
 __all__ = ["MATCHED_MOMENT", "Matched", "Pair", "disjoint_fields", "entries_of", "matched"]
 

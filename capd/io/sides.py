@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capd.errors import CapdError
-from capd.io.import_pt import load_file
 from capd.io.items import Test, file_name, moment_of
-from capd.io.seed_files import find_files
-from capd.store.reader import open_store
-from capd_client.dtypes import ITEM_NBYTES
-from capd_client.key import Key, Moment
-from capd_client.texts import printable
+from capd.pt_files.files import find_files
+from capd.pt_files.import_ import load_file
+from capd.store.read.store import open_store
+from capd_client.process.text import printable
+from capd_client.protocol.dtypes import ITEM_NBYTES
+from capd_client.protocol.key import Key, Moment
 
 __all__ = ["Entry", "FileSide", "RunSide", "Side", "Unread", "unread"]
 

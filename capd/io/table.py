@@ -11,9 +11,9 @@ from typing import Any, BinaryIO
 import msgspec
 
 from capd.errors import CapdError
-from capd.io.output_directory import ExportedFile, locked_directory, write_new
-from capd.store.series_view import Record, Series, import_extra
-from capd_client.key import Moment
+from capd.output_directory import ExportedFile, locked_directory, write_new
+from capd.store.read.series import Record, Series, import_extra
+from capd_client.protocol.key import Moment
 
 __all__ = ["TABLE_NAME", "export_table"]
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from capd.ahead import AHEAD_NBYTES, ahead
 from capd.analyze.difference import Difference, difference_of
 from capd.analyze.groups import Value, order_of
 from capd.errors import CapdError
-from capd.io.ahead import AHEAD_NBYTES, ahead
 from capd.io.pairs import MATCHED_MOMENT, Matched, Pair
 from capd.io.sides import Side, Unread, unread
-from capd_client.key import Key
+from capd_client.protocol.key import Key
 
 __all__ = ["DIFFERENCE_COLUMNS", "Differences", "compare_each", "plain_difference", "plain_pair"]
 

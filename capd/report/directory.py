@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from capd.errors import CapdError
-from capd.io.output_directory import output_directory
+from capd.output_directory import output_directory
 from capd.report.document import MARK
-from capd.store.files import new_file, rename, unlink
+from capd.store.disk.files import new_file, rename, unlink
 
 __all__ = ["ReportDirectory", "is_own", "opened"]
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from capd.ahead import AHEAD_NBYTES, ahead
 from capd.analyze.format_choice import FormatChoice
 from capd.analyze.groups import FIELDS, Fields, Groups, Tally, Value
-from capd.io.ahead import AHEAD_NBYTES, ahead
 from capd.io.items import Item
 from capd.report.looking import Asked, Seen, Skipped, look
 from capd.report.series import SeriesSummaries, emulation_of
-from capd_client.key import Key, Moment
+from capd_client.protocol.key import Key, Moment
 
 __all__ = [
     "BY_ITERATION", "BY_LAYER", "BY_RANK", "BY_SAMPLE", "BY_TENSOR", "BY_TYPE_AND_LAYER", "CHANNEL_GROUPINGS",

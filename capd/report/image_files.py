@@ -7,7 +7,7 @@ from pathlib import Path
 
 from capd.errors import NO_SPACE, CapdError, StoreFull
 from capd.space import what_is_full
-from capd.store.files import link, new_file, rename, unlink
+from capd.store.disk.files import link, new_file, rename, unlink
 
 __all__ = ["write_single"]
 

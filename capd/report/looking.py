@@ -16,9 +16,9 @@ from capd.analyze.format_choice import FormatChoice
 from capd.analyze.groups import Tally
 from capd.errors import CapdError
 from capd.io.items import Item, Loaded
-from capd.store.series_view import tensor_of
-from capd.store.statistics import merge_stats, public, summarise
-from capd_client.texts import printable
+from capd.store.format.statistics import merge_stats, public, summarise
+from capd.store.read.series import tensor_of
+from capd_client.process.text import printable
 
 __all__ = ["Asked", "Seen", "Skipped", "look"]
 

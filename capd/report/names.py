@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from capd.analyze.groups import Value
-from capd_client.texts import printable
+from capd_client.process.text import printable
 
 __all__ = ["value_text"]
 

@@ -9,7 +9,7 @@ from capd.analyze.groups import Tally
 from capd.io.items import Loaded
 from capd.report.looking import Seen
 from capd.report.quantiles import quantiles_of
-from capd_client.key import Key, Moment
+from capd_client.protocol.key import Key, Moment
 
 __all__ = ["MOST_SERIES", "Point", "SeriesSummaries", "SeriesSummary", "emulation_of"]
 

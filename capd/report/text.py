@@ -10,7 +10,7 @@ from capd.analyze.hif8_regimes import FINITE_CODES
 from capd.report.document import MARK, grouped
 from capd.report.gather import BY_TENSOR, GROUPINGS
 from capd.report.names import value_text
-from capd_client.texts import human_count, human_nbytes, table_lines
+from capd_client.process.text import human_count, human_nbytes, table_lines
 
 __all__ = ["report_lines"]
 

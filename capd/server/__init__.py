@@ -1,0 +1,1 @@
+"""The daemon: its life and its limits."""

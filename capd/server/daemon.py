@@ -19,31 +19,31 @@ from pathlib import Path
 from capd._version import __version__
 from capd.config import DaemonSettings
 from capd.metrics import DaemonStats
-from capd.server import endpoint
-from capd.server.budget import (
+from capd.server.connections.listener import Listener
+from capd.server.connections.rank import ConnectionContext
+from capd.server.connections.tool import ToolContext
+from capd.server.heap import settle_heap
+from capd.server.limits import (
     DiskBudget,
     encode_threads,
     raise_open_files,
     staging_within,
 )
-from capd.server.connection import ConnectionContext
-from capd.server.control import Controller
-from capd.server.gathering import MAX_SCRATCH_FILES
-from capd.server.instance import RootLock
-from capd.server.listener import Listener
-from capd.server.memory import settle_heap
-from capd.server.naming import RunNames
-from capd.server.pipeline import Pipeline
+from capd.server.net import endpoint
+from capd.server.net.sender import SendLoop
+from capd.server.pipeline.gather_thread import MAX_SCRATCH_FILES
+from capd.server.pipeline.pipeline import Pipeline
 from capd.server.priority import PromptThread, yield_to_training
 from capd.server.process import OtherProcess
-from capd.server.registry import Registry
-from capd.server.sender import SendLoop
+from capd.server.runs.control import Controller
+from capd.server.runs.names import RunNames
+from capd.server.runs.registry import Registry
+from capd.server.runs.root_lock import RootLock
+from capd.server.runs.taking_up import TakingUp
+from capd.server.runs.unsealed import EXIT_UNSEALED, describe_unsealed, find_unsealed
 from capd.server.stopping import StopRequests
-from capd.server.taking_up import TakingUp
-from capd.server.tools import ToolContext
-from capd.server.unsealed import EXIT_UNSEALED, describe_unsealed, find_unsealed
-from capd.store.options import StoreOptions, open_files_within
-from capd_client.amounts import amount_nbytes, default_max_disk
+from capd.store.run.options import StoreOptions, open_files_within
+from capd_client.config.amounts import amount_nbytes, default_max_disk
 
 __all__ = ["Daemon", "node_name"]
 

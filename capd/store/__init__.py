@@ -1,0 +1,1 @@
+"""The store on disk: its format, its writer and its readers; no torch."""

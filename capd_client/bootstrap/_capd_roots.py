@@ -160,11 +160,11 @@ class _Search:
         self._known.add(module)
         name = self._fresh_name(owner)
         if self._own or not watches():
-            from capd_client.auto_watch import emulate_found
+            from capd_client.watching.automatic import emulate_found
 
             done = emulate_found(owner)
         else:
-            from capd_client.auto_watch import watch_found
+            from capd_client.watching.automatic import watch_found
 
             done = watch_found(owner, called=module, name=name)
         note(done)

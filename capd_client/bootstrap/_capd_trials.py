@@ -1,6 +1,6 @@
 """Forwards that train nothing though they look like training: what they compute is counted, or traced, or sets sizes.
 
-`capd_client.trials` knows the same of a model that is watched already.
+`capd_client.steps.trial_runs` knows the same of a model that is watched already.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Statistics computed in the rank, where the tensor lies: one pass, no payload on the link, nothing waits.
 
-`fill_row` writes the row of `capd_client.statistics_row` on the tensor's own device, by operations of the current
+`fill_row` writes the row of `capd_client.protocol.statistics_row` on the tensor's own device, by operations of the current
 stream alone: no host synchronisation, temporary memory bounded by one block. `fill_rows` writes many at once. What the
 fields mean, and how exact each way is: docs/statistics.md. The ways:
 
@@ -21,8 +21,8 @@ from capd_client.devstats.formulas import fill_from_values
 from capd_client.devstats.layouts import merge_row, pieces
 from capd_client.devstats.prepared import Segment, fill_by_kernel, fill_on_device, has_kernel, prepare
 from capd_client.devstats.warming import warm
-from capd_client.statistics_row import NO_ROW_DTYPES
-from capd_client.tensors import DTYPES
+from capd_client.protocol.statistics_row import NO_ROW_DTYPES
+from capd_client.tensors.inspect import DTYPES
 
 __all__ = ["ROW_DTYPES", "Segment", "fill_row", "fill_rows", "has_kernel", "prepare", "warm"]
 

@@ -11,7 +11,7 @@ import torch
 
 from capd_client.devstats.formulas import exponent_bins
 from capd_client.devstats.tables import values_of_codes
-from capd_client.statistics_row import EXPONENT_BINS, ROW_FIELDS
+from capd_client.protocol.statistics_row import EXPONENT_BINS, ROW_FIELDS
 
 __all__ = ["fill_from_codes", "has_codes"]
 

@@ -13,7 +13,7 @@ from typing import Optional
 import torch
 
 from capd_client.devstats.tables import values_of_codes
-from capd_client.statistics_row import EXPONENT_BINS, ROW_FIELDS
+from capd_client.protocol.statistics_row import EXPONENT_BINS, ROW_FIELDS
 
 __all__ = ["exponent_bins", "fill_from_values"]
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from capd_client.devstats.segments import TASKS, SegmentTable, batches, task_of
+from capd_client.protocol.statistics_row import ROW_VALUES
 from capd_client.rowkernel import kernels
 from capd_client.rowkernel.artifacts import COLUMNS
-from capd_client.statistics_row import ROW_VALUES
 
 __all__ = ["ALIGNMENT", "COMPILED", "fill_from_kernel", "forget"]
 

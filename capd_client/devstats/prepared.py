@@ -18,9 +18,9 @@ from capd_client.devstats.compiling import compile_ahead, missing, target_of
 from capd_client.devstats.formulas import fill_from_values
 from capd_client.devstats.tables import values_of_codes
 from capd_client.devstats.trial import compare
-from capd_client.notices import logger
+from capd_client.process.log import logger
 from capd_client.rowkernel.artifacts import installed, interpreted
-from capd_client.tensors import DTYPES
+from capd_client.tensors.inspect import DTYPES
 
 __all__ = ["Segment", "fill_by_kernel", "fill_on_device", "has_kernel", "prepare"]
 

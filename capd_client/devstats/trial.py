@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from capd_client.devstats.formulas import fill_from_values
-from capd_client.statistics_row import ROW_VALUES
+from capd_client.protocol.statistics_row import ROW_VALUES
 
 __all__ = ["Launch", "compare"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from capd_client.devstats.formulas import fill_from_values
-from capd_client.statistics_row import ROW_VALUES
-from capd_client.tensors import DTYPES
+from capd_client.protocol.statistics_row import ROW_VALUES
+from capd_client.tensors.inspect import DTYPES
 
 __all__ = ["warm"]
 

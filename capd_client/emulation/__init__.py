@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from capd_client.emulation.recipe import QuantSpec, Recipe
+from capd_client.config.recipe import QuantSpec, Recipe
 
 if TYPE_CHECKING:
     from capd_client.emulation.emulation import Emulation, emulate

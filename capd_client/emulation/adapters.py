@@ -17,12 +17,12 @@ from capd_client.emulation import megatron, transformers
 from capd_client.emulation.functions import patch_attention, patch_linear, patch_multihead, within
 from capd_client.emulation.plans import EmulationPlan
 from capd_client.emulation.quantise import DTYPES
+from capd_client.hooks.sites import operands_of
 from capd_client.integrations.callers import calls, names_in
 from capd_client.integrations.linears import is_linear
 from capd_client.integrations.megatron import is_one_kernel
 from capd_client.integrations.transformers_experts import is_experts
-from capd_client.notices import Notices
-from capd_client.sites import operands_of
+from capd_client.process.log import Notices
 
 __all__ = ["ADAPTERS", "Adapter", "adapter_of", "reason_to_leave"]
 

@@ -12,18 +12,19 @@ from typing import Any, Optional
 import torch
 from torch import nn
 
-from capd_client import copies, emulated
+from capd_client.config.recipe import Recipe
+from capd_client.config.recipe import Words as Given
 from capd_client.emulation.adapters import Adapter, adapter_of, reason_to_leave
 from capd_client.emulation.functions import patch_once
 from capd_client.emulation.plans import EmulationPlan, give, plan_of, take
 from capd_client.emulation.products import words_of
 from capd_client.emulation.quantise import quantise
-from capd_client.emulation.recipe import Recipe
-from capd_client.emulation.recipe import Words as Given
 from capd_client.errors import ConfigError
-from capd_client.naming import place_modules
-from capd_client.notices import Notices
-from capd_client.select import matches_any
+from capd_client.hooks import copies
+from capd_client.hooks.module_names import place_modules
+from capd_client.process.log import Notices
+from capd_client.protocol.selection import matches_any
+from capd_client.tensors import emulation_label
 
 __all__ = ["Emulation", "emulate"]
 
@@ -122,7 +123,7 @@ class Emulation:
             for module, _ in chosen:
                 give(module, plan)
                 self._undo.append(functools.partial(take, module))
-            self._undo.append(emulated.begin([model], self.recipe.text()))
+            self._undo.append(emulation_label.begin([model], self.recipe.text()))
             _forget_graphs()
         except BaseException:
             self.remove()

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from capd_client import recompute
 from capd_client.emulation.plans import EmulationPlan, calling
-from capd_client.patching import patch
+from capd_client.process.patching import patch
+from capd_client.steps import checkpointing
 
 __all__ = ["patch_attention", "patch_linear", "patch_multihead", "patch_once", "within"]
 
@@ -70,14 +70,14 @@ def patch_once(holder: Any, name: str, wrap: Callable[[Function], Function]) -> 
 
 def patch_attention() -> Iterator[Callable[[], None]]:
     """Patch F.scaled_dot_product_attention, wherever it has been imported; gives what undoes that, piece by piece."""
-    yield recompute.carry(_taking_plans)
+    yield checkpointing.carry(_taking_plans)
     for holder, name in [(functional, _SDPA), *_importers(torch._C._nn.scaled_dot_product_attention)]:
         yield patch_once(holder, name, _attention)
 
 
 def patch_linear() -> Iterator[Callable[[], None]]:
     """The same for F.linear."""
-    yield recompute.carry(_taking_plans)
+    yield checkpointing.carry(_taking_plans)
     yield patch_once(functional, "linear", _linear)
 
 

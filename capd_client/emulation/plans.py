@@ -2,7 +2,7 @@
 
 A module is recognised by identity: a copy of it, deep or from a pickle, computes as its class does. Compiled graphs
 are not told identities, so that the layers of a model can share one; they go by the attribute, which copies and pickles
-leave out (`capd_client.copies`).
+leave out (`capd_client.hooks.copies`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from capd_client import copies
 from capd_client.emulation import products
 from capd_client.emulation.attention import can_quantise, exact, fused
 from capd_client.emulation.products import Words
 from capd_client.emulation.quantise import cast, straight_through
+from capd_client.hooks import copies
 
 __all__ = ["EmulationPlan", "calling", "give", "plan_of", "take"]
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch._C._nn import linear as _linear  # whatever stands for F.linear just now
 
+from capd_client.config.recipe import QuantSpec
 from capd_client.emulation.quantise import DTYPES, cast, has_no_axis, quantise, straight_through, word_of
-from capd_client.emulation.recipe import QuantSpec
 
 __all__ = ["Words", "linear", "product", "words_of"]
 

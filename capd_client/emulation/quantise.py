@@ -15,10 +15,10 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from capd_client.emulation.recipe import QuantSpec
+from capd_client.config.recipe import QuantSpec
 from capd_client.formats.encoding import quantised
 from capd_client.formats.spec import Spec, spec_of
-from capd_client.products import autocast_dtype, product_dtype
+from capd_client.tensors.autograd import autocast_dtype, product_dtype
 
 __all__ = ["DTYPES", "cast", "has_no_axis", "quantise", "straight_through", "word_of"]
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from capd_client.accounts import Accounts
-from capd_client.allocator import Slot, SlotAllocator
-from capd_client.counter_page import (
+from capd_client.arena.allocator import Slot, SlotAllocator
+from capd_client.arena.waiting import Waiting
+from capd_client.inflight.accounts import Accounts
+from capd_client.inflight.capture import ABORTED, Capture, Refused
+from capd_client.inflight.definitions import Definition
+from capd_client.inflight.journal import Journal
+from capd_client.inflight.outbox import Outbox
+from capd_client.inflight.step_budget import StepBudget
+from capd_client.protocol.counter_page import (
     COUNTER_ACKED,
     COUNTER_DROPS,
     COUNTER_IN_FLIGHT,
@@ -15,13 +21,7 @@ from capd_client.counter_page import (
     DROP_REASONS,
     DropReason,
 )
-from capd_client.definitions import Definition
-from capd_client.in_flight import ABORTED, Capture, Refused
-from capd_client.inflight.outbox import Outbox
-from capd_client.journal import Journal
-from capd_client.protocol import Descriptor
-from capd_client.step_budget import StepBudget
-from capd_client.waiting import Waiting
+from capd_client.protocol.messages import Descriptor
 
 __all__ = ["Live"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from capd_client.in_flight import COPYING, READY, Capture
+from capd_client.inflight.capture import COPYING, READY, Capture
 
 __all__ = ["Outbox"]
 

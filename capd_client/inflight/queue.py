@@ -16,20 +16,20 @@ from threading import get_ident
 from time import monotonic
 from typing import Optional, Union
 
-from capd_client.accounts import Accounts
-from capd_client.allocator import EMPTY, Slot, SlotAllocator
-from capd_client.counter_page import DROP_REASONS, DropReason
-from capd_client.counting import Counters
-from capd_client.definitions import Definition
-from capd_client.in_flight import ABORTED, COPYING, READY, Capture, Refused
+from capd_client.arena.allocator import EMPTY, Slot, SlotAllocator
+from capd_client.arena.waiting import Waiting
+from capd_client.inflight.accounts import Accounts
+from capd_client.inflight.capture import ABORTED, COPYING, READY, Capture, Refused
+from capd_client.inflight.counters import Counters
+from capd_client.inflight.definitions import Definition
+from capd_client.inflight.journal import Journal
 from capd_client.inflight.live import Live
 from capd_client.inflight.outbox import Outbox
-from capd_client.journal import Journal
-from capd_client.parts import PartCapture, Parts, Record, part_nbytes
-from capd_client.policies import Drop, Room
-from capd_client.protocol import MAX_BATCH, Descriptor, NackRow
-from capd_client.step_budget import StepBudget
-from capd_client.waiting import Waiting
+from capd_client.inflight.parts import PartCapture, Parts, Record, part_nbytes
+from capd_client.inflight.policies import Drop, Room
+from capd_client.inflight.step_budget import StepBudget
+from capd_client.protocol.counter_page import DROP_REASONS, DropReason
+from capd_client.protocol.messages import MAX_BATCH, Descriptor, NackRow
 
 __all__ = ["Queue"]
 

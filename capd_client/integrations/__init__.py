@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from capd_client.hooks.sites import Site
 from capd_client.integrations import (
     linears,
     megatron,
@@ -16,8 +17,7 @@ from capd_client.integrations import (
     transformers,
     transformers_experts,
 )
-from capd_client.placements import coordinates
-from capd_client.sites import Site
+from capd_client.tensors.placements import coordinates
 
 __all__ = ["find_sites", "multiplies"]
 

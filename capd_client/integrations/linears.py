@@ -13,10 +13,10 @@ from torch.nn import functional
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
-from capd_client.function_sites import FunctionSite
+from capd_client.hooks.function_sites import FunctionSite
+from capd_client.hooks.sites import QuantisedState, Site
 from capd_client.integrations.callers import names_in
-from capd_client.kinds import LINEAR
-from capd_client.sites import QuantisedState, Site
+from capd_client.protocol.kinds import LINEAR
 
 __all__ = ["find_sites", "is_linear", "is_plain"]
 

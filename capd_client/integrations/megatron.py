@@ -14,10 +14,10 @@ from typing import Any, Optional
 
 from torch import nn
 
-from capd_client.function_sites import FunctionSite
+from capd_client.hooks.function_sites import FunctionSite
+from capd_client.hooks.sites import Attributes, Site, operands_of
 from capd_client.integrations import megatron_ranks as ranks
-from capd_client.kinds import ATTENTION, LINEAR
-from capd_client.sites import Attributes, Site, operands_of
+from capd_client.protocol.kinds import ATTENTION, LINEAR
 
 __all__ = ["find_sites", "is_one_kernel"]
 

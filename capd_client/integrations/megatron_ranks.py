@@ -13,7 +13,7 @@ from typing import Any, Optional, cast
 
 from torch import nn
 
-from capd_client.sites import Attributes
+from capd_client.hooks.sites import Attributes
 
 __all__ = [
     "OfTensor", "attention_placements", "column_placements", "coordinates", "expert",

@@ -21,17 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from capd_client.calls import Call
-from capd_client.function_sites import FunctionSite
-from capd_client.graph_owners import trace_unseen
-from capd_client.kinds import LINEAR
-from capd_client.owners import current_tap, is_owned
-from capd_client.parameter_gradient import GradHook
-from capd_client.products import hang
-from capd_client.sites import Site
-from capd_client.taps import Tap
-from capd_client.tensors import without_modes
-from capd_client.untraced import traced_as, untraced
+from capd_client.graph.owners import trace_unseen
+from capd_client.hooks.calls import Call
+from capd_client.hooks.function_sites import FunctionSite
+from capd_client.hooks.gradients import GradHook
+from capd_client.hooks.owners import current_tap, is_owned
+from capd_client.hooks.sites import Site
+from capd_client.hooks.tap import Tap
+from capd_client.process.dynamo import traced_as, untraced
+from capd_client.protocol.kinds import LINEAR
+from capd_client.tensors.autograd import hang
+from capd_client.tensors.inspect import without_modes
 
 if TYPE_CHECKING:
     from typing import TypeGuard

@@ -14,16 +14,16 @@ from typing import Any, NamedTuple, Optional
 import msgspec
 import torch
 
-from capd_client import recompute
-from capd_client.collecting import quota_of
-from capd_client.current import session
-from capd_client.gate import Gate
-from capd_client.key import Key, Moment
-from capd_client.kinds import LINEAR, placement
-from capd_client.naming import Place, place_of
-from capd_client.rules import Target, Wanted, resolve
-from capd_client.sink import Sink
-from capd_client.watch_plan import WatchPlan
+from capd_client.config.watch_arguments import WatchPlan
+from capd_client.hooks.module_names import Place, place_of
+from capd_client.hooks.sink import Sink
+from capd_client.protocol.key import Key, Moment
+from capd_client.protocol.kinds import LINEAR, placement
+from capd_client.rules.resolve import Target, Wanted, resolve
+from capd_client.session.current import session
+from capd_client.steps import checkpointing
+from capd_client.steps.collection import quota_of
+from capd_client.steps.gate import Gate
 
 __all__ = ["begin", "inspected", "inspects", "te_features", "wants"]
 
@@ -131,9 +131,9 @@ class _Inspection:
 
     def wants(self) -> bool:
         """Asked before a forward, where it is still known whether that trains."""
-        if recompute.in_backward():
+        if checkpointing.in_backward():
             return True  # for the gradients of what is run again
-        trains = torch.is_grad_enabled() or recompute.in_segment()
+        trains = torch.is_grad_enabled() or checkpointing.in_segment()
         return trains and self._admits() != 0
 
     def _admits(self) -> int:
@@ -172,7 +172,7 @@ class _Inspection:
             if tensor_name == "grad_output":
                 layer.backward = layer.begin_backward()
             return layer.backward
-        if recompute.in_backward():
+        if checkpointing.in_backward():
             return None
         if tensor_name == "input":
             rules = self._admits()

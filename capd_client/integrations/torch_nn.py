@@ -7,12 +7,12 @@ from typing import Any
 from torch import nn
 from torch.nn import functional
 
-from capd_client.function_sites import FunctionSite
+from capd_client.hooks.function_sites import FunctionSite
+from capd_client.hooks.sites import Site
 from capd_client.integrations.callers import calls, importers_of
 from capd_client.integrations.linears import is_plain
 from capd_client.integrations.multihead import linears_of
-from capd_client.kinds import ATTENTION, LINEAR
-from capd_client.sites import Site
+from capd_client.protocol.kinds import ATTENTION, LINEAR
 
 __all__ = ["SDPA", "find_sites"]
 

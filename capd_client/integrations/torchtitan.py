@@ -10,8 +10,8 @@ import inspect
 
 from torch import nn
 
-from capd_client.kinds import ATTENTION
-from capd_client.sites import Site
+from capd_client.hooks.sites import Site
+from capd_client.protocol.kinds import ATTENTION
 
 __all__ = ["find_sites"]
 

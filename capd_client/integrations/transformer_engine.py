@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
+from capd_client.hooks.sites import Attributes, Site, operands_of
 from capd_client.integrations.te_inspection import inspects
-from capd_client.kinds import ATTENTION, LINEAR, Kind
-from capd_client.sites import Attributes, Site, operands_of
+from capd_client.protocol.kinds import ATTENTION, LINEAR, Kind
 
 __all__ = ["find_sites"]
 

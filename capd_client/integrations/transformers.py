@@ -17,12 +17,12 @@ from typing import Any
 
 from torch import nn
 
-from capd_client.function_sites import FunctionSite
+from capd_client.hooks.function_sites import FunctionSite
+from capd_client.hooks.owners import is_owned
+from capd_client.hooks.sites import Site
 from capd_client.integrations.callers import calls
-from capd_client.kinds import ATTENTION
-from capd_client.owners import is_owned
-from capd_client.sites import Site
-from capd_client.untraced import traced_as
+from capd_client.process.dynamo import traced_as
+from capd_client.protocol.kinds import ATTENTION
 
 __all__ = ["find_sites"]
 

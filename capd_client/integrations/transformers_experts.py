@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-from capd_client.function_sites import FunctionSite
+from capd_client.hooks.function_sites import FunctionSite
+from capd_client.hooks.owners import current_module, current_tap
+from capd_client.hooks.sites import Site
+from capd_client.hooks.tap import Tap
 from capd_client.integrations.callers import calls
-from capd_client.kinds import GROUPED_LINEAR, LINEAR, Kind
-from capd_client.owners import current_module, current_tap
-from capd_client.sites import Site
-from capd_client.taps import Tap
+from capd_client.protocol.kinds import GROUPED_LINEAR, LINEAR, Kind
 
 __all__ = ["find_sites", "is_experts"]
 

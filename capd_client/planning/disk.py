@@ -8,9 +8,9 @@ import time
 from collections.abc import Mapping
 from typing import Any, Optional
 
-from capd_client.amounts import amount_nbytes, default_max_disk, parse_amount
+from capd_client.config.amounts import amount_nbytes, default_max_disk, parse_amount
+from capd_client.config.file import read_toml
 from capd_client.errors import ConfigError
-from capd_client.settings_file import read_toml
 
 __all__ = ["disk_plan", "disk_settings", "write_speed"]
 

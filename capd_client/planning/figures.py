@@ -13,8 +13,8 @@ from typing import Any, Optional
 import msgspec
 
 from capd_client.planning.seen import Calls, RankSeen, SeriesSeen
-from capd_client.select import Ranges
-from capd_client.statistics_row import ROW_NBYTES
+from capd_client.protocol.selection import Ranges
+from capd_client.protocol.statistics_row import ROW_NBYTES
 
 __all__ = ["WINDOW", "rank_plan", "records_in"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional
 
-from capd_client.select import Ranges
-from capd_client.texts import human_nbytes
+from capd_client.process.text import human_nbytes
+from capd_client.protocol.selection import Ranges
 
 __all__ = ["node_plan", "warnings_of"]
 

@@ -6,7 +6,7 @@ from typing import Optional
 
 import msgspec
 
-from capd_client.key import Key
+from capd_client.protocol.key import Key
 
 __all__ = ["Calls", "IterationSeen", "RankSeen", "SeriesSeen"]
 

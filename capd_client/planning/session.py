@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Optional
 
-from capd_client.config import ClientConfig
+from capd_client.config.settings import ClientConfig
 from capd_client.planning.sink import PlanSink
-from capd_client.process_documents import leave
+from capd_client.process.documents import leave
 
 __all__ = ["PlanSession"]
 
 
 class PlanSession(PlanSink):
-    """Stands where `capd_client.session.Session` does; has neither daemon nor arena, and copies nothing.
+    """Stands where `capd_client.session.session.Session` does; has neither daemon nor arena, and copies nothing.
 
     `config.plan` is the directory of the documents. A document is written when the session begins, whenever an
     iteration is over, and at the end. Errors are logged; none reaches the job.

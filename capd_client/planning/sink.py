@@ -12,23 +12,23 @@ from typing import Optional
 import msgspec
 import torch
 
-from capd_client.accounts import Accounts
-from capd_client.border import Border
-from capd_client.config import ClientConfig
-from capd_client.context import Context
-from capd_client.counter_page import DropReason
-from capd_client.counting import Counters
-from capd_client.cuda import is_capturing, ring_sizes
-from capd_client.describing import Described
-from capd_client.in_flight import Refused
-from capd_client.key import Key, Moment
-from capd_client.memory import arena_nbytes
-from capd_client.notices import Notices
+from capd_client.config.settings import ClientConfig
+from capd_client.device.cuda.runtime import is_capturing, ring_sizes
+from capd_client.inflight.accounts import Accounts
+from capd_client.inflight.capture import Refused
+from capd_client.inflight.counters import Counters
+from capd_client.inflight.policies import Drop
 from capd_client.planning.link import link_of
 from capd_client.planning.seen import Calls, IterationSeen, RankSeen, SeriesSeen
 from capd_client.planning.watches import PlannedWatches
-from capd_client.policies import Drop
-from capd_client.untraced import untraced
+from capd_client.process.dynamo import untraced
+from capd_client.process.log import Notices
+from capd_client.process.memory import arena_nbytes
+from capd_client.protocol.counter_page import DropReason
+from capd_client.protocol.key import Key, Moment
+from capd_client.staging.border import Border
+from capd_client.staging.describe import Described
+from capd_client.steps.context import Context
 
 __all__ = ["PlanSink"]
 

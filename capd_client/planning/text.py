@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional
 
-from capd_client.texts import human_count, human_nbytes, table_lines
+from capd_client.process.text import human_count, human_nbytes, table_lines
 
 __all__ = ["expected_lines", "plan_lines"]
 

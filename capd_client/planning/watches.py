@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Optional
 
-from capd_client.key import Key
-from capd_client.select import Selection
-from capd_client.steering import Watch
-from capd_client.tool_messages import Steer
+from capd_client.protocol.control import Steer
+from capd_client.protocol.key import Key
+from capd_client.protocol.selection import Selection
+from capd_client.steps.steering import Watch
 
 __all__ = ["PlannedWatches"]
 

@@ -18,8 +18,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from capd_client.protocol.statistics_row import ROW_VALUES
 from capd_client.rowkernel.artifacts import BLOCK, COLUMNS, ROWS, SEGMENTS, WARPS
-from capd_client.statistics_row import ROW_VALUES
 
 __all__ = [
     "COMPILED",

@@ -22,8 +22,8 @@ from capd.report.gather import GatheredRecords, gather
 from capd.report.page.data import page_data
 from capd.report.page.html import page_html
 from capd.report.series import MOST_SERIES, SeriesSummaries
-from capd.store.statistics import public, summarise
-from capd_client.key import Moment
+from capd.store.format.statistics import public, summarise
+from capd_client.protocol.key import Moment
 from tests.browser.conftest import Opened
 from tests.cli.conftest import StoreWriter, bf16_bits, linear_key
 

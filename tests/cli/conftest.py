@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from capd.cli.app import main
-from capd.server.jobs import RecordJob
-from capd.server.pipeline import Pipeline
-from capd.store.catalog_read import SessionRow
-from capd.store.options import StoreOptions
-from capd_client.counter_page import DropReason
-from capd_client.key import Key, Moment
-from capd_client.protocol import Define, Descriptor
+from capd.server.pipeline.jobs import RecordJob
+from capd.server.pipeline.pipeline import Pipeline
+from capd.store.catalog.rows import SessionRow
+from capd.store.run.options import StoreOptions
+from capd_client.protocol.counter_page import DropReason
+from capd_client.protocol.key import Key, Moment
+from capd_client.protocol.messages import Define, Descriptor
 from tests.kit import forking
 
 CLIENT = bytes(range(16))

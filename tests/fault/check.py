@@ -35,8 +35,8 @@ import google_crc32c
 import numpy as np
 import zarr
 
-from tests.fault.journals import EMPTY, Row, Shard, digest, read_log, read_shard
-from tests.fault.plain_rows import row_digest
+from tests.fault.kit.journals import EMPTY, Row, Shard, digest, read_log, read_shard
+from tests.fault.kit.plain_rows import row_digest
 
 LISTS = ("lost", "refused", "duplicates", "wrong", "unknown", "holes", "gaps", "contradictions", "unreadable")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault import figures
-from tests.fault.site import Site
+from tests.fault.kit import figures
+from tests.fault.kit.site import Site
 from tests.integration.conftest import daemon, start_rank
 
 __all__ = ["daemon", "site", "start_rank"]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import capd
-from tests.fault import figures
-from tests.fault.load import Capture, capture
-from tests.fault.site import Site
+from tests.fault.kit import figures
+from tests.fault.kit.load import Capture, capture
+from tests.fault.kit.site import Site
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import capd
-from tests.integration.processes import Daemon
+from tests.kit.processes import Daemon
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(600)]
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault import figures
-from tests.fault.load import Gone
-from tests.fault.site import Site
-from tests.integration.processes import until
+from tests.fault.kit import figures
+from tests.fault.kit.load import Gone
+from tests.fault.kit.site import Site
+from tests.kit.processes import until
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(400)]
 

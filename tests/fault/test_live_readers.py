@@ -13,11 +13,11 @@ import xarray
 import zarr
 
 import capd
-from tests.fault import figures
-from tests.fault.journals import digest
-from tests.fault.load import LoadRank, capture
-from tests.fault.site import Site
-from tests.integration.processes import capd as command
+from tests.fault.kit import figures
+from tests.fault.kit.journals import digest
+from tests.fault.kit.load import LoadRank, capture
+from tests.fault.kit.site import Site
+from tests.kit.processes import capd as command
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(200)]
 

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 import capd
-from capd.store.reader import Store
-from tests.integration.processes import Daemon
+from capd.store.read.store import Store
+from tests.kit.processes import Daemon
 
 PREAMBLE = """
 import sys, threading, time
 import torch
 import capd_client
 from capd_client.api import session
-from capd_client.arena import STEP_NBYTES
+from capd_client.arena.arena import STEP_NBYTES
 
 KIND = "cuda" if torch.cuda.is_available() else "cpu"  # cpu: of the stand-in, for what asks for a device's name
 HELD = {}

@@ -44,7 +44,7 @@ def test_freed_and_reused_memory_under_each_allocator(job: Job, environment: str
 # What autograd keeps is held instead of copied; what the job changes is found out, and is a snapshot from then on.
 AUTO = """
 from torch import nn
-from capd_client.snapshots import DeviceStager
+from capd_client.device.snapshots import DeviceStager
 ready()
 torch.manual_seed(6)
 hold_it, held_by = DeviceStager.hold, []

@@ -38,13 +38,13 @@ ready()
 """
 # The page lock is held back until half of the captures are made, and is taken amid the others.
 UNLOCKED = """
-from capd_client import pinning
+from capd_client.device.cuda import pinning
 pin, begun = pinning.pin, threading.Event()
 def held_back(*args):
     begun.wait(60)
     return pin(*args)
 pinning.pin = held_back
-from capd_client.gpu import CudaDevice
+from capd_client.device.cuda.device import CudaDevice
 fetch, unpinned = CudaDevice.fetch, []
 def counted(self, piece, arena):
     if not piece.pinned:
@@ -129,7 +129,7 @@ def test_all_pages_of_the_arena_are_locked_in_the_background(job: Job) -> None:
 
 
 SMALL = """
-from capd_client.gpu import CudaDevice
+from capd_client.device.cuda.device import CudaDevice
 ready()
 fetch, copies, all_wait = CudaDevice.fetch, [], threading.Event()
 def counted(self, piece, arena):

@@ -21,16 +21,16 @@ Same = Callable[[torch.Tensor, torch.Tensor], bool]
 # so that no memory is used twice.
 SANITIZED = """
 import sys, torch
-from capd_client.allocator import SlotAllocator
-from capd_client.arena import Arena
+from capd_client.arena.allocator import SlotAllocator
+from capd_client.arena.arena import Arena
 from capd_client.inflight.queue import Queue
-from capd_client.counting import Counters
-from capd_client.gpu import CudaDevice
-from capd_client.snapshots import DeviceStager
-from capd_client.key import Key, Moment
-from capd_client.notices import Notices
-from capd_client.pacing import Pace
-from capd_client.protocol import Descriptor
+from capd_client.inflight.counters import Counters
+from capd_client.device.cuda.device import CudaDevice
+from capd_client.device.snapshots import DeviceStager
+from capd_client.protocol.key import Key, Moment
+from capd_client.process.log import Notices
+from capd_client.device.pacing import Pace
+from capd_client.protocol.messages import Descriptor
 
 class Slow(CudaDevice):
     done = False
@@ -165,9 +165,9 @@ def test_a_static_tap_gives_what_each_replay_computed(job: Job, same: Same) -> N
 UNPINNED = """
 import logging
 logging.basicConfig()
-from capd_client import pinning
-from capd_client.cuda import cuda_runtimes, pin
-from capd_client.gpu import CudaDevice
+from capd_client.device.cuda import pinning
+from capd_client.device.cuda.runtime import cuda_runtimes, pin
+from capd_client.device.cuda.device import CudaDevice
 arena = session().arena
 # The job has locked the arena itself, so that the driver refuses capd's lock. It leaves no error behind.
 assert int(torch.cuda.cudart().cudaHostRegister(arena.address, arena.nbytes, 0)) == 0

@@ -51,7 +51,7 @@ def test_every_layout_arrives_as_it_was(job: Job) -> None:
 
 
 CASTS = """
-from capd_client.key import Key, Moment
+from capd_client.protocol.key import Key, Moment
 ready()
 torch.manual_seed(3)
 def cast(tensor, name, n, dtype):  # as under autocast

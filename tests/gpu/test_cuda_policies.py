@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from capd.store.statistics import public, summarise
+from capd.store.format.statistics import public, summarise
 from tests.gpu.conftest import Job, same_bits
 
 # The host issues three rings' worth and more while the device sleeps. Four fit, and rows of statistics beside them. The

@@ -37,7 +37,7 @@ SECOND = 'session().prepare([torch.device("cuda", 1)]); ready()'
 ROWS = """
 from capd_client.devstats import ROW_DTYPES, fill_rows, has_kernel, prepare, warm
 from capd_client.devstats.formulas import fill_from_values
-from capd_client.statistics_row import ROW_VALUES
+from capd_client.protocol.statistics_row import ROW_VALUES
 
 device = torch.device("cuda", 0)
 kinds = [torch.bfloat16, torch.float32, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]

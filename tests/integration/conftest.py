@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.embedded_job import Job, StartJob
-from tests.integration.processes import Daemon, Rank, StartRank, daemons_on
+from tests.integration.embedded.embedded_job import Job, StartJob
+from tests.kit.processes import Daemon, Rank, StartRank, daemons_on
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import torch
 
 import capd as capd_package
 from capd.formats import qdq
-from tests.integration.processes import capd
 from tests.kit import forking
+from tests.kit.processes import capd
 
 JOB = Path(__file__).with_name("diverging_job.py")
 FLIPPED = 1

@@ -14,15 +14,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.fault import check, journals
-from tests.fault.chaos import Chaos
-from tests.fault.chaos_judge import judge
-from tests.fault.damage import CLASSES, expected, flip, frame_head, merge_wal, read_all, recover, small_store
-from tests.fault.ends import end_ranks
-from tests.fault.rounds import failpoint_spec, kill_rounds, prepare_for
-from tests.fault.site import Site, exercise
-from tests.integration.processes import Daemon
-from tests.unit.store.writing import Writer, key
+from tests.fault import check
+from tests.fault.chaos.chaos import Chaos
+from tests.fault.chaos.chaos_judge import judge
+from tests.fault.kit import journals
+from tests.fault.kit.damage import (
+    CLASSES,
+    expected,
+    flip,
+    frame_head,
+    merge_wal,
+    read_all,
+    recover,
+    small_store,
+)
+from tests.fault.kit.ends import end_ranks
+from tests.fault.kit.rounds import failpoint_spec, kill_rounds, prepare_for
+from tests.fault.kit.site import Site, exercise
+from tests.kit.processes import Daemon
+from tests.kit.store.writing import Writer, key
 
 RECORDS = 48
 FLIPS = 12

@@ -16,9 +16,9 @@ import pytest
 
 import capd
 from tests.integration import forked_job
-from tests.integration.launching import REPOSITORY
-from tests.integration.processes import Daemon, is_running, until
 from tests.kit import forking
+from tests.kit.launching import REPOSITORY
+from tests.kit.processes import Daemon, is_running, until
 
 JOB = forked_job.__file__
 Start = Callable[..., Any]

@@ -24,10 +24,10 @@ from tests.gpu import test_cuda_policies as policies
 from tests.gpu import test_cuda_statistics as statistics
 from tests.gpu import test_cuda_wrappers as wrappers
 from tests.gpu.conftest import PREAMBLE, Job, python_path, same_bits
-from tests.integration.processes import Daemon
 from tests.kit import forking
+from tests.kit.processes import Daemon
 
-STAND_IN = "import tests.gpu.stand_in\n"
+STAND_IN = "import tests.kit.gpu.stand_in\n"
 
 
 @pytest.fixture

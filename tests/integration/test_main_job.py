@@ -24,9 +24,9 @@ import xarray
 import zarr
 
 import capd as capd_package
-from tests.integration.launching import assert_trained
-from tests.integration.processes import capd, command_lines, until
 from tests.kit import forking
+from tests.kit.launching import assert_trained
+from tests.kit.processes import capd, command_lines, until
 
 REPOSITORY = Path(__file__).parents[2]
 RANKS, STEPS, MICRO_BATCHES, LAYERS, CAPTURED = 2, 3, 2, 2, (0, 1)

@@ -11,7 +11,7 @@ __all__ = ["watched_modules"]
 
 def watched_modules() -> list[Any]:
     """Returns the modules of models that some watch still captures, without importing torch where nobody has."""
-    watched = sys.modules.get("capd_client.watched")
+    watched = sys.modules.get("capd_client.watching.watched")
     if watched is None:
         return []
     if watched._tapped:  # of models that are garbage, perhaps

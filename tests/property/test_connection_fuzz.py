@@ -20,9 +20,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capd.server.tending import MAX_LOST
-from capd_client.key import Key, Moment
-from capd_client.protocol import (
+from capd.server.runs.upkeep import MAX_LOST
+from capd_client.protocol.control import Control, Stats
+from capd_client.protocol.key import Key, Moment
+from capd_client.protocol.messages import (
     ARENA_BYTE,
     MAX_BATCH,
     MAX_FRAME_NBYTES,
@@ -39,9 +40,8 @@ from capd_client.protocol import (
     Put,
     encode,
 )
-from capd_client.tool_messages import Control, Stats
-from tests.integration.daemon_kit import ARENA_NBYTES, DaemonProcess, Rank, make_memfd, wait_for
-from tests.integration.processes import capd
+from tests.kit.daemon import ARENA_NBYTES, DaemonProcess, Rank, make_memfd, wait_for
+from tests.kit.processes import capd
 
 EXAMPLES = int(os.environ.get("CAPD_FUZZ_EXAMPLES", "2000"))
 ANON_NBYTES = 300 << 20

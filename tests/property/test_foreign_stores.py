@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 import capd
-from tests.property.foreign_stores import BASES, DEEP, GONE, SCRIPTS, TABLES, TEXTS, Change, build, change
+from tests.property.kit.foreign_stores import BASES, DEEP, GONE, SCRIPTS, TABLES, TEXTS, Change, build, change
 
 EXAMPLES = int(os.environ.get("CAPD_FUZZ_EXAMPLES", "2000"))
 SLICE = 30
@@ -68,7 +68,7 @@ class Reading:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.property.foreign_reading"],
+            [sys.executable, "-m", "tests.property.kit.foreign_reading"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self._bases = build(root)

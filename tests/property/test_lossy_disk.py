@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from tests.property.lossy_disk import LossyDisk
+from tests.property.kit.lossy_disk import LossyDisk
 
 Read = Callable[[Path], object]
 

@@ -8,9 +8,9 @@ from typing import Literal
 
 import pytest
 
-from tests.property.faulty_files import Fault
-from tests.property.store_driver import Crash
-from tests.property.store_machine import StoreMachine
+from tests.property.kit.faulty_files import Fault
+from tests.property.kit.store_driver import Crash
+from tests.property.kit.store_machine import StoreMachine
 
 LARGEST = 200
 BATCH = [(3, 0, 0, False), (3, 1, 0, False), (4, 0, 1, False), (4, 1, 1, False), (0, 0, 0, False)]

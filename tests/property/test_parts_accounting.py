@@ -20,18 +20,18 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from capd.server.accounting import PageCounters, SessionTotals, reconcile
-from capd.server.session import Session
-from capd_client.allocator import SlotAllocator
-from capd_client.counter_page import DropReason
-from capd_client.counting import Counters
-from capd_client.definitions import Definition
-from capd_client.in_flight import COPYING, Capture
+from capd.server.rank.accounting import PageCounters, SessionTotals, reconcile
+from capd.server.rank.session import Session
+from capd_client.arena.allocator import SlotAllocator
+from capd_client.inflight.capture import COPYING, Capture
+from capd_client.inflight.counters import Counters
+from capd_client.inflight.definitions import Definition
+from capd_client.inflight.parts import PartCapture, Record
+from capd_client.inflight.policies import Block
 from capd_client.inflight.queue import Queue
-from capd_client.key import Key, Moment
-from capd_client.parts import PartCapture, Record
-from capd_client.policies import Block
-from capd_client.protocol import Ack, Define, Descriptor, Hello, Nack
+from capd_client.protocol.counter_page import DropReason
+from capd_client.protocol.key import Key, Moment
+from capd_client.protocol.messages import Ack, Define, Descriptor, Hello, Nack
 
 PAGE = 4096
 PAGES = 8

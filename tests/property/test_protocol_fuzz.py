@@ -14,8 +14,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from capd_client.key import Key, Moment
-from capd_client.protocol import (
+from capd_client.protocol.control import Control, Drain, Drained, Stats, Steer, Steered
+from capd_client.protocol.key import Key, Moment
+from capd_client.protocol.messages import (
     MAX_FRAME_NBYTES,
     Ack,
     Bye,
@@ -35,8 +36,7 @@ from capd_client.protocol import (
     decode_daemon,
     encode,
 )
-from capd_client.select import Selection
-from capd_client.tool_messages import Control, Drain, Drained, Stats, Steer, Steered
+from capd_client.protocol.selection import Selection
 
 EXAMPLES = int(os.environ.get("CAPD_FUZZ_EXAMPLES", "20000"))
 ALLOCATED_PER_BYTE = 600  # of a frame: a one-byte descriptor field becomes a Python object of up to 100 bytes

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.property.store_machine import StoreMachine
+from tests.property.kit.store_machine import StoreMachine
 
 # A sequence starts and crashes a store many times over: examples are slow and large, and that is their sense.
 SETTINGS = settings(

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from capd.cli.app import VERBS
-from capd.report.kinds import KINDS
+from capd.report.figures.kinds import KINDS
 from tests.repo.cli_page import DOCS, PAGE, commands, page
 
 COMMANDS = {name: (command, context) for name, command, context in commands()}

@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from capd.job_settings import JobSettings, RuleTable, WhenTable, problems_of
-from capd_client.config import check_file_value
+from capd_client.config.file import FileSettings, WhenSettings, parse_settings
+from capd_client.config.settings import check_file_value
 from capd_client.errors import ConfigError
-from capd_client.rule_settings import RuleSettings
-from capd_client.settings_file import FileSettings, WhenSettings, parse_settings
+from capd_client.rules.schema import RuleSettings
 
 RANGES = st.sampled_from(["0-2,100-:100", "all", "0-90:10", "7", 3])
 SLICES = st.sampled_from(["first:64", "stride:8", "tokens:0-127@0"])

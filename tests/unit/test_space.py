@@ -9,7 +9,7 @@ from pathlib import Path
 
 from capd.errors import StoreFull
 from capd.space import if_full, mount_of, shown_size, what_is_full
-from tests.fault.file_systems import mounted_tmpfs
+from tests.fault.kit.file_systems import mounted_tmpfs
 
 
 def error(number: int, *paths: str) -> OSError:

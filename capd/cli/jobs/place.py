@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from capd.errors import ConfigError
 
 if TYPE_CHECKING:
-    from capd.cli.companion import Companion
+    from capd.cli.jobs.companion import Companion
 
 __all__ = ["Place", "endpoint_of", "nodes_of", "refuse_several_nodes", "shared_run_id"]
 
@@ -28,8 +28,8 @@ class Place(NamedTuple):
     report: Path | None
 
     def companion(self) -> Companion:
-        """Joins the daemon, or starts one. Raises what `capd.cli.companion` does."""
-        from capd.cli.companion import join, start
+        """Joins the daemon, or starts one. Raises what `capd.cli.jobs.companion` does."""
+        from capd.cli.jobs.companion import join, start
 
         if self.endpoint:
             return join(self.endpoint, self.run_id)
@@ -47,7 +47,7 @@ def endpoint_of(environ: Mapping[str, str], *, attach: bool, store: Path | None)
     Raises:
         ConfigError: where the options contradict each other.
     """
-    from capd.server.endpoint import default_path
+    from capd.server.net.endpoint import default_path
 
     endpoint = environ.get("CAPD_ENDPOINT", "").strip()
     if endpoint.lower() == "off":

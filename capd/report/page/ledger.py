@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from capd.errors import StoreError
-from capd.store.reader import open_store
+from capd.store.read.store import open_store
 
 __all__ = ["ledger_data"]
 

@@ -11,19 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from client_peer import Peer
-from fake_cuda import FakeStream, Gpus
-from fake_device import AlwaysDevice, FakeDevice, Rig
 
 import capd_client
-from capd_client import current, explicit, saver, told_capture, told_indices
-from capd_client.border import Border
-from capd_client.collection_state import STATE
-from capd_client.config import ClientConfig
-from capd_client.holding import Holding
-from capd_client.pacing import Pace
-from capd_client.session import Session
-from capd_client.snapshots import DeviceStager
+from capd_client.config.settings import ClientConfig
+from capd_client.device.holding import Holding
+from capd_client.device.pacing import Pace
+from capd_client.device.snapshots import DeviceStager
+from capd_client.explicit import keys
+from capd_client.session import current
+from capd_client.session.session import Session
+from capd_client.staging.border import Border
+from capd_client.tensor_saver import calls, indices, saver
+from capd_client.tensor_saver.state import STATE
+from tests.kit.client.cuda import FakeStream, Gpus
+from tests.kit.client.device import AlwaysDevice, FakeDevice, Rig
+from tests.kit.client.peer import Peer
 
 SMALL_ARENA = 1 << 20
 
@@ -149,7 +151,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
     def forget() -> None:
         current._resolved, current._session, current._closed, current._over = False, None, None, False
-        explicit.KEYS.clear()
+        keys.KEYS.clear()
 
     forget()
     monkeypatch.setenv("CAPD_ARENA_BYTES", str(1 << 20))
@@ -171,13 +173,13 @@ def untold() -> Iterator[None]:
 
     def forget() -> None:
         STATE.__init__()  # type: ignore[misc]
-        STATE.on_change = told_capture._changed
-        told_indices._said.clear()
-        told_indices._index_in.cache_clear()
-        told_indices._rank_in.cache_clear()
-        for notices in (told_indices._notices, told_capture._notices):
+        STATE.on_change = calls._changed
+        indices._said.clear()
+        indices._index_in.cache_clear()
+        indices._rank_in.cache_clear()
+        for notices in (indices._notices, calls._notices):
             notices._last.clear()
-        saver._saver = told_capture._followed = None
+        saver._saver = calls._followed = None
 
     forget()
     yield

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils import checkpoint
 
-from capd_client import emulated
 from capd_client.emulation import emulation, plans
+from capd_client.tensors import emulation_label
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def _all_is_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         one.remove()
     assert patched() == before
     assert not plans._modules
-    assert emulated.current() == emulated.NONE
+    assert emulation_label.current() == emulation_label.NONE
 
 
 def patched() -> list[object]:

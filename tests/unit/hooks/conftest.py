@@ -6,22 +6,22 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from memory_sink import MemorySink
 from torch import nn
 from torch.nn import functional
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import CheckpointFunction
 from tqdm import tqdm
 
-from capd_client import attaching, hooks, late_watch, watched
-from capd_client.notices import Notices
+from capd_client.process.log import Notices
+from capd_client.watching import attach, late_watch, watch, watched
+from tests.kit.client.sink import MemorySink
 
 
 @pytest.fixture
 def sink(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemorySink]:
     """The session that `watch` finds; afterwards no tap may have failed."""
     memory = MemorySink()
-    monkeypatch.setattr(hooks, "session", lambda: memory)
+    monkeypatch.setattr(watch, "session", lambda: memory)
     torch.manual_seed(7)
     yield memory
     assert memory.errors == []
@@ -33,14 +33,14 @@ def _no_watch_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     patched = _patched()
     scaler_step = torch.amp.GradScaler.step
     optimizer_hooks = dict(torch_optimizer._global_optimizer_post_hooks)
-    handles: list[attaching.WatchHandle] = []
-    original = attaching.WatchHandle.__init__
+    handles: list[attach.WatchHandle] = []
+    original = attach.WatchHandle.__init__
 
-    def remember(self: attaching.WatchHandle) -> None:
+    def remember(self: attach.WatchHandle) -> None:
         handles.append(self)
         original(self)
 
-    monkeypatch.setattr(attaching.WatchHandle, "__init__", remember)
+    monkeypatch.setattr(attach.WatchHandle, "__init__", remember)
     yield
     for handle in handles:
         handle.remove()

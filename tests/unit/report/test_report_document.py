@@ -17,8 +17,8 @@ from capd.report.page.data import page_data
 from capd.report.page.plain import METRICS, NUMBERS, rounded
 from capd.report.series import SeriesSummaries
 from capd.report.text import report_lines
-from capd.store.statistics import public, summarise
-from capd_client.key import Key, Moment
+from capd.store.format.statistics import public, summarise
+from capd_client.protocol.key import Key, Moment
 
 FORMATS = choices("mxfp8,hifp8")
 

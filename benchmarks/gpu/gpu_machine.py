@@ -1,0 +1,120 @@
+"""The device that is measured: the first GPU, or, to show that a benchmark runs, the CPU in its place."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import capd_client
+from capd_client.api import session
+from capd_client.device import pieces, transfers
+
+__all__ = ["Accelerator", "amounts"]
+
+PIN_TIMEOUT_S = 120.0
+DRAIN_TIMEOUT_S = 240.0
+_TICK_S = 0.0002
+
+
+@contextlib.contextmanager
+def amounts(piece: int | None = None, ahead: int | None = None) -> Iterator[tuple[int, int]]:
+    """Inside, copies are of `piece` bytes at most and `ahead` may be under way; None: as they are. Yields both."""
+    before = pieces.PIECE_NBYTES, transfers.AHEAD_NBYTES
+    pieces.PIECE_NBYTES, transfers.AHEAD_NBYTES = piece or before[0], ahead or before[1]
+    try:
+        yield pieces.PIECE_NBYTES, transfers.AHEAD_NBYTES
+    finally:
+        pieces.PIECE_NBYTES, transfers.AHEAD_NBYTES = before
+
+
+class Accelerator:
+    """Set up after the daemon's endpoint is in the environment: the ring is made here, and the arena as large as it may
+    be, and page-locked. Otherwise it would grow while something is measured."""
+
+    def __init__(self) -> None:
+        self.is_cuda = torch.cuda.is_available()
+        self.device = torch.device("cuda", 0) if self.is_cuda else torch.device("cpu")
+        rank = session()
+        if rank is None:
+            raise SystemExit("capture is off: no daemon was found")
+        self.session = rank
+        self.allocated_before = self.allocated()
+        rank.prepare([self.device])
+        if self.is_cuda:
+            self._wait_until_locked()
+        self.wait_until_compiled()
+
+    def _wait_until_locked(self) -> None:
+        """What is measured otherwise is the copy by way of pageable memory."""
+        arena, deadline = self.session.arena, time.monotonic() + PIN_TIMEOUT_S
+        arena.target = arena.nbytes  # the client thread makes what is missing
+        while arena.populated < arena.target and time.monotonic() < deadline:
+            time.sleep(0.05)
+        while not self.session.devices.pinned:
+            locking = any(thread.name == "capd-pin" for thread in threading.enumerate())
+            if not self.session.devices.pinned and not (locking and time.monotonic() < deadline):
+                raise SystemExit(
+                    "the arena was not page-locked: its notice above says why. Nothing was measured"
+                )
+            time.sleep(0.05)
+
+    def facts(self) -> dict[str, Any]:
+        """What a result must be read with."""
+        name = torch.cuda.get_device_name(self.device) if self.is_cuda else "no GPU: the CPU in its place"
+        return {"device": name, "torch": torch.__version__, "pinned": self.session.devices.pinned}
+
+    def tensor(self, nbytes: int) -> torch.Tensor:
+        """Random bf16."""
+        return torch.randn(nbytes // 2, device=self.device).to(torch.bfloat16)
+
+    def host(self, nbytes: int) -> torch.Tensor:
+        """A plain page-locked buffer, touched."""
+        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.is_cuda)
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def synchronize_stream(self) -> None:
+        """Wait for the current stream alone, as `loss.item()` does."""
+        if self.is_cuda:
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def allocated(self) -> int:
+        """Bytes of device memory in use by tensors."""
+        return torch.cuda.memory_allocated(self.device) if self.is_cuda else 0
+
+    @contextlib.contextmanager
+    def no_synchronisation(self) -> Iterator[None]:
+        """Inside, a call that waits for the device is an error."""
+        if not self.is_cuda:
+            yield
+            return
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def wait_until_compiled(self) -> None:
+        """Until the kernel of the statistics is there, or cannot be had."""
+        for thread in threading.enumerate():
+            if thread.name == "capd-compile":
+                thread.join(PIN_TIMEOUT_S)
+
+    def wait_until_home(self, meanwhile: Callable[[], None] | None = None) -> None:
+        """Until every capture's bytes are in the arena; `meanwhile` is called instead of sleeping."""
+        deadline = time.monotonic() + DRAIN_TIMEOUT_S
+        while self.session.transport.device_busy and time.monotonic() < deadline:
+            time.sleep(_TICK_S) if meanwhile is None else meanwhile()
+
+    def drain(self) -> None:
+        """Until the daemon has committed everything, and the arena is free again."""
+        if not capd_client.flush(DRAIN_TIMEOUT_S):
+            raise SystemExit("the daemon did not commit in time")

@@ -1,0 +1,305 @@
+"""Runs of capd's device path in the time of a model: one training thread, one GPU, and whoever brings copies home."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+import capd_client
+from benchmarks.kit.common import percentile
+from benchmarks.model.modelled_gpu import Constants, FreeGpu, ModelledGpu, Rounds
+from benchmarks.model.virtual_time import Clock
+from capd_client.api import session
+from capd_client.arena.allocator import SlotAllocator
+from capd_client.device import pieces
+from capd_client.device.pacing import Pace
+from capd_client.device.ring import RingMemory
+from capd_client.inflight.counters import Counters
+from capd_client.inflight.queue import Queue
+from capd_client.process.log import Notices
+from capd_client.protocol.key import Key, Moment
+from capd_client.protocol.messages import Descriptor
+from capd_client.staging.describe import Described
+from capd_client.staging.drop_log import DropLog
+from capd_client.staging.from_device import FromDevice
+from capd_client.staging.stager import Stager
+
+try:
+    from capd_client.device import snapshots as staging
+    from capd_client.device.holding import Holding
+except ImportError:  # a tree in which the client thread looks after the copies, once in a round
+    from capd_client.device import seam as staging  # type: ignore[no-redef]
+
+__all__ = ["MIB", "Result", "Scene", "python_us", "run"]
+
+MIB = 1 << 20
+_ARENA_NBYTES = 16 << 30  # of addresses: nothing is written there
+_RING_NBYTES = 256 * MIB
+_NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python knows from 3.13 on
+_POLL_US = 100.0
+_MANY_PIECES = 128
+_PIECE_NBYTES = pieces.PIECE_NBYTES
+_HAS_PUMP = hasattr(staging.DeviceStager, "start")
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a job does: in each of `steps`, which take `step_us` without captures, `tensors` of `nbytes` are captured.
+
+    lead_us: what the host needs for the job's own calls between two captures. held: whether the tensors are held.
+    piece_nbytes: of one copy to the host, None: as the code has it.
+    """
+
+    tensors: int
+    nbytes: int
+    step_us: float
+    steps: int = 4
+    lead_us: float = 20.0
+    held: bool = False
+    piece_nbytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of it.
+
+    host_us: of one capture, median. step: the time of a step, of one without captures. link_busy: of the time in which
+    something was there to be brought home; the beginning of each copy is a part of it.
+    """
+
+    host_us: float
+    step: float
+    link_busy: float
+
+
+def run(scene: Scene, constants: Constants, rounds: Rounds, *, raw: bool = False) -> Result:
+    """Run a scene under policy block to its end. At the end of each step the host waits for the device."""
+    pieces.PIECE_NBYTES = scene.piece_nbytes or _PIECE_NBYTES
+    clock = Clock()
+    gpu = ModelledGpu(clock, constants, rounds, _RING_NBYTES, raw=raw)
+    training = clock.enter("training")
+    rank = _Rank(gpu, held=scene.held)
+    rank.bring_home()
+    tensor = torch.empty(scene.nbytes // 2, dtype=torch.bfloat16, device="meta")
+    costs, started = [], training.now
+    for step in range(scene.steps):
+        for _ in range(scene.tensors):
+            gpu.compute(scene.step_us / scene.tensors)
+            clock.spend(scene.lead_us)
+            rank.wait_for_room(scene.nbytes)
+            begun = training.now
+            clock.spend(constants.python_us)
+            rank.capture(tensor, step)
+            costs.append(training.now - begun)
+            clock.rest(0.0)
+            rank.settle()
+        clock.rest(max(0.0, gpu.training - training.now))
+    took = training.now - started
+    rank.finish()
+    # The link takes a share of the memory's rate, in which the job's kernels read and write.
+    share = gpu.link_busy / took * constants.d2h_64_mib_gbps / (2 * constants.d2d_gbps)
+    bare = scene.steps * max(scene.step_us, scene.lead_us * scene.tensors)
+    return Result(
+        statistics.median(costs),
+        took / bare * (1 + constants.held_slowdown * min(1.0, share)),
+        gpu.link_busy / gpu.link_wanted,
+    )
+
+
+def python_us() -> dict[str, float]:
+    """What capd's own code takes here, without calls to a device: of a capture, and of a copy that it issues; in µs."""
+    small = _capture_us(4096)
+    return {"python_us": small, "issue_python_us": max(0.0, _capture_us(8 * MIB) - small)}
+
+
+def _capture_us(nbytes: int, count: int = 2000) -> float:
+    """`capture()` of a tensor that takes the way of a device's."""
+    rank = session()
+    assert rank is not None
+    gpu = FreeGpu(Clock(), Constants(), Rounds(0.0), _RING_NBYTES)
+    more: dict[str, Any] = {"ordered": True} if _HAS_PUMP else {}
+    stager: Any = staging.DeviceStager(gpu, rank.queue, rank.arena.buffer, pace=Pace(None), **more)
+    rank._stager = _FromDevice(rank.queue, rank.arena, rank.notices, lambda _: stager)
+    tensor, costs = torch.empty(nbytes, dtype=torch.uint8), []
+
+    if not _HAS_PUMP:
+        RingMemory.write = _without_copying  # type: ignore[method-assign,assignment]
+    for _ in range(count):
+        begun = time.perf_counter()
+        capd_client.capture(tensor, tensor_name="x", layer_type="linear", component="linear", layer=3)
+        costs.append(time.perf_counter() - begun)
+        while stager.pending:
+            stager.advance()
+        rank.queue.acknowledged([(one.descriptor.sequence,) * 2 for one in rank.queue.next_batch(512)])
+    RingMemory.write = _write  # type: ignore[method-assign]
+    return percentile(costs, 25) * 1e6  # not the median: others use the machine, too
+
+
+def _without_copying(memory: Any, slot: Any, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is Python in `RingMemory.write` of a tree before the device made copies."""
+    view: torch.Tensor = memory._view(slot[0], tensor.numel(), dtype).view(tensor.shape)
+    return view
+
+
+class _FromDevice(Stager):
+    """Sends tensors of the host the way of those of a device."""
+
+    def put_known(self, *_: object) -> bool:
+        return False
+
+    def put(self, described: Described) -> None:
+        self._from_device.take(described)
+
+
+class _Rank:
+    """The queue, the stager and the device way of a rank, whose daemon takes at once what is ready."""
+
+    def __init__(self, gpu: ModelledGpu, *, held: bool) -> None:
+        self._gpu = gpu
+        self._over = False
+        self._queue = Queue(SlotAllocator(0, _ARENA_NBYTES), Counters())
+        buffer = mmap.mmap(-1, _ARENA_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+        more: dict[str, Any] = {"has_kernel": lambda dtype: True}
+        if _HAS_PUMP:
+            more = {"ordered": True, "holding": Holding(_ARENA_NBYTES if held else 0)}
+        self.stager: Any = staging.DeviceStager(gpu, self._queue, buffer, pace=Pace(None), **more)
+        self._way = FromDevice(self._queue, DropLog(Notices(), self._queue.policy), lambda _: self.stager)
+        key = Key(quant_type="bf16", rank=0, tensor_name="input", module="layers.0.mlp")
+        self._definition = self._queue.definitions.make(key, torch.bfloat16, None)
+        if not _HAS_PUMP:
+            RingMemory.write = self._writing(_write)  # type: ignore[method-assign]
+        if not _HAS_PUMP:
+            staging.fill_row = lambda tensor, *_: gpu.computes_row(tensor.nbytes)  # type: ignore[attr-defined]
+
+    def _writing(self, write: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def written(memory: RingMemory, slot: Any, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            self._gpu.writes(tensor.nbytes)
+            return write(memory, slot, tensor, dtype)
+
+        return written
+
+    def wait_for_room(self, nbytes: int) -> None:
+        """As the host does where its stream cannot: its threads issue nothing, or very many copies are under way."""
+        while self._lacks_room(nbytes):
+            self._gpu.clock.rest(_POLL_US)
+
+    def _lacks_room(self, nbytes: int) -> bool:
+        if self.stager._ring._slots.free_nbytes >= nbytes + (1 << 13):
+            return False
+        if not (_HAS_PUMP and self._gpu.raw):
+            return True
+        transfers = self.stager.transfers
+        return len(transfers._under_way) - transfers._landed >= _MANY_PIECES and not transfers.free_landed()
+
+    def capture(self, tensor: torch.Tensor, step: int) -> None:
+        """Capture it once."""
+        descriptor = Descriptor(0, 0, tensor.nbytes, self._definition.id, tuple(tensor.shape), Moment(step))
+        self._way.take(Described(tensor, tensor.dtype, self._definition, descriptor, False))
+        dropped = self._queue.snapshot().dropped
+        assert not dropped, dropped
+
+    def settle(self) -> None:
+        """The daemon takes what is ready."""
+        while batch := self._queue.next_batch(512):
+            self._queue.acknowledged([(one.descriptor.sequence,) * 2 for one in batch])
+
+    def bring_home(self) -> None:
+        """Start whoever does it beside the training thread."""
+        clock = self._gpu.clock
+        if _HAS_PUMP:
+            pump = self.stager._pump
+            pump._doze, pump._stopping = _Doze(self._gpu), _Stop(self._gpu)
+            self.stager.start()
+        else:
+            threading.Thread(target=self._look_in_rounds, daemon=True).start()
+        clock.await_tasks(2)
+
+    def _look_in_rounds(self) -> None:
+        self._gpu.enter_thread()
+        self._gpu.enter_thread = lambda: None  # type: ignore[method-assign]
+        while not self._over:
+            self.stager.advance()
+            self._gpu.clock.rest(max(1000.0, self._gpu.rounds.draw()))
+        self._gpu.clock.leave()
+
+    def finish(self) -> None:
+        """Until all is home."""
+        if _HAS_PUMP:
+            self.stager.hurry()
+        while self.stager.pending:
+            self._gpu.clock.rest(_POLL_US)
+            self.settle()
+        self._over = True
+        if _HAS_PUMP:
+            self.stager._pump._stopping.set()
+            self.stager._pump._doze.end()
+        self._gpu.clock.leave()
+
+
+class _Doze:
+    """capd_client.process.wakeup.Wakeup in the time of the model: the rest of the pump."""
+
+    def __init__(self, gpu: ModelledGpu) -> None:
+        self._gpu = gpu
+        self.dozing = False
+
+    def wake(self) -> None:
+        if self.dozing:
+            self.end()
+
+    def end(self) -> None:
+        if self._gpu.task is not None:
+            self._gpu.clock.wake(self._gpu.task)
+
+    def rest(self, seconds: float, called: Callable[[], bool]) -> None:
+        self.dozing = True
+        if not called():
+            self._gpu.clock.rest(seconds * 1e6, wakeable=True)
+            self._gpu.clock.spend(self._gpu.rounds.draw())
+        self.dozing = False
+
+
+class _Stop:
+    """The event that ends the pump."""
+
+    def __init__(self, gpu: ModelledGpu) -> None:
+        self._gpu = gpu
+        self._is_set = False
+
+    def set(self) -> None:
+        self._is_set = True
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def wait(self, seconds: float) -> None:
+        self._gpu.clock.rest(seconds * 1e6)
+
+
+_write = RingMemory.write
+
+
+def main() -> None:
+    """Read scenes and constants as JSON from the standard input, write what came of them to the standard output."""
+    asked = json.load(sys.stdin)
+    measured = python_us()
+    capd_client.close(0.0)
+    results = []
+    for one in asked:
+        constants = Constants.of(one["constants"], **measured)
+        found = run(Scene(**one["scene"]), constants, Rounds(*one["rounds"]), raw=one["raw"])
+        results.append(asdict(found))
+    json.dump({"python": measured, "results": results}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

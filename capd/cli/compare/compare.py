@@ -1,0 +1,159 @@
+"""`capd compare`: what every format makes of one capture, or two captures record by record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from capd.analyze.format_choice import DEFAULT_FORMATS
+from capd.cli.compare.request import CompareRequest
+from capd.cli.options import Json, flag, option
+from capd.cli.selection import Tests, selects_keys
+from capd.cli.sources import AllRuns, LayerBase, Workers
+from capd.cli.stores import RunOption, StoreArgument
+
+__all__ = ["compare"]
+
+
+@selects_keys
+def compare(
+    store: StoreArgument = None,
+    other: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="OTHER", help="A second run to compare with, record by record.", show_default=False
+        ),
+    ] = None,
+    formats: Annotated[
+        str | None,
+        option(
+            "--formats",
+            "LIST",
+            f"Formats to measure, as mxfp8,mxfp8:e5m2:rceil,nvfp4:16x16,hifp8 [default: {DEFAULT_FORMATS}].",
+        ),
+    ] = None,
+    by: Annotated[
+        str | None,
+        option("--by", "FIELDS", "Group by these, as layer,phase,tensor_name [default: tensor_name]."),
+    ] = None,
+    axis: Annotated[
+        str | None,
+        option(
+            "--axis",
+            "-1|-2|both",
+            "Blocks along the last axis, the last but one, or each of them [default: -1].",
+        ),
+    ] = None,
+    per_block: Annotated[
+        bool, flag("--per-block", "Also show how errors and ranges of single blocks are spread.")
+    ] = False,
+    sweep_scale: Annotated[
+        bool,
+        flag("--sweep-scale", "Try one scale for all values, from aligned with the largest to the smallest."),
+    ] = False,
+    between: Annotated[
+        str | None,
+        option(
+            "--between", "FIELD=A,B", "Compare two values of a field within STORE, as quant_type=bf16,mxfp8."
+        ),
+    ] = None,
+    ignore: Annotated[
+        str | None, option("--ignore", "FIELDS", "Fields in which the records of a pair may differ.")
+    ] = None,
+    records: Annotated[bool, flag("--records", "Print a row for each pair of records.")] = False,
+    first_divergence: Annotated[
+        bool, flag("--first-divergence", "Stop at the first pair, in order of execution, that differs.")
+    ] = False,
+    tolerance: Annotated[
+        float,
+        option(
+            "--tolerance",
+            "T",
+            "A pair differs if max|a-b| > T·max|a|, or at a NaN or Inf; 0: if any bit differs.",
+            min=0.0,
+        ),
+    ] = 0.0,
+    run: RunOption = None,
+    all_runs: AllRuns = False,
+    layer_base: LayerBase = 0,
+    tests: Tests = (),
+    workers: Workers = None,
+    as_csv: Annotated[bool, flag("--csv", "Print comma-separated values.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Compare number formats on captured tensors, or two captures with each other.
+
+    With one STORE: the error of each format on its high-precision records (bfloat16, float16, float32; float64 is
+    rounded to float32). No second training run is needed. Other records are named on stderr, counted and left out.
+    A format is a name of docs/formats.md, then options after colons: mxfp8:e5m2 (element), mxfp8:rceil (scale
+    mode), mxfp4:stochastic (rounding), hifp8:saturate (overflow), legacy, fp8:128 or nvfp4:16x16 (block),
+    mxfp4:axis=0 or nvfp4:tensor_scale=no. The label mxfp8:axis=-2 is mxfp8 in blocks along the last axis but one
+    (--axis -2 or both); formats without blocks are measured once.
+
+    With OTHER, or with --between: two runs, quant types or ranks, record by record. Two records are a pair if they
+    have the same key, iteration, micro_batch, call, sample_idx, batch_idx, sequence_idx and recompute; --ignore
+    leaves fields out, --between leaves its own out. If no pair is found and each side has one quant type, records
+    are matched without it. Pairs are compared in order of execution, those of files in order of their paths. Any
+    dtype is compared; a pair of different dtypes or shapes is named and counted. A pair differs if any bit does, or
+    by --tolerance. A difference is no failure: the exit code is 0.
+
+    With --sweep-scale: one power-of-two scale for all values of a group, at 21 exponents, for the elements e4m3,
+    e5m2 and e2m1 or those of --formats.
+
+    STORE may be a directory of .pt files. 128 MiB of records are in memory at once, or one record if it is larger,
+    and some 30 MiB for each worker. Matching takes some 500 bytes for each record, --records 2 KiB for each pair.
+    The guide is docs/comparing.md.
+
+    \b
+    Examples:
+      capd compare captures --by layer,tensor_name
+      capd compare captures --formats mxfp8,mxfp8:e5m2,nvfp4:16x16 --axis both
+      capd compare captures/a.zarr captures/b.zarr --first-divergence
+      capd compare captures --between quant_type=bf16,mxfp8 --by layer --csv
+
+    \b
+    Fields of --by and --ignore:
+      key     quant_type, rank, layer, phase, layer_type, operation, component,
+              tensor_name, module, stack
+      moment  iteration, micro_batch, call, sample_idx, batch_idx,
+              sequence_idx, attempt; or none (of --by)
+
+    \b
+    Exit codes:
+      1  bad .pt files were skipped, the rest was compared
+      2  an unknown format, field or axis
+      4  damaged records were skipped, the rest was compared
+      5  nothing matches, no record is of high precision, or no pair was found
+    """
+    request = CompareRequest(
+        store=store, other=other, run=run, all_runs=all_runs, layer_base=layer_base, tests=tests, workers=workers,
+        by=by, as_csv=as_csv, as_json=as_json,
+    )  # fmt: skip
+    only_pairs = {"--ignore": ignore, "--records": records, "--first-divergence": first_divergence,
+                  "--tolerance": tolerance}  # fmt: skip
+    only_formats = {"--axis": axis, "--per-block": per_block}
+    if other is not None or between is not None:
+        request.refuse(
+            "two captures",
+            {"--formats": formats, "--sweep-scale": sweep_scale, "--all-runs": all_runs, **only_formats},
+        )
+        from capd.cli.compare.pairs import compare_pairs
+
+        code = compare_pairs(
+            request, between=between, ignore=ignore, each=records, first=first_divergence, tolerance=tolerance
+        )
+    elif sweep_scale:
+        request.refuse("--sweep-scale", {**only_pairs, **only_formats})
+        from capd.cli.compare.sweep import compare_sweep
+
+        code = compare_sweep(request, formats)
+    else:
+        request.refuse("one capture", only_pairs)
+        from capd.cli.compare.formats import compare_formats
+
+        code = compare_formats(
+            request, DEFAULT_FORMATS if formats is None else formats, axis or "-1", per_block=per_block
+        )
+    raise typer.Exit(code)

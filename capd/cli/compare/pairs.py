@@ -1,0 +1,166 @@
+"""`capd compare A B` and `--between`: the same records of two runs, quant types or ranks, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from capd.cli.compare.pairs_output import print_differences, say_left_out
+from capd.cli.compare.request import CompareRequest, fields_of
+from capd.cli.output import human_count, note
+from capd.cli.progress import progress_bar
+from capd.cli.sources import holds_files, threads_of
+from capd.cli.stores import resolve_run
+from capd.errors import CapdError, ConfigError, DamagedRecord, NothingMatched
+from capd_client.protocol.key import Key
+
+if TYPE_CHECKING:
+    from capd.io.pairs import Matched
+    from capd.io.sides import Entry, Side
+    from capd.report.differences import Differences
+
+__all__ = ["compare_pairs"]
+
+
+def compare_pairs(
+    request: CompareRequest,
+    *,
+    between: str | None,
+    ignore: str | None,
+    each: bool,
+    first: bool,
+    tolerance: float,
+) -> int:
+    """Match, compare, print, and say the exit code."""
+    fields = request.fields
+    free = set(fields_of("--ignore", ignore)) if ignore else set()
+    left, right, field = _sides(request, between)
+    free |= {field} if field else set()
+    from capd.io.pairs import entries_of
+    from capd.report.differences import Differences
+
+    found = Differences(left, right, fields, tolerance, keeps_each=each)
+    (lefts, bad_lefts), (rights, bad_rights) = entries_of(left), entries_of(right)
+    found.unread += [*bad_lefts, *bad_rights]
+    for problem in found.unread:
+        note(f"skipped {problem.name}: {problem.reason}")
+    _must_be_there(left, lefts)
+    _must_be_there(right, rights)
+    pairing = _matched(found, lefts, rights, free, choose=not field and not ignore)
+    _compare(request, found, pairing, until_first=first)
+    counts = (len(lefts), len(rights))
+    print_differences(request, found, pairing, sorted(free), counts, stopped=first)
+    say_left_out(found, pairing)
+    return _code(found) if found.unread else 0
+
+
+def _compare(request: CompareRequest, found: Differences, pairing: Matched, *, until_first: bool) -> None:
+    from capd.report.differences import compare_each
+    from capd.server.heap import settled_heap
+
+    threads = threads_of(request.workers)
+    with settled_heap(), progress_bar(len(pairing.pairs), "pairs") as progress:
+        for seen in compare_each(pairing, found, threads=threads, until_first=until_first):
+            if not isinstance(seen, int):
+                progress.say(f"skipped {seen.name}: {seen.reason}")
+            progress.add(seen if isinstance(seen, int) else 0)
+    if found.whole.errors.records:
+        return
+    pairs = human_count(len(pairing.pairs))
+    if found.unread:
+        kind = DamagedRecord if _code(found) == 4 else CapdError
+        raise kind(f"nothing to compare: none of {pairs} pairs could be read")
+    reasons = "; ".join(dict.fromkeys(reason for _, reason in found.mismatched))
+    raise NothingMatched(f"none of {pairs} pairs can be compared: {reasons}")
+
+
+def _code(found: Differences) -> int:
+    return 4 if any(one.damaged for one in found.unread) else 1
+
+
+def _must_be_there(side: Side, entries: Sequence[Entry]) -> None:
+    if not entries:
+        kept = (
+            f": {human_count(side.without_elements)} records are statistics alone"
+            if side.without_elements
+            else ""
+        )
+        raise NothingMatched(f"no tensor in {side.source} matches the selection{kept}")
+
+
+def _matched(
+    found: Differences, lefts: Sequence[Entry], rights: Sequence[Entry], free: set[str], *, choose: bool
+) -> Matched:
+    """The pairs. choose: where there is none, and each side has one quant type, that is left out of the matching.
+
+    Raises NothingMatched, which says in what fields the two differ.
+    """
+    from capd.io.pairs import disjoint_fields, matched
+
+    pairing = matched(lefts, rights, free)
+    if pairing.pairs:
+        return pairing
+    apart = disjoint_fields(lefts, rights)
+    types = apart.get("quant_type")
+    if choose and types is not None and len(types[0]) == len(types[1]) == 1:
+        note(f"the quant types differ, {types[0][0]} and {types[1][0]}: records are matched without them")
+        free.add("quant_type")
+        pairing = matched(lefts, rights, free)
+        if pairing.pairs:
+            return pairing
+    apart = {name: values for name, values in apart.items() if name not in free}
+    reasons = ", ".join(f"{name} ({_some(a)} against {_some(b)})" for name, (a, b) in apart.items())
+    why = f"; they differ in {reasons}, which --ignore leaves out of the matching" if reasons else ""
+    counts = f"{human_count(len(lefts))} and {human_count(len(rights))} records"
+    raise NothingMatched(f"{found.left.source} and {found.right.source} share no record: {counts}{why}")
+
+
+def _some(values: Sequence[Any]) -> str:
+    shown = ", ".join("none" if value in (None, "") else str(value) for value in values[:3])
+    return shown + (", …" if len(values) > 3 else "")
+
+
+def _sides(request: CompareRequest, between: str | None) -> tuple[Side, Side, str | None]:
+    """Both sides, and the field by whose values they are told apart, if they are."""
+    if request.other is not None:
+        if between is not None:
+            raise ConfigError("--between compares two values within one STORE; leave OTHER out")
+        return _side(request, request.place, []), _side(request, request.other, []), None
+    field, words = _between(str(between))
+    left, right = (_side(request, request.place, [_equals(field, word)]) for word in words)
+    for side, word in ((left, words[0]), (right, words[1])):
+        side.source = f"{side.source} ({field}={word})"
+    return left, right, field
+
+
+def _between(text: str) -> tuple[str, list[str]]:
+    field, equals, values = text.partition("=")
+    words = [word.strip() for word in values.split(",")]
+    if not equals or len(words) != 2 or words[0] == words[1]:
+        raise ConfigError(f"--between {text!r} is not FIELD=A,B with two values, as quant_type=bf16,mxfp8")
+    if field not in Key.__struct_fields__:
+        raise ConfigError(
+            f"--between {field!r} is no field of a key; use one of {', '.join(Key.__struct_fields__)}"
+        )
+    return field, words
+
+
+def _side(request: CompareRequest, place: Path, tests: Sequence[Callable[[Any], bool]]) -> Side:
+    from capd.io.sides import FileSide, RunSide
+
+    tests = [*request.tests, *tests]
+    if holds_files(place) and any(place.rglob("*.pt")):
+        return FileSide(place, tests, request.layer_base)
+    return RunSide(resolve_run(place, request.run), tests)
+
+
+def _equals(field: str, word: str) -> Callable[[Any], bool]:
+    if field not in ("rank", "layer"):
+        return lambda key: bool(getattr(key, field) == word)
+    if word == "none":
+        return lambda key: getattr(key, field) is None
+    if not word.isdecimal():
+        raise ConfigError(f"--between: {field} cannot be {word!r}; give two numbers")
+    number = int(word)
+    return lambda key: bool(getattr(key, field) == number)

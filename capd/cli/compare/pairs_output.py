@@ -1,0 +1,142 @@
+"""The output of `capd compare A B`: JSON, CSV, a table, and the records that were left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from capd.cli.compare.request import CompareRequest, name_some, place_of
+from capd.cli.output import human_count, human_number, note, print_lines, print_table
+
+if TYPE_CHECKING:
+    from capd.io.pairs import Matched
+    from capd.io.sides import Entry, Side
+    from capd.report.differences import Differences
+
+__all__ = ["print_differences", "say_left_out"]
+
+_SHOWN = {
+    "max_abs": "max abs", "relative": "relative", "sqnr_db": "SQNR dB", "cosine": "cosine", "special": "NaN/Inf",
+}  # fmt: skip
+_NAMED = 3  # on stderr
+_MAX_NAMES = 1000  # of records without a counterpart, in JSON
+_PAIR_COLUMNS = (
+    "left", "right", "iteration", "micro_batch", "dtype", "different", "elements", "equal", "special", "max_abs",
+    "max_relative", "absmax", "relative", "mae", "mse", "rmse", "normalised_l2", "sqnr_db", "psnr_db", "cosine",
+)  # fmt: skip
+
+
+def print_differences(
+    request: CompareRequest,
+    found: Differences,
+    pairing: Matched,
+    ignored: list[str],
+    counts: tuple[int, int],
+    *,
+    stopped: bool,
+) -> None:
+    """Print what was found. counts: records of both sides; stopped: only the first divergence was looked for."""
+    from capd.report.differences import DIFFERENCE_COLUMNS, plain_difference
+
+    groups = [
+        {**dict(zip(found.by, values, strict=True)), **plain_difference(each)}
+        for values, each in found.by_group().items()
+    ]
+    document = {
+        "left": {"source": found.left.source, "records": counts[0]},
+        "right": {"source": found.right.source, "records": counts[1]},
+        "ignored": ignored,
+        "tolerance": found.tolerance,
+        "pairs": len(pairing.pairs),
+        "compared": found.whole.errors.records,
+        "different": found.different,
+        "complete": not (stopped and found.first is not None),
+        "by": list(found.by),
+        "all": plain_difference(found.whole),
+        "groups": groups if found.by else [],
+        "first_divergence": found.first,
+        "records": found.each if found.keeps_each else None,
+        "mismatched": [
+            {"left": found.left.name(pair.left), "right": found.right.name(pair.right), "reason": reason}
+            for pair, reason in found.mismatched
+        ],
+        "only_left": _plain_only(found.left, pairing.only_left),
+        "only_right": _plain_only(found.right, pairing.only_right),
+        "without_elements": found.left.without_elements + found.right.without_elements,
+        "skipped": [{"name": one.name, "reason": one.reason} for one in found.unread],
+    }
+    rows: list[dict[str, Any]] = groups
+    header: tuple[str, ...] = (*found.by, *DIFFERENCE_COLUMNS)
+    if found.keeps_each or stopped:
+        rows = found.each if found.keeps_each else [found.first] if found.first else []
+        header = _PAIR_COLUMNS
+    if not request.print(document, header, [[row[name] for name in header] for row in rows]):
+        if found.keeps_each:
+            _print_pairs(found.each)
+        elif not stopped:
+            _print_groups(found.by, groups)
+        print_lines([*_summary(found, len(pairing.pairs))])
+
+
+def _plain_only(side: Side, entries: Sequence[Entry]) -> dict[str, Any]:
+    return {"count": len(entries), "names": [side.name(entry) for entry in entries[:_MAX_NAMES]]}
+
+
+def _print_groups(fields: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> None:
+    header = (*fields, "pairs", "identical", "equal %", *_SHOWN.values())
+    rows = [
+        (
+            *place_of(fields, group), human_count(group["pairs"]), human_count(group["identical"]),
+            _percent(group), *(human_number(group[name]) for name in _SHOWN),
+        )
+        for group in groups
+    ]  # fmt: skip
+    print_table(header, rows, right=header[len(fields) :])
+
+
+def _print_pairs(each: Sequence[Mapping[str, Any]]) -> None:
+    header = ("iteration", "micro_batch", "record", "equal %", *_SHOWN.values(), "")
+    rows = [
+        (
+            str(row["iteration"]), str(row["micro_batch"]), row["left"], _percent(row),
+            *(human_number(row[name]) for name in _SHOWN), "differs" if row["different"] else "",
+        )
+        for row in each
+    ]  # fmt: skip
+    print_table(header, rows, right=("iteration", "micro_batch", "equal %", *_SHOWN.values()))
+
+
+def _percent(row: Mapping[str, Any]) -> str:
+    return human_number(100 * row["equal"] / row["elements"] if row["elements"] else None)
+
+
+def _summary(found: Differences, pairs: int) -> list[str]:
+    compared = found.whole.errors.records
+    first = found.first
+    if first is None:
+        what = (
+            "no bit differs"
+            if not found.tolerance
+            else f"none differs by more than {found.tolerance:g} of its largest value"
+        )
+        return [f"{human_count(compared)} of {human_count(pairs)} pairs compared: {what}"]
+    numbers = ", ".join(f"{name} {human_number(first[key])}" for key, name in _SHOWN.items())
+    return [
+        f"{human_count(compared)} of {human_count(pairs)} pairs compared, {human_count(found.different)} differ",
+        f"first divergence: iteration {first['iteration']}, micro-batch {first['micro_batch']}, rank {first['rank']}: "
+        f"{first['left']} against {first['right']}: {_percent(first)} % of the elements equal, {numbers}",
+    ]
+
+
+def say_left_out(found: Differences, pairing: Matched) -> None:
+    """Name on stderr what was not compared."""
+    if found.mismatched:
+        names = [f"{found.left.name(pair.left)} ({reason})" for pair, reason in found.mismatched]
+        name_some("pair", "not compared, of different dtypes or shapes", names)
+    for side, entries in ((found.left, pairing.only_left), (found.right, pairing.only_right)):
+        if entries:
+            names = [side.name(entry) for entry in entries[:_NAMED]]
+            name_some("record", f"in {side.source} alone", names, len(entries))
+    statistics = found.left.without_elements + found.right.without_elements
+    if statistics:
+        note(f"{human_count(statistics)} records are statistics alone, which have no elements to compare")

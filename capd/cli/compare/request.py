@@ -1,0 +1,121 @@
+"""The request that all ways of `capd compare` share: the records, their grouping, and the printing."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from capd.cli.output import human_count, note, print_json, print_lines
+from capd.cli.selection import Tests
+from capd.cli.sources import Sources, found_in, gather_shown
+from capd.cli.stores import default_store
+from capd.errors import CapdError, ConfigError, DamagedRecord, NothingMatched
+from capd.strict_json import json_number, strict_json
+
+if TYPE_CHECKING:
+    from capd.report.gather import GatheredRecords
+
+__all__ = ["GROUP_FIELDS", "CompareRequest", "fields_of", "name_some", "place_of"]
+
+GROUP_FIELDS = (
+    "quant_type", "rank", "layer", "phase", "layer_type", "operation", "component", "tensor_name", "module", "stack",
+    "iteration", "micro_batch", "call", "sample_idx", "batch_idx", "sequence_idx", "attempt",
+)  # fmt: skip
+_NAMED = 3  # on stderr, of what is left out
+
+
+@dataclass(frozen=True, slots=True)
+class CompareRequest:
+    """The options that every way takes."""
+
+    store: Path | None
+    other: Path | None
+    run: str | None
+    all_runs: bool
+    layer_base: int
+    tests: Tests
+    workers: int | None
+    by: str | None
+    as_csv: bool
+    as_json: bool
+
+    @property
+    def place(self) -> Path:
+        """STORE, or the default store."""
+        return default_store() if self.store is None else self.store
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields to group by; none for "none". Raises ConfigError for what is no field."""
+        text = "tensor_name" if self.by is None else self.by
+        return () if text == "none" else fields_of("--by", text)
+
+    def refuse(self, what: str, options: Mapping[str, Any]) -> None:
+        """Raise ConfigError for the first option that was given, but means nothing here."""
+        if self.as_csv and self.as_json:
+            raise ConfigError("--csv and --json are two formats of one output; give one of them")
+        for name, value in options.items():
+            if value:
+                raise ConfigError(
+                    f"{name} means nothing for a comparison of {what}; see `capd compare --help`"
+                )
+
+    def gather(self, **asked: Any) -> tuple[Sources, GatheredRecords]:
+        """Go over STORE, grouped by `fields`. Raises NothingMatched, or what says that nothing could be read."""
+        from capd.analyze.groups import Groups
+        from capd.report.gather import GatheredRecords
+        from capd.server.heap import settled_heap
+
+        fields = self.fields
+        found = found_in(self.place, self.run, self.all_runs, self.tests, self.layer_base)
+        gathered = GatheredRecords(groups=Groups({(): True, fields: True}))
+        with settled_heap():
+            gather_shown(found.items, gathered, self.workers, **asked)
+        if not gathered.groups.whole().records:
+            if not gathered.skipped:
+                raise NothingMatched(f"no tensor file in {self.place} matches the selection")
+            kind = CapdError if found.files else DamagedRecord
+            raise kind(f"nothing to compare: none of {found.items.total:,} could be read")
+        return found, gathered
+
+    def print(self, document: dict[str, Any], header: Sequence[str], rows: Sequence[Sequence[Any]]) -> bool:
+        """Print JSON or CSV where that was asked for; False where a table is wanted."""
+        if self.as_json:
+            print_json(strict_json(document))
+        elif self.as_csv:
+            text = io.StringIO()
+            writer = csv.writer(text, lineterminator="\n")
+            writer.writerows([header, *([_cell(value) for value in row] for row in rows)])
+            print_lines(text.getvalue().splitlines())
+        return self.as_json or self.as_csv
+
+
+def fields_of(option: str, text: str) -> tuple[str, ...]:
+    """The fields that an option names, each once. Raises ConfigError for what is no field."""
+    found = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+    for word in found:
+        if word not in GROUP_FIELDS:
+            raise ConfigError(f"{option} {word!r} is no field; use some of {', '.join(GROUP_FIELDS)}")
+    return found
+
+
+def name_some(noun: str, what: str, names: Sequence[str], total: int | None = None) -> None:
+    """Say on stderr how many were left out and why, with the first names. total: where `names` are not all."""
+    count, shown = len(names) if total is None else total, names[:_NAMED]
+    rest = ", …" if count > len(shown) else ""
+    note(f"{human_count(count, noun)} {what}: {'; '.join(shown)}{rest}")
+
+
+def place_of(fields: Sequence[str], group: Mapping[str, Any]) -> list[str]:
+    """The values of the fields that a group is by, as tables show them."""
+    return ["none" if group[field] is None else str(group[field]) for field in fields]
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return json_number(value) if isinstance(value, float) else "" if value is None else value

@@ -1,0 +1,94 @@
+"""`capd compare STORE --sweep-scale`: one scale for each group, from aligned with its maximum to with its minimum."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from capd.cli.compare.formats import one_thread_each
+from capd.cli.compare.request import CompareRequest, place_of
+from capd.cli.output import human_number, note, print_table
+from capd.errors import NothingMatched
+
+if TYPE_CHECKING:
+    from capd.analyze.groups import Tally
+    from capd.analyze.scale_sweep import Sweep
+
+__all__ = ["compare_sweep"]
+
+_METRICS = ("mse", "cosine", "psnr_db", "mae", "relative", "max_abs")
+_SHARES = ("saturation_percent", "underflow_percent", "flush_percent")
+
+
+def compare_sweep(request: CompareRequest, elements: str | None) -> int:
+    """Sweep, print, and say the exit code."""
+    from capd.analyze.scale_sweep import SWEEP_ELEMENTS, elements_of
+
+    chosen = SWEEP_ELEMENTS if elements is None else elements_of(elements)
+    fields = request.fields
+    one_thread_each()
+    found, gathered = request.gather()
+    groups = [
+        {**dict(zip(fields, values, strict=True)), **_group(tally, chosen)}
+        for values, tally in gathered.groups.by(*fields).items()
+    ]
+    if not any(group["sweeps"] for group in groups):
+        raise NothingMatched(f"no finite value other than zero in {', '.join(found.sources)}")
+    header = (*fields, "element", "exponent", "recommended", "score", *_METRICS, *_SHARES)
+    rows = [
+        [*(group[field] for field in fields), element, *(level[name] for name in header[len(fields) + 1 :])]
+        for group in groups
+        for element, sweep in group["sweeps"].items()
+        for level in sweep["levels"]
+    ]
+    skipped = [{"name": one.name, "reason": one.reason} for one in gathered.skipped]
+    document = {"sources": found.sources, "by": list(fields), "groups": groups, "skipped": skipped}
+    if not request.print(document, header, rows):
+        shown = ("score", *_METRICS, *_SHARES)
+        lines = [
+            (
+                *place_of(fields, group), element, human_number(level["exponent"]),
+                *(human_number(level[name]) for name in shown), "recommended" if level["recommended"] else "",
+            )
+            for group in groups
+            for element, sweep in group["sweeps"].items()
+            for level in sweep["levels"]
+        ]  # fmt: skip
+        print_table((*fields, "element", "exponent", *shown, ""), lines, right=("exponent", *shown))
+    if not all(group["exact"] for group in groups):
+        note("values of more than 16 bits were rounded to bfloat16 first")
+    return (1 if found.files else 4) if gathered.skipped else 0
+
+
+def _group(tally: Tally, elements: tuple[str, ...]) -> dict[str, Any]:
+    from capd.analyze.scale_sweep import sweep_scales
+
+    distribution = tally.distribution
+    sweeps = {} if distribution is None else {name: sweep_scales(distribution, name) for name in elements}
+    return {
+        "records": tally.records,
+        "exact": distribution is not None and distribution.exact,
+        "sweeps": {name: _plain(sweep) for name, sweep in sweeps.items() if sweep is not None},
+    }
+
+
+def _plain(sweep: Sweep) -> dict[str, Any]:
+    from capd.analyze.scale_sweep import WEIGHTS
+
+    levels = [
+        {
+            "exponent": exponent,
+            "recommended": level == sweep.recommended,
+            "score": score,
+            **{name: getattr(errors, name) for name in (*_METRICS, *_SHARES)},
+        }
+        for level, (exponent, errors, score) in enumerate(
+            zip(sweep.exponents, sweep.errors, sweep.scores, strict=True)
+        )
+    ]
+    return {
+        "max_align": sweep.max_align,
+        "min_align": sweep.min_align,
+        "recommended": sweep.exponents[sweep.recommended],
+        "best": {metric: sweep.exponents[sweep.best(metric)] for metric in WEIGHTS},
+        "levels": levels,
+    }

@@ -1,0 +1,1 @@
+"""The commands about a daemon: serve, ctl, config and doctor."""

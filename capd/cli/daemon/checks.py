@@ -1,0 +1,209 @@
+"""The checks of `capd doctor` on this machine: one function per subject, each yields its diagnoses."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import resource
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from capd.cli.daemon_client import connect
+from capd.cli.output import human_nbytes, versions
+from capd.config import DaemonSettings
+from capd.errors import CapdError, EndpointError
+from capd_client.protocol.control import Stats, StatsReply
+from capd_client.protocol.messages import Ping
+
+__all__ = ["CHECKS", "Diagnosis"]
+
+# linux/fcntl.h; the fcntl module knows them from Python 3.12 (3.9 for the first ones) on.
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_SEALS = {"SHRINK": 0x2, "GROW": 0x4, "SEAL": 0x1}
+_SEAL_FUTURE_WRITE = 0x10
+_NETWORK_FILE_SYSTEMS = frozenset(
+    {"nfs", "nfs4", "lustre", "ceph", "fuse.sshfs", "cifs", "smb3", "gpfs", "beegfs"}
+)
+_MIN_OPEN_FILES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """One result. status: ok, warn (works, but), fail (does not work); `fix` says what to do."""
+
+    name: str
+    status: str
+    detail: str
+    fix: str = ""
+
+
+def check_versions(settings: DaemonSettings) -> Iterator[Diagnosis]:
+    """Python, capd and the packages it needs."""
+    found = versions()
+    missing = [name for name, version in found.items() if version == "not installed"]
+    text = ", ".join(f"{name} {version}" for name, version in found.items())
+    if missing:
+        yield Diagnosis("versions", "fail", text, f"pip install {' '.join(missing)}")
+    else:
+        yield Diagnosis("versions", "ok", text)
+
+
+def check_kernel(settings: DaemonSettings) -> Iterator[Diagnosis]:
+    """memfd and its seals, which carry tensors from a rank to the daemon."""
+    release = f"Linux {platform.release()}"
+    try:
+        fd = os.memfd_create("capd-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        yield Diagnosis(
+            "kernel", "fail", f"{release}: memfd_create: {error}", "allow memfd_create in the sandbox"
+        )
+        return
+    try:
+        os.ftruncate(fd, 4096)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS["SHRINK"] | _SEALS["GROW"])
+        try:
+            fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_FUTURE_WRITE)
+            known = "memfd with seals, FUTURE_WRITE too"
+        except OSError:
+            known = "memfd with seals; FUTURE_WRITE is unknown here, so it is left out"
+        yield Diagnosis("kernel", "ok", f"{release}: {known}")
+    except OSError as error:
+        yield Diagnosis(
+            "kernel", "fail", f"{release}: memfd seals: {error}", "a kernel from 4.14 on is needed"
+        )
+    finally:
+        os.close(fd)
+
+
+def check_endpoint(settings: DaemonSettings) -> Iterator[Diagnosis]:
+    """The socket: its path, who listens, and whether it answers."""
+    from capd.server.net.endpoint import MAX_PATH_NBYTES, endpoint_path
+
+    try:
+        path = endpoint_path(settings.endpoint)
+    except CapdError as error:
+        yield Diagnosis("endpoint", "fail", str(error), "choose a shorter CAPD_ENDPOINT")
+        return
+    length = f"unix:{path} ({len(os.fsencode(path))} of {MAX_PATH_NBYTES} bytes)"
+    try:
+        with connect(path) as tool:
+            tool.request(Ping(), timeout_s=5.0)
+            reply = tool.request(Stats())
+    except EndpointError as error:
+        if settings.endpoint is None:
+            yield Diagnosis("endpoint", "ok", f"{length}: no daemon runs there now")
+        else:
+            yield Diagnosis("endpoint", "fail", str(error), "start `capd serve`, or unset CAPD_ENDPOINT")
+        return
+    facts = reply.stats if isinstance(reply, StatsReply) else {}
+    owner = path.stat().st_uid
+    detail = f"{length}: daemon {facts.get('pid')} of uid {owner} answers, capd {facts.get('version')}"
+    if owner == os.getuid():
+        yield Diagnosis("endpoint", "ok", detail)
+    else:
+        yield Diagnosis(
+            "endpoint", "warn", detail, f"if it refuses ranks: capd serve --allow-uid {os.getuid()}"
+        )
+
+
+def check_memory(settings: DaemonSettings) -> Iterator[Diagnosis]:
+    """The arena's size, what limits it, and pinning."""
+    from capd_client.config.settings import load_config
+    from capd_client.process.memory import MIN_ARENA_NBYTES, available_nbytes, default_arena_nbytes
+    from capd_client.process.ranks import find_rank
+
+    local_ranks = find_rank().local_world_size
+    available = available_nbytes()
+    arena = load_config().arena_bytes or default_arena_nbytes(local_ranks, available)
+    detail = (
+        f"{human_nbytes(arena)} for each of {local_ranks} local rank(s), of {human_nbytes(available)} that memory "
+        "and cgroup leave; a memfd, so the size of /dev/shm does not matter"
+    )
+    small = arena <= MIN_ARENA_NBYTES
+    yield Diagnosis(
+        "arena", "warn" if small else "ok", detail, "free memory, or set CAPD_ARENA_BYTES" if small else ""
+    )
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else human_nbytes(soft)
+    yield Diagnosis("locked memory", "ok", f"RLIMIT_MEMLOCK {limit}; only matters for pinning with CUDA")
+
+
+def check_limits(settings: DaemonSettings) -> Iterator[Diagnosis]:
+    """CPUs, open files."""
+    from capd.server.limits import encode_threads, usable_cpus
+
+    threads = settings.threads or encode_threads()
+    yield Diagnosis("cpus", "ok", f"{usable_cpus():g} usable, {threads} encode thread(s)")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = hard == resource.RLIM_INFINITY or hard >= _MIN_OPEN_FILES
+    shown = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
+    fix = "" if enough else f"raise the hard limit: ulimit -Hn {_MIN_OPEN_FILES}"
+    yield Diagnosis("open files", "ok" if enough else "warn", f"RLIMIT_NOFILE {soft}, up to {shown}", fix)
+
+
+def check_rank(settings: DaemonSettings) -> Iterator[Diagnosis]:
+    """Which rank a job started from here would take, and from where."""
+    from capd_client.process.ranks import find_rank
+
+    found = find_rank()
+    yield Diagnosis("rank", "ok", f"rank {found.rank} of {found.world_size} (from {found.source})")
+
+
+def check_store(settings: DaemonSettings) -> Iterator[Diagnosis]:
+    """The store's directory, its file system and the room there."""
+    place = settings.store.absolute()
+    existing = next(path for path in (place, *place.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        yield Diagnosis(
+            "store", "fail", f"{existing} cannot be written to", "choose another --store or CAPD_STORE"
+        )
+        return
+    disk = os.statvfs(existing)
+    free, total = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+    kind = _file_system(existing)
+    yield from _room(settings, free, total, f"{place} on {kind}, {human_nbytes(free)} free")
+    if disk.f_files and disk.f_favail < 10_000:
+        yield Diagnosis(
+            "inodes", "warn", f"{disk.f_favail} left", "make room: every series takes several files"
+        )
+    if kind in _NETWORK_FILE_SYSTEMS:
+        yield Diagnosis(
+            "file system", "warn", f"{kind} is a network file system", "prefer a local disk, copy later"
+        )
+
+
+def _room(settings: DaemonSettings, free: int, total: int, where: str) -> Iterator[Diagnosis]:
+    from capd_client.config.amounts import amount_nbytes
+
+    kept = amount_nbytes(settings.keep_free, total)
+    detail = f"{where}, of which {human_nbytes(kept)} are kept"
+    if free > kept:
+        yield Diagnosis("store", "ok", detail)
+    else:
+        yield Diagnosis("store", "fail", detail, "make room, or lower --keep-free")
+
+
+def _file_system(path: Path) -> str:
+    """Type of the file system that holds `path`, from the longest matching mount point."""
+    best, kind = "", "unknown"
+    target = str(path.resolve())
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, mount, found, *_ = line.split(" ")
+        mount = mount.replace("\\040", " ")
+        inside = target == mount or target.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best):
+            best, kind = mount, found
+    return kind
+
+
+CHECKS: tuple[Callable[[DaemonSettings], Iterator[Diagnosis]], ...] = (
+    check_versions,
+    check_kernel,
+    check_endpoint,
+    check_memory,
+    check_limits,
+    check_rank,
+    check_store,
+)

@@ -1,0 +1,166 @@
+"""`capd config`: every setting of the daemon and of the training job with its origin, and what is wrong with them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from capd.cli.options import Json, flag, option
+from capd.cli.output import note, print_json, print_lines, table_lines
+
+__all__ = ["app"]
+
+_UNSET = {
+    "rules": "everything",
+    "slice": "whole tensors",
+    "quant_type": "the tensor's dtype",
+    "max_mb_per_step": "no limit",
+    "max_d2h_gbps": "no limit",
+    "ring": "wait under policy block, else drop",
+    "sample_idx": "none",
+    "embedded": "no",
+    "log": "warnings",
+    "emulate": "none",
+    "collect": "no",
+    "collect_dir": "none",
+    "plan": "no",
+}
+"""The meaning of settings that nobody gave; capd picks the others by itself."""
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Show the settings in effect and where each comes from, or check them."""
+
+
+@app.command(short_help="Print each setting with its origin.")
+def show(
+    config: Annotated[
+        Path | None,
+        option("--config", "FILE", "Settings file [default: CAPD_CONFIG, or ./capd.toml if it exists]."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Print each setting of the daemon and of the job, its value and its origin: env NAME, file PATH or default.
+
+    A variable whose name is nearly that of a setting is named on stderr, as by `capd run` and `capd serve`.
+    """
+    from capd.config import misspelt_variables, resolve_daemon
+
+    daemon = resolve_daemon({}, path=config)
+    for line in misspelt_variables():
+        note(line)
+    values = {
+        name: {"value": value, "origin": daemon.origins[name]}
+        for name, value in daemon.settings.model_dump(mode="json").items()
+    }
+    for name, value in _chosen(daemon.settings).items():
+        values[name]["chosen"] = value
+    job = _job_values(daemon.path)
+    file = None if daemon.path is None else str(daemon.path)
+    if as_json:
+        print_json({"file": file, "daemon": values, "job": job})
+        return
+    print_lines([f"file: {file or 'none'}", "", "daemon (capd serve, capd run)", *_table(values)])
+    print_lines(["", "job (capd_client, in the training process)", *_table(job)])
+
+
+@app.command(short_help="Print the settings that cannot be used.")
+def check(
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="FILE", help="Settings file [default: CAPD_CONFIG, or ./capd.toml if it exists]."
+        ),
+    ] = None,
+    as_json: Annotated[bool, flag("--json", "Print the problems as a JSON list.")] = False,
+) -> None:
+    """Print every setting in the file and in CAPD_* variables that cannot be used, a line each.
+
+    `capd plan` finds what only a model shows, such as a rule that matches nothing.
+
+    \b
+    Exit codes:
+      2  there is such a setting
+    """
+    from capd.config import config_path, misspelt_variables, read_file, resolve_daemon
+    from capd.errors import CapdError
+
+    path = config_path(path=config)
+    problems = [] if path is None else read_file(path)[1]
+    if not problems:
+        environ = dict(os.environ) if path is None else {**os.environ, "CAPD_CONFIG": str(path)}
+        for resolve in (lambda: resolve_daemon({}, path=path), lambda: _strictly(environ)):
+            try:
+                resolve()
+            except CapdError as error:
+                problems.append(str(error))
+    problems += misspelt_variables()
+    if as_json:
+        print_json(problems)
+    else:
+        print_lines(problems or [f"{path or 'the environment'}: nothing wrong"])
+    if problems:
+        raise typer.Exit(2)
+
+
+def _strictly(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError for what the job would only warn of."""
+    from capd_client.config.settings import load_config
+
+    load_config({**environ, "CAPD_STRICT": "1", "CAPD_ENDPOINT": "off"})
+
+
+def _chosen(settings: Any) -> dict[str, Any]:
+    """The values that capd picks for settings that nobody gave."""
+    from capd.server.limits import encode_threads
+    from capd.server.net.endpoint import default_path
+
+    found: dict[str, Any] = {}
+    if settings.endpoint is None:
+        found["endpoint"] = f"unix:{default_path()}"
+    if settings.threads is None:
+        found["threads"] = encode_threads()
+    return found
+
+
+def _job_values(path: Path | None) -> dict[str, dict[str, Any]]:
+    from capd_client.config.settings import load_config
+
+    environ = dict(os.environ) if path is None else {**os.environ, "CAPD_CONFIG": str(path)}
+    resolved = load_config(environ)
+    values = {
+        field.name: {"value": getattr(resolved, field.name), "origin": resolved.origins[field.name]}
+        for field in fields(resolved)
+        if field.name in resolved.origins
+    }
+    values["rules"]["value"] = msgspec.to_builtins(resolved.rules)
+    if not resolved.enabled:
+        values["endpoint"]["chosen"] = "off"
+    elif resolved.embedded is not None:
+        values["endpoint"]["chosen"] = "a daemon of the job's own"
+    return values
+
+
+def _table(values: Mapping[str, dict[str, Any]]) -> list[str]:
+    rows = [("  " + name, _text(name, found), found["origin"]) for name, found in values.items()]
+    return table_lines(("  setting", "value", "origin"), rows)
+
+
+def _text(name: str, found: dict[str, Any]) -> str:
+    value = found["value"]
+    if value is None:
+        return f"({found.get('chosen') or _UNSET.get(name, 'automatic')})"
+    if name == "rules":
+        return ", ".join(rule["name"] for rule in value) or f"({_UNSET[name]})"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "(none)"
+    return str(value).lower() if isinstance(value, bool) else str(value)

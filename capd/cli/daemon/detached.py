@@ -1,0 +1,78 @@
+"""`capd serve --detach`: the daemon goes on in a process of its own, the command ends when it listens."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from capd.cli.daemon_client import connect
+from capd.cli.output import note
+from capd.config import DaemonSettings
+from capd.errors import EndpointError, StoreError
+from capd.server.daemon import node_name
+from capd.server.net.endpoint import endpoint_path
+from capd_client.protocol.messages import Ping
+
+__all__ = ["go_on_detached"]
+
+READY_S = 60.0
+_REST_S = 0.02
+_MAX_SAID_NBYTES = 1 << 16
+
+
+def go_on_detached(settings: DaemonSettings) -> None:
+    """Return in a new process, nobody's child, in a session of its own; what it says goes to a log in the store.
+
+    It holds none of the caller's streams: whoever reads those would wait for the daemon's end. The caller's process
+    ends here, with 0 when a daemon answers at the endpoint, or with the new process's exit code and what that has said.
+    Call it before any thread is started. Raises StoreError where the log cannot be written.
+    """
+    path = endpoint_path(settings.endpoint)
+    log, known_nbytes = _open_log(Path(settings.store), node_name(settings.node))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for descriptor, stream in ((nothing, 0), (nothing, 1), (log, 2)):
+            os.dup2(descriptor, stream)
+        os.close(nothing)
+        os.close(log)
+        return
+    until = time.monotonic() + READY_S
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            os.write(2, os.pread(log, _MAX_SAID_NBYTES, known_nbytes))
+            os._exit(_code_of_ended(status))
+        try:
+            with connect(path) as tool:
+                tool.request(Ping())
+            os._exit(0)
+        except EndpointError as error:
+            if time.monotonic() > until:
+                note(f"the daemon (pid {pid}) is not ready after {READY_S:.0f} s: {error}")
+                os._exit(1)
+        time.sleep(_REST_S)
+
+
+def _code_of_ended(status: int) -> int:
+    """The exit code for a daemon that ended before it answered; never 0, which says that one listens."""
+    code = os.waitstatus_to_exitcode(status)
+    if code == 0:
+        note("the daemon was told to stop before it answered")
+        return 1
+    return code if code > 0 else 128 - code
+
+
+def _open_log(store: Path, node: str) -> tuple[int, int]:
+    log = store / f".capd-{node}.log"
+    try:
+        store.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = os.open(log, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise StoreError(f"cannot write {log}: {error.strerror or error}; choose another --store") from error
+    return file, os.fstat(file).st_size

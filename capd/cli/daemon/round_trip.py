@@ -1,0 +1,131 @@
+"""Captures one tensor of every dtype through a temporary daemon and store, and compares what comes back.
+
+Run as `python -m capd.cli.daemon.round_trip`; prints one JSON object on the last line: dtype → "ok" or the
+problem. Everything is real: a daemon process, the arena, the socket, the store on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from capd.cli.daemon_client import connect
+from capd.errors import CapdError, EndpointError
+from capd_client.protocol.dtypes import ITEM_NBYTES
+from capd_client.protocol.messages import Ping
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["main"]
+
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 30.0
+ELEMENTS = 1024
+RUN_ID = "doctor"
+
+
+def main() -> None:
+    """Run the round trip and print the results."""
+    with tempfile.TemporaryDirectory(prefix="capd-doctor-") as directory:
+        place = Path(directory)
+        endpoint = f"unix:{place / 'capd.sock'}"
+        with _daemon(place, endpoint):
+            sent, problems = _capture(endpoint)
+        print(json.dumps({**problems, **_compare(place / "store" / f"{RUN_ID}.zarr", sent)}))
+
+
+@contextlib.contextmanager
+def _daemon(place: Path, endpoint: str) -> Iterator[None]:
+    command = [sys.executable, "-m", "capd", "serve", "--store", str(place / "store"), "--endpoint", endpoint]
+    with (place / "daemon.log").open("wb") as log:
+        daemon = subprocess.Popen([*command, "--keep-free", "0"], stderr=log, stdout=log)
+    try:
+        _wait_for(daemon, place)
+        yield
+    finally:
+        daemon.send_signal(signal.SIGTERM)
+        try:
+            daemon.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            daemon.wait()
+
+
+def _wait_for(daemon: subprocess.Popen[bytes], place: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        with contextlib.suppress(EndpointError), connect(place / "capd.sock") as tool:
+            tool.request(Ping())
+            return
+        if daemon.poll() is not None or time.monotonic() > deadline:
+            last = (place / "daemon.log").read_text(errors="replace").strip().splitlines()[-1:]
+            raise EndpointError(f"the temporary daemon did not start: {' '.join(last) or 'no message'}")
+        threading.Event().wait(0.02)
+
+
+def _capture(endpoint: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Capture a tensor of every dtype; returns what was captured, and the dtypes this torch lacks or refuses."""
+    os.environ.update(
+        CAPD_ENDPOINT=endpoint, CAPD_RUN_ID=RUN_ID, CAPD_POLICY="block", CAPD_ARENA_BYTES=str(16 << 20)
+    )
+    import torch
+
+    import capd_client
+
+    sent: dict[str, torch.Tensor] = {}
+    problems: dict[str, str] = {}
+    for name, nbytes in ITEM_NBYTES.items():
+        dtype = getattr(torch, name, None)
+        if dtype is None:
+            continue  # an older torch: it cannot hold such a tensor either
+        pattern = (torch.arange(ELEMENTS * nbytes, dtype=torch.int64) * 131 + 7).to(torch.uint8)
+        try:
+            tensor = pattern % 2 == 1 if name == "bool" else pattern.view(dtype)
+            capd_client.capture(tensor, tensor_name=name)
+            sent[name] = tensor
+        except (RuntimeError, TypeError) as error:
+            problems[name] = f"torch refused: {error}"
+    if not capd_client.flush(timeout_s=30):
+        problems["flush"] = f"not everything was acknowledged: {capd_client.counters()}"
+    capd_client.close()
+    return sent, problems
+
+
+def _compare(run: Path, sent: dict[str, torch.Tensor]) -> dict[str, str]:
+    import torch
+
+    import capd
+
+    store = capd.open(run)
+    results = {}
+    for name, tensor in sent.items():
+        try:
+            found = store.find(tensor_name=name)
+            back = found[0].torch(0) if found else None
+        except (CapdError, RuntimeError, TypeError, ValueError) as error:
+            results[name] = f"cannot be read back: {error}"
+            continue
+        if back is None:
+            results[name] = "is not in the store"
+        elif back.dtype != tensor.dtype or back.shape != tensor.shape:
+            results[name] = f"came back as {back.dtype} {tuple(back.shape)}"
+        elif not torch.equal(back.view(torch.uint8), tensor.view(torch.uint8)):
+            results[name] = "came back with other bits"
+        else:
+            results[name] = "ok"
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""`capd serve`: run this node's daemon in the foreground until SIGTERM, SIGHUP or Ctrl-C."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Annotated
+
+import typer
+
+from capd.cli.options import Config, StoreRoot, flag, option
+
+__all__ = ["serve"]
+
+
+def serve(
+    store: StoreRoot = None,
+    endpoint: Annotated[
+        str | None, option("--endpoint", "unix:PATH", "Socket to listen on [default: in XDG_RUNTIME_DIR].")
+    ] = None,
+    config: Config = None,
+    run_id: Annotated[
+        str | None, option("--run-id", "NAME", "Run of the ranks that name none [default: the time].")
+    ] = None,
+    node: Annotated[
+        str | None, option("--node", "NAME", "This node's name in the store [default: host name].")
+    ] = None,
+    threads: Annotated[
+        int | None, option("--threads", "N", "Encode threads [default: a quarter of the CPUs].")
+    ] = None,
+    max_disk: Annotated[
+        str | None,
+        option(
+            "--max-disk",
+            "SIZE",
+            "Bytes to add to the store, at most [default: min(200GB, half of the free space)].",
+        ),
+    ] = None,
+    keep_free: Annotated[
+        str | None, option("--keep-free", "SIZE", "Disk space to leave free [default: 10%].")
+    ] = None,
+    allow_uid: Annotated[
+        list[int] | None,
+        option("--allow-uid", "UID", "Another user whose ranks may connect. May be given several times."),
+    ] = None,
+    durability: Annotated[
+        str | None,
+        option(
+            "--durability",
+            "WORD",
+            "What an acknowledged record survives. buffered: the kill of every process; durable: also power loss "
+            "[default: buffered].",
+        ),
+    ] = None,
+    codec: Annotated[
+        str | None,
+        option(
+            "--codec",
+            "CODEC",
+            "auto (the best of a few for each series), default, fast, none, or a codec of docs/format.md, such as "
+            "zstd:3 [default: auto].",
+        ),
+    ] = None,
+    quiet: Annotated[bool, flag("--quiet", "Log warnings and errors only.", "-q")] = False,
+    parent: Annotated[int | None, typer.Option("--parent", hidden=True)] = None,
+    detach: Annotated[
+        bool, flag("--detach", "Return once the daemon listens; it continues in the background.")
+    ] = False,
+) -> None:
+    """Run the daemon of this node in the foreground.
+
+    Ranks find the daemon through CAPD_ENDPOINT. The log line "listening on …" gives the value.
+
+    SIGTERM, SIGHUP or Ctrl-C ends the daemon: it drains, seals and exits. During the start it first seals what a
+    killed daemon left. A second Ctrl-C leaves at once (exit code 130) and keeps everything that was acknowledged; a
+    second SIGTERM changes nothing. `nohup` keeps SIGHUP away.
+
+    If records are left unsealed (exit code 8), the last message names the runs, and how many of their records plain
+    Zarr readers cannot see yet. Nothing is lost: the next `capd serve` on this store seals them.
+
+    With --detach the command ends with 0 when the daemon listens, or with the daemon's exit code if it does not
+    start: 1 if it was stopped before. The log then goes to .capd-NODE.log in the store.
+
+    \b
+    Examples:
+      capd serve --store captures
+      capd serve --store /data/captures --max-disk 500GB --durability durable
+      capd serve --detach
+
+    \b
+    Exit codes:
+      0  stopped, everything is sealed
+      1  failed to start, or captures were left that were never acknowledged
+      7  another daemon owns the store
+      8  stopped, and records are left unsealed
+    """
+    from capd.cli.output import note
+    from capd.config import load_daemon_settings, misspelt_variables
+
+    flags = {
+        "store": store, "endpoint": endpoint, "run_id": run_id, "node": node, "threads": threads,
+        "max_disk": max_disk, "keep_free": keep_free, "allow_uid": allow_uid, "durability": durability,
+        "codec": codec,
+    }  # fmt: skip
+    settings = load_daemon_settings(flags, path=config)
+    for line in misspelt_variables() if parent is None else ():  # `capd run` has said it already
+        note(line)
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.WARNING if quiet else logging.INFO,
+        format="%(asctime)s capd %(levelname)s %(message)s",
+    )
+    if detach:
+        from capd.cli.daemon.detached import go_on_detached
+
+        go_on_detached(settings)
+    from capd.server.daemon import Daemon
+
+    raise typer.Exit(Daemon(settings, parent).run())

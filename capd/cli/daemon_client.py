@@ -1,0 +1,109 @@
+"""A command's connection to the daemon: one request, one reply, every failure an EndpointError."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from capd.errors import EndpointError
+from capd_client.protocol.control import Control, ControlReply, Stats, StatsReply
+from capd_client.protocol.messages import (
+    MAX_FRAME_NBYTES,
+    TOOL_BYTE,
+    ClientMessage,
+    DaemonMessage,
+    Reject,
+    decode_daemon,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from capd.metrics import DaemonStats
+
+__all__ = ["Tool", "connect"]
+
+REPLY_TIMEOUT_S = 10.0
+_CONNECT_TIMEOUT_S = 3.0
+_STOPPED = "it is stopped (SIGSTOP; `kill -CONT` goes on) or very busy, its log may say with what"
+
+
+class Tool:
+    """An open tool connection; `request` may be called any number of times."""
+
+    def __init__(self, connection: Connection, path: Path) -> None:
+        self._connection = connection
+        self._path = path
+
+    def request(self, message: ClientMessage, timeout_s: float = REPLY_TIMEOUT_S) -> DaemonMessage:
+        """Send a message and return its reply; raises EndpointError when none comes or the daemon refuses."""
+        try:
+            self._connection.send_bytes(encode(message))
+            if not self._connection.poll(timeout_s):
+                raise EndpointError(
+                    f"the daemon at {self._path} did not answer within {timeout_s:g} s: {_STOPPED}; "
+                    "what was asked of it may still happen"
+                )
+            reply = decode_daemon(self._connection.recv_bytes(MAX_FRAME_NBYTES))
+        except (OSError, EOFError) as error:
+            raise EndpointError(f"the daemon at {self._path} closed the connection: {error}") from error
+        except msgspec.DecodeError as error:
+            raise EndpointError(f"{self._path} does not speak capd's protocol: {error}") from error
+        if isinstance(reply, Reject):
+            raise EndpointError(f"the daemon at {self._path} refused: {reply.message}")
+        return reply
+
+    def stats(self, run_id: str | None = None, timeout_s: float = REPLY_TIMEOUT_S) -> DaemonStats:
+        """The daemon's counters, of one run or of all. Raises EndpointError, also for counters of another version."""
+        from capd.metrics import DaemonStats
+
+        reply = self.request(Stats(run_id), timeout_s)
+        if not isinstance(reply, StatsReply):
+            raise EndpointError(
+                f"the daemon answered STATS with {type(reply).__name__}; is it another capd version?"
+            )
+        try:
+            return DaemonStats.model_validate(reply.stats)
+        except ValueError as error:
+            raise EndpointError(
+                "the daemon's counters have another layout; run the daemon's capd version"
+            ) from error
+
+    def control(self, message: Control, timeout_s: float) -> ControlReply:
+        """The answer to an order. Raises EndpointError."""
+        reply = self.request(message, timeout_s)
+        if not isinstance(reply, ControlReply):
+            raise EndpointError(
+                f"the daemon answered CONTROL with {type(reply).__name__}; is it another capd version?"
+            )
+        return reply
+
+
+@contextlib.contextmanager
+def connect(path: Path) -> Iterator[Tool]:
+    """Connect to the daemon at `path`; raises EndpointError naming the path and the remedy."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        sock.settimeout(_CONNECT_TIMEOUT_S)
+        sock.connect(os.fspath(path))
+        sock.settimeout(None)
+        sock.sendall(TOOL_BYTE)
+    except (TimeoutError, BlockingIOError) as error:  # somebody listens, and the queue is full
+        sock.close()
+        raise EndpointError(f"the daemon at {path} takes no connection: {_STOPPED}") from error
+    except OSError as error:
+        sock.close()
+        raise EndpointError(
+            f"no daemon at {path}: {error.strerror or error}; start `capd serve`, or set CAPD_ENDPOINT"
+        ) from error
+    connection = Connection(sock.detach())
+    try:
+        yield Tool(connection, path)
+    finally:
+        connection.close()

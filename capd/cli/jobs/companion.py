@@ -1,0 +1,232 @@
+"""The daemon beside a job of `capd run`: a private one, started and stopped here, or one that is joined.
+
+The job comes first: once it runs, nothing that happens to the daemon stops it or changes its exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import typer
+
+from capd.cli.daemon_client import connect
+from capd.cli.jobs.process_group import signals_put_off
+from capd.cli.output import human_count, human_nbytes, note
+from capd.config import load_daemon_settings
+from capd.drops import describe_drops, left_out, lost
+from capd.errors import EndpointError
+from capd.metrics import DaemonStats, RunStats
+from capd.server.net.endpoint import MAX_PATH_NBYTES, parse
+from capd.server.runs.names import check_run_id, new_run_id
+from capd.server.runs.unsealed import EXIT_UNSEALED
+from capd_client.protocol.control import Control
+from capd_client.protocol.messages import Ping
+
+__all__ = ["Companion", "join", "start"]
+
+READY_S = 60.0
+REST_S = 10.0  # after the job: until the daemon has noted that every rank is gone
+SEAL_S = 600.0
+STOP_MARGIN_S = 30.0  # what a daemon may need beyond its shutdown timeout
+_SOCKET_NAME = "capd.sock"
+_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+
+class WhyNothing(Protocol):
+    """Says why a job has captured nothing; connected: whether some rank was there."""
+
+    def __call__(self, *, connected: bool) -> str: ...
+
+
+@dataclass(eq=False)
+class Companion:
+    """The daemon a job captures into. A context manager; leaving it ends a private daemon.
+
+    store: root of the store, None where it is not known. absent: nobody answered at the start, which has been said.
+    process: the private daemon; directory: of its socket; stop_s: how long it may take to end.
+    """
+
+    endpoint: str
+    run_id: str | None
+    store: Path | None
+    absent: bool = False
+    process: subprocess.Popen[bytes] | None = None
+    directory: Path | None = None
+    stop_s: float = STOP_MARGIN_S
+
+    def __enter__(self) -> Companion:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process is not None:
+            self._stop(self.process)
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def finish(self, why_nothing: WhyNothing) -> None:
+        """The job is over: wait until its ranks are accounted for, seal its run, print the summary.
+
+        why_nothing: asked where nothing was captured.
+        """
+        self.wake()
+        try:
+            stats = self._seal()
+        except EndpointError as error:
+            if not self.absent:
+                note(self._lost(error))
+            return
+        run = next((run for run in stats.runs if run.run_id == self.run_id), None)
+        for line in [] if run is None else summary(run):
+            note(line)
+        if run is None or not run.offered:
+            note(f"nothing was captured: {why_nothing(connected=run is not None)}")
+
+    def wake(self) -> None:
+        """Let a private daemon go on that somebody has stopped (SIGSTOP): it holds captures."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGCONT)
+
+    def _seal(self) -> DaemonStats:
+        with connect(parse(self.endpoint)) as tool:
+            until = time.monotonic() + REST_S
+            while True:
+                stats = tool.stats(self.run_id)
+                alive = any(session.state == "live" for run in stats.runs for session in run.sessions)
+                if not (alive or stats.arriving) or time.monotonic() > until:
+                    break
+                time.sleep(0.05)
+            if not stats.runs or self.run_id is None:
+                return stats
+            reply = tool.control(Control("seal", self.run_id), SEAL_S)
+            if not reply.ok:
+                note(f"the daemon could not seal the run: {reply.message}")
+            return tool.stats(self.run_id)
+
+    def _lost(self, error: EndpointError) -> str:
+        if self.process is not None and self.process.poll() is not None:
+            return (
+                f"the daemon ended before the job (exit code {self.process.returncode}); what came after that "
+                f"was not captured; `capd serve --store {self.store}` seals what it had acknowledged"
+            )
+        return f"no summary: {error}"
+
+    def _stop(self, process: subprocess.Popen[bytes]) -> None:
+        process.terminate()
+        self.wake()
+        try:
+            process.wait(self.stop_s)
+        except subprocess.TimeoutExpired:
+            note(
+                f"the daemon (pid {process.pid}) does not stop; killing it, the next `capd serve` takes up the rest"
+            )
+            process.kill()
+            process.wait()
+
+
+def join(endpoint: str, run_id: str | None) -> Companion:
+    """Join the daemon at `endpoint`. If it does not answer, the job runs all the same, and a note says so."""
+    if run_id is not None:
+        check_run_id(run_id)
+    try:
+        with connect(parse(endpoint)) as tool:
+            store = Path(tool.stats().store)
+    except EndpointError as error:
+        note(f"{error}; the job runs without capture until a daemon is there")
+        return Companion(endpoint, run_id, None, absent=True)
+    return Companion(endpoint, run_id or new_run_id(store), store)
+
+
+def start(store: Path, run_id: str | None, config: Path | None) -> Companion:
+    """Start a private daemon on `store` and wait until it answers.
+
+    Exits with the daemon's code when it refuses to start (its message is on stderr); the job is not started.
+    """
+    store = store.absolute()
+    run_id = check_run_id(run_id) if run_id is not None else new_run_id(store)
+    settings = load_daemon_settings({"store": store, "run_id": run_id}, path=config)
+    companion = Companion("", run_id, store, stop_s=settings.shutdown_timeout_s + STOP_MARGIN_S)
+    try:
+        with signals_put_off(_ENDING):  # one that came between the two would leave the directory
+            companion.directory = _socket_directory()
+        companion.endpoint = f"unix:{companion.directory / _SOCKET_NAME}"
+        command = [sys.executable, "-m", "capd", "serve", "--quiet", "--parent", str(os.getpid())]
+        command += ["--store", str(store), "--endpoint", companion.endpoint, "--run-id", run_id]
+        command += ["--config", str(config)] if config else []
+        # A session of its own: the terminal's Ctrl-C is for the job, the daemon drains afterwards.
+        companion.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        _wait_ready(companion, companion.process)
+    except BaseException:
+        companion.__exit__(None, None, None)
+        raise
+    return companion
+
+
+def _wait_ready(companion: Companion, process: subprocess.Popen[bytes]) -> None:
+    path = parse(companion.endpoint)
+    until = time.monotonic() + READY_S
+    while process.poll() is None:
+        try:
+            with connect(path) as tool:
+                tool.request(Ping())
+            return
+        except EndpointError as error:
+            if time.monotonic() > until:
+                note(
+                    f"the daemon is not ready after {READY_S:.0f} s ({error}); the job starts without waiting"
+                )
+                return
+        time.sleep(0.02)
+    code = process.returncode
+    if code > 0 and code != EXIT_UNSEALED:
+        note("the daemon did not start, so the job was not started")
+        raise typer.Exit(code)
+    how = f"ended by signal {-code}" if code < 0 else "told to stop while it started"
+    note(f"the daemon was {how}; the job runs without capture")
+
+
+def _socket_directory() -> Path:
+    """A fresh 0700 directory whose path leaves room for the socket's name."""
+    places = [os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp"]  # noqa: S108 - 0700 below
+    for place in places:
+        if os.path.isabs(place) and os.access(place, os.W_OK):
+            directory = Path(tempfile.mkdtemp(prefix="capd-run-", dir=place))
+            if len(os.fsencode(directory / _SOCKET_NAME)) <= MAX_PATH_NBYTES:
+                return directory
+            directory.rmdir()
+    raise EndpointError(f"no directory for the daemon's socket in any of {places}; set XDG_RUNTIME_DIR")
+
+
+def summary(run: RunStats) -> list[str]:
+    """The lines that close a run; the first one speaks of drops where there are any."""
+    losses = describe_drops(run.dropped, run.why_full)
+    ratio = f", ratio {run.raw_bytes / run.stored_bytes:.2f}" if run.stored_bytes else ""
+    dropped, chosen = sum(lost(run.dropped).values()), sum(left_out(run.dropped).values())
+    reduced = (
+        f", {human_count(run.statistics_records)} of them statistics alone" if run.statistics_records else ""
+    )
+    lines = [
+        *([losses] if losses else []),
+        f"{human_count(run.records, 'record')} in {run.path}{reduced}",
+        f"{human_nbytes(run.raw_bytes)} raw, {human_nbytes(run.stored_bytes)} stored{ratio}",
+        f"offered {human_count(run.offered)}, committed {human_count(run.committed)}, dropped {human_count(dropped)}"
+        + (f", left out {human_count(chosen)}" if chosen else ""),
+    ]
+    for end in sorted({session.end for session in run.sessions if session.killed}):
+        ranks = sorted({session.rank for session in run.sessions if session.end == end})
+        who = f"ranks {', '.join(map(str, ranks))} were" if len(ranks) > 1 else f"rank {ranks[0]} was"
+        lines.append(f"{who} killed by {end}")
+    if run.in_flight:
+        lines.append(f"{human_count(run.in_flight)} captures are still in flight: a rank is alive")
+    return lines

@@ -1,0 +1,94 @@
+"""The emulation that `capd run --quant-type` asks of a job, and the notes of the job's processes about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from capd.errors import ConfigError
+
+__all__ = ["Choice", "Told", "choose", "told_of"]
+
+NONE = "none"
+
+
+class Choice(NamedTuple):
+    """The choice for a quant type: the CAPD_EMULATE of its job ("none": nothing is emulated), and why it is a label."""
+
+    recipe: str
+    why_label: str = ""
+
+    @property
+    def text(self) -> str:
+        """The same in words."""
+        return f"a label: {self.why_label}" if self.why_label else f"emulation: {self.recipe}"
+
+
+def choose(quant_type: str, environ: Mapping[str, str], *, label_only: bool) -> Choice:
+    """Chooses the emulation of a job whose captures are labelled `quant_type`. Raises ConfigError.
+
+    environ: what the user says to the job. A CAPD_EMULATE of it stands for the format that the word means.
+    """
+    from capd_client.config.settings import check_setting
+    from capd_client.config.values import emulation, flag
+
+    if label_only:
+        return Choice(NONE, "--label-only")
+    own = environ.get("CAPD_EMULATE", "").strip()
+    if own:
+        try:
+            check_setting("emulate", own)
+        except ConfigError as error:
+            raise ConfigError(f"CAPD_EMULATE: {error}") from None
+        return Choice(NONE, f"CAPD_EMULATE={own}") if emulation(own) is None else Choice(own)
+    replaced = environ.get("CAPD_REPLACE_TENSOR_SAVER", "").strip()
+    if replaced and flag(replaced):
+        return Choice(NONE, "with CAPD_REPLACE_TENSOR_SAVER the job names its quant types itself")
+    try:
+        if emulation(quant_type) is None:
+            return Choice(NONE, f"in {quant_type} there is nothing to emulate")
+    except ConfigError:
+        return Choice(NONE, f"{quant_type} is no number format that capd emulates")
+    return Choice(quant_type)
+
+
+@dataclass(frozen=True)
+class Told:
+    """The notes of one job's processes about its emulation.
+
+    recipes: those that were put on its models. ended: why they were taken away again; why_none: why there are none.
+    """
+
+    recipes: tuple[str, ...] = ()
+    ended: str = ""
+    why_none: str = ""
+
+    @property
+    def text(self) -> str:
+        """The recipe by which the job computed to its end, or "none"."""
+        return NONE if self.ended or not self.recipes else "; ".join(self.recipes)
+
+    def lines(self) -> Iterator[str]:
+        """The lines of the summary."""
+        if self.ended:
+            yield (
+                f"the job {self.ended}: the emulation was taken away amid it, and each record says which was active; "
+                "run it again with --label-only"
+            )
+        elif self.recipes:
+            yield from (f"emulated: {recipe}" for recipe in self.recipes)
+        elif self.why_none:
+            yield f"nothing was emulated, quant_type is a label: {self.why_none}"
+
+
+def told_of(notes: Iterable[str], why_no_model: str) -> Told:
+    """From the lines that the processes noted. why_no_model: where none of them says anything of an emulation."""
+    found: dict[str, dict[str, None]] = {}
+    for line in notes:
+        word, _, rest = line.partition(" ")
+        found.setdefault(word, {})[rest] = None
+    recipes, ended = tuple(found.get("emulated", ())), next(iter(found.get("removed", ())), "")
+    own = next(iter(found.get("label-only", ())), "")
+    failed = next(iter(found.get("unemulated", ())), "")
+    return Told(recipes, ended, f"the job {own}" if own else failed or why_no_model)

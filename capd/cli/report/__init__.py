@@ -1,0 +1,1 @@
+"""The commands `capd report` and `capd plot`."""

@@ -1,0 +1,206 @@
+"""`capd plot`: one figure of a run, of several, or of a directory of tensor files, for a paper."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from capd.cli.options import Json, flag, option
+from capd.cli.output import print_json, print_lines
+from capd.cli.report.format_option import choices_of
+from capd.cli.report.gathered import contents, contents_json, gathered_of, skipped_code
+from capd.cli.selection import Tests, selects_keys
+from capd.cli.sources import AllRuns, LayerBase, Workers, found_in
+from capd.cli.stores import RunOption
+from capd.errors import CapdError, ConfigError, NothingMatched
+
+if TYPE_CHECKING:
+    from capd.report.figures.kinds import FigureKind, Wanted
+    from capd.report.figures.style import Look, Page
+    from capd.report.gather import GatheredRecords
+
+__all__ = ["plot"]
+
+_KINDS = "distribution, exponents, layers, heatmap, boxes, channels, iterations, hifp8, overflow, tensor"
+_SUFFIXES = ("png", "svg", "pdf")
+_SIZE = re.compile(r"(\d{1,3}(?:\.\d{1,3})?)x(\d{1,3}(?:\.\d{1,3})?)")
+_LEAST_INCHES, _MOST_INCHES = 1.0, 100.0
+
+
+@selects_keys
+def plot(
+    store: Annotated[
+        Path,
+        typer.Argument(
+            metavar="STORE", help="A run, a directory of runs, or of .pt files.", show_default=False
+        ),
+    ],
+    kind: Annotated[
+        str, typer.Argument(metavar="KIND", help="What to draw: one of the kinds above.", show_default=False)
+    ],
+    out: Annotated[Path, option("--out", "FILE", "x.png, x.svg or x.pdf.", "-o", show_default=False)],
+    formats: Annotated[
+        str | None,
+        option(
+            "--formats",
+            "LIST",
+            "Number formats of heatmap, tensor, exponents and boxes, as mxfp8,mxfp8:e5m2,nvfp4 [default: five of "
+            "them; exponents: hifp8 and the elements; boxes: none].",
+        ),
+    ] = None,
+    metric: Annotated[
+        str | None,
+        option(
+            "--metric",
+            "WORD",
+            "Error of heatmap, and of boxes with --formats: sqnr, underflow, saturation, flush, relative, l2, "
+            "cosine, mse or mae [default: sqnr].",
+        ),
+    ] = None,
+    size: Annotated[
+        str | None,
+        option("--size", "WxH", "Width and height in inches, as 3.3x2.5 [default: as large as needed]."),
+    ] = None,
+    dpi: Annotated[int, option("--dpi", "N", "Dots per inch of a PNG.", min=30, max=1200)] = 200,
+    title: Annotated[
+        str | None, option("--title", "TEXT", 'Title above the figure; "" for none [default: what it shows].')
+    ] = None,
+    log: Annotated[bool, flag("--log", "Logarithmic axes of values, or colours of heatmap.")] = False,
+    force: Annotated[bool, flag("--force", "Replace FILE.")] = False,
+    run: RunOption = None,
+    all_runs: AllRuns = False,
+    layer_base: LayerBase = 0,
+    tests: Tests = (),
+    workers: Workers = None,
+    as_json: Json = False,
+) -> None:
+    """Draw one figure of a run into FILE: PNG, SVG or PDF. The same records give the same bytes.
+
+    STORE may be a run, a directory of runs, or a directory of .pt files. Figures need `pip install "capd[plot]"`. A
+    figure of several pages becomes x_1.pdf, x_2.pdf and so on. Each file is whole or absent, with mode 0600. What
+    cannot be read is named and skipped. docs/plots.md shows how to read the figures.
+
+    \b
+    Kinds:
+      distribution  histograms of the values, for each tensor name
+      exponents     binary exponents, and the mantissa bits of formats there
+      layers        mean, std and absmax by layer
+      heatmap       the error of each format, layer × tensor name
+      boxes         the layers as boxes, by quant type; or errors of --formats
+      channels      the largest magnitude of each channel
+      iterations    mean, std and absmax by iteration
+      hifp8         regimes, codes and errors of HiFloat8
+      overflow      values above and below the range of each format
+      tensor        all about one tensor name on one page
+
+    \b
+    Examples:
+      capd plot captures layers -o layers.pdf --tensor input
+      capd plot captures heatmap -o map.svg --metric underflow
+
+    \b
+    Exit codes:
+      1  FILE exists or cannot be written, or bad .pt files were skipped
+      2  an unknown kind, format, metric or ending, or matplotlib is missing
+      4  damaged records were skipped
+      5  nothing matches, or there is nothing of that kind to draw
+      6  the disk is full
+    """
+    chosen, wanted, look = _checked(kind, out, formats, metric, size, dpi, title, log)
+    if not force:
+        _refuse_existing([out])
+    found = found_in(store, run, all_runs, tests, layer_base)
+    quick = chosen.reads == "statistics" and not (wanted.choices and chosen.metric)
+    measured = wanted.choices if chosen.metric or chosen.reads == "errors" else ()
+    gathered = gathered_of(found, store, workers, quick=quick, choices=measured, channels=chosen.channels)
+    pages = list(chosen.pages(gathered.groups, wanted))
+    if not pages:
+        raise NothingMatched(f"nothing to draw as {kind}: {chosen.without}")
+    written = _write(pages, out, look, force=force)
+    _told(kind, written, gathered, as_json)
+    raise typer.Exit(skipped_code(found, gathered))
+
+
+def _checked(
+    kind: str,
+    out: Path,
+    formats: str | None,
+    metric: str | None,
+    size: str | None,
+    dpi: int,
+    title: str | None,
+    log: bool,
+) -> tuple[FigureKind, Wanted, Look]:
+    """Checks all options before a record is read. Raises ConfigError."""
+    from capd.analyze.format_choice import DEFAULT_CHOICES
+    from capd.report.figures.error_maps import METRICS
+    from capd.report.figures.kinds import KINDS, Wanted
+    from capd.report.figures.style import Look, must_have_matplotlib
+
+    chosen = KINDS.get(kind)
+    if chosen is None:
+        raise ConfigError(f"{kind!r} is not a kind of figure; use one of {_KINDS}")
+    if out.suffix[1:].lower() not in _SUFFIXES:
+        raise ConfigError(f"-o {out}: the name must end in {', '.join(f'.{one}' for one in _SUFFIXES)}")
+    for name, given, taken in (
+        ("--formats", formats is not None, chosen.formats),
+        ("--metric", metric is not None, chosen.metric),
+        ("--log", log, chosen.log),
+    ):
+        if given and not taken:
+            having = ", ".join(other for other, one in KINDS.items() if getattr(one, name[2:]))
+            raise ConfigError(f"{kind} takes no {name}; {having} do")
+    if metric is not None and metric not in METRICS:
+        raise ConfigError(f"--metric {metric!r} is not known; use one of {', '.join(METRICS)}")
+    if metric is not None and kind == "boxes" and formats is None:
+        raise ConfigError("--metric of boxes needs formats; name them with --formats")
+    try:
+        must_have_matplotlib()
+    except CapdError as error:
+        raise ConfigError(str(error)) from error
+    choices = choices_of(formats) if formats is not None else ()
+    if not choices and chosen.reads == "errors" and formats is None:
+        choices = DEFAULT_CHOICES
+    look = Look(None if size is None else _inches(size), dpi, title)
+    return chosen, Wanted(choices, metric or "sqnr", log), look
+
+
+def _inches(text: str) -> tuple[float, float]:
+    match = _SIZE.fullmatch(text)
+    sides = (float(match[1]), float(match[2])) if match else ()
+    if not sides or not all(_LEAST_INCHES <= side <= _MOST_INCHES for side in sides):
+        raise ConfigError(
+            f"--size {text!r}: give width and height in inches, {_LEAST_INCHES:g} to {_MOST_INCHES:g}, as 3.3x2.5"
+        )
+    return sides[0], sides[1]
+
+
+def _refuse_existing(paths: list[Path]) -> None:
+    for path in paths:
+        if os.path.lexists(path):
+            raise CapdError(f"{path} exists already; choose another name, or replace it with --force")
+
+
+def _write(pages: list[Page], out: Path, look: Look, *, force: bool) -> list[Path]:
+    """One file, or one for each page; each whole or absent."""
+    from capd.report.image_files import write_single
+
+    paths = [out]
+    if len(pages) > 1:
+        paths = [out.with_name(f"{out.stem}_{number}{out.suffix}") for number in range(1, len(pages) + 1)]
+    if not force:
+        _refuse_existing(paths)
+    for path, page in zip(paths, pages, strict=True):
+        write_single(path, page.image(out.suffix[1:].lower(), look), replace=force)
+    return paths
+
+
+def _told(kind: str, written: list[Path], gathered: GatheredRecords, as_json: bool) -> None:
+    if as_json:
+        print_json({"kind": kind, "files": [os.fspath(path) for path in written], **contents_json(gathered)})
+        return
+    print_lines([f"{path}: {kind} of {contents(gathered)}" for path in written])

@@ -1,0 +1,1 @@
+"""`capd run`, `capd plan` and collection runs."""

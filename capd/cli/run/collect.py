@@ -1,0 +1,232 @@
+"""The checks of `capd run --mode single|batch|quick` before anything is started, and the report at its end."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from capd.cli.jobs.companion import join
+from capd.cli.jobs.emulation import choose
+from capd.cli.jobs.foreground import find_command
+from capd.cli.jobs.place import Place
+from capd.cli.jobs.process_group import leaving_on_signals
+from capd.cli.jobs.report import note_undrawn, reported
+from capd.cli.jobs.settings import ResolvedJob
+from capd.cli.output import note, print_json, print_lines
+from capd.cli.run.collection import Collection, TypeJob
+from capd.collect.placeholders import fill, parse_variables, shared_places
+from capd.collect.request import MODES, CollectionRequest, make_request
+from capd.collect.state import (
+    CollectionState,
+    TypeState,
+    alone,
+    directory_of,
+    load,
+    tried,
+    unfinished,
+    write_text,
+)
+from capd.collect.watching import Outcome
+from capd.errors import ConfigError, EndpointError
+from capd.strict_json import strict_json
+
+__all__ = ["CollectionOptions", "collection_request", "run_collection"]
+
+_EXIT_CODES: dict[Outcome | None, int] = {"nothing": 5, "full": 6}
+
+
+@dataclass(frozen=True)
+class CollectionOptions:
+    """The options of `capd run` that collections alone have; None for those not given."""
+
+    control_iter: int | None
+    collect_micro_batches: int | None
+    until: str | None
+    stable_for: str | None
+    timeout: str | None
+    env: Sequence[str] | None
+    require: Sequence[str] | None
+    yes: bool
+    json: bool
+
+    @cached_property
+    def variables(self) -> dict[str, str]:
+        """The variables of `--env`. Raises ConfigError."""
+        return parse_variables(self.env or ())
+
+
+def collection_request(
+    mode: str | None, quant_type: str | None, options: CollectionOptions
+) -> CollectionRequest | None:
+    """The collection run that was asked for; None for a plain `capd run`, which takes none of these options.
+
+    Raises ConfigError.
+    """
+    if mode is None or mode.strip().lower() not in MODES:
+        given = [
+            name
+            for name, value in vars(options).items()
+            if value is not None and value is not False and value != []
+        ]
+        if given:
+            name = f"--{given[0].replace('_', '-')}"
+            raise ConfigError(f"{name} belongs to a collection run: --mode {', '.join(MODES)}")
+        return None
+    return make_request(
+        mode.strip().lower(),
+        quant_type,
+        options.control_iter,
+        options.collect_micro_batches,
+        until=options.until,
+        stable_for=options.stable_for,
+        timeout=options.timeout,
+    )
+
+
+def run_collection(
+    request: CollectionRequest,
+    command: Sequence[str],
+    options: CollectionOptions,
+    place: Place,
+    settings: ResolvedJob,
+    *,
+    label_only: bool,
+) -> int:
+    """Checks, collects and reports; returns the exit code. label_only: no type is emulated.
+
+    Raises ConfigError, CapdError, and typer.Exit of `find_command`.
+    """
+    from capd.store.disk.files import make_directory
+
+    _check(request, place, settings, options.yes)
+    run_id, place = _placed(place, request, command)
+    directory = directory_of(place.store, run_id)
+    state = load(directory, run_id, request, command)
+    jobs = _jobs(state, request, directory, command, options, label_only=label_only)
+    warning = shared_places(command, options.variables, len(jobs))
+    if warning:
+        note(warning)
+    make_directory(directory)
+    try:
+        with alone(directory), leaving_on_signals():
+            Collection(request, state, directory, jobs, place, settings).run()
+    except (KeyboardInterrupt, SystemExit):
+        note(f"interrupted; the same command goes on with run {run_id}")
+        note_undrawn(place.store / f"{run_id}.zarr", place.report)
+        raise
+    _report(place.store / f"{run_id}.zarr", directory, state, options.json)
+    missing = [one for one in state.types if one.quant_type in jobs and not one.collected]
+    if missing:
+        names = ", ".join(one.quant_type for one in missing)
+        note(f"not collected: {names}; the same command with --run-id {run_id} tries them again")
+    return reported(_exit_code(missing), place.store, run_id, place.report)
+
+
+def _exit_code(missing: Sequence[TypeState]) -> int:
+    """0 where nothing is missing; where all that is missing is so for one reason, that reason's, else 1."""
+    codes = {_EXIT_CODES.get(one.outcome, 1) for one in missing} or {0}
+    return codes.pop() if len(codes) == 1 else 1
+
+
+def _check(request: CollectionRequest, place: Place, settings: ResolvedJob, yes: bool) -> None:
+    if place.endpoint == "off":
+        raise ConfigError("CAPD_ENDPOINT=off: a collection run would collect nothing; unset it")
+    if settings.job.mode.startswith("sample:"):
+        raise ConfigError(
+            f"mode {settings.job.mode} leaves calls out, and a collection run keeps whole micro-batches; choose how "
+            "many with --control-iter, and CAPD_MODE=tensor or stats"
+        )
+    budget = not place.endpoint and settings.daemon.origins["max_disk"] != "default"
+    if not (request.micro_batches or budget or yes):
+        raise ConfigError(
+            "--control-iter 0 collects every micro-batch of the job; set how much it may take (CAPD_MAX_DISK=200GB, or "
+            "max_disk in [daemon] of capd.toml), or say --yes"
+        )
+
+
+def _placed(place: Place, request: CollectionRequest, command: Sequence[str]) -> tuple[str, Place]:
+    """The run, one that was not finished or else a new one; and the place with it, in the store of a joined daemon."""
+    from capd.server.runs.names import check_run_id, new_run_id
+
+    store = place.store.absolute()
+    if place.endpoint:
+        joined = join(place.endpoint, place.run_id)
+        if joined.store is None:
+            raise EndpointError("nothing was started; start `capd serve`, or unset CAPD_ENDPOINT")
+        store = joined.store
+    run_id = place.run_id
+    if run_id is None:
+        run_id = unfinished(store, request, command)
+        if run_id is not None:
+            note(f"continuing {run_id}, which was not finished; --run-id NAME begins a new one")
+    run_id = check_run_id(run_id) if run_id is not None else new_run_id(store)
+    return run_id, place._replace(store=store, run_id=run_id)
+
+
+def _jobs(
+    state: CollectionState,
+    request: CollectionRequest,
+    directory: Path,
+    command: Sequence[str],
+    options: CollectionOptions,
+    *,
+    label_only: bool,
+) -> dict[str, TypeJob]:
+    """The job of each type that was asked for: its command is found, and everything that it requires is there."""
+    found: dict[str, TypeJob] = {}
+    for index, one in enumerate(state.types):
+        if one.quant_type not in request.types:
+            continue
+        run_dir, _ = tried(directory, one.model_copy(update={"tries": one.tries + 1}))
+        filled = fill(
+            command,
+            options.variables,
+            options.require or (),
+            quant_type=one.quant_type,
+            run_dir=run_dir,
+            index=index,
+        )
+        program = find_command(filled.command[0])
+        for path in filled.required:
+            _require(path)
+        choice = choose(one.quant_type, {**os.environ, **filled.variables}, label_only=label_only)
+        found[one.quant_type] = replace(filled, command=(program, *filled.command[1:])), choice
+    return found
+
+
+def _require(path: str) -> None:
+    """Raise ConfigError unless there is such a path, or a data set of Megatron's with this prefix."""
+    if not os.path.exists(path) and not all(os.path.exists(f"{path}{suffix}") for suffix in (".bin", ".idx")):
+        raise ConfigError(
+            f"--require: {path} does not exist (nor {path}.bin with .idx); prepare it, or correct the path; nothing "
+            "was started"
+        )
+
+
+def _report(run: Path, directory: Path, state: CollectionState, as_json: bool) -> None:
+    """Prints the report of a run, and leaves it in the collection's directory in both forms."""
+    from capd.collect.report import collection_report
+    from capd.collect.report_text import report_lines, type_lines
+    from capd.store.read.store import open_store
+
+    if run.is_dir():
+        report = collection_report(open_store(run), state)
+        document, lines = strict_json(report), list(report_lines(report))
+        try:
+            write_text(directory / "report.json", json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+            write_text(directory / "report.txt", "\n".join(lines) + "\n")
+            note(f"the report is in {directory}: report.json, report.txt")
+        except OSError as error:
+            note(f"the report cannot be written into {directory}: {error.strerror or error}")
+    else:
+        note(f"there is no report, as nothing was captured into {run}")
+        document = {"types": [one.model_dump() for one in state.types]}
+        lines = type_lines(document["types"])
+    if as_json:
+        print_json(document)
+    else:
+        print_lines(lines)

@@ -1,0 +1,135 @@
+"""The run that a collection's job captures into, by its daemon's counters, or by the store where no daemon has it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from capd.cli.daemon_client import REPLY_TIMEOUT_S, connect
+from capd.cli.jobs.companion import Companion
+from capd.collect.watching import Observation
+from capd.drops import lost
+from capd.errors import EndpointError
+from capd.metrics import DaemonStats, RunStats
+from capd.server.net.endpoint import parse
+from capd_client.process.documents import left
+from capd_client.protocol.control import Control
+from capd_client.protocol.quota import Collected
+
+if TYPE_CHECKING:
+    from capd.store.read.store import Store, Totals
+
+__all__ = ["CollectedRun", "DaemonView", "next_attempt"]
+
+_WATCH_REPLY_S = 2.0  # a daemon that is stopped is not to keep the job beyond its time
+_LAST_REPLY_S = 60.0  # of a daemon that has much to do: without it nobody knows what is stored
+_FLUSH_S = 30.0
+_LOOK_S = 0.05
+
+
+class DaemonView(NamedTuple):
+    """The counters of a daemon and of a run. run: None where nothing was captured into it yet."""
+
+    daemon: DaemonStats
+    run: RunStats | None
+
+
+class _Counts(NamedTuple):
+    """Numbers of a run. lost: drops that nobody asked for, disk_full among them."""
+
+    records: int = 0
+    lost: int = 0
+    disk_full: int = 0
+
+
+class CollectedRun:
+    """The run of one job of a collection, counted from before the job is started.
+
+    view: what the daemon said last, None where it did not answer. records: kept of the job, as far as it said.
+    """
+
+    def __init__(self, companion: Companion, documents: Path) -> None:
+        """documents: the directory where the job's processes say how far they are."""
+        self._companion, self._documents = companion, documents
+        self.view = _asked(companion, REPLY_TIMEOUT_S)
+        self._before = self._counts_before()
+        self.records = 0
+
+    def _counts_before(self) -> _Counts:
+        """The numbers that the run has already: a daemon that opens it later counts those, too."""
+        if self.view is not None and self.view.run is not None:
+            return _counts(self.view.run)
+        store = _store(self._companion)
+        return _Counts() if store is None else _counts(store.totals())
+
+    def look(self, *, last: bool = False) -> Observation:
+        """Asks the daemon and the job. last: the job is over; its daemon is waited for longer, and has to answer."""
+        self.view = _asked(self._companion, _LAST_REPLY_S if last else _WATCH_REPLY_S)
+        run = None if self.view is None else self.view.run
+        now = _Counts() if run is None else _counts(run)
+        got = _Counts(*(number - before for number, before in zip(now, self._before, strict=True)))
+        if self.view is not None:
+            self.records = got.records
+        return Observation(
+            time.monotonic(),
+            self._ranks(),
+            self.records,
+            lost=got.lost,
+            disk_full=got.disk_full > 0,
+            why_full="" if run is None else run.why_full,
+            daemon_ended=self.view is None if last else self._daemon_ended(),
+        )
+
+    def flush(self) -> None:
+        """Waits until what the job has captured is in the store; a job that hangs is not waited for long."""
+        deadline = time.monotonic() + _FLUSH_S
+        ranks = self._ranks()
+        while time.monotonic() < deadline and not self._connected(ranks):
+            time.sleep(_LOOK_S)
+        with contextlib.suppress(EndpointError), connect(parse(self._companion.endpoint)) as tool:
+            tool.request(Control("flush", self._companion.run_id, wait_s=_FLUSH_S), _FLUSH_S + 10)
+
+    def _connected(self, ranks: list[Collected]) -> bool:
+        """Whether the daemon knows each process that has captured and lives; also where the daemon has ended.
+
+        A process may have captured everything before it reaches the daemon.
+        """
+        if self._daemon_ended():
+            return True
+        view = _asked(self._companion, _WATCH_REPLY_S)
+        known = set() if view is None or view.run is None else {one.pid for one in view.run.sessions}
+        return all(one.pid in known or not Path(f"/proc/{one.pid}").exists() for one in ranks if one.kept)
+
+    def _ranks(self) -> list[Collected]:
+        return left(self._documents, Collected)
+
+    def _daemon_ended(self) -> bool:
+        return self._companion.process is not None and self._companion.process.poll() is not None
+
+
+def _asked(companion: Companion, timeout_s: float) -> DaemonView | None:
+    """The daemon's counters now; None where it does not answer."""
+    with contextlib.suppress(EndpointError), connect(parse(companion.endpoint)) as tool:
+        daemon = tool.stats(companion.run_id, timeout_s)
+        run = next((run for run in daemon.runs if run.run_id == companion.run_id), None)
+        return DaemonView(daemon, run)
+    return None
+
+
+def _counts(run: RunStats | Totals) -> _Counts:
+    return _Counts(run.records, sum(lost(run.dropped).values()), run.dropped.get("disk_full", 0))
+
+
+def next_attempt(companion: Companion) -> int:
+    """One more than any attempt in the store, so that readers take this try's records and not those of one before."""
+    store = _store(companion)
+    return 0 if store is None else 1 + max((session.attempt for session in store.sessions), default=-1)
+
+
+def _store(companion: Companion) -> Store | None:
+    from capd.store.read.store import open_store
+
+    path = (companion.store or Path()) / f"{companion.run_id}.zarr"
+    return open_store(path) if path.is_dir() else None

@@ -1,0 +1,70 @@
+"""The job of `capd plan`: runs in a process group of its own until every rank is planned, then is ended."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from capd.cli.jobs.process_group import GroupJob, has_variable
+from capd_client.planning.seen import RankSeen
+from capd_client.process.documents import left
+
+__all__ = ["PlannedJob", "documents"]
+
+_LOOK_S = 0.1
+_STRAGGLER_S = 30.0  # the lag that a rank may have after the first one, or two of its longest steps
+
+
+def documents(directory: Path) -> list[RankSeen]:
+    """The documents that the job's processes have left until now; of a restarted rank those that got farthest."""
+    of_rank: dict[int, dict[tuple[bool, bool], list[RankSeen]]] = {}
+    for one in left(directory, RankSeen):
+        far = (one.state == "complete", bool(one.series))
+        of_rank.setdefault(one.rank, {}).setdefault(far, []).append(one)
+    return [one for found in of_rank.values() for one in found[max(found)]]
+
+
+class PlannedJob(GroupJob):
+    """The job, with `directory` for the documents of its processes; its output goes to stderr."""
+
+    def __init__(self, command: Sequence[str], environ: dict[str, str], directory: Path) -> None:
+        super().__init__(command, environ, mark=f"CAPD_PLAN={directory}")
+        self._directory = directory
+
+    def start(self) -> None:
+        """Starts it. Raises OSError where the command cannot be executed."""
+        self._start(2)
+
+    def wait(self, timeout_s: float, *, all_nodes: bool) -> int | None:
+        """Until every rank is planned, or the job has ended: its exit code, None while it runs.
+
+        all_nodes: the ranks of all nodes are waited for. Returns as well when `timeout_s` are over.
+        """
+        deadline, first_complete = time.monotonic() + timeout_s, 0.0
+        while time.monotonic() < deadline:
+            code = self.process.poll()
+            if code is not None:
+                return code
+            seen = documents(self._directory)
+            complete = [one for one in seen if one.state == "complete"]
+            if complete and not first_complete:
+                first_complete = time.monotonic()
+            wanted = max((one.world_size if all_nodes else one.local_world_size for one in seen), default=1)
+            if len(complete) >= wanted and not any(self._trains(one) for one in seen):
+                return None
+            if first_complete and time.monotonic() - first_complete > _patience(complete):
+                return None
+            time.sleep(_LOOK_S)
+        return self.process.poll()
+
+    def _trains(self, one: RankSeen) -> bool:
+        """Whether a rank is still to be waited for."""
+        here = one.host == socket.gethostname()
+        return one.state == "running" and (not here or has_variable(one.pid, self.mark))
+
+
+def _patience(complete: Sequence[RankSeen]) -> float:
+    longest = max((i.seconds or 0.0 for one in complete for i in one.iterations), default=0.0)
+    return max(_STRAGGLER_S, 2 * longest)

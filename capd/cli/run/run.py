@@ -1,0 +1,161 @@
+"""`capd run -- CMD…`: a daemon beside a training job, from the first capture to the sealed store."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from capd.cli.jobs.emulation import choose
+from capd.cli.jobs.place import Place, endpoint_of, nodes_of, refuse_several_nodes, shared_run_id
+from capd.cli.jobs.report import ReportInto, check_report, reported
+from capd.cli.jobs.settings import ResolvedJob, checked_flags, job_environment, resolved_job
+from capd.cli.jobs.startup import Startup
+from capd.cli.options import (
+    Command,
+    Config,
+    ControlIter,
+    LabelOnly,
+    MicroBatches,
+    Policy,
+    QuantTypes,
+    Require,
+    RunMode,
+    SliceOfRows,
+    StableFor,
+    Steps,
+    StoreRoot,
+    Timeout,
+    Until,
+    Variables,
+    Yes,
+    flag,
+    option,
+)
+from capd.cli.output import note
+
+__all__ = ["run"]
+
+
+def run(
+    command: Command,
+    store: StoreRoot = None,
+    run_id: Annotated[
+        str | None,
+        option("--run-id", "NAME", "Name of the run; an existing run is continued [default: the time]."),
+    ] = None,
+    config: Config = None,
+    policy: Policy = None,
+    mode: RunMode = None,
+    steps: Steps = None,
+    slice_: SliceOfRows = None,
+    quant_type: QuantTypes = None,
+    label_only: LabelOnly = False,
+    no_watch: Annotated[
+        bool, flag("--no-watch", "Capture only what the job itself asks for with capd_client.")
+    ] = False,
+    attach: Annotated[
+        bool, flag("--attach", "Join this node's daemon (CAPD_ENDPOINT, or the default endpoint).")
+    ] = False,
+    control_iter: ControlIter = None,
+    collect_micro_batches: MicroBatches = None,
+    until: Until = None,
+    stable_for: StableFor = None,
+    timeout: Timeout = None,
+    env: Variables = None,
+    require: Require = None,
+    yes: Yes = False,
+    report: ReportInto = None,
+    as_json: Annotated[bool, flag("--json", "Print the report of a collection as JSON.")] = False,
+) -> None:
+    """Run a training job with a daemon beside it, then seal the run and print a summary on stderr.
+
+    capd finds the models that the job trains and captures them, unless the job imports capd_client itself. The job
+    runs in the foreground and gets the signals. The exit code is the job's, or 128+N after signal N. If nothing was
+    captured, the summary says why.
+
+    The job gets CAPD_ENDPOINT, CAPD_STORE, CAPD_RUN_ID, PYTHONPATH and the options below as variables. It also gets
+    policy block and CAPD_LOG=INFO, unless you set them. All other settings are CAPD_* variables or capd.toml; `capd
+    config show` lists them. A setting that cannot be used is refused before anything starts.
+
+    With CAPD_ENDPOINT set, or with --attach, the job joins the daemon there instead of a private one. If the
+    default endpoint does not answer --attach, the job runs without capture. A job on several nodes needs the same
+    --run-id on each.
+
+    With --quant-type the job's linear layers and attentions compute in that format, forward and backward. To use a
+    recipe of your own, set CAPD_EMULATE. A job that quantises by itself only gets the label, and so does every job
+    with --label-only.
+
+    With --mode single, batch or quick, the command collects: it runs the job once for each quant type, ends each
+    when it has N micro-batches, and prints a report. {quant_type}, {run_dir} and {index} in CMD, --env and
+    --require are replaced for each type.
+
+    \b
+    Examples:
+      capd run -- torchrun --nproc-per-node 2 train.py
+      capd run --steps 0-2,100-:100 --run-id exp7 -- python train.py
+      capd run --quant-type mxfp8 --report figures -- python train.py
+      capd run --mode batch -- python train.py --save {run_dir}
+
+    \b
+    Exit codes:
+      1         the job ended with 0, and its --report failed or is not whole
+      2         a setting or a path cannot be used; nothing was started
+      126, 127  CMD cannot be started
+      128+N     signal N ended the job
+    """
+    from capd.cli.jobs.foreground import find_command
+    from capd.cli.run.collect import CollectionOptions, collection_request, run_collection
+
+    options = CollectionOptions(
+        control_iter, collect_micro_batches, until, stable_for, timeout, env, require, yes, as_json
+    )
+    request = collection_request(mode, quant_type, options)
+    if request is not None:
+        mode = quant_type = None
+    program = "" if request else find_command(command[0])  # exits with 126 or 127 before anything is started
+    flags = checked_flags(
+        {"policy": policy, "mode": mode, "steps": steps, "slice": slice_, "quant_type": quant_type},
+        no_watch=no_watch,
+    )
+    asked = {**os.environ, **options.variables}
+    if request is not None:
+        asked.pop("CAPD_EMULATE", None)  # each type has its own
+    elif quant_type is not None or label_only:
+        choice = choose(quant_type or "", asked, label_only=label_only)
+        flags["CAPD_EMULATE"] = choice.recipe
+        note(f"quant_type {quant_type}, {choice.text}" if quant_type else choice.text)
+    settings = resolved_job({"store": store, "run_id": run_id}, config, flags, asked)
+    daemon = settings.daemon.settings
+    named = daemon.run_id or shared_run_id(os.environ)
+    endpoint = endpoint_of(os.environ, attach=attach, store=store)
+    if endpoint == "off":
+        note("CAPD_ENDPOINT=off: the job runs without capture")
+    elif named is None or request is not None:
+        refuse_several_nodes(os.environ, command, collection=request is not None, label_only=label_only)
+    check_report(report, endpoint=endpoint, nodes=nodes_of(os.environ, command)[0])
+    place = Place(endpoint, Path(daemon.store), named, config, report)
+    if request is not None:
+        raise typer.Exit(run_collection(request, command, options, place, settings, label_only=label_only))
+    raise typer.Exit(_run([program, *command[1:]], place, settings))
+
+
+def _run(command: list[str], place: Place, settings: ResolvedJob) -> int:
+    """Runs the job beside its daemon; returns its exit code."""
+    from capd.cli.jobs.foreground import ForegroundJob
+
+    job = settings.job
+    startup = Startup(job.watch, replace=job.replace_tensor_saver, emulate=job.emulate is not None)
+    with ForegroundJob() as process:
+        if place.endpoint == "off":
+            return process.run(command, dict(os.environ))
+        with startup, place.companion() as companion:
+            environ = job_environment(os.environ, companion, settings.flags, settings.file)
+            startup.put_into(environ)
+            code = process.run(command, environ)
+            companion.finish(startup.why_nothing)
+            for line in startup.emulation().lines():
+                note(line)
+    return reported(code, companion.store, companion.run_id, place.report)

@@ -1,0 +1,158 @@
+"""The counters of `capd stats` in one shape, from the live daemon or from the store."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from capd.cli.daemon_client import connect
+from capd.cli.stores import is_run, resolve_run
+from capd.errors import CapdError, EndpointError
+from capd.metrics import DaemonStats, RunStats, SessionStats
+
+__all__ = ["Counters", "Source"]
+
+
+class Counters(BaseModel):
+    """The counters of `capd stats --json`. Bytes are exact; rates are None where only the store could be asked.
+
+    source: "daemon" (live) or "store" (as last persisted). why_full: what refused a record as disk_full, "" where
+    nothing did. compression_ratio: raw_bytes / stored_bytes.
+    clean: false when a kill cut off the last persisted second of some session's counters.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    source: str
+    run_id: str
+    path: str
+    offered: int
+    committed: int
+    in_flight: int
+    dropped: dict[str, int]
+    records: int
+    statistics_records: int
+    raw_bytes: int
+    stored_bytes: int
+    compression_ratio: float | None
+    rate_mib_s: float | None
+    why_full: str | None
+    disk_free: int
+    keep_free: int | None
+    max_disk: int | None
+    clean: bool
+    sessions: list[SessionStats]
+
+
+class Source:
+    """Asks for the counters of one run, each time from the daemon if it knows the run, else from the store."""
+
+    def __init__(self, store: Path | None, run: str | None) -> None:
+        self._store = store
+        self._run = run
+        self._last: Path | None = None  # where the daemon's run lies, for when the daemon is gone
+        self.problem = ""  # why the daemon could not be asked
+
+    def read(self) -> Counters:
+        """The counters now. Raises EndpointError when neither a daemon nor a store has any."""
+        live = self._from_daemon()
+        if live is not None:
+            return live
+        try:
+            path = self._last or resolve_run(self._store, self._run)
+        except CapdError as error:
+            if self._store is None and self.problem:
+                raise EndpointError(f"{self.problem}; and {error}") from error
+            raise
+        return read_store(path)
+
+    def _from_daemon(self) -> Counters | None:
+        self.problem = ""
+        try:
+            stats = ask_daemon()
+        except EndpointError as error:
+            self.problem = str(error)
+            return None
+        run = self._choose(stats)
+        if run is None:
+            return None
+        self._last = Path(run.path)
+        return _live(stats, run)
+
+    def _choose(self, stats: DaemonStats) -> RunStats | None:
+        """The run that was asked for, if this daemon writes it; without a question the newest."""
+        runs = stats.runs
+        if self._run is not None:
+            runs = [run for run in runs if run.run_id == self._run.removesuffix(".zarr")]
+        if self._store is not None:
+            wanted = self._store.absolute()
+            place = str(wanted.resolve())
+            here = [run for run in runs if os.path.realpath(run.path) == place]
+            if not is_run(wanted):
+                here = [run for run in runs if os.path.dirname(os.path.realpath(run.path)) == place]
+            runs = here
+        alive = [run for run in runs if any(session.state == "live" for session in run.sessions)]
+        candidates = alive or runs
+        return candidates[-1] if candidates else None
+
+
+def ask_daemon() -> DaemonStats:
+    """The daemon's live counters; raises EndpointError when none answers."""
+    from capd.config import load_daemon_settings
+    from capd.server.net.endpoint import endpoint_path
+
+    with connect(endpoint_path(load_daemon_settings({}).endpoint)) as tool:
+        return tool.stats()
+
+
+def _live(stats: DaemonStats, run: RunStats) -> Counters:
+    return Counters(
+        source="daemon",
+        compression_ratio=_ratio(run.raw_bytes, run.stored_bytes),
+        disk_free=stats.disk_free,
+        keep_free=stats.keep_free,
+        max_disk=stats.max_disk,
+        **run.model_dump(exclude={"sealed"}),
+    )
+
+
+def read_store(path: Path) -> Counters:
+    """The counters that a run's catalogs persisted."""
+    import capd
+
+    store = capd.open(path)
+    totals = store.totals()
+    disk = os.statvfs(path)
+    return Counters(
+        source="store",
+        run_id=store.run_id,
+        path=str(path.absolute()),
+        offered=totals.offered,
+        committed=totals.committed,
+        in_flight=totals.in_flight,
+        dropped=totals.dropped,
+        records=totals.records,
+        statistics_records=totals.statistics_records,
+        raw_bytes=totals.raw_bytes,
+        stored_bytes=totals.stored_bytes,
+        compression_ratio=_ratio(totals.raw_bytes, totals.stored_bytes),
+        rate_mib_s=None,
+        why_full=None,
+        disk_free=disk.f_bavail * disk.f_frsize,
+        keep_free=None,
+        max_disk=None,
+        clean=totals.clean,
+        sessions=[_session(row) for row in store.sessions],
+    )
+
+
+def _session(row: Any) -> SessionStats:
+    values = {name: getattr(row, name) for name in SessionStats.model_fields if hasattr(row, name)}
+    return SessionStats(**{**values, "client": row.client.hex(), "connected": False})
+
+
+def _ratio(raw: int, stored: int) -> float | None:
+    return raw / stored if stored else None

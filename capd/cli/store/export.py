@@ -1,0 +1,153 @@
+"""`capd export`: records of a run as .pt files of tensor_saver, arrays or a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+from capd.cli.options import Json, option
+from capd.cli.output import human_count, human_nbytes, note, print_json, print_lines
+from capd.cli.progress import progress_bar
+from capd.cli.selection import Tests, selects_keys
+from capd.cli.stores import RunOption, StoreArgument, resolve_run
+from capd.errors import ConfigError, NothingMatched
+
+if TYPE_CHECKING:
+    from capd.output_directory import ExportedFile
+    from capd.store.read.series import Series
+
+__all__ = ["export"]
+
+FORMATS = ("pt", "npz", "safetensors", "parquet")
+
+
+@selects_keys
+def export(
+    store: StoreArgument = None,
+    to: Annotated[str, option("--to", "FORMAT", f"Format: {', '.join(FORMATS)}.")] = "pt",
+    out: Annotated[
+        Path | None, option("--out", "DIR", "Where the files go [default: ./RUN-FORMAT].", "-o")
+    ] = None,
+    run: RunOption = None,
+    names: Annotated[str, option("--names", "A|B|C", "pt: naming scheme of the files.")] = "C",
+    tensor_names: Annotated[
+        str,
+        option(
+            "--tensor-names",
+            "seed|capd",
+            "pt: names of a Linear's dY and dX; seed calls them input and output of the backward.",
+        ),
+    ] = "seed",
+    layer_base: Annotated[
+        int, option("--layer-base", "0|1", "pt: number of the first layer.", min=0, max=1)
+    ] = 0,
+    tests: Tests = (),
+    jobs: Annotated[
+        int | None, option("--jobs", "N", "pt: threads that write [default: the CPUs].", min=1, max=256)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the records of a run, of all attempts, as files. No file is ever replaced.
+
+    \b
+    Formats:
+      pt           one file per record, as tensor_saver wrote them:
+                   DIR/QUANT_TYPE/….pt, for torch.load(weights_only=True)
+      npz          one file per series: an array per record, named by its number,
+                   in the stored bits (uint16 for bfloat16, uint8 for 8-bit
+                   floats); `capd` is JSON with key, dtype, moments, shapes
+      safetensors  the same, in the dtypes of safetensors (fnuz formats and packed
+                   fp4 as U8); the JSON is the metadata `capd`
+      parquet      one table, DIR/records.parquet: a row per record with key,
+                   moment, shape and statistics; needs `pip install "capd[table]"`
+
+    Only parquet has the records that keep statistics alone. A file has its name only once it is whole, with mode
+    0600. An interrupted export leaves whole files. A second export into the same directory starts from the
+    beginning: give it an empty one. About 128 MiB of records are in memory at once, or one record if it is larger.
+    docs/migration-files.md describes the .pt files.
+
+    \b
+    Examples:
+      capd export captures --run exp7 --out files
+      capd export captures --to npz --layer 0-3 --tensor weight
+      capd export captures --to parquet
+
+    \b
+    Exit codes:
+      5  nothing matches
+      6  the disk is full
+      7  another export writes to DIR
+    """
+    _check("--to", to, FORMATS)
+    _check("--names", names, ("A", "B", "C"))
+    _check("--tensor-names", tensor_names, ("seed", "capd"))
+    from capd.server.heap import settled_heap
+    from capd.store.read.store import open_store
+
+    opened = open_store(resolve_run(store, run))
+    found = [series for series in opened.series if all(test(series.key) for test in tests)]
+    chosen = found if to == "parquet" else [series for series in found if series.kept == "tensor"]
+    if not chosen:
+        matched = (
+            "only series of statistics match (--to parquet)" if found else "no series matches the selection"
+        )
+        raise NothingMatched(f"nothing to export from {opened.path}: {matched}")
+    if len(chosen) < len(found):
+        note(
+            f"{len(found) - len(chosen):,} series keep only statistics and are left out; --to parquet exports them"
+        )
+    target = out or Path(f"{opened.path.stem}-{to}")
+    naming = cast("Any", (names, tensor_names, layer_base))
+    with settled_heap():
+        _report(_files(opened.run_id, chosen, target, to, naming, jobs), chosen, target, to, as_json)
+
+
+def _check(flag: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ConfigError(f"{flag} {value!r} is unknown; use one of {', '.join(known)}")
+
+
+def _files(
+    run_id: str,
+    chosen: list[Series],
+    out: Path,
+    to: str,
+    naming: tuple[Literal["A", "B", "C"], Literal["seed", "capd"], int],
+    jobs: int | None,
+) -> Iterator[ExportedFile]:
+    if to == "parquet":
+        from capd.io.table import export_table
+
+        return export_table(run_id, chosen, out)
+    if to == "pt":
+        from capd.pt_files.dictionary import Naming
+        from capd.pt_files.export import export_pt
+        from capd.server.limits import usable_cpus
+
+        return export_pt(run_id, chosen, out, Naming(*naming), threads=jobs or max(1, round(usable_cpus())))
+    from capd.io.arrays import export_arrays
+
+    return export_arrays(run_id, chosen, out, f".{to}")
+
+
+def _report(written: Iterator[ExportedFile], chosen: list[Series], out: Path, to: str, as_json: bool) -> None:
+    files = records = nbytes = raw_nbytes = 0
+    total, what = {"pt": (sum(len(series) for series in chosen), "records"), "parquet": (1, "tables")}.get(
+        to, (len(chosen), "series")
+    )
+    with progress_bar(total, what) as progress:
+        for file in written:
+            progress.add(file.raw_nbytes)
+            files, records = files + 1, records + file.records
+            nbytes, raw_nbytes = nbytes + file.nbytes, raw_nbytes + file.raw_nbytes
+    if as_json:
+        found = {"files": files, "records": records, "bytes": nbytes, "raw_bytes": raw_nbytes}
+        print_json({"directory": str(out), "format": to, **found})
+        return
+    of = (
+        f"{human_count(records, 'record')} in {human_count(files, 'file')}"
+        if to != "parquet"
+        else f"{human_count(records, 'row')}"
+    )
+    print_lines([f"{out}: {of}, {human_nbytes(nbytes)}"])

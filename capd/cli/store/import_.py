@@ -1,0 +1,177 @@
+"""`capd import`: .pt files of tensor_saver or of `capd export --to pt` into a run."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from capd.cli.options import Config, Json, StoreRoot, option
+from capd.cli.output import human_count, human_nbytes, print_json, print_lines
+from capd.cli.progress import Progress, progress_bar
+from capd.cli.sources import LayerBase
+from capd.errors import NO_SPACE, ConfigError, NothingMatched, StoreError, StoreFull
+from capd_client.process.text import printable
+
+if TYPE_CHECKING:
+    from capd.config import DaemonSettings
+    from capd.pt_files.files import TensorFile
+    from capd.pt_files.import_ import Outcome
+
+__all__ = ["import_files"]
+
+
+def import_files(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Directory with tensor files, also in directories below it.")
+    ],
+    store: StoreRoot = None,
+    run_id: Annotated[
+        str | None, option("--run-id", "NAME", "Run to import into [default: the name of DIR].")
+    ] = None,
+    config: Config = None,
+    layer_base: LayerBase = 0,
+    jobs: Annotated[
+        int | None, option("--jobs", "N", "Threads that load and encode [default: the CPUs].", min=1, max=256)
+    ] = None,
+    codec: Annotated[str | None, option("--codec", "CODEC", "As for `capd serve` [default: auto].")] = None,
+    keep_free: Annotated[
+        str | None, option("--keep-free", "SIZE", "Disk space to leave free [default: 10%].")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Import the tensor files below DIR (.pt, .pth) into a run, in the order in which they were written.
+
+    Files of `capd export --to pt` become the same records again. docs/migration-files.md says how files of
+    tensor_saver are read. Nothing in a file is executed, and symbolic links are not followed. A file that is
+    damaged, hostile, of another kind, or a plain pickle (.pkl) is named on stderr and skipped.
+
+    An interrupted import continues when it is given again. A repeated one adds only new files: a file is known by
+    its absolute path and size. About 128 MiB of files and records are in memory at once, or one file and its record
+    if they are larger, and some 400 bytes for each file.
+
+    \b
+    Examples:
+      capd import ./enhanced_tensor_logs --store captures
+      capd import ./old --run-id old --layer-base 1
+
+    \b
+    Exit codes:
+      1  some files were skipped, the others are imported
+      5  no tensor file was found
+      6  the disk is full, or has less than --keep-free left
+      7  a daemon owns the store
+    """
+    from capd.config import load_daemon_settings
+    from capd.pt_files.files import find_files
+    from capd.server.heap import settled_heap
+    from capd.server.runs.names import check_run_id
+
+    settings = load_daemon_settings({"store": store, "codec": codec, "keep_free": keep_free}, path=config)
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is not a directory; name the one that holds the tensor files")
+    name = check_run_id(run_id or _run_name(directory))
+    files = find_files(directory)
+    if not files:
+        raise NothingMatched(f"no .pt, .pth or .pkl file in {directory}")
+    with settled_heap(), progress_bar(len(files), "files") as progress:
+        told = _Told(progress)
+        _import(settings, name, files, layer_base, jobs, told)
+    run = settings.store / f"{name}.zarr"
+    if as_json:
+        print_json({"run": str(run), "files": len(files), **told.plain()})
+    else:
+        print_lines([f"{run}: {told}"])
+    raise typer.Exit(1 if told.skipped else 0)
+
+
+def _run_name(directory: Path) -> str:
+    return re.sub(r"[^A-Za-z0-9_.\-]+", "-", directory.resolve().name).strip(".-") or "imported"
+
+
+def _import(
+    settings: DaemonSettings,
+    name: str,
+    files: list[TensorFile],
+    layer_base: int,
+    jobs: int | None,
+    told: _Told,
+) -> None:
+    from capd.pt_files.import_ import import_files
+    from capd.server.daemon import node_name
+    from capd.server.limits import DiskBudget, raise_open_files, usable_cpus
+    from capd.server.runs.root_lock import RootLock
+    from capd.space import what_is_full
+    from capd.store.run.options import StoreOptions, open_files_within
+    from capd.store.run.run_store import RunStore
+
+    root, node = settings.store.absolute(), node_name(settings.node)
+    lock = RootLock(root, node)
+    try:
+        options = StoreOptions(
+            codec=settings.codec,
+            statistics=settings.statistics,
+            open_files=open_files_within(raise_open_files()),
+        )
+        budget = DiskBudget(root, None, settings.keep_free)
+        run = RunStore(root, name, node, options)
+        try:
+            for outcome in import_files(
+                run,
+                files,
+                threads=jobs or max(1, round(usable_cpus())),
+                layer_base=layer_base,
+                limit=budget.refusal,
+            ):
+                told.take(outcome)
+        finally:
+            run.seal()
+            run.close()
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            why = what_is_full(error, root)
+            raise StoreFull(
+                f"cannot write to {root}: {why} and give the import again: it goes on where it is"
+            ) from error
+        raise StoreError(f"cannot write to {settings.store}: {error.strerror or error}") from error
+    finally:
+        lock.release(keep_note=True)
+
+
+class _Told:
+    """The outcome of all files, counted."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.imported = self.already = self.raw_nbytes = 0
+        self.skipped: list[tuple[str, str]] = []
+
+    def take(self, outcome: Outcome) -> None:
+        self._progress.add(outcome.raw_nbytes)
+        if outcome.problem is not None:
+            file = printable(os.fsencode(outcome.file.path).decode(errors="replace"))
+            reason = printable(outcome.problem)
+            self.skipped.append((file, reason))
+            self._progress.say(f"skipped {file}: {reason}")
+        elif outcome.already:
+            self.already += 1
+        else:
+            self.imported += 1
+            self.raw_nbytes += outcome.raw_nbytes
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "imported": self.imported,
+            "already": self.already,
+            "raw_bytes": self.raw_nbytes,
+            "skipped": [{"file": file, "reason": reason} for file, reason in self.skipped],
+        }
+
+    def __str__(self) -> str:
+        parts = [f"{human_count(self.imported, 'file')} imported ({human_nbytes(self.raw_nbytes)} raw)"]
+        parts += [f"{human_count(self.already)} there already"] if self.already else []
+        parts += [f"{human_count(len(self.skipped))} skipped"] if self.skipped else []
+        return ", ".join(parts)

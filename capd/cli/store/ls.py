@@ -1,0 +1,138 @@
+"""`capd ls`: the series of a run, filtered, as a table or JSON, or counted by a field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from capd.cli.options import Json, option
+from capd.cli.output import human_count, human_nbytes, note, print_json, print_table
+from capd.cli.selection import Tests, selects_keys
+from capd.cli.stores import RunOption, StoreArgument, resolve_run
+from capd.errors import ConfigError, NothingMatched
+
+if TYPE_CHECKING:
+    from capd.store.read.store import SeriesListing
+
+__all__ = ["FIELDS", "ls"]
+
+FIELDS = (
+    "path", "quant_type", "rank", "layer", "phase", "layer_type", "operation", "component", "tensor_name",
+    "module", "stack", "dtype", "shape", "records", "raw_bytes", "stored_bytes", "kept",
+)  # fmt: skip
+COUNTABLE = (*FIELDS[1:12], "kept")
+
+
+@selects_keys
+def ls(
+    store: StoreArgument = None,
+    run: RunOption = None,
+    tests: Tests = (),
+    limit: Annotated[
+        int | None, option("--limit", "N", "Print at most this many [default: all].", min=1)
+    ] = None,
+    by: Annotated[
+        str | None, option("--by", "FIELD", f"Count series, records and bytes by: {', '.join(COUNTABLE)}.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the series of a run, or count them by a field.
+
+    \b
+    Examples:
+      capd ls captures --layer 0-3 --tensor grad_output
+      capd ls captures --module "*.mlp.*" --json
+      capd ls captures --by quant_type
+
+    \b
+    Exit codes:
+      5  nothing matches
+    """
+    if by is not None and by not in COUNTABLE:
+        raise ConfigError(f"--by {by!r} is not a field; use one of {', '.join(COUNTABLE)}")
+    from capd.store.read.store import list_series
+
+    path = resolve_run(store, run)
+    found = [row for row in list_series(path) if all(test(row) for test in tests)]
+    if not found:
+        if as_json:
+            print_json([])
+        raise NothingMatched(f"no series in {path}" + (" matches the filters" if tests else " yet"))
+    found.sort(key=_order)
+    items = [_plain(row) for row in found] if by is None else _count_by(found, by)
+    if limit is not None and len(items) > limit:
+        note(f"showing {limit} of {len(items):,}; raise --limit for more")
+    if as_json:
+        print_json(items[:limit])
+        return
+    if by is None:
+        _print_series(items[:limit])
+    else:
+        _print_counts(items[:limit], by)
+    note(_summary(path.name, found))
+
+
+def _order(row: SeriesListing) -> tuple[Any, ...]:
+    layer = math.inf if row.layer is None else row.layer
+    return row.quant_type, row.rank, row.stack, layer, row.module, row.operation, row.phase, row.path
+
+
+def _plain(row: SeriesListing) -> dict[str, Any]:
+    # dataclasses.asdict copies deeply, which would be half of the time of a long listing
+    plain = {field: getattr(row, field) for field in FIELDS}
+    return {**plain, "shape": list(row.shape)}
+
+
+def _count_by(rows: Iterable[SeriesListing], field: str) -> list[dict[str, Any]]:
+    groups: dict[Any, dict[str, Any]] = {}
+    for row in rows:
+        value = getattr(row, field)
+        group = groups.setdefault(
+            value, {field: value, "series": 0, "records": 0, "raw_bytes": 0, "stored_bytes": 0}
+        )
+        group["series"] += 1
+        for total in ("records", "raw_bytes", "stored_bytes"):
+            group[total] += getattr(row, total)
+    return sorted(groups.values(), key=lambda group: (group[field] is None, group[field]))
+
+
+def _print_series(items: Sequence[dict[str, Any]]) -> None:
+    header = ("path", "dtype", "shape", "kept", "records", "raw", "stored")
+    rows = [
+        (
+            item["path"],
+            item["dtype"],
+            "×".join(map(str, item["shape"][1:])) or "scalar",
+            item["kept"],
+            human_count(item["records"]),
+            human_nbytes(item["raw_bytes"]),
+            human_nbytes(item["stored_bytes"]),
+        )
+        for item in items
+    ]
+    print_table(header, rows, right=("records", "raw", "stored"))
+
+
+def _print_counts(items: Sequence[dict[str, Any]], field: str) -> None:
+    header = (field, "series", "records", "raw", "stored")
+    rows = [
+        (
+            "none" if item[field] is None else str(item[field]) or '""',
+            human_count(item["series"]),
+            human_count(item["records"]),
+            human_nbytes(item["raw_bytes"]),
+            human_nbytes(item["stored_bytes"]),
+        )
+        for item in items
+    ]
+    print_table(header, rows, right=header[1:])
+
+
+def _summary(name: str, rows: Sequence[SeriesListing]) -> str:
+    records, raw, stored = (
+        sum(getattr(row, f) for row in rows) for f in ("records", "raw_bytes", "stored_bytes")
+    )
+    sizes = f"{human_nbytes(raw)} raw, {human_nbytes(stored)} stored"
+    ratio = f", ratio {raw / stored:.2f}" if stored else ""
+    return f"{name}: {len(rows):,} series, {records:,} records, {sizes}{ratio}"

@@ -1,0 +1,258 @@
+"""`capd show`: one series with its records, or one record with statistics, histograms and first values."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from capd.cli.options import Json, option
+from capd.cli.output import (
+    human_count,
+    human_nbytes,
+    human_number,
+    json_number,
+    note,
+    print_json,
+    print_lines,
+    table_lines,
+)
+from capd.cli.store.histogram import exponent_bars, value_bars, value_counts
+from capd.cli.stores import RunOption, resolve_run
+from capd.errors import ConfigError, NothingMatched
+
+if TYPE_CHECKING:
+    from capd.store.read.store import Record, Series, Store
+
+__all__ = ["find_one", "show"]
+
+_STATISTICS = ("count", "nan", "inf", "zero", "min", "max", "absmax", "mean", "std", "sum", "sum_sq")
+_MOMENT = ("iteration", "micro_batch", "call", "sample_idx", "batch_idx", "sequence_idx", "attempt")
+
+
+def show(
+    store: Annotated[
+        Path,
+        typer.Argument(
+            metavar="STORE",
+            help="A run (NAME.zarr), or a directory of runs: the newest is read.",
+            show_default=False,
+        ),
+    ],
+    series: Annotated[
+        str,
+        typer.Argument(metavar="SERIES[#i]", help="A series, or with #i its record i.", show_default=False),
+    ],
+    run: RunOption = None,
+    limit: Annotated[int, option("--limit", "N", "Records to list of a series.", min=1)] = 20,
+    values: Annotated[int, option("--values", "N", "First values to print of a record.", min=0)] = 8,
+    as_json: Json = False,
+) -> None:
+    """Show a series with its records, or one record: moment, shape, statistics, histograms, first values.
+
+    SERIES is a path as `capd ls` prints it, the end of such a path, or a glob. It must match one series. #i picks
+    record i, and counts from the end if i is negative. A record that keeps statistics alone has no values and no
+    histogram of them.
+
+    \b
+    Examples:
+      capd show captures "*layer3*.backward.grad_output"
+      capd show captures linear.forward.weight#-1 --values 32
+
+    \b
+    Exit codes:
+      2  several series match
+      5  no series matches, or it has no such record
+    """
+    import capd
+
+    name, number = _split(series)
+    found = find_one(capd.open(resolve_run(store, run)), name)
+    if number is None:
+        if as_json:
+            print_json({**_head(found), "records": [_record(r) for r in found.records]})
+        else:
+            _print_series(found, limit)
+        return
+    if not -len(found) <= number < len(found):
+        raise NothingMatched(f"{found.path} has no record #{number}: it has {len(found)}")
+    if as_json:
+        print_json(_record_document(found, number, values))
+    else:
+        _print_record(found, number, values)
+
+
+def _split(series: str) -> tuple[str, int | None]:
+    name, mark, index = series.rpartition("#")
+    if not mark:
+        return series, None
+    try:
+        return name, int(index)
+    except ValueError:
+        raise ConfigError(f"{series!r}: after # give a record number, such as #0 or #-1") from None
+
+
+def find_one(store: Store, name: str) -> Series:
+    """The series with this path, or the only one whose path ends in it or matches it as a glob.
+
+    Raises:
+        NothingMatched: No series matches.
+        ConfigError: Several match; the message names some.
+    """
+    everything = store.series
+    for series in everything:
+        if series.path == name.strip("/"):
+            return series
+    tails = "/" + name.strip("/"), "." + name
+    found = [series for series in everything if series.path.endswith(tails)]
+    found = found or [series for series in everything if fnmatchcase(series.path, name)]
+    if not found:
+        raise NothingMatched(f"no series {name!r} in {store.path}; `capd ls {store.path}` lists them")
+    if len(found) > 1:
+        some = ", ".join(series.path for series in found[:4])
+        raise ConfigError(f"{name!r} matches {len(found)} series ({some}, …); give more of the path")
+    return found[0]
+
+
+def _head(series: Series) -> dict[str, Any]:
+    import msgspec
+
+    return {
+        "path": series.path,
+        **msgspec.structs.asdict(series.key),
+        "dtype": series.dtype,
+        "kept": series.kept,
+        "shape": list(series.shape),
+        "raw_bytes": series.raw_bytes,
+        "stored_bytes": series.stored_bytes,
+        "attributes": series.attributes,
+    }
+
+
+def _statistics(record: Record) -> dict[str, Any]:
+    numbers = asdict(record.stats)
+    histogram = {str(exponent): count for exponent, count in numbers["exponent_histogram"].items()}
+    return {**{name: json_number(numbers[name]) for name in _STATISTICS}, "exponent_histogram": histogram}
+
+
+def _record(record: Record) -> dict[str, Any]:
+    return {
+        "index": record.index,
+        **{name: getattr(record, name) for name in _MOMENT},
+        "time_ns": record.time_ns,
+        "recompute": record.recompute,
+        "shape": list(record.shape),
+        "device": record.device,
+        "requires_grad": record.requires_grad,
+        "is_leaf": record.is_leaf,
+        "sealed": record.sealed,
+        "metadata": record.metadata,
+        "attributes": record.attributes,
+        "stats": _statistics(record),
+    }
+
+
+def _record_document(series: Series, number: int, first: int) -> dict[str, Any]:
+    document = {**_head(series), **_record(series.records[number]), "values": None, "value_histogram": None}
+    document["dequantises_to"] = _whole(series, document["attributes"])
+    if series.kept == "tensor":
+        flat = series.values(number).reshape(-1)
+        edges, counts = value_counts(flat)
+        document["values"] = [json_number(value) for value in flat[:first].tolist()]
+        document["value_histogram"] = {"edges": edges, "counts": counts}
+    return document
+
+
+def _print_series(series: Series, limit: int) -> None:
+    header = ("#", "iteration", "micro", "call", "attempt", "shape", "mean", "std", "absmax", "nan", "inf")
+    rows = []
+    for number, record in enumerate(series.records[:limit]):
+        stats = record.stats
+        moment = (record.iteration, record.micro_batch, record.call, record.attempt)
+        measured = (human_number(stats.mean), human_number(stats.std), human_number(stats.absmax))
+        ends = (str(stats.nan), str(stats.inf))
+        rows.append((str(number), *map(str, moment), _shape(record.shape), *measured, *ends))
+    print_lines([*_head_lines(series), "", *table_lines(header, rows, right=header)])
+    if len(series) > limit:
+        note(f"showing {limit} of {len(series):,} records; raise --limit for more")
+
+
+def _print_record(series: Series, number: int, first: int) -> None:
+    record = series.records[number]
+    stats = record.stats
+    first_values, bars = _elements(series, number, first)
+    marks = [name for name in ("requires_grad", "is_leaf", "recompute", "sealed") if getattr(record, name)]
+    seconds, fraction = divmod(record.time_ns, 10**9)
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    print_lines(
+        [
+            *_head_lines(series),
+            f"record      #{record.index}, shape {_shape(record.shape)}, on {record.device}",
+            "moment      " + ", ".join(f"{n} {v}" for n in _MOMENT if (v := getattr(record, n)) is not None),
+            f"time        {when}.{fraction // 10**6:03d}",
+            f"marks       {', '.join(marks) or '-'}",
+            *([f"metadata    {record.metadata}"] if record.metadata else []),
+            *_part_lines(_whole(series, record.attributes)),
+            *(f"{name:<11} {human_number(getattr(stats, name))}" for name in _STATISTICS),
+            f"values      {first_values}",
+            "",
+            "exponents",
+            *exponent_bars(stats.exponent_histogram),
+            *bars,
+        ]
+    )
+
+
+def _whole(series: Series, attributes: dict[str, Any]) -> dict[str, Any] | None:
+    from capd.store.quantised.dequantise import whole_of  # numpy and the tables of all formats
+
+    return whole_of(series.key.tensor_name, attributes)
+
+
+def _part_lines(found: dict[str, Any] | None) -> list[str]:
+    if found is None:
+        return []
+    whole = f"{found['class']} that dequantises to {found['dtype']} {found['shape']}"
+    return [f"part        a part of {found['tensor_name']}, of class {whole}"]
+
+
+def _elements(series: Series, number: int, first: int) -> tuple[str, list[str]]:
+    """The first values of a record, and the lines of a histogram of its values."""
+    if series.kept == "statistics":
+        return "not kept, only the statistics (mode or policy stats)", []
+    flat = series.values(number).reshape(-1)
+    shown = ", ".join(human_number(value) for value in flat[:first].tolist())
+    return f"{shown}{', …' if flat.size > first else ''}", ["", "values", *value_bars(flat)]
+
+
+def _head_lines(series: Series) -> list[str]:
+    key = series.key
+    names = (
+        "quant_type",
+        "rank",
+        "layer",
+        "phase",
+        "layer_type",
+        "operation",
+        "component",
+        "tensor_name",
+        "module",
+    )
+    known = [(name, getattr(key, name)) for name in (*names, "stack")]
+    ratio = f", ratio {series.raw_bytes / series.stored_bytes:.2f}" if series.stored_bytes else ""
+    return [
+        f"series      {series.path}",
+        "key         " + ", ".join(f"{name} {value}" for name, value in known if value not in ("", None)),
+        f"dtype       {series.dtype}{', statistics only' if series.kept == 'statistics' else ''}",
+        f"records     {human_count(len(series))}, largest shape {_shape(series.shape[1:])}",
+        f"stored      {human_nbytes(series.stored_bytes)} of {human_nbytes(series.raw_bytes)} raw{ratio}",
+        *([f"attributes  {series.attributes}"] if series.attributes else []),
+    ]
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape)) or "scalar"

@@ -1,0 +1,198 @@
+"""`capd stats`: the counters of a run, live from the daemon or as the store persisted them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated
+
+from capd.cli.options import flag, option
+from capd.cli.output import human_count, human_nbytes, note, print_json, print_lines, table_lines
+from capd.cli.stores import RunOption, StoreArgument
+from capd.drops import describe_drops, left_out, lost
+from capd.errors import ConfigError, EndpointError
+
+if TYPE_CHECKING:
+    from capd.cli.store.counters import Counters, Source
+    from capd.metrics import SessionStats
+
+__all__ = ["stats"]
+
+
+def stats(
+    store: StoreArgument = None,
+    run: RunOption = None,
+    watch: Annotated[bool, flag("--watch", "Refresh until Ctrl-C, also after the daemon is gone.")] = False,
+    interval: Annotated[float, option("--interval", "SECONDS", "Pause between refreshes.", min=0.1)] = 1.0,
+    drops: Annotated[
+        bool, flag("--drops", "List the drops instead: by key and reason, with iterations.")
+    ] = False,
+    as_json: Annotated[bool, flag("--json", "Print JSON; with --watch one object per line.")] = False,
+) -> None:
+    """Show the counters of a run: offered, committed, in flight, dropped, rate, compression, disk left.
+
+    The daemon answers (CAPD_ENDPOINT, or the default path) if it writes the run. Otherwise the counters come from
+    the store, where they are at most one second old.
+
+    If captures were lost, the first line says how many, why, and which setting to change. Captures that your
+    settings leave out (sampled, stopped) have a line of their own.
+
+    --drops lists the drops by key and reason, over all ranks. The counts add up to the counters.
+
+    \b
+    Examples:
+      capd stats
+      capd stats captures --run exp7 --watch
+      capd stats captures --drops
+    """
+    from capd.cli.store.counters import Source
+
+    source = Source(store, run)
+    if drops:
+        if watch:
+            raise ConfigError("give one of --watch and --drops")
+        _drops(source, as_json)
+        return
+    if watch:
+        _watch(source, interval, as_json)
+        return
+    counters = source.read()
+    if source.problem and store is None:
+        note(f"{source.problem}; these are the counters of the store")
+    if as_json:
+        print_json(counters.model_dump())
+    else:
+        print_lines(render(counters))
+
+
+def _drops(source: Source, as_json: bool) -> None:
+    """The ledger as the store has it, at most a second old beside a live daemon."""
+    import capd
+    from capd.cli.store.drops import drop_lines, drops_of
+
+    found = drops_of(capd.open(source.read().path).sessions)
+    if as_json:
+        print_json([drop.model_dump() for drop in found])
+    else:
+        print_lines(drop_lines(found))
+
+
+def _watch(source: Source, interval_s: float, as_json: bool) -> None:
+    if as_json:
+        for counters, _ in _refreshes(source, interval_s):
+            print_lines([counters.model_dump_json()])
+    elif sys.stdout.isatty():
+        _watch_terminal(source, interval_s)
+    else:
+        for counters, gone in _refreshes(source, interval_s):
+            print_lines([_one_line(counters, gone)])
+
+
+def _watch_terminal(source: Source, interval_s: float) -> None:
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(auto_refresh=False) as live:
+        for counters, gone in _refreshes(source, interval_s):
+            lines = [*(["daemon gone; the last counters known:"] if gone else []), *render(counters)]
+            live.update(Text("\n".join(lines)), refresh=True)
+
+
+def _refreshes(source: Source, interval_s: float) -> Iterator[tuple[Counters, bool]]:
+    """The counters again and again, with whether the daemon that gave them is gone."""
+    pause = threading.Event()
+    seen_daemon = False
+    counters: Counters | None = None
+    while True:
+        try:
+            counters = source.read()
+        except EndpointError:
+            if counters is None:
+                raise
+        seen_daemon |= counters.source == "daemon"
+        yield counters, seen_daemon and bool(source.problem)
+        pause.wait(interval_s)
+
+
+def render(counters: Counters) -> list[str]:
+    """The counters for people; the first line speaks of drops where there are any."""
+    losses, chosen = describe_drops(counters.dropped, counters.why_full), left_out(counters.dropped)
+    where = "the daemon" if counters.source == "daemon" else "the store"
+    lines = [
+        *([losses] if losses else []),
+        f"run         {counters.run_id} (from {where}; {counters.path})",
+        f"offered     {human_count(counters.offered)}",
+        f"committed   {human_count(counters.committed)}",
+        f"in flight   {human_count(counters.in_flight)}",
+        f"dropped     {_by_reason(lost(counters.dropped))}",
+        *([f"left out    {_by_reason(chosen)}"] if chosen else []),
+        *([f"statistics  {_statistics(counters)}"] if counters.statistics_records else []),
+        f"stored      {_stored(counters)}",
+    ]
+    if counters.rate_mib_s is not None:
+        lines.append(f"rate        {counters.rate_mib_s:.1f} MiB/s")
+    kept = "" if counters.keep_free is None else f" ({human_nbytes(counters.keep_free)} are kept free)"
+    lines.append(f"disk left   {human_nbytes(counters.disk_free)}{kept}")
+    if not counters.clean:
+        lines.append(
+            "unclean     rank and daemon were both killed; the last second of counting may be missing"
+        )
+    return lines + _session_table(counters)
+
+
+def _by_reason(counts: Mapping[str, int]) -> str:
+    reasons = [f"{count:,} {reason}" for reason, count in sorted(counts.items())]
+    total = human_count(sum(counts.values()))
+    return f"{total} ({', '.join(reasons)})" if reasons else total
+
+
+def _stored(counters: Counters) -> str:
+    ratio = counters.compression_ratio
+    shown = f", ratio {ratio:.2f}" if ratio is not None else ""
+    return f"{human_nbytes(counters.stored_bytes)} of {human_nbytes(counters.raw_bytes)} raw{shown}"
+
+
+def _statistics(counters: Counters) -> str:
+    return f"{human_count(counters.statistics_records)} of {human_count(counters.records)} records keep nothing else"
+
+
+def _session_table(counters: Counters) -> list[str]:
+    numbers = ("offered", "committed", "in flight", "dropped", "left out")
+    rows = [
+        (
+            str(session.rank),
+            str(session.attempt),
+            session.host,
+            str(session.pid),
+            _state(session),
+            human_count(session.offered),
+            human_count(session.committed),
+            human_count(session.in_flight),
+            human_count(sum(lost(session.dropped).values())),
+            human_count(sum(left_out(session.dropped).values())),
+        )
+        for session in sorted(counters.sessions, key=lambda s: (s.attempt, s.rank))
+    ]
+    header = ("rank", "attempt", "host", "pid", "state", *numbers)
+    return ["", *table_lines(header, rows, ("rank", "attempt", "pid", *numbers))] if rows else []
+
+
+def _state(session: SessionStats) -> str:
+    how = f" ({session.end})" if session.end else ""
+    return f"{session.state}{how}{'' if session.clean else ', unclean'}"
+
+
+def _one_line(counters: Counters, gone: bool) -> str:
+    chosen, reduced = sum(left_out(counters.dropped).values()), counters.statistics_records
+    rate = "" if counters.rate_mib_s is None else f" rate={counters.rate_mib_s:.1f}MiB/s"
+    return (
+        f"{time.strftime('%H:%M:%S')} {'daemon gone ' if gone else ''}offered={counters.offered}"
+        f" committed={counters.committed} in_flight={counters.in_flight} dropped={sum(lost(counters.dropped).values())}"
+        f"{f' left_out={chosen}' if chosen else ''}"
+        f"{f' statistics={reduced}' if reduced else ''}"
+        f" raw={human_nbytes(counters.raw_bytes).replace(' ', '')}"
+        f" stored={human_nbytes(counters.stored_bytes).replace(' ', '')}{rate}"
+        f" disk_left={human_nbytes(counters.disk_free).replace(' ', '')}"
+    )

@@ -1,0 +1,289 @@
+"""`capd verify`: checks a run, or all runs of a store root; on request saves what can be read into a new run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from capd.cli.output import human_count, human_nbytes, note, print_json, print_lines
+from capd.cli.stores import default_store, is_run
+from capd.errors import ConfigError, NotAStore, NothingMatched, StoreBusy, StoreError
+
+if TYPE_CHECKING:
+    from capd.store.repair.repair import Repair
+    from capd.store.verify.damage import Report
+
+__all__ = ["verify"]
+
+_STEP_NBYTES = 16 << 20  # between two updates of the progress line
+
+
+def verify(
+    store: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[STORE]",
+            help="A run (NAME.zarr), or a directory of runs, all of them checked. Default: CAPD_STORE, else store in "
+            "capd.toml, else captures.",
+            show_default=False,
+        ),
+    ] = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Save all records that can be read into a new run; needs -o.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="NEW", help="The new run of --repair (NAME.zarr)."),
+    ] = None,
+    rebuild: Annotated[
+        bool, typer.Option("--rebuild-catalog", help="Build the catalog again from the shard files.")
+    ] = False,
+    adopt: Annotated[
+        str | None, typer.Option(metavar="NODE", help="Take over and seal what a dead node left unsealed.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check every checksum of a run, and that its files agree. Exits with 4 when there is damage.
+
+    Changes nothing without an option, and may run beside a daemon. With a directory of runs, checks all of them.
+    --repair changes nothing in the damaged run. It exits with 4 if records were lost, and lists them.
+    """
+    if sum((repair, rebuild, adopt is not None)) > 1:
+        raise ConfigError("give one of --repair, --rebuild-catalog and --adopt")
+    if repair != (output is not None):
+        raise ConfigError(
+            "--repair and -o NEW belong together: the damaged run stays as it is, NEW gets its records"
+        )
+    runs = _runs(store)
+    if output is not None:
+        raise typer.Exit(_repair(runs, output, as_json=as_json))
+    done: list[Change] = []
+    if rebuild or adopt is not None:
+        with _warnings_on_stderr():
+            done = list(_change(runs, adopt=adopt))
+    reports = [_check(run) for run in runs]
+    if as_json:
+        print_json(_plain(reports, done, []))
+    else:
+        print_lines(f"{change.run.name}, node {change.node}: {change.message}" for change in done)
+        _print(reports)
+    raise typer.Exit(0 if all(report.ok for report in reports) else 4)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What an option changed in one node's part of a run."""
+
+    run: Path
+    node: str
+    message: str
+
+
+def _runs(store: Path | None) -> list[Path]:
+    from capd.store.read.store import runs
+    from capd.store.verify.run import run_identity
+
+    place = default_store() if store is None else store
+    found = [place] if is_run(place) or not place.is_dir() else list(runs(place))
+    if not found:
+        raise NotAStore(f"no run in {place}; name a run or a directory of runs")
+    for run in found:
+        run_identity(run, _report(run))  # nothing is locked or written in what is no run
+    return found
+
+
+def _report(run: Path) -> Report:
+    from capd.store.verify.damage import Report
+
+    return Report(run)
+
+
+def _repair(runs: list[Path], new: Path, *, as_json: bool) -> int:
+    """Repair the one run, and check the new one; returns the exit code."""
+    from capd.server.runs.root_lock import reading_lock
+    from capd.store.disk.layout import nodes_of
+    from capd.store.repair.repair import repair
+
+    if len(runs) > 1:
+        raise ConfigError(f"{runs[0].parent} holds {len(runs)} runs; name the one to repair")
+    [run] = runs
+    with contextlib.ExitStack() as stack:
+        for node in nodes_of(run):
+            stack.enter_context(reading_lock(run.absolute().parent, node))
+        stack.enter_context(_warnings_on_stderr())
+        with _progress(run, "saved") as progress:
+            done = repair(run, new, progress=progress)
+    report = _check(new)
+    if as_json:
+        print_json(_plain([report], [], [done]))
+    else:
+        print_lines(_repair_lines(done))
+        _print([report])
+    return 0 if report.ok and done.is_complete else 4
+
+
+def _change(runs: list[Path], *, adopt: str | None) -> Iterator[Change]:
+    from capd.store.disk.layout import nodes_of
+    from capd.store.repair.catalog import rebuild_catalog, take_over
+
+    everywhere = sorted({node for run in runs for node in nodes_of(run)})
+    if adopt is not None and adopt not in everywhere:
+        raise NothingMatched(f"no node {adopt!r} in {runs[0]}; known: {', '.join(everywhere) or 'none'}")
+    worked = 0
+    busy: StoreBusy | None = None
+    for run in runs:
+        for node in nodes_of(run):
+            if adopt not in (None, node):
+                continue
+            try:
+                with _locked(run, node):
+                    if adopt is not None:
+                        take_over(run, node)
+                        yield Change(run, node, "taken over: everything is sealed")
+                    else:
+                        rebuild_catalog(run, node)
+                        yield Change(run, node, "catalog built again from the shard files")
+                worked += 1
+            except StoreBusy as error:
+                busy = error
+                note(f"node {node} of {run} is left alone: {error}")
+    if busy is not None and not worked:
+        raise busy
+
+
+@contextlib.contextmanager
+def _locked(run: Path, node: str) -> Iterator[None]:
+    """The node's lock of the store root, as the daemon holds it. Raises StoreBusy, StoreError."""
+    from capd.server.runs.root_lock import RootLock
+
+    lock = RootLock(run.absolute().parent, node)
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"cannot change {run}: {error.strerror or error}") from error
+    finally:
+        lock.release(keep_note=True)
+
+
+@contextlib.contextmanager
+def _warnings_on_stderr() -> Iterator[None]:
+    """What recovery says about damage, as messages of this command."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("capd: %(message)s"))
+    logger = logging.getLogger("capd")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def _check(run: Path) -> Report:
+    from capd.store.verify.run import verify_run
+
+    with _progress(run) as progress:
+        return verify_run(run, progress=progress)
+
+
+@contextlib.contextmanager
+def _progress(run: Path, what: str = "checked") -> Iterator[Callable[[int], None] | None]:
+    """A line on the terminal with the bytes read so far; nothing where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    shown = 0
+
+    def show(nbytes: int) -> None:
+        nonlocal shown
+        if nbytes - shown >= _STEP_NBYTES:
+            shown = nbytes
+            sys.stderr.write(f"\r{run.name}: {human_nbytes(nbytes)} {what}\x1b[K")
+            sys.stderr.flush()
+
+    try:
+        yield show
+    finally:
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()
+
+
+def _print(reports: list[Report]) -> None:
+    for report in reports:
+        for text in report.notes:
+            note(text)
+        print_lines(str(damage) for damage in report.damaged)
+        if any(damage.kind == "catalog" for damage in report.damaged):
+            note(f"`capd verify {report.run} --rebuild-catalog` makes the catalog again from the frames")
+        verdict = "sound" if report.ok else f"{human_count(len(report.damaged), 'place')} damaged"
+        print_lines(
+            [
+                f"{report.run.name}: {verdict}; {human_count(report.series)} series, "
+                f"{human_count(report.records, 'record')}, {human_nbytes(report.nbytes)} checked"
+            ]
+        )
+
+
+def _repair_lines(done: Repair) -> Iterator[str]:
+    saved = human_count(done.saved, "record")
+    lost = f"{human_count(len(done.lost), 'record')} lost" if done.lost else "nothing lost"
+    yield f"{done.run.name}: {saved} saved in {done.new}, {lost}; {done.run} is as it was"
+    for one in done.lost:
+        yield f"{one.path} record {one.number}: {'moment unknown' if one.row is None else _moment(one.row.moment)}"
+    for path in done.unknown:
+        yield f"{path}: nothing says what this series is; none of its records is saved"
+
+
+def _moment(moment: Any) -> str:
+    import msgspec
+
+    fields = msgspec.structs.asdict(moment)
+    return ", ".join(f"{name} {value}" for name, value in fields.items() if value not in (None, False))
+
+
+def _plain(reports: list[Report], changes: list[Change], repaired: list[Repair]) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    damaged = [
+        {"run": str(report.run), **asdict(damage), "records": list(damage.records)}
+        for report in reports
+        for damage in report.damaged
+    ]
+    return {
+        "ok": not damaged and all(one.is_complete for one in repaired),
+        "runs": [str(report.run) for report in reports],
+        "series": sum(report.series for report in reports),
+        "records": sum(report.records for report in reports),
+        "bytes": sum(report.nbytes for report in reports),
+        "damaged": damaged,
+        "notes": [text for report in reports for text in report.notes],
+        "changed": [{"run": str(one.run), "node": one.node, "message": one.message} for one in changes],
+        "repaired": [_plain_repair(one) for one in repaired],
+    }
+
+
+def _plain_repair(done: Repair) -> dict[str, Any]:
+    import msgspec
+
+    lost = [
+        {
+            "series": one.path,
+            "key": msgspec.structs.asdict(one.key),
+            "record": one.number,
+            "moment": None if one.row is None else msgspec.structs.asdict(one.row.moment),
+        }
+        for one in done.lost
+    ]
+    return {
+        "run": str(done.run),
+        "new": str(done.new),
+        "saved": done.saved,
+        "lost": lost,
+        "unknown": done.unknown,
+    }

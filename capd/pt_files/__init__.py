@@ -1,0 +1,1 @@
+"""The `.pt` files of tensor_saver: read, written, imported and exported."""

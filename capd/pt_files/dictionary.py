@@ -1,0 +1,299 @@
+"""The dictionary in each of tensor_saver's files, from a record and back to one.
+
+  {"tensor": torch.Tensor, "tensor_info": {shape, dtype, device, requires_grad, is_leaf, min, max, mean, std},
+   "metadata": {layer_type, operation, quant_type, tensor_name, layer_idx, phase, component, rank, sample_idx,
+                iteration, save_time, …what the caller added}}
+
+A file that capd wrote says under metadata["capd"] exactly which record it was (`Origin`), and that alone counts when it
+is read. Of any other file the metadata come first, then its name, then the directory it lies in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, get_args
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from capd.pt_files.names import NameParts, Scheme
+from capd.pt_files.pickle_scan import BadTensorFile
+from capd.pt_files.statistics import saved_statistics
+from capd.store.read.series import Record, Series
+from capd_client.protocol.key import Key, Moment
+from capd_client.protocol.messages import MAX_METADATA_NBYTES
+
+__all__ = ["TENSOR_NAMES", "Capture", "Naming", "TensorNames", "capture_of", "dictionary_of"]
+
+T = TypeVar("T")
+TensorNames = Literal["seed", "capd"]
+TENSOR_NAMES: tuple[str, ...] = get_args(TensorNames)
+
+_ORIGIN_FORMAT = 1
+_SAVE_TIME = "%Y-%m-%d %H:%M:%S"
+_SAVER_BACKWARD = {
+    "grad_output": "input",
+    "grad_input": "output",
+}  # what enters and leaves a Linear's backward
+_ADDED_LATER = {
+    "A": {"phase", "component", "rank", "sample_idx", "iteration"},
+    "B": {"rank", "sample_idx", "iteration"},
+}
+_STANDARD = (
+    "layer_type", "operation", "quant_type", "tensor_name", "layer_idx", "phase", "component", "rank", "sample_idx",
+    "iteration", "save_time",
+)  # fmt: skip
+_MAX_DEPTH, _MAX_VALUES = 64, 10_000
+_MAX_ATTRIBUTES_NBYTES = 64 << 10  # as many as a rank may send
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """metadata["capd"]: the record that a file was made of. series, record: where it stood in run `run`."""
+
+    format: int
+    run: str
+    series: str
+    record: int
+    key: Key
+    moment: dict[str, Any]
+    attributes: dict[str, Any]
+    metadata: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """The naming of exported files: scheme, tensor names (tensor_saver's or capd's), number of the first layer."""
+
+    scheme: Scheme = "C"
+    tensor_names: TensorNames = "seed"
+    layer_base: int = 0
+
+    def layer(self, key: Key) -> int | None:
+        """The layer as shown."""
+        return None if key.layer is None else key.layer + self.layer_base
+
+    def shown(self, key: Key) -> Key:
+        """The key with the tensor's name as shown."""
+        backward = key.operation == "backward" and "linear" in (key.layer_type, key.component)
+        if self.tensor_names == "seed" and backward and key.tensor_name in _SAVER_BACKWARD:
+            return msgspec.structs.replace(key, tensor_name=_SAVER_BACKWARD[key.tensor_name])
+        return key
+
+
+def dictionary_of(
+    run_id: str, series: Series, record: Record, bits: NDArray[np.generic], tensor: Any, naming: Naming
+) -> dict[str, Any]:
+    """The dictionary for a record, of plain values but for the tensor.
+
+    The caller's metadata stand beside the standard fields; of one with a standard field's name only the copy under
+    "capd" remains.
+    """
+    key = naming.shown(series.key)
+    standard = {
+        "layer_type": key.layer_type or "unknown",
+        "operation": key.operation,
+        "quant_type": key.quant_type,
+        "tensor_name": key.tensor_name,
+        "layer_idx": naming.layer(key),
+        "phase": key.phase or "unknown",
+        "component": key.component or "unknown",
+        "rank": key.rank,
+        "sample_idx": record.sample_idx or 0,
+        "iteration": record.iteration,
+        "save_time": time.strftime(_SAVE_TIME, time.localtime(record.time_ns // 1_000_000_000)),
+    }
+    left_out = _ADDED_LATER.get(naming.scheme, set())
+    return {
+        "tensor": tensor,
+        "tensor_info": {
+            "shape": list(record.shape),
+            "dtype": f"torch.{series.dtype}",
+            "device": record.device,
+            "requires_grad": record.requires_grad,
+            "is_leaf": record.is_leaf,
+            **saved_statistics(bits, series.dtype, record.committed_stats),
+        },
+        "metadata": {
+            **record.metadata,
+            **{name: value for name, value in standard.items() if name not in left_out},
+            "capd": _origin(run_id, series, record),
+        },
+    }
+
+
+def _origin(run_id: str, series: Series, record: Record) -> dict[str, Any]:
+    origin = Origin(
+        format=_ORIGIN_FORMAT,
+        run=run_id,
+        series=series.path,
+        record=record.index,
+        key=series.key,
+        moment={name: getattr(record, name) for name in Moment.__struct_fields__},
+        attributes=record.attributes,
+        metadata=record.metadata,
+    )
+    plain: dict[str, Any] = msgspec.to_builtins(origin)
+    return plain
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A file as a record to be: everything but the tensor."""
+
+    key: Key
+    moment: Moment
+    device: str
+    requires_grad: bool
+    is_leaf: bool
+    metadata: str
+    attributes: dict[str, Any]
+
+
+def capture_of(found: Any, name: NameParts | None, directory: str, layer_base: int) -> Capture:
+    """The record of a file, by what torch.load returned for it.
+
+    name: what its name says. directory: the name of the one it lies in. layer_base: the number that the first layer has
+    in files that capd did not write. Raises BadTensorFile for a dictionary of another kind.
+    """
+    import torch
+
+    if not isinstance(found, dict) or not isinstance(found.get("tensor"), torch.Tensor):
+        raise BadTensorFile(
+            'it holds no dictionary with a "tensor": a file of something else than the tensor saver'
+        )
+    info, metadata = found.get("tensor_info", {}), found.get("metadata", {})
+    if not isinstance(info, dict) or not isinstance(metadata, dict):
+        raise BadTensorFile('its "tensor_info" or "metadata" is no dictionary')
+    if "capd" in metadata:
+        origin = _read_origin(metadata["capd"])
+        key, moment = origin.key, _moment(origin.moment)
+        attributes, own = origin.attributes, origin.metadata
+    else:
+        said = {"quant_type": directory, **(name.fields if name else {}), **_standard(metadata)}
+        key, moment = _key(said, layer_base), _moment(_when(said, metadata, name))
+        attributes, own = {}, {str(k): v for k, v in metadata.items() if k not in _STANDARD}
+    attributes = _plain(attributes, _MAX_ATTRIBUTES_NBYTES)
+    device = str(info.get("device", "cpu"))[:64]
+    _must_be_writable(key, device, attributes)
+    return Capture(
+        key,
+        moment,
+        device,
+        bool(info.get("requires_grad", False)),
+        bool(info.get("is_leaf", False)),
+        json.dumps(kept, ensure_ascii=False) if (kept := _plain(own, MAX_METADATA_NBYTES)) else "",
+        attributes,
+    )
+
+
+def _read_origin(plain: Any) -> Origin:
+    if isinstance(plain, dict) and isinstance(plain.get("format"), int) and plain["format"] > _ORIGIN_FORMAT:
+        raise BadTensorFile(
+            f'its metadata["capd"] has format {plain["format"]}, newer than {_ORIGIN_FORMAT}: use a newer capd'
+        )
+    return _converted(plain, Origin)
+
+
+def _standard(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of the metadata that say something: an unset one must not hide what the file's name says."""
+    names = (*_STANDARD, "batch_idx", "sequence_idx")
+    return {name: metadata[name] for name in names if metadata.get(name) is not None}
+
+
+def _key(said: Mapping[str, Any], layer_base: int) -> Key:
+    layer = said.get("layer_idx")
+    if isinstance(layer, int) and layer < layer_base:
+        raise BadTensorFile(
+            f"its layer is {layer}, below --layer-base {layer_base}; import it with --layer-base 0"
+        )
+    fields = {
+        "quant_type": said["quant_type"],
+        "rank": said.get("rank", 0),
+        "layer": layer - layer_base if isinstance(layer, int) else layer,
+        "tensor_name": said.get("tensor_name", ""),
+        **{
+            field: said[field] for field in ("phase", "layer_type", "operation", "component") if field in said
+        },
+    }
+    if not fields["tensor_name"]:
+        raise BadTensorFile("neither its metadata nor its name says which tensor it is")
+    return _converted(fields, Key)
+
+
+def _when(said: Mapping[str, Any], metadata: Mapping[str, Any], name: NameParts | None) -> dict[str, Any]:
+    when = {
+        field: said[field]
+        for field in ("iteration", "sample_idx", "batch_idx", "sequence_idx")
+        if field in said
+    }
+    if "group" in said:
+        when["call"] = said["group"]
+    for text, form in (
+        (metadata.get("save_time"), _SAVE_TIME),
+        (name.stamp if name else None, "%Y%m%d_%H%M%S"),
+    ):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            when.setdefault("time_ns", int(time.mktime(time.strptime(text, form))) * 1_000_000_000)  # type: ignore[arg-type]
+    return when
+
+
+def _moment(fields: Mapping[str, Any]) -> Moment:
+    unknown = fields.keys() - set(Moment.__struct_fields__)
+    if unknown:
+        raise BadTensorFile(f"its moment has the unknown field {str(min(unknown))[:40]!r}")
+    defaults = zip(Moment.__struct_fields__, Moment.__struct_defaults__, strict=True)
+    return _converted([fields.get(field, default) for field, default in defaults], Moment)
+
+
+def _converted(plain: Any, kind: type[T]) -> T:
+    try:
+        return msgspec.convert(plain, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise BadTensorFile(f"its metadata do not name a record: {error}") from None
+
+
+def _must_be_writable(*parts: Any) -> None:
+    try:
+        msgspec.msgpack.encode(parts)
+    except (ValueError, OverflowError, TypeError, RecursionError, msgspec.MsgspecError) as error:
+        raise BadTensorFile(f"its metadata cannot be kept: {error}") from None
+
+
+def _plain(fields: dict[str, Any], most_nbytes: int) -> dict[str, Any]:
+    """The fields as JSON values. Raises BadTensorFile where they are too large or nested too deep."""
+    plain: dict[str, Any] = _Plain().value(fields, 0)
+    try:
+        nbytes = len(json.dumps(plain, ensure_ascii=False).encode())
+    except ValueError as error:  # no Unicode, or an integer of thousands of digits
+        raise BadTensorFile(f"its metadata cannot be kept as JSON: {error}") from None
+    if nbytes > most_nbytes:
+        raise BadTensorFile(
+            f"its metadata take {nbytes} bytes, more than the {most_nbytes} that a record may have"
+        )
+    return plain
+
+
+class _Plain:
+    """JSON values of what callers put into metadata; what JSON lacks (dtypes, devices, tensors) becomes its text."""
+
+    def __init__(self) -> None:
+        self._left = _MAX_VALUES
+
+    def value(self, found: Any, depth: int) -> Any:
+        self._left -= 1
+        if self._left < 0 or depth > _MAX_DEPTH:  # a few bytes of pickle can nest lists beyond any number
+            raise BadTensorFile("its metadata hold too many values, or are nested too deep")
+        if isinstance(found, dict):
+            return {str(key)[:4096]: self.value(inner, depth + 1) for key, inner in found.items()}
+        if isinstance(found, (list, tuple)):
+            return [self.value(inner, depth + 1) for inner in found]
+        if found is None or isinstance(found, (bool, int, str)):
+            return found
+        if isinstance(found, float) and found - found == 0:
+            return found
+        return str(found)[:4096]

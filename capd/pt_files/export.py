@@ -1,0 +1,103 @@
+"""Writes records as tensor_saver's files, which plain torch.load(weights_only=True) reads.
+
+Files get their names in the order of the series and their records; a few threads take one record each, from the store
+to its file, but for small ones. About 128 MiB of records are under way at once, or one record where that is larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from capd.ahead import ahead
+from capd.output_directory import ExportedFile, locked_directory, write_new
+from capd.pt_files.dictionary import Naming, dictionary_of
+from capd.pt_files.directory import TensorDirectory
+from capd.pt_files.names import file_name, stamp_of
+from capd.store.read.series import Record, Series, tensor_of
+from capd_client.protocol.dtypes import ITEM_NBYTES
+from capd_client.protocol.key import Moment
+
+__all__ = ["export_pt"]
+
+_WORTH_A_THREAD_NBYTES = 256 << 10  # below, a record is Python's work: threads would take turns at each file
+
+
+def export_pt(
+    run_id: str, chosen: Sequence[Series], out: Path, naming: Naming, *, threads: int
+) -> Iterator[ExportedFile]:
+    """Write every record of the chosen series, which keep tensors, to a file of its own below `out`.
+
+    Yields each whole file. Nothing that is there is replaced. Raises StoreBusy while another export writes to
+    `out`, DamagedRecord rather than write a wrong element, OSError.
+    """
+    with locked_directory(out), ThreadPoolExecutor(threads, thread_name_prefix="capd-export") as pool:
+        job = _Export(run_id, naming, TensorDirectory(out), pool)
+        try:
+            for item, done in ahead(_in_order(chosen), job.begin, _nbytes):
+                yield ExportedFile(*done(), 1, _nbytes(item))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _in_order(chosen: Sequence[Series]) -> Iterator[tuple[Series, Record]]:
+    """Series by series, the one that began first first, so that an import in the order of counters meets each key's
+    series in the order in which they came to be."""
+    # Of variants that began at one time, the one with the shorter path (`~v2` before `~v10`) is the older one.
+    for series in sorted(chosen, key=lambda s: (s.fresh().record(0).time_ns, len(s.path), s.path)):
+        reading = series.fresh()
+        for record in reading.records:
+            yield reading, record
+
+
+def _nbytes(item: tuple[Series, Record]) -> int:
+    series, record = item
+    return prod(record.shape) * ITEM_NBYTES[series.dtype]
+
+
+class _Export:
+    def __init__(
+        self, run_id: str, naming: Naming, directory: TensorDirectory, pool: ThreadPoolExecutor
+    ) -> None:
+        self._run_id, self._naming, self._directory, self._pool = run_id, naming, directory, pool
+        self._series: Series | None = None
+        self._stamp = ""
+
+    def begin(self, item: tuple[Series, Record]) -> Callable[[], tuple[Path, int]]:
+        """Name a record's file and have it written; what is returned waits for that."""
+        series, record = item
+        if series is not self._series:
+            self._series, self._stamp = series, ""
+        # A clock that was set back must not turn the order round that the names give.
+        self._stamp = max(self._stamp, stamp_of(record.time_ns))
+        key, naming = series.key, self._naming
+        directory, counter = self._directory.place(key.quant_type)
+        moment = Moment(**{name: getattr(record, name) for name in Moment.__struct_fields__})
+        name = file_name(naming.scheme, naming.shown(key), moment, naming.layer(key), self._stamp, counter)
+        write = partial(self._write, series, record, directory / name)
+        if _nbytes(item) >= _WORTH_A_THREAD_NBYTES:
+            return self._pool.submit(write).result
+        written = write()
+        return lambda: written
+
+    def _write(self, series: Series, record: Record, path: Path) -> tuple[Path, int]:
+        bits = series.read(record.index)
+        tensor = tensor_of(bits, series.dtype)
+        found = dictionary_of(self._run_id, series, record, bits, tensor, self._naming)
+        return path, write_new(path, partial(_save, found))
+
+
+def _save(found: dict[str, Any], file: BinaryIO) -> None:
+    import torch
+
+    try:
+        torch.save(found, file)
+    except RuntimeError as error:  # after a failed write torch ends its archive, and speaks of that alone
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise

@@ -1,0 +1,119 @@
+"""The page of magnitudes: how the binary exponents lie, by tensor name and quant type, from the stored statistics, over
+the range of each format and its precision at each exponent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from capd.analyze.grids import grids
+from capd.analyze.groups import Groups, Value
+from capd.report.figures.style import (
+    Page,
+    label,
+    legend,
+    log_shares,
+    new_figure,
+    numbers_on,
+    paged,
+    place_exponents,
+    say,
+    style,
+)
+from capd.report.gather import BY_TENSOR
+from capd.store.format.statistics import Stats
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["GRIDS", "exponent_pages", "exponent_shares", "precision_steps"]
+
+GRIDS = ("hifp8", "e4m3", "e5m2", "e2m1")
+"""The labels of grids (`capd.analyze.grids`) that are drawn below the exponents unless others are asked for."""
+_COLUMNS, _ROWS = 3, 2
+_BIAS = 127
+_OF_NUMBERS = range(1, 255)  # 0 has zeros and what is subnormal as float32, 255 NaN and Inf
+
+
+def exponent_pages(groups: Groups, shown: Sequence[str] = GRIDS) -> Iterator[Page]:
+    """Six pairs of panels to a page; the first one is of all tensors where there are several names. shown: grids."""
+    found, names = groups.by(*BY_TENSOR), groups.values(BY_TENSOR, "tensor_name")
+    panels: list[tuple[str, dict[Value, Stats]]] = []
+    if len(names) > 1:
+        every = {one: tally.stats for (one,), tally in groups.by("quant_type").items()}
+        panels.append(("all tensors", every))
+    for name in names:
+        of_name = {one: tally.stats for (one, tensor), tally in found.items() if tensor == name}
+        panels.append((label(name), of_name))
+    types = groups.values(BY_TENSOR, "quant_type")
+    for file, some in paged(panels, _COLUMNS * _ROWS, "exponents"):
+        yield Page(file, partial(_page, types, some, shown))
+
+
+def _page(
+    types: Sequence[Value], wanted: Sequence[tuple[str, dict[Value, Stats]]], shown: Sequence[str]
+) -> Figure:
+    columns = min(_COLUMNS, len(wanted))
+    rows = -(-len(wanted) // columns)
+    title = "Magnitudes: exponents of the values, precision of the formats"
+    figure, axes = new_figure(title, 2 * rows, columns, (4.4, 2.3), height_ratios=(2.2, 1) * rows)
+    above = [panel for row in axes[::2] for panel in row]
+    below = [panel for row in axes[1::2] for panel in row]
+    for panel, strip, (what, of_types) in zip(above, below, wanted, strict=False):
+        exponent_shares(panel, {types.index(one): (label(one), stats) for one, stats in of_types.items()})
+        panel.set_title(what)
+        precision_steps(strip, shown)
+        low, high = place_exponents([panel, strip])
+        panel.set_xlim(low, high)
+        strip.set_xlim(low, high)
+    for panel in (*above[len(wanted) :], *below[len(wanted) :]):
+        panel.remove()
+    legend(figure, [*above[: len(wanted)], *below[: len(wanted)]], "quant type; steps of formats")
+    return figure
+
+
+def exponent_shares(panel: Axes, of_types: dict[int, tuple[str, Stats]]) -> None:
+    """Lines of the share of each exponent. of_types: by the number of the line its label and statistics."""
+    drawn = [_line(panel, stats, number, text) for number, (text, stats) in of_types.items()]
+    panel.set_xlabel("exponent e: 2^e ≤ |x| < 2^(e+1)")
+    panel.set_ylabel("elements (%)")
+    log_shares(panel.yaxis, drawn)
+    if not any(drawn):
+        say(panel, "no number but zero")
+
+
+def _line(panel: Axes, stats: Stats, number: int, text: str) -> list[float]:
+    """Draw the share of each exponent; returns those above 0."""
+    bins = [bin_ for bin_ in _OF_NUMBERS if stats.exponent_histogram.get(bin_)]
+    if not bins:
+        return []
+    every = range(bins[0], bins[-1] + 1)
+    shares = [100 * stats.exponent_histogram.get(bin_, 0) / stats.count or np.nan for bin_ in every]
+    places = [bin_ - _BIAS for bin_ in every]
+    panel.plot(places, shares, label=text, markersize=3, linewidth=1.2, **style(number))
+    return [share for share in shares if share == share]
+
+
+def precision_steps(panel: Axes, shown: Sequence[str]) -> None:
+    """Draws the mantissa bits of each format at each exponent, as steps that end where its range does."""
+    for number, name in enumerate(shown):
+        bits = grids()[name].mantissa_bits
+        exponents = sorted(bits)
+        look = style(number)
+        panel.stairs(
+            [bits[exponent] for exponent in exponents],
+            [exponents[0] - 0.5, *(exponent + 0.5 for exponent in exponents)],
+            baseline=-1,
+            label=f"{name} steps",
+            edgecolor=look["color"],
+            linestyle=("-", "--", ":", "-.")[number % 4],
+            linewidth=1.3,
+        )
+    panel.set_xlabel("exponent e")
+    panel.set_ylabel("mantissa bits")
+    panel.set_ylim(-1, 1 + max((max(grids()[name].mantissa_bits.values()) for name in shown), default=3))
+    numbers_on(panel.yaxis, whole=True)

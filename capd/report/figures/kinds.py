@@ -1,0 +1,103 @@
+"""The figures that can be drawn one at a time: what each reads of the records, and which pages of a report it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from capd.analyze.format_choice import FormatChoice
+from capd.analyze.groups import Groups
+from capd.report.figures.boxes import box_pages
+from capd.report.figures.channels import channel_pages
+from capd.report.figures.comparison import distribution_pages
+from capd.report.figures.error_maps import error_box_pages, error_map_pages
+from capd.report.figures.exponents import GRIDS, exponent_pages
+from capd.report.figures.hif8 import hif8_pages
+from capd.report.figures.iterations import iteration_pages
+from capd.report.figures.layers import layer_pages
+from capd.report.figures.ranges import range_pages
+from capd.report.figures.style import Page
+from capd.report.figures.tensor import tensor_pages
+
+__all__ = ["KINDS", "FigureKind", "Wanted", "grids_of"]
+
+Reads = Literal["statistics", "elements", "errors"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The choices for a kind of figure. choices: the formats that were named; metric: one of `error_maps.METRICS`;
+    log: values on a logarithmic axis, or in the colours of one."""
+
+    choices: Sequence[FormatChoice] = ()
+    metric: str = "sqnr"
+    log: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FigureKind:
+    """A kind of figure. reads: stored statistics, elements, or elements whose errors in formats are measured; without:
+    why there may be nothing to draw; formats, metric, log: whether it takes these options. channels: it needs them."""
+
+    pages: Callable[[Groups, Wanted], Iterator[Page]]
+    reads: Reads
+    without: str
+    formats: bool = False
+    metric: bool = False
+    log: bool = True
+    channels: bool = False
+
+
+def grids_of(choices: Sequence[FormatChoice]) -> tuple[str, ...]:
+    """The grids of formats, or of their elements, each once; those of the report where no format is named."""
+    from capd.analyze.grids import grid_of
+
+    return tuple(dict.fromkeys(grid_of(one.fmt, one.spec.elem).label for one in choices)) or GRIDS
+
+
+def _boxes(groups: Groups, wanted: Wanted) -> Iterator[Page]:
+    if wanted.choices:
+        return error_box_pages(groups, wanted.metric, log=wanted.log)
+    return box_pages(groups, log=wanted.log)
+
+
+_NO_ELEMENT = "only statistics were kept of what is selected"
+_ONE_LAYER = "what is selected lies in a single layer, or only statistics were kept of it"
+_NO_FORMAT = "no selected record has high-precision values that a format can be measured on"
+
+KINDS: Mapping[str, FigureKind] = MappingProxyType(
+    {
+        "distribution": FigureKind(
+            lambda groups, wanted: distribution_pages(groups, log=wanted.log), "elements", _NO_ELEMENT
+        ),
+        "exponents": FigureKind(
+            lambda groups, wanted: exponent_pages(groups, grids_of(wanted.choices)),
+            "statistics", "there is no statistic", formats=True, log=False,
+        ),
+        "layers": FigureKind(
+            lambda groups, wanted: layer_pages(groups, log=wanted.log), "statistics", "there is no statistic"
+        ),
+        "heatmap": FigureKind(
+            lambda groups, wanted: error_map_pages(groups, wanted.metric, log=wanted.log),
+            "errors", _NO_FORMAT, formats=True, metric=True,
+        ),
+        "boxes": FigureKind(_boxes, "statistics", _ONE_LAYER, formats=True, metric=True),
+        "channels": FigureKind(
+            lambda groups, wanted: channel_pages(groups, log=wanted.log), "elements",
+            "no selected record has elements along a last axis", channels=True,
+        ),
+        "iterations": FigureKind(
+            lambda groups, wanted: iteration_pages(groups, log=wanted.log), "statistics",
+            "what is selected is of a single iteration",
+        ),
+        "hifp8": FigureKind(lambda groups, _: hif8_pages(groups), "elements", _NO_ELEMENT, log=False),
+        "overflow": FigureKind(lambda groups, _: range_pages(groups), "elements", _NO_ELEMENT, log=False),
+        "tensor": FigureKind(
+            lambda groups, wanted: tensor_pages(groups, log=wanted.log), "errors", "there is no tensor",
+            formats=True, channels=True,
+        ),
+    }
+)  # fmt: skip
+"""By the word on the command line; docs/plots.md shows each."""

@@ -1,0 +1,289 @@
+"""The style of all pages: size, colours that colour-blind people tell apart, labels, ticks that do not overlap.
+
+matplotlib is imported when a page is drawn; figures are made without pyplot, which keeps global state.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from textwrap import fill
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+
+from capd.analyze.groups import Value
+from capd.report.document import MARK
+from capd.report.names import value_text
+from capd.store.read.series import import_extra
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "MAPS", "MOST_DRAWN", "Look", "Page", "bars", "drawable", "label", "legend", "log_ranks", "log_shares",
+    "log_values", "must_have_matplotlib", "new_figure", "numbers_on", "paged", "place_exponents", "place_layers",
+    "say", "style", "ticks_at",
+]  # fmt: skip
+
+MAPS = "viridis"
+_DPI = 120
+_NARROW_INCHES = 5.5  # a column of a paper, say: smaller titles and legends
+_CHARACTERS_PER_INCH = 13  # of the title there
+# Okabe and Ito, "Color Universal Design" (2008), without the yellow, which white swallows.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
+_MARKERS = "osD^vPX"
+_DASHES = ("-", "--", ":", "-.")
+_MOST_TICKS = 16
+# The largest number over the smallest one, up to which ticks stand evenly, and at 1, 2 and 5 of each decade.
+_EVEN, _FEW_DECADES = 5, 30
+MOST_DRAWN = 1e280
+"""float64 has larger numbers, with which matplotlib's axes overflow."""
+_LABEL_CHARACTERS = 28
+_SETTINGS: dict[str, Any] = {
+    "text.parse_math": False, "font.size": 9, "axes.titlesize": 9, "figure.titlesize": 12, "axes.grid": True,
+    "grid.alpha": 0.3, "axes.axisbelow": True, "axes.unicode_minus": False, "figure.dpi": _DPI,
+    "figure.constrained_layout.w_pad": 0.08, "figure.constrained_layout.h_pad": 0.08,
+    "svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": MARK,
+}  # fmt: skip
+# Without the date, so that the same figure is the same file.
+_METADATA: dict[str, dict[str, str | None]] = {
+    "png": {"Software": MARK},
+    "svg": {"Creator": MARK, "Date": None},
+    "pdf": {"Creator": MARK, "CreationDate": None},
+}
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The look of a figure. size: width and height in inches, None for what fits it; dpi: of PNG files; title: None
+    for its own, "" for none."""
+
+    size: tuple[float, float] | None = None
+    dpi: int = _DPI
+    title: str | None = None
+
+
+_look: ContextVar[Look | None] = ContextVar("capd_look", default=None)  # of the figure that is being drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """An image file to be. name: of the PNG file; figure: draws it."""
+
+    name: str
+    figure: Callable[[], Figure]
+
+    def png(self) -> bytes:
+        """The PNG file's content."""
+        return self.image("png", Look())
+
+    def image(self, kind: str, look: Look) -> bytes:
+        """The file's content; the same figure gives the same bytes. kind: png, svg or pdf, with text as text."""
+        import matplotlib
+
+        out = io.BytesIO()
+        settings: Any = {**matplotlib.rcParamsDefault, **_SETTINGS}  # whatever the user's matplotlibrc says
+        with matplotlib.rc_context(settings), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph .* missing")  # names may be of any script
+            token = _look.set(look)
+            try:
+                figure = self.figure()
+            finally:
+                _look.reset(token)
+            figure.set_dpi(look.dpi)
+            canvas: Any = figure.canvas
+            if kind == "png":
+                canvas.print_png(out, metadata=_METADATA[kind])  # savefig would lay everything out twice
+            else:
+                _settle(figure)
+                figure.savefig(out, format=kind, metadata=_METADATA[kind])
+        return out.getvalue()
+
+
+def _settle(figure: Figure) -> None:
+    """Lay the figure out, to the same places each time: the solver's last digits differ, and an SVG names what it clips
+    by all of them."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for axes in figure.axes:
+        left, bottom, width, height = (round(value, 6) for value in axes.get_position(original=True).bounds)
+        axes.set_position((left, bottom, width, height))
+
+
+def must_have_matplotlib() -> None:
+    """Raises CapdError that says how to install it where it is missing."""
+    import_extra("matplotlib.backends.backend_agg", "plot")
+
+
+def new_figure(
+    title: str,
+    rows: int,
+    columns: int,
+    cell: tuple[float, float],
+    *,
+    height_ratios: Sequence[float] | None = None,
+) -> tuple[Figure, list[list[Axes]]]:
+    """A figure of rows × columns axes, of the size and with the title of the look that it is drawn in.
+
+    cell: width and height of each in inches, where the look has no size; height_ratios: of the rows.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    look = _look.get() or Look()
+    width, height = look.size or (max(6.4, columns * cell[0]), rows * cell[1] + 1.2)
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    text = title if look.title is None else look.title
+    if width < _NARROW_INCHES:
+        figure.suptitle(fill(text, int(width * _CHARACTERS_PER_INCH)), fontsize=10)
+    else:
+        figure.suptitle(text)
+    axes = figure.subplots(rows, columns, squeeze=False, height_ratios=height_ratios)
+    return figure, [list(row) for row in axes]
+
+
+def style(number: int) -> dict[str, Any]:
+    """Colour, dashes and marker of the number-th line: the first 28 all differ."""
+    return {
+        "color": _COLOURS[number % len(_COLOURS)],
+        "linestyle": _DASHES[number // len(_COLOURS) % len(_DASHES)],
+        "marker": _MARKERS[number % len(_MARKERS)],
+    }
+
+
+def drawable(value: float | None) -> TypeGuard[float]:
+    """Whether there is a number, and none that axes overflow with."""
+    return value is not None and abs(value) <= MOST_DRAWN
+
+
+def label(value: Value) -> str:
+    """A field's value as it can be shown: of any length and content in, one short line out."""
+    text = value_text(value)
+    if len(text) > _LABEL_CHARACTERS:
+        text = f"{text[: _LABEL_CHARACTERS - 1]}…"
+    return f" {text}" if text.startswith("_") else text  # matplotlib leaves such names out of legends
+
+
+def legend(figure: Figure, axes: Sequence[Axes], title: str = "quant type") -> None:
+    """One legend for all axes, below them."""
+    handles: dict[str, Any] = {}
+    for each in axes:
+        for handle, text in zip(*each.get_legend_handles_labels(), strict=True):
+            handles.setdefault(text, handle)
+    if handles:
+        width = figure.get_size_inches()[0]
+        entry = 0.6 + 0.09 * max(map(len, handles))  # inches, or a little more
+        columns = max(1, min(8, len(handles), int(width / entry)))
+        size = {"fontsize": 7.5, "title_fontsize": 7.5} if width < _NARROW_INCHES else {}
+        figure.legend(
+            handles.values(), handles.keys(), title=title, loc="outside lower center", ncols=columns, **size
+        )
+
+
+def bars(panel: Axes, places: Sequence[str], series: Mapping[str, Sequence[float | None]]) -> None:
+    """Groups of bars: at each place one for each of the series, by its label, in the order of `style`."""
+    width = 0.8 / max(1, len(series))
+    for number, (text, heights) in enumerate(series.items()):
+        at = [place + (number - (len(series) - 1) / 2) * width for place in range(len(places))]
+        drawn = [0.0 if height is None else height for height in heights]
+        panel.bar(at, drawn, width, color=style(number)["color"], label=text)
+    panel.set_xticks(range(len(places)), places)
+    panel.grid(visible=False, axis="x")
+
+
+def say(panel: Axes, text: str) -> None:
+    """Words in the place of what there is nothing of."""
+    panel.text(0.5, 0.5, text, ha="center", va="center", transform=panel.transAxes)
+
+
+def ticks_at(values: Sequence[Value]) -> tuple[list[int], list[str]]:
+    """Places and labels for an axis on which the i-th value stands at i: all of a few, some of many."""
+    step = -(-len(values) // _MOST_TICKS)
+    places = list(range(0, len(values), max(1, step)))
+    return places, [label(values[place]) for place in places]
+
+
+def place_layers(axes: Axes, layers: Sequence[Value]) -> None:
+    """The x-axis of a panel that has a place for each layer."""
+    axes.set_xticks(*ticks_at(layers))
+    axes.set_xlim(-0.5, len(layers) - 0.5)
+    axes.set_xlabel("layer")
+
+
+def place_exponents(panels: Sequence[Axes]) -> tuple[float, float]:
+    """The x-limits that panels of exponents share: all values, and what the formats can hold near them."""
+    values, formats = ((panel.dataLim.x0, panel.dataLim.x1) for panel in panels)
+    if not math.isfinite(values[0]):
+        return formats
+    return min(values[0], max(formats[0], -40)) - 1, max(values[1], min(formats[1], 40)) + 1
+
+
+def numbers_on(axis: Any, *, whole: bool = False) -> None:
+    """Tick labels as plain numbers of few digits: no offset in a corner, where it meets the title.
+
+    whole: no fractions.
+    """
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(nbins=4 if whole else 5, integer=whole))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.6g}"))
+
+
+def log_shares(axis: Any, series: Iterable[Sequence[float | None]]) -> None:
+    """A logarithmic y-axis with plain numbers for what is drawn; left as it is where nothing is above 0."""
+    seen = [value for values in series for value in values if value]
+    if seen:
+        axis.axes.set_yscale("log")
+        axis.axes.set_ylim(10 ** math.floor(math.log10(min(seen)) - 0.01), 1.5 * max(seen))
+        _plain_powers(axis, max(seen) / min(seen))
+
+
+def log_values(panel: Axes) -> None:
+    """A logarithmic y-axis for lines and points; where some are below 0 one that is linear about 0.
+
+    Left as it is where there is nothing but 0, or nothing at all.
+    """
+    low, high = panel.dataLim.y0, panel.dataLim.y1
+    largest = max(abs(low), abs(high))
+    if not math.isfinite(largest):  # of nothing the limits are infinite
+        return
+    if low > 0:
+        panel.set_yscale("log")
+        _plain_powers(panel.yaxis, high / low)
+    elif largest > 0:
+        panel.set_yscale("symlog", linthresh=10 ** math.floor(math.log10(largest) - 2))
+        _plain_numbers(panel.yaxis)
+
+
+def log_ranks(panel: Axes) -> None:
+    """A logarithmic x-axis from 1 on."""
+    panel.set_xscale("log")
+    _plain_powers(panel.xaxis, panel.dataLim.x1)
+
+
+def _plain_powers(axis: Any, ratio: float) -> None:
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+    powers = LogLocator(subs=(1, 2, 5) if ratio < _FEW_DECADES else (1,), numticks=6)
+    axis.set_major_locator(MaxNLocator(nbins=4) if ratio < _EVEN else powers)
+    axis.set_minor_locator(NullLocator())
+    _plain_numbers(axis)
+
+
+def _plain_numbers(axis: Any) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def paged(items: Sequence[T], most: int, name: str) -> Iterator[tuple[str, Sequence[T]]]:
+    """File name and items of each page: `name.png`, or `name_1.png` and so on where there are more than `most`."""
+    for at in range(0, len(items), most):
+        number = f"_{at // most + 1}" if len(items) > most else ""
+        yield f"{name}{number}.png", items[at : at + most]

@@ -1,0 +1,1 @@
+"""One thread for each peer."""

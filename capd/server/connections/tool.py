@@ -1,0 +1,59 @@
+"""A tool's connection: STATS, CONTROL and PING, answered one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from capd.errors import ProtocolError
+from capd.metrics import DaemonStats
+from capd.server.net.peer import Peer
+from capd.server.runs.control import Controller
+from capd_client.protocol.control import Control, Stats, StatsReply
+from capd_client.protocol.messages import MAX_FRAME_NBYTES, ClientMessage, DaemonMessage, Ping, Pong, encode
+
+__all__ = ["ToolContext", "serve_tool"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolContext:
+    """What the tools' connections work with; `closing` becomes readable when the daemon shuts down."""
+
+    stats: Callable[[str | None], DaemonStats]
+    controller: Controller
+    closing: int
+
+
+def serve_tool(context: ToolContext, peer: Peer, greeted: Callable[[], None]) -> None:
+    """Answer a tool until it leaves (PeerGone) or the daemon shuts down; `greeted` is called once it spoke.
+
+    Raises ProtocolError on a message that is not a tool's.
+    """
+    while peer.fileno() in peer.wait(context.closing):
+        message = peer.receive()
+        greeted()
+        peer.send(_answer(context, peer, message))
+
+
+def _answer(context: ToolContext, peer: Peer, message: ClientMessage) -> DaemonMessage:
+    if isinstance(message, Ping):
+        return Pong()
+    if isinstance(message, Stats):
+        return _stats_reply(context.stats(message.run_id))
+    if isinstance(message, Control):
+        return context.controller.control(
+            message, lambda seconds: bool(peer.wait(context.closing, timeout_s=seconds))
+        )
+    raise ProtocolError(f"a tool does not send {type(message).__name__}")
+
+
+def _stats_reply(stats: DaemonStats) -> StatsReply:
+    reply = StatsReply(stats.model_dump(mode="json"))
+    if len(encode(reply)) <= MAX_FRAME_NBYTES:
+        return reply
+    for run in stats.runs:  # thousands of sessions: the runs' sums must do
+        run.sessions = []
+    reply = StatsReply(stats.model_dump(mode="json"))
+    if len(encode(reply)) > MAX_FRAME_NBYTES:
+        reply = StatsReply(stats.model_copy(update={"runs": stats.runs[-100:]}).model_dump(mode="json"))
+    return reply

@@ -1,0 +1,236 @@
+"""What the daemon may use: disk space and inodes for records, memory on the way, threads for encoding, open files.
+
+Limits are looked up before they are used and respect cgroups (v1 and v2), CPU affinity and RLIMITs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from capd.space import mount_of, shown_size
+from capd_client.config.amounts import amount_nbytes
+from capd_client.process.memory import available_nbytes
+
+__all__ = [
+    "DiskBudget", "encode_threads", "raise_open_files", "staging_within", "usable_cpus",
+]  # fmt: skip
+
+_REFRESH_S = 1.0
+_STAGING_SHARE = 4  # one of so many parts of the available memory, which others need as well
+_NEW_SERIES_INODES = 16  # groups, array, metadata, `.partial`, and what sealing it takes
+_SEAL_INODES = 8  # of these: directories of the shard, and metadata before it is renamed
+_MIN_KEPT_INODES = 512
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class _Seen(NamedTuple):
+    """A look at the disk, in bytes. by_max_disk: it is nearer than keep_free."""
+
+    free: int = 0
+    total: int = 0
+    kept: int = 0
+    stored: int = 0
+    by_max_disk: bool = False
+
+
+class DiskBudget:
+    """Says whether one more record may be written.
+
+    max_disk: bytes this daemon may add to the store, None for no limit; a restarted daemon begins anew.
+    keep_free: what must stay free on the file system, as a fraction of its size (a float up to 1) or in bytes (an
+    int); the same share of its inodes stays free, at least 512 of them, unless keep_free is 0.
+
+    The file system is asked at most once per second. In between every admitted record counts with its raw size,
+    and one that is still on its way to the disk counts beyond the next look, so the limits err on the safe side.
+    """
+
+    def __init__(
+        self, root: Path, max_disk: int | None, keep_free: int | float, *, is_default: bool = False
+    ) -> None:
+        """is_default: nobody has set max_disk."""
+        self.root = root
+        self._is_default = is_default
+        self.max_disk = max_disk
+        self.keep_free = keep_free
+        self.stored: Callable[[], int] = lambda: 0  # bytes stored so far; set by the daemon
+        self.unsealed: Callable[[], int] = lambda: 0  # series that are still to be sealed; set by the daemon
+        self.waiting: Callable[[], tuple[int, int]] = lambda: (0, 0)  # bytes and new series on their way
+        self._lock = threading.Lock()
+        self._until = 0.0
+        self._identity = self._identify()
+        self._mount = mount_of(root)
+        self._room, self._pending = 0, 0  # pending: bytes being written at the last look, or admitted since
+        self._seen = _Seen()
+        self._broken = ""  # why the store takes nothing, whatever is free
+        self._inode_room: int | None = None  # None: the file system has no inodes to count
+        self._inode_why = ""
+
+    def refusal(self, nbytes: int, *, new_series: int = 0) -> str | None:
+        """None if `nbytes` more may be written, else the text for the NACK, naming the limit and what to do.
+
+        new_series: how many series open with it, which takes inodes.
+        """
+        inodes = _NEW_SERIES_INODES * new_series
+        with self._lock:
+            if time.monotonic() >= self._until:
+                self._look()
+            if nbytes > self._room:
+                return self._byte_refusal(nbytes)
+            if self._inode_room is not None:
+                if inodes > self._inode_room:
+                    return self._inode_why
+                self._inode_room -= inodes
+            self._room -= nbytes
+            self._pending += nbytes
+            return None
+
+    def _byte_refusal(self, nbytes: int) -> str:
+        if self._broken:
+            return self._broken
+        seen, pending = self._seen, self._pending
+        what = f"a record of {shown_size(nbytes)}" if nbytes else "every record"
+        place = f"on the file system {self._mount} of the store {self.root}"
+        free = f"{shown_size(max(0, seen.free - pending))} of {shown_size(seen.total)} are free {place}"
+        if self.max_disk is not None and seen.by_max_disk:
+            used, default = shown_size(seen.stored + pending), " by default" if self._is_default else ""
+            return (
+                f"max_disk refuses {what}: {used} of the {shown_size(self.max_disk)} that this daemon may add{default} "
+                f"are stored or being written, {free}; raise CAPD_MAX_DISK (--max-disk)"
+            )
+        if seen.kept and nbytes < seen.free - pending:  # else it would not help to keep nothing free
+            remedy = "make room there, or lower CAPD_KEEP_FREE (--keep-free)"
+            return f"keep_free refuses {what}: {free}, {shown_size(seen.kept)} stay free; {remedy}"
+        return f"the full disk refuses {what}: {free}; make room there, or use a store on another file system"
+
+    def free_nbytes(self) -> int:
+        """Bytes a user may still write to the file system of the store."""
+        found = os.statvfs(self.root)
+        return found.f_bavail * found.f_frsize
+
+    def keep_free_nbytes(self) -> int:
+        """keep_free in bytes."""
+        return self._kept_nbytes(os.statvfs(self.root))
+
+    def _look(self) -> None:
+        self._until = time.monotonic() + _REFRESH_S
+        nbytes, series = self.waiting()  # first: what is written meanwhile counts twice, never not at all
+        try:
+            found = os.statvfs(self.root)
+        except OSError as error:
+            self._room = -1
+            self._broken = f"the store {self.root} does not answer: {error.strerror}; check its disk or mount"
+            return
+        if self._identify() != self._identity:  # what is open lies in files that have no name any more
+            self._room = -1
+            self._broken = f"the store {self.root} was removed and made anew; start `capd serve` again"
+            return
+        self._broken = ""
+        self._look_at_bytes(found, nbytes)
+        self._look_at_inodes(found, series)
+
+    def _identify(self) -> tuple[int, int] | None:
+        with contextlib.suppress(OSError):
+            found = os.stat(self.root)
+            return found.st_dev, found.st_ino
+        return None
+
+    def _look_at_bytes(self, found: os.statvfs_result, waiting_nbytes: int) -> None:
+        free, kept = found.f_bavail * found.f_frsize, self._kept_nbytes(found)
+        room, stored, by_max_disk = free - kept, 0, False
+        if self.max_disk is not None:
+            stored = self.stored()
+            by_max_disk = self.max_disk - stored < room
+            room = min(room, self.max_disk - stored)
+        self._seen = _Seen(free, found.f_blocks * found.f_frsize, kept, stored, by_max_disk)
+        self._room, self._pending = room - waiting_nbytes, waiting_nbytes
+
+    def _look_at_inodes(self, found: os.statvfs_result, waiting_series: int) -> None:
+        if found.f_files == 0:  # btrfs and others make them as needed
+            self._inode_room = None
+            return
+        share = self._kept_nbytes(found) / max(1, found.f_blocks * found.f_frsize)
+        kept = max(_MIN_KEPT_INODES, int(share * found.f_files)) if share else 0
+        to_seal = self.unsealed() * _SEAL_INODES
+        usable = found.f_favail - to_seal - waiting_series * _NEW_SERIES_INODES
+        self._inode_room = usable - kept
+        refuser = "keep_free" if kept and usable >= _NEW_SERIES_INODES else "the full disk"
+        self._inode_why = (
+            f"{refuser} refuses a new series: {found.f_favail:,} inodes free of {found.f_files:,} on the file system "
+            f"{self._mount} of the store {self.root}, {kept:,} are kept free and {to_seal:,} for sealing; delete files "
+            f"there, or use a store on a file system with more inodes"
+        )
+
+    def _kept_nbytes(self, found: os.statvfs_result) -> int:
+        return amount_nbytes(self.keep_free, found.f_blocks * found.f_frsize)
+
+
+def staging_within(asked_nbytes: int) -> int:
+    """What of `asked_nbytes` the memory of the machine, or of the cgroup, allows between arenas and disk."""
+    return min(asked_nbytes, available_nbytes() // _STAGING_SHARE)
+
+
+def usable_cpus() -> float:
+    """CPUs this process may use: its affinity, cut by the cgroup's quota (a fraction is possible)."""
+    allowed = float(len(os.sched_getaffinity(0)))
+    for quota in (_quota_v2(), _quota_v1()):
+        if quota is not None:
+            allowed = min(allowed, quota)
+    return allowed
+
+
+def encode_threads() -> int:
+    """Encode threads of one daemon: a quarter of the usable CPUs, at least 1, at most 16."""
+    return max(1, min(16, round(usable_cpus() / 4)))
+
+
+def raise_open_files() -> int:
+    """Raise the soft limit of open files to the hard one; returns the limit that now holds."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard, 1 << 20) if hard != resource.RLIM_INFINITY else 1 << 20
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 20 if soft == resource.RLIM_INFINITY else soft
+
+
+def _quota_v2() -> float | None:
+    group = _cgroup_path("")
+    if group is None:
+        return None
+    quotas: list[float] = []
+    here = _CGROUP / group
+    while True:  # an ancestor may be tighter
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+            quota, period = (here / "cpu.max").read_text().split()
+            quotas.append(float(quota) / float(period))
+        if here == _CGROUP or _CGROUP not in here.parents:
+            return min(quotas, default=None)
+        here = here.parent
+
+
+def _quota_v1() -> float | None:
+    group = _cgroup_path("cpu")
+    for directory in (_CGROUP / "cpu" / (group or ""), _CGROUP / "cpu"):
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+            quota = int((directory / "cpu.cfs_quota_us").read_text())
+            period = int((directory / "cpu.cfs_period_us").read_text())
+            return quota / period if quota > 0 else None
+    return None
+
+
+def _cgroup_path(controller: str) -> str | None:
+    """This process's group below the mount of a v1 controller, or of v2 (controller "")."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controller in controllers.split(","):
+                return path.strip("/")
+    return None

@@ -1,0 +1,1 @@
+"""Sockets and the frames on them."""

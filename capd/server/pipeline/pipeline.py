@@ -1,0 +1,317 @@
+"""From accepted descriptors to committed records: fair dispatch, a pool that encodes, one thread that appends.
+
+    submit → lanes (one per client) → dispatch thread → encode pool (chunks, no GIL) ─┐
+      │ parts        ▲                      └── inbox, in dispatch order ─────────────┴→ append thread → sink
+      └→ gather thread ┘ whole records
+
+The dispatch thread takes jobs from the lanes in turn, so that ranks share the pool evenly, and books every
+chunk's bytes before it is encoded: at most `staging_nbytes` of raw chunks are between the arena and the disk.
+The append thread commits in dispatch order (per client: in capture order). A full pipeline never blocks
+`submit`; what waits in the lanes occupies only its slots in the ranks' arenas.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from capd.errors import StoreError
+from capd.server.pipeline.append_thread import AppendThread
+from capd.server.pipeline.gather_thread import GatherThread
+from capd.server.pipeline.jobs import Booked, DiskGuard, Lanes, RecordJob, Refusal, Task, Tickets
+from capd.server.pipeline.refusals import refusal_of
+from capd.space import if_full
+from capd.store.catalog.rows import SessionRow
+from capd.store.catalog.totals import Held
+from capd.store.format.codec_choice import SAMPLE_NBYTES
+from capd.store.format.dtypes import statistics_of, stored_type
+from capd.store.format.encode import ChunkResult, encode_chunk, pieces, summarise_piece
+from capd.store.format.geometry import CHUNK_NBYTES
+from capd.store.run.options import StoreOptions
+from capd.store.run.run_store import RunStore
+from capd.store.run.small_records import Room
+from capd.store.shards.series import Plan
+from capd_client.protocol.counter_page import DropReason
+
+__all__ = ["Pipeline", "plan_of"]
+
+logger = logging.getLogger(__name__)
+
+
+class Pipeline:
+    """Owns the runs below one store root on one node, and the threads that write them."""
+
+    def __init__(
+        self,
+        root: Path,
+        node: str,
+        options: StoreOptions,
+        *,
+        threads: int,
+        staging_nbytes: int,
+        budget: DiskGuard,
+    ) -> None:
+        self._root, self._node, self._options, self._budget = root, node, options, budget
+        self._runs: dict[str, RunStore] = {}
+        self._open_lock = threading.Lock()
+        self._booked, self._room = Booked(staging_nbytes), Room()
+        self._lanes, self._tickets = Lanes(), Tickets()
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="capd-encode")
+        self._appending = AppendThread(self._runs, self._booked, self._tickets, statistics=options.statistics)
+        self._dispatching = threading.Thread(target=self._dispatch, name="capd-dispatch", daemon=True)
+        self._gathering = GatherThread(
+            lambda run_id: self._runs[run_id].spool, self._hand_on, self._tickets, budget
+        )
+        for thread in (self._appending, self._dispatching, self._gathering):
+            thread.start()
+
+    def open_run(self, run_id: str) -> None:
+        """Open the run, creating or recovering it, unless it is open. Raises StoreError."""
+        with self._open_lock:
+            if run_id in self._runs:
+                return
+            try:
+                self._runs[run_id] = RunStore(self._root, run_id, self._node, self._options, self._room)
+            except OSError as error:
+                why = if_full(error, self._root)
+                raise StoreError(f"cannot open run {run_id!r} in {self._root}: {why}") from error
+
+    def open_runs(self) -> list[str]:
+        """Ids of the open runs."""
+        return list(self._runs)
+
+    def committed(self, run_id: str, client: bytes) -> list[tuple[int, int]]:
+        """Committed sequence ranges of a client that has no job in work."""
+        return self._runs[run_id].committed(client)
+
+    def run_stats(self, run_id: str) -> Held:
+        """Totals of an open run; a snapshot that may be one record apart in its parts."""
+        return self._runs[run_id].totals()
+
+    def waiting(self) -> tuple[int, int]:
+        """(bytes, new series) of the records that the disk budget let pass and that are not written yet."""
+        nbytes, series = self._tickets.admitted()
+        return nbytes + self._gathering.held_nbytes, series
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Bytes on the disk that belong to no record yet: parts that gather."""
+        return self._gathering.held_nbytes
+
+    def beside_nbytes(self, run_id: str) -> int:
+        """Bytes that an open run holds beside its shards: small-record logs and catalog."""
+        return self._runs[run_id].beside_nbytes()
+
+    def unsealed_records(self, run_id: str) -> int | None:
+        """Committed records of a run that no sealed shard holds; None where this daemon never opened it."""
+        store = self._runs.get(run_id)
+        return None if store is None else store.unsealed_records
+
+    def unsealed_series(self) -> int:
+        """Series of the open runs that are still to be sealed."""
+        return sum(store.unsealed_series for store in list(self._runs.values()))
+
+    def submit(self, *jobs: RecordJob) -> None:
+        """Queue jobs for their clients' lanes. Never waits."""
+        first = self._tickets.issue(len(jobs))
+        tasks = [Task(job, ticket) for ticket, job in enumerate(jobs, first)]
+        self._lanes.put([task for task in tasks if not self._gathering.takes(task)])
+
+    def hurry(self) -> None:
+        """Somebody waits for the outcome of what is submitted: it is not held back for others to join it."""
+        self._lanes.hurry()
+
+    def forget(self, client: bytes, record: int | None = None) -> None:
+        """Let go of what there is of a record that lacks parts; None: of all of this client's."""
+        self._gathering.forget(client, record)
+
+    def flush(self) -> Future[None]:
+        """Resolves when everything submitted so far is committed or refused."""
+        done = self._tickets.all_so_far()
+        self.hurry()
+        return done
+
+    def post(self, run_id: str, action: Callable[[RunStore], Any]) -> Future[Any]:
+        """Run `action` with the run's store on the append thread. Its errors come as OSError or StoreError."""
+        done: Future[Any] = Future()
+
+        def call() -> None:
+            try:
+                store = self._runs.get(run_id)
+                if store is None:
+                    raise StoreError(f"run {run_id!r} was closed meanwhile", retry=True)
+                done.set_result(action(store))
+            except (OSError, StoreError) as error:  # it belongs to whoever waits for the result
+                done.set_exception(if_full(error, self._root))
+            except sqlite3.Error as error:
+                done.set_exception(StoreError(f"the catalog of run {run_id!r} failed: {error}"))
+            except Exception as error:  # as above, and the thread must go on
+                logger.exception("an action on run %s failed", run_id)
+                done.set_exception(StoreError(f"internal error: {type(error).__name__}: {error}"))
+
+        self._appending.inbox.put(call)
+        return done
+
+    def seal(self, run_id: str) -> Future[None]:
+        """Flush, then seal all series of the run; resolves when plain Zarr readers see everything."""
+        return _then(self.flush(), lambda: self.post(run_id, RunStore.seal))
+
+    def close_run(self, run_id: str) -> Future[None]:
+        """Close a run that nobody writes to; a later `open_run` opens it again."""
+
+        def close(store: RunStore) -> None:
+            del self._runs[run_id]
+            store.close()
+
+        return self.post(run_id, close)
+
+    def save_session(self, run_id: str, row: SessionRow) -> Future[None]:
+        """Persist a session's counters in the run's catalog."""
+        return self.post(run_id, lambda store: store.save_session(row))
+
+    def close(self, deadline_s: float) -> bool:
+        """Drain, seal and close. False if the deadline came first: `.partial` files stay for the next start."""
+        complete = self.seal_all(time.monotonic() + deadline_s)
+        self._gathering.stop(timeout_s=5.0)
+        self._lanes.close()
+        self._appending.inbox.put(None)
+        for thread in (self._dispatching, self._appending):
+            thread.join(timeout=5.0)
+        self._pool.shutdown(wait=complete, cancel_futures=True)
+        return complete
+
+    def seal_all(self, until: float) -> bool:
+        """Drain, then seal every open run; False if the time (monotonic) came first, or a run could not be sealed."""
+        complete = True
+        try:
+            self.flush().result(timeout=max(0.0, until - time.monotonic()))
+            for run_id in self.open_runs():
+                try:
+                    self.post(run_id, RunStore.seal).result(timeout=max(0.0, until - time.monotonic()))
+                except (OSError, StoreError) as error:
+                    if isinstance(error, TimeoutError):
+                        raise
+                    if run_id not in self._runs:
+                        continue  # closed meanwhile, sealed
+                    logger.error("run %s could not be sealed: %s", run_id, error)
+                    complete = False
+        except TimeoutError:
+            return False
+        return complete
+
+    def _hand_on(self, task: Task) -> None:
+        self._lanes.put([task])
+
+    def _dispatch(self) -> None:
+        while tasks := self._lanes.get():
+            self._plan(tasks)
+            ready: list[Task] = []
+            for task in tasks:
+                ready.append(task)
+                if task.refusal is None and not task.is_small:
+                    task.chunks = queue.SimpleQueue()
+                    # before its chunks: they are booked in the order they are written
+                    self._appending.inbox.put(ready)
+                    ready = []
+                    self._encode(task)
+            if ready:
+                self._appending.inbox.put(ready)
+            del tasks, task, ready  # while this thread waits, nothing may hold a dead rank's arena
+
+    def _plan(self, tasks: list[Task]) -> None:
+        """Say of each task where its record goes, or why nowhere."""
+        planned: list[tuple[Task, Plan]] = []
+        for task in tasks:
+            try:
+                task.plan = plan_of(self._runs[task.job.run_id], task.job)
+                planned.append((task, task.plan))
+            except Exception as error:  # outermost loop of the thread: one job must not end the daemon
+                task.refusal = refusal_of(error, self._root)
+        if self._admit(planned) is not None:  # then one by one: there may be room for some
+            for one in planned:
+                one[0].refusal = self._admit([one])
+
+    def _admit(self, planned: list[tuple[Task, Plan]]) -> Refusal | None:
+        """Let all of them pass to the disk, or none, and say why."""
+        held: dict[int, tuple[int, bool]] = {}
+        opened: set[int] = set()  # the plans before: one record opens the series, not all
+        try:
+            for task, plan in planned:
+                # A small one is written to the log first, then to a shard.
+                copies = 0 if task.job.budgeted else 2 if plan.is_small else 1
+                opens = plan.series is None and id(plan) not in opened
+                held[task.ticket] = (task.job.kept_nbytes * copies, opens)
+                opened.add(id(plan))
+            nbytes, series = sum(one for one, _ in held.values()), sum(new for _, new in held.values())
+            refusal = self._budget.refusal(nbytes, new_series=series)
+        except Exception as error:  # as above
+            return refusal_of(error, self._root)
+        if refusal is not None:
+            return DropReason.DISK_FULL, refusal
+        self._tickets.admit(held)
+        return None
+
+    def _encode(self, task: Task) -> None:
+        assert task.chunks is not None  # noqa: S101 - set by the caller
+        try:
+            for chunk in self._submitted(task):
+                task.chunks.put(chunk)
+        except Exception as error:  # as above; the append thread meets the error among the chunks
+            logger.exception("job %d could not be encoded", task.job.sequence)
+            failed: Future[ChunkResult] = Future()
+            failed.set_exception(StoreError(f"internal error: {error}"))
+            task.chunks.put((failed, 0))
+        finally:
+            task.chunks.put(None)
+
+    def _submitted(self, task: Task) -> Iterator[tuple[Future[Any], int]]:
+        """The task's chunks as they enter the encode pool, with the bytes booked for them."""
+        plan, job = task.plan, task.job
+        assert plan is not None  # noqa: S101 - a task without a plan was refused
+        if not job.descriptor.payload:
+            dtype = job.define.dtype
+            stored = stored_type(dtype).stored
+            flat = job.as_array(stored, (job.descriptor.nbytes // stored.itemsize,))
+            for piece in pieces(job.descriptor.nbytes, stored.itemsize):
+                self._booked.take(CHUNK_NBYTES)
+                yield self._pool.submit(summarise_piece, flat, piece, dtype), CHUNK_NBYTES
+            return
+        geometry, chain, shape = plan.geometry, plan.chain, job.descriptor.shape
+        record = job.tensor(chain.stored)
+        wanted = job.row is None and job.wants_statistics(self._options.statistics)
+        statistics = job.define.dtype if wanted else None
+        nbytes = prod(geometry.chunk) * geometry.itemsize
+        for ordinal, slices in geometry.chunks(shape):
+            self._booked.take(nbytes)
+            yield (
+                self._pool.submit(encode_chunk, record, ordinal, slices, geometry, chain, statistics),
+                nbytes,
+            )
+
+
+def plan_of(store: RunStore, job: RecordJob) -> Plan:
+    """Which series the record goes to: one of tensors, or one of statistics, whose codec no sample decides."""
+    define, shape = job.define, job.descriptor.shape
+    if job.descriptor.payload:
+        return store.plan(define.key, define.dtype, define.attributes, shape, job.read(SAMPLE_NBYTES))
+    return store.plan(define.key, statistics_of(define.dtype), define.attributes, shape, b"")
+
+
+def _then(first: Future[None], follow: Callable[[], Future[None]]) -> Future[None]:
+    """The result of `follow()`, called when `first` is done."""
+    done: Future[None] = Future()
+
+    def pass_on(future: Future[None]) -> None:
+        error = future.exception()
+        done.set_exception(error) if error else done.set_result(None)
+
+    first.add_done_callback(lambda _: follow().add_done_callback(pass_on))
+    return done

@@ -1,0 +1,133 @@
+"""A rank's shared memory as the daemon sees it: checked before it is mapped, mapped read-only.
+
+The memfd must be sealed against shrinking, growing and further sealing, have the announced size, and consist of
+ordinary pages: then no later act of the rank can turn a read into SIGBUS. (A hole in huge pages is filled from a
+pool that may be empty.) Where the kernel knows FUTURE_WRITE, that seal is demanded, too: with it nobody can take pages
+away, so that what `is_written` said of a range stays true. The mapping lives as long as anything (the session, a job's
+memoryview) refers to it, and is unmapped with the last reference.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import mmap
+import os
+import stat
+
+from capd.errors import ArenaError
+from capd.server.rank.accounting import MAX_COUNT, PageCounters
+from capd.server.rank.journal import Journal
+from capd.server.rank.written import WrittenPages
+from capd_client.protocol.counter_page import (
+    COUNTER_DROPS,
+    COUNTER_IN_FLIGHT,
+    COUNTER_MAGIC,
+    COUNTER_OFFERED,
+    COUNTER_STEPS,
+    DROP_REASONS,
+    PAGE_NBYTES,
+)
+from capd_client.protocol.journal_layout import JOURNAL_START
+
+__all__ = ["MAX_ARENA_NBYTES", "Arena"]
+
+MAX_ARENA_NBYTES = 1 << 44  # 16 TiB: above any node's memory, below where offsets could overflow
+_MAX_ITERATIONS = 1 << 62  # the protocol's integers have 63 bits
+_FUTURE_WRITE = 0x10  # fcntl has the name from Python 3.13 on
+_REQUIRED_SEALS = {"SHRINK": fcntl.F_SEAL_SHRINK, "GROW": fcntl.F_SEAL_GROW, "SEAL": fcntl.F_SEAL_SEAL}
+
+
+class Arena:
+    """A read-only mapping of a rank's sealed memfd."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Check and map `fd`, which stays the caller's to close.
+
+        Raises ArenaError when it is not a memfd of exactly `nbytes` in ordinary pages, sealed SHRINK|GROW|SEAL, and
+        FUTURE_WRITE where the kernel knows it, or when its counter page does not begin with the expected word.
+        """
+        seals = _check(fd, nbytes)
+        self.identity = _identity(fd)
+        self.nbytes = nbytes
+        written = WrittenPages(fd, lasting=bool(seals & _FUTURE_WRITE))
+        self.is_written, self.read = written.holds, written.read  # see there
+        try:
+            self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            raise ArenaError(f"cannot map an arena of {nbytes} bytes: {error}") from error
+        self._bytes = memoryview(self._map)
+        self._words = self._bytes[:PAGE_NBYTES].cast("Q")
+        if not self.is_written(0, PAGE_NBYTES):
+            raise ArenaError("the counter page was never written")
+        if self._words[0] != COUNTER_MAGIC:
+            raise ArenaError(f"the counter page begins with {self._words[0]:#x}, expected {COUNTER_MAGIC:#x}")
+
+    def slice(self, offset: int, nbytes: int) -> memoryview:
+        """Read-only bytes of one capture; keeps the mapping alive. The caller has checked the range."""
+        return self._bytes[offset : offset + nbytes] if nbytes else memoryview(b"")
+
+    def fills_up(self, offset: int) -> bool:
+        """Whether a slot at `offset` says that little room is left: slots are taken from the front."""
+        first = min(self._words[JOURNAL_START], self.nbytes)
+        return offset > first + (self.nbytes - first) // 4
+
+    def journal(self) -> Journal | None:
+        """The rank's journal as its counter page tells of it; None where there is none, or none that is possible."""
+        return Journal.of(self._words, self.nbytes, self.read)
+
+    def counters(self) -> PageCounters:
+        """Read the rank's counters. Not one atomic reading: exact once the rank is at rest or gone."""
+        words = [min(word, MAX_COUNT) for word in self._words[: COUNTER_DROPS + len(DROP_REASONS)]]
+        dropped = {reason: words[COUNTER_DROPS + at] for at, reason in enumerate(DROP_REASONS)}
+        return PageCounters(words[COUNTER_OFFERED], words[COUNTER_IN_FLIGHT], dropped)
+
+    def begun(self) -> int:
+        """Iterations that the rank has begun: 1 + the current one, 0 before the first."""
+        return min(self._words[COUNTER_STEPS], _MAX_ITERATIONS)
+
+    def is_same_memory(self, fd: int) -> bool:
+        """Whether `fd` refers to the memory that is mapped here already."""
+        return _identity(fd) == self.identity
+
+
+def _identity(fd: int) -> tuple[int, int, int]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino, found.st_size
+
+
+@functools.cache
+def _demanded_seals() -> dict[str, int]:
+    """By name: FUTURE_WRITE, too, if the kernel knows it."""
+    try:
+        fd = os.memfd_create("capd-seals", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise ArenaError(f"no memfd can be made: {error}") from error
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FUTURE_WRITE)
+    except OSError:  # before Linux 5.1: a rank may take pages away once they were looked at
+        return _REQUIRED_SEALS
+    finally:
+        os.close(fd)
+    return _REQUIRED_SEALS | {"FUTURE_WRITE": _FUTURE_WRITE}
+
+
+def _check(fd: int, nbytes: int) -> int:
+    """The seals that it has."""
+    if not PAGE_NBYTES < nbytes <= MAX_ARENA_NBYTES:
+        raise ArenaError(f"an arena of {nbytes} bytes is outside {PAGE_NBYTES + 1} … {MAX_ARENA_NBYTES}")
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise ArenaError("the arena's descriptor is not a memfd")
+    if (page_nbytes := os.fstatvfs(fd).f_bsize) != mmap.PAGESIZE:
+        raise ArenaError(f"the arena's memory is in pages of {page_nbytes} bytes, not {mmap.PAGESIZE}")
+    if found.st_size != nbytes:
+        raise ArenaError(f"the arena has {found.st_size} bytes, {nbytes} were announced")
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise ArenaError(f"the arena's descriptor is not a memfd: {error}") from error
+    missing = [name for name, seal in _demanded_seals().items() if not seals & seal]
+    if missing:
+        raise ArenaError(f"the arena is not sealed against {'|'.join(missing)}; seal it before it is sent")
+    return seals

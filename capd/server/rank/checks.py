@@ -1,0 +1,161 @@
+"""Decides whether what a rank wrote, in a descriptor or a statistics row, can be believed. Pure: no I/O, no state.
+
+A descriptor comes from another process and decides which bytes of its arena are read and how they are
+interpreted, so each of its numbers is checked with Python ints before anything is touched.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from capd.server.rank.arena import MAX_ARENA_NBYTES
+from capd.store.format.statistics import is_whole
+from capd_client.protocol.counter_page import PAGE_NBYTES
+from capd_client.protocol.dtypes import ITEM_NBYTES
+from capd_client.protocol.messages import Define, Descriptor, Part
+from capd_client.protocol.statistics_row import NO_ROW_DTYPES, ROW_FIELDS, ROW_NBYTES
+
+__all__ = ["MAX_METADATA_DEPTH", "believes_row", "define_problem", "descriptor_problem"]
+
+MAX_METADATA_DEPTH = 64  # deeper JSON could exhaust a reader's recursion limit
+_ROW_ALIGNMENT = 8
+_MAX_WHOLE = 1 << 32  # integers of 32 bits and fewer have rows
+
+_json_object = msgspec.json.Decoder(dict[str, Any])
+
+
+def define_problem(define: Define) -> str | None:
+    """Why no record under `define` can be stored, for the NACKs' text; None when nothing is wrong with it."""
+    try:
+        json.dumps(define.attributes, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"attributes of key id {define.id} hold something that JSON does not: {error}"
+    if _depth(define.attributes) > MAX_METADATA_DEPTH:
+        return f"attributes of key id {define.id} are nested more than {MAX_METADATA_DEPTH} levels deep"
+    return None
+
+
+def descriptor_problem(item: Descriptor, define: Define | None, arena_nbytes: int) -> str | None:
+    """What is wrong with `item`, for the NACK's text; None when every field is consistent.
+
+    Args:
+        item: the descriptor as decoded (field limits are already checked by the protocol's types).
+        define: what its key_id stands for on this connection, None where nothing was defined.
+        arena_nbytes: size of the sender's arena in bytes, counter page included.
+    """
+    if define is None:
+        return f"key id {item.key_id} was never defined on this connection"
+    item_nbytes = ITEM_NBYTES.get(define.dtype)
+    if item_nbytes is None:
+        return f"dtype {define.dtype[:64]!r} is not one this daemon stores"
+    elements = math.prod(item.shape)
+    # An empty tensor has no bytes, but its other extents still become chunks and indices.
+    extents = elements or math.prod(max(1, extent) for extent in item.shape)
+    if extents * item_nbytes > MAX_ARENA_NBYTES:
+        return f"shape {item.shape} of {define.dtype} is larger than any arena ({MAX_ARENA_NBYTES} bytes)"
+    expected = elements * item_nbytes if item.payload or item.row_offset is None else 0
+    if item.record_nbytes != expected:
+        return f"shape {item.shape} of {define.dtype} has {expected} bytes, not {item.record_nbytes}"
+    problem = _part_problem(item, item.part) if item.part is not None else None
+    if problem is None and item.nbytes:
+        problem = _place_problem(item.offset, item.nbytes, arena_nbytes)
+    if problem is None and item.row_offset is not None:
+        problem = _place_problem(item.row_offset, ROW_NBYTES, arena_nbytes)
+        if item.row_offset % _ROW_ALIGNMENT:
+            problem = f"row_offset {item.row_offset} is no multiple of {_ROW_ALIGNMENT}"
+    if problem is None and item.order is not None:
+        problem = _order_problem(item, item.order)
+    if problem is None and item.metadata:
+        problem = _metadata_problem(item.metadata)
+    return problem
+
+
+def _place_problem(offset: int, nbytes: int, arena_nbytes: int) -> str | None:
+    if offset < PAGE_NBYTES:
+        return f"offset {offset} lies in the counter page (the first {PAGE_NBYTES} bytes)"
+    if offset + nbytes > arena_nbytes:
+        return f"{nbytes} bytes at offset {offset} pass the arena's end at {arena_nbytes}"
+    return None
+
+
+def _part_problem(item: Descriptor, part: Part) -> str | None:
+    if part.record >= item.sequence:
+        return f"record {part.record} does not come before its part {item.sequence}"
+    if part.first + item.nbytes > part.nbytes or not part.nbytes:
+        return f"{item.nbytes} bytes from {part.first} on are no part of a record of {part.nbytes}"
+    if item.row_offset is not None:
+        return "a part brings no statistics row"
+    return None
+
+
+def _order_problem(item: Descriptor, order: tuple[int, ...]) -> str | None:
+    if sorted(order) != list(range(len(item.shape))):
+        return f"order {order} does not name each axis of shape {item.shape} once"
+    return None if item.part is None else "a part brings no order of axes"
+
+
+@np.errstate(invalid="ignore")  # any bit pattern may come
+def believes_row(row: bytes, dtype: str, shape: tuple[int, ...]) -> bool:
+    """Whether a row that a rank computed of a tensor contradicts neither the tensor nor itself.
+
+    Args:
+        row: ROW_NBYTES bytes, a copy: the rank can still change what lies in its arena.
+        dtype: the tensor's, one that this daemon stores.
+        shape: the tensor's.
+    """
+    values = np.frombuffer(row, dtype="<f8")
+    elements = math.prod(shape) * (2 if dtype == "float4_e2m1fn_x2" else 1)
+    count, nan, infinite, zero, low, high, largest, _, squares = values[: len(ROW_FIELDS)].tolist()
+    bins = values[len(ROW_FIELDS) :]
+    whole = bins.astype(np.int64)
+    if dtype in NO_ROW_DTYPES or whole.min() < 0 or not np.array_equal(whole, bins):
+        return False
+    if not all(number >= 0 and number.is_integer() for number in (count, nan, infinite, zero)):
+        return False
+    if (
+        count != elements
+        or nan + infinite + zero > count
+        or bins.sum() != count
+        or bins[255] != nan + infinite
+    ):
+        return False
+    if count == nan + infinite:
+        consistent = all(math.isnan(end) for end in (low, high, largest))
+    else:
+        consistent = math.isfinite(largest) and low <= high and largest == max(abs(low), abs(high))
+        if is_whole(dtype):
+            consistent = consistent and low.is_integer() and high.is_integer() and largest <= _MAX_WHOLE
+    return bool(consistent and squares >= 0)
+
+
+def _metadata_problem(metadata: bytes) -> str | None:
+    try:
+        _json_object.decode(metadata)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return f"metadata is not a JSON object: {error}"
+    if (
+        metadata.count(b"[") + metadata.count(b"{") > MAX_METADATA_DEPTH
+        and _depth(_json_object.decode(metadata)) > MAX_METADATA_DEPTH
+    ):
+        return f"metadata is nested more than {MAX_METADATA_DEPTH} levels deep"
+    return None
+
+
+def _depth(value: Any) -> int:
+    deepest, level = 0, [value]
+    while level := [child for parent in level for child in _children(parent)]:
+        deepest += 1
+        if deepest > MAX_METADATA_DEPTH:
+            break
+    return deepest
+
+
+def _children(value: Any) -> Any:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()

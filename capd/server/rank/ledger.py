@@ -1,0 +1,72 @@
+"""The drop ledger of one session: cumulative drops per key and reason. Pure, in memory."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from capd.server.rank.accounting import MAX_COUNT
+from capd.store.catalog.rows import LedgerRow
+from capd_client.protocol.counter_page import DROP_REASONS, DropReason
+from capd_client.protocol.dtypes import ITEM_NBYTES
+from capd_client.protocol.key import Key
+from capd_client.protocol.messages import Define, Descriptor, DropRow
+
+__all__ = ["MAX_LEDGER_NBYTES", "Ledger"]
+
+MAX_LEDGER_NBYTES = 16 << 20  # of one session, over all its connections: some 40,000 rows
+_ROW_NBYTES = 256  # of a row beside its key
+_MAX_NBYTES = 1 << 62  # with MAX_COUNT: what a row adds up to can always be encoded
+
+
+class Ledger:
+    """Cumulative rows, the larger count winning: the rank reports its rows and may repeat or lag.
+
+    Refusals the daemon gave are entered here too, so that they are known per key even if the rank dies
+    before it can report them. Rows beyond MAX_LEDGER_NBYTES are left out: what they would count stands in the
+    session's counters, without its key. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[Key, str, str], LedgerRow] = {}
+        self.version = 0  # grows with every change
+        self._room_nbytes = MAX_LEDGER_NBYTES
+
+    def report(self, define: Define, row: DropRow) -> None:
+        """Take a row as the rank sent it."""
+        reason = DROP_REASONS[row.reason].value
+        entry = LedgerRow(
+            define.key, define.dtype, reason, min(row.count, MAX_COUNT), min(row.nbytes, _MAX_NBYTES),
+            row.first_iteration, row.last_iteration,
+        )  # fmt: skip
+        self._enter(entry)
+
+    def refuse(self, item: Descriptor, define: Define, reason: DropReason) -> None:
+        """Count one refusal of the daemon's own, with the bytes of its tensor, as the rank does."""
+        iteration = item.moment.iteration
+        known = self._rows.get((define.key, define.dtype, reason.value))
+        count, first, last = 1, iteration, iteration
+        nbytes = min(math.prod(item.shape) * ITEM_NBYTES.get(define.dtype, 0), _MAX_NBYTES)
+        if known is not None:
+            count = known.count + 1
+            nbytes = min(known.nbytes + nbytes, _MAX_NBYTES)
+            first, last = min(first, known.first_iteration), max(last, known.last_iteration)
+        self._enter(LedgerRow(define.key, define.dtype, reason.value, count, nbytes, first, last))
+
+    def rows(self) -> list[LedgerRow]:
+        """All rows."""
+        return list(self._rows.values())
+
+    def _enter(self, entry: LedgerRow) -> None:
+        key = (entry.key, entry.dtype, entry.reason)
+        known = self._rows.get(key)
+        if known is None:
+            nbytes = _ROW_NBYTES + len(msgspec.msgpack.encode(key))
+            if nbytes > self._room_nbytes:
+                return
+            self._room_nbytes -= nbytes
+        elif entry.count <= known.count:
+            return
+        self._rows[key] = entry
+        self.version += 1

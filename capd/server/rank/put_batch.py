@@ -1,0 +1,46 @@
+"""Checks one PUT against what its rank has defined, and against the rank's arena, before anything of it is taken."""
+
+from __future__ import annotations
+
+from capd.server.rank.arena import Arena
+from capd.server.rank.checks import believes_row, descriptor_problem
+from capd.server.rank.session import Checked, Session
+from capd_client.errors import ProtocolError
+from capd_client.protocol.messages import Define, Descriptor, Put
+from capd_client.protocol.statistics_row import ROW_NBYTES
+
+__all__ = ["checked", "problem_of"]
+
+
+def checked(message: Put, session: Session, arena: Arena) -> tuple[list[Checked], dict[int, bytes]]:
+    """Each descriptor with its definition and what is wrong with it; by sequence, the statistics rows of the rank.
+
+    Raises ProtocolError when the batch's sequences do not ascend.
+    """
+    items: list[Checked] = []
+    rows: dict[int, bytes] = {}
+    previous = -1
+    for item in message.items:
+        if item.sequence <= previous:
+            raise ProtocolError(f"sequence {item.sequence} follows {previous} in one batch")
+        previous = item.sequence
+        define = session.keys.get(item.key_id)
+        problem = session.key_problems.get(item.key_id) or problem_of(item, define, arena)
+        if problem is None and define is not None and item.row_offset is not None:
+            row = bytes(arena.slice(item.row_offset, ROW_NBYTES))
+            if believes_row(row, define.dtype, item.shape):
+                rows[item.sequence] = row
+            elif not item.payload:
+                problem = f"the statistics row at {item.row_offset} contradicts the tensor, or itself"
+        items.append((item, define, problem))
+    return items, rows
+
+
+def problem_of(item: Descriptor, define: Define | None, arena: Arena) -> str | None:
+    """What is wrong with a descriptor of `arena`, for the NACK's text; None: its bytes may be read."""
+    problem = descriptor_problem(item, define, arena.nbytes)
+    if problem is None and not arena.is_written(item.offset, item.nbytes):
+        problem = f"not all of the {item.nbytes} bytes at offset {item.offset} were ever written"
+    if problem is None and item.row_offset is not None and not arena.is_written(item.row_offset, ROW_NBYTES):
+        problem = f"the statistics row at {item.row_offset} was never written"
+    return problem

@@ -1,0 +1,1 @@
+"""The runs of a daemon, and which ranks may join them."""

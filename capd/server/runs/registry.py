@@ -1,0 +1,312 @@
+"""The runs this daemon writes and the ranks in them: who may join, and when a run is sealed.
+
+The daemon's clock calls `tick` a few times a second (`capd.server.runs.upkeep`). A run is sealed once its last rank has
+been gone for `idle_seal_s`; ranks that come later reopen it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+from capd.errors import ArenaError, ConfigError, StoreError
+from capd.metrics import RunStats
+from capd.server.net.peer import Refusal
+from capd.server.pipeline.pipeline import Pipeline
+from capd.server.process import has_ended
+from capd.server.rank.accounting import settled
+from capd.server.rank.arena import Arena
+from capd.server.rank.rank import RankSession
+from capd.server.rank.session import Session
+from capd.server.runs.names import RunNames
+from capd.server.runs.root_lock import RootLock
+from capd.server.runs.run import Forgotten, Run
+from capd.server.runs.snapshot import run_stats
+from capd.server.runs.upkeep import Tending, tell_end
+from capd.store.catalog.opening import connect_read_only
+from capd.store.catalog.rows import CATALOG_NAME, SessionRow
+from capd.store.catalog.sessions import read_sessions
+from capd.store.format.ranges import RangeSet
+from capd_client.protocol.messages import PROTOCOL_VERSION, Hello
+
+__all__ = ["Registry"]
+
+logger = logging.getLogger(__name__)
+
+MAX_RUNS = 1024  # runs of one daemon; a rank that brings one more is refused
+MAX_QUIET_RUNS = 64  # sealed runs without ranks that STATS still shows
+_SCARCE = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE})  # there may be more of it later
+
+
+class Registry:
+    """All runs and ranks of the daemon."""
+
+    def __init__(
+        self, root: Path, node: str, lock: RootLock, names: RunNames, pipeline: Pipeline, idle_seal_s: float
+    ) -> None:
+        self._root, self._node, self._owner, self._names = root, node, lock, names
+        self._pipeline = pipeline
+        self._idle_seal_s = idle_seal_s
+        self._lock = threading.Lock()
+        self._tending = Tending(pipeline, self._lock, idle_seal_s)
+        self._runs: dict[str, Run] = {}
+        self._closing = False
+        self._forgotten = Forgotten()
+
+    # From connections
+
+    def admit(self, hello: Hello, fd: int, process: int | None) -> RankSession:
+        """Give a rank its place: its run is opened, its arena checked, older connections are superseded.
+
+        `fd` stays the caller's to close; `process` is the session's once this returns. Raises Refusal.
+        """
+        # What is gone cannot come back to the next daemon: its arena is taken in as long as there is a pipeline.
+        gone = process is not None and has_ended(process)
+        if hello.protocol != PROTOCOL_VERSION:
+            raise Refusal(
+                "version",
+                f"the rank speaks protocol {hello.protocol}, this daemon {PROTOCOL_VERSION}; "
+                f"install the same capd version on both sides",
+            )
+        with self._lock:
+            if self._closing and not gone:
+                raise Refusal("closing", "the daemon is shutting down", retry=True)
+            run = self._run_of(hello)
+            run.arriving += 1
+        try:
+            with self._arriving(run):
+                self._open(run)
+                return self._place(run, hello, fd, process)
+        except ArenaError as error:
+            scarce = isinstance(error.__cause__, OSError) and error.__cause__.errno in _SCARCE
+            raise Refusal("arena", str(error), retry=scarce) from error
+        except StoreError as error:
+            # What is locked or what the operating system refused may work later; a foreign or newer store will not.
+            retry = error.retry or isinstance(error.__cause__, OSError)
+            raise Refusal("run", str(error), retry=retry) from error
+
+    @contextlib.contextmanager
+    def _arriving(self, run: Run) -> Iterator[None]:
+        """While `run.arriving` was counted up: counts down again, and forgets the run if it could not be opened."""
+        try:
+            yield
+        finally:
+            with self._lock:
+                run.arriving -= 1
+                run.quiet_since = time.monotonic()
+                if not run.opened and not run.arriving:
+                    self._runs.pop(run.run_id, None)
+
+    def _run_of(self, hello: Hello) -> Run:
+        try:
+            run_id = self._names.resolve(hello.run_id, self._is_active)
+        except ConfigError as error:
+            raise Refusal("run", str(error)) from error
+        for run in self._runs.values():
+            if hello.client in run.ranks and run.run_id != run_id:
+                raise Refusal("run", f"this client writes to run {run.run_id!r} already, not {run_id!r}")
+        note = self._owner.note
+        if note.assigned_run != self._names.assigned:
+            note.assigned_run = self._names.assigned
+            self._owner.write()
+        return self._run(run_id)
+
+    def _run(self, run_id: str) -> Run:
+        run = self._runs.get(run_id)
+        if run is None:
+            if len(self._runs) >= MAX_RUNS:
+                raise Refusal("run", f"this daemon writes {MAX_RUNS} runs already; start another one")
+            run = self._runs[run_id] = Run(run_id, self._root / f"{run_id}.zarr")
+        return run
+
+    def _is_active(self, run_id: str) -> bool:
+        run = self._runs.get(run_id)
+        if run is None:
+            return False
+        quiet_s = time.monotonic() - run.quiet_since
+        return bool(run.ranks or run.arriving or quiet_s < self._idle_seal_s)
+
+    def _open(self, run: Run) -> None:
+        """Open or recover the run; may take long, so it is called without the lock."""
+        if not self._root.is_dir():
+            raise StoreError(f"the store {self._root} is gone; start `capd serve` again")
+        self._forgotten.wait(run.run_id)  # else it would be closed just after it was found open
+        self._pipeline.open_run(run.run_id)
+        if run.opened:
+            return
+        totals = self._pipeline.run_stats(run.run_id)
+        beside = self._pipeline.beside_nbytes(run.run_id)
+        rows = [self._settled(run, row) for row in self._earlier_rows(run)]
+        with self._lock:
+            if not run.opened:
+                run.opened, run.totals, run.beside_bytes = True, totals, beside
+                run.stored_before = totals.stored_bytes + beside
+                run.finished = {row.client: row for row in rows if row.client not in run.ranks}
+
+    def _earlier_rows(self, run: Run) -> list[SessionRow]:
+        catalog = run.path / ".capd" / f"node={self._node}" / CATALOG_NAME
+        db = connect_read_only(catalog)
+        try:
+            return read_sessions(db)
+        except sqlite3.DatabaseError as error:
+            raise StoreError(
+                f"cannot read the sessions in {catalog}: {error}",
+                retry=isinstance(error, sqlite3.OperationalError),
+            ) from error
+        finally:
+            db.close()
+
+    def _settled(self, run: Run, row: SessionRow) -> SessionRow:
+        """An earlier session; if it was over with captures in work when its daemon was killed, with final counters."""
+        if row.clean or row.state == "live":
+            return row
+        final = settled(row, len(RangeSet(self._pipeline.committed(run.run_id, row.client))))
+        self._pipeline.save_session(run.run_id, final)
+        return final
+
+    def _place(self, run: Run, hello: Hello, fd: int, process: int | None) -> RankSession:
+        client = hello.client
+        while True:
+            with self._lock:
+                known = client in run.ranks
+            committed = [] if known else self._pipeline.committed(run.run_id, client)
+            with self._lock:
+                rank = run.ranks.get(client)
+                if rank is None and known:
+                    continue  # it was finished in between: ask for what it committed
+                arena = rank.arena_of(fd, hello.arena_nbytes) if rank else Arena(fd, hello.arena_nbytes)
+                if rank is None:
+                    before = run.finished.get(client)
+                    started_ns = before.started_ns if before else time.time_ns()
+                    session = Session(client, run.run_id, committed)
+                    rank = RankSession(
+                        session,
+                        hello,
+                        arena,
+                        self._pipeline.submit,
+                        self._pipeline.forget,
+                        started_ns,
+                        run.steering,
+                    )
+                reject = rank.connect(hello, arena, process)
+                if reject is not None:
+                    raise Refusal(reject.code, reject.message)
+                run.ranks[client] = rank
+                run.finished.pop(client, None)
+            # In front of all that it will capture: a daemon killed at once leaves no records of an unknown session.
+            self._pipeline.save_session(run.run_id, rank.row())
+            return rank
+
+    # From tools and from the daemon
+
+    def adopt(self, run_id: str) -> None:
+        """Open a run that a daemon before left unsealed; it is sealed unless ranks come. Raises StoreError."""
+        try:
+            with self._lock:
+                run = self._run(run_id)
+                run.arriving += 1
+        except Refusal as refusal:
+            raise StoreError(str(refusal)) from refusal
+        with self._arriving(run):
+            self._open(run)
+
+    def runs(self) -> list[Run]:
+        """All runs, the newest last."""
+        with self._lock:
+            return list(self._runs.values())
+
+    def stats(self, run_id: str | None) -> list[RunStats]:
+        """Counters of one run, or of all, as they are now."""
+        found = []
+        for run in self.runs():
+            if run_id not in (None, run.run_id):
+                continue
+            with self._lock:  # a rank that is just finishing counts once, a run just forgotten is closed
+                if run.opened and self._runs.get(run.run_id) is run:
+                    run.totals = self._pipeline.run_stats(run.run_id)
+                ranks, finished = list(run.ranks.values()), list(run.finished.values())
+            found.append(run_stats(run, ranks, finished))
+        return found
+
+    def stored_nbytes(self) -> int:
+        """Bytes this daemon added to the store: shards, small-record logs and catalogs."""
+        with self._lock:
+            for run in self._runs.values():
+                if run.opened:
+                    self._measure(run)
+            return self._forgotten.added_nbytes + sum(run.added_nbytes for run in self._runs.values())
+
+    def _measure(self, run: Run) -> None:
+        run.totals = self._pipeline.run_stats(run.run_id)
+        run.beside_bytes = self._pipeline.beside_nbytes(run.run_id)
+
+    def seal(self, run_id: str) -> Future[None]:
+        """Seal a run now. Raises StoreError when this daemon has no such run, or has not opened it yet."""
+        with self._lock:
+            run = self._runs.get(run_id)
+            if run is None or not run.opened:
+                raise StoreError(f"run {run_id!r} is not open yet; try again", retry=True)
+            return self._tending.begin_seal(run)
+
+    def is_quiet(self) -> bool:
+        """No rank is here or may come back, and everything is sealed."""
+        return all(run.sealed and not run.ranks and not run.arriving for run in self.runs())
+
+    def refuse_new(self) -> None:
+        """No rank is admitted from now on."""
+        with self._lock:
+            self._closing = True
+
+    # The clock
+
+    def tick(self) -> None:
+        """Note deaths, persist counters that changed, seal what has been quiet."""
+        now = time.monotonic()
+        for run in self.runs():
+            if run.opened:
+                run.count(self._pipeline.run_stats(run.run_id), now)
+                self._tending.ranks(run, now)
+                run.steer()
+                self._tending.seal(run, now)
+        self._forget_old_runs()
+
+    def recover_all(self, timeout_s: float) -> None:
+        """Take what ranks that are gone left in their arenas, before the pipeline ends."""
+        until = time.monotonic() + timeout_s
+        ranks = [rank for run in self.runs() for rank in list(run.ranks.values())]
+        for rank in ranks:
+            rank.check_process(grace_s=None)
+        for rank in ranks:
+            if not rank.wait_recovered(max(0.0, until - time.monotonic())):
+                logger.warning("what rank %d left in its arena could not be taken in time", rank.hello.rank)
+
+    def save_all(self, timeout_s: float) -> None:
+        """Persist every rank's present counters; one that cannot be saved in time is logged, and ends it."""
+        until = time.monotonic() + timeout_s
+        for run in self.runs():
+            for rank in list(run.ranks.values()):
+                rank.check_process(grace_s=None)
+                row = rank.row()
+                try:
+                    self._pipeline.save_session(rank.run_id, row).result(max(0.0, until - time.monotonic()))
+                except (TimeoutError, OSError, StoreError) as error:
+                    logger.error("counters of rank %d could not be saved: %s", rank.hello.rank, error)
+                    return
+                if rank.at_rest:  # the clock has not seen it
+                    tell_end(rank, row)
+
+    def _forget_old_runs(self) -> None:
+        with self._lock:
+            quiet = [run for run in self._runs.values() if run.sealed and not run.ranks and not run.arriving]
+            for run in quiet[: max(0, len(quiet) - MAX_QUIET_RUNS)]:
+                self._measure(run)  # its seal may have ended after the clock counted
+                del self._runs[run.run_id]
+                self._forgotten.add(run, self._pipeline.close_run(run.run_id))
+            self._forgotten.tend()

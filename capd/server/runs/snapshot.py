@@ -1,0 +1,99 @@
+"""Builds the replies to STATS and CONTROL: what the daemon knows right now, as `capd.metrics` models."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from capd.metrics import RankControl, RunStats, Selected, SessionStats
+from capd.metrics import Steer as ShownSteer
+from capd.server.rank.rank import RankSession
+from capd.server.runs.run import Run
+from capd.store.catalog.rows import SessionRow
+from capd_client.protocol.control import Steer
+
+__all__ = ["rank_control", "run_stats"]
+
+
+def run_stats(run: Run, ranks: list[RankSession], finished: list[SessionRow]) -> RunStats:
+    """Counters of one run: the sums over its sessions, here now or gone, and the sessions themselves."""
+    sessions = [_session(row, connected=False, clean=row.clean) for row in finished]
+    sessions += [_session(rank.row(), connected=rank.connected, clean=True) for rank in ranks]
+    dropped: Counter[str] = Counter()
+    for session in sessions:
+        dropped.update(session.dropped)
+    return RunStats(
+        run_id=run.run_id,
+        path=str(run.path),
+        offered=sum(session.offered for session in sessions),
+        committed=sum(session.committed for session in sessions),
+        in_flight=sum(session.in_flight for session in sessions),
+        dropped=dict(dropped),
+        records=run.totals.records,
+        statistics_records=run.totals.statistics_records,
+        raw_bytes=run.totals.raw_bytes,
+        stored_bytes=run.totals.stored_bytes,
+        rate_mib_s=run.rate_mib_s(),
+        sealed=run.sealed,
+        sessions=sorted(sessions, key=lambda session: (session.rank, session.attempt)),
+        why_full=next((rank.why_full for rank in ranks if rank.why_full), run.why_full),
+        clean=all(session.clean for session in sessions),
+    )
+
+
+def _session(row: SessionRow, *, connected: bool, clean: bool) -> SessionStats:
+    state = row.state
+    return SessionStats.model_validate(
+        {
+            "client": row.client.hex(),
+            "rank": row.rank,
+            "attempt": row.attempt,
+            "host": row.host,
+            "pid": row.pid,
+            "state": state,
+            "end": row.end,
+            "connected": connected,
+            "offered": row.offered,
+            "committed": row.committed,
+            "in_flight": row.in_flight,
+            "dropped": row.dropped,
+            "clean": clean,
+        }
+    )
+
+
+def rank_control(rank: RankSession, wanted: Steer | None) -> RankControl:
+    """How a live rank is steered, and what of `wanted` it does not follow yet."""
+    row, begun, steered = rank.row(), rank.begun, rank.orders.steered
+    in_force = None if steered is None else steered.in_force
+    behind = wanted is not None and (in_force is None or in_force.id < wanted.id)
+    return RankControl(
+        run_id=rank.run_id,
+        rank=row.rank,
+        attempt=row.attempt,
+        host=row.host,
+        pid=row.pid,
+        connected=rank.connected,
+        iteration=begun - 1 if begun else None,
+        capturing=in_force is None or in_force.capturing,
+        in_force=_steer(in_force),
+        since=None if steered is None else steered.since,
+        modules=None if in_force is None or steered is None else steered.modules,
+        pending=_steer(wanted) if behind else None,
+        received=wanted is not None and steered is not None and steered.id >= wanted.id,
+        problem="" if steered is None else steered.problem,
+        in_flight=row.in_flight,
+        dropped=row.dropped,
+    )
+
+
+def _steer(steer: Steer | None) -> ShownSteer | None:
+    if steer is None:
+        return None
+    selection = steer.selection
+    return ShownSteer(
+        from_iteration=steer.from_iteration,
+        capturing=steer.capturing,
+        selection=None if selection is None else Selected.model_validate(msgspec.to_builtins(selection)),
+    )

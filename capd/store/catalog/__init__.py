@@ -1,0 +1,1 @@
+"""The SQLite catalog of a node, derived from the frames."""

@@ -1,0 +1,36 @@
+"""The sessions' counters in a catalog, which stand in no frame."""
+
+from __future__ import annotations
+
+import sqlite3
+
+import msgspec
+
+from capd.store.catalog.rows import SessionRow
+from capd_client.protocol.key import MAX_INDEX
+
+__all__ = ["read_sessions"]
+
+_STATES = {"live", "ended", "died"}
+_decode = msgspec.msgpack.Decoder(SessionRow).decode
+
+
+def read_sessions(db: sqlite3.Connection) -> list[SessionRow]:
+    """All sessions of a catalog. Raises sqlite3.DatabaseError for one that makes no sense."""
+    return [_session(client, body) for client, body in db.execute("SELECT client, body FROM sessions")]
+
+
+def _session(client: bytes, body: bytes) -> SessionRow:
+    try:
+        row = _decode(body)
+    except (msgspec.MsgspecError, TypeError, RecursionError) as error:
+        raise sqlite3.DatabaseError(f"a session's row cannot be read: {error}") from error
+    if row.client != client:
+        raise sqlite3.DatabaseError(f"the session of client {row.client.hex()} is filed under another")
+    if row.state not in _STATES:
+        raise sqlite3.DatabaseError(f"the session of client {row.client.hex()} is in no state that there is")
+    counters = (row.rank, row.attempt, row.offered, row.committed, row.in_flight, *row.dropped.values())
+    drops = (n for drop in row.drops for n in (drop.count, drop.nbytes))
+    if not all(0 <= n <= MAX_INDEX for n in (*counters, *drops)):
+        raise sqlite3.DatabaseError(f"the counters of client {row.client.hex()} make no sense")
+    return row

@@ -1,0 +1,176 @@
+"""Everything that changes a store's files: atomically, with the modes and the syncs that the protocol asks for.
+
+The store's other modules open and read files themselves, but create, write, sync, rename and delete only
+through here, so that tests can put a file system with faults in their place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from capd.errors import StoreError
+from capd.store.disk.failpoints import failpoint
+
+__all__ = [
+    "GROUP_SYNC_ABOVE", "FileSystemSyncFailed", "copy_range", "link", "make_directory", "new_file",
+    "pwrite_all", "remove_tree", "rename", "replace_files", "start_writeback", "sync_data", "sync_paths", "truncate",
+    "unlink", "write_file",
+]  # fmt: skip
+
+GROUP_SYNC_ABOVE = 32  # more files than this are cheaper to sync with one syncfs
+_IOV_MAX = 1024
+_SYNC_FILE_RANGE_WRITE = 2
+_libc = ctypes.CDLL(None, use_errno=True)
+# Before Linux 5.8 syncfs does not report the errors of the files it writes.
+_syncfs_reports = tuple(int(part) for part in os.uname().release.split(".")[:2] if part.isdigit()) >= (5, 8)
+
+
+class FileSystemSyncFailed(OSError):
+    """syncfs failed: any file of the file system may have lost what was written to it and not synced."""
+
+
+def make_directory(path: Path) -> list[Path]:
+    """Create `path` and missing parents with mode 0700; returns the directories that gained an entry."""
+    touched: list[Path] = []
+    missing: list[Path] = []
+    here = path
+    while not here.exists():
+        missing.append(here)
+        here = here.parent
+    for directory in reversed(missing):
+        directory.mkdir(mode=0o700, exist_ok=True)
+        touched.append(directory.parent)
+    return touched
+
+
+def replace_files(payloads: dict[Path, bytes], spool: Path) -> None:
+    """Replace many files, each in one step; all are written in `spool` and synced before the first rename."""
+    temporaries = {path: spool / f"document-{number}.tmp" for number, path in enumerate(payloads)}
+    try:
+        for path, payload in payloads.items():
+            write_file(temporaries[path], payload)
+        sync_paths(temporaries.values(), spool)
+        failpoint("replace.after_sync")
+        for path, temporary in temporaries.items():
+            rename(temporary, path)
+            failpoint("replace.after_first")
+    except BaseException:
+        for temporary in temporaries.values():
+            with contextlib.suppress(OSError):
+                unlink(temporary, missing_ok=True)
+        raise
+
+
+def new_file(path: Path, parts: Sequence[bytes]) -> int:
+    """Create a file, mode 0600, with these first bytes; returns its size. Nothing is left if it fails."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        return pwrite_all(fd, parts, 0)
+    except BaseException:
+        unlink(path, missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
+
+
+def write_file(path: Path, payload: bytes) -> None:
+    """Write a file in place, mode 0600, without a sync."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        pwrite_all(fd, [payload], 0)
+    finally:
+        os.close(fd)
+
+
+def pwrite_all(fd: int, parts: Sequence[bytes | memoryview], offset: int) -> int:
+    """Write all parts as one contiguous run at `offset`; returns the offset behind it. Raises OSError."""
+    views = [memoryview(part).cast("B") for part in parts if len(part)]
+    while views:
+        written = os.pwritev(fd, views[:_IOV_MAX], offset)
+        offset += written
+        while views and written >= len(views[0]):
+            written -= len(views.pop(0))
+        if written:
+            views[0] = views[0][written:]
+    return offset
+
+
+def copy_range(source: int, target: int, nbytes: int) -> None:
+    """Copy the first `nbytes` of one file to another, in the kernel where the file system allows it."""
+    done = 0
+    while done < nbytes:
+        try:
+            count = os.copy_file_range(source, target, nbytes - done, done, done)
+        except OSError:  # EXDEV, EINVAL, ENOSYS: not on this file system
+            chunk = os.pread(source, min(8 << 20, nbytes - done), done)
+            count = os.pwrite(target, chunk, done) if chunk else 0
+        if count == 0:
+            raise StoreError(f"source ends after {done} of {nbytes} bytes while a shard is copied")
+        done += count
+
+
+def start_writeback(fd: int, offset: int, nbytes: int) -> None:
+    """Ask the kernel to start writing a range to disk; does not wait, and failing is harmless."""
+    _libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Give `source` the name `target`, replacing a file that has it."""
+    os.replace(source, target)
+
+
+def link(source: Path, target: Path) -> None:
+    """Give `source` the further name `target`; raises FileExistsError if that is taken."""
+    os.link(source, target)
+
+
+def unlink(path: Path, *, missing_ok: bool = False) -> None:
+    """Delete a file."""
+    path.unlink(missing_ok=missing_ok)
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a directory with all that is in it; what cannot be deleted stays."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def truncate(file: int | Path, nbytes: int) -> None:
+    """Cut a file to `nbytes`."""
+    os.truncate(file, nbytes)
+
+
+def sync_data(fd: int) -> None:
+    """Make a file's content durable. After an error the file must not be trusted any more."""
+    os.fdatasync(fd)
+
+
+def sync_paths(paths: Iterable[Path], root: Path) -> None:
+    """Make files and directories durable: one by one when few, else with one syncfs on the root's file system.
+
+    After an error none of the files may be trusted: the kernel marks what it could not write as clean.
+    """
+    todo = set(paths)
+    if len(todo) > GROUP_SYNC_ABOVE and _syncfs_reports:
+        _sync_file_system(root)
+        return
+    for path in todo:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _sync_file_system(root: Path) -> None:
+    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if _libc.syncfs(fd) != 0:
+            error = ctypes.get_errno()
+            raise FileSystemSyncFailed(error, os.strerror(error), str(root))
+    finally:
+        os.close(fd)

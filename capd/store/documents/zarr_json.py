@@ -1,0 +1,178 @@
+"""What the zarr.json documents of a run say: written here, and read back with checks.
+
+zarr-python writes the array metadata (once per geometry; later arrays differ only in `shape`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from capd.errors import NotAStore
+from capd.store.documents.json_document import read_document
+from capd.store.format.codecs import chain_for
+from capd.store.format.columns import TABLE_ROWS, Columns
+from capd.store.format.dtypes import stored_type
+from capd.store.format.frames import FORMAT_VERSION, SeriesHeader
+from capd.store.format.geometry import Geometry
+from capd_client.protocol.key import Moment
+
+__all__ = [
+    "array_differences",
+    "array_document",
+    "group_document",
+    "read_group",
+    "run_attributes",
+    "series_document",
+    "table_document",
+    "table_files",
+]
+
+_SHAPE_HERE = "shape of the array"
+_MAY_BE_ABSENT = frozenset({"attributes", "storage_transformers"})
+
+
+def run_attributes(run: Path) -> dict[str, Any]:
+    """The `capd` attributes of a run; raises NotAStore for anything that is not a run this version can read."""
+    document = read_group(run)
+    if document is None:
+        inside = sorted(path.name for path in run.glob("*.zarr"))
+        hint = f"; it holds runs, such as {inside[-1]}: open one of them" if inside else ""
+        raise NotAStore(f"{run} is not a capd run: it has no zarr.json{hint}")
+    everything = document.get("attributes")
+    attributes = everything.get("capd") if isinstance(everything, dict) else None
+    if not isinstance(attributes, dict) or "format" not in attributes:
+        raise NotAStore(f"{run} is a Zarr hierarchy, but not one that capd wrote")
+    version = attributes["format"]
+    if type(version) is not int or not 0 < version <= FORMAT_VERSION:
+        raise NotAStore(f"{run} has format {version!r}, this capd reads up to {FORMAT_VERSION}; upgrade capd")
+    if not isinstance(attributes.get("run_id", ""), str):
+        raise NotAStore(f"{run / 'zarr.json'} does not name the run")
+    return attributes
+
+
+def read_group(path: Path) -> dict[str, Any] | None:
+    """The parsed zarr.json of a group, or None where there is none. Raises NotAStore if it is no JSON object."""
+    return read_document(path / "zarr.json")
+
+
+def series_document(header: SeriesHeader, node: str, columns: Columns) -> bytes:
+    """zarr.json of a series' group."""
+    stored = stored_type(header.dtype)
+    capd = {
+        "key": msgspec.to_builtins(header.key),
+        "dtype": stored.torch,
+        "encoding": stored.encoding,
+        "node": node,
+        "attributes": header.attributes,
+        "records": columns.published(),
+    }
+    return group_document({"capd": capd})
+
+
+def array_document(header: SeriesHeader, shape: tuple[int, ...]) -> bytes:
+    """zarr.json of a series' array [record, *extents] with this shape."""
+    before, behind = _array_template(header.codec, header.dtype, header.geometry)
+    return f"{before}{json.dumps(shape)}{behind}".encode()
+
+
+def group_document(attributes: dict[str, Any]) -> bytes:
+    """zarr.json of a group."""
+    return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": attributes}).encode()
+
+
+@cache
+def _array_template(codec: str, dtype: str, geometry: Geometry) -> tuple[str, str]:
+    """zarr.json of an array before and behind its shape."""
+    import zarr
+    from zarr.storage import MemoryStore
+
+    store = MemoryStore()
+    stored = stored_type(dtype).stored
+    batches = (geometry.batch, *geometry.chunk)
+    zarr.create_array(
+        store,
+        shape=(0, *geometry.extents),
+        dtype=stored,
+        chunks=batches,
+        shards=(geometry.shard_records, *geometry.extents),
+        compressors=chain_for(codec, dtype).zarr_codecs(),
+        filters=(),
+        fill_value=0,
+        dimension_names=("record", *(f"dim_{axis}" for axis in range(len(geometry.extents)))),
+    )
+    document = json.loads(_bytes_of(store, "zarr.json"))
+    before, behind = json.dumps(document | {"shape": _SHAPE_HERE}, indent=2).split(json.dumps(_SHAPE_HERE))
+    return before, behind
+
+
+def array_differences(found: dict[str, Any], expected: dict[str, Any]) -> Iterator[str]:
+    """How an array's document differs from the one that the writer would write, apart from shape and attributes."""
+    for name in expected.keys() - {"shape", *_MAY_BE_ABSENT}:
+        is_value = name == "fill_value"  # 0, 0.0 and false are one fill value
+        if found.get(name) != expected[name] if is_value else not _same(found.get(name), expected[name]):
+            yield f"{name} is {json.dumps(found.get(name))}, the shards say {json.dumps(expected[name])}"
+    if not isinstance(found.get("attributes", {}), dict) or found.get("storage_transformers", []) != []:
+        yield "attributes or storage_transformers are not those of an array without any"
+    if strange := found.keys() - expected.keys() - _MAY_BE_ABSENT:
+        yield f"unknown members {', '.join(sorted(strange))}"
+
+
+def _same(found: Any, expected: Any) -> bool:
+    """Whether another version of zarr may write `found` for `expected`. Text tells 3 from 3.0 and true."""
+    text, wanted = (json.dumps(_shortest(value), sort_keys=True) for value in (found, expected))
+    if '"codecs": [{"name": "bytes"}' in wanted:  # single bytes: their order says nothing
+        ordered = '"codecs": [{"configuration": {"endian": "little"}, "name": "bytes"}'
+        text = text.replace(ordered, '"codecs": [{"name": "bytes"}')
+    return text == wanted
+
+
+def _shortest(value: Any) -> Any:
+    """A member without the configurations that are empty."""
+    if isinstance(value, dict):
+        kept = {name: member for name, member in value.items() if (name, member) != ("configuration", {})}
+        return {name: _shortest(member) for name, member in kept.items()}
+    return [_shortest(member) for member in value] if isinstance(value, list) else value
+
+
+@cache
+def table_document(ndim: int) -> dict[str, Any]:
+    """The zarr.json that a `moments` array of records with `ndim` axes has, with one row."""
+    one = Columns(0, [(*msgspec.structs.astuple(Moment()), (0,) * ndim)])
+    document: dict[str, Any] = json.loads(table_files(one)["zarr.json"])
+    return document
+
+
+def table_files(columns: Columns) -> dict[str, bytes]:
+    """zarr.json of the `moments` array, and its chunks from that of the first row at hand on."""
+    import zarr
+    from zarr.codecs import Crc32cCodec, ZstdCodec
+    from zarr.storage import MemoryStore
+
+    names_, table = columns.table()
+    store = MemoryStore()
+    array = zarr.create_array(
+        store,
+        shape=(len(columns), table.shape[1]),
+        chunks=(TABLE_ROWS, table.shape[1]),
+        dtype="int64",
+        compressors=[ZstdCodec(level=1), Crc32cCodec()],
+        fill_value=-1,
+        attributes={"columns": names_},
+        dimension_names=("moment", "column"),
+    )
+    array[columns.first :] = table
+    chunks = range(columns.first // TABLE_ROWS, (len(columns) - 1) // TABLE_ROWS + 1)
+    return {name: _bytes_of(store, name) for name in ("zarr.json", *(f"c/{chunk}/0" for chunk in chunks))}
+
+
+def _bytes_of(store: Any, name: str) -> bytes:
+    from zarr.core.buffer import default_buffer_prototype
+
+    return bytes(asyncio.run(store.get(name, default_buffer_prototype())).to_bytes())

@@ -1,0 +1,52 @@
+"""The index of a sealed shard: where each inner chunk lies, as the Zarr sharding codec defines it.
+
+It ends the file: offset and length per chunk as little-endian u64, both 2^64-1 for an empty one, then its crc32c.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capd.errors import DamagedRecord
+from capd.store.format.codecs import crc32c
+
+__all__ = ["EMPTY", "index_bytes", "index_entries", "index_nbytes", "read_index"]
+
+EMPTY = 2**64 - 1
+
+
+def index_nbytes(slots: int) -> int:
+    """Bytes of an index with `slots` entries."""
+    return 16 * slots + 4
+
+
+def index_bytes(index: Mapping[int, tuple[int, int]], slots: int) -> bytes:
+    """The index of these chunks: entry → (offset, bytes)."""
+    entries = np.full((slots, 2), EMPTY, dtype="<u8")
+    for slot, place in index.items():
+        entries[slot] = place
+    body = entries.tobytes()
+    return body + struct.pack("<I", crc32c(body))
+
+
+def index_entries(fd: int, slots: int) -> NDArray[np.uint64] | None:
+    """The entries [slots, 2] at the end of a file, or None if they are missing or fail their checksum."""
+    nbytes, size = index_nbytes(slots), os.fstat(fd).st_size
+    body = os.pread(fd, nbytes, size - nbytes) if size >= nbytes else b""
+    if len(body) != nbytes or struct.unpack("<I", body[-4:])[0] != crc32c(body[:-4]):
+        return None
+    return np.frombuffer(body, dtype="<u8", count=2 * slots).reshape(slots, 2)
+
+
+def read_index(fd: int, slots: int) -> dict[int, tuple[int, int]]:
+    """The entries that are in use: entry → (offset, bytes). Raises DamagedRecord if the checksum is wrong."""
+    entries = index_entries(fd, slots)
+    if entries is None:
+        raise DamagedRecord("the shard's index is missing or fails its checksum")
+    used = np.flatnonzero(entries[:, 0] != EMPTY)
+    return {int(slot): (int(entries[slot, 0]), int(entries[slot, 1])) for slot in used}

@@ -1,0 +1,304 @@
+"""Statistics of records: one definition, additive, so that any group of records merges exactly.
+
+count, nan, inf and zero count elements (-0 is a zero). min, max, absmax, sum and sum_sq cover the finite
+elements; sums accumulate in float64. mean and std derive from them: population std, sqrt(sum_sq/n - mean²).
+The exponent histogram has 256 bins: the biased exponent field of the value as float32 (bin 0: zeros and
+float32 subnormals; 1-254: 2^(bin-127) ≤ |x| < 2^(bin-126); 255: NaN and Inf; finite float64 beyond float32
+falls into 0 or 254). For 8- and 16-bit dtypes all of it follows from one histogram of the bit patterns.
+Packed fp4 counts both of its values. docs/statistics.md says it in full, with how exact each number is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cache, reduce
+from typing import Any, Optional
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capd.store.format.dtypes import value_table
+from capd.store.format.frames import Number, StatsRow
+from capd_client.protocol.dtypes import ITEM_NBYTES
+
+__all__ = [
+    "Stats", "exponent_bins", "is_possible", "is_whole", "merge", "merge_stats", "public", "summarise",
+    "summarise_rows",
+]  # fmt: skip
+
+# Any bit pattern may come: signalling NaNs make casts "invalid", squares of large float64 values overflow to Inf.
+_quiet = np.errstate(over="ignore", under="ignore", invalid="ignore")
+_BINS = 256
+_BLOCK = 1 << 17  # elements handled at once: the working set stays in the L2 cache
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Statistics as users read them; None where no finite element exists."""
+
+    count: int
+    nan: int
+    inf: int
+    zero: int
+    min: Optional[Number]
+    max: Optional[Number]
+    absmax: Optional[Number]
+    mean: Optional[float]
+    std: Optional[float]
+    sum: float
+    sum_sq: float
+    exponent_histogram: dict[int, int] = field(repr=False)
+
+
+def is_possible(row: StatsRow) -> bool:
+    """Whether a row's counts and bins are such as elements can have; a catalog may say anything."""
+    counts = (row.count, row.nan, row.inf, row.zero, *row.exponents[1::2])
+    bins = row.exponents[::2]
+    return (
+        len(row.exponents) % 2 == 0
+        and min(counts) >= 0
+        and min(bins, default=0) >= 0
+        and max(bins, default=0) < _BINS
+        and row.nan + row.inf <= row.count
+    )
+
+
+def public(row: StatsRow) -> Stats:
+    """The user's view of a stored row."""
+    finite = row.count - row.nan - row.inf
+    mean = row.sum / finite if finite else None
+    std = None if mean is None else _std(row.sum_sq / finite, mean)
+    bins = dict(zip(row.exponents[::2], row.exponents[1::2], strict=True))
+    return Stats(
+        row.count,
+        row.nan,
+        row.inf,
+        row.zero,
+        row.min,
+        row.max,
+        row.absmax,
+        mean,
+        std,
+        row.sum,
+        row.sum_sq,
+        bins,
+    )
+
+
+def _std(mean_square: float, mean: float) -> float:
+    """Population std; Inf where the squares exceed float64."""
+    return math.sqrt(max(0.0, mean_square - mean * mean)) if math.isfinite(mean_square) else math.inf
+
+
+def _pick(
+    choose: Callable[[Number, Number], Number], a: Optional[Number], b: Optional[Number]
+) -> Optional[Number]:
+    if a is None or b is None:
+        return b if a is None else a
+    return choose(a, b)
+
+
+def merge(a: StatsRow, b: StatsRow) -> StatsRow:
+    """Statistics of two sets of elements together."""
+    bins = dict(zip(a.exponents[::2], a.exponents[1::2], strict=True))
+    for exponent, count in zip(b.exponents[::2], b.exponents[1::2], strict=True):
+        bins[exponent] = bins.get(exponent, 0) + count
+    return StatsRow(
+        a.count + b.count,
+        a.nan + b.nan,
+        a.inf + b.inf,
+        a.zero + b.zero,
+        _pick(min, a.min, b.min),
+        _pick(max, a.max, b.max),
+        _pick(max, a.absmax, b.absmax),
+        a.sum + b.sum,
+        a.sum_sq + b.sum_sq,
+        [number for pair in sorted(bins.items()) for number in pair],
+    )
+
+
+def merge_stats(group: Iterable[Stats]) -> Stats:
+    """Statistics of all elements of a group of records (layers, ranks, steps), from those of each.
+
+    The sums of the records are added without rounding, and rounded once, so their order makes no difference. Of no
+    records: a count of 0 and no extremes, as of an empty tensor.
+    """
+    rows = [
+        StatsRow(
+            stats.count, stats.nan, stats.inf, stats.zero, stats.min, stats.max, stats.absmax, stats.sum,
+            stats.sum_sq, [number for pair in stats.exponent_histogram.items() for number in pair],
+        )
+        for stats in group
+    ]  # fmt: skip
+    together = reduce(merge, rows, StatsRow())
+    together.sum, together.sum_sq = _total(row.sum for row in rows), _total(row.sum_sq for row in rows)
+    return public(together)
+
+
+def _total(terms: Iterable[float]) -> float:
+    known = list(terms)
+    try:
+        return math.fsum(known)
+    except (OverflowError, ValueError):  # beyond float64, or Inf of both signs
+        return sum(known)
+
+
+@_quiet
+def exponent_bins(values: NDArray[np.generic]) -> NDArray[np.uint16]:
+    """The exponent bin of each value (see the module docstring)."""
+    single = np.ascontiguousarray(values, dtype=np.float32)
+    bins = (single.view(np.uint32) >> 23 & 0xFF).astype(np.uint16)
+    if values.dtype.itemsize == 8:
+        bins[(bins == 255) & np.isfinite(values)] = 254
+    return bins
+
+
+@dataclass(frozen=True, slots=True)
+class _Codes:
+    """What each bit pattern of an 8- or 16-bit dtype contributes; fp4 pairs appear as two columns."""
+
+    values: NDArray[np.float64]
+    finite_values: NDArray[np.float64]
+    finite: NDArray[np.bool_]
+    nan: NDArray[np.bool_]
+    zero: NDArray[np.bool_]
+    bins: NDArray[np.uint16]
+
+
+@cache
+def _codes(dtype: str) -> _Codes:
+    values = (
+        value_table(dtype) if dtype not in ("int16", "uint16") else np.arange(1 << 16, dtype="u2").view(dtype)
+    )
+    values = np.ascontiguousarray(values, dtype=np.float64)
+    finite = np.isfinite(values)
+    return _Codes(
+        values, np.where(finite, values, 0.0), finite, np.isnan(values), values == 0, exponent_bins(values)
+    )
+
+
+def _from_histogram(histogram: NDArray[np.int64], dtype: str) -> StatsRow:
+    codes = _codes(dtype)
+    used = np.flatnonzero(histogram)  # a few thousand of the 65,536 codes
+    counts = histogram[used]
+    if codes.values.ndim == 2:
+        counts = np.stack([counts, counts], axis=-1)
+    finite, values = codes.finite[used], codes.finite_values[used]
+    seen = values[finite]
+    low, high = (float(seen.min()), float(seen.max())) if seen.size else (None, None)
+    weights = counts.astype(np.float64)
+    bins = np.bincount(codes.bins[used].ravel(), weights=weights.ravel(), minlength=256).astype(np.int64)
+    total, nan = int(counts.sum()), int(counts[codes.nan[used]].sum())
+    return StatsRow(
+        total,
+        nan,
+        total - nan - int(counts[finite].sum()),
+        int(counts[codes.zero[used]].sum()),
+        _exact(low, dtype),
+        _exact(high, dtype),
+        None if low is None or high is None else _exact(max(abs(low), abs(high)), dtype),
+        float((weights * values).sum()),  # not a dot product: BLAS would start threads of its own
+        float((weights * np.square(values)).sum()),
+        _sparse_rows(bins[None])[0],
+    )
+
+
+def _exact(number: Optional[Number], dtype: str) -> Optional[Number]:
+    return int(number) if number is not None and is_whole(dtype) else number
+
+
+def is_whole(dtype: str) -> bool:
+    """Whether the extremes of this torch dtype are whole numbers, kept as such."""
+    return "int" in dtype or dtype == "bool"
+
+
+def summarise(bits: NDArray[np.generic], dtype: str) -> StatsRow:
+    """Statistics of one array of stored bits of torch dtype `dtype`, in one pass over blocks."""
+    flat = bits.reshape(-1)
+    if flat.dtype.itemsize == 2 and flat.size < _BLOCK:  # 65,536 codes cost more than so few elements
+        return summarise_rows(flat[None], dtype)[0]
+    if ITEM_NBYTES[dtype] <= 2:
+        width = 1 << (8 * flat.dtype.itemsize)
+        codes = flat.view(np.uint8 if width == 256 else np.uint16)
+        histogram = np.zeros(width, dtype=np.int64)
+        for start in range(0, codes.size, _BLOCK):
+            histogram += np.bincount(codes[start : start + _BLOCK], minlength=width)
+        return _from_histogram(histogram, dtype)
+    blocks = [flat[start : start + _BLOCK] for start in range(0, flat.size, _BLOCK)] or [flat]
+    return reduce(merge, (summarise_rows(block[None], dtype)[0] for block in blocks))
+
+
+def summarise_rows(bits: NDArray[np.generic], dtype: str) -> list[StatsRow]:
+    """Statistics of each row of [rows, elements] stored bits: one vectorised pass for many small records."""
+    rows = bits.shape[0]
+    if bits.size == 0:
+        return [StatsRow() for _ in range(rows)]
+    bits = bits.reshape(rows, -1)
+    together = max(1, _BLOCK // bits.shape[1])
+    return [row for at in range(0, rows, together) for row in _rows(bits[at : at + together], dtype)]
+
+
+@_quiet
+def _rows(bits: NDArray[np.generic], dtype: str) -> list[StatsRow]:
+    rows = bits.shape[0]
+    values: NDArray[np.generic]
+    exponents: NDArray[np.unsignedinteger[Any]]
+    if dtype == "bfloat16":
+        codes = bits.view(np.uint16)
+        values = np.left_shift(codes, 16, dtype=np.uint32).view(np.float32)
+        exponents = (codes >> 7 & 0xFF).astype(np.uint16, copy=False)
+    else:
+        values = bits
+        if bits.dtype.itemsize == 1:
+            values = value_table(dtype)[bits.view(np.uint8)].reshape(rows, -1)
+        exponents = exponent_bins(values)
+    bins = _histograms(exponents)
+    none = [0] * rows
+    nan, infinite, zero = none, none, none
+    lows: list[Optional[Number]] = values.min(axis=1).tolist()
+    highs: list[Optional[Number]] = values.max(axis=1).tolist()
+    wide = values.astype(np.float64)
+    if bins[:, 0].any():
+        zero = np.count_nonzero(wide == 0, axis=1).tolist()
+    if values.dtype.kind == "f" and bins[:, 255].any():
+        finite, nans = np.isfinite(wide), np.isnan(wide).sum(axis=1)
+        nan, infinite = nans.tolist(), ((~finite).sum(axis=1) - nans).tolist()
+        some: list[bool] = finite.any(axis=1).tolist()  # type: ignore[assignment]
+        lows = _where(some, np.where(finite, wide, np.inf).min(axis=1).tolist())
+        highs = _where(some, np.where(finite, wide, -np.inf).max(axis=1).tolist())
+        wide[~finite] = 0.0
+    sums = wide.sum(axis=1).tolist()
+    squares = np.multiply(wide, wide, out=wide).sum(axis=1).tolist()
+    if is_whole(dtype):
+        lows, highs = [_exact(low, dtype) for low in lows], [_exact(high, dtype) for high in highs]
+    largest = [
+        None if low is None or high is None else max(abs(low), abs(high))
+        for low, high in zip(lows, highs, strict=True)
+    ]
+    count = [values.shape[1]] * rows
+    columns = (count, nan, infinite, zero, lows, highs, largest, sums, squares, _sparse_rows(bins))
+    return [StatsRow(*row) for row in zip(*columns, strict=True)]
+
+
+def _histograms(exponents: NDArray[np.unsignedinteger[Any]]) -> NDArray[np.int64]:
+    """256 bins for each row of [rows, elements] exponents."""
+    rows = len(exponents)
+    row = np.arange(rows, dtype=np.uint16 if rows <= 256 else np.intp)[:, None] * 256
+    return np.bincount(np.add(exponents, row, dtype=row.dtype).ravel(), minlength=rows * 256).reshape(
+        rows, 256
+    )
+
+
+def _where(some: list[bool], ends: list[Optional[Number]]) -> list[Optional[Number]]:
+    return [end if is_some else None for is_some, end in zip(some, ends, strict=True)]
+
+
+def _sparse_rows(bins: NDArray[np.int64]) -> list[list[int]]:
+    present = np.flatnonzero(bins.any(axis=0))  # a few dozen of the 256
+    bins = bins[:, present]
+    at, used = np.nonzero(bins)
+    flat = np.stack([present[used], bins[at, used]], axis=-1).ravel().tolist()
+    ends = (2 * np.cumsum(np.bincount(at, minlength=len(bins)))).tolist()
+    return [flat[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]

@@ -1,0 +1,1 @@
+"""What users read: stores, series, records and regions."""

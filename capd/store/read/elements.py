@@ -1,0 +1,152 @@
+"""Reads records' elements back: the chunks that a region touches, decoded side by side into the result.
+
+Every chunk is checked against its crc32c, and every record against its COMMIT frame (`capd.store.read.locate`). What
+cannot be read exactly raises DamagedRecord; nothing is ever filled in.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capd.errors import CapdError, DamagedRecord
+from capd.store.documents.headers import fits
+from capd.store.format.codecs import Chain, chain_for
+from capd.store.format.decode import decode_into
+from capd.store.format.dtypes import stored_shape
+from capd.store.format.encode import as_array
+from capd.store.format.frames import RecordHead, SeriesHeader
+from capd.store.read.locate import Locator
+from capd.store.read.node import NodeView
+from capd.store.read.parallel import Job, run_jobs
+from capd.store.read.recent import Recent
+from capd.store.read.region import Piece, Region, Selection, select
+from capd.store.read.shard_file import FileCache, Identity, Place, ShardFile
+
+__all__ = ["ReadTools", "RecordReader"]
+
+_OPEN_FILES = 32
+_KEPT_CHUNKS = 64  # decoded chunks that small records share, up to 1 MiB each
+_KEPT_PLANS = 16
+
+
+@dataclass(slots=True)
+class ReadTools:
+    """What all series of a Store share: open files, and the decoded chunks of small records."""
+
+    files: FileCache = field(default_factory=lambda: FileCache(_OPEN_FILES))
+    chunks: Recent[tuple[Identity, Place], NDArray[np.generic]] = field(
+        default_factory=lambda: Recent(_KEPT_CHUNKS)
+    )
+
+
+class _Plan(NamedTuple):
+    """How a region of records of one shape is read. ordinals: of all chunks of the record, touched or not."""
+
+    shape: tuple[int, ...]
+    selection: Selection
+    pieces: tuple[Piece, ...]
+    ordinals: tuple[int, ...]
+
+
+class RecordReader:
+    """Reads records of one series of one node."""
+
+    def __init__(self, node: NodeView, header: SeriesHeader, tools: ReadTools) -> None:
+        self._node, self._header, self._chunks = node, header, tools.chunks
+        self._locator = Locator(node, header, tools.files)
+        self._whole: Recent[tuple[int, ...], _Plan] = Recent(_KEPT_PLANS)  # plans of whole records, by shape
+
+    @property
+    def _chain(self) -> Chain:
+        return chain_for(self._header.codec, self._header.dtype)
+
+    def read(self, number: int, record: RecordHead, region: Region) -> NDArray[np.generic]:
+        """The stored bits of a region of record `number`: a new, writable, C-contiguous array.
+
+        Raises DamagedRecord or StoreError, CapdError for what is no region.
+        """
+        plan = self._plan(number, record, region)
+        out = np.empty(plan.selection.extents, dtype=self._chain.stored)
+        run_jobs(self._jobs(number, record, plan, out))
+        return out.reshape(plan.selection.shape)
+
+    def stack(self, records: Sequence[tuple[int, RecordHead]], region: Region) -> NDArray[np.generic]:
+        """The same region of several records of one shape, as [records, *region]."""
+        shapes = {stored_shape(self._header.dtype, record.shape) for _, record in records}
+        if len(shapes) != 1:
+            known = " and ".join(str(list(shape)) for shape in sorted(shapes)[:2]) or "no record at all"
+            raise CapdError(f"{self._header.path}: only records of one shape can be stacked, not {known}")
+        plan = self._plan(*records[0], region)
+        out = np.empty((len(records), *plan.selection.extents), dtype=self._chain.stored)
+        jobs = (
+            job
+            for at, (number, record) in enumerate(records)
+            for job in self._jobs(number, record, plan, out[at, ...])
+        )
+        if self._header.geometry.batch > 1:
+            for job in jobs:  # neighbours share a chunk: one after the other, it is decoded once
+                job()
+        else:
+            run_jobs(jobs)
+        return out.reshape((len(records), *plan.selection.shape))
+
+    def _plan(self, number: int, record: RecordHead, region: Region) -> _Plan:
+        geometry, shape = self._header.geometry, stored_shape(self._header.dtype, record.shape)
+        if not fits(self._header, record.shape, record.nbytes):
+            what = f"a shape of {list(shape)} with {record.nbytes} bytes does not fit the series"
+            raise self._locator.damage(number, what, self._node.directory)
+        plan = self._whole.get(shape) if region is Ellipsis else None
+        if plan is None:
+            selection = select(region, shape)
+            ordinals = tuple(ordinal for ordinal, _ in geometry.chunks(shape))
+            plan = _Plan(shape, selection, tuple(selection.pieces(geometry)), ordinals)
+            if region is Ellipsis:
+                self._whole.put(shape, plan)
+        return plan
+
+    def _jobs(self, number: int, record: RecordHead, plan: _Plan, out: NDArray[np.generic]) -> Iterator[Job]:
+        """Find the record; what is left to do is one decoding per chunk that the region touches."""
+        file, places, raw = self._locator.find(number, record, plan.ordinals)
+        if raw is not None:
+            out[...] = as_array(raw, self._chain.stored, plan.shape)[plan.selection.slices]
+            return
+        for piece in plan.pieces:
+            yield partial(self._fill, number, file, places[piece.ordinal], piece, out)
+
+    def _fill(
+        self, number: int, file: ShardFile, place: Place, piece: Piece, out: NDArray[np.generic]
+    ) -> None:
+        # Without the Ellipsis a record without axes would give a scalar.
+        target: NDArray[np.generic] = out[(*piece.target, ...)]  # type: ignore[arg-type]
+        batch = self._header.geometry.batch
+        try:
+            if batch > 1:
+                target[...] = self._shared_chunk(file, place)[number % batch][piece.source]
+            elif piece.whole and target.flags.c_contiguous:
+                decode_into(self._chain, os.pread(file.fd, place[1], place[0]), target)
+            else:
+                target[...] = self._decoded(file, place)[0][piece.source]
+        except DamagedRecord as error:
+            raise self._locator.damage(number, error, file.path) from error
+        except OSError as error:
+            raise self._locator.failure(number, error, file.path) from error
+
+    def _shared_chunk(self, file: ShardFile, place: Place) -> NDArray[np.generic]:
+        chunk = self._chunks.get((file.identity, place))
+        if chunk is None:
+            chunk = self._decoded(file, place)
+            self._chunks.put((file.identity, place), chunk)
+        return chunk
+
+    def _decoded(self, file: ShardFile, place: Place) -> NDArray[np.generic]:
+        geometry = self._header.geometry
+        chunk = np.empty((geometry.batch, *geometry.chunk), dtype=self._chain.stored)
+        decode_into(self._chain, os.pread(file.fd, place[1], place[0]), chunk)
+        return chunk

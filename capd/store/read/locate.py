@@ -1,0 +1,157 @@
+"""Finds the file that holds a record now: the small log, a `.partial`, or a sealed shard.
+
+A record is taken from where its COMMIT frame says that it is this very capture: client, sequence, shape and
+chunks as the catalog names them. Records move from log to `.partial` to sealed shard under a reader's hands; each
+step leaves the old place readable until the new one stands, so looking again finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from capd.errors import DamagedRecord, StoreError
+from capd.store.disk.layout import shard_path
+from capd.store.format.frames import RecordHead, SeriesHeader
+from capd.store.format.log_places import log_of, log_path, offset_of
+from capd.store.read.node import NodeView
+from capd.store.read.shard_file import FileCache, Place, ShardFile, is_same_series
+from capd.store.scan.published import read_shape
+from capd.store.shards.small_log import read_small
+
+__all__ = ["Located", "Locator"]
+
+_ATTEMPTS = 5  # log → partial → sealed, and another shard file for each continuation meanwhile
+
+
+class Located(NamedTuple):
+    """places: of the record's chunks in `file`, by ordinal. raw: instead of them, a logged record's bytes."""
+
+    file: ShardFile
+    places: Mapping[int, Place]
+    raw: bytes | None = None
+
+
+class Locator:
+    """Finds records of one series of one node."""
+
+    def __init__(self, node: NodeView, header: SeriesHeader, files: FileCache) -> None:
+        self._node, self._header, self._files = node, header, files
+        self._paths: dict[int, str] = {}  # of shards; joining them anew would cost as much as a small read
+
+    def find(self, number: int, record: RecordHead, ordinals: tuple[int, ...]) -> Located:
+        """Where record `number`, which consists of these chunks, can be read. Raises DamagedRecord or StoreError."""
+        for _ in range(_ATTEMPTS):
+            for look in (self._in_log, self._in_partial, self._in_sealed):
+                found = look(number, record, ordinals)
+                if found is not None:
+                    return found
+            self._node.look_again()
+        path = self._shard(number)[1]
+        raise self.damage(number, "no COMMIT frame there or in the spool vouches for it", path)
+
+    def damage(self, number: int, what: object, file: object) -> DamagedRecord:
+        """The error for what is wrong with a record in a file."""
+        return DamagedRecord(
+            f"{self._header.path}#{number} in {file}: {what}; `capd verify` lists all damage"
+        )
+
+    def failure(self, number: int, error: OSError, file: object) -> StoreError:
+        """The error for a file that cannot be read."""
+        return StoreError(f"cannot read {self._header.path}#{number} in {file}: {error}")
+
+    def _guarded(self, number: int, file: str, look: Callable[[], Located | None]) -> Located | None:
+        try:
+            return look()
+        except FileNotFoundError:
+            return None
+        except DamagedRecord as error:
+            raise self.damage(number, error, file) from error
+        except OSError as error:
+            raise self.failure(number, error, file) from error
+
+    def _in_log(self, number: int, record: RecordHead, _: tuple[int, ...]) -> Located | None:
+        spooled = self._node.spooled.get(self._header.path)
+        place = None if spooled is None else spooled.places.get((record.client, record.sequence))
+        if place is None:
+            return None
+        path = str(log_path(self._node.spool.directory, log_of(place)))
+
+        def look() -> Located:
+            file = self._files.open(path)
+            raw, commit, _ = read_small(file.fd, offset_of(place))
+            row = commit.rows[0]
+            if row.capture != record.capture or len(raw) != record.nbytes:
+                raise DamagedRecord(f"byte {offset_of(place)} holds another record")
+            return Located(file, {}, raw)
+
+        return self._guarded(number, path, look)
+
+    def _in_partial(self, number: int, record: RecordHead, ordinals: tuple[int, ...]) -> Located | None:
+        geometry = self._header.geometry
+        spooled = self._node.spooled.get(self._header.path)
+        if spooled is None or number // geometry.shard_records not in spooled.shards:
+            return None
+        path, scanned = spooled.shards[number // geometry.shard_records]
+        row = scanned.rows.get(number)
+        if row is None:
+            return None
+
+        def look() -> Located:
+            if not is_same_series(scanned.header, self._header):
+                raise DamagedRecord("its HEADER frame and the catalog describe different series")
+            if row.capture != record.capture:
+                raise DamagedRecord("its COMMIT frame and the catalog name different captures")
+            slots = {ordinal: geometry.slot(number, ordinal) for ordinal in ordinals}
+            if not scanned.index.keys() >= set(slots.values()):
+                raise DamagedRecord("a chunk of it stands in no COMMIT frame")
+            places = {ordinal: scanned.index[slot] for ordinal, slot in slots.items()}
+            return Located(self._files.open(str(path)), places)
+
+        return self._guarded(number, str(path), look)
+
+    def _in_sealed(self, number: int, record: RecordHead, ordinals: tuple[int, ...]) -> Located | None:
+        geometry, header = self._header.geometry, self._header
+        shard, path = self._shard(number)
+
+        def look() -> Located | None:
+            file = self._files.open(path)
+            if file.belongs_to(header, shard) is False:
+                raise DamagedRecord("its HEADER frame and the catalog describe different shards")
+            slots = {ordinal: geometry.slot(number, ordinal) for ordinal in ordinals}
+            places = file.places(slots, header, shard)
+            found = file.committed(number, list(places.values()), header, shard)
+            if found is None and not self._is_published(number, file):
+                return None  # the file that stood here before the record was added, or a lost COMMIT
+            if found is not None and (
+                found[:3] != record.capture or not found.slots.issuperset(slots.values())
+            ):
+                raise DamagedRecord("its COMMIT frame and the catalog name different captures")
+            if len(places) < len(slots):
+                raise DamagedRecord("the shard's index lacks a chunk of it")
+            return Located(file, places)
+
+        return self._guarded(number, path, look)
+
+    def _is_published(self, number: int, file: ShardFile) -> bool:
+        """Whether plain Zarr readers see the record in this very file.
+
+        That is enough where another program rewrote the shard, or damage took the COMMIT: index and chunk have
+        checksums of their own. Without the index, an older copy of a shared chunk could be taken for the newest.
+        The shape is published after the shard got its name, so the order matters here.
+        """
+        if not file.has_index:
+            return False
+        try:
+            count = read_shape(self._node.run / self._header.path)[0]
+        except DamagedRecord:
+            return False
+        return number < count and self._files.open(file.path) is file
+
+    def _shard(self, number: int) -> tuple[int, str]:
+        """Number and path of the sealed shard that a record belongs to."""
+        shard = number // self._header.geometry.shard_records
+        path = self._paths.get(shard)
+        if path is None:
+            path = self._paths[shard] = str(shard_path(self._node.run, self._header, shard))
+        return shard, path

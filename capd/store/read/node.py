@@ -1,0 +1,245 @@
+"""A reader's view of one node's part of a run: the catalog, and what the frames hold beyond it.
+
+Works beside a live daemon, after a kill, and on a sealed store; changes nothing. The spool is read before the
+catalog: a record that leaves the spool in between was written to the catalog first. Spool files that grow
+while they are read are read at slightly different times; records beyond the catalog then count only as far as
+their clients' sequences have no gap, so that every look shows a prefix of what each rank captured.
+
+The catalog is derived data without checksums. Where it is missing, or its pages make no sense, the journals of
+the sealed shards stand in for it, with a warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from capd.errors import StoreError
+from capd.store.catalog.opening import DamagedCatalog, connect_read_only, regular_nbytes
+from capd.store.catalog.rows import (
+    CATALOG_NAME,
+    SeriesRow,
+    SessionRow,
+    has_attempt,
+    read_acked,
+    read_attempts,
+    read_heads,
+    read_records,
+    read_series,
+)
+from capd.store.catalog.sessions import read_sessions
+from capd.store.documents.headers import fits
+from capd.store.documents.json_document import is_shallow
+from capd.store.format.frames import RecordHead, RecordRow, SeriesHeader
+from capd.store.format.ranges import RangeSet
+from capd.store.format.statistics import is_possible
+from capd.store.read.spool import Spool, SpooledSeries
+from capd.store.scan.survey import survey, survey_series
+
+__all__ = ["NodeView", "sound_row"]
+
+logger = logging.getLogger(__name__)
+
+_DAMAGE = (DamagedCatalog, sqlite3.DatabaseError, ValueError, TypeError, ArithmeticError, RecursionError)
+_MIN_ROW_NBYTES = 32  # of a record: its client and sequence, moment and shape
+_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+T = TypeVar("T")
+
+
+class NodeView:
+    """One `.capd/node=…` directory, read-only. series: by path. `before`: an earlier look at the same node."""
+
+    def __init__(self, run: Path, directory: Path, before: NodeView | None = None) -> None:
+        self.run, self.directory = run, directory
+        self.name = directory.name.removeprefix("node=")
+        self.spool: Spool = Spool(directory / "spool") if before is None else before.spool
+        sizes = self.spool.sizes()
+        self.spooled = self.spool.read()
+        grew = self.spool.sizes() != sizes
+        self.series: dict[str, SeriesRow] = {}
+        self.sessions: list[SessionRow] = []
+        self._from_shards: dict[str, dict[int, RecordRow]] = {}  # rows by series path and number
+        self._acked: dict[bytes, RangeSet] = {}
+        self._catalog = directory / CATALOG_NAME
+        self._connection: sqlite3.Connection | None = None
+        self._read_catalog()
+        if grew:
+            self._cut_to_prefix()
+        for path, spooled in self.spooled.items():
+            self._extend(path, spooled)
+
+    def look_again(self) -> None:
+        """Read what the spool holds now; the records that count stay those of this view."""
+        self.spooled = self.spool.read()
+
+    # -- the catalog --------------------------------------------------------------------------------------
+
+    def _read_catalog(self) -> None:
+        try:
+            if not self._catalog.exists():
+                raise FileNotFoundError("it is missing")
+            with self._opened() as database:
+                database.execute("BEGIN")  # one snapshot for the three
+                self.series = {row.header.path: row for row in read_series(database)}
+                self.sessions = read_sessions(database)
+                self._acked = {client: RangeSet(ranges) for client, ranges in read_acked(database).items()}
+            held = regular_nbytes(self._catalog) // _MIN_ROW_NBYTES
+            if sum(row.records for row in self.series.values()) > held:
+                raise ValueError(f"it counts more than the {held} records that a file of its size can hold")
+        except (*_DAMAGE, FileNotFoundError) as error:
+            self.series, self.sessions, self._acked = {}, [], {}
+            for found in survey(self.run, self.name, {}):
+                self._from_shards[found.header.path] = found.rows
+                self.series[found.header.path] = found.as_row()
+            if self.series:
+                self._warn(f"{len(self.series)} series", error)
+
+    @contextlib.contextmanager
+    def connected(self) -> Iterator[None]:
+        """Keep one connection for all that is asked inside; not for long, a daemon that closes waits for no reader."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(StoreError):  # each question finds out for itself
+                self._connection = stack.enter_context(self._opened())
+            try:
+                yield
+            finally:
+                self._connection = None
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[sqlite3.Connection]:
+        database = self._connection or connect_read_only(self._catalog)
+        try:
+            yield database
+        except sqlite3.OperationalError as error:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _BUSY:  # text that is no UTF-8 has no code
+                raise StoreError(f"catalog {self._catalog}: {error}; try again", retry=True) from error
+            raise
+        finally:
+            if database is not self._connection:
+                database.close()
+
+    def _warn(self, what: str, error: Exception) -> None:
+        logger.warning(
+            "catalog %s cannot be used (%s): %s read from the shards instead; "
+            "start `capd serve` on the store to rebuild it",
+            self._catalog, error, what,
+        )  # fmt: skip
+
+    def _ask(
+        self,
+        path: str,
+        ask: Callable[[sqlite3.Connection, int], T],
+        instead: Callable[[Mapping[int, RecordRow]], T],
+    ) -> T:
+        """What the catalog answers about a series, or its shards' journals where it cannot."""
+        row = self.series[path]
+        if path not in self._from_shards and row.id >= 0:
+            try:
+                with self._opened() as database:
+                    return ask(database, row.id)
+            except _DAMAGE as error:
+                self._warn(path, error)
+                found = survey_series(self.run, path, self.name, row.header)
+                self._from_shards[path] = {} if found is None else found.rows
+        return instead(self._from_shards.get(path, {}))
+
+    # -- the spool ----------------------------------------------------------------------------------------
+
+    def _cut_to_prefix(self) -> None:
+        found: dict[bytes, set[int]] = {}
+        for spooled in self.spooled.values():
+            for _, row in spooled.rows():
+                found.setdefault(row.client, set()).add(row.sequence)
+        last = {client: ranges.ranges()[-1][1] for client, ranges in self._acked.items() if len(ranges)}
+        for client, sequences in found.items():
+            end = last.get(client, min(sequences) - 1)
+            while end + 1 in sequences:
+                end += 1
+            last[client] = end
+        for spooled in self.spooled.values():
+            spooled.keep(lambda row: row.sequence <= last[row.client])
+
+    def _extend(self, path: str, spooled: SpooledSeries) -> None:
+        """Add what the spool holds beyond the catalog to the totals."""
+        row = self.series.setdefault(path, SeriesRow(-1, spooled.header, 0, 0, False, (), 0, 0))
+        known = row.records
+        for number, record in spooled.rows():
+            ranges = self._acked.get(record.client)
+            if number >= known and (ranges is None or record.sequence not in ranges):
+                row.records = max(row.records, number + 1)
+                row.raw_bytes += record.nbytes
+                shape = row.max_shape or record.shape
+                row.max_shape = tuple(max(pair) for pair in zip(shape, record.shape, strict=True))
+
+    # -- records ------------------------------------------------------------------------------------------
+
+    def rows(self, path: str, first: int, last: int) -> dict[int, RecordRow]:
+        """Records first ≤ number < last of a series as of this view: catalog rows, else the spool's."""
+
+        def ask(database: sqlite3.Connection, series: int) -> dict[int, RecordRow]:
+            found = read_records(database, series, first, last)
+            return {number: sound_row(row, header) for number, row in found}
+
+        header = self.series[path].header
+
+        found = self._ask(path, ask, lambda known: {n: row for n, row in known.items() if first <= n < last})
+        if (spooled := self.spooled.get(path)) is not None:
+            for number in range(first, min(last, self.series[path].records)):
+                if number not in found and (row := spooled.row(number)) is not None:
+                    found[number] = row
+        return found
+
+    def ids(self, path: str, first: int, last: int) -> dict[int, RecordHead]:
+        """What identifies the same records."""
+
+        def ask(database: sqlite3.Connection, series: int) -> dict[int, RecordHead]:
+            return dict(read_heads(database, series, first, last))
+
+        def instead(known: Mapping[int, RecordRow]) -> dict[int, RecordHead]:
+            return {n: row for n, row in known.items() if first <= n < last}
+
+        found = self._ask(path, ask, instead)
+        if (spooled := self.spooled.get(path)) is not None:
+            for number in range(first, min(last, self.series[path].records)):
+                if number not in found and (row := spooled.row(number)) is not None:
+                    found[number] = row
+        return found
+
+    def attempts(self, path: str) -> tuple[int, int]:
+        """The first and the last attempt among the records of a series; (0, 0) without records."""
+
+        def instead(rows: Mapping[int, RecordRow]) -> tuple[int, int] | None:
+            known = [row.moment.attempt for row in rows.values()]
+            return (min(known), max(known)) if known else None
+
+        spooled = self.spooled.get(path)
+        known = [row.moment.attempt for _, row in spooled.rows()] if spooled is not None else []
+        among: tuple[int, int] | None = self._ask(path, read_attempts, instead)
+        known += among or ()
+        return (min(known), max(known)) if known else (0, 0)
+
+    def with_attempt(self, attempt: int) -> set[str]:
+        """Paths of the series that may have a record of this attempt."""
+        try:
+            with self._opened() as database:
+                ids = has_attempt(database, attempt)
+        except (*_DAMAGE, StoreError):
+            return set(self.series)
+        return {path for path, row in self.series.items() if row.id in ids or path in self.spooled}
+
+
+def sound_row(row: RecordRow, header: SeriesHeader) -> RecordRow:
+    """The row, if shape, statistics and texts are what they are read as. Raises ValueError."""
+    for text in (row.metadata, row.attributes):
+        if text and not (isinstance(found := json.loads(text), dict) and is_shallow(found)):
+            raise ValueError("a record's metadata is no object")
+    if not fits(header, row.shape, row.nbytes):
+        raise ValueError("a record's shape does not fit its series")
+    if row.stats is not None and not is_possible(row.stats):
+        raise ValueError("a record's statistics make no sense")
+    return row

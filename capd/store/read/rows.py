@@ -1,0 +1,106 @@
+"""The records of one series, fetched in windows: a reader of record i pays for its neighbours, not for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import TypeVar
+
+from capd.errors import DamagedRecord
+from capd.store.catalog.rows import SeriesRow
+from capd.store.format.frames import RecordHead, RecordRow
+from capd.store.read.node import NodeView
+from capd.store.read.recent import Recent
+from capd_client.protocol.key import Moment
+
+__all__ = ["SeriesRows"]
+
+_WINDOW = 1024
+_KEPT_WINDOWS = 4  # of full rows; what identifies the records is kept for all of them
+T = TypeVar("T")
+H = TypeVar("H", bound=RecordHead)
+
+
+class SeriesRows:
+    """Records 0 ≤ number < `row.records` of a series, or of them those of one attempt ("all", "latest", a number)."""
+
+    def __init__(self, node: NodeView, row: SeriesRow, attempt: int | str = "all") -> None:
+        self._node, self._row, self._attempt = node, row, attempt
+        self._rows: Recent[int, dict[int, RecordRow]] = Recent(_KEPT_WINDOWS)
+        self._ids: dict[int, dict[int, RecordHead]] = {}
+
+    @cached_property
+    def numbers(self) -> Sequence[int]:
+        """Numbers in the array of the chosen records, in capture order."""
+        everything = range(self._row.records)
+        if self._attempt == "all":
+            return everything
+        first, last = self._attempts()
+        if first == last:
+            return everything if self._attempt in ("latest", first) else ()
+        rows = [(number, self._row_of(number).moment) for number in everything]
+        if self._attempt == "latest":
+            return list(_latest(rows))
+        return [number for number, moment in rows if moment.attempt == self._attempt]
+
+    def _attempts(self) -> tuple[int, int]:
+        if self._row.records > _WINDOW:
+            return self._node.attempts(self._row.header.path)
+        known = [self._id_of(number).moment.attempt for number in range(self._row.records)] or [0]
+        return min(known), max(known)
+
+    def row(self, number: int) -> RecordRow:
+        """Everything about one record. Raises DamagedRecord if neither catalog nor frames know it."""
+        return self._named(self._row_of(number), number)
+
+    def id(self, number: int) -> RecordHead:
+        """What identifies one record. Raises DamagedRecord if neither catalog nor frames know it."""
+        return self._named(self._id_of(number), number)
+
+    def _named(self, found: H, number: int) -> H:
+        if found.is_lost:
+            raise DamagedRecord(
+                f"{self._row.header.path}#{number}: nothing says any more what this record was; "
+                f"`capd verify {self._node.run} --repair -o NEW` makes a run without it"
+            )
+        return found
+
+    def _row_of(self, number: int) -> RecordRow:
+        window = number // _WINDOW
+        held = self._rows.get(window)
+        if held is None:
+            held = self._window(window, self._node.rows)
+            self._rows.put(window, held)
+        return self._known(held, number)
+
+    def _id_of(self, number: int) -> RecordHead:
+        window = number // _WINDOW
+        held = self._ids.get(window)
+        if held is None:
+            held = self._ids[window] = self._window(window, self._node.ids)
+        return self._known(held, number)
+
+    def _window(self, window: int, fetch: Callable[[str, int, int], dict[int, T]]) -> dict[int, T]:
+        return fetch(self._row.header.path, window * _WINDOW, (window + 1) * _WINDOW)
+
+    def _known(self, held: dict[int, T], number: int) -> T:
+        if number not in held:
+            raise DamagedRecord(
+                f"{self._row.header.path}#{number}: neither the catalog nor the frames of {self._node.directory} "
+                "hold a row of it; `capd verify` lists all damage"
+            )
+        return held[number]
+
+
+def _latest(rows: Iterable[tuple[int, Moment]]) -> Iterator[int]:
+    """Of records at one moment, those of the latest attempt of the job."""
+    rows = list(rows)
+    newest: dict[tuple[object, ...], int] = {}
+    for _, moment in rows:
+        when = _without_attempt(moment)
+        newest[when] = max(newest.get(when, 0), moment.attempt)
+    return (number for number, moment in rows if moment.attempt == newest[_without_attempt(moment)])
+
+
+def _without_attempt(m: Moment) -> tuple[object, ...]:
+    return (m.iteration, m.micro_batch, m.call, m.sample_idx, m.batch_idx, m.sequence_idx, m.recompute)

@@ -1,0 +1,313 @@
+"""Series and records as users read them; see `capd.store.read.store` for the Store that finds them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from capd.errors import CapdError
+from capd.store.catalog.rows import SeriesRow
+from capd.store.format.dtypes import is_statistics, stored_type, to_values
+from capd.store.format.packed_statistics import unpack
+from capd.store.format.statistics import Stats, public, summarise
+from capd.store.quantised.dequantise import dequantised
+from capd.store.read.elements import ReadTools, RecordReader
+from capd.store.read.node import NodeView
+from capd.store.read.region import Region
+from capd.store.read.rows import SeriesRows
+from capd.store.scan.shown_array import check_array
+from capd_client.protocol.key import Key, Moment
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Record", "Records", "Series", "import_extra", "tensor_of"]
+
+
+@dataclass(slots=True)
+class Record:
+    """One committed capture. index: its number in the series' array; shape: its true shape, to crop by."""
+
+    index: int
+    iteration: int
+    micro_batch: int
+    call: int
+    sample_idx: int | None
+    batch_idx: int | None
+    sequence_idx: int | None
+    attempt: int
+    time_ns: int
+    recompute: bool
+    shape: tuple[int, ...]
+    device: str
+    requires_grad: bool
+    is_leaf: bool
+    metadata: dict[str, Any]
+    attributes: dict[str, Any]
+    sealed: bool
+    _series: Series = field(repr=False)
+    _stats: Stats | None = field(repr=False)
+
+    @property
+    def committed_stats(self) -> Stats | None:
+        """Statistics as committed, None for a record without them; reads no element."""
+        return self._stats
+
+    @property
+    def stats(self) -> Stats:
+        """Statistics as committed; for a record without them, computed from its elements."""
+        if self._stats is None:
+            bits, dtype = self._series.read(self.index), self._series.dtype
+            known = unpack if self._series.kept == "statistics" else summarise
+            self._stats = public(known(bits, dtype))
+        return self._stats
+
+
+class Records(Sequence[Record]):
+    """The records of a series in capture order, made when asked for; a slice is a list."""
+
+    def __init__(self, series: Series) -> None:
+        self._series = series
+
+    def __len__(self) -> int:
+        return len(self._series)
+
+    @overload
+    def __getitem__(self, i: SupportsIndex) -> Record: ...
+
+    @overload
+    def __getitem__(self, i: slice) -> list[Record]: ...
+
+    def __getitem__(self, i: SupportsIndex | slice) -> Record | list[Record]:
+        numbers = self._series.numbers
+        if isinstance(i, slice):
+            return [self._series.record(number) for number in numbers[i]]
+        return self._series.record(numbers[operator.index(i)])
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} records of {self._series.path}>"
+
+
+class Series:
+    """All records of one key and dtype (and, where shapes outgrew the first, of one variant): one Zarr array.
+
+    Indexes `i` count the records of this view (`Store.find` may have picked those of one attempt); `region`
+    is what numpy calls basic indexing, with positive steps, in the stored record: only the chunks it touches
+    are read.
+
+    Of a series whose `kept` is "statistics" there are no elements: what would return some raises CapdError, and
+    `zarr` holds one statistics row per record.
+    """
+
+    def __init__(self, node: NodeView, row: SeriesRow, tools: ReadTools, attempt: int | str = "all") -> None:
+        self._node, self._row, self._tools, self._attempt = node, row, tools, attempt
+
+    def fresh(self) -> Series:
+        """The same series, with nothing in memory of its records yet: what is read through it goes with it."""
+        return Series(self._node, self._row, self._tools, self._attempt)
+
+    @cached_property
+    def _rows(self) -> SeriesRows:
+        return SeriesRows(self._node, self._row, self._attempt)
+
+    @cached_property
+    def _reader(self) -> RecordReader:
+        return RecordReader(self._node, self._row.header, self._tools)
+
+    @property
+    def key(self) -> Key:
+        """What the tensor is."""
+        return self._row.header.key
+
+    @property
+    def dtype(self) -> str:
+        """The captured torch dtype's name, e.g. "bfloat16"."""
+        return stored_type(self._row.header.dtype).torch
+
+    @property
+    def kept(self) -> str:
+        """What is in the store of each capture: "tensor", or "statistics" alone."""
+        return "statistics" if is_statistics(self._row.header.dtype) else "tensor"
+
+    @property
+    def path(self) -> str:
+        """Path of the series' group below the run."""
+        return self._row.header.path
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """What is constant for the series beside its key (layout, cast_from, …)."""
+        return self._row.header.attributes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[records, *largest record shape], of the tensors."""
+        return (len(self), *self._row.max_shape)
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of what is kept, uncompressed."""
+        return self._row.raw_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes in shard files."""
+        return self._row.stored_bytes
+
+    @property
+    def records(self) -> Sequence[Record]:
+        """The records in capture order."""
+        return Records(self)
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Numbers of the records in the array, in capture order."""
+        return self._rows.numbers
+
+    @cached_property
+    def siblings(self) -> Sequence[Series]:
+        """The series of the same module, rank and operation, this one among them: parts of one tensor are such."""
+        own = _without_names(self.key)
+        return [
+            Series(self._node, row, self._tools, self._attempt)
+            for row in self._node.series.values()
+            if row.records and _without_names(row.header.key) == own
+        ]
+
+    def record(self, number: int) -> Record:
+        """The record with this number in the array."""
+        row = self._rows.row(number)
+        return Record(
+            number,
+            **msgspec.structs.asdict(row.moment),
+            shape=row.shape,
+            device=row.device,
+            requires_grad=row.requires_grad,
+            is_leaf=row.is_leaf,
+            metadata=json.loads(row.metadata) if row.metadata else {},
+            attributes=json.loads(row.attributes) if row.attributes else self.attributes,
+            sealed=number < self._row.sealed,
+            _series=self,
+            _stats=None if row.stats is None else public(row.stats),
+        )
+
+    def __len__(self) -> int:
+        return self._row.records if self._attempt == "all" else len(self.numbers)
+
+    def __repr__(self) -> str:
+        only = " statistics" if self.kept == "statistics" else ""
+        return f"<Series {self.path} {self.dtype} {list(self.shape)}{only}>"
+
+    def _must_have_elements(self) -> None:
+        if self.kept == "statistics":
+            raise CapdError(
+                f"{self.path}: only statistics were kept (mode or policy stats), no elements; read "
+                "`records[i].stats`, or the rows in `zarr()`"
+            )
+
+    def read(self, number: int, region: Region = ...) -> NDArray[np.generic]:
+        """Stored bits of the record with this number in the array, its statistics row where only that is kept."""
+        return self._reader.read(number, self._rows.id(number), region)
+
+    def numpy(self, i: SupportsIndex, region: Region = ...) -> NDArray[np.generic]:
+        """Stored bits of record `i`, in its true shape: uint16 for bfloat16, uint8 for 8-bit floats and packed fp4,
+        the native dtype otherwise. A new, writable array.
+
+        Raises DamagedRecord rather than return a wrong element, CapdError for a region that is none.
+        """
+        self._must_have_elements()
+        return self.read(self.numbers[operator.index(i)], region)
+
+    def values(self, i: SupportsIndex, region: Region = ...) -> NDArray[np.generic]:
+        """Numbers of record `i`: float32 for formats stored as bits (exact), else as `numpy`.
+
+        Packed fp4 is unpacked: the last axis of the result is twice as long; a region counts its bytes.
+        """
+        return to_values(self.numpy(i, region), self.dtype)
+
+    def torch(self, i: SupportsIndex, region: Region = ..., *, dequantise: bool = False) -> torch.Tensor:
+        """Record `i` as a CPU tensor of the captured dtype, bit for bit, with memory of its own.
+
+        dequantise: of a part of a quantised tensor (docs/frameworks.md) the whole tensor's values instead, in the shape
+        and dtype that it showed to the job; they are computed in float32. Of any other record as without it. Raises
+        CapdError where the tensor's class is not known, or where another of its parts was not kept.
+        """
+        number = self.numbers[operator.index(i)]
+        if not dequantise or "tensor_class" not in self.record(number).attributes:
+            return tensor_of(self.numpy(i, region), self.dtype)
+        import torch
+
+        values, dtype = dequantised(self, number)
+        return torch.from_numpy(values[region].copy()).to(getattr(torch, dtype))
+
+    def stack(self, records: slice = slice(None), region: Region = ...) -> NDArray[np.generic]:
+        """Stored bits of several records, which must have one shape, as [records, *record].
+
+        Raises CapdError if their shapes differ, DamagedRecord rather than return a wrong element.
+        """
+        self._must_have_elements()
+        chosen = [(number, self._rows.id(number)) for number in self.numbers[records]]
+        return self._reader.stack(chosen, region)
+
+    def zarr(self) -> Any:
+        """The sealed records as a read-only zarr.Array [record, *shape] of stored bits, or of statistics rows.
+
+        Raises DamagedRecord where the array's metadata contradict the series.
+        """
+        import zarr
+
+        check_array(self._node.run, self._row.header)
+        return zarr.open_array(self._node.run / self.path / "data", mode="r")
+
+    def dask(self) -> Any:
+        """The sealed records as a dask array of stored bits, one block per shard. Needs the extra `distributed`."""
+        self._must_have_elements()
+        array = self.zarr()
+        da = import_extra("dask.array", "distributed")
+        return da.from_array(array, chunks=array.shards or array.chunks)
+
+    def xarray(self) -> Any:
+        """The sealed records as an xarray.DataArray of stored bits with the moments as coordinates on `record`.
+
+        Needs the extra `distributed`.
+        """
+        self._must_have_elements()
+        xr = import_extra("xarray", "distributed")
+        check_array(self._node.run, self._row.header)
+        data = xr.open_zarr(self._node.run / self.path, consolidated=False, chunks=None)["data"]
+        rows = SeriesRows(self._node, self._row)
+        moments = [rows.row(number).moment for number in range(data.sizes["record"])]
+        columns = {name: [getattr(moment, name) for moment in moments] for name in Moment.__struct_fields__}
+        known = {name: values for name, values in columns.items() if None not in values}
+        return data.assign_coords({name: ("record", values) for name, values in known.items()})
+
+
+def _without_names(key: Key) -> Key:
+    return msgspec.structs.replace(key, tensor_name="", quant_type="")
+
+
+def tensor_of(bits: NDArray[np.generic], dtype: str) -> torch.Tensor:
+    """Stored bits as a CPU tensor of the torch dtype of this name, sharing their memory."""
+    import torch
+
+    kind = getattr(torch, dtype)
+    if bits.size == 0:  # numpy gives empty arrays strides that torch refuses to view
+        return torch.empty(bits.shape, dtype=kind)
+    return torch.from_numpy(bits).view(kind)
+
+
+def import_extra(module: str, extra: str) -> Any:
+    """Import a module that an extra installs; raises CapdError naming the extra where it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise CapdError(f'this needs {module.split(".")[0]}: pip install "capd[{extra}]"') from error

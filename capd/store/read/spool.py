@@ -1,0 +1,185 @@
+"""What the spool of a node holds, for readers: scanned once, and from there on only what was appended.
+
+A writer appends to a file or cuts off what it could not finish, never more. So a file whose bytes before the
+known end are still the same has only its rest read; any other is scanned again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from capd.store.disk.layout import PARTIAL_GLOB
+from capd.store.format.frames import RecordRow, SeriesHeader
+from capd.store.format.log_places import LOG_GLOB, LogPlace, log_number
+from capd.store.scan.scan import (
+    ScannedLog,
+    ScannedShard,
+    read_further_log,
+    read_further_shard,
+    read_log,
+    scan_shard,
+)
+
+__all__ = ["Spool", "SpooledSeries"]
+
+_TAIL_NBYTES = 128
+
+
+@dataclass(slots=True)
+class SpooledSeries:
+    """What the spool holds of one series. shards: by shard number; logged: by record number.
+
+    places: of logged records by client and sequence, for recovery from damage may have renumbered them.
+    """
+
+    header: SeriesHeader
+    shards: dict[int, tuple[Path, ScannedShard]] = field(default_factory=dict)
+    logged: dict[int, tuple[LogPlace, RecordRow]] = field(default_factory=dict)
+    places: dict[tuple[bytes, int], LogPlace] = field(default_factory=dict)
+
+    def drop_moved(self) -> None:
+        """Forget logged records that stand in a shard, too: recovery from damage may have renumbered them there."""
+        if self.logged and self.shards:
+            held = {row.capture for _, scanned in self.shards.values() for row in scanned.rows.values()}
+            self.logged = {n: found for n, found in self.logged.items() if found[1].capture not in held}
+
+    def keep(self, visible: Callable[[RecordRow], bool]) -> None:
+        """Forget records that are not `visible`."""
+        for shard, (path, scanned) in self.shards.items():
+            rows = {n: row for n, row in scanned.rows.items() if visible(row)}
+            self.shards[shard] = (path, replace(scanned, rows=rows))
+        self.logged = {n: (place, row) for n, (place, row) in self.logged.items() if visible(row)}
+
+    def rows(self) -> Iterator[tuple[int, RecordRow]]:
+        """Records in the spool; a shard's row goes before a log's."""
+        held = {number: row for _, scanned in self.shards.values() for number, row in scanned.rows.items()}
+        yield from held.items()
+        yield from ((number, row) for number, (_, row) in self.logged.items() if number not in held)
+
+    def row(self, number: int) -> RecordRow | None:
+        """The row of one record, if the spool holds it."""
+        _, scanned = self.shards.get(number // self.header.geometry.shard_records, (None, None))
+        if scanned is not None and number in scanned.rows:
+            return scanned.rows[number]
+        return self.logged[number][1] if number in self.logged else None
+
+
+S = TypeVar("S", ScannedShard, ScannedLog)
+
+
+@dataclass(slots=True)
+class _Read(Generic[S]):
+    """What a file of `size` bytes holds. tail: its bytes before the end of the last COMMIT."""
+
+    inode: tuple[int, int]
+    size: int
+    tail: bytes
+    scanned: S
+
+    @classmethod
+    def of(cls, fd: int, size: int, scanned: S) -> _Read[S]:
+        stat = os.fstat(fd)
+        return cls((stat.st_dev, stat.st_ino), size, _tail(fd, scanned.end), scanned)
+
+    def still_holds(self, fd: int) -> bool:
+        stat = os.fstat(fd)
+        return self.inode == (stat.st_dev, stat.st_ino) and _tail(fd, self.scanned.end) == self.tail
+
+
+class Spool:
+    """One spool directory. A Spool remembers what it read; each `read` gives a view of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._logs: dict[str, _Read[ScannedLog]] = {}
+        self._shards: dict[str, _Read[ScannedShard]] = {}
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file, by name."""
+        sizes: dict[str, int] = {}
+        for path in self.directory.glob("*"):
+            with contextlib.suppress(FileNotFoundError):  # sealed meanwhile
+                sizes[path.name] = path.stat().st_size
+        return sizes
+
+    def read(self) -> dict[str, SpooledSeries]:
+        """The spool as it is now; files that vanish while it is read were sealed or emptied.
+
+        Logs before shards: a record on its way from one to the other is seen in at least one of them.
+        """
+        found: dict[str, SpooledSeries] = {}
+        self._logs = _all(
+            self.directory.glob(LOG_GLOB),
+            self._logs,
+            read_log,
+            lambda fd, path, known: read_further_log(fd, log_number(path), known),
+        )
+        self._shards = _all(
+            self.directory.glob(PARTIAL_GLOB),
+            self._shards,
+            scan_shard,
+            lambda fd, _, known: read_further_shard(fd, known),
+        )
+        for log in self._logs.values():
+            for logged in log.scanned.records:
+                if logged.header is not None:
+                    series = found.setdefault(logged.header.path, SpooledSeries(logged.header))
+                    series.logged[logged.record] = (logged.place, logged.row)
+                    series.places[logged.row.client, logged.row.sequence] = logged.place
+        for name, partial in self._shards.items():
+            scanned = partial.scanned
+            series = found.setdefault(scanned.header.path, SpooledSeries(scanned.header))
+            series.shards[scanned.shard] = (self.directory / name, scanned)
+        for series in found.values():
+            series.drop_moved()
+        return found
+
+
+def _all(
+    paths: Iterable[Path],
+    before: Mapping[str, _Read[S]],
+    scan: Callable[[Path], S | None],
+    further: Callable[[int, Path, S], S],
+) -> dict[str, _Read[S]]:
+    found: dict[str, _Read[S]] = {}
+    for path in sorted(paths):
+        with contextlib.suppress(FileNotFoundError):
+            now = _read(path, before.get(path.name), scan, further)
+            if now is not None:
+                found[path.name] = now
+    return found
+
+
+def _read(
+    path: Path,
+    before: _Read[S] | None,
+    scan: Callable[[Path], S | None],
+    further: Callable[[int, Path, S], S],
+) -> _Read[S] | None:
+    with _opened(path) as fd:
+        size = os.fstat(fd).st_size
+        if before is not None and before.still_holds(fd):
+            if size == before.size:
+                return before
+            return _Read.of(fd, size, further(fd, path, before.scanned))
+        fresh = scan(path)
+        return None if fresh is None else _Read.of(fd, size, fresh)
+
+
+def _tail(fd: int, end: int) -> bytes:
+    count = min(_TAIL_NBYTES, end)
+    return os.pread(fd, count, end - count)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)

@@ -1,0 +1,227 @@
+"""What users read: a Store, its Series, their Records. Needs neither torch nor zarr until an array asks for it.
+
+A Store sees everything that is committed, sealed or not, on all nodes; `Series.zarr`, `xarray` and `dask`
+see what plain Zarr readers see: sealed records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from capd.errors import CapdError, NotAStore
+from capd.store.catalog.rows import SessionRow
+from capd.store.catalog.totals import held_by
+from capd.store.documents.gradient_names import answers
+from capd.store.documents.zarr_json import run_attributes
+from capd.store.read.elements import ReadTools
+from capd.store.read.node import NodeView
+from capd.store.read.series import Record, Series, import_extra
+from capd_client.protocol.key import Key, Moment
+from capd_client.protocol.reference import parse_reference
+
+__all__ = ["Record", "Series", "SeriesListing", "Store", "Totals", "list_series", "open_store", "runs"]
+
+_KEY_FIELDS = frozenset(Key.__struct_fields__)
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Counters of a run over all ranks and nodes. statistics_records: of the records, those that are statistics alone.
+    clean: no session's counters were cut off by a kill."""
+
+    offered: int
+    committed: int
+    in_flight: int
+    dropped: dict[str, int]
+    records: int
+    statistics_records: int
+    raw_bytes: int
+    stored_bytes: int
+    clean: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesListing:
+    """One line of `capd ls`: the key, and totals. shape: [records, *largest record shape]. kept: "tensor", or
+    "statistics" alone."""
+
+    path: str
+    quant_type: str
+    rank: int
+    layer: int | None
+    phase: str
+    layer_type: str
+    operation: str
+    component: str
+    tensor_name: str
+    module: str
+    stack: str
+    dtype: str
+    shape: tuple[int, ...]
+    records: int
+    raw_bytes: int
+    stored_bytes: int
+    kept: str
+
+
+class Store:
+    """One run, read-only. `refresh()` looks again; everything else is a snapshot of the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.run_id: str = run_attributes(path).get("run_id", path.stem)
+        self._tools = ReadTools()
+        self._nodes: list[NodeView] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the catalogs and spools again; of files that only grew, what is new."""
+        before = {node.directory: node for node in self._nodes}
+        directories = sorted((self.path / ".capd").glob("node=*"))
+        if not directories:  # only the shards were copied: their journals know whose they are
+            directories = [self.path / ".capd" / "node="]
+        self._nodes = [NodeView(self.path, directory, before.get(directory)) for directory in directories]
+
+    def __repr__(self) -> str:
+        return f"<Store {self.path} with {len(self.series)} series>"
+
+    @property
+    def series(self) -> list[Series]:
+        """All series with at least one record, all attempts, ordered by path."""
+        return self._pick(lambda _: True, "all")
+
+    def _pick(self, wanted: Callable[[Key], bool], attempt: int | str) -> list[Series]:
+        found = []
+        for node in self._nodes:
+            within = node.with_attempt(attempt) if isinstance(attempt, int) else node.series.keys()
+            found += [
+                (path, node, row)
+                for path, row in node.series.items()
+                if row.records and path in within and wanted(row.header.key)
+            ]
+        found.sort(key=lambda item: item[0])
+        return [Series(node, row, self._tools, attempt) for _, node, row in found]
+
+    def find(self, *, attempt: int | str = "latest", **key: Any) -> list[Series]:
+        """Series whose key fields equal the given values (or one of a list of values), whether they keep tensors or
+        statistics alone: `Series.kept` tells.
+
+        A tensor_name of "grad_output" also finds the `input` of a backward: so the predecessor named that gradient.
+        attempt: "latest" keeps, of records at the same moment, those of the job's latest restart; a number keeps
+        that restart's; "all" keeps everything. Raises CapdError for a name that is not a key field.
+        """
+        unknown = key.keys() - _KEY_FIELDS
+        if unknown:
+            raise CapdError(f"unknown key field {min(unknown)!r}; known: {', '.join(Key.__struct_fields__)}")
+        wanted = {
+            name: value if isinstance(value, (list, tuple, set)) else (value,) for name, value in key.items()
+        }
+
+        def matches(key: Key) -> bool:
+            return all(answers(key, name, values) for name, values in wanted.items())
+
+        found = self._pick(matches, attempt)
+        return [series for series in found if len(series)] if isinstance(attempt, int) else found
+
+    def record(self, reference: str) -> tuple[Series, int]:
+        """The record whose reference a call of `capd_client.tensor_saver` returned: its series, and its index there.
+
+        Raises ConfigError for a text that is no reference, CapdError where this run has no such record.
+        """
+        key, moment = parse_reference(reference)
+        for series in self.find(attempt=moment["attempt"], **key):
+            for index, record in enumerate(series.records):
+                if all(getattr(record, name) == value for name, value in moment.items()):
+                    return series, index
+        raise CapdError(f"{self.path} has no record {reference}; it was dropped, or belongs to another run")
+
+    @property
+    def sessions(self) -> list[SessionRow]:
+        """Counters of every rank's session, as last persisted."""
+        return [row for node in self._nodes for row in node.sessions]
+
+    def totals(self) -> Totals:
+        """Counters of the run. Records are counted in the store, the rest is the sum over the sessions."""
+        held = held_by(row for node in self._nodes for row in node.series.values())
+        sessions = self.sessions
+        dropped: dict[str, int] = {}
+        for session in sessions:
+            for reason, count in session.dropped.items():
+                dropped[reason] = dropped.get(reason, 0) + count
+        return Totals(
+            offered=max(sum(s.offered for s in sessions), held.records + sum(dropped.values())),
+            committed=held.records,
+            in_flight=sum(s.in_flight for s in sessions),
+            dropped=dropped,
+            records=held.records,
+            statistics_records=held.statistics_records,
+            raw_bytes=held.raw_bytes,
+            stored_bytes=held.stored_bytes,
+            clean=all(session.clean for session in sessions),
+        )
+
+    def to_pandas(self) -> Any:
+        """One row per record: path, key, what is kept, moment, shape and statistics. Needs the extra `table`."""
+        pd = import_extra("pandas", "table")
+        with contextlib.ExitStack() as stack:
+            for node in self._nodes:
+                stack.enter_context(node.connected())
+            return pd.DataFrame([row for series in self.series for row in _flat(series)])
+
+
+def _flat(series: Series) -> Iterator[dict[str, Any]]:
+    key = msgspec.structs.asdict(series.key)
+    for record in series.records:
+        stats = record.stats
+        yield {
+            "path": series.path,
+            **key,
+            "dtype": series.dtype,
+            "kept": series.kept,
+            "record": record.index,
+            **{name: getattr(record, name) for name in Moment.__struct_fields__},
+            "shape": record.shape,
+            "device": record.device,
+            **{name: getattr(stats, name) for name in _STATISTICS},
+        }
+
+
+_STATISTICS = ("count", "nan", "inf", "zero", "min", "max", "absmax", "mean", "std", "sum", "sum_sq")
+
+
+def open_store(path: str | Path) -> Store:
+    """Open a run directory; raises NotAStore if it is none."""
+    path = Path(path)
+    if not path.is_dir():
+        raise NotAStore(f"{path} is not a run directory; `capd ls` on the store root lists its runs")
+    return Store(path)
+
+
+def runs(root: str | Path) -> Sequence[Path]:
+    """Run directories below a store root, oldest first (by modification of their metadata)."""
+    found = [path.parent for path in Path(root).glob("*.zarr/zarr.json")]
+    return sorted(found, key=lambda run: ((run / "zarr.json").stat().st_mtime_ns, run.name))
+
+
+def list_series(path: str | Path) -> list[SeriesListing]:
+    """All series of a run with their totals; reads no record."""
+    store = open_store(path)
+    return [
+        SeriesListing(
+            path=series.path,
+            **msgspec.structs.asdict(series.key),
+            dtype=series.dtype,
+            shape=series.shape,
+            records=len(series),
+            raw_bytes=series.raw_bytes,
+            stored_bytes=series.stored_bytes,
+            kept=series.kept,
+        )
+        for series in store.series
+    ]

@@ -1,0 +1,201 @@
+"""Takes up the `.partial` files that a daemon left: replayed, cut behind the last COMMIT, mended, or set aside."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from capd.errors import DamagedRecord
+from capd.store.disk.files import truncate, unlink
+from capd.store.disk.layout import PARTIAL_GLOB, by_digest, named, partial_path, series_on_disk, shard_path
+from capd.store.format.frames import UNKNOWN_CLIENT, FrameKind, SeriesHeader, payload_is_sound, walk
+from capd.store.format.sharding_index import read_index
+from capd.store.recover.mend import copy_aside, is_the_files_fault, mend_partial, set_aside
+from capd.store.recover.state import Recovery
+from capd.store.scan.described import described
+from capd.store.scan.scan import CommitRun, ScannedShard, scan_shard
+from capd.store.shards.series import SeriesState
+from capd.store.shards.writer import ShardWriter
+
+__all__ = ["records_on_disk", "take_up_partials"]
+
+logger = logging.getLogger(__name__)
+
+
+def take_up_partials(state: Recovery) -> None:
+    """Take up every `.partial`: replayed, cut, mended, or set aside."""
+    digests = by_digest(series.header for series in state.series.values())
+    for path in sorted(state.layout.spool.glob(PARTIAL_GLOB)):
+        try:
+            known = named(path, digests) or _named_by_documents(state, path)
+            problem = _read_partial(state, path, known)
+        except DamagedRecord as error:
+            problem = str(error)
+        except OSError as error:
+            if not is_the_files_fault(error, path):
+                raise
+            problem = str(error)
+        if problem:
+            set_aside(path, state.quarantine, problem)
+
+
+def _named_by_documents(state: Recovery, path: Path) -> tuple[SeriesHeader, int] | None:
+    """As `named`, for a file that lost its HEADER, and whose series only its own documents know."""
+    if scan_shard(path) is not None:
+        return None
+    for series in series_on_disk(state.layout.run):
+        if path.name.startswith(partial_path(Path(), series, 0).name.partition("-")[0]):
+            found = described(state.layout.run, series)
+            if found is not None and found[1] == state.layout.node:
+                return named(path, by_digest([found[0]]))
+    return None
+
+
+def _read_partial(
+    state: Recovery, path: Path, known: tuple[SeriesHeader, int] | None, *, mended: bool = False
+) -> str:
+    """Returns why the file cannot be used, empty if it could."""
+    scanned = scan_shard(path, known)
+    if scanned is None or path.is_symlink():
+        return "it does not begin with a sound header"
+    header, file = scanned.header, scanned.file
+    if file is not None and not state.owns(file):
+        return f"it belongs to run {file.run_id!r} of node {file.node!r}"
+    if partial_path(state.layout.spool, header.path, scanned.shard) != path:
+        return f"it is shard {scanned.shard} of {header.path}, under a wrong name"
+    series = state.series_of(header)
+    sealed = series.row.sealed
+    if series.row.sealing:
+        # The mark behind that seal may be lost with the power, but not the shard under its name.
+        sealed = records_on_disk(state.layout.run, series, scanned.shard)
+    if (
+        not header.geometry.is_small
+        and not mended
+        and state.known.get(header.path, 0) > max(scanned.newest + 1, sealed)
+    ):
+        # the catalog knew of more: its end is damaged, not just unfinished
+        copy_aside(path, state.quarantine)
+    if _has_others(state, series, scanned, sealed):
+        return "its records are others than the sealed ones of their numbers"
+    if scanned.newest < sealed:
+        # A fresh file without records, or a copy of a sealed shard that got no new ones, or is torn.
+        unlink(path)
+        return ""
+    begin = scanned.shard * header.geometry.shard_records
+    series.row.sealed = sealed
+    if series.row.sealed < begin:
+        return f"its records begin at {begin}, but only {series.row.sealed} are sealed before it"
+    holes = any(number not in scanned.rows for number in range(series.row.sealed, scanned.newest + 1))
+    gaps = any(start < scanned.end for start, _ in scanned.gaps)
+    if holes or gaps or (state.may_be_torn and not mended and _is_torn(path, scanned)):
+        try:
+            _mend(state, path, scanned, series, begin)
+            return _read_partial(state, path, known, mended=True)
+        except DamagedRecord:
+            if holes:
+                raise  # otherwise all COMMITs that matter are there, and it goes on as it is
+    truncate(path, scanned.end)
+    _take_up(state, path, scanned, series)
+    return ""
+
+
+def _has_others(state: Recovery, series: SeriesState, scanned: ScannedShard, sealed: int) -> bool:
+    """Whether it holds other captures than the sealed shards under the same numbers: these were built anew."""
+    known = state.catalog.stored(series.row.id, min(scanned.rows, default=0), sealed)
+    return any(
+        number in known
+        and UNKNOWN_CLIENT not in (row.client, known[number][0])
+        and known[number][:2] != (row.client, row.sequence)
+        for number, row in scanned.rows.items()
+    )
+
+
+def _is_torn(path: Path, scanned: ScannedShard) -> bool:
+    """Whether a chunk fails its checksum. Reads the whole file, so only after a loss of power."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return any(
+            frame.kind is FrameKind.CHUNK
+            and not payload_is_sound(frame, os.pread(fd, frame.nbytes, frame.offset))
+            for frame in walk(fd, 0, scanned.end)
+        )
+    finally:
+        os.close(fd)
+
+
+def _mend(state: Recovery, path: Path, scanned: ScannedShard, series: SeriesState, begin: int) -> None:
+    published = dict(state.catalog.rows(series.row.id, begin, series.row.sealed))
+    shard = msgspec.structs.replace(state.file_header, series=scanned.header, shard=scanned.shard)
+    lost = mend_partial(
+        path, state.layout.run, shard, published, series.row.sealed, state.files, state.quarantine
+    )
+    logger.warning(
+        "%s: %s is damaged and written anew, the file is kept in %s; it lost the records %s",
+        series.header.path, path.name, state.quarantine, lost,
+    )  # fmt: skip
+
+
+def _take_up(state: Recovery, path: Path, scanned: ScannedShard, series: SeriesState) -> None:
+    geometry = series.geometry
+    sealed = shard_path(state.layout.run, series.header, scanned.shard)
+    index = scanned.index
+    if sealed.is_file():
+        index = _sealed_index(sealed, geometry.shard_slots) | scanned.covering(series.row.sealed)
+    stored = state.agree(series, {n: row for n, row in scanned.rows.items() if n >= series.row.sealed})
+    for run in scanned.runs:
+        _add_run(state, series, run, stored)
+    if geometry.is_small:
+        held = {(row.client, row.sequence): number for number, row in scanned.rows.items()}
+        state.in_shards.setdefault(series.header.path, {}).update(held)
+    series.in_shards = scanned.newest + 1
+    series.shard = ShardWriter(
+        path,
+        state.files,
+        scanned.shard,
+        scanned.end,
+        index,
+        has_records=True,
+        replaces=sealed.exists(),
+    )
+    series.row.sealing = False
+    if series.is_full:
+        state.out.unfinished.append(series)
+
+
+def _add_run(state: Recovery, series: SeriesState, run: CommitRun, stored: Mapping[int, int]) -> None:
+    """stored: bytes by record number as the catalog has them; 0: it waited in the small log."""
+    new = 0
+    for number, row in enumerate(run.commit.rows, run.commit.first):
+        if number >= series.row.sealed and not stored.get(number):
+            state.add(series, number, row, run.share)
+            new += 1
+        state.acknowledge(row)
+    series.row.stored_bytes += run.end - run.start if new == len(run.commit.rows) else new * run.share
+
+
+def _sealed_index(path: Path, slots: int) -> dict[int, tuple[int, int]]:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return read_index(fd, slots)
+    except DamagedRecord as error:
+        logger.warning("%s: %s", path, error)
+        return {}
+    finally:
+        os.close(fd)
+
+
+def records_on_disk(run: Path, series: SeriesState, newest: int) -> int:
+    """Records in sealed shards up to shard `newest`, from its own journal; never fewer than were published."""
+    for shard in range(newest, -1, -1):
+        path = shard_path(run, series.header, shard)
+        if (
+            path.is_file()
+            and (scanned := scan_shard(path, (series.header, shard))) is not None
+            and scanned.runs
+        ):
+            return max(series.row.sealed, scanned.newest + 1)
+    return series.row.sealed

@@ -1,0 +1,174 @@
+"""Takes sound records out of a damaged shard file, and writes them behind each other into new ones.
+
+A record is sound if its row is known and every chunk that holds its elements matches its checksum. Of small
+records that share a chunk, which is written anew whenever one joins, an older copy serves where the newest is
+damaged. Chunks of large records are copied as they are; small ones are put into chunks anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import struct
+from collections.abc import Callable, Iterable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capd.errors import DamagedRecord
+from capd.store.format.codecs import Encoded, chain_for, crc32c
+from capd.store.format.decode import decode
+from capd.store.format.dtypes import stored_shape
+from capd.store.format.encode import encode_batch
+from capd.store.format.frames import RecordRow, SeriesHeader, session_of
+from capd.store.format.sharding_index import read_index
+from capd.store.scan.scan import ScannedShard, read_shard
+from capd.store.shards.writer import EncodedChunk, ShardWriter
+
+__all__ = ["ShardSource", "write_records"]
+
+Salvaged = list[tuple[int, Encoded]] | NDArray[Any]
+
+
+class ShardSource:
+    """A shard or `.partial`, open for reading whatever of it is sound; a context manager.
+
+    scanned: its journal (without runs if it has none).
+    """
+
+    def __init__(self, path: Path, header: SeriesHeader, number: int) -> None:
+        """Raises OSError if the file cannot be opened or read."""
+        self.path, self._header, self._number = path, header, number
+        self._chain = chain_for(header.codec, header.dtype)
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            found = read_shard(self._fd, (header, number))
+            foreign = found is None or (found.header.path, found.shard) != (header.path, number)
+            self.scanned = ScannedShard(header, number, 0) if found is None or foreign else found
+            # The sharding index where it is sound: slot → (offset, bytes).
+            self._index: dict[int, tuple[int, int]] = {}
+            with contextlib.suppress(DamagedRecord):
+                self._index = {} if foreign else read_index(self._fd, header.geometry.shard_slots)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __enter__(self) -> ShardSource:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    def take(self, number: int, row: RecordRow) -> Salvaged | None:
+        """Record `number`, which must be in this file if it has a sharding index: (chunk within the record, encoded
+        chunk) pairs of a large one, the elements of a small one.
+
+        None where a chunk of it is missing or damaged. Raises OSError.
+        """
+        geometry = self._header.geometry
+        if geometry.is_small:
+            return self._take_small(number, row)
+        chunks: list[tuple[int, Encoded]] = []
+        for ordinal, _ in geometry.chunks(row.shape):
+            slot = geometry.slot(number, ordinal)
+            place = self._index.get(slot) or self.scanned.index.get(slot)
+            payload = None if place is None else self._sound(place)
+            if payload is None:
+                return None
+            chunks.append((ordinal, Encoded.of(payload)))
+        return chunks
+
+    def _take_small(self, number: int, row: RecordRow) -> NDArray[Any] | None:
+        geometry = self._header.geometry
+        for place in self._copies(number):
+            payload = self._sound(place)
+            if payload is None:
+                continue
+            try:
+                chunk = decode(self._chain, payload, (geometry.batch, *geometry.chunk))
+            except DamagedRecord:
+                continue
+            # With the Ellipsis a record without axes stays an array.
+            shape = stored_shape(self._header.dtype, row.shape)
+            crop: Any = (number % geometry.batch, *(slice(0, n) for n in shape), ...)
+            return np.array(chunk[crop])
+        return None
+
+    def _copies(self, number: int) -> Iterable[tuple[int, int]]:
+        """Places of the chunk that holds a small record, newest first; a copy of before it joined holds zeros."""
+        slot = self._header.geometry.slot(number, 0)
+        if slot in self._index:
+            yield self._index[slot]
+        for run in reversed(self.scanned.runs):
+            holds = run.commit.first + len(run.commit.rows) > number
+            for other, offset, nbytes in run.commit.chunks:
+                if holds and other == slot:
+                    yield (offset, nbytes)
+
+    def _sound(self, place: tuple[int, int]) -> bytes | None:
+        offset, nbytes = place
+        if not 0 <= offset < 1 << 62 or not 4 <= nbytes <= os.fstat(self._fd).st_size:
+            return None
+        try:
+            payload = os.pread(self._fd, nbytes, offset)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return None  # a bad sector costs what stands there
+        if len(payload) < nbytes or struct.unpack("<I", payload[-4:])[0] != crc32c(payload[:-4]):
+            return None
+        return payload
+
+
+def write_records(
+    header: SeriesHeader,
+    first: int,
+    records: Iterable[tuple[RecordRow, Salvaged]],
+    shard_for: Callable[[int], ShardWriter],
+) -> int:
+    """Commit records under the numbers from `first` on (the first of a batch); returns the number behind the last.
+
+    shard_for: the open shard that a record number belongs to. Raises OSError or StoreError.
+    """
+    geometry, chain = header.geometry, chain_for(header.codec, header.dtype)
+    raw_nbytes = prod(geometry.chunk) * geometry.itemsize
+    waiting: list[tuple[RecordRow, NDArray[Any]]] = []
+    number = first
+
+    def settle() -> None:
+        start = number - len(waiting)
+        encoded = encode_batch([bits for _, bits in waiting], 0, None, geometry, chain)
+        rows = [row for row, _ in waiting]
+        chunk = EncodedChunk(geometry.slot(start, 0), 0, encoded, sum(row.nbytes for row in rows))
+        _commit(shard_for(start), [chunk], start, rows)
+        waiting.clear()
+
+    for row, salvaged in records:
+        if isinstance(salvaged, list):
+            chunks = [
+                EncodedChunk(geometry.slot(number, ordinal), ordinal, encoded, raw_nbytes)
+                for ordinal, encoded in salvaged
+            ]
+            _commit(shard_for(number), chunks, number, [row])
+            number += 1
+            continue
+        waiting.append((row, salvaged))
+        number += 1
+        if number % geometry.batch == 0:
+            settle()
+    if waiting:
+        settle()
+    return number
+
+
+def _commit(shard: ShardWriter, chunks: list[EncodedChunk], first: int, rows: list[RecordRow]) -> None:
+    session = session_of(rows[0].client)
+    shard.commit(chunks, first, rows, session=session, sequence=max(0, rows[0].sequence))

@@ -1,0 +1,142 @@
+"""Takes up the small logs that a daemon left: records that stand in no shard wait again, in capture order.
+
+A record stands in a shard if its number is below the sealed ones, or if a `.partial` holds its client and
+sequence. Where the sealed shards were read back for a new catalog only client and sequence tell, or the moment where
+those are lost. A log that lost records, or some of whose numbers are no longer true, is written anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from capd.errors import StoreError
+from capd.store.catalog.opening import connect_read_only
+from capd.store.catalog.sums import series_of_record
+from capd.store.disk.files import unlink
+from capd.store.format.frames import RecordRow, SeriesHeader
+from capd.store.format.log_places import LOG_GLOB
+from capd.store.recover.mend import KeptSmall, copy_aside, is_the_files_fault, mend_log, set_aside
+from capd.store.recover.state import Recovery
+from capd.store.scan.scan import ScannedLog, read_log
+from capd.store.shards.series import SeriesState
+
+__all__ = ["replay_logs"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Sorted:
+    """A log's records. kept: those that wait. spare: what `.partial` files hold as well, under the numbers there.
+    renumbered: some have wrong numbers in the log."""
+
+    kept: list[tuple[SeriesState, KeptSmall]] = field(default_factory=list)
+    spare: list[KeptSmall] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    renumbered: bool = False
+
+
+def replay_logs(state: Recovery) -> None:
+    """Let the records of all logs wait in their series."""
+    for path in sorted(state.layout.spool.glob(LOG_GLOB)):
+        try:
+            log = read_log(path, check=True)
+        except OSError as error:
+            if not is_the_files_fault(error, path):
+                raise
+            set_aside(path, state.quarantine, str(error))
+            continue
+        if log is None:
+            set_aside(path, state.quarantine, "it holds nothing of a small log")
+        elif log.file is not None and not state.owns(log.file):
+            set_aside(
+                path, state.quarantine, f"it belongs to run {log.file.run_id!r} of node {log.file.node!r}"
+            )
+        else:
+            _replay(state, path, log)
+
+
+def _replay(state: Recovery, path: Path, log: ScannedLog) -> None:
+    found = _sort(state, log)
+    damaged = bool(found.lost) or any(start < log.end for start, _ in log.gaps)
+    if damaged:
+        logger.warning(
+            "%s is damaged and kept in %s; records that are lost: %s",
+            path, state.quarantine, ", ".join(found.lost) or "none that is known",
+        )  # fmt: skip
+    if not found.kept:
+        if damaged:
+            copy_aside(path, state.quarantine)
+        unlink(path)
+        return
+    places = [kept.place for _, kept in found.kept]
+    if damaged or found.renumbered:
+        kept = [kept for _, kept in found.kept] + found.spare
+        places = mend_log(path, state.file_header, kept, state.quarantine if damaged else None)
+    waiting_rows: dict[str, dict[int, RecordRow]] = {}
+    for series, waiting in found.kept:
+        waiting_rows.setdefault(series.header.path, {})[waiting.number] = waiting.row
+    stored = {path: state.agree(state.series[path], rows) for path, rows in waiting_rows.items()}
+    for (series, waiting), place in zip(found.kept, places, strict=False):  # those of the spare ones follow
+        counted = stored[series.header.path].get(waiting.number, 0)  # in a shard that lost it
+        if waiting.number >= state.known.get(series.header.path, 0) or counted:
+            series.row.stored_bytes -= counted
+            state.add(series, waiting.number, waiting.row, 0)
+        state.acknowledge(waiting.row)
+        series.waiting.append(place)
+
+
+def _sort(state: Recovery, log: ScannedLog) -> _Sorted:
+    found = _Sorted()
+    pending: dict[str, int] = {}
+    headers = _headers_of_orphans(state, log)
+    for logged in log.records:
+        header = logged.header or headers.get(logged.reference)
+        if header is None:
+            found.lost.append(f"sequence {logged.row.sequence} of an unknown series")
+            continue
+        series = state.series_of(header)
+        held = state.in_shards.get(header.path, {})
+        capture = (logged.row.client, logged.row.sequence)
+        nameless = state.nameless.get(header.path)
+        if nameless is None:
+            is_sealed = logged.record < series.row.sealed
+        else:
+            is_sealed = (logged.row.moment, logged.row.shape) in nameless
+        if is_sealed or capture in held or capture in state.in_logs:
+            if held.get(capture, -1) >= series.row.sealed and logged.is_sound:
+                found.spare.append(KeptSmall(header, held[capture], logged.row, logged.place))
+                found.renumbered |= held[capture] != logged.record
+        elif not logged.is_sound:
+            found.lost.append(f"{header.path}#{logged.record}")
+        else:
+            number = series.in_shards + len(series.waiting) + pending.get(header.path, 0)
+            pending[header.path] = pending.get(header.path, 0) + 1
+            found.renumbered |= number != logged.record or logged.header is None
+            state.in_logs.add(capture)
+            found.kept.append((series, KeptSmall(header, number, logged.row, logged.place)))
+    return found
+
+
+def _headers_of_orphans(state: Recovery, log: ScannedLog) -> dict[int, SeriesHeader]:
+    """Which series the records belong to whose SERIES frame is lost, where the catalog knows one of them."""
+    orphans = [logged for logged in log.records if logged.header is None]
+    if not orphans:
+        return {}
+    by_id = {series.row.id: series.header for series in state.series.values()}
+    found: dict[int, SeriesHeader] = {}
+    try:
+        database = connect_read_only(state.catalog.path)
+    except StoreError:
+        return {}
+    try:
+        for logged in orphans:
+            if logged.reference not in found:
+                identity = series_of_record(database, logged.row.client, logged.row.sequence)
+                if identity in by_id:
+                    found[logged.reference] = by_id[identity]
+    finally:
+        database.close()
+    return found

@@ -1,0 +1,165 @@
+"""Finds the records in a node's spool: in open shards and small logs, each known by its capture. Changes nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from capd.errors import DamagedRecord
+from capd.store.disk.layout import PARTIAL_GLOB, by_digest, named
+from capd.store.format.codecs import chain_for
+from capd.store.format.dtypes import stored_shape
+from capd.store.format.encode import as_array
+from capd.store.format.frames import UNKNOWN_CLIENT, FileHeader, RecordRow, SeriesHeader
+from capd.store.format.log_places import LOG_GLOB, offset_of
+from capd.store.recover.salvage import Salvaged, ShardSource
+from capd.store.scan.survey import log_if_readable, scan_if_readable
+from capd.store.shards.small_log import read_small
+
+__all__ = ["Capture", "Elsewhere", "SpoolCopies"]
+
+logger = logging.getLogger(__name__)
+
+Capture = tuple[bytes, int]  # client and sequence
+
+
+class _Copy(NamedTuple):
+    """A record in a shard (at: its number there) or a log (shard -1; at: offset of its RECORD frame).
+
+    number: of the record in its series. series: path of that, "" where a log lost the frame that says so.
+    """
+
+    path: Path
+    series: str
+    shard: int
+    at: int
+    number: int
+    row: RecordRow
+
+
+class Elsewhere(NamedTuple):
+    """A record of the spool. taken: its elements, None if no copy of them is sound."""
+
+    number: int
+    row: RecordRow
+    taken: Salvaged | None
+
+
+class SpoolCopies:
+    """The records in a spool, except those whose client and sequence are lost.
+
+    A context manager. headers: of all series found, by path.
+    """
+
+    def __init__(
+        self, spool: Path, headers: Mapping[str, SeriesHeader], owns: Callable[[FileHeader], bool]
+    ) -> None:
+        """headers: by path, for shards whose HEADER is lost. owns: whether a file is of this run and node.
+
+        Raises OSError.
+        """
+        self.headers: dict[str, SeriesHeader] = {}
+        self._owns = owns
+        self._copies: dict[Capture, list[_Copy]] = {}
+        self._captures: dict[str, dict[Capture, None]] = {}  # of each series, in order
+        self._source: ShardSource | None = None  # the shard that was read last
+        digests = by_digest(headers.values())
+        for path in _files(spool, PARTIAL_GLOB):
+            self._add_shard(path, digests)
+        for path in _files(spool, LOG_GLOB):
+            self._add_log(path)
+
+    def __enter__(self) -> SpoolCopies:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def take(self, header: SeriesHeader, row: RecordRow) -> tuple[RecordRow, Salvaged] | None:
+        """The record of this series that `row` names, with its elements; None where it is nowhere sound."""
+        found = self._take(header, (row.client, row.sequence))
+        return found if found is not None and found[0].shape == row.shape else None
+
+    def others(self, header: SeriesHeader, seen: Collection[Capture]) -> Iterator[Elsewhere]:
+        """The records of this series that are not among the captures `seen`."""
+        for capture in self._captures.get(header.path, ()):
+            if capture not in seen:
+                found = self._take(header, capture)
+                first = self._copies[capture][0]
+                yield Elsewhere(
+                    first.number,
+                    first.row if found is None else found[0],
+                    None if found is None else found[1],
+                )
+
+    def _add_shard(self, path: Path, digests: Mapping[str, SeriesHeader]) -> None:
+        scanned = scan_if_readable(path, named(path, digests))
+        if scanned is None or (scanned.file is not None and not self._owns(scanned.file)):
+            return
+        for number, row in scanned.rows.items():
+            copy = _Copy(path, scanned.header.path, scanned.shard, number, number, row)
+            self._add(scanned.header, copy)
+
+    def _add_log(self, path: Path) -> None:
+        log = log_if_readable(path)
+        if log is None or (log.file is not None and not self._owns(log.file)):
+            return
+        for logged in log.records:  # without its SERIES frame the capture alone says whose it is
+            series = "" if logged.header is None else logged.header.path
+            at = offset_of(logged.place)
+            self._add(logged.header, _Copy(path, series, -1, at, logged.record, logged.row))
+
+    def _add(self, header: SeriesHeader | None, copy: _Copy) -> None:
+        capture = (copy.row.client, copy.row.sequence)
+        if copy.row.client == UNKNOWN_CLIENT:
+            return
+        self._copies.setdefault(capture, []).append(copy)
+        if header is not None:
+            self.headers.setdefault(header.path, header)
+            self._captures.setdefault(header.path, {})[capture] = None
+
+    def _take(self, header: SeriesHeader, capture: Capture) -> tuple[RecordRow, Salvaged] | None:
+        for copy in self._copies.get(capture, ()):
+            if copy.series in ("", header.path) and header.geometry.fits(
+                stored_shape(header.dtype, copy.row.shape)
+            ):
+                try:
+                    taken = self._read(copy, header)
+                except OSError as error:
+                    logger.warning("%s cannot be read: %s", copy.path, error)
+                    continue
+                if taken is not None:
+                    return copy.row, taken
+        return None
+
+    def _read(self, copy: _Copy, header: SeriesHeader) -> Salvaged | None:
+        if copy.shard < 0:
+            return _from_log(copy, header)
+        if self._source is None or self._source.path != copy.path:
+            self._close()
+            self._source = ShardSource(copy.path, header, copy.shard)
+        return self._source.take(copy.at, copy.row)
+
+    def _close(self) -> None:
+        if self._source is not None:
+            self._source.close()
+            self._source = None
+
+
+def _files(directory: Path, pattern: str) -> list[Path]:
+    return [path for path in sorted(directory.glob(pattern)) if path.is_file() and not path.is_symlink()]
+
+
+def _from_log(copy: _Copy, header: SeriesHeader) -> Salvaged | None:
+    fd = os.open(copy.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        raw, _, _ = read_small(fd, copy.at)
+        shape = stored_shape(header.dtype, copy.row.shape)
+        return as_array(raw, chain_for(header.codec, header.dtype).stored, shape)
+    except (DamagedRecord, ValueError):
+        return None
+    finally:
+        os.close(fd)

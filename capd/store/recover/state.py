@@ -1,0 +1,138 @@
+"""What is known of one node's part of a run while its files are read back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from capd.store.catalog.rows import SeriesRow
+from capd.store.catalog.writer import Catalog, NewRow, new_row
+from capd.store.disk import power
+from capd.store.disk.layout import Layout, node_directory
+from capd.store.disk.open_files import OpenFiles
+from capd.store.documents.zarr_json import run_attributes
+from capd.store.format.frames import FORMAT_VERSION, UNKNOWN_CLIENT, FileHeader, RecordRow, SeriesHeader
+from capd.store.format.ranges import RangeSet
+from capd.store.shards.series import SeriesState
+from capd_client.protocol.key import Moment
+
+__all__ = ["Recovered", "Recovery"]
+
+
+@dataclass(slots=True)
+class Recovered:
+    """What stood on disk. rows: records that the catalog lacks. unfinished: series to seal at once."""
+
+    catalog: Catalog
+    series: list[SeriesState]
+    acked: dict[bytes, list[tuple[int, int]]]
+    rows: list[NewRow] = field(default_factory=list)
+    changed_clients: set[bytes] = field(default_factory=set)
+    unfinished: list[SeriesState] = field(default_factory=list)
+
+
+class Recovery:
+    """The state of one node while it is put together.
+
+    known: records that the catalog had, by series. in_shards: numbers of records by series and (client, sequence),
+    where the number that a log gives does not tell whether a small record stands in a shard. may_be_torn: the power
+    may have failed, so that COMMITs can be on disk without their chunks. nameless: moments and shapes of small
+    records whose capture is lost, by series, where the sealed shards were read back: numbers in logs may be of before
+    some of them were lost, and tell nothing. in_logs: of the records that wait in logs.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        files: OpenFiles,
+        catalog: Catalog,
+        headers: Mapping[str, SeriesHeader],
+    ) -> None:
+        """headers: by path, for series of which no file says what they are."""
+        self.layout, self.files, self.catalog = layout, files, catalog
+        self.run_id = str(run_attributes(layout.run).get("run_id", layout.run.stem))
+        self._run_ids = frozenset({self.run_id, layout.run.stem})  # they differ once somebody renamed the run
+        self.quarantine = node_directory(layout.run, layout.node) / "quarantine"
+        self.file_header = FileHeader(FORMAT_VERSION, self.run_id, layout.node)
+        self.fresh = not catalog.is_complete  # everything has to be read from the frames
+        self.headers = headers
+        if self.fresh:
+            self.headers = {**headers, **{row.header.path: row.header for row in catalog.series()}}
+            catalog.clear()  # a rebuild that was interrupted begins again
+        self.series = {row.header.path: SeriesState(row, in_shards=row.sealed) for row in catalog.series()}
+        self.known = {path: series.row.records for path, series in self.series.items()}
+        self.acked = {client: RangeSet(ranges) for client, ranges in catalog.acked().items()}
+        self.mounted = power.mount_of(layout.run)
+        self.may_be_torn = not self.mounted or catalog.mounted != self.mounted
+        self.lost = False  # rows of the catalog were forgotten: it says no more what was committed
+        self.in_shards: dict[str, dict[tuple[bytes, int], int]] = {}
+        self.nameless: dict[str, set[tuple[Moment, tuple[int, ...]]]] = {}
+        self.in_logs: set[tuple[bytes, int]] = set()
+        self.out = Recovered(catalog, [], {})
+
+    def owns(self, file: FileHeader) -> bool:
+        """Whether a file's HEADER names this run and node."""
+        return file.run_id in self._run_ids and file.node == self.layout.node
+
+    def series_of(self, header: SeriesHeader) -> SeriesState:
+        """The series of a header found in a file."""
+        series = self.series.get(header.path)
+        if series is None:
+            row = SeriesRow(self.catalog.add_series(header), header, 0, 0, False, (), 0, 0)
+            series = self.series[header.path] = SeriesState(row)
+        return series
+
+    def add(self, series: SeriesState, number: int, row: RecordRow, stored_nbytes: int) -> None:
+        """Take up a record that the catalog lacks, or knows with less than what the files say."""
+        if number >= series.row.records:
+            series.row.records = number  # `count` makes it number + 1
+            series.count(row)
+        self.out.rows.append(new_row(series.row.id, number, row, stored_nbytes))
+        self.acknowledge(row)
+
+    def agree(self, series: SeriesState, rows: Mapping[int, RecordRow]) -> dict[int, int]:
+        """Forget the catalog's rows from the first on that means another record than the files say.
+
+        That is how it is left by a kill after a damaged file was written anew and its records renumbered. Returns the
+        stored bytes of those of the rows that the catalog knows.
+        """
+        first, behind = min(rows, default=0), max(rows, default=-1) + 1
+        if self.known.get(series.header.path, 0) <= first:
+            return {}
+        found = self.catalog.stored(series.row.id, first, behind)
+        wrong = [n for n, (client, sequence, _) in found.items() if not _same(rows.get(n), client, sequence)]
+        if wrong:
+            self.catalog.forget_from(series.row, min(wrong))
+            self.lost = True
+            self.known[series.header.path] = min(wrong)
+        return {n: stored for n, (_, _, stored) in found.items() if not wrong or n < min(wrong)}
+
+    def acknowledge(self, row: RecordRow) -> None:
+        """Count the record's sequence as committed."""
+        if row.client == UNKNOWN_CLIENT:
+            return
+        ranges = self.acked.setdefault(row.client, RangeSet())
+        if row.sequence not in ranges:
+            ranges.add(row.sequence)
+        self.out.changed_clients.add(row.client)
+
+    def acknowledge_what_is_there(self) -> None:
+        """Committed is what has a row, and nothing else: clients send the rest again."""
+        held = self.catalog.sequences()
+        self.out.changed_clients.update(self.acked)
+        self.acked = {client: RangeSet() for client in self.acked}
+        for client, sequence in held:
+            if client != UNKNOWN_CLIENT:
+                self.acked.setdefault(client, RangeSet()).add(sequence)
+
+    def write(self, *, durable: bool = False) -> None:
+        """Rows, totals and acknowledged ranges into the catalog, as one transaction."""
+        acked = {client: self.acked[client].ranges() for client in self.out.changed_clients}
+        self.catalog.write(
+            self.out.rows, [series.row for series in self.series.values()], acked, durable=durable
+        )
+        self.out.rows.clear()
+
+
+def _same(row: RecordRow | None, client: bytes, sequence: int) -> bool:
+    return row is not None and (row.client, row.sequence) == (client, sequence)

@@ -1,0 +1,1 @@
+"""Repairs for `capd verify`."""

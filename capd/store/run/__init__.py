@@ -1,0 +1,1 @@
+"""The writer of one run on one node."""

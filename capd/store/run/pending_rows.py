@@ -1,0 +1,60 @@
+"""What a run store has committed and its catalog does not hold yet: rows, totals and acknowledged ranges."""
+
+from __future__ import annotations
+
+from capd.store.catalog.rows import SeriesRow
+from capd.store.catalog.writer import Catalog, NewRow
+from capd.store.disk.failpoints import failpoint
+from capd.store.format.frames import RecordRow
+from capd.store.format.ranges import RangeSet
+from capd.store.recover.state import Recovered
+from capd.store.shards.series import SeriesState
+
+__all__ = ["PendingRows"]
+
+
+class PendingRows:
+    """Owned by the append thread."""
+
+    def __init__(self, found: Recovered) -> None:
+        self._catalog: Catalog = found.catalog
+        self._rows: list[NewRow] = list(found.rows)
+        self._moved: list[tuple[int, int, int, int]] = []
+        self._changed: dict[int, SeriesRow] = {}
+        self._acked = {client: RangeSet(ranges) for client, ranges in found.acked.items()}
+        self._clients: set[bytes] = set(found.changed_clients)
+
+    def committed(self, client: bytes) -> list[tuple[int, int]]:
+        """Committed sequence ranges of a client uuid."""
+        return self._acked[client].ranges() if client in self._acked else []
+
+    def add(self, series: SeriesState, row: RecordRow, new: NewRow) -> None:
+        """A record was committed; new: its row for the catalog."""
+        series.count(row)
+        self._rows.append(new)
+        self._changed[series.row.id] = series.row
+        client = row.client
+        if client not in self._clients:
+            self._clients.add(client)
+            self._acked.setdefault(client, RangeSet())
+        self._acked[client].add(row.sequence)
+
+    def moved(self, series: SeriesState, first: int, count: int, stored_nbytes: int) -> None:
+        """Small records stand in a shard now; stored_nbytes: of all of them."""
+        self._moved.append((series.row.id, first, first + count, stored_nbytes // count))
+
+    def changed(self, series: SeriesState) -> None:
+        """The totals or marks of a series changed."""
+        self._changed[series.row.id] = series.row
+
+    def write(self, *, durable: bool) -> None:
+        """Bring the catalog up to date in one transaction. Raises StoreError; then nothing is forgotten."""
+        if not (self._rows or self._changed or self._clients):
+            return
+        failpoint("catalog.before_write")
+        acked = {client: self._acked[client].ranges() for client in self._clients}
+        self._catalog.write(self._rows, self._changed.values(), acked, self._moved, durable=durable)
+        failpoint("catalog.after_write")
+        self._rows, self._moved = [], []
+        self._changed.clear()
+        self._clients.clear()

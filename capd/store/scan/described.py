@@ -1,0 +1,88 @@
+"""Tells what a series is from its published metadata, and how that differs from what the writer would write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from capd.errors import CapdError
+from capd.store.documents.headers import is_usable
+from capd.store.documents.zarr_json import array_differences, array_document, series_document
+from capd.store.format.columns import Columns
+from capd.store.format.dtypes import statistics_of, stored_type
+from capd.store.format.frames import SeriesHeader
+from capd.store.format.geometry import Geometry
+from capd.store.scan.published import read_array, read_published
+from capd_client.protocol.key import Key
+
+__all__ = ["array_problems", "described", "group_problems"]
+
+
+def described(run: Path, path: str) -> tuple[SeriesHeader, str] | None:
+    """Header and node of the series at `path` by its documents; None unless they are exactly what capd writes."""
+    try:
+        published, array = read_published(run / path), read_array(run / path)
+        capd = published.document["attributes"]["capd"]
+        dtype = str(capd["dtype"])
+        if capd["encoding"] == "statistics":
+            dtype = statistics_of(dtype)
+        header = SeriesHeader(
+            path,
+            msgspec.convert(capd["key"], Key),
+            dtype,
+            _codec(array),
+            _geometry(array, dtype),
+            dict(capd["attributes"]),
+        )
+        sound = (
+            is_usable(header)
+            and not any(array_problems(array, header))
+            and not any(group_problems(published.document, header, published.node))
+        )
+    except (CapdError, LookupError, TypeError, ValueError):  # msgspec's errors are ValueErrors
+        return None
+    return (header, published.node) if sound else None
+
+
+def group_problems(document: dict[str, Any], header: SeriesHeader, node: str) -> Iterator[str]:
+    """How a series group's metadata differs from what the writer would write, apart from its records."""
+    expected = json.loads(series_document(header, node, Columns()))
+    if any(document.get(name) != expected[name] for name in ("zarr_format", "node_type")):
+        yield "is not the metadata of a Zarr group"
+    found, wanted = document["attributes"]["capd"], expected["attributes"]["capd"]
+    for name in wanted.keys() - {"records"}:
+        if found.get(name) != wanted[name]:
+            yield f"{name} is {found.get(name)!r}, the shards say {wanted[name]!r}"
+
+
+def array_problems(document: dict[str, Any], header: SeriesHeader) -> Iterator[str]:
+    """How an array's metadata differs from what the writer would write; its shape only must hold the records."""
+    extents = list(header.geometry.extents)
+    yield from array_differences(document, json.loads(array_document(header, (0, *extents))))
+    shape = document["shape"]
+    if len(shape) != 1 + len(extents) or any(n > e for n, e in zip(shape[1:], extents, strict=False)):
+        yield f"shape is {shape}, the shards hold records of up to {extents}"
+
+
+def _geometry(array: dict[str, Any], dtype: str) -> Geometry:
+    shard_records, *extents = array["chunk_grid"]["configuration"]["chunk_shape"]
+    batch, *chunk = array["codecs"][0]["configuration"]["chunk_shape"]
+    geometry = (tuple(extents), tuple(chunk), batch, shard_records, stored_type(dtype).stored.itemsize)
+    return msgspec.convert(geometry, Geometry)
+
+
+def _codec(array: dict[str, Any]) -> str:
+    """The explicit name of the codec between the array's bytes and their checksum."""
+    _, *compressors, _ = array["codecs"][0]["configuration"]["codecs"]
+    if not compressors:
+        return "none"
+    [compressor] = compressors
+    given = compressor["configuration"]
+    if compressor["name"] == "zstd":
+        return f"zstd:{given['level']}"
+    block = f":{given['blocksize']}" if given["blocksize"] else ""
+    return f"blosc:{given['cname']}:{given['clevel']}:{given['shuffle']}{block}"

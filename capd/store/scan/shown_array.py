@@ -1,0 +1,24 @@
+"""The array that plain Zarr readers see, checked before a library works with the numbers in its metadata."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from capd.errors import DamagedRecord
+from capd.store.format.frames import SeriesHeader
+from capd.store.scan.described import array_problems
+from capd.store.scan.published import read_array
+from capd.store.scan.survey import shard_files
+
+__all__ = ["check_array"]
+
+
+def check_array(run: Path, header: SeriesHeader) -> None:
+    """Raise DamagedRecord where the array of a series is not the one that its header and shards make."""
+    document = read_array(run / header.path)
+    held = header.geometry.shard_records * len(shard_files(run / header.path))
+    problem = next(array_problems(document, header), None)
+    if problem is None and document["shape"][0] > held:
+        problem = f"it claims {document['shape'][0]} records, the shards hold at most {held}"
+    if problem is not None:
+        raise DamagedRecord(f"{header.path}: data/zarr.json: {problem}; `capd verify` lists all damage")

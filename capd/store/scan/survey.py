@@ -1,0 +1,204 @@
+"""Reads the sealed shards of a run back into rows: for a new catalog, for a reader without one, and for a repair.
+
+Rows come from COMMIT frames. Where a COMMIT is lost, or a Zarr tool wrote a shard again and its frames vanished, the
+published moments and shapes name the record: it stays readable, without its statistics and metadata. Slower than a
+catalog, since every frame header of every shard is read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+from capd.errors import DamagedRecord
+from capd.store.catalog.rows import SeriesRow
+from capd.store.disk.layout import series_on_disk
+from capd.store.format.dtypes import stored_shape
+from capd.store.format.frames import UNKNOWN_CLIENT, UNKNOWN_MOMENT, RecordRow, SeriesHeader
+from capd.store.scan.described import described
+from capd.store.scan.published import Published, read_published
+from capd.store.scan.scan import ScannedLog, ScannedShard, read_log, scan_shard
+from capd_client.protocol.key import MAX_NDIM, Moment
+
+__all__ = [
+    "Sealed",
+    "SurveyedSeries",
+    "log_if_readable",
+    "row_from_columns",
+    "scan_if_readable",
+    "shard_files",
+    "survey",
+    "survey_series",
+]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Sealed:
+    """A record in a sealed shard. stored_nbytes: its share of the bytes that its commit wrote."""
+
+    row: RecordRow
+    stored_nbytes: int
+
+
+@dataclass(slots=True)
+class SurveyedSeries:
+    """A series' sealed records by number. stored_nbytes: of all. lost: numbers below the newest without a row."""
+
+    header: SeriesHeader
+    records: dict[int, Sealed] = field(default_factory=dict)
+    stored_nbytes: int = 0
+    lost: list[int] = field(default_factory=list)
+
+    def keep_numbers(self) -> None:
+        """Give lost records a row that says so: the others keep their numbers, and plain readers see no hole."""
+        axes = len(next((sealed.row.shape for sealed in self.records.values()), self.header.geometry.extents))
+        row = row_from_columns(self.header, (UNKNOWN_MOMENT, (0,) * axes))
+        self.records.update((number, Sealed(row, 0)) for number in self.lost)
+
+    @property
+    def rows(self) -> dict[int, RecordRow]:
+        """Rows by record number, those that nothing names absent."""
+        return {number: sealed.row for number, sealed in sorted(self.records.items())}
+
+    def as_row(self) -> SeriesRow:
+        """The series as a catalog would count it."""
+        rows = self.rows
+        count = max(rows, default=-1) + 1
+        return SeriesRow(
+            id=-1,
+            header=self.header,
+            records=count,
+            sealed=count,
+            sealing=False,
+            max_shape=tuple(map(max, zip(*(row.shape for row in rows.values()), strict=True))),
+            raw_bytes=sum(row.nbytes for row in rows.values()),
+            stored_bytes=self.stored_nbytes,
+        )
+
+
+def survey(run: Path, node: str, known: Mapping[str, SeriesHeader]) -> Iterator[SurveyedSeries]:
+    """Every series of `node` with sealed shards; of every node if that is empty.
+
+    known: headers by path, for series whose HEADERs are all lost.
+    """
+    for path in series_on_disk(run):
+        found = survey_series(run, path, node, known.get(path))
+        if found is not None:
+            yield found
+
+
+def survey_series(run: Path, path: str, node: str, header: SeriesHeader | None) -> SurveyedSeries | None:
+    """One series, or None if it belongs to another node or nothing says what it is. node: "" for any."""
+    is_given = header is not None
+    files = shard_files(run / path)
+    scans = {number: scan_if_readable(file, None) for number, file in files.items()}
+    own = {
+        number: scanned
+        for number, scanned in scans.items()
+        if scanned is not None and (scanned.header.path, scanned.shard) == (path, number)
+    }
+    for scanned in own.values():
+        if node and scanned.file is not None and scanned.file.node != node:
+            return None
+        header = scanned.header
+    published = _published(run / path)
+    if not files and (published is None or published.count == 0):
+        return None  # the directories of a shard that was begun
+    if header is None and (documents := described(run, path)) is not None and node in ("", documents[1]):
+        header = documents[0]
+    is_own = is_given if published is None else node in ("", published.node)
+    if header is None or not (own or is_own):
+        logger.warning("%s: nothing says what the series is; `capd verify` lists the damage", path)
+        return None
+    for number, before in scans.items():
+        if before is None and (again := scan_if_readable(files[number], (header, number))) is not None:
+            own[number] = again
+    found = SurveyedSeries(header)
+    for _, scanned in sorted(own.items()):
+        for run_ in scanned.runs:
+            found.stored_nbytes += run_.end - run_.start
+            for record, row in enumerate(run_.commit.rows, run_.commit.first):
+                found.records[record] = Sealed(row, run_.share)
+    _fill(found, published)
+    return found
+
+
+def shard_files(series: Path) -> dict[int, Path]:
+    """Sealed shard files by number: whatever stands where a shard of that number belongs."""
+    found: dict[int, Path] = {}
+    for entry in (series / "data" / "c").iterdir() if (series / "data" / "c").is_dir() else ():
+        if not entry.name.isdecimal() or str(int(entry.name)) != entry.name:
+            continue
+        place = entry
+        for _ in range(MAX_NDIM + 1):  # links may form a circle
+            place = place / "0" if place.is_dir() else place
+        if (
+            place.exists() and not place.is_dir()
+        ):  # made since the last look: a shard that is begun gets its room
+            found[int(entry.name)] = place
+    return dict(sorted(found.items()))
+
+
+def scan_if_readable(file: Path, known: tuple[SeriesHeader, int] | None) -> ScannedShard | None:
+    """Its journal, or None with a warning where the file cannot be read."""
+    try:
+        return scan_shard(file, known)
+    except OSError as error:
+        logger.warning("%s cannot be read: %s", file, error)
+        return None
+
+
+def log_if_readable(file: Path) -> ScannedLog | None:
+    """The journal of a small log, or None with a warning where the file cannot be read."""
+    try:
+        return read_log(file)
+    except OSError as error:
+        logger.warning("%s cannot be read: %s", file, error)
+        return None
+
+
+def _published(series: Path) -> Published | None:
+    try:
+        return read_published(series)
+    except DamagedRecord as error:
+        logger.warning("%s: %s", series, error)
+        return None
+
+
+def _fill(found: SurveyedSeries, published: Published | None) -> None:
+    """Name the records whose COMMIT is lost from the published columns."""
+    count = max(max(found.records, default=-1) + 1, published.count if published else 0)
+    missing = [number for number in range(count) if number not in found.records]
+    if missing and published is not None:
+        try:
+            columns = dict(enumerate(published.rows(missing[0], missing[-1] + 1), missing[0]))
+        except DamagedRecord as error:
+            logger.warning("%s: %s", found.header.path, error)
+            columns = {}
+        for number in missing:
+            if number in columns and found.header.geometry.fits(
+                stored_shape(found.header.dtype, columns[number][1])
+            ):
+                row = row_from_columns(found.header, columns[number])
+                found.records[number] = Sealed(row, 0)
+    found.lost = [number for number in missing if number not in found.records]
+    while found.lost and found.lost[-1] > max(found.records, default=-1):
+        found.lost.pop()
+    named = len(missing) - len(found.lost)
+    if missing:
+        logger.warning(
+            "%s: the commits of %d records are lost; %d of them are known from the published moments",
+            found.header.path, len(missing), named,
+        )  # fmt: skip
+
+
+def row_from_columns(header: SeriesHeader, columns: tuple[Moment, tuple[int, ...]]) -> RecordRow:
+    """What the published columns tell about a record; its client is unknown."""
+    moment, shape = columns
+    nbytes = prod(stored_shape(header.dtype, shape)) * header.geometry.itemsize
+    return RecordRow(UNKNOWN_CLIENT, 0, shape, nbytes, moment)

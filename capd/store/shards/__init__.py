@@ -1,0 +1,1 @@
+"""Shard files and small-record logs while they are written."""

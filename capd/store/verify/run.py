@@ -1,0 +1,145 @@
+"""Checks a run: every frame and checksum, every index, and that metadata, catalog and files agree. Changes nothing.
+
+Works beside a live daemon, on the prefix that it has committed: what was said (catalog totals, logs, published
+shapes) is read before the files that must hold it. A series in which damage shows is looked at again a moment
+later, and only what shows again is reported. A torn tail in the spool is no damage.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from capd.errors import NotAStore, StoreError
+from capd.store.disk.layout import series_on_disk
+from capd.store.documents.zarr_json import read_group, run_attributes
+from capd.store.format.frames import FORMAT_VERSION
+from capd.store.verify.damage import Damage, Report
+from capd.store.verify.node import NodePromise, look_at_node
+from capd.store.verify.series import promise_of
+from capd.store.verify.shard import SeriesPromise, ShardResult, check_shard
+from capd.store.verify.tree import foreign_files, group_documents, group_problem
+
+__all__ = ["run_identity", "verify_run"]
+
+_SECOND_LOOK_S = 0.3
+_DAMAGED = (sqlite3.DatabaseError, ValueError, TypeError, LookupError, RecursionError)
+
+
+def verify_run(
+    run: Path, *, progress: Callable[[int], None] | None = None, threads: int | None = None
+) -> Report:
+    """Check everything of a run; progress is called with the bytes read so far.
+
+    Raises NotAStore for what is no run, or of a newer format; OSError only for directories that cannot be listed.
+    """
+    report = Report(run)
+    ids = frozenset({run_identity(run, report), run.stem})  # they differ once somebody renamed the run
+    threads = threads or min(8, len(os.sched_getaffinity(0)))
+    nodes = [look_at_node(run, directory, ids) for directory in sorted((run / ".capd").glob("node=*"))]
+    if any(node.damaged for node in nodes):
+        time.sleep(_SECOND_LOOK_S)
+        nodes = [look_at_node(run, node.directory, ids) for node in nodes]
+    for node in nodes:
+        report.add(0, node.nbytes, node.damaged, node.notes)
+    report.add(0, 0, group_documents(run), ())
+    with ThreadPoolExecutor(threads, thread_name_prefix="capd-verify") as pool:
+        waiting: deque[Future[ShardResult]] = deque()
+        for path in _series_paths(run, nodes):
+            report.series += 1
+            for check in _checks_of(run, ids, path, nodes):
+                waiting.append(pool.submit(_twice, check))
+                while len(waiting) > 4 * threads:
+                    _collect(waiting, report, progress)
+        while waiting:
+            _collect(waiting, report, progress)
+    report.notes += [f"{path}: belongs to nothing in the run" for path in foreign_files(run)]
+    report.damaged.sort(key=lambda d: (d.series, d.records[:1], d.file, d.offset or 0))
+    return report
+
+
+def run_identity(run: Path, report: Report | None = None) -> str:
+    """The run id of a run directory; with a report, a damaged zarr.json is noted there instead of raised.
+
+    Raises NotAStore for what is no run.
+    """
+    if not run.is_dir():
+        raise NotAStore(
+            f"{run} is {'a file' if run.exists() else 'missing'}; name a run or a directory of runs"
+        )
+    try:
+        attributes = run_attributes(run)
+        if "run_id" not in attributes:
+            raise NotAStore(f"{run / 'zarr.json'} does not name the run")
+        if report is not None and (problem := group_problem(run)):
+            raise NotAStore(f"{run / 'zarr.json'} {problem}")
+        return str(attributes["run_id"])
+    except NotAStore as error:
+        if report is None or not _is_ours(run):
+            raise
+        report.damaged.append(Damage("run", "", (), "zarr.json", None, str(error)))
+        return run.stem
+
+
+def _is_ours(run: Path) -> bool:
+    """Whether the run's own zarr.json is wrong, but everything else says that it is a run of this format."""
+    try:
+        document = read_group(run) or {}
+        newer = document["attributes"]["capd"]["format"] > FORMAT_VERSION
+    except (NotAStore, LookupError, TypeError):
+        newer = False
+    return not newer and any((run / ".capd").glob("node=*"))
+
+
+def _collect(
+    waiting: deque[Future[ShardResult]], report: Report, progress: Callable[[int], None] | None
+) -> None:
+    found = waiting.popleft().result()
+    report.add(found.records, found.nbytes, found.damaged, found.notes)
+    if progress is not None:
+        progress(report.nbytes)
+
+
+def _twice(check: Callable[[], ShardResult]) -> ShardResult:
+    found = check()
+    if found.damaged:
+        time.sleep(_SECOND_LOOK_S)
+        found = check()
+    return found
+
+
+def _series_paths(run: Path, nodes: list[NodePromise]) -> list[str]:
+    on_disk = {
+        path
+        for path in series_on_disk(run)
+        if any((run / path / "data" / name).exists() for name in ("zarr.json", "c"))
+    }
+    told = {path for node in nodes for path in (*node.rows, *node.logged, *node.unsealed)}
+    return sorted(on_disk | told)
+
+
+def _checks_of(
+    run: Path, ids: frozenset[str], path: str, nodes: list[NodePromise]
+) -> Iterator[Callable[[], ShardResult]]:
+    """One check for the series' metadata, and one for each of its shards."""
+    promise, found = promise_of(run, ids, path, nodes)
+    yield lambda: found
+    if promise is None:
+        return
+    for number in promise.shards():
+        yield lambda number=number: _shard(promise, number)  # type: ignore[misc]
+
+
+def _shard(promise: SeriesPromise, number: int) -> ShardResult:
+    try:
+        return check_shard(promise, number)
+    except (OSError, StoreError, *_DAMAGED) as error:
+        what = f"shard {number} cannot be checked: {error}"
+        kind = "shard" if isinstance(error, OSError) else "catalog"
+        damage = Damage(kind, promise.header.path, (), promise.header.path, None, what, promise.node)  # type: ignore[arg-type]
+        return ShardResult(damaged=[damage])

@@ -1,0 +1,1 @@
+"""The rank's shared memory and its slots."""

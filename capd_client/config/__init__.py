@@ -1,0 +1,1 @@
+"""The settings of a rank: environment, then capd.toml, then default."""

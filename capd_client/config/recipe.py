@@ -1,0 +1,295 @@
+"""What is emulated, and how: a number format for linears, one for each product of attention. No torch.
+
+    Recipe.of("mxfp8")                                    # the word goes to all three
+    Recipe.of({"linear": "mxfp8", "qk": "none", "pv": "none"})
+    Recipe.of({"linear": {"format": "mxfp4", "backward": {"format": "mxfp8", "elem": "e5m2"}}})
+    Recipe.of(recipe.text())                              # its own JSON
+
+What a mapping does not name is not emulated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Optional, Union
+
+from capd_client.errors import ConfigError
+from capd_client.formats.spec import FORMATS, Block, FormatError, spec_of
+from capd_client.protocol.selection import check_globs
+
+__all__ = ["BASELINES", "LEVELS", "NONE", "PARTS", "QuantSpec", "Recipe", "Words"]
+
+Words = Union[str, Mapping[str, Any], "Recipe"]
+
+NONE = "none"
+BASELINES = (NONE, "bf16", "fp16", "fp32")
+"""The words of runs without emulation: they install nothing."""
+
+PARTS = ("linear", "qk", "pv")
+LEVELS = ("straight-through", "exact")
+
+_OPTIONS = ("elem", "block", "scale_mode", "rounding", "overflow", "tensor_scale", "preset")
+_ABOUT_BACKWARD = ("backward", "gradient_rounding", "weight")
+_OF_RECIPE = (*PARTS, "level", "backward", "include", "exclude")
+_MAX_CHARS = 16_384
+_RESERVED = "a mapping with a format and its options"
+
+
+@dataclass(frozen=True)
+class QuantSpec:
+    """A number format with its options settled, and what the backward of its products does.
+
+    format, elem, block, scale_mode, rounding, overflow, tensor_scale, preset: see `capd_client.formats.encode`; what a
+    format does not take is None. Blocks lie along the contraction axis of each product, so there is no axis.
+
+    backward: "same" quantises the operands of the two products of the backward as those of the forward; "none" computes
+    them from the operands as they are, with the gradients straight through; or what QuantSpec they are quantised by.
+    gradient_rounding: of dY alone, in place of the rounding of its format: "stochastic" as a rule.
+    weight: a linear's weight in the forward, and in dX = dY · W where `backward` is "same"; None: as its input.
+    """
+
+    format: str
+    elem: Optional[str] = None
+    block: Block = None
+    scale_mode: Optional[str] = None
+    rounding: Optional[str] = None
+    overflow: Optional[str] = None
+    tensor_scale: Optional[bool] = None
+    preset: Optional[str] = None
+    backward: Union[str, QuantSpec] = "same"
+    gradient_rounding: Optional[str] = None
+    weight: Optional[QuantSpec] = None
+
+    @classmethod
+    def of(cls, given: Union[str, Mapping[str, Any]], where: str = "format") -> Optional[QuantSpec]:
+        """The format that a word or a mapping names; None for one of BASELINES. Raises ConfigError, naming `where`."""
+        if isinstance(given, str):
+            return None if given in BASELINES else _settled({"format": given}, where)
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{where} cannot be {given!r}; it is a format's name or {_RESERVED}")
+        return None if given.get("format") == NONE else _settled(dict(given), where)
+
+    @property
+    def for_weight(self) -> QuantSpec:
+        """What a linear's weight is quantised by in the forward."""
+        return self.weight or self
+
+    @property
+    def backward_spec(self) -> Optional[QuantSpec]:
+        """What the operands of the backward are quantised by; None where they are not."""
+        if isinstance(self.backward, QuantSpec):
+            return self.backward
+        return self if self.backward == "same" else None
+
+    @property
+    def backward_weight(self) -> Optional[QuantSpec]:
+        """What a linear's weight is quantised by in the backward."""
+        if self.backward == "same":
+            return self.for_weight
+        spec = self.backward_spec
+        return None if spec is None else spec.for_weight
+
+    @property
+    def gradient_spec(self) -> Optional[QuantSpec]:
+        """What dY is quantised by."""
+        spec, rounding = self.backward_spec, self.gradient_rounding
+        return spec if spec is None or rounding is None else replace(spec, rounding=rounding)
+
+    def options(self) -> dict[str, Any]:
+        """Of the format, without those that it does not take."""
+        found = {name: getattr(self, name) for name in _OPTIONS}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def as_mapping(self) -> dict[str, Any]:
+        """JSON values that `of` reads back."""
+        backward = self.backward._plain() if isinstance(self.backward, QuantSpec) else self.backward
+        found = {**self._plain(), "backward": backward}
+        if self.gradient_rounding is not None:
+            found["gradient_rounding"] = self.gradient_rounding
+        return found
+
+    def _plain(self) -> dict[str, Any]:
+        """What a format within a format has."""
+        weight = {} if self.weight is None else {"weight": self.weight._plain()}
+        return {"format": self.format, **self.options(), **weight}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What each of the three sorts of products is quantised by, None where it is not.
+
+    linear: Y = X · Wᵀ. qk: the scores S = Q · Kᵀ of attention. pv: its output O = P · V. level: of attention,
+    "straight-through" (the fused kernel gets quantised q, k and v, and its gradients pass the quantisers unchanged) or
+    "exact" (unfused, P and the backward quantised, too). include, exclude: globs over the names of modules, without
+    the parts that wrappers add; without `include` all.
+    """
+
+    linear: Optional[QuantSpec] = None
+    qk: Optional[QuantSpec] = None
+    pv: Optional[QuantSpec] = None
+    level: str = LEVELS[0]
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, given: Words) -> Recipe:
+        """The recipe that a word, a mapping, a JSON text or a recipe means. ConfigError says what is allowed."""
+        if isinstance(given, Recipe):
+            return given
+        if isinstance(given, str):
+            text = given.strip()
+            given = _read(text) if text.startswith("{") else dict.fromkeys(PARTS, text)
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                f"a recipe cannot be {given!r}; it is a format's name, a mapping, or that in JSON"
+            )
+        if "format" in given:
+            raise ConfigError(f"a recipe names its parts ({', '.join(PARTS)}), each with a format of its own")
+        _check_names("the recipe", given, _OF_RECIPE)
+        specs = {part: QuantSpec.of(_with_default(given, part), part) for part in PARTS}
+        for part, spec in specs.items():
+            _check_part(part, spec)
+        level = given.get("level", LEVELS[0])
+        if level not in LEVELS:
+            raise ConfigError(f"level cannot be {level!r}; allowed are {', '.join(LEVELS)}")
+        include, exclude = (_globs(name, given.get(name)) for name in ("include", "exclude"))
+        return cls(**specs, level=level, include=include, exclude=exclude)
+
+    @property
+    def is_none(self) -> bool:
+        """Whether nothing is emulated."""
+        return not self.parts
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of those that are emulated."""
+        return tuple(part for part in PARTS if getattr(self, part) is not None)
+
+    def within(self, include: Optional[Iterable[str]], exclude: Optional[Iterable[str]]) -> Recipe:
+        """The same for other modules; None leaves the recipe's own globs."""
+        return replace(
+            self,
+            include=self.include if include is None else _globs("include", include),
+            exclude=self.exclude if exclude is None else _globs("exclude", exclude),
+        )
+
+    def text(self) -> str:
+        """ "none", or canonical JSON with every option that is settled, which `of` reads back."""
+        if self.is_none:
+            return NONE
+        found: dict[str, Any] = {}
+        for part in PARTS:
+            spec = getattr(self, part)
+            found[part] = NONE if spec is None else spec.as_mapping()
+        if self.qk or self.pv:
+            found["level"] = self.level
+        for name in ("include", "exclude"):
+            if getattr(self, name):
+                found[name] = list(getattr(self, name))
+        return json.dumps(found, sort_keys=True, separators=(",", ":"))
+
+
+def _read(text: str) -> Any:
+    if len(text) > _MAX_CHARS:
+        raise ConfigError(f"a recipe has at most {_MAX_CHARS} characters, not {len(text)}")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the recipe is no JSON: {error}") from None
+
+
+def _with_default(given: Mapping[str, Any], part: str) -> Any:
+    """What the recipe says of a part, with the backward that it says of all."""
+    spec = given.get(part, NONE)
+    default = given.get("backward")
+    if default is None or spec in BASELINES:
+        return spec
+    if isinstance(spec, str):
+        spec = {"format": spec}
+    return {"backward": default, **spec} if isinstance(spec, Mapping) else spec
+
+
+def _settled(given: dict[str, Any], where: str) -> QuantSpec:
+    _check_names(where, given, ("format", *_OPTIONS, *_ABOUT_BACKWARD))
+    fmt = given.get("format")
+    if not isinstance(fmt, str) or fmt not in FORMATS:
+        none = () if where.endswith((".weight", ".backward")) else (NONE,)  # or a format: `_inner`
+        allowed = ", ".join((*none, *FORMATS))
+        raise ConfigError(f"{where}: the format cannot be {fmt!r}; allowed are {allowed}")
+    options = {name: given[name] for name in _OPTIONS if given.get(name) is not None}
+    try:
+        spec = spec_of(fmt, options)
+    except FormatError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    weight = given.get("weight")
+    found = QuantSpec(
+        fmt, spec.elem, spec.block, spec.scale_mode, spec.rounding, spec.overflow,
+        spec.tensor_scale if FORMATS[fmt].has_tensor_scale else None, options.get("preset"),
+        _backward(given.get("backward"), where), given.get("gradient_rounding"),
+        None if weight is None else _inner(weight, f"{where}.weight"),
+    )  # fmt: skip
+    _check_gradient(found, where)
+    return found
+
+
+def _check_part(part: str, spec: Optional[QuantSpec]) -> None:
+    if part == "linear" or spec is None:
+        return
+    if spec.weight is not None or (isinstance(spec.backward, QuantSpec) and spec.backward.weight is not None):
+        raise ConfigError(f"{part}: weight has a meaning for linear alone")
+
+
+def _check_gradient(spec: QuantSpec, where: str) -> None:
+    if spec.gradient_rounding is None:
+        return
+    gradient = spec.gradient_spec
+    if gradient is None:
+        raise ConfigError(f"{where}: gradient_rounding has no meaning where backward is none")
+    try:
+        spec_of(gradient.format, gradient.options())
+    except FormatError as error:
+        raise ConfigError(f"{where}.gradient_rounding: {error}") from None
+
+
+def _backward(given: Any, where: str) -> Union[str, QuantSpec]:
+    if given is None or given == "same":
+        return "same"
+    if given == NONE:
+        return NONE
+    if isinstance(given, str) and given not in FORMATS:
+        raise ConfigError(
+            f"{where}.backward cannot be {given!r}; allowed are none, same, {', '.join(FORMATS)}"
+        )
+    return _inner(given, f"{where}.backward")
+
+
+def _inner(given: Any, where: str) -> QuantSpec:
+    """A format within another one's, which has no backward of its own. Here bf16 and fp16 are formats."""
+    if isinstance(given, str):
+        given = {"format": given}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{where} cannot be {given!r}; it is a format's name or {_RESERVED}")
+    if given.get("backward", "same") != "same" or given.get("gradient_rounding") is not None:
+        raise ConfigError(f"{where}: the format within a format has no backward of its own")
+    return _settled(dict(given), where)
+
+
+def _check_names(where: str, given: Mapping[str, Any], allowed: Iterable[str]) -> None:
+    unknown = [name for name in given if name not in allowed]
+    if unknown:
+        raise ConfigError(f"{where} has no {str(unknown[0])[:64]!r}; it has {', '.join(allowed)}")
+
+
+def _globs(name: str, given: Any) -> tuple[str, ...]:
+    if not given:
+        return ()
+    globs = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
+    if not all(isinstance(glob, str) for glob in globs):
+        raise ConfigError(f"{name} cannot be {given!r}; it is a glob over module names, or several")
+    try:
+        check_globs(globs)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("modules:", f"{name}:", 1)) from None
+    return globs

@@ -1,0 +1,321 @@
+"""The client's settings: environment > capd.toml > default, resolved once per process, with origins.
+
+A value that cannot be used never stops the job: it is reported once through the logger and the default is
+used. With CAPD_STRICT=1 (tests, tools) it raises ConfigError instead. Nothing is read at import time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Optional
+
+from capd_client.config import values
+from capd_client.config.file import read_settings_file
+from capd_client.errors import ConfigError
+from capd_client.protocol.key import MAX_INDEX
+from capd_client.rules.schema import RuleSettings
+
+__all__ = [
+    "MODES", "POLICIES", "RINGS", "SNAPSHOTS", "VARIABLES", "ClientConfig", "check_file_value", "check_setting",
+    "load_config", "parse_endpoint",
+]  # fmt: skip
+
+logger = logging.getLogger("capd_client")
+
+POLICIES = ("drop", "block", "thin", "stats")
+MODES = ("tensor", "stats")
+WATCH = ("auto", "off")
+SNAPSHOTS = ("always", "auto")
+RINGS = ("wait", "drop")
+GPU_CALLS = ("raw", "torch")
+MAX_PIECE_NBYTES = 1 << 30
+MIN_PIECE_NBYTES = 1 << 20
+DEFAULT_MAX_BLOCK_MS = 30_000.0
+EMBEDDED_STORE = "./enhanced_tensor_logs"  # the predecessor's directory
+MAX_SOCKET_PATH = 107  # sun_path holds 108 bytes, the last one is NUL
+_TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
+
+
+@dataclass(frozen=True)
+class ClientConfig:
+    """Everything the client can be told, resolved. `origins` names where each value came from.
+
+    endpoint: absolute path of the daemon's socket, None when capture is off. embedded: directory of the runs of a
+    daemon that the job is to start for itself, None where it is not (`capd_client.session.embedded_daemon`).
+    run_id: run to join, None lets the daemon assign one. quant_type: label of every capture that gives
+    none itself, None means the tensor's real dtype. arena_bytes: size of the rank's arena, None sizes it by
+    the memory that is free. max_block_ms: longest wait of one capture under policy `block`.
+    max_mb_per_step: 10⁶ bytes that the captures of one iteration may take together, None for no limit.
+    max_d2h_gbps: 10⁹ bytes per second that captures may take of the link from the GPUs, None for no limit.
+    ring_bytes: size of the ring on each device, None sizes it by the memory that is free (`capd_client.device.ring`).
+    piece_bytes: the size of one copy from a device to the host, None lets capd choose.
+    snapshot: "always" copies each tensor on its device, "auto" holds a tensor that autograd keeps anyway.
+    gpu_calls: "raw" makes the calls of a capture from CUDA's runtime where that has proved itself
+    (`capd_client.device.cuda.raw_calls`), "torch" never.
+    ring: "wait" has the job's stream wait on the device for room in the ring, "drop" does not; None: see `ring_waits`.
+    mode: what is kept: "tensor", "stats" for statistics alone, or "sample:1/N" for tensors of every Nth call.
+    watch: "off" leaves a job that never calls `watch` alone also where `capd run` would find its models.
+    steps, micro_batches, ranks: what `watch` captures, in the notation of `capd_client.protocol.selection.Ranges`. rules: which
+    modules and tensors, how and when where that differs; none: everything. slice: the rows that `watch` keeps of
+    activations and their gradients (`capd_client.rules.slices`), None for all.
+    iteration, sample_idx: where the counting starts. ping_s: seconds between two PINGs.
+    replace_tensor_saver: whether under `capd run` the predecessor's module is `capd_client.tensor_saver`.
+    emulate: the recipe, as text, by which the models that are found or watched compute (`capd_client.emulate`), None
+    for none.
+    collect: under `capd run --mode single|batch|quick`, "N/M": of the moments that `steps` and rules select, the first
+    N micro-batches, at most M of an iteration (`capd_client.protocol.quota`). collect_dir: where processes say how far they are.
+    plan: under `capd plan`, the directory for what this process would capture; then nothing is captured, whatever
+    `endpoint` says. plan_steps: iterations that are planned.
+    """
+
+    endpoint: Optional[str] = None
+    embedded: Optional[str] = None
+    run_id: Optional[str] = None
+    policy: str = "drop"
+    mode: str = "tensor"
+    watch: str = "auto"
+    steps: str = "0"
+    micro_batches: str = "all"
+    ranks: str = "all"
+    rules: tuple[RuleSettings, ...] = ()
+    slice: Optional[str] = None
+    quant_type: Optional[str] = None
+    exit_timeout_s: float = 30.0
+    log: Optional[str] = None
+    arena_bytes: Optional[int] = None
+    max_mb_per_step: Optional[float] = None
+    max_d2h_gbps: Optional[float] = None
+    ring_bytes: Optional[int] = None
+    piece_bytes: Optional[int] = None
+    snapshot: str = "always"
+    ring: Optional[str] = None
+    gpu_calls: str = "raw"
+    max_block_ms: float = DEFAULT_MAX_BLOCK_MS
+    strict: bool = False
+    ping_s: float = 5.0
+    iteration: int = 0
+    sample_idx: Optional[int] = None
+    replace_tensor_saver: bool = False
+    emulate: Optional[str] = None
+    collect: Optional[str] = None
+    collect_dir: Optional[str] = None
+    plan: Optional[str] = None
+    plan_steps: int = 3
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether captures go anywhere, or are planned."""
+        return self.endpoint is not None or self.embedded is not None or self.plan is not None
+
+    @property
+    def max_block_s(self) -> float:
+        """The longest wait of one capture in seconds; 0 unless the policy is `block`."""
+        return self.max_block_ms / 1e3 if self.policy == "block" else 0.0
+
+    @property
+    def max_step_nbytes(self) -> Optional[int]:
+        """Bytes that the captures of one iteration may take together; None for no limit."""
+        return None if self.max_mb_per_step is None else int(self.max_mb_per_step * 1e6)
+
+    @property
+    def ring_waits(self) -> bool:
+        """Whether the job's stream waits on the device for room in the ring: under `block` unless the setting says."""
+        return self.policy == "block" if self.ring is None else self.ring == "wait"
+
+    @property
+    def store(self) -> str:
+        """What is kept of a capture unless a rule says it (`capd_client.rules.schema.STORES`)."""
+        return "stats" if self.mode == "stats" else "full"
+
+    @property
+    def sample_every(self) -> int:
+        """Of how many calls one is kept: N of mode `sample:1/N`, else 1."""
+        return values.sample_every(self.mode)
+
+
+def parse_endpoint(text: str) -> str:
+    """The socket path in `unix:PATH`; raises ConfigError for anything that cannot be connected to."""
+    scheme, colon, path = text.partition(":")
+    if scheme != "unix" or not colon or not path:
+        raise ConfigError(f"cannot read endpoint {text!r}; write unix:/path/capd.sock, or off")
+    nbytes = len(os.fsencode(path))
+    if nbytes > MAX_SOCKET_PATH:
+        raise ConfigError(
+            f"endpoint path is {nbytes} bytes long, a unix socket path holds {MAX_SOCKET_PATH}: {path!r}; "
+            "choose a shorter one, for example below /tmp or $XDG_RUNTIME_DIR"
+        )
+    return os.path.abspath(path)
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """How a field is filled: environment variables in order of precedence, key in the file, converter."""
+
+    variables: tuple[str, ...]
+    key: Optional[str]  # dotted path in capd.toml
+    convert: Callable[[Any], Any]
+
+
+_SETTINGS: dict[str, _Setting] = {
+    "run_id": _Setting(("CAPD_RUN_ID",), None, values.run_id),
+    "policy": _Setting(("CAPD_POLICY",), "policy", values.one_of(POLICIES)),
+    "mode": _Setting(("CAPD_MODE",), "mode", values.mode(MODES)),
+    "watch": _Setting(("CAPD_WATCH",), "watch", values.one_of(WATCH)),
+    "steps": _Setting(("CAPD_STEPS",), "when.steps", values.ranges),
+    "micro_batches": _Setting((), "when.micro_batches", values.ranges),
+    "ranks": _Setting((), "when.ranks", values.ranges),
+    "rules": _Setting(("CAPD_SELECT",), "rule", values.rules),
+    "slice": _Setting(("CAPD_SLICE",), "slice", values.slice_text),
+    "quant_type": _Setting(("CAPD_QUANT_TYPE", "CUSTOM_QUANT_TYPE"), "quant_type", values.label),
+    "exit_timeout_s": _Setting(("CAPD_EXIT_TIMEOUT_S",), "exit_timeout_s", values.number(0, 86_400)),
+    "log": _Setting(("CAPD_LOG",), None, values.log_level),
+    "arena_bytes": _Setting(("CAPD_ARENA_BYTES",), "arena_bytes", values.size(1 << 16, 1 << 44)),
+    "max_mb_per_step": _Setting(
+        ("CAPD_MAX_MB_PER_STEP",), "max_mb_per_step", values.size_in("MB", 0.001, 1e9)
+    ),
+    "max_d2h_gbps": _Setting(("CAPD_MAX_D2H_GBPS",), "max_d2h_gbps", values.size_in("GB", 0.001, 1e6)),
+    "ring_bytes": _Setting(("CAPD_RING_BYTES",), "ring_bytes", values.size(1 << 16, 1 << 44)),
+    "piece_bytes": _Setting(
+        ("CAPD_PIECE_BYTES",), "piece_bytes", values.size(MIN_PIECE_NBYTES, MAX_PIECE_NBYTES)
+    ),
+    "snapshot": _Setting(("CAPD_SNAPSHOT",), "snapshot", values.one_of(SNAPSHOTS)),
+    "ring": _Setting(("CAPD_RING",), "ring", values.one_of(RINGS)),
+    "gpu_calls": _Setting(("CAPD_GPU_CALLS",), None, values.one_of(GPU_CALLS)),
+    "max_block_ms": _Setting(("CAPD_MAX_BLOCK_MS",), "max_block_ms", values.number(0, 86_400_000)),
+    "replace_tensor_saver": _Setting(("CAPD_REPLACE_TENSOR_SAVER",), None, values.flag),
+    "emulate": _Setting(("CAPD_EMULATE",), None, values.emulation),
+    "ping_s": _Setting(("CAPD_PING_S",), None, values.number(0.01, 3600)),
+    "collect": _Setting(("CAPD_COLLECT",), None, values.quota),
+    "collect_dir": _Setting(("CAPD_COLLECT_DIR",), None, str),
+    "plan": _Setting(("CAPD_PLAN",), None, str),
+    "plan_steps": _Setting(("CAPD_PLAN_STEPS",), None, values.integer(1, 1000)),
+    "iteration": _Setting(("CAPD_ITERATION", "TENSOR_SAVER_ITERATION"), None, values.integer(0, MAX_INDEX)),
+    "sample_idx": _Setting(("CURRENT_SAMPLE_IDX",), None, values.integer(0, MAX_INDEX)),
+}
+
+
+VARIABLES = frozenset(
+    {
+        "CAPD_ATTEMPT", "CAPD_CONFIG", "CAPD_ENDPOINT", "CAPD_STRICT", "TENSOR_SAVE_DIR", "TENSOR_SAVE_ENABLED",
+    }.union(*(s.variables for s in _SETTINGS.values()))
+)  # fmt: skip
+"""Every environment variable of capd's own, or the predecessor's, that gives a setting of the training job."""
+
+
+def check_setting(name: str, value: Any) -> None:
+    """Raise ConfigError, saying what is accepted, if `value` cannot be the setting `name`."""
+    _SETTINGS[name].convert(value)
+
+
+def check_file_value(key: str, value: Any) -> None:
+    """The same for the setting that stands under `key`, such as "when.steps", in capd.toml."""
+    next(setting for setting in _SETTINGS.values() if setting.key == key).convert(value)
+
+
+def load_config(environ: Optional[Mapping[str, str]] = None) -> ClientConfig:
+    """Resolve the settings of this process.
+
+    Reads `environ` (default os.environ) and the file it names. Raises ConfigError only under CAPD_STRICT=1;
+    otherwise every unusable value is logged once and replaced by the default.
+    """
+    environ = os.environ if environ is None else environ
+    resolver = _Resolver(environ)
+    resolver.resolve_file()
+    for name, setting in _SETTINGS.items():
+        resolver.resolve(name, setting)
+    resolver.resolve_endpoint()
+    resolver.resolve_slurm()
+    return resolver.config()
+
+
+class _Resolver:
+    """One resolution: collects values and origins, and reports what cannot be used."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self._values: dict[str, Any] = {}
+        self._origins: dict[str, str] = {}
+        self._file: Mapping[str, Any] = {}
+        self._path: Optional[str] = None
+        strict = environ.get("CAPD_STRICT", "").strip().lower() in _TRUE
+        self._strict = strict
+        if strict:
+            self._take("strict", True, "env CAPD_STRICT")
+
+    def resolve_file(self) -> None:
+        """Read $CAPD_CONFIG, else ./capd.toml where there is one."""
+        path = self._environ.get("CAPD_CONFIG", "")
+        explicit = bool(path)
+        try:
+            self._file, self._path = read_settings_file(path or "capd.toml", must_exist=explicit)
+        except ConfigError as error:
+            self._report(str(error))
+
+    def resolve(self, name: str, setting: _Setting) -> None:
+        """Take the first usable value: the variables in order, then the file."""
+        candidates = [(self._environ[v], f"env {v}") for v in setting.variables if self._environ.get(v)]
+        if setting.key is not None and setting.key in self._file:
+            candidates.append((self._file[setting.key], f"file {self._path}"))
+        for value, origin in candidates:
+            if self._try(name, setting, value, origin):
+                return
+
+    def _try(self, name: str, setting: _Setting, value: Any, origin: str) -> bool:
+        try:
+            self._take(name, setting.convert(value), origin)
+        except ConfigError as error:
+            self._report(f"{name} ({origin}): {error}", "; using the next source or the default")
+            return False
+        return True
+
+    def resolve_endpoint(self) -> None:
+        """CAPD_ENDPOINT=off > TENSOR_SAVE_ENABLED=false > CAPD_ENDPOINT > TENSOR_SAVE_ENABLED=true > off."""
+        text = self._environ.get("CAPD_ENDPOINT", "").strip()
+        switch = self._environ.get("TENSOR_SAVE_ENABLED", "").strip().lower()
+        if switch and switch not in _TRUE | _FALSE:
+            self._report(f"TENSOR_SAVE_ENABLED={switch!r:.80} is neither true nor false", "; it says nothing")
+        if text.lower() == "off":
+            self._take("endpoint", None, "env CAPD_ENDPOINT")
+        elif switch in _FALSE:
+            self._take("endpoint", None, "env TENSOR_SAVE_ENABLED")
+        elif text:
+            try:
+                self._take("endpoint", parse_endpoint(text), "env CAPD_ENDPOINT")
+            except ConfigError as error:
+                self._report(f"CAPD_ENDPOINT: {error}", "; capture is off")
+        elif switch in _TRUE:
+            self._take("embedded", self._embedded_store(), "env TENSOR_SAVE_ENABLED")
+
+    def _embedded_store(self) -> str:
+        own = self._environ.get("CAPD_STORE", "")
+        return os.path.abspath(
+            own or values.store_root(self._environ.get("TENSOR_SAVE_DIR") or EMBEDDED_STORE)
+        )
+
+    def resolve_slurm(self) -> None:
+        """Under Slurm every rank of a job step derives the same run id."""
+        job = self._environ.get("SLURM_JOB_ID", "")
+        if "run_id" in self._values or not job:
+            return
+        step = self._environ.get("SLURM_STEP_ID", "0")
+        self._take("run_id", f"slurm-{job}.{step}", "env SLURM_JOB_ID")
+
+    def config(self) -> ClientConfig:
+        """The resolved settings; what has no origin yet is a default."""
+        for entry in fields(ClientConfig):
+            self._origins.setdefault(entry.name, "default")
+        del self._origins["origins"]
+        return ClientConfig(**self._values, origins=self._origins)
+
+    def _take(self, name: str, value: Any, origin: str) -> None:
+        self._values[name] = value
+        self._origins[name] = origin
+
+    def _report(self, problem: str, consequence: str = "") -> None:
+        if self._strict:
+            raise ConfigError(problem)
+        logger.warning("capd: %s%s", problem, consequence)

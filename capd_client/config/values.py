@@ -1,0 +1,205 @@
+"""Converters of the client's settings: each takes text or a TOML value and returns the typed one.
+
+All raise ConfigError saying what is accepted.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Optional
+
+from capd_client.config.file import read_rules_file
+from capd_client.config.sizes import parse_size
+from capd_client.errors import ConfigError
+from capd_client.protocol.quota import parse_quota
+from capd_client.protocol.selection import Ranges
+from capd_client.rules.schema import RuleSettings, parse_rules, rule_of_globs
+from capd_client.rules.slices import Slice
+
+__all__ = [
+    "emulation", "flag", "integer", "label", "log_level", "mode", "number", "one_of", "quota", "ranges", "rules",
+    "run_id", "sample_every", "size", "size_in", "slice_text", "store_root",
+]  # fmt: skip
+
+_MAX_SAMPLE_EVERY = 10**9
+_QUANT_TYPES = frozenset({"bf16", "fp16", "fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "hifp8"})
+_SAMPLE = re.compile(r"sample:1/([1-9][0-9]{0,9})")
+
+
+def number(low: float, high: float) -> Callable[[Any], float]:
+    def convert(value: Any) -> float:
+        try:
+            result = float(value)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{value!r} is not a number") from None
+        if not (math.isfinite(result) and low <= result <= high):
+            raise ConfigError(f"{value!r} is not between {low:g} and {high:g}")
+        return result
+
+    return convert
+
+
+def integer(low: int, high: int) -> Callable[[Any], int]:
+    def convert(value: Any) -> int:
+        try:
+            result = int(str(value), 10)
+        except ValueError:
+            raise ConfigError(f"{value!r} is not a whole number") from None
+        if not low <= result <= high:
+            raise ConfigError(f"{value!r} is not between {low} and {high}")
+        return result
+
+    return convert
+
+
+def size(low: int, high: int) -> Callable[[Any], int]:
+    """Bytes."""
+
+    def convert(value: Any) -> int:
+        try:
+            result = parse_size(value)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if not low <= result <= high:
+            raise ConfigError(f"{value!r} is not between {low} and {high} bytes")
+        return result
+
+    return convert
+
+
+def size_in(unit: str, low: float, high: float) -> Callable[[Any], float]:
+    """A number of `unit` ("MB"); text may name another unit."""
+    within, nbytes = number(low, high), parse_size(f"1{unit}")
+
+    def convert(value: Any) -> float:
+        if isinstance(value, str) and value.strip()[-1:].isalpha():
+            return within(size(0, 1 << 63)(value) / nbytes)
+        try:
+            return within(value)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error} {unit}; write a number of {unit}, or one with its unit: 1.5GB"
+            ) from None
+
+    return convert
+
+
+def flag(value: Any) -> bool:
+    word = str(value).strip().lower()
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word in ("0", "false", "no", "off"):
+        return False
+    raise ConfigError(f"{value!r} is neither 1 nor 0")
+
+
+def ranges(value: Any) -> str:
+    return Ranges(str(value)).text
+
+
+def rules(value: Any) -> tuple[RuleSettings, ...]:
+    """A file of rules (a text that ends in .toml, or a path), globs over module names, or rules as mappings.
+
+    Of a text that is no file, the globs are separated by commas.
+    """
+    if isinstance(value, os.PathLike) or (isinstance(value, str) and value.strip().endswith(".toml")):
+        return read_rules_file(os.fsdecode(value).strip())
+    if isinstance(value, str):
+        return (rule_of_globs(glob.strip() for glob in value.split(",")),)
+    if isinstance(value, Mapping):
+        return parse_rules([value])
+    items = list(value) if isinstance(value, Iterable) else [value]
+    if items and all(isinstance(item, RuleSettings) for item in items):
+        return tuple(items)  # of capd.toml, checked
+    if items and all(isinstance(item, str) for item in items):
+        return (rule_of_globs(items),)
+    if not items or not all(isinstance(item, Mapping) for item in items):
+        raise ConfigError(
+            "a selection is a glob, several globs, a rule, several rules, or the path of a .toml file"
+        )
+    return parse_rules(items)
+
+
+def one_of(supported: tuple[str, ...]) -> Callable[[Any], str]:
+    def convert(value: Any) -> str:
+        word = str(value).strip().lower()
+        if word in supported:
+            return word
+        raise ConfigError(f"{value!r} is not supported; supported: {', '.join(supported)}")
+
+    return convert
+
+
+def slice_text(value: Any) -> str:
+    return Slice(str(value)).text
+
+
+def sample_every(mode: str) -> int:
+    """N of mode `sample:1/N`; 1 for a mode that keeps every call. Raises ConfigError for an N that cannot be."""
+    match = _SAMPLE.fullmatch(mode)
+    if match is None:
+        return 1
+    every = int(match[1])
+    if every > _MAX_SAMPLE_EVERY:
+        raise ConfigError(f"{mode!r}: N is not between 1 and {_MAX_SAMPLE_EVERY}")
+    return every
+
+
+def mode(words: tuple[str, ...]) -> Callable[[Any], str]:
+    """One of `words`, or `sample:1/N`."""
+    word_of = one_of((*words, "sample:1/N"))
+
+    def convert(value: Any) -> str:
+        text = str(value).strip().lower()
+        return text if _SAMPLE.fullmatch(text) and sample_every(text) else word_of(value)
+
+    return convert
+
+
+def log_level(value: Any) -> str:
+    name = str(value).strip().upper()
+    if name not in {"DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"}:
+        raise ConfigError(f"{value!r} is not a log level (DEBUG, INFO, WARNING, ERROR, CRITICAL)")
+    return name
+
+
+def quota(value: Any) -> str:
+    parse_quota(str(value))
+    return str(value).strip()
+
+
+def run_id(value: Any) -> str:
+    text = str(value)
+    if not 0 < len(text) <= 128:
+        raise ConfigError(f"a run id has 1 to 128 characters, not {len(text)}")
+    return text
+
+
+def label(value: Any) -> str:
+    text = str(value)
+    if not 0 < len(text) <= 256:
+        raise ConfigError(f"a quant_type has 1 to 256 characters, not {len(text)}")
+    return text
+
+
+def emulation(value: Any) -> Optional[str]:
+    """A recipe as the text that `capd_client.emulate` reads back; None for one that changes nothing."""
+    from capd_client.config.recipe import Recipe  # the formats are not needed by every tool
+
+    text = str(value).strip()
+    if text.lower() in ("off", "none"):
+        return None
+    recipe = Recipe.of(text)
+    return None if recipe.is_none else recipe.text()
+
+
+def store_root(directory: str) -> str:
+    """The directory of runs that TENSOR_SAVE_DIR means: of one named after a quant type, its parent.
+
+    The predecessor's scripts had a directory for each type; here the type is part of each record's key.
+    """
+    parent, name = os.path.split(directory.rstrip("/") or "/")
+    return (parent or ".") if name.lower() in _QUANT_TYPES else directory

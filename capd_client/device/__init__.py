@@ -1,0 +1,1 @@
+"""The way of a tensor from an accelerator into the arena."""

@@ -1,0 +1,111 @@
+"""The emulation that CAPD_EMULATE asks for, on every model that is found or watched, for as long as the job lives.
+
+A job that quantises by itself is never quantised twice: where it is known to (`capd_client.emulation.job_quantisers`), nothing
+is put on its models, and what was is taken away as soon as it turns out. Each of these is told to `capd run`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Optional, Union
+
+from torch import nn
+
+from capd_client.config.settings import ClientConfig
+from capd_client.emulation.job_quantisers import own_quantiser
+from capd_client.process.log import Notices
+from capd_client.tensors import emulation_label
+
+if TYPE_CHECKING:
+    from capd_client.emulation.emulation import Emulation
+
+__all__ = ["emulate_as_told", "job_quantises"]
+
+
+_notices = Notices()
+_active: list[Emulation] = []
+_own: Optional[str] = None  # what quantises in the job, once that is known,
+_said = False  # and whether a model was left alone for it
+
+
+def emulate_as_told(models: Union[nn.Module, Iterable[nn.Module]], config: ClientConfig) -> None:
+    """Have the models compute by the recipe of `config`, those that do not yet. Raises only under CAPD_STRICT=1.
+
+    Nothing happens where there is none, under `capd plan`, and in a model of which the job emulates something itself.
+    """
+    if config.emulate is None or config.plan is not None:
+        return
+    try:
+        fresh = _fresh([models] if isinstance(models, nn.Module) else list(models))
+        reason = (_own or own_quantiser(fresh)) if fresh else None
+        if reason is None:
+            _emulate(fresh, config.emulate)
+        else:
+            job_quantises(reason)
+            _leave_alone(reason)
+    except Exception as error:
+        name = type(error).__name__
+        _note(f"unemulated {name}: {error}")
+        _notices.warn("emulate", "the emulation failed: %s: %s; the job computes without", name, error)
+        if config.strict:
+            raise
+
+
+def _fresh(models: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those in which nothing is emulated."""
+    active = {model: {emulation_label.text_of(module) for module in model.modules()} for model in models}
+    for text in set[str]().union(*active.values()) - {emulation_label.NONE}:
+        _note(f"emulated {text}")  # also where the job did it itself
+    return [model for model, texts in active.items() if texts == {emulation_label.NONE}]
+
+
+def _emulate(models: Sequence[nn.Module], text: str) -> None:
+    from capd_client.emulation.emulation import emulate
+
+    for model in models:
+        emulation = emulate(model, text)
+        _active.append(emulation)
+        count = len(emulation.modules)
+        _notices.info("emulating %s in %d modules of %s", text, count, type(model).__name__)
+        _note(
+            f"emulated {text}"
+            if count
+            else f"unemulated {type(model).__name__} has no product that is emulated"
+        )
+
+
+def _leave_alone(reason: str) -> None:
+    global _said
+    if not _said:
+        _said = True
+        _notices.info("the job %s, so nothing is emulated: quant_type is a label", reason)
+        _note(f"label-only {reason}")
+
+
+def job_quantises(reason: str) -> None:
+    """The job turns out to quantise by itself: take away what was put on its models, loudly, and put nothing on more.
+
+    reason: what of it, in words that follow "the job".
+    """
+    global _own
+    if _own is None:
+        _own = reason
+    if not _active:
+        return
+    while _active:
+        _active.pop().remove()
+    _notices.warn(
+        "own quantiser",
+        "the job %s: the emulation that was put on its models is taken away, what they computed until now was "
+        "emulated; run it with --label-only (CAPD_EMULATE=none)",
+        reason,
+    )
+    _note(f"removed {reason}")
+
+
+def _note(what: str) -> None:
+    """Tell `capd run`, where this process came up under it."""
+    notes: Any = sys.modules.get("_capd_notes")
+    if notes is not None:
+        notes.note(what)

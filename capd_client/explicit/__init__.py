@@ -1,0 +1,1 @@
+"""The explicit `capture()` call, eager and inside compiled graphs."""

@@ -1,0 +1,1 @@
+"""Taps inside compiled graphs; knows no hook."""

@@ -1,0 +1,1 @@
+"""Taps on modules and functions."""

@@ -1,0 +1,151 @@
+"""Functions of libraries whose calls are products: patched while a watch needs them, tapped under their owner."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, Optional
+
+from torch import Tensor
+
+from capd_client.graph.owners import prepare, trace_begin, trace_end
+from capd_client.graph.taps import claim, gradients_of, graph_input
+from capd_client.hooks.calls import Call
+from capd_client.hooks.owners import Hidden, current_tap
+from capd_client.hooks.sites import operands_of, output_of, with_operands
+from capd_client.hooks.tap import Tap
+from capd_client.process.dynamo import traced_as, untraced
+from capd_client.process.patching import patch
+from capd_client.protocol.kinds import Kind
+
+__all__ = ["FunctionSite"]
+
+_Function = Callable[..., Any]
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_lock = threading.RLock()
+
+
+class FunctionSite:
+    """One function, or several that do the same.
+
+    Args:
+        role: what an owner knows its taps by.
+        kind: of the product; its operands, then its parameter, are `arguments`.
+        arguments: names of the function's arguments that hold them, one after the other.
+        skip: number of arguments before them.
+        asks: whether compiled graphs that do not know the owner of a call ask for it whenever they run. A function
+            that is called everywhere does not.
+    """
+
+    def __init__(
+        self, role: str, kind: Kind, arguments: tuple[str, ...], *, skip: int = 0, asks: bool = True
+    ) -> None:
+        self.role = role
+        self.kind = kind
+        self._arguments = arguments
+        self._skip = skip
+        self._asks = asks
+        self._users = 0
+        self._undo: list[Callable[[], None]] = []
+        self._asked: Optional[Tensor] = None  # what graphs pass that do not know the owner,
+        self._gradients = 0  # and what they pass it: those that any tap wants
+
+    def patches(self) -> list[tuple[Any, str]]:
+        """Where the function is found when it is called: objects and the names of their attributes."""
+        raise NotImplementedError
+
+    def install(self, kind: Kind, tensors: frozenset[str]) -> None:
+        """Patch the function for a tap on a product of this kind that captures these tensors. See `uninstall`."""
+        with _lock:
+            self._users += 1
+            self._gradients |= gradients_of(kind, tensors)
+            if self._users == 1:
+                if self._asked is None:
+                    self._asked = graph_input(claim(self))
+                    prepare()
+                self._undo = [patch(*place, self.wrap) for place in self.patches()]
+
+    def uninstall(self) -> None:
+        """Undo one `install`; the last one puts the function back, where nobody has patched it after us."""
+        with _lock:
+            self._users -= 1
+            if not self._users:
+                for undo in self._undo:
+                    undo()
+                self._undo, self._gradients = [], 0
+
+    def current(self) -> Optional[Tap]:
+        """The tap that calls on this thread belong to; None where none is captured, or their arguments must say it."""
+        return current_tap(self.role)
+
+    def tap_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optional[Tap]:
+        """The tap that a call on this thread with these arguments belongs to."""
+        return self.current()
+
+    def role_in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """What the owner of a call that is being compiled knows its tap by."""
+        return self.role
+
+    def operands(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The operands of a call and its parameter, None where the kind has none."""
+        given = operands_of(self._arguments, args[self._skip :], kwargs)
+        return given if self.kind.parameter else (*given, None)
+
+    def wrap(self, function: _Function) -> _Function:
+        """`function` with taps on its calls."""
+
+        def in_graph(*args: Any, **kwargs: Any) -> Any:
+            if self._asked is None:
+                return function(*args, **kwargs)
+            *given, parameter = self.operands(args, kwargs)
+            asked = self._asked if self._asks else None
+            operands = trace_begin(self.role_in_graph(args, kwargs), asked, self._gradients, *given)
+            args, kwargs = self._with(operands, args, kwargs)
+            result = function(*args, **kwargs)
+            trace_end(*operands, parameter, output_of(result))
+            return result
+
+        @traced_as(in_graph, calls_the_job=True)
+        @functools.wraps(function)
+        def tapped(*args: Any, **kwargs: Any) -> Any:
+            tap = self.tap_of(args, kwargs)
+            if tap is None:
+                return function(*args, **kwargs)
+            call, args, kwargs = self._begin(tap, args, kwargs)
+            with Hidden():
+                result = function(*args, **kwargs)
+            if call is not None:
+                _end(tap, call, result)
+            return result
+
+        return tapped
+
+    @untraced
+    def _begin(
+        self, tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Optional[Call], tuple[Any, ...], dict[str, Any]]:
+        try:
+            module = tap.module()
+            *operands, parameter = self.operands(args, kwargs)
+            call = None if module is None else tap.begin(module, operands, parameter, args, kwargs)
+            if call is None:
+                return None, args, kwargs
+            aliases = tap.aliases(call, tuple(operands))
+            return (call, args, kwargs) if aliases is None else (call, *self._with(aliases, args, kwargs))
+        except Exception as error:
+            tap.failed(f"{self.role} call", error)
+            return None, args, kwargs
+
+    def _with(self, operands: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
+        names = self._arguments[: len(operands)]
+        rest, kwargs = with_operands(names, operands, args[self._skip :], kwargs)
+        return (*args[: self._skip], *rest), kwargs
+
+
+@untraced
+def _end(tap: Tap, call: Call, result: Any) -> None:
+    try:
+        tap.end(call, result)
+    except Exception as error:
+        tap.failed("call", error)

@@ -1,0 +1,135 @@
+"""The hooks that gradients come through: of one call's tensors, and of a product's parameter.
+
+The gradient of a parameter comes once per backward, as the sum over the calls in it. It does not say which calls these
+were. So the gradient of each output, which comes before it, leaves its call with the hook of the parameter.
+
+The parameter may be another tensor in every forward: FSDP makes new views of a flat parameter, and a packed weight is
+split again for every call. Each tensor keeps its hook until its own backward, however many forwards come in between.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Optional, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from capd_client.hooks.base import Hook
+from capd_client.hooks.calls import Call
+from capd_client.process.dynamo import untraced
+from capd_client.protocol.kinds import Kind
+from capd_client.steps import split_backward
+from capd_client.tensors.autograd import hang, hangs_on
+
+__all__ = ["GradHook", "ParameterHook", "ParameterHooks", "TakesGradient"]
+
+_numbers = itertools.count()
+
+
+class TakesGradient(Protocol):
+    """The receiver of gradients: a tap."""
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of the product."""
+
+    def gradient(
+        self, tensor_name: str, gradient: Tensor, call: Call, shape: Optional[torch.Size] = None
+    ) -> None:
+        """Capture the gradient of a tensor of this call, as a tensor of `shape`."""
+
+    def failed(self, where: str, error: Exception) -> None:
+        """Count an error inside capd."""
+
+
+class GradHook(Hook):
+    """Tensor hook that carries a call's moment into its backward."""
+
+    __slots__ = ("_call", "_shape", "_tap", "_tensor_name")
+
+    def __init__(
+        self, tap: TakesGradient, tensor_name: str, call: Call, shape: Optional[torch.Size] = None
+    ) -> None:
+        self._shape = shape
+        self._tap = tap
+        self._tensor_name = tensor_name
+        self._call = call
+
+    @untraced  # compiled autograd traces hooks
+    def __call__(self, gradient: Tensor) -> None:
+        try:
+            self._tap.gradient(self._tensor_name, gradient, self._call, self._shape)
+        except Exception as error:
+            self._tap.failed(f"{self._tensor_name} hook", error)
+
+
+class ParameterHook(Hook):
+    """Tensor hook on a parameter: one call per backward, before the gradient is accumulated.
+
+    number: what compiled graphs know it by.
+    """
+
+    __slots__ = ("_deferred", "_expected", "_tap", "number")
+
+    def __init__(self, tap: TakesGradient) -> None:
+        self._tap = tap
+        self.number = next(_numbers)
+        self._expected: tuple[int, Optional[Call]] = (-1, None)  # graph task and call of the last dY
+        self._deferred: dict[int, Call] = {}  # micro-batch → call whose dW a later backward computes
+
+    def expect(self, call: Call) -> None:
+        """The gradient of the call's output has come. Calls come in reverse order, so the first one stays."""
+        if split_backward.only_inputs():
+            self._deferred[call.moment.micro_batch] = call
+        else:
+            self._expected = (torch._C._current_graph_task_id(), call)
+
+    @untraced  # compiled autograd traces hooks
+    def __call__(self, gradient: Tensor) -> None:
+        tap = self._tap
+        try:
+            call = self._take()
+            if call is not None:
+                tap.gradient(f"grad_{tap.kind.parameter}", gradient, call)
+        except Exception as error:
+            tap.failed(f"grad_{tap.kind.parameter} hook", error)
+
+    def _take(self) -> Optional[Call]:
+        """The first call of the backward under way; None if it is not captured."""
+        micro_batch = split_backward.weights_of()
+        if micro_batch is not None:
+            return self._deferred.pop(micro_batch, None)
+        (task, call), self._expected = self._expected, (-1, None)
+        return call if task == torch._C._current_graph_task_id() else None
+
+
+class ParameterHooks:
+    """The hooks of one tap, on all tensors that are or were its parameter."""
+
+    __slots__ = ("_hanging",)
+
+    def __init__(self) -> None:
+        self._hanging: list[tuple[RemovableHandle, ParameterHook]] = []
+
+    def on(self, parameter: Any, tap: TakesGradient) -> Optional[ParameterHook]:
+        """The hook on what a call is about to use; None where it gets no gradient."""
+        if not isinstance(parameter, Tensor) or not parameter.requires_grad:
+            return None
+        self._hanging = [one for one in self._hanging if one[0].hooks_dict_ref() is not None]
+        found = next((hook for handle, hook in self._hanging if hangs_on(handle, parameter)), None)
+        if found is None:
+            found = ParameterHook(tap)
+            self._hanging.append((hang(parameter, found), found))
+        return found
+
+    def numbered(self, number: int) -> Optional[ParameterHook]:
+        """The hook that a call in a compiled graph left its gradient's place to."""
+        return next((hook for _, hook in self._hanging if hook.number == number), None)
+
+    def remove(self) -> None:
+        """Take them all off, also those waiting in a graph for its backward."""
+        for handle, _ in self._hanging:
+            handle.remove()
+        self._hanging = []

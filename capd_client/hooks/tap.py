@@ -1,0 +1,276 @@
+"""A tap on one product of a model: its operands in the forward, its gradients in the backward.
+
+Rules these taps keep, each for a way in which a simpler hook goes wrong:
+
+* `register_full_backward_hook` is never used: it makes the output a view, and an in-place consumer fails.
+* The micro-batch is bound when the forward runs; gradient hooks carry that moment and never ask for the time.
+* dY is the gradient of the output as the product made it, also where something changes it in place later.
+* dX is taken from an alias of the operand: the operand itself gets the sum over all its consumers.
+* A recompute is not captured again; it only hangs the gradient hooks that its first pass could not.
+* A hook returns None, except that the pre-hook hands aliased operands on when their gradients were asked for.
+* A module is recognised by identity: copies of it, shallow ones and replicas too, are not captured.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from capd_client.graph.taps import claim, release
+from capd_client.hooks.calls import Call, CapturedCalls
+from capd_client.hooks.gradients import GradHook, ParameterHooks
+from capd_client.hooks.module_names import Place
+from capd_client.hooks.offers import Offers
+from capd_client.hooks.sink import Sink
+from capd_client.hooks.sites import Site, output_of
+from capd_client.protocol.key import Moment
+from capd_client.protocol.kinds import Kind
+from capd_client.rules.resolve import Wanted
+from capd_client.steps import split_backward
+from capd_client.steps.gate import Gate
+from capd_client.tensors.autograd import alias_of, autocast_dtype, hang, product_dtype, product_of
+from capd_client.tensors.inspect import is_tracing
+
+__all__ = ["Tap"]
+
+
+class Tap:
+    """Captures one product. Its methods may raise; callers hand errors on to `failed`."""
+
+    __slots__ = (
+        "__weakref__", "_calls", "_computed", "_describe", "_gradients", "_offers", "_parameter", "_parameter_gradient",
+        "_parameter_hooks", "_sink", "bound", "gate", "kind", "module", "number", "place", "uses_parameter",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        site: Site,
+        place: Place,
+        wanted: Mapping[str, Wanted],
+        sink: Sink,
+        gate: Gate,
+    ) -> None:
+        self.module: weakref.ref[nn.Module] = weakref.ref(site.module)
+        self.kind: Kind = site.kind
+        self.gate = gate
+        self.place = place
+        self._computed = site.computed
+        self._parameter = site.parameter or site.kind.parameter
+        self._sink = sink
+        self._describe = site.describe
+        self._calls = CapturedCalls(gate)
+        self._gradients = tuple(f"grad_{name}" for name in site.kind.operands)
+        self._parameter_gradient = f"grad_{site.kind.parameter}"
+        self._offers = Offers(site, place, wanted, sink)
+        self.uses_parameter = self._uses_parameter()  # whether calls have to tell it
+        self._parameter_hooks = ParameterHooks()
+        self.bound: Optional[Call] = None  # between the pre-hook and the forward hook of one call
+        self.number = claim(self) if self.tensors else -1  # what compiled graphs know it by; -1: not at all
+
+    def current(self) -> Optional[Tap]:
+        """The tap that graphs mean by `number`: this one."""
+        return self
+
+    @property
+    def closed(self) -> bool:
+        """Whether the current iteration is known not to be captured."""
+        return self.gate.closed_at == self.gate.context.iteration
+
+    @property
+    def name(self) -> str:
+        """The module's name, as the keys carry it."""
+        return self.place.module
+
+    @property
+    def tensors(self) -> frozenset[str]:
+        """The names of the tensors that are captured, in some step."""
+        return self._offers.tensors
+
+    @property
+    def rules(self) -> int:
+        """The rules that want any of these tensors, as bits."""
+        return self._offers.rules
+
+    def shape_of(self, tensor_name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of what is kept of a tensor of this shape."""
+        return self._offers.shape_of(tensor_name, shape)
+
+    def keeps_tensor(self, tensor_name: str) -> bool:
+        """Whether more than its statistics is kept, in some step."""
+        return self._offers.wanted(tensor_name).keeping != 0
+
+    def steps_of(self, tensor_name: str) -> str:
+        """The steps in which the job itself has most of this tensor kept."""
+        wanted = self._offers.wanted(tensor_name)
+        return self.gate.steps_of(wanted.keeping or wanted.mask)
+
+    def emulation_changed(self) -> None:
+        """The records say which emulation is active: another one from now on."""
+        self._offers.forget_names()
+
+    @property
+    def captured_at(self) -> int:
+        """The last iteration in which a call was captured; -1 before the first."""
+        return self._calls.at
+
+    def begin(
+        self,
+        module: nn.Module,
+        operands: Sequence[Any],
+        parameter: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Optional[dict[str, Any]] = None,
+    ) -> Optional[Call]:
+        """Bind the moment of a call that is about to run, and capture its operands; None if it is not captured.
+
+        args, kwargs: what the module or the function was called with, where the site describes calls.
+        """
+        if not module.training or self.module() is not module or is_tracing():
+            return None
+        call = self._calls.next(self._offers.rules)
+        if call is None or not isinstance(operands[0], Tensor):
+            return None
+        if not call.recomputing:
+            if self._describe is not None:
+                metadata = msgspec.json.encode(self._describe(args, kwargs or {})).decode()
+                call = msgspec.structs.replace(call, metadata=metadata)
+            self._capture_operands(operands, parameter, call, autocast_dtype(operands[0].device.type))
+        if self.uses_parameter:
+            call = self._with_hook(call, parameter)  # in a recompute, too: there FSDP makes another weight
+        return call
+
+    def aliases(self, call: Call, operands: tuple[Any, ...]) -> Optional[tuple[Any, ...]]:
+        """Replace every operand whose gradient is captured by a view with its own gradient. None: there is none."""
+        if not torch.is_grad_enabled():
+            return None
+        kept = self._offers.kept[call.rules]
+        aliased: Optional[list[Any]] = None
+        for place, name in enumerate(self._gradients):
+            operand = operands[place]
+            if name in kept and isinstance(operand, Tensor) and operand.requires_grad:
+                aliased = aliased or list(operands)
+                aliased[place] = alias = alias_of(operand)
+                hang(alias, GradHook(self, name, call))
+        return None if aliased is None else tuple(aliased)
+
+    def wants(self, tensor_name: str, call: Call) -> bool:
+        """Whether the rules of this call want a tensor."""
+        return tensor_name in self._offers.kept[call.rules]
+
+    def end(self, call: Call, result: Any) -> None:
+        """Capture the output of the call and hang the gradient hooks on it."""
+        output = output_of(result)
+        if call.moment.iteration != self.gate.context.iteration or not isinstance(output, Tensor):
+            return  # a call of another iteration is left over from a forward that raised
+        if not call.recomputing:
+            self._offers.tensor(output, "output", call)
+        self._calls.keep(call)
+        if not torch.is_grad_enabled() or not output.requires_grad:
+            return
+        kept = self._offers.kept[call.rules]
+        if "grad_output" in kept or self._parameter_gradient in kept:
+            hang(product_of(output), GradHook(self, "grad_output", call, output.shape))
+
+    def graph_call(
+        self, tensors: Sequence[Any], autocast: Optional[torch.dtype], *, made: bool
+    ) -> Optional[Call]:
+        """Capture one call that ran inside a compiled graph; returns it if it is a captured one.
+
+        tensors: the operands, the parameter (or None) and the output. made: the graph computes the parameter, and
+        has the hook of its gradient.
+        """
+        *operands, parameter, output = tensors
+        module = self.module()
+        call = None if module is None else self._calls.next(self._offers.rules)
+        if call is None:
+            return None
+        held = _held(module, self._parameter)
+        if not call.recomputing:
+            self._capture_operands(operands, held if parameter is None else parameter, call, autocast)
+            self._offers.tensor(output, "output", call)
+        if not made:
+            call = self._with_hook(call, held)
+        self._calls.keep(call)
+        return call
+
+    def gradient(
+        self, tensor_name: str, gradient: Tensor, call: Call, shape: Optional[torch.Size] = None
+    ) -> None:
+        """Capture a gradient under the moment of the forward it belongs to, as a tensor of `shape`."""
+        if tensor_name == "grad_output":
+            if split_backward.weights_of() is not None:
+                return  # it came in the first part
+            if call.hook is not None:
+                call.hook.expect(call)
+        if tensor_name not in self._offers.kept[call.rules]:
+            return
+        if shape is not None and gradient.shape != shape:
+            gradient = gradient.detach().reshape(shape)
+        moment = msgspec.structs.replace(call.moment, time_ns=time.time_ns())
+        self._offers.tensor(gradient, tensor_name, call, moment=moment)
+
+    def graph_gradient(
+        self, place: Optional[int], gradient: Tensor, moment: Moment, rules: int, hook: int
+    ) -> None:
+        """Capture a gradient that came out of a compiled graph.
+
+        place: of the operand; after the last operand comes the parameter; None: the output. hook: number of the
+        parameter's hook.
+        """
+        names = (*self.kind.operands, self.kind.parameter)
+        name = "grad_output" if place is None else f"grad_{names[place]}"
+        rank = self.gate.context.bind()
+        self.gradient(name, gradient, Call(moment, rules, rank, hook=self._parameter_hooks.numbered(hook)))
+
+    def failed(self, where: str, error: Exception) -> None:
+        """Count an error inside capd and go on: nothing leaves a tap."""
+        self._sink.drop_internal(f"{where} of {self.place.module}", error)
+
+    def select(self, wanted: Mapping[str, Wanted]) -> None:
+        """Capture these tensors from now on; none of them: gradients still under way are not captured either."""
+        self._offers.want(wanted)
+        self.uses_parameter = self._uses_parameter()
+        if self._parameter_gradient not in self.tensors:
+            self._parameter_hooks.remove()
+
+    def remove(self) -> None:
+        """Stop for good, in compiled graphs too."""
+        self.select({})
+        release(self.number)
+
+    def _capture_operands(
+        self, operands: Sequence[Any], parameter: Any, call: Call, autocast: Optional[torch.dtype]
+    ) -> None:
+        for name, operand in zip(self.kind.operands, operands, strict=True):
+            if isinstance(operand, Tensor):
+                cast_to = None if autocast is None else product_dtype(operand, autocast)
+                self._offers.tensor(operand, name, call, cast_to)
+        if isinstance(parameter, Tensor):
+            self._offers.parameter(parameter, self.module(), call, product_dtype(parameter, autocast))
+
+    def _uses_parameter(self) -> bool:
+        return self.kind.parameter in self.tensors or self._parameter_gradient in self.tensors
+
+    def _with_hook(self, call: Call, parameter: Any) -> Call:
+        """The call with the hook that the gradient of its parameter comes through, if it is wanted."""
+        if not self.wants(self._parameter_gradient, call):
+            return call
+        if self._computed and isinstance(parameter, Tensor) and parameter.grad_fn is not None:
+            if parameter.requires_grad and torch.is_grad_enabled():  # only this call uses it
+                hang(parameter, GradHook(self, self._parameter_gradient, call))
+            return call
+        return msgspec.structs.replace(call, hook=self._parameter_hooks.on(parameter, self))
+
+
+def _held(module: Any, name: str) -> Any:
+    """The parameter as the module has it, None where that computes it: a read would move it on."""
+    *inside, name = name.split(".")
+    for part in inside:
+        module = getattr(module, part, None)
+    return None if module is None else module._parameters.get(name, vars(module).get(name))

@@ -1,0 +1,146 @@
+"""Interns what is constant about captures: key, dtype and attributes become one small number on the wire.
+
+A number is given once per process and means the same on every connection; the transport sends the DEF that
+explains it before its first use on each. Whatever a peer would refuse is refused here, with a reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Optional
+
+import msgspec
+import torch
+
+from capd_client.errors import ConfigError
+from capd_client.protocol.dtypes import ITEM_NBYTES
+from capd_client.protocol.key import Key
+from capd_client.protocol.messages import MAX_KEYS, Define, decode_client, encode
+from capd_client.tensors import emulation_label
+
+__all__ = ["Definition", "Definitions", "dtype_name", "short_name"]
+
+MAX_ATTRIBUTES_NBYTES = 64 << 10
+_MAX_REMEMBERED = 1 << 16  # key objects whose definition is found by identity
+
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name on the wire: what torch prints, without its prefix."""
+    return str(dtype).removeprefix("torch.")
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """The default quant_type of a tensor: bf16, fp16, fp32, fp64, fp8, fp4, otherwise torch's name."""
+    name = dtype_name(dtype)
+    for family in ("float8", "float4"):
+        if name.startswith(family):
+            return "fp" + family[-1]
+    return _SHORT.get(name, name)
+
+
+class Definition:
+    """An interned (key, dtype, attributes). `item_nbytes` is 0 for a dtype that capd does not keep."""
+
+    __slots__ = ("attributes", "define", "id", "item_nbytes", "key")
+
+    def __init__(self, define: Define, key: Key, attributes: object) -> None:
+        self.define = define
+        self.id = define.id
+        self.item_nbytes = ITEM_NBYTES.get(define.dtype, 0)
+        self.key = key  # the caller's object: kept, so that its identity stays its own
+        self.attributes = attributes
+
+
+class Definitions:
+    """All definitions of a session. Called under the session's lock, except `find`.
+
+    interned: called with every new definition.
+    """
+
+    def __init__(self, interned: Callable[[Define], None] = lambda _: None) -> None:
+        self._interned = interned
+        # By (id of the key object, dtype, id of the attributes), or their items in its place.
+        self.found: dict[Any, Definition] = {}
+        self._by_content: dict[tuple[Key, str, bytes], Definition] = {}
+        self._all: list[Definition] = []
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __getitem__(self, key_id: int) -> Definition:
+        return self._all[key_id]
+
+    def find(
+        self, key: Key, dtype: torch.dtype, attributes: Optional[dict[str, Any]]
+    ) -> Optional[Definition]:
+        """The definition last made for this very key object, or None."""
+        found = self.found.get((id(key), dtype, id(attributes)))
+        if found is not None or attributes is None:
+            return found
+        try:
+            found = self.found.get((id(key), dtype, tuple(attributes.items())))
+        except TypeError:  # an unhashable value
+            return None
+        if found is not None and found.attributes is attributes:  # the same object again, held since
+            self.found[id(key), dtype, id(attributes)] = found
+        return found
+
+    def make(self, key: Key, dtype: torch.dtype, attributes: Optional[dict[str, Any]]) -> Definition:
+        """Find by content or intern. Raises ConfigError for what the protocol does not carry.
+
+        Attributes that do not say which emulation is active get the one that is.
+        """
+        try:
+            packed = msgspec.msgpack.encode(
+                {emulation_label.ATTRIBUTE: emulation_label.current(), **(attributes or {})}
+            )
+        except (TypeError, ValueError, RecursionError, OverflowError) as error:
+            raise ConfigError(f"attributes cannot be sent: {error}") from None
+        try:
+            content = (key, dtype_name(dtype), packed)
+            definition = self._by_content.get(content)
+        except TypeError as error:
+            raise ConfigError(f"the key has a field of a wrong type: {error}") from None
+        if definition is None:
+            definition = self._intern(key, content[1], packed)
+            self._by_content[content] = definition
+        self._remember(key, dtype, attributes, definition)
+        return definition
+
+    def _intern(self, key: Key, dtype: str, packed: bytes) -> Definition:
+        if len(packed) > MAX_ATTRIBUTES_NBYTES:
+            raise ConfigError(f"attributes take {len(packed)} bytes, the limit is {MAX_ATTRIBUTES_NBYTES}")
+        if len(self._all) >= MAX_KEYS:
+            raise ConfigError(
+                f"more than {MAX_KEYS} different keys in one process; a counter belongs into the moment or the "
+                "metadata, not into a name"
+            )
+        attributes = msgspec.msgpack.decode(packed)
+        try:
+            json.dumps(attributes, allow_nan=False)  # the store keeps them as JSON
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"attributes hold something that JSON does not: {error}") from None
+        define = Define(id=len(self._all), key=key, dtype=dtype, attributes=attributes)
+        try:
+            decode_client(encode(define))  # exactly what the daemon will check
+        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+            raise ConfigError(f"the key cannot be sent: {error}") from None
+        definition = Definition(define, key, None)
+        self._interned(define)
+        self._all.append(definition)
+        return definition
+
+    def _remember(
+        self, key: Key, dtype: torch.dtype, attributes: Optional[dict[str, Any]], definition: Definition
+    ) -> None:
+        if len(self.found) >= _MAX_REMEMBERED:  # a caller that makes new key objects all the time
+            self.found.clear()
+        held = Definition(definition.define, key, attributes)
+        at: Any = (id(key), dtype, id(None) if attributes is None else tuple(attributes.items()))
+        try:
+            self.found[at] = held
+        except TypeError:
+            return

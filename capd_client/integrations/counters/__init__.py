@@ -1,0 +1,1 @@
+"""Where each framework counts its training steps."""

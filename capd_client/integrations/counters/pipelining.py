@@ -1,0 +1,86 @@
+"""torch.distributed.pipelining: its schedules say which micro-batch a forward belongs to, and which belongs to none.
+
+Before the first step every stage runs a forward and a backward to learn shapes: those are trials. Zero-bubble schedules
+run backwards in two parts. All of these are methods of the stages' classes, which framework_counters names.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager
+from typing import Any, Optional
+
+from capd_client.integrations.counters.patches import Around
+from capd_client.steps import optimizer_steps
+from capd_client.steps.clock import counting
+from capd_client.steps.split_backward import inputs_only, weights_only
+from capd_client.steps.trial_runs import trial
+
+__all__ = ["MODULE", "TOLD"]
+
+MODULE = "torch.distributed.pipelining.stage"
+
+
+class _Rounds:
+    """Numbers the micro-batches of a stage through all schedule steps of one iteration."""
+
+    def __init__(self) -> None:
+        # stage → optimizer steps before, micro-batches of earlier schedule steps, last chunk
+        self._at: weakref.WeakKeyDictionary[Any, tuple[int, int, int]] = weakref.WeakKeyDictionary()
+
+    def begin(self, stage: Any, chunk: int) -> int:
+        """A stage begins the forward of a chunk; every schedule step counts them from 0 on."""
+        steps = optimizer_steps.count()
+        begun, before, last = self._at.get(stage, (steps, 0, -1))
+        if begun != steps:
+            before = 0
+        elif chunk <= last:
+            before += last + 1
+        self._at[stage] = steps, before, chunk
+        return before + chunk
+
+    def of(self, stage: Any, chunk: int) -> int:
+        """The micro-batch of a chunk of the schedule step under way."""
+        _, before, _ = self._at.get(stage, (0, 0, 0))
+        return before + chunk
+
+
+_rounds = _Rounds()
+_weights: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""The micro-batch of each stage the gradients of whose weights are computed, or were last."""
+
+
+def _forward_one_chunk(
+    stage: Any, fwd_chunk_id: int, *_: Any, **__: Any
+) -> Optional[AbstractContextManager[None]]:
+    if not stage.has_backward:
+        return None
+    micro_batch = _rounds.begin(stage, fwd_chunk_id)
+    return counting(lambda: (None, micro_batch))
+
+
+def _prepare(*_: Any, **__: Any) -> AbstractContextManager[None]:
+    return trial()
+
+
+def _backward_weight_one_chunk(stage: Any, bwd_chunk_id: int, *_: Any, **__: Any) -> None:
+    _weights[stage] = _rounds.of(stage, bwd_chunk_id)
+
+
+def _backward(stage: Any, backward_type: str, *_: Any, **__: Any) -> Optional[AbstractContextManager[None]]:
+    if backward_type == "input":
+        return inputs_only()
+    if backward_type == "weight" and stage in _weights:
+        return weights_only(_weights[stage])
+    return None
+
+
+TOLD: tuple[tuple[str, str, Around], ...] = (
+    ("_PipelineStageBase", "forward_one_chunk", _forward_one_chunk),
+    ("_PipelineStageBase", "backward_weight_one_chunk", _backward_weight_one_chunk),
+    ("_PipelineStageBase", "backward_maybe_with_nosync", _backward),
+    ("PipelineStage", "_prepare_forward_infra", _prepare),
+    ("PipelineStage", "_prepare_backward_infra", _prepare),
+    ("_PipelineStage", "_prepare_forward_infra", _prepare),
+)
+"""Class, method, and what is told of its calls (see `counter_patches.Patch`)."""

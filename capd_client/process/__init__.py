@@ -1,0 +1,1 @@
+"""The process that capd is a guest in: its log, signals, compiler marks, ranks and memory."""

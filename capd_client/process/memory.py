@@ -1,0 +1,121 @@
+"""How much host memory an arena may take: MemAvailable and the cgroup's headroom, versions 1 and 2."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Optional
+
+from capd_client.process.log import Notices
+
+__all__ = [
+    "MAX_ARENA_NBYTES",
+    "MIN_ARENA_NBYTES",
+    "arena_nbytes",
+    "available_nbytes",
+    "default_arena_nbytes",
+    "most_arena_nbytes",
+]
+
+MAX_ARENA_NBYTES = 2 << 30
+MIN_ARENA_NBYTES = 1 << 20
+SHARE = 0.2  # of the available memory, for all ranks of this node together
+# The same where a size is asked for: all of the arena may come into use, and may not end the job.
+MOST_SHARE = 0.5
+
+
+def arena_nbytes(asked: Optional[int], local_world_size: int, notices: Notices) -> int:
+    """What the settings ask for, as far as there is memory for it; else (None) a size by what there is."""
+    if asked is None:
+        return default_arena_nbytes(local_world_size)
+    most = most_arena_nbytes(local_world_size)
+    if asked > most:
+        notices.warn(
+            "arena_bytes",
+            "an arena of %d bytes does not fit: %d ranks share half of the available memory, the arena has %d bytes. "
+            "Give the job more memory, or lower CAPD_ARENA_BYTES",
+            asked,
+            local_world_size,
+            most,
+        )
+    return min(asked, most)
+
+
+def default_arena_nbytes(local_world_size: int, available: Optional[int] = None) -> int:
+    """Arena size of one rank: 20 % of the available memory over the node's ranks, 1 MiB … 2 GiB."""
+    if available is None:
+        available = available_nbytes()
+    share = int(available * SHARE) // max(1, local_world_size)
+    return max(MIN_ARENA_NBYTES, min(MAX_ARENA_NBYTES, share))
+
+
+def most_arena_nbytes(local_world_size: int, available: Optional[int] = None) -> int:
+    """The largest arena that one rank gets when it asks: half of the available memory over the node's ranks."""
+    if available is None:
+        available = available_nbytes()
+    return max(MIN_ARENA_NBYTES, int(available * MOST_SHARE) // max(1, local_world_size))
+
+
+def available_nbytes(root: str = "/") -> int:
+    """The smaller of MemAvailable and the headroom of every cgroup above this process."""
+    limits = [limit for limit in (_mem_available(root), *_cgroup_headrooms(root)) if limit is not None]
+    return max(0, min(limits)) if limits else MIN_ARENA_NBYTES
+
+
+def _mem_available(root: str) -> Optional[int]:
+    for line in _lines(os.path.join(root, "proc/meminfo")):
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024
+    return None
+
+
+def _cgroup_headrooms(root: str) -> Iterator[Optional[int]]:
+    base = os.path.join(root, "sys/fs/cgroup")
+    for line in _lines(os.path.join(root, "proc/self/cgroup")):
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            yield from _walk(base, path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            yield from _walk(
+                os.path.join(base, "memory"),
+                path,
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+
+
+def _walk(base: str, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[Optional[int]]:
+    """Headroom at every level: in a container the path may name the host's view, then only the top exists."""
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    for depth in range(len(parts), -1, -1):
+        folder = os.path.join(base, *parts[:depth])
+        yield _headroom(folder, limit, usage, reclaimable)
+
+
+def _headroom(folder: str, limit: str, usage: str, reclaimable: str) -> Optional[int]:
+    most = _number(os.path.join(folder, limit))
+    used = _number(os.path.join(folder, usage))
+    if most is None or used is None:
+        return None
+    for line in _lines(os.path.join(folder, "memory.stat")):
+        name, _, value = line.partition(" ")
+        if name == reclaimable and value.strip().isdigit():
+            used -= int(value)  # page cache that the kernel drops before it refuses memory
+    return most - used
+
+
+def _number(path: str) -> Optional[int]:
+    for line in _lines(path):
+        return int(line) if line.strip().isdigit() else None  # "max" is no limit
+    return None
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,270 @@
+"""Wire protocol between a rank (or a tool) and the node daemon, version 1. No I/O, no torch.
+
+Transport: one unix stream socket per peer. The client first sends one byte: `A` with the arena's
+descriptor attached (SCM_RIGHTS) when it is a rank, `T` without one when it is a tool. After that both
+directions carry `multiprocessing.connection` frames (length prefix) of at most MAX_FRAME_NBYTES, each one
+msgpack-encoded message of the unions below. Never pickle.
+
+rank → daemon   HELLO, DEF, PUT, DROPS, FLUSH, STEERED, DRAINED, PING, BYE
+daemon → rank   WELCOME | REJECT, ACK, NACK, FLUSHED, STEER, DRAIN, PONG, BYE_OK
+tool → daemon   STATS, CONTROL, PING         daemon → tool   STATS_REPLY, CONTROL_REPLY, PONG, REJECT
+
+Rules. HELLO comes first and within HANDSHAKE_TIMEOUT_S. A DEF precedes the first PUT or DROPS that names
+its id; ids are per connection. Sequences are unique per client uuid and never reused; a PUT may repeat one
+after a reconnect (the daemon joins it to the work in progress, or acknowledges again). ACK is the
+daemon's word that the records are committed and frees their slots. NACK means never committed: the client
+counts the drop under the reason given. Everything a peer sends is validated before use; a violation ends
+that connection only, with REJECT and a text. STEER is the whole wanted state and no change of one: a rank keeps
+the one with the highest id, and tells what it holds (STEERED) on every connection and whenever that changes.
+
+Parts. A tensor larger than the arena is several descriptors with `part`, each in a slot and under a sequence of
+its own. ACK of a part frees its slot and says only that this daemon need not be sent it again; ACK of the last one is
+the record's. NACK of any of them is the record's.
+
+Arena. A memfd, sealed SHRINK|GROW|SEAL (and FUTURE_WRITE where known). Page 0 is the counter page
+(`capd_client.protocol.counter_page`), slots lie behind it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Optional, Union
+
+import msgspec
+from msgspec import Meta
+
+from capd_client.protocol.bounds import U64, Count, ShortText, Text, Uuid
+from capd_client.protocol.control import (
+    Control,
+    ControlReply,
+    Drain,
+    Drained,
+    Stats,
+    StatsReply,
+    Steer,
+    Steered,
+)
+from capd_client.protocol.counter_page import DROP_REASONS
+from capd_client.protocol.key import MAX_NDIM, Index, Key, Moment, Rank
+
+__all__ = [
+    "ARENA_BYTE", "HANDSHAKE_TIMEOUT_S", "MAX_BATCH", "MAX_FRAME_NBYTES", "MAX_KEYS", "MAX_METADATA_NBYTES",
+    "PING_INTERVAL_S", "PROTOCOL_VERSION", "TOOL_BYTE", "Ack", "Bye", "ByeOk", "ClientMessage", "DaemonMessage",
+    "Define", "Descriptor", "DropRow", "Drops", "Flush", "Flushed", "Hello", "Nack", "NackRow", "Part", "Ping", "Pong",
+    "Put", "Reject", "Welcome", "decode_client", "decode_daemon", "encode",
+]  # fmt: skip
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_NBYTES = 1 << 20
+MAX_BATCH = 64  # descriptors in one PUT
+MAX_KEYS = 1 << 20  # DEFs on one connection
+MAX_METADATA_NBYTES = 4096  # one capture's free metadata as JSON, in UTF-8
+HANDSHAKE_TIMEOUT_S = 5.0
+PING_INTERVAL_S = 5.0  # three unanswered PINGs end a connection
+ARENA_BYTE = b"A"
+TOOL_BYTE = b"T"
+
+Shape = Annotated[tuple[Index, ...], Meta(max_length=MAX_NDIM)]
+KeyId = Annotated[int, Meta(ge=0, lt=MAX_KEYS)]
+ReasonIndex = Annotated[int, Meta(ge=0, lt=len(DROP_REASONS))]
+
+
+class Hello(msgspec.Struct, tag="hello", kw_only=True):
+    """A rank introduces itself. `connection` counts up per uuid, so that a late old one is told apart."""
+
+    protocol: int
+    client: Uuid
+    connection: Count
+    run_id: Optional[ShortText] = None
+    rank: Rank
+    world_size: Rank = 1
+    local_rank: Rank = 0
+    host: ShortText = ""
+    pid: Rank = 0
+    arena_nbytes: Count
+    attempt: Count = 0
+
+
+class Welcome(msgspec.Struct, tag="welcome", kw_only=True):
+    """The session stands. `epoch` is new for every daemon process; `run_id` is the run it writes to."""
+
+    protocol: int
+    epoch: Uuid
+    run_id: ShortText
+    store: Text
+    version: ShortText
+
+
+class Reject(msgspec.Struct, tag="reject"):
+    """The daemon ends the connection. Codes: version, peer, arena, superseded, run, malformed, closing."""
+
+    code: ShortText
+    message: Text
+    retry: bool = False
+
+
+class Define(msgspec.Struct, tag="def", kw_only=True):
+    """Interns a key on this connection. `attributes`: what is constant for it (layout, coordinates, cast_from)."""
+
+    id: KeyId
+    key: Key
+    dtype: ShortText
+    attributes: dict[ShortText, Any] = {}
+
+
+class Part(msgspec.Struct, array_like=True):
+    """Which bytes of a record larger than the arena a descriptor brings: its own, from byte `first` of `nbytes` on.
+
+    `record` is the record's sequence, smaller than those of its parts, which come in order. Shape, moment, key and all
+    else is the record's, and counts in the last part. A part without bytes gives the record up.
+    """
+
+    record: U64
+    first: U64
+    nbytes: U64
+
+
+class Descriptor(msgspec.Struct, array_like=True):
+    """One capture in the arena: `nbytes` at `offset`, without gaps, of Define(key_id)'s dtype.
+
+    row_offset: where in the arena the rank put a statistics row that it computed (`capd_client.protocol.statistics_row`),
+    8-byte aligned; None lets the daemon compute. payload: False keeps only the statistics; the bytes are there for
+    the daemon to compute them from, and with a row_offset there are none. shape is the tensor's in any case.
+    part: the bytes are a part of the capture's; None where they are all of them. A part has no row_offset.
+    statistics: compute them also where the daemon is set up to compute none of tensors that it keeps.
+    order: the tensor's axes as they lie in the bytes, outermost first; None where that is C order. A part has none.
+    """
+
+    sequence: U64
+    offset: U64
+    nbytes: U64
+    key_id: KeyId
+    shape: Shape
+    moment: Moment
+    device: ShortText = "cpu"
+    requires_grad: bool = False
+    is_leaf: bool = False
+    metadata: Annotated[bytes, Meta(max_length=MAX_METADATA_NBYTES)] = b""  # a JSON object in UTF-8, or empty
+    row_offset: Optional[U64] = None
+    payload: bool = True
+    part: Optional[Part] = None
+    statistics: bool = False
+    order: Optional[Shape] = None
+
+    @property
+    def record(self) -> int:
+        """The sequence of the record that this is, or is a part of."""
+        return self.sequence if self.part is None else self.part.record
+
+    @property
+    def record_nbytes(self) -> int:
+        """Bytes of the whole record."""
+        return self.nbytes if self.part is None else self.part.nbytes
+
+    @property
+    def ends_record(self) -> bool:
+        """Whether the record is whole with this."""
+        part = self.part
+        return part is None or (self.nbytes > 0 and part.first + self.nbytes == part.nbytes)
+
+
+class Put(msgspec.Struct, tag="put"):
+    """A batch of descriptors, sequences ascending."""
+
+    items: Annotated[list[Descriptor], Meta(max_length=MAX_BATCH)]
+
+
+class DropRow(msgspec.Struct, array_like=True):
+    """Cumulative drops of one key under one reason in this process.
+
+    nbytes: of their tensors, or of the slices that were asked for, in the dtype of the key, also where no more than
+    statistics would have been kept; 0 for a drop in front of that (unsupported, invalid_key).
+    """
+
+    key_id: KeyId
+    reason: ReasonIndex
+    count: Count
+    nbytes: Count
+    first_iteration: Index
+    last_iteration: Index
+
+
+class Drops(msgspec.Struct, tag="drops"):
+    """The rows of the drop ledger that changed since the last one; counts are cumulative."""
+
+    rows: Annotated[list[DropRow], Meta(max_length=1024)]
+
+
+class Flush(msgspec.Struct, tag="flush"):
+    """Answer once every sequence ≤ `upto` received on this session is committed or refused."""
+
+    id: Count
+    upto: U64
+
+
+class Flushed(msgspec.Struct, tag="flushed"):
+    """Answer to FLUSH."""
+
+    id: Count
+
+
+class Ack(msgspec.Struct, tag="ack"):
+    """Committed sequences as [first, last] ranges; frees their slots."""
+
+    ranges: list[tuple[U64, U64]]
+
+
+class NackRow(msgspec.Struct, array_like=True):
+    """One sequence that will never be committed."""
+
+    sequence: U64
+    reason: ReasonIndex
+    message: Text
+
+
+class Nack(msgspec.Struct, tag="nack"):
+    """Refused sequences; their slots are free."""
+
+    rows: list[NackRow]
+
+
+class Bye(msgspec.Struct, tag="bye"):
+    """The rank leaves in order; its counter page is final."""
+
+
+class ByeOk(msgspec.Struct, tag="bye_ok"):
+    """The daemon has persisted the final counters."""
+
+
+class Ping(msgspec.Struct, tag="ping"):
+    """Asks for a PONG."""
+
+
+class Pong(msgspec.Struct, tag="pong"):
+    """Answers a PING."""
+
+
+ClientMessage = Union[Hello, Define, Put, Drops, Flush, Steered, Drained, Bye, Ping, Stats, Control]
+DaemonMessage = Union[
+    Welcome, Reject, Ack, Nack, Flushed, Steer, Drain, ByeOk, Pong, StatsReply, ControlReply
+]
+
+_encoder = msgspec.msgpack.Encoder()
+_client_decoder = msgspec.msgpack.Decoder(ClientMessage)
+_daemon_decoder = msgspec.msgpack.Decoder(DaemonMessage)
+
+
+def encode(message: ClientMessage | DaemonMessage) -> bytes:
+    """Encode one message as the payload of one frame."""
+    return _encoder.encode(message)
+
+
+def decode_client(frame: bytes) -> ClientMessage:
+    """Decode a frame sent by a rank or tool; raises msgspec.DecodeError (or ValidationError) on anything else."""
+    message: ClientMessage = _client_decoder.decode(frame)
+    return message
+
+
+def decode_daemon(frame: bytes) -> DaemonMessage:
+    """Decode a frame sent by the daemon; raises msgspec.DecodeError on anything else."""
+    message: DaemonMessage = _daemon_decoder.decode(frame)
+    return message

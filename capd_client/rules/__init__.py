@@ -1,0 +1,1 @@
+"""Which tensors of which modules are captured; no torch."""

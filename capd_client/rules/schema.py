@@ -1,0 +1,189 @@
+"""The schema of `[[rule]]`: which tensors of which modules are captured, when, and what is kept of them. No torch.
+
+The same in capd.toml, in the file that CAPD_SELECT names and in `watch(select=...)`. `capd` checks it with pydantic
+(`capd.job_settings`), the training job with msgspec: the shapes stand in both, what a field may hold in `check` alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Collection, Iterable, Mapping
+from typing import Annotated, Any, Literal, Optional, Union
+
+import msgspec
+from msgspec import Meta
+
+from capd_client.errors import ConfigError
+from capd_client.protocol.selection import TENSORS, check_globs, check_range
+from capd_client.rules.patterns import compile_pattern
+from capd_client.rules.slices import parse_slices
+
+__all__ = [
+    "MAX_RULES", "OPERATIONS", "STORES", "RangeText", "RuleSettings", "WholeNumber", "check_fields",
+    "check_rule_fields", "check_rules", "operation_of", "parse_rules", "rule_label", "rule_of_globs", "texts",
+    "unknown_setting",
+]  # fmt: skip
+
+MAX_RULES = 32
+MAX_NAME_CHARS = 64
+MAX_LISTED = 64
+OPERATIONS = ("forward", "backward")
+STORES = ("full", "stats", "both")
+
+WholeNumber = Annotated[
+    int, Meta(ge=-(2**63), le=2**63 - 1)
+]  # TOML's; Python refuses to print much larger ones
+RangeText = Union[str, WholeNumber]
+_Texts = Union[str, list[str]]
+
+
+class RuleSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One rule. Everything that is not given leaves nothing out, or is as without rules.
+
+    name: for messages; by default the rule's number. include, exclude: regular expressions, searched for in qualified
+    names without wrappers. layers: Ranges. components: "linear", "FA", … tensors: of TENSORS. operations: of
+    OPERATIONS. slices: as for `watch`. store: of STORES. steps, micro_batches, ranks: Ranges, instead of [when].
+    """
+
+    name: Optional[str] = None
+    include: Optional[_Texts] = None
+    exclude: Optional[_Texts] = None
+    layers: Optional[RangeText] = None
+    components: Optional[_Texts] = None
+    tensors: Optional[_Texts] = None
+    operations: Optional[_Texts] = None
+    slices: Union[str, dict[str, str], None] = None
+    store: Optional[Literal["full", "stats", "both"]] = None
+    steps: Optional[RangeText] = None
+    micro_batches: Optional[RangeText] = None
+    ranks: Optional[RangeText] = None
+
+    def check(self) -> None:
+        """Raise ConfigError, naming the field and what is accepted, for what cannot be read or selects nothing."""
+        if self.name is not None and not (0 < len(self.name) <= MAX_NAME_CHARS and self.name.isprintable()):
+            raise ConfigError(f"name: 1 to {MAX_NAME_CHARS} printable characters, not {self.name[:80]!r}")
+        for field in ("include", "exclude"):
+            for text in _listed(field, getattr(self, field)):
+                compile_pattern(text)
+        for field in ("layers", "steps", "micro_batches", "ranks"):
+            if getattr(self, field) is not None:
+                check_range(field, str(getattr(self, field)))
+        _check_names("components", _listed("components", self.components))
+        _check_known("operations", _listed("operations", self.operations), OPERATIONS)
+        _check_known("tensors", _listed("tensors", self.tensors), TENSORS)
+        self._check_operations()
+        self._check_slices()
+
+    def _check_operations(self) -> None:
+        operations = texts(self.operations)
+        for tensor in texts(self.tensors):
+            if operations and operation_of(tensor) not in operations:
+                raise ConfigError(
+                    f"tensors: {tensor} belongs to {operation_of(tensor)}, which operations leaves out"
+                )
+
+    def _check_slices(self) -> None:
+        if self.slices is None:
+            return
+        if isinstance(self.slices, dict):
+            _check_known("slices", _listed("slices", list(self.slices)), TENSORS)
+        try:
+            parse_slices(self.slices)
+        except ConfigError as error:
+            raise ConfigError(f"slices: {error}") from None
+
+
+def texts(value: Optional[_Texts]) -> tuple[str, ...]:
+    """One text or several, as a tuple; nothing as an empty one."""
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+def operation_of(tensor: str) -> str:
+    """The operation that a tensor belongs to, by its name."""
+    return "backward" if tensor.startswith("grad_") else "forward"
+
+
+def rule_of_globs(globs: Iterable[str]) -> RuleSettings:
+    """The rule of names that match one of the globs. Raises ConfigError for what is no glob."""
+    wanted = tuple(globs)
+    check_globs(wanted)
+    return RuleSettings(
+        name=", ".join(wanted)[:MAX_NAME_CHARS], include=[rf"\A{fnmatch.translate(glob)}" for glob in wanted]
+    )
+
+
+def parse_rules(documents: Iterable[Mapping[str, Any]]) -> tuple[RuleSettings, ...]:
+    """The rules in `documents`, named and checked; raises ConfigError that names the rule and its field."""
+    tables = list(documents)
+    check_rule_fields(tables)
+    try:
+        return check_rules(msgspec.convert(tables, list[RuleSettings]))
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"a rule cannot be read: {error}") from None
+
+
+def check_rule_fields(documents: Iterable[object]) -> None:
+    """Raise ConfigError for the first field that no rule has. What is no table is left to others."""
+    for number, document in enumerate(documents, 1):
+        if isinstance(document, Mapping):
+            label = rule_label(document, number)
+            check_fields(document, RuleSettings.__struct_fields__, f" in {label}")
+
+
+def check_rules(rules: Collection[RuleSettings]) -> tuple[RuleSettings, ...]:
+    """The rules, each with a name of its own; raises ConfigError that names the rule and its field."""
+    if len(rules) > MAX_RULES:
+        raise ConfigError(f"{len(rules)} rules; there can be {MAX_RULES}")
+    found: dict[str, RuleSettings] = {}
+    for number, rule in enumerate(rules, 1):
+        try:
+            rule.check()
+        except ConfigError as error:
+            raise ConfigError(f"{rule_label({'name': rule.name}, number)}: {error}") from None
+        name = str(number) if rule.name is None else rule.name
+        if name in found:
+            raise ConfigError(f"two rules are called {name!r}; the number of a rule is its name by default")
+        found[name] = msgspec.structs.replace(rule, name=name)
+    return tuple(found.values())
+
+
+def check_fields(table: Mapping[str, Any], known: Collection[str], where: str = "", prefix: str = "") -> None:
+    """Raise ConfigError for the first key that is not `known`."""
+    for name in table:
+        if name not in known:
+            raise ConfigError(unknown_setting(str(name), known, where, prefix))
+
+
+def unknown_setting(name: str, known: Collection[str], where: str = "", prefix: str = "") -> str:
+    """The message about a key that there is not, with the nearest one that there is."""
+    near = difflib.get_close_matches(name[:80], known, n=1)
+    hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(known)}"
+    return f"unknown setting {prefix}{name[:80]}{where}; {hint}"
+
+
+def rule_label(document: object, number: int) -> str:
+    """How messages call a rule, whose document may be anything."""
+    name = document.get("name") if isinstance(document, Mapping) else None
+    return f"rule {name[:MAX_NAME_CHARS] if isinstance(name, str) else str(number)!r}"
+
+
+def _listed(field: str, value: Optional[_Texts]) -> tuple[str, ...]:
+    found = texts(value)
+    if value is not None and not 0 < len(found) <= MAX_LISTED:
+        raise ConfigError(f"{field}: 1 to {MAX_LISTED} of them, not {len(found)}; leave it out to have all")
+    return found
+
+
+def _check_names(field: str, names: Iterable[str]) -> None:
+    for name in names:
+        if not (0 < len(name) <= MAX_NAME_CHARS and name.isprintable()):
+            raise ConfigError(f"{field}: 1 to {MAX_NAME_CHARS} printable characters, not {name[:80]!r}")
+
+
+def _check_known(field: str, names: Iterable[str], known: Collection[str]) -> None:
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name[:80], known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            raise ConfigError(f"{field}: {name[:80]!r} is none of them; {hint}")

@@ -1,0 +1,1 @@
+"""The training thread's one copy of a tensor into the arena."""

@@ -1,0 +1,94 @@
+"""The log of drops: what was not captured, why, and which setting to raise; each reason at most every 20 s."""
+
+from __future__ import annotations
+
+from capd_client.inflight.capture import Refused
+from capd_client.inflight.definitions import Definition
+from capd_client.inflight.parts import Record
+from capd_client.inflight.policies import Drop
+from capd_client.process.log import Notices
+from capd_client.protocol.counter_page import PAGE_NBYTES, DropReason
+
+__all__ = ["DropLog"]
+
+
+class DropLog:
+    """Writes lines from what the queue has decided; nothing is asked again."""
+
+    def __init__(self, notices: Notices, policy: Drop) -> None:
+        self._notices = notices
+        self._policy = policy  # as text: what follows, put together only for a line that is written
+
+    def unfit(self, refused: Refused) -> None:
+        """A tensor cannot be captured as it is."""
+        name = refused.name if refused.definition is None else refused.definition.key.tensor_name
+        self._notices.warn(refused.reason.value, "%s is not captured: %s", name, refused.problem)
+
+    def no_room(self, refused: Refused) -> None:
+        """The queue has refused an offer. The end of a session, and `capd ctl stop`, have lines of their own."""
+        reason = refused.reason
+        if reason is DropReason.STEP_BUDGET:
+            self._notices.warn(
+                reason.value,
+                "the captures of iteration %d take max_mb_per_step already; %s. Raise CAPD_MAX_MB_PER_STEP, or "
+                "capture fewer tensors per step",
+                refused.iteration,
+                self._policy,
+            )
+        elif reason is DropReason.TOO_LARGE:
+            self._notices.warn(
+                reason.value,
+                "a tensor of %d bytes does not fit into the arena, which holds %d; set CAPD_ARENA_BYTES=%d or more, or "
+                "CAPD_POLICY=block, which sends it in parts",
+                refused.nbytes,
+                refused.capacity,
+                -(-refused.nbytes // PAGE_NBYTES) * PAGE_NBYTES + PAGE_NBYTES,
+            )
+        elif reason is DropReason.ARENA_FULL:
+            self._notices.warn(
+                reason.value,
+                "the arena of %d bytes is full because the daemon is slower than the job, or absent; %s. Raise "
+                "CAPD_ARENA_BYTES, capture less, or set CAPD_POLICY=block",
+                refused.capacity,
+                self._policy,
+            )
+
+    def ring_full(self, capacity: int) -> None:
+        """A device's snapshot ring had no room."""
+        self._notices.warn(
+            DropReason.RING_FULL.value,
+            "the device ring of %d bytes is full; %s. Set CAPD_RING=wait, raise CAPD_RING_BYTES, or capture fewer "
+            "tensors per step",
+            capacity,
+            self._policy,
+        )
+
+    def too_large_for_ring(self, definition: Definition, nbytes: int, capacity: int) -> None:
+        """A capture that no device ring of this size can ever hold."""
+        self._notices.warn(
+            DropReason.TOO_LARGE.value,
+            "%s is not captured: its %d bytes exceed the device ring of %d bytes; CAPD_POLICY=block sends it in parts",
+            definition.key.tensor_name,
+            nbytes,
+            capacity,
+        )
+
+    def reduced(self, nbytes: int) -> None:
+        """Policy stats kept the statistics of a tensor of so many bytes."""
+        self._notices.warn(
+            "reduced",
+            "there was no room for a tensor of %d bytes; policy stats kept its statistics. "
+            "Raise CAPD_ARENA_BYTES or CAPD_MAX_MB_PER_STEP, or capture less, to keep tensors",
+            nbytes,
+        )
+
+    def end_of_parts(self, record: Record, part_nbytes: int) -> None:
+        """A record in parts is cut, or given up: then, if it was for want of room, there is a line."""
+        if record.dropped in (DropReason.ARENA_FULL, DropReason.RING_FULL):
+            self._notices.warn(
+                "gave_up",
+                "a tensor of %d bytes, sent in parts of up to %d, was given up after a wait of max_block_ms for room: "
+                "the daemon is slower than that, or absent. Raise CAPD_MAX_BLOCK_MS or CAPD_ARENA_BYTES",
+                record.descriptor.nbytes,
+                part_nbytes,
+            )

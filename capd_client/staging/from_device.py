@@ -1,0 +1,176 @@
+"""The way of a described device tensor: finds room for it, then a snapshot, a hold, or parts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Optional, Union
+
+import torch
+
+from capd_client.arena.allocator import GRANULE_NBYTES
+from capd_client.arena.host_copy import order_of
+from capd_client.device.snapshots import DeviceStager
+from capd_client.devstats import ROW_DTYPES
+from capd_client.inflight.capture import Capture, Refused
+from capd_client.inflight.parts import PartCapture, Record
+from capd_client.inflight.queue import Queue
+from capd_client.protocol.counter_page import DropReason
+from capd_client.protocol.statistics_row import ROW_NBYTES
+from capd_client.staging.describe import Described
+from capd_client.staging.drop_log import DropLog
+from capd_client.staging.in_parts import pieces
+
+__all__ = ["FromDevice"]
+
+
+class FromDevice:
+    """Captures of device tensors. devices: makes the DeviceStager of a device at its first capture, or says why not."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        log: DropLog,
+        devices: Callable[[torch.device], Union[DeviceStager, DropReason]],
+    ) -> None:
+        self._queue = queue
+        self._log = log
+        self._devices = devices
+
+    def take(self, described: Described) -> None:
+        """Capture it; a normal return has counted the offer once."""
+        stager = self._stager(described)
+        if stager is None:
+            return
+        descriptor = described.descriptor
+        if not descriptor.payload and described.dtype in ROW_DTYPES and descriptor.nbytes:
+            self._take_row(stager, described)
+        else:
+            self._take_tensor(stager, described)
+
+    def _stager(self, described: Described) -> Optional[DeviceStager]:
+        """The stager of a device that takes captures now; else None, and the offer is refused."""
+        stager = self._devices(described.source.device)
+        capturing = isinstance(stager, DeviceStager) and stager.is_capturing()
+        if isinstance(stager, DeviceStager) and not capturing and not stager.failed:
+            return stager
+        if capturing or stager is DropReason.STREAM_CAPTURE:
+            reason = DropReason.STREAM_CAPTURE
+            problem = "a CUDA graph is being captured, whose replays would not come by here"
+        else:
+            reason, problem = DropReason.INTERNAL, "its device could not be set up, or failed"
+        refused = self._queue.turn_away(described.definition, described.descriptor, reason)
+        if isinstance(refused, Refused):
+            refused.problem = problem
+            self._log.unfit(refused)
+        return None
+
+    def _take_row(self, stager: DeviceStager, described: Described) -> None:
+        """Keep the statistics alone, computed here."""
+        descriptor = described.descriptor
+        nbytes, descriptor.nbytes = descriptor.nbytes, 0
+        deadline = stager.deadline()  # waiting for the arena and for the ring counts together
+        capture = self._queue.admit(described.definition, descriptor, ROW_NBYTES)
+        if isinstance(capture, Refused):
+            self._log.no_room(capture)
+            return
+        reason = stager.snapshot_row(described.source, capture, described.dtype, nbytes, deadline)
+        self._conclude(stager, capture, reason)
+
+    def _take_tensor(self, stager: DeviceStager, described: Described) -> None:
+        source, dtype, descriptor = described.source, described.dtype, described.descriptor
+        order = None if source.is_contiguous() else order_of(source.shape, source.stride())
+        dense = source if order is None else source.permute(order)  # its elements as they are in memory
+        lent = not described.immutable and stager.holding.wants(described.definition.key, descriptor.nbytes)
+        hold = (described.immutable or lent) and descriptor.payload and stager.can_hold(dense, dtype)
+        nbytes = descriptor.nbytes
+        deadline = stager.deadline()
+        capture = self._admit(stager, described, hold=hold)
+        if capture is None:
+            return
+        if isinstance(capture, Record):
+            self._take_parts(stager, source, dtype, capture, hold=hold and order is None, lent=lent)
+        elif capture.kept == "row":  # there was no room but for the statistics
+            self._take_reduced(stager, described, capture, nbytes, deadline)
+        elif not nbytes:
+            self._queue.ready(capture)
+        else:
+            descriptor.order = order
+            if hold:
+                reason = stager.hold(dense, capture, lent=lent)
+            else:
+                reason = stager.snapshot(dense, capture, dtype, deadline)
+            if reason is DropReason.RING_FULL and self._queue.reduce(capture):
+                descriptor.order = None
+                self._take_reduced(stager, described, capture, nbytes, deadline)
+            else:
+                self._conclude(stager, capture, reason)
+
+    def _admit(self, stager: DeviceStager, described: Described, *, hold: bool) -> Optional[Capture]:
+        """The capture, or None where there is no room for it, in the arena or ever in the ring."""
+        definition, descriptor = described.definition, described.descriptor
+        nbytes = descriptor.nbytes
+        if hold or nbytes <= stager.capacity:
+            capture = self._queue.admit(definition, descriptor)
+            if not isinstance(capture, Refused):
+                return capture
+            self._log.no_room(capture)
+        else:
+            capture = self._queue.turn_away(definition, descriptor, DropReason.TOO_LARGE)
+            if not isinstance(capture, Refused):
+                return capture
+            self._log.too_large_for_ring(definition, nbytes, stager.capacity)
+        return None
+
+    def _take_parts(
+        self,
+        stager: DeviceStager,
+        source: torch.Tensor,
+        dtype: torch.dtype,
+        record: Record,
+        *,
+        hold: bool,
+        lent: bool,
+    ) -> None:
+        """Send what is too large for the arena or the ring in parts."""
+        if not hold and stager.capacity < GRANULE_NBYTES:
+            self._queue.abort(record, DropReason.TOO_LARGE)
+            self._log.too_large_for_ring(record.definition, record.descriptor.nbytes, stager.capacity)
+            return
+        nbytes = self._queue.part_nbytes
+        if not hold:
+            nbytes = min(nbytes, stager.capacity // 2)
+        for view, piece in pieces(self._queue, record, source, nbytes):
+            reason = (
+                stager.hold(view, piece, lent=lent) if hold else _snapshot_part(stager, dtype, view, piece)
+            )
+            if reason is not None:
+                self._queue.abort(piece, reason)
+                break
+        self._log.end_of_parts(record, nbytes)
+
+    def _take_reduced(
+        self, stager: DeviceStager, described: Described, capture: Capture, nbytes: int, deadline: float
+    ) -> None:
+        """Under policy stats, where there is no room for a tensor: its statistics."""
+        reason = stager.snapshot_row(described.source, capture, described.dtype, nbytes, deadline)
+        if reason is None:
+            self._log.reduced(described.source.nbytes)
+        self._conclude(stager, capture, reason)
+
+    def _conclude(self, stager: DeviceStager, capture: Capture, reason: Optional[DropReason]) -> None:
+        """Drop a capture that was not handed over, for `reason`."""
+        if reason is not None:
+            self._queue.abort(capture, reason)
+        if reason is DropReason.RING_FULL:
+            self._log.ring_full(stager.capacity)
+
+
+def _snapshot_part(
+    stager: DeviceStager, dtype: torch.dtype, view: torch.Tensor, piece: PartCapture
+) -> Optional[DropReason]:
+    """Put a piece of a device tensor into the ring; waiting for room there takes of the record's patience."""
+    record, began = piece.record, time.monotonic()
+    reason = stager.snapshot(view, piece, dtype, began + record.patience_s)
+    record.patience_s -= time.monotonic() - began
+    return reason

@@ -1,0 +1,1 @@
+"""When a capture happens: iteration, micro-batch, activation checkpointing, and what `capd ctl` asks for."""

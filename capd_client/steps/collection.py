@@ -1,0 +1,79 @@
+"""A job under `capd run --mode single|batch|quick`: its quota, and what each process leaves about it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import Optional
+
+from capd_client.config.settings import ClientConfig
+from capd_client.process.documents import leave
+from capd_client.process.log import Notices
+from capd_client.protocol.key import Moment
+from capd_client.protocol.quota import Collected, Quota, parse_quota
+from capd_client.steps.context import Context
+
+__all__ = ["quota_of", "within_quota"]
+
+_PAUSE_S = 0.2  # between two documents of a quota without an end, where nobody waits for the last one
+
+_notices = Notices()
+
+
+def quota_of(config: ClientConfig, context: Context) -> Optional[Quota]:
+    """The quota that all watches of a session share; None outside of collection runs."""
+    text = config.collect
+    if text is None:
+        return None
+    return context.owned(Quota, lambda: _Told(text, config.collect_dir, context).quota)
+
+
+def within_quota(config: ClientConfig, context: Context, moment: Moment) -> bool:
+    """Whether an explicit capture at this moment is taken, as far as the quota is concerned.
+
+    Where watches count, too, theirs is the iteration that counts: a caller may number iterations otherwise.
+    """
+    quota = quota_of(config, context)
+    if quota is None:
+        return True
+    if quota.watched:
+        return quota.take(context.iteration, context.micro_batch)
+    return quota.take(moment.iteration, moment.micro_batch)
+
+
+class _Told:
+    """Leaves a document whenever the quota changes. Errors are logged; none reaches the job."""
+
+    def __init__(self, text: str, directory: Optional[str], context: Context) -> None:
+        total, per_iteration = parse_quota(text)
+        self.quota = Quota(total, per_iteration, self._changed)
+        self._pause_s = _PAUSE_S if total is None else 0.0
+        self._directory = directory
+        self._context = context
+        self._state = ""
+        self._at = 0.0
+        self._changed()
+
+    def _changed(self) -> None:
+        state, now = self.quota.state, time.monotonic()
+        if self._directory is None or (state == self._state and now - self._at < self._pause_s):
+            return
+        self._state, self._at = state, now
+        info = self._context.rank_info
+        try:
+            leave(
+                self._directory,
+                Collected(
+                    rank=info.rank,
+                    local_world_size=info.local_world_size,
+                    host=socket.gethostname(),
+                    pid=os.getpid(),
+                    kept=self.quota.kept,
+                    state=state,
+                ),
+            )
+        except Exception as error:
+            _notices.warn(
+                "collection", "how far the collection is cannot be written to %s: %s", self._directory, error
+            )

@@ -1,0 +1,235 @@
+"""The predecessor's TensorSaver, and the one that its functions use in this process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+
+from capd_client.config.settings import EMBEDDED_STORE
+from capd_client.emulation.from_settings import job_quantises
+from capd_client.emulation.job_quantisers import PREDECESSOR
+from capd_client.errors import ConfigError
+from capd_client.process.dynamo import untraced, untraced_methods
+from capd_client.session import current as process
+from capd_client.session.starting import AnySession
+from capd_client.tensor_saver.calls import capture_as_told, sorted_out
+from capd_client.tensor_saver.indices import index_of_variable, say_once, usable
+from capd_client.tensor_saver.state import STATE
+
+__all__ = ["TensorSaver", "get_tensor_saver"]
+
+logger = logging.getLogger("capd_client")
+_saver: Optional[TensorSaver] = None
+
+
+@untraced_methods
+class TensorSaver:
+    """What the predecessor's saver was: captures while `enabled`.
+
+    save_dir: directory of the runs, where this process starts a daemon of its own because nothing else says where
+    captures go; otherwise the daemon has its store. enabled: False captures nothing.
+    """
+
+    def __init__(self, save_dir: str = EMBEDDED_STORE, enabled: bool = True) -> None:
+        self.save_dir = Path(str(save_dir or EMBEDDED_STORE))
+        self.enabled = enabled
+        self.tensor_counter = 0  # of the tensors that this saver has captured
+        self.micro_batch_count = 0
+        self.control_micro_batches = 1
+        self.collection_completed = False
+        self.tensor_collected_in_warmup = False
+        self._in_vain: Optional[Path] = None  # a directory for which there is no session
+        job_quantises(PREDECESSOR)
+
+    @property
+    def current_iteration(self) -> int:
+        """The iteration of `get_tensor_collection_state()`."""
+        return STATE.get_iteration()
+
+    @current_iteration.setter
+    def current_iteration(self, iteration: int) -> None:
+        STATE.current_iteration = iteration
+
+    def set_iteration(self, iteration: int) -> None:
+        """Record further captures in this iteration."""
+        self.micro_batch_count = 0
+        STATE.set_iteration(iteration)
+
+    def set_enabled(self, enabled: bool) -> None:
+        """Capture from now on, or no longer."""
+        self.enabled = enabled
+
+    def set_save_dir(self, save_dir: str) -> None:
+        """Have the runs of a daemon of the job's own in this directory; too late, and said once, where captures go."""
+        self.save_dir = Path(str(save_dir or EMBEDDED_STORE))
+        if process.running() is not None:
+            problem = f"captures go on to where they go already, not to {self.save_dir}"
+            say_once("save_dir", str(self.save_dir)[:160], problem)
+
+    def increment_micro_batch(self) -> None:
+        """Count a micro-batch for `should_continue_collection`."""
+        self.micro_batch_count += 1
+
+    def should_continue_collection(self) -> bool:
+        """Whether fewer micro-batches were counted than COLLECT_MICRO_BATCHES. Captures do not depend on it."""
+        return not self.enabled or self.micro_batch_count < self.control_micro_batches
+
+    def mark_collection_completed(self) -> None:
+        """Have `should_exit_after_forward` say so. What is captured does not depend on it."""
+        self.collection_completed = True
+
+    def should_exit_after_forward(self) -> bool:
+        """Whether this saver captures and `mark_collection_completed` was called."""
+        return bool(self.enabled and self.collection_completed)
+
+    def mark_warmup_collection(self) -> None:
+        """Capture nothing more with this saver."""
+        self.tensor_collected_in_warmup = True
+
+    def should_collect_tensor(self) -> bool:
+        """Whether the next tensor is captured."""
+        return bool(self.enabled and not self.tensor_collected_in_warmup)
+
+    def should_collect_in_steady_state(self) -> bool:
+        """The same, by its other name."""
+        return self.should_collect_tensor()
+
+    def save_tensor(
+        self,
+        tensor: torch.Tensor,
+        layer_type: str,
+        operation: str,
+        quant_type: str,
+        tensor_name: str,
+        layer_idx: Optional[int] = None,
+        phase: str = "unknown",
+        component: str = "unknown",
+        rank: Optional[int] = None,
+        sample_idx: Optional[int] = None,
+        metadata: Optional[dict[str, Any]] = None,
+    ) -> Optional[str]:
+        """Capture one tensor as it is now. Returns the record's reference, None where nothing was captured.
+
+        quant_type: a label; None: CUSTOM_QUANT_TYPE, else the tensor's dtype. rank, sample_idx: see
+        `capd_client.tensor_saver.state`. metadata: what is no JSON value becomes text; above 4096 bytes it is left out
+        with a warning. Positional calls of versions without rank or sample_idx, whose metadata stands there, are
+        understood. Dropped, and counted, when there is no room; with a daemon of the job's own it waits first.
+        """
+        if not self.should_collect_tensor():
+            return None
+        current = self._session()
+        if current is None:
+            return None
+        try:
+            rank, sample_idx, _, metadata = sorted_out(rank, sample_idx, None, metadata)
+            names = (tensor_name, layer_type, component, operation, phase, layer_idx, "", "", quant_type)
+            reference = capture_as_told(current, tensor, names, rank, sample_idx, metadata)
+        except ConfigError as error:
+            current.drop_invalid(str(error))
+            return None
+        except Exception as error:
+            current.drop_internal("save_tensor()", error)
+            return None
+        self.tensor_counter += reference is not None
+        return reference
+
+    def save_attention_tensors(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        quant_type: str,
+        operation: str = "forward",
+        layer_idx: Optional[int] = None,
+        phase: str = "pre",
+        component: str = "FA",
+        rank: Optional[int] = None,
+        sample_idx: Optional[int] = None,
+        attention_weights: Optional[torch.Tensor] = None,
+        metadata: Optional[dict[str, Any]] = None,
+    ) -> dict[str, Optional[str]]:
+        """`save_tensor` for those of query, key, value and attention_weights that are there, by their names."""
+        rank, sample_idx, weights, metadata = sorted_out(rank, sample_idx, attention_weights, metadata)
+        tensors = {"query": query, "key": key, "value": value, "attention_weights": weights}
+        return {
+            name: self.save_tensor(
+                tensor, "attention", operation, quant_type, name, layer_idx, phase, component, rank, sample_idx,
+                metadata,
+            )
+            for name, tensor in tensors.items()
+            if tensor is not None
+        }  # fmt: skip
+
+    def save_linear_tensors(
+        self,
+        input_tensor: torch.Tensor,
+        weight: torch.Tensor,
+        quant_type: str,
+        operation: str = "forward",
+        layer_idx: Optional[int] = None,
+        phase: str = "pre",
+        component: str = "linear",
+        rank: Optional[int] = None,
+        sample_idx: Optional[int] = None,
+        metadata: Optional[dict[str, Any]] = None,
+    ) -> dict[str, Optional[str]]:
+        """`save_tensor` for those of input and weight that are there. In a backward, `input` is the gradient dY."""
+        rank, sample_idx, _, metadata = sorted_out(rank, sample_idx, None, metadata)
+        tensors = {"input": input_tensor, "weight": weight}
+        return {
+            name: self.save_tensor(
+                tensor, "linear", operation, quant_type, name, layer_idx, phase, component, rank, sample_idx, metadata
+            )
+            for name, tensor in tensors.items()
+            if tensor is not None
+        }  # fmt: skip
+
+    def _session(self) -> Optional[AnySession]:
+        current = process.running()
+        if current is None and self._in_vain != self.save_dir:
+            current = _opened(lambda: process.session_into(str(self.save_dir)))
+            self._in_vain = self.save_dir if current is None else None
+        return current
+
+
+@untraced
+def get_tensor_saver() -> TensorSaver:
+    """The saver of this process, made at the first call: enabled where capture is on, as is said then.
+
+    Where neither CAPD_ENDPOINT nor TENSOR_SAVE_ENABLED says on or off, Megatron's argument `--save-tensors` does.
+    """
+    global _saver
+    if _saver is None:
+        told = _megatron_arguments()
+        saver = TensorSaver(os.environ.get("TENSOR_SAVE_DIR") or EMBEDDED_STORE)
+        if getattr(told, "save_tensors", False):
+            saver.save_dir = Path(str(getattr(told, "tensor_save_dir", None) or saver.save_dir))
+            saver.enabled = saver._session() is not None
+        else:
+            saver.enabled = _opened(process.session) is not None
+        limit = usable("collect_micro_batches", getattr(told, "collect_micro_batches", None))
+        saver.control_micro_batches = index_of_variable("COLLECT_MICRO_BATCHES") or limit or 1
+        _saver = saver
+    return _saver
+
+
+def _opened(session: Callable[[], Optional[AnySession]]) -> Optional[AnySession]:
+    try:
+        return session()
+    except Exception as error:  # only under CAPD_STRICT=1
+        logger.warning("capd: capture is off: %s", error)
+        return None
+
+
+def _megatron_arguments() -> Any:
+    """The parsed command line of Megatron where this process has one by now. Imports nothing."""
+    try:
+        return sys.modules["megatron.training.global_vars"].get_args()
+    except Exception:  # no Megatron, or nothing parsed yet
+        return None

@@ -1,0 +1,226 @@
+"""The predecessor's manual state, and what rank and sample follow from it and from the other sources.
+
+Order of the rank: argument, manual state, torch.distributed, LOCAL_RANK/RANK (`capd_client.process.ranks`), the tensor's
+device, 0 with one warning. Order of the sample: argument, manual state, CURRENT_SAMPLE_IDX, 0. The environment is read
+whenever it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Optional
+
+from capd_client.process.dynamo import untraced, untraced_methods
+from capd_client.tensor_saver.indices import (
+    get_rank_from_tensor_device,
+    index_of_variable,
+    rank_of_process,
+    say_once,
+    usable,
+)
+
+__all__ = [
+    "STATE", "TensorCollectionState", "get_current_rank", "get_current_rank_and_sample", "get_tensor_collection_state",
+    "initialize_tensor_collection", "rank_of", "sample_of", "set_global_batch_idx", "set_global_iteration",
+    "set_global_rank", "set_global_sample_idx", "set_global_sequence_idx",
+]  # fmt: skip
+
+_FIELDS = {
+    "_iteration": "iteration",
+    "current_sample_idx": "sample_idx",
+    "batch_idx": "batch_idx",
+    "sequence_idx": "sequence_idx",
+}  # of the moment, by the attribute that sets it
+
+
+@untraced_methods
+class TensorCollectionState:
+    """Manual state of a process: what is set here stays until it is set again; None hands it back.
+
+    current_rank, current_sample_idx: None until they are set. current_iteration, batch_idx, sequence_idx: 0 until they
+    are set; the iterations that are recorded are counted by capd until then. on_change: told the name of the moment's
+    field that was set.
+    """
+
+    _manual: Optional[dict[str, int]] = None  # of the moment, by its field: what was set and is an index
+
+    def __init__(self) -> None:
+        self.on_change: Callable[[str], None] = lambda _: None
+        self.current_rank: Any = None
+        self.current_sample_idx: Any = None
+        self._iteration: Any = None
+        self.batch_idx: Any = 0
+        self.sequence_idx: Any = 0
+        self._manual = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        field = _FIELDS.get(name)
+        if field is None or self._manual is None:
+            return
+        index = usable(field, value)
+        if index is None:
+            self._manual.pop(field, None)
+        else:
+            self._manual[field] = index
+        self.on_change(field)
+
+    @property
+    def manual(self) -> dict[str, int]:
+        """What was set of the moment, by its field; what is no index is left out."""
+        return dict(self._manual or ())
+
+    @property
+    def current_iteration(self) -> Any:
+        """What was set, else TENSOR_SAVER_ITERATION, else 0."""
+        if self._iteration is not None:
+            return self._iteration
+        return index_of_variable("TENSOR_SAVER_ITERATION") or 0
+
+    @current_iteration.setter
+    def current_iteration(self, iteration: Any) -> None:
+        self._iteration = iteration
+
+    def set_rank(self, rank: int) -> None:
+        """Record further captures under this rank."""
+        self.current_rank = rank
+
+    def set_sample_idx(self, sample_idx: int) -> None:
+        """Record further captures with this sample."""
+        self.current_sample_idx = sample_idx
+
+    def set_iteration(self, iteration: int) -> None:
+        """Record further captures in this iteration."""
+        self.current_iteration = iteration
+
+    def set_batch_idx(self, batch_idx: int) -> None:
+        """Record further captures with this batch."""
+        self.batch_idx = batch_idx
+
+    def set_sequence_idx(self, sequence_idx: int) -> None:
+        """Record further captures with this sequence."""
+        self.sequence_idx = sequence_idx
+
+    def get_rank(self) -> Optional[int]:
+        """Manual, torch.distributed, or the environment's; None where none of them knows."""
+        rank, _ = _manual_or_of_process(self)
+        return rank
+
+    def get_sample_idx(self) -> Optional[int]:
+        """Manual, or CURRENT_SAMPLE_IDX; None where neither is there."""
+        manual = self.manual.get("sample_idx")
+        return index_of_variable("CURRENT_SAMPLE_IDX") if manual is None else manual
+
+    def get_iteration(self) -> int:
+        """`current_iteration`."""
+        return usable("iteration", self.current_iteration) or 0
+
+    def get_batch_idx(self) -> int:
+        """`batch_idx`."""
+        return self.manual.get("batch_idx", 0)
+
+    def get_sequence_idx(self) -> int:
+        """`sequence_idx`."""
+        return self.manual.get("sequence_idx", 0)
+
+
+STATE = TensorCollectionState()
+"""The state of this process."""
+
+
+def rank_of(tensor: Any, given: Any = None) -> tuple[int, str]:
+    """The rank that a tensor is recorded under, and its source."""
+    rank = usable("rank", given)
+    if rank is not None:
+        return rank, "argument"
+    rank, source = _manual_or_of_process(STATE)
+    if rank is not None:
+        return rank, source
+    rank = get_rank_from_tensor_device(tensor)
+    if rank is not None:
+        return rank, "device"
+    say_once(
+        "rank",
+        "",
+        "neither the call, set_global_rank, torch.distributed, LOCAL_RANK, RANK nor the tensor's device tells the "
+        "rank; it is recorded as 0",
+    )
+    return 0, "default"
+
+
+def sample_of(given: Any = None, otherwise: Optional[int] = None) -> int:
+    """The sample that a tensor is recorded with. otherwise: where none of the sources is there, instead of 0."""
+    sample = usable("sample_idx", given)
+    if sample is None:
+        sample = STATE.get_sample_idx()
+    return (otherwise or 0) if sample is None else sample
+
+
+def _manual_or_of_process(state: TensorCollectionState) -> tuple[Optional[int], str]:
+    manual = usable("current_rank", state.current_rank)
+    return rank_of_process() if manual is None else (manual, "manual")
+
+
+@untraced
+def initialize_tensor_collection(
+    rank: Optional[int] = None,
+    sample_idx: Optional[int] = None,
+    iteration: int = 0,
+    batch_idx: int = 0,
+    sequence_idx: int = 0,
+) -> None:
+    """Set the manual state. rank or sample_idx None leaves that to what was set before, or to the other sources."""
+    if rank is not None:
+        STATE.set_rank(rank)
+    if sample_idx is not None:
+        STATE.set_sample_idx(sample_idx)
+    STATE.set_iteration(iteration)
+    STATE.set_batch_idx(batch_idx)
+    STATE.set_sequence_idx(sequence_idx)
+
+
+def get_tensor_collection_state() -> TensorCollectionState:
+    """The manual state of this process."""
+    return STATE
+
+
+@untraced
+def set_global_rank(rank: int) -> None:
+    """Record further captures of these calls under this rank."""
+    STATE.set_rank(rank)
+
+
+@untraced
+def set_global_sample_idx(sample_idx: int) -> None:
+    """Record further captures with this sample."""
+    STATE.set_sample_idx(sample_idx)
+
+
+@untraced
+def set_global_iteration(iteration: int) -> None:
+    """Record further captures in this iteration."""
+    STATE.set_iteration(iteration)
+
+
+@untraced
+def set_global_batch_idx(batch_idx: int) -> None:
+    """Record further captures with this batch."""
+    STATE.set_batch_idx(batch_idx)
+
+
+@untraced
+def set_global_sequence_idx(sequence_idx: int) -> None:
+    """Record further captures with this sequence."""
+    STATE.set_sequence_idx(sequence_idx)
+
+
+@untraced
+def get_current_rank() -> Optional[int]:
+    """The rank that the manual state, torch.distributed or the environment gives; None where none does."""
+    return STATE.get_rank()
+
+
+@untraced
+def get_current_rank_and_sample() -> tuple[Optional[int], Optional[int]]:
+    """Rank and sample of a capture that names neither, the tensor's device left aside: 0 and 0 at the end."""
+    return get_current_rank() or 0, sample_of()

@@ -1,0 +1,1 @@
+"""What torch tells of one tensor before it is captured."""

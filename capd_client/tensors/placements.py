@@ -1,0 +1,118 @@
+"""What part of a distributed tensor a rank holds, as attributes of its series.
+
+Per dimension of the device mesh: `tp_placement` says how the tensor is laid out over it, as DTensor prints it ("S(0)":
+split along axis 0, "R": the same everywhere, "P(sum)": to be added up), `tp_rank` and `tp_size` which part this is.
+`mesh` lists the dimensions in the order in which they split: FSDP splits what tensor parallelism left to the rank,
+although its dimension is the outer one of the mesh; DTensor prints "_S(0, 2)" there, and we "S(0)". Nothing here starts
+a collective.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any, Optional
+
+import msgspec
+import torch
+
+from capd_client.tensors.inspect import PLAIN_TYPES
+
+__all__ = ["Part", "coordinates", "mark", "placements_of", "with_placements"]
+
+Attributes = dict[str, Any]
+
+# mesh → placements → attributes; a mesh that is gone may not be held, it holds process groups
+_described: weakref.WeakKeyDictionary[Any, dict[Any, Attributes]] = weakref.WeakKeyDictionary()
+
+
+class Part(torch.Tensor):
+    """A plain tensor that was part of a distributed one before a compiled graph took it apart."""
+
+    placements: Attributes
+
+
+def with_placements(tensor: torch.Tensor, attributes: Optional[Attributes]) -> Optional[Attributes]:
+    """`attributes`, and those of the whole that `tensor` is a part of."""
+    found = tensor.placements if isinstance(tensor, Part) else _of_dtensor(tensor)
+    return {**(attributes or {}), **found} if found else attributes
+
+
+def placements_of(tensor: Any) -> str:
+    """The same as JSON text, which a compiled graph keeps as a constant; empty for a tensor that is whole."""
+    found = None if type(tensor) in PLAIN_TYPES else _of_dtensor(tensor)
+    return msgspec.json.encode(found).decode() if found else ""
+
+
+@lru_cache(maxsize=1024)
+def _decoded(placements: str) -> Attributes:
+    decoded: Attributes = msgspec.json.decode(placements)
+    decoded["mesh"] = tuple(decoded["mesh"])  # what can be hashed is found faster
+    return decoded
+
+
+def mark(tensor: torch.Tensor, placements: str) -> torch.Tensor:
+    """At run time of the graph: the plain tensor with what `placements_of` noted of it."""
+    if not placements:
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        if tensor.is_leaf:
+            part = torch.Tensor._make_subclass(Part, tensor.detach(), tensor.requires_grad)
+        else:
+            part = tensor.as_subclass(Part)
+    part.placements = _decoded(placements)
+    return part
+
+
+def coordinates(parameters: Iterable[Any]) -> tuple[tuple[str, Any], ...]:
+    """This rank's place in every dimension of the meshes that the parameters of a model are distributed over.
+
+    And of those that they were cut out of; torchtitan cuts all of its meshes out of one that has no names but "world".
+    """
+    meshes = dict.fromkeys(p.device_mesh for p in parameters if type(p).__name__ == "DTensor")
+    found: Attributes = {}
+    for mesh in meshes:
+        found |= {**_place(_root_of(mesh)), **_place(mesh)}
+    return tuple(found.items())
+
+
+def _of_dtensor(tensor: Any) -> Attributes:
+    if type(tensor).__name__ != "DTensor":
+        return {}
+    mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+    known = _described.setdefault(mesh, {})
+    if placements not in known:
+        names = _names(mesh)
+        by_name = dict(zip(names, placements, strict=True))
+        late = [name for name, where in by_name.items() if type(where).__name__ == "_StridedShard"]
+        order = (*(name for name in names if name not in late), *reversed(late))
+        laid_out = {
+            f"{name}_placement": f"S({where.dim})" if name in late else str(where)
+            for name, where in by_name.items()
+        }
+        known[placements] = {"mesh": order, **laid_out, **_place(mesh)}
+    return known[placements]
+
+
+def _names(mesh: Any) -> tuple[str, ...]:
+    return tuple(mesh.mesh_dim_names or (f"mesh{dimension}" for dimension in range(mesh.ndim)))
+
+
+def _place(mesh: Any) -> Mapping[str, Any]:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:  # this rank is not in it
+        return {}
+    found = {}
+    for name, rank, size in zip(_names(mesh), coordinate, mesh.shape, strict=True):
+        found[f"{name}_rank"], found[f"{name}_size"] = rank, size
+    return found
+
+
+def _root_of(mesh: Any) -> Any:
+    """The mesh that `mesh` was cut out of."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources
+
+    return _mesh_resources.get_root_mesh(mesh)

@@ -1,0 +1,1 @@
+"""The client thread and its conversation with the daemon."""

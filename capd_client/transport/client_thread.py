@@ -1,0 +1,324 @@
+"""The client thread of a rank: keeps a conversation with the daemon going, for as long as the job lives.
+
+States: DISCONNECTED (tries again after 50 ms … 2 s, for ever) → HANDSHAKE (HELLO sent) → RUNNING → DISCONNECTED …,
+and ENDED after BYE or a refusal without retry. The thread never waits for a state: it looks around once per
+tick. How long a tick is says `capd_client.transport.rests`. Training threads wake it only when they begin to wait themselves, or
+when the arena fills up: else that would cost them the GIL. Copies from devices go on beside it (capd_client.device.pump).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Optional
+
+from capd_client.device.snapshots import DeviceStager
+from capd_client.inflight.queue import Queue
+from capd_client.process.log import Notices
+from capd_client.process.wakeup import Wakeup
+from capd_client.protocol.counter_page import DropReason
+from capd_client.protocol.messages import HANDSHAKE_TIMEOUT_S, ByeOk, NackRow, Reject, Welcome
+from capd_client.steps.steering import Steering
+from capd_client.transport.conversation import Conversation, FlushRequest, Verdict, reason_text
+from capd_client.transport.growth import Growth
+from capd_client.transport.link import IO_TIMEOUT_S, Link
+from capd_client.transport.rests import Rests
+
+__all__ = ["State", "Transport"]
+
+_BACKOFF_S = (0.05, 2.0)
+_PATIENCE_S = 60.0  # for WELCOME, on one connection
+
+
+class State(enum.Enum):
+    """Where the session stands; see the module."""
+
+    DISCONNECTED = "disconnected"
+    HANDSHAKE = "handshake"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class Transport:
+    """Owns the client thread and its connection.
+
+    Args:
+        connect: Makes the n-th connection of this process (n from 1), HELLO sent; raises OSError when it cannot,
+            within so many seconds.
+        queue: Of captures.
+        notices: The log.
+        steering: Follows `capd ctl`.
+        wakeup: Ends a rest of the thread; the queue has it, too.
+        stagers: Of the devices whose copies go to the arena. More may come.
+        growth: Of the arena; None leaves it as it is.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[int, float], Link],
+        queue: Queue,
+        notices: Notices,
+        steering: Steering,
+        wakeup: Wakeup,
+        *,
+        stagers: Sequence[DeviceStager] = (),
+        growth: Optional[Growth] = None,
+        ping_s: float = 5.0,
+        handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
+        name: str = "capd-client",
+    ) -> None:
+        self._connect = connect
+        self._queue = queue
+        self._notices = notices
+        self._steering = steering
+        self._growth = growth
+        self._ping_s = ping_s
+        self._handshake_timeout_s = handshake_timeout_s
+        self._talk: Optional[Conversation] = None
+        self._random = random.Random()  # noqa: S311 - jitter; private, the job's generators stay untouched
+        self._stagers = stagers
+        self._flushes: list[FlushRequest] = []
+        self._flush_id = 0
+        self._connections = 0
+        self._backoff_s = _BACKOFF_S[0]
+        self._next_attempt = 0.0
+        self._deadline = 0.0  # of the handshake
+        self._outage_told = "CAPD_RUN_NO_DAEMON" in os.environ  # `capd run` has said so
+        self._leaving = False
+        self._renew = False
+        self._stop = threading.Event()
+        self._rests = Rests(queue, lambda: any(stager.pending for stager in self._stagers))
+        self._wakeup = wakeup
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.bye_ok = threading.Event()  # the daemon has the final counters
+        self.refused = threading.Event()  # the last attempt to connect failed, or is overdue
+        self.welcome: Optional[Welcome] = None  # the newest one: None if never connected
+        self.state = State.DISCONNECTED
+
+    # -- called by other threads ------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Connect, where that takes no waiting, and start the client thread.
+
+        A daemon that has the arena before the first capture can commit those of a job that ends within milliseconds.
+        """
+        with contextlib.suppress(OSError):  # the thread tries again, and says what is wrong
+            self._begin(0.0)
+        try:
+            self._thread.start()
+        except RuntimeError:  # no further thread is allowed
+            self._drop_link()
+            raise
+
+    @property
+    def device_busy(self) -> bool:
+        """Whether copies from a device may still be writing to the arena."""
+        return any(stager.pending or stager.failed for stager in self._stagers)
+
+    def flush(self, upto: int, timeout_s: float) -> bool:
+        """Wait until every sequence ≤ `upto` is committed or dropped; False when the time is up before."""
+        if self._queue.settled(upto) or not self._thread.is_alive():
+            return self._queue.settled(upto)
+        with self._queue.lock:
+            self._flush_id += 1
+            request = FlushRequest(self._flush_id, upto)
+            self._flushes = [*self._flushes, request]
+        self._wakeup.wake()
+        request.done.wait(timeout_s)
+        with self._queue.lock:
+            self._flushes = [other for other in self._flushes if other is not request]
+        return self._queue.settled(upto)
+
+    def reconnect(self) -> None:
+        """Take the session over with a new HELLO: something that it says has changed."""
+        self._renew = True
+
+    def leave(self) -> None:
+        """Say BYE as soon as nothing is in flight; `bye_ok` is set by the answer."""
+        self._leaving = True
+        self._wakeup.wake()
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the thread and close the connection; False if it did not end in time."""
+        self._stop.set()
+        self._wakeup.wake()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def close_in_child(self) -> None:
+        """After fork, in the child: the thread is not there, and the socket must not be."""
+        talk, self._talk = self._talk, None
+        if talk is not None:
+            talk.link.close_in_child()
+
+    # -- the client thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._guarded_step()
+        self._drop_link()
+
+    def _guarded_step(self) -> None:
+        try:
+            self._step()
+        except (OSError, EOFError) as error:
+            self._disconnected(error)
+        except Exception as error:
+            self._notices.warn("client_thread", "the client thread met %s: %s", type(error).__name__, error)
+            self._disconnected(error)
+
+    def _step(self) -> None:
+        worked = False
+        self._tend_arena()
+        if self._flushes or self._leaving or not self._queue.roomy:
+            for stager in self._stagers:
+                stager.hurry()
+        now = time.monotonic()
+        talk = self._talk
+        if self.state is State.DISCONNECTED and now >= self._next_attempt:
+            self._begin(IO_TIMEOUT_S)
+        elif self.state is State.HANDSHAKE and now > self._deadline:
+            self._overdue(now)
+        elif self.state is State.RUNNING and self._renew:
+            self._renew = False
+            self._drop_link()
+            self.state = State.DISCONNECTED
+        elif self.state is State.RUNNING and talk is not None:
+            worked = talk.send_ready()
+            talk.send_flushes(self._flushes)
+            talk.send_drops()
+            talk.send_answers()
+            talk.keep_alive()
+            if self._leaving:
+                talk.say_bye()
+        self._rest(worked)
+        for request in self._flushes:
+            if self._queue.settled(request.upto):
+                request.done.set()
+
+    def _begin(self, connect_s: float) -> None:
+        self._connections += 1
+        self._await_welcome(self._connect(self._connections, connect_s))
+
+    def _await_welcome(self, link: Link) -> None:
+        """Go on with a connection on which HELLO was sent."""
+        self._talk = Conversation(
+            link, self._queue, self._steering, ping_s=self._ping_s, refused=self._nacked
+        )
+        self._deadline = time.monotonic() + self._handshake_timeout_s
+        self.state = State.HANDSHAKE
+
+    def _tend_arena(self) -> None:
+        """Let the arena grow; when it may be smaller, take the session over with the new one."""
+        growth = self._growth
+        if growth is None or not growth.look() or self.state is not State.RUNNING:
+            return
+        if self.device_busy or self._leaving:
+            return
+        link = growth.shrink(self._connections + 1)
+        if link is not None:
+            self._connections += 1
+            self._drop_link()
+            self._await_welcome(link)
+
+    def _rest(self, worked: bool) -> None:
+        """Wait for an answer or the next tick, whichever is first, and take the answers."""
+        calm = not (self._flushes or self._leaving) and self.state is State.RUNNING
+        easy_s = self._rests.easy_s() if calm else 0.0
+        tick_s = self._rests.next_tick_s(worked, easy_s)
+        talk = self._talk
+        if talk is None:
+            self._stop.wait(tick_s)
+            return
+        if easy_s:
+            self._wakeup.rest(max(tick_s, easy_s), self._called)  # what comes meanwhile is taken together
+        elif not talk.link.wait(tick_s):
+            return
+        verdict = talk.hear()
+        if verdict is not None:
+            self._judge(verdict, talk)
+
+    def _called(self) -> bool:
+        """Whether there is what `wake` is called for."""
+        waiting = self._flushes or self._leaving or self._stop.is_set() or self._queue.waiting.count
+        return bool(waiting)
+
+    def _judge(self, verdict: Verdict, talk: Conversation) -> None:
+        if isinstance(verdict, Welcome):
+            if self.welcome is None:
+                self._notices.info("captures of run %s go to %s", verdict.run_id, verdict.store)
+            talk.begin()
+            self.welcome = verdict
+            self._backoff_s = _BACKOFF_S[0]
+            self._outage_told = False
+            self.refused.clear()
+            self.state = State.RUNNING
+        elif isinstance(verdict, ByeOk):
+            self.state = State.ENDED
+            self._drop_link()
+            self.bye_ok.set()
+        elif verdict.retry or verdict.code == "superseded":
+            raise ConnectionError(verdict.message)
+        else:
+            self._rejected(verdict)
+
+    def _rejected(self, verdict: Reject) -> None:
+        self.state = State.ENDED
+        self._drop_link()
+        lost = self._queue.close(DropReason.REJECTED)
+        self._notices.warn(
+            "rejected",
+            "the daemon refused this rank (%s): %s. Nothing is captured any more; %d captures in flight are dropped",
+            verdict.code,
+            verdict.message,
+            lost,
+        )
+
+    def _nacked(self, row: NackRow) -> None:
+        self._notices.warn(f"nack {row.reason}", "the daemon refused a capture: %s", reason_text(row))
+
+    def _disconnected(self, error: BaseException) -> None:
+        """Close, and try again later: twice as late each time, with jitter so that ranks do not come in step."""
+        self._drop_link()
+        if self.state is State.ENDED:
+            return
+        was_running = self.state is State.RUNNING
+        self.state = State.DISCONNECTED
+        self.refused.set()
+        self._next_attempt = time.monotonic() + self._backoff_s * self._random.uniform(0.5, 1.0)
+        self._backoff_s = min(self._backoff_s * 2, _BACKOFF_S[1])
+        # EOFError says nothing
+        self._tell_outage("lost" if was_running else "cannot reach", str(error) or "it closed the connection")
+
+    def _overdue(self, now: float) -> None:
+        """Say that HELLO is not answered in time, and go on waiting.
+
+        On a busy node the daemon answers late; a second HELLO would have it do twice what it has no time for.
+        """
+        if now > self._deadline + _PATIENCE_S:
+            raise TimeoutError("it did not answer HELLO")
+        if not self.refused.is_set():
+            self.refused.set()
+            self._tell_outage("cannot reach", "it has not answered HELLO yet")
+
+    def _tell_outage(self, what: str, why: str) -> None:
+        if not self._outage_told:
+            self._outage_told = True
+            self._notices.warn(
+                "disconnected",
+                "%s the daemon: %s. Captures wait in the arena and are dropped when it is full; "
+                "capd keeps trying to connect",
+                what,
+                why,
+            )
+
+    def _drop_link(self) -> None:
+        talk, self._talk = self._talk, None
+        if talk is not None:
+            talk.link.close()

@@ -1,0 +1,205 @@
+"""What a rank and the daemon say to each other on one connection: pure order of messages, no reconnecting.
+
+A new Conversation is made for every connection: keys are interned anew, everything unacknowledged is due again.
+Methods raise OSError or EOFError when the connection is lost; nothing is ever sent to a peer that does not read,
+so a stopped daemon holds up nothing and no frame is left half sent.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Optional, Union
+
+from capd_client.inflight.queue import Queue
+from capd_client.protocol.control import Drain, Drained, Steer, Steered
+from capd_client.protocol.counter_page import DROP_REASONS
+from capd_client.protocol.messages import (
+    MAX_BATCH,
+    Ack,
+    Bye,
+    ByeOk,
+    DaemonMessage,
+    Drops,
+    Flush,
+    Flushed,
+    Nack,
+    NackRow,
+    Ping,
+    Pong,
+    Put,
+    Reject,
+    Welcome,
+)
+from capd_client.steps.steering import Steering
+from capd_client.transport.link import Link
+
+__all__ = ["Conversation", "FlushRequest", "Verdict"]
+
+_DROPS_INTERVAL_S = 1.0
+_MAX_DROP_ROWS = 1024
+_MAX_PUTS = 16  # in a row, before answers are looked at
+_MISSED_PINGS = 3
+
+Verdict = Union[Welcome, Reject, ByeOk]
+
+
+class FlushRequest:
+    """A flush that a thread waits for on `done`."""
+
+    __slots__ = ("done", "id", "upto")
+
+    def __init__(self, flush_id: int, upto: int) -> None:
+        self.id = flush_id
+        self.upto = upto
+        self.done = threading.Event()
+
+
+class Conversation:
+    """One connection's state. `refused` is told of every NACK, for a log line."""
+
+    def __init__(
+        self,
+        link: Link,
+        queue: Queue,
+        steering: Steering,
+        *,
+        ping_s: float,
+        refused: Callable[[NackRow], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.link = link
+        self._queue = queue
+        self._steering = steering
+        self._ping_s = ping_s
+        self._refused = refused
+        self._clock = clock
+        self._defined = bytearray()  # by key id: 1 where this connection knows it
+        self._flushed: set[int] = set()  # ids of the FLUSHes sent
+        self._drains: list[tuple[int, int]] = []  # DRAINs to be answered: id, and the last sequence before it
+        self._told: Optional[Steered] = None  # how this rank is steered, as this connection knows it
+        self._bye_sent = False
+        self._unanswered = 0
+        self._last_drops = float("-inf")
+        self._last_heard = self._last_ping = clock()
+
+    def begin(self) -> None:
+        """After WELCOME: everything sent on earlier connections is due again."""
+        self._queue.reconnected()
+
+    def send_ready(self) -> bool:
+        """Send captures that are ready, oldest first; returns whether there were any."""
+        for count in range(_MAX_PUTS):
+            if not self._queue.unsent or not self.link.writable():
+                return count > 0
+            batch = self._queue.next_batch(MAX_BATCH)
+            if not batch:
+                return count > 0
+            for capture in batch:
+                self._define(capture.descriptor.key_id)
+            self.link.send(Put([capture.descriptor for capture in batch]))
+        return True
+
+    def send_flushes(self, requests: list[FlushRequest]) -> None:
+        """Send the FLUSHes whose captures are all sent."""
+        for request in requests:
+            if request.id not in self._flushed and self._queue.all_sent(request.upto):
+                self.link.send(Flush(request.id, request.upto))
+                self._flushed.add(request.id)
+
+    def send_drops(self, *, at_once: bool = False) -> None:
+        """Tell the changed rows of the drop ledger, at most once per second."""
+        ledger = self._queue.ledger
+        now = self._clock()
+        if not ledger.changed or (now - self._last_drops < _DROPS_INTERVAL_S and not at_once):
+            return
+        self._last_drops = now
+        while ledger.changed and (at_once or self.link.writable()):
+            with self._queue.lock:
+                rows = ledger.take(_MAX_DROP_ROWS)
+            for row in rows:
+                self._define(row.key_id)
+            self.link.send(Drops(rows))
+
+    def send_answers(self) -> None:
+        """Answer what `capd ctl` asked: how this rank is steered, when that changed, and what is drained."""
+        answer = self._steering.answer
+        if answer is not None and answer is not self._told and self.link.writable():
+            self.link.send(answer)
+            self._told = answer
+        while self._drains and self._queue.settled(self._drains[0][1]) and self.link.writable():
+            self.link.send(Drained(self._drains.pop(0)[0]))
+
+    def say_bye(self) -> None:
+        """Say BYE once, when nothing is in flight any more; the counter page is final by then.
+
+        Not where the rank gave up what was in flight: the daemon takes that once the rank is gone without goodbye.
+        """
+        if not self._bye_sent and not self._queue.busy and not self._queue.waiting.closed:
+            self.send_drops(at_once=True)
+            self.link.send(Bye())
+            self._bye_sent = True
+
+    def keep_alive(self) -> None:
+        """PING a silent daemon; raises TimeoutError after three that went unanswered."""
+        now = self._clock()
+        if now - max(self._last_ping, self._last_heard) < self._ping_s:
+            return
+        if self._unanswered >= _MISSED_PINGS:
+            raise TimeoutError(f"no answer to {_MISSED_PINGS} pings")
+        self._last_ping = now
+        self._unanswered += 1
+        if self.link.writable():
+            self.link.send(Ping())
+
+    def hear(self) -> Optional[Verdict]:
+        """Take the answers that are there; returns the first that changes the session's standing."""
+        verdict: Optional[Verdict] = None
+        acked: list[tuple[int, int]] = []  # by ACKs in a row
+        messages = self.link.receive()
+        if messages:
+            self._last_heard = self._clock()
+            self._unanswered = 0
+        for message in messages:
+            if isinstance(message, Ack):
+                acked += message.ranges
+                continue
+            if acked:
+                self._queue.acknowledged(acked)
+                acked = []
+            if isinstance(message, (Welcome, Reject, ByeOk)):
+                verdict = verdict or message
+            else:
+                self._take(message)
+        if acked:
+            self._queue.acknowledged(acked)
+        return verdict
+
+    def _take(self, message: DaemonMessage) -> None:
+        if isinstance(message, Nack):
+            self._nacked(message)
+        elif isinstance(message, Steer):
+            self._steering.receive(message)
+        elif isinstance(message, Drain):
+            self._drains.append((message.id, self._queue.last_sequence))
+        elif not isinstance(message, (Flushed, Pong)):
+            raise ConnectionError(f"the daemon sent a {type(message).__name__} to a rank")
+
+    def _nacked(self, message: Nack) -> None:
+        self._queue.refused(message.rows)
+        for row in message.rows:
+            self._refused(row)
+
+    def _define(self, key_id: int) -> None:
+        defined = self._defined
+        if key_id >= len(defined):
+            defined.extend(bytes(key_id + 64))
+        if not defined[key_id]:
+            self.link.send(self._queue.definitions[key_id].define)
+            defined[key_id] = 1
+
+
+def reason_text(row: NackRow) -> str:
+    """A NACK as one line of a log."""
+    return f"{DROP_REASONS[row.reason].value}: {row.message}"

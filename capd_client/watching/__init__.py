@@ -1,0 +1,1 @@
+"""`watch(model)`, and what it puts on a model."""

@@ -1,0 +1,247 @@
+"""What a watch puts on the modules of a model, and takes away again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional, Union
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from capd_client.config.watch_arguments import WatchPlan
+from capd_client.errors import ConfigError
+from capd_client.hooks import copies
+from capd_client.hooks.module_hooks import RootEnd, RootHook
+from capd_client.hooks.sink import Sink
+from capd_client.hooks.sites import Site
+from capd_client.hooks.tap import Tap
+from capd_client.integrations.counters import install
+from capd_client.process.log import Notices
+from capd_client.rules.problems import met_by, problems_of
+from capd_client.rules.report import in_words, rank_left_out, rank_problems
+from capd_client.rules.resolve import Resolved, Wanted, resolve, run_together
+from capd_client.steps import checkpointing
+from capd_client.steps.clock import Clock, clock_of
+from capd_client.steps.shared_rules import shared_rules_of
+from capd_client.steps.steering import Watches
+from capd_client.watching import graphed_callables
+from capd_client.watching.find import find_products, left_out
+from capd_client.watching.late_watch import LateWatch
+from capd_client.watching.stages import may_be_a_stage
+from capd_client.watching.watched import Watched, is_tapped, target_of
+
+__all__ = ["WatchHandle", "attach", "attached"]
+
+_SHOWN = 5
+
+_notices = Notices()
+
+
+class WatchHandle:
+    """What `watch` put on a model. `modules`: names of the tapped modules, as the keys carry them."""
+
+    def __init__(self) -> None:
+        self.modules: tuple[str, ...] = ()
+        self._roots: list[RootHook] = []
+        self._root_handles: list[RemovableHandle] = []
+        self._clock: Optional[Clock] = None
+        self._watched: Optional[Watched] = None
+        self._steering: Optional[Watches] = None
+        self._late: list[LateWatch] = []
+        self._what = ""
+
+    def __repr__(self) -> str:
+        return f"<watching {self._what if self._watched is not None else 'nothing'}>"
+
+    @property
+    def taps(self) -> list[Tap]:
+        """Those that capture."""
+        return [] if self._watched is None else self._watched.taps
+
+    def attach_roots(self, models: Sequence[nn.Module], watched: Watched, sink: Sink) -> None:
+        """Let the forwards of the models begin micro-batches. First, so that it runs before the taps."""
+        copies.install()
+        checkpointing.install()
+        graphed_callables.install()
+        install.install()
+        self._watched, self._clock = watched, clock_of(sink.context)
+        self._clock.add(watched.gate)
+        for model in models:
+            root = RootHook(model, self._clock, sink, before=install.look_again, begun=watched.settle)
+            self._roots.append(root)
+            self._root_handles += [
+                model.register_forward_pre_hook(root, prepend=True),
+                model.register_forward_hook(RootEnd(root), always_call=True),
+            ]
+
+    def follow(self, steering: Watches, modules: Sequence[str], what: str) -> None:
+        """Let `capd ctl` change what is captured, now that everything is tapped. what: that, in words."""
+        self.modules, self._what = tuple(modules), what
+        if self._watched is not None:
+            self._steering = steering
+            steering.add(self._watched)
+
+    def look_for_late_watch(self, models: Sequence[nn.Module]) -> None:
+        """Have it said if graphs compiled before now keep the taps from seeing anything."""
+        watched, clock = self._watched, self._clock
+        if watched is None or clock is None:
+            return
+        for model, root in zip(models, self._roots, strict=True):
+            inside = set(model.modules())
+            taps = [tap for tap in watched.taps if tap.module() in inside]
+            if taps:
+                self._late.append(LateWatch(model, root, watched.gate, clock, taps))
+
+    def remove(self) -> None:
+        """Take every hook off again, also those waiting in a graph for its backward. May be called twice."""
+        for late in self._late:
+            late.cancel()
+        if self._watched is not None:
+            if self._steering is not None:
+                self._steering.discard(self._watched)
+            if self._clock is not None:
+                self._clock.discard(self._watched.gate)
+                copies.uninstall()
+                checkpointing.uninstall()
+                graphed_callables.uninstall()
+                install.uninstall()
+            self._watched.remove()
+        for root in self._roots:
+            root.remove()
+        for handle in self._root_handles:
+            handle.remove()
+        self._clock, self._watched, self._steering = None, None, None
+        self._roots, self._root_handles, self._late = [], [], []
+
+
+def attached(
+    sink: Sink,
+    model: Union[nn.Module, Sequence[nn.Module]],
+    what: str,
+    *,
+    name: Optional[str],
+    **choice: Any,
+) -> WatchHandle:
+    """`attach` as `what` was asked for it; choice: the arguments of WatchPlan. Raises ConfigError if CAPD_STRICT=1."""
+    handle = WatchHandle()
+    try:
+        models = (model,) if isinstance(model, nn.Module) else tuple(model)
+        attach(sink, models, handle, WatchPlan(sink.config, **choice), name=name or "")
+    except ConfigError:
+        handle.remove()
+        raise
+    except Exception as error:
+        handle.remove()
+        sink.drop_internal(what, error)
+    return handle
+
+
+def attach(
+    sink: Sink,
+    models: Sequence[nn.Module],
+    handle: WatchHandle,
+    plan: WatchPlan,
+    *,
+    name: str = "",
+    roots: Optional[Sequence[nn.Module]] = None,
+) -> None:
+    """Put the hooks of `plan` on the models and note them in `handle`.
+
+    roots: where nobody asked for this watch by name, those parts of the models whose forwards begin the
+    micro-batches; then nothing is said of what is watched already, or has nothing to watch.
+    """
+    products = find_products(models, name)
+    resolved = resolve(plan.rules, [target_of(site, place) for site, place in products])
+    found = [(*product, wanted) for product, wanted in zip(products, resolved.wanted, strict=True)]
+    chosen = [product for product in found if product[2]]
+    fresh = [product for product in chosen if not is_tapped(product[0])]
+    told = ", ".join(dict.fromkeys(type(model).__name__ for model in models))
+    whole = roots is not None
+    if roots is None or (products and len(fresh) == len(chosen)):
+        whole = _say_problems(sink, told, plan, resolved, len(chosen) - len(fresh), asked=not whole) or whole
+    if not products or (whole and not fresh):
+        return
+    watched = Watched(sink, plan.rules, plan.default)
+    handle.attach_roots(models if roots is None else roots, watched, sink)
+    for site, place, wanted in fresh:
+        watched.attach(site, place, wanted)
+    for site, place, wanted in found:
+        if not wanted:
+            watched.leave_out(site, place)
+    if any(rule.when.on(sink.context.rank) for rule in plan.rules):
+        sink.prepare({parameter.device for model in models for parameter in model.parameters()})
+    if fresh:
+        handle.look_for_late_watch(models)
+    count = len(run_together([target_of(site, place) for site, place, _ in fresh]))
+    what, in_full = in_words(
+        f"{count} of {len(run_together(resolved.targets))} products of {told}",
+        resolved,
+        simple=plan.is_simple,
+    )
+    handle.follow(sink.steering, [place.module for _, place, _ in fresh], what)
+    _say_what_lacks([(site, wanted) for site, _, wanted in fresh])
+    graphed_callables.say_replayed(models)
+    _notices.info("watching %s", in_full)
+    without = rank_left_out(resolved, sink.context.rank)
+    if without:
+        _notices.info("%s", without)
+    _say_what_is_left_out([name for model in models for name in left_out(model, products)])
+
+
+def _say_problems(
+    sink: Sink,
+    told: str,
+    plan: WatchPlan,
+    resolved: Resolved,
+    watched: int,
+    *,
+    asked: bool,
+) -> bool:
+    """Report what cannot be meant as it is written; returns whether the model is known to be whole.
+
+    watched: of the modules that are wanted, those that another watch has. asked: somebody called `watch`.
+    """
+    info = sink.context.rank_info
+    whole = not may_be_a_stage([target.layer for target in resolved.targets], info.world_size)
+    problems = rank_problems(plan.rules, info.world_size)
+    if resolved.targets:
+        problems += [f"{told}: {text}" for text in _rule_problems(sink, told, plan, resolved, whole=whole)]
+        if asked and whole and plan.shared and not any(resolved.chosen):
+            problems.append(f"{told}: no rule matches any of its {len(resolved.targets)} products")
+    else:
+        problems.append(
+            f"{told or 'nothing'} has no product that capd knows; use capd_client.capture() for its tensors"
+        )
+    if watched:
+        problems.append(
+            f"{watched} modules are watched or planned already; remove() that handle or plan to change it"
+        )
+    for problem in problems:
+        plan.report(problem, problem)
+    return whole
+
+
+def _rule_problems(sink: Sink, told: str, plan: WatchPlan, resolved: Resolved, *, whole: bool) -> list[str]:
+    """What is said now of the rules on this model. What it lacks of rules that other models share is said later."""
+    found = problems_of(resolved, whole=whole)
+    if plan.shared:
+        shared = shared_rules_of(sink.context)
+        found = shared.unmet(found, met_by(resolved, found))
+        if not plan.strict:
+            shared.hold(told, found)
+            found = [problem for problem in found if problem.part is None]
+    return [problem.text for problem in found]
+
+
+def _say_what_lacks(products: list[tuple[Site, Mapping[str, Wanted]]]) -> None:
+    asked = Counter(lack for site, wanted in products for lack in site.lacks if lack[0] in wanted)
+    for (tensor, reason), count in asked.items():
+        _notices.warn(f"lacks {tensor}", "%s of %d products is not captured: %s", tensor, count, reason)
+
+
+def _say_what_is_left_out(names: Sequence[str]) -> None:
+    if names:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        shown = ", ".join(names[:_SHOWN])
+        _notices.info("not captured, for they multiply in ways of their own: %s%s", shown, more)

@@ -1,0 +1,167 @@
+"""Modules that become CUDA graphs of their own: `make_graphed_callables` of torch and of TransformerEngine.
+
+Both refuse modules with hooks, and run them some times before they record them. So capd's hooks step aside for that
+call, and what runs in it is a trial. Afterwards the hooks of a graphed module run around its replays. The hooks of the
+modules inside it never run again, which is said. A graph that was made before a watch is known by the
+forward that it put on its module.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType, FunctionType
+from typing import Any, Optional
+
+from torch import nn
+
+from capd_client.hooks.base import Hook
+from capd_client.process.log import Notices
+from capd_client.process.patching import patch
+from capd_client.steps.trial_runs import trial
+from capd_client.watching.watched import is_heard
+
+__all__ = ["GRAPHING", "install", "say_replayed", "uninstall"]
+
+GRAPHING = ("make_graphed_callables", ("torch.cuda.graphs", "transformer_engine.pytorch.graph"))
+"""The function, and the modules that have one of their own; as `bootstrap/_capd_trials.py` knows them."""
+
+_NAME, _HOMES = GRAPHING
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+_Function = Callable[..., Any]
+
+_lock = threading.RLock()  # re-entrant: a signal handler of the job may watch, too
+_users = 0
+_undo: list[Callable[[], None]] = []
+_notices = Notices()
+
+
+def install() -> None:
+    """Have capd's hooks step aside where modules are made into CUDA graphs. Calls nest; see `uninstall`."""
+    global _users
+    with _lock:
+        _users += 1
+        if _users == 1:
+            _undo.extend(patch(holder, _NAME, _stepping_aside) for holder in _holders())
+
+
+def uninstall() -> None:
+    """Undo one `install`; the last one puts the libraries' own functions back."""
+    global _users
+    with _lock:
+        _users -= 1
+        while _undo and not _users:
+            _undo.pop()()
+
+
+def _holders() -> list[Any]:
+    """Every module that has such a function: the library's own, and those that have imported it from there."""
+    return [
+        module
+        for module in tuple(sys.modules.values())
+        if _is_of_home(getattr(module, "__dict__", {}).get(_NAME))
+    ]
+
+
+def _is_of_home(function: object) -> bool:
+    return isinstance(function, FunctionType) and function.__module__ in _HOMES
+
+
+def _stepping_aside(function: _Function) -> _Function:
+    @functools.wraps(function)
+    def graphed(*args: Any, **kwargs: Any) -> Any:
+        if not _users:
+            return function(*args, **kwargs)
+        modules = _modules_of(args, kwargs)
+        with trial(), _without_hooks(modules):
+            made = function(*args, **kwargs)
+        _say({module: _replays_training(module) for module in modules if module.training})
+        return made
+
+    return graphed
+
+
+def _modules_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[nn.Module]:
+    """Those that are to be graphed: the first argument, `callables` of torch's and `modules` of TransformerEngine's."""
+    given = args[0] if args else kwargs.get("callables", kwargs.get("modules"))
+    callables = given if isinstance(given, (tuple, list)) else (given,)
+    return [each for each in callables if isinstance(each, nn.Module)]
+
+
+@contextmanager
+def _without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Take capd's hooks off these modules and all inside them, and put them back where they were."""
+    taken = [
+        (hooks, list(hooks.items()))
+        for module in dict.fromkeys(inner for module in modules for inner in module.modules())
+        for name in _HOOKS
+        if (hooks := vars(module).get(name)) and any(isinstance(hook, Hook) for hook in hooks.values())
+    ]
+    try:
+        for hooks, before in taken:
+            for number, hook in before:
+                if isinstance(hook, Hook):
+                    del hooks[number]
+        yield
+    finally:
+        for hooks, before in taken:
+            _put_back(hooks, before)
+
+
+def _put_back(hooks: dict[int, Any], before: list[tuple[int, Any]]) -> None:
+    """In place, for the handles of all hooks know the dictionary. What the job added meanwhile comes last."""
+    now = dict(hooks)
+    hooks.clear()
+    hooks.update((number, hook) for number, hook in before if isinstance(hook, Hook) or number in now)
+    hooks.update(now)
+
+
+def say_replayed(models: Iterable[nn.Module]) -> None:
+    """Say what of these models is watched in vain, for it is replayed already, or is just being made into a graph.
+
+    `capd run` finds a model in its first forward, which may be the one that warms the graph up.
+    """
+    graphed = [module for model in models for module in model.modules() if _replays_training(module)]
+    _say(dict.fromkeys((*graphed, *_under_way()), True))
+
+
+def _under_way() -> list[nn.Module]:
+    """What this thread is making into graphs."""
+    frame: Optional[FrameType] = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == _NAME and frame.f_globals.get("__name__") in _HOMES:
+            return [module for module in _modules_of((), frame.f_locals) if module.training]
+        frame = frame.f_back
+    return []
+
+
+def _say(graphed: Mapping[nn.Module, bool]) -> None:
+    """Say what replays of these modules leave out. Each: whether the module itself is still called around them."""
+    silent = dict.fromkeys(
+        inner
+        for module, called in graphed.items()
+        for inner in module.modules()
+        if not is_heard(inner, called=called and inner is module)
+    )
+    if silent:
+        _notices.warn(
+            "graphed",
+            "%d watched modules give nothing: %s is replayed as a CUDA graph, which calls no hooks inside it. "
+            "Take its tensors with capd_client.static_tap",
+            len(silent),
+            ", ".join(dict.fromkeys(type(module).__name__ for module in graphed)),
+        )
+
+
+def _replays_training(module: nn.Module) -> bool:
+    """Whether the forward of this module is one that replays a graph, and does so in training mode."""
+    forward: Any = vars(module).get("forward")
+    if not _is_of_home(forward):
+        return False
+    held = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))
+    mode = held.get("graph_training_state")
+    return mode is None or bool(mode.cell_contents)

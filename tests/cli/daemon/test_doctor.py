@@ -1,0 +1,54 @@
+"""`capd doctor`: findings with remedies, and a real round trip of every dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from capd_client.protocol.dtypes import ITEM_NBYTES
+from tests.cli.conftest import Result
+
+Capd = Callable[..., Result]
+
+
+def test_every_dtype_makes_the_round_trip(capd: Capd, tmp_path: Path) -> None:
+    found = capd("doctor", "--json", cwd=tmp_path)
+
+    assert found.json["dtypes"] == {name: "ok" for name in ITEM_NBYTES if hasattr(torch, name)}
+    assert {check["name"] for check in found.json["checks"]} >= {
+        "versions", "kernel", "endpoint", "arena", "cpus", "open files", "rank", "store", "round trip",
+    }  # fmt: skip
+    assert found.json["ok"] == (found.code == 0)
+
+
+def test_an_endpoint_that_does_not_answer_fails_with_the_remedy(capd: Capd, tmp_path: Path) -> None:
+    found = capd("doctor", "--quick", cwd=tmp_path, CAPD_ENDPOINT=f"unix:{tmp_path}/none.sock")
+
+    assert found.code == 1
+    assert f"fail  endpoint: no daemon at {tmp_path}/none.sock" in found.out
+    assert "→ start `capd serve`" in found.out
+
+
+def test_an_endpoint_path_that_is_too_long_fails_naming_the_limit(capd: Capd, tmp_path: Path) -> None:
+    found = capd("doctor", "--quick", "--json", cwd=tmp_path, CAPD_ENDPOINT=f"unix:/tmp/{'x' * 120}")
+
+    assert found.code == 1
+    endpoint = next(check for check in found.json["checks"] if check["name"] == "endpoint")
+    assert (endpoint["status"], "107" in endpoint["detail"]) == ("fail", True)
+
+
+def test_a_store_that_cannot_be_written_fails(capd: Capd, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    found = capd("doctor", "--quick", cwd=tmp_path, CAPD_STORE=str(tmp_path / "file" / "store"))
+
+    assert found.code == 1
+    assert "fail  store:" in found.out
+
+
+def test_the_rank_source_is_named(capd: Capd, tmp_path: Path) -> None:
+    environ = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+    assert "rank 3 of 8 (from env RANK)" in capd("doctor", "--quick", cwd=tmp_path, **environ).out

@@ -1,0 +1,1 @@
+"""Models and reference results of the emulation tests."""

@@ -1,0 +1,1 @@
+"""A CPU that stands in for a GPU."""

@@ -1,0 +1,1 @@
+"""Writes, reads and damages stores for tests."""

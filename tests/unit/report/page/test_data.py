@@ -1,0 +1,194 @@
+"""The page's data: its numbers against the same values through numpy and capd.formats, and what is left out of many."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from capd.analyze.format_choice import FormatChoice, choices
+from capd.formats import qdq
+from capd.io.items import Item, Loaded
+from capd.report.document import document
+from capd.report.gather import GatheredRecords, gather
+from capd.report.page.data import page_data
+from capd.report.page.plain import METRICS
+from capd.report.series import MOST_SERIES, SeriesSummaries
+from capd.store.format.statistics import public, summarise
+from capd_client.protocol.key import Key, Moment
+
+CHOICES = choices("mxfp8,hifp8")
+TYPES, RANKS, LAYERS, ITERATIONS = ("bf16", "hifp8"), (0, 1), (0, 1), (0, 1, 2)
+Values = dict[tuple[Any, ...], np.ndarray]
+
+
+def item(name: str, key: Key, values: np.ndarray, moment: Moment, **attributes: Any) -> Item:
+    stats = public(summarise(values, "float32"))
+    loaded = Loaded(
+        key, moment, "float32", values.nbytes, stats, lambda: values, attributes, values.shape
+    )  # fmt: skip
+    return Item(name, values.nbytes, lambda: loaded)
+
+
+def known() -> tuple[list[Item], Values]:
+    rng, items, values = np.random.default_rng(5), [], {}
+    for one, rank, layer, name in product(TYPES, RANKS, LAYERS, ("input", "weight")):
+        key = Key(quant_type=one, rank=rank, layer=layer, tensor_name=name)
+        for iteration in ITERATIONS:
+            found = (rng.normal(size=(4, 64)) * 2.0 ** (8 * layer)).astype(np.float32)
+            values[one, rank, layer, name, iteration] = found
+            items.append(
+                item(f"{one}/{rank}/{layer}/{name}#{iteration}", key, found, Moment(iteration=iteration),
+                     emulation="none" if one == "bf16" else '{"linear":"hifp8"}')
+            )  # fmt: skip
+    return items, values
+
+
+def data_of(
+    items: Iterable[Item], *, quick: bool = False, formats: tuple[FormatChoice, ...] = CHOICES
+) -> dict[str, Any]:
+    gathered = GatheredRecords(series=SeriesSummaries())
+    for _ in gather(
+        items, gathered, threads=2, quick=quick, choices=() if quick else formats, channels=not quick
+    ):
+        pass
+    plain = document(["runs/some.zarr"], gathered, quick=quick)
+    found = page_data(plain, gathered, files=True, choices=formats)
+    return json.loads(json.dumps(found, allow_nan=False))  # strict JSON
+
+
+@pytest.fixture(scope="module")
+def shown() -> tuple[dict[str, Any], Values]:
+    items, values = known()
+    return data_of(items), values
+
+
+def test_each_series_has_its_statistics_its_moments_and_its_emulation(
+    shown: tuple[dict[str, Any], Values],
+) -> None:
+    data, values = shown
+    assert data["series_total"] == len(data["series"]) == len(values) // len(ITERATIONS)
+    for series in data["series"]:
+        place = series["quant_type"], series["rank"], series["layer"], series["tensor_name"]
+        own = [values[(*place, iteration)] for iteration in ITERATIONS]
+        together = np.stack(own).astype(np.float64)
+        assert series["path"] == "/".join(map(str, place))
+        assert (series["records"], series["shape"], series["count"]) == (3, [4, 64], together.size)
+        assert series["absmax"] == pytest.approx(np.abs(together).max(), rel=1e-3)
+        assert series["std"] == pytest.approx(together.std(), rel=1e-3)
+        assert series["quantiles"][5] == pytest.approx(
+            np.quantile(together, 0.5), abs=2e-2 * np.abs(together).max()
+        )
+        assert series["moments"]["iteration"] == list(ITERATIONS)
+        assert series["moments"]["absmax"] == pytest.approx([np.abs(one).max() for one in own], rel=1e-3)
+        assert series["emulation"] == ("none" if place[0] == "bf16" else '{"linear":"hifp8"}')
+
+
+def test_errors_of_cells_are_those_of_all_their_records(shown: tuple[dict[str, Any], Values]) -> None:
+    data, values = shown
+    assert data["formats"] == ["mxfp8", "hifp8"]
+    assert data["metrics"] == list(METRICS)
+    for cell in data["cells"]:
+        own = [
+            found for (one, _, layer, name, _), found in values.items()
+            if (one, layer, name) == (cell["quant_type"], cell["layer"], cell["tensor_name"])
+        ]  # fmt: skip
+        for fmt in ("mxfp8", "hifp8"):
+            x = torch.from_numpy(np.stack(own))
+            d = qdq(x, fmt).double() - x.double()
+            sqnr = 10 * torch.log10(x.double().square().sum() / d.square().sum())
+            assert cell["errors"][fmt][0] == pytest.approx(float(sqnr), rel=1e-3)
+
+
+def test_exponents_count_every_value_that_is_not_zero(shown: tuple[dict[str, Any], Values]) -> None:
+    data, values = shown
+    for one in data["distributions"]:
+        own = np.concatenate(
+            [
+                found.ravel() for named, found in values.items()
+                if (named[0], named[3]) == (one["quant_type"], one["tensor_name"])
+            ]
+        )  # fmt: skip
+        first, *counts = one["exponents"]
+        exponents = np.frexp(own[own != 0])[1] - 1
+        assert counts == np.bincount(exponents - first).tolist()
+
+
+def test_types_say_what_they_hold_and_what_was_emulated(shown: tuple[dict[str, Any], Values]) -> None:
+    data, _ = shown
+    said = [
+        (one["quant_type"], one["series"], one["layers"], one["ranks"], one["iterations"])
+        for one in data["types"]
+    ]
+    assert said == [("bf16", 8, 2, 2, 3), ("hifp8", 8, 2, 2, 3)]
+    assert [one["emulation"] for one in data["types"]] == ["none", '{"linear":"hifp8"}']
+    assert {one["quant_type"] for one in data["hifp8_groups"]["rank"]} == {"hifp8"}
+
+
+def test_hifp8_has_a_whole_and_each_type_and_its_regimes_count_all(
+    shown: tuple[dict[str, Any], Values],
+) -> None:
+    data, values = shown
+    assert [one["quant_type"] for one in data["hifp8"]] == [None, "bf16", "hifp8"]
+    for one in data["hifp8"]:
+        assert sum(regime["count"] for regime in one["regimes"]) == one["finite"] == sum(one["codes"])
+    assert data["hifp8"][0]["finite"] == sum(found.size for found in values.values())
+
+
+def test_quick_shows_what_is_stored_and_has_no_section_that_needs_elements() -> None:
+    data = data_of(known()[0], quick=True)
+    assert data["quick"] is True
+    assert (data["formats"], data["boxes"], data["channels"], data["hifp8"], data["overflow"]) == (
+        [],
+        [],
+        [],
+        [],
+        [],
+    )
+    assert all(series["quantiles"] is None and series["exponents"] for series in data["series"])
+    assert all(cell["errors"] == {} and cell["std"] for cell in data["cells"])
+
+
+def test_channels_show_the_outlier_at_its_place() -> None:
+    values = np.ones((64, 300), np.float32)
+    values[3, 217] = 1000.0
+    data = data_of([item("one#0", Key(quant_type="bf16", rank=0, tensor_name="x"), values, Moment())])
+    [channels] = data["channels"]
+    assert (channels["channels"], channels["entries_per_point"], len(channels["amax"])) == (300, 2, 150)
+    assert channels["amax"][217 // 2] == 1000
+    assert channels["largest"][0] == [217, 1000, 1]
+
+
+def test_records_of_one_series_that_come_apart_are_merged_and_have_no_quantiles() -> None:
+    rng = np.random.default_rng(1)
+    keys = [Key(quant_type="bf16", rank=0, tensor_name=name) for name in ("a", "b")]
+    parts = [(key, rng.normal(size=32).astype(np.float32)) for _ in range(2) for key in keys]
+    data = data_of(item(f"{at}.pt", key, values, Moment()) for at, (key, values) in enumerate(parts))
+    assert [(one["tensor_name"], one["records"], one["path"]) for one in data["series"]] == [
+        ("a", 2, "0.pt"), ("b", 2, "1.pt"),
+    ]  # fmt: skip
+    assert [one["quantiles"] for one in data["series"]] == [None, None]
+    assert data["series"][0]["absmax"] == pytest.approx(np.abs([parts[0][1], parts[2][1]]).max(), rel=1e-3)
+
+
+def test_what_is_too_much_for_one_page_is_left_out_and_said() -> None:
+    def many() -> Iterator[Item]:
+        values = np.ones(4, np.float32)
+        for number in range(MOST_SERIES + 5):
+            key = Key(quant_type="bf16", rank=0, tensor_name="x", module=f"m{number}")
+            for iteration in range(200 if number == 0 else 1):
+                yield item(f"m{number}#{iteration}", key, values, Moment(iteration=iteration))
+
+    data = data_of(many(), formats=())
+    assert (len(data["series"]), data["series_total"]) == (MOST_SERIES, MOST_SERIES + 5)
+    assert data["all"]["records"] == MOST_SERIES + 5 + 199  # the groups are of all
+    first = data["series"][0]
+    assert len(first["moments"]["iteration"]) <= 12 < first["records"]
+    assert first["moments"]["iteration"] == list(range(0, 200, first["moments_step"]))
+    assert any(f"first {MOST_SERIES:,} of {MOST_SERIES + 5:,}" in note for note in data["notes"])
+    assert any("at most" in note for note in data["notes"])

@@ -1,0 +1,23 @@
+"""RangeSet against a plain set."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capd.store.format.ranges import RangeSet
+
+
+@given(st.lists(st.integers(0, 40)), st.integers(0, 40))
+def test_it_behaves_like_a_set(numbers: list[int], probe: int) -> None:
+    ranges = RangeSet()
+    for number in numbers:
+        ranges.add(number)
+
+    assert len(ranges) == len(set(numbers))
+    assert (probe in ranges) == (probe in set(numbers))
+    assert sorted(n for first, last in ranges.ranges() for n in range(first, last + 1)) == sorted(
+        set(numbers)
+    )
+    assert all(a[1] + 1 < b[0] for a, b in zip(ranges.ranges(), ranges.ranges()[1:], strict=False))
+    assert RangeSet(ranges.ranges()).ranges() == ranges.ranges()

@@ -1,0 +1,156 @@
+"""Statistics against a plain float64 computation on values converted by numpy and ml_dtypes."""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from capd.store.format.dtypes import stored_type, to_values
+from capd.store.format.frames import StatsRow
+from capd.store.format.statistics import merge, merge_stats, public, summarise, summarise_rows
+
+DTYPES = [
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
+    "float8_e5m2fnuz", "float8_e8m0fnu", "int64", "int32", "int16", "int8", "uint8", "uint16", "bool",
+]  # fmt: skip
+
+
+def sample(dtype: str, seed: int = 0) -> tuple[NDArray[np.generic], NDArray[np.float64]]:
+    """Stored bits and float64 values of a tensor of every kind of element of `dtype`."""
+    real = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    if real.itemsize == 1 and dtype != "bool":
+        bits = np.tile(np.arange(256, dtype=np.uint8), 5)
+        elements = bits.view(real) if dtype.startswith("float8") else bits[:1000].view(real)
+    else:
+        wide = np.random.default_rng(seed).standard_normal(700) * 100
+        wide[:20] = 0
+        if dtype.startswith(("float", "bfloat")):
+            wide[20:24] = [np.nan, np.inf, -np.inf, -0.0]
+            wide[24] = 1e30
+            wide[25] = 1e-42
+        with np.errstate(all="ignore"):  # 1e30 overflows the narrow formats
+            elements = (np.abs(wide) if dtype.startswith("u") else wide).astype(real)
+    return elements.view(stored_type(dtype).stored), elements.astype(np.float64)
+
+
+def reference(values: NDArray[np.float64]) -> dict[str, float]:
+    finite = values[np.isfinite(values)]
+    return {
+        "count": values.size,
+        "nan": np.isnan(values).sum(),
+        "inf": np.isinf(values).sum(),
+        "zero": (values == 0).sum(),
+        "min": finite.min(),
+        "max": finite.max(),
+        "absmax": np.abs(finite).max(),
+        "mean": finite.mean(),
+        "std": finite.std(),
+        "sum": finite.sum(),
+        "sum_sq": np.square(finite).sum(),
+    }
+
+
+def exponents(values: NDArray[np.float64]) -> dict[int, int]:
+    with np.errstate(all="ignore"):
+        fields = values.astype(np.float32).view(np.uint32) >> 23 & 0xFF
+    fields = np.where(np.isfinite(values) & (fields == 255), 254, fields)
+    return {int(b): int(n) for b, n in zip(*np.unique(fields, return_counts=True), strict=True)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vectorised", [False, True])
+def test_statistics_equal_a_plain_float64_computation(dtype: str, vectorised: bool) -> None:
+    bits, values = sample(dtype)
+
+    row = summarise_rows(bits[None], dtype)[0] if vectorised else summarise(bits, dtype)
+
+    stats = public(row)
+    for name, expected in reference(values).items():
+        assert getattr(stats, name) == pytest.approx(expected, rel=1e-9, abs=1e-300), name
+    assert stats.exponent_histogram == exponents(values)
+    assert np.array_equal(to_values(bits, dtype).astype(np.float64), values, equal_nan=True)
+
+
+def test_packed_fp4_counts_both_values_of_a_byte() -> None:
+    bits = np.array([0x71, 0x08], dtype=np.uint8)  # 0.5 and 6.0; -0 and 0
+
+    stats = public(summarise(bits, "float4_e2m1fn_x2"))
+
+    assert (stats.count, stats.zero, stats.min, stats.max, stats.sum) == (4, 2, 0.0, 6.0, 6.5)
+    assert to_values(bits, "float4_e2m1fn_x2").tolist() == [0.5, 6.0, -0.0, 0.0]
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (3, 0), (2, 0, 3), (2, 3)])
+def test_unpacking_fp4_doubles_the_last_axis_alone(shape: tuple[int, ...]) -> None:
+    values = to_values(np.zeros(shape, dtype=np.uint8), "float4_e2m1fn_x2")
+
+    assert values.shape == (*shape[:-1], 2 * shape[-1] if shape else 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_merging_parts_equals_the_whole(dtype: str) -> None:
+    bits, _ = sample(dtype)
+    cut = 137
+
+    parts = merge(summarise(bits[:cut], dtype), summarise(bits[cut:], dtype))
+
+    whole = summarise(bits, dtype)
+    for name in StatsRow.__struct_fields__:
+        assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-12), name
+
+
+def test_parts_with_different_means_merge_to_the_pooled_std() -> None:
+    a, b = np.full(1000, 0.0, "f4"), np.full(1000, 10.0, "f4")
+
+    stats = public(merge(summarise(a, "float32"), summarise(b, "float32")))
+
+    assert (stats.mean, stats.std) == (5.0, 5.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_statistics_as_users_read_them_merge_to_those_of_the_whole(dtype: str) -> None:
+    bits, _ = sample(dtype)
+    parts = [public(summarise(part, dtype)) for part in (bits[:137], bits[137:137], bits[137:])]
+
+    merged = merge_stats(parts)
+
+    whole = public(summarise(bits, dtype))
+    assert merged.exponent_histogram == whole.exponent_histogram
+    for name in ("count", "nan", "inf", "zero", "min", "max", "absmax"):
+        assert getattr(merged, name) == getattr(whole, name), name
+    for name in ("sum", "sum_sq", "mean", "std"):
+        assert getattr(merged, name) == pytest.approx(getattr(whole, name), rel=1e-9, nan_ok=True), name
+    assert merge_stats([]) == public(StatsRow())
+
+
+def test_merged_sums_do_not_depend_on_the_order_of_the_records() -> None:
+    rng = np.random.default_rng(0)
+    values = (rng.normal(size=(30, 500)) * 10.0 ** rng.integers(-12, 12, (30, 1))).astype("f4")
+    parts = [public(summarise(row, "float32")) for row in values]
+
+    assert merge_stats(parts) == merge_stats(parts[::-1])
+    assert merge_stats(parts).sum == math.fsum(part.sum for part in parts)
+
+
+def test_fp16_sums_do_not_overflow() -> None:
+    stats = public(summarise(np.full(100_000, 60_000, "f2"), "float16"))
+
+    assert stats.sum == pytest.approx(100_000 * np.float64(np.float16(60_000)))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int64"])
+def test_an_empty_record_has_no_extremes(dtype: str) -> None:
+    stats = public(summarise(np.empty((0, 4), stored_type(dtype).stored), dtype))
+
+    assert (stats.count, stats.min, stats.max, stats.mean, stats.exponent_histogram) == (
+        0,
+        None,
+        None,
+        None,
+        {},
+    )
+    assert summarise_rows(np.empty((3, 0), stored_type(dtype).stored), dtype) == [StatsRow()] * 3
