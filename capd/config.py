@@ -20,10 +20,9 @@ from pydantic_core import ErrorDetails
 
 from capd.errors import ConfigError
 from capd.job_settings import problems_of as job_problems_of
-from capd_client.config.amounts import parse_amount
 from capd_client.config.file import read_toml
 from capd_client.config.settings import VARIABLES
-from capd_client.config.sizes import parse_size
+from capd_client.config.sizes import parse_amount, parse_size
 from capd_client.config.values import store_root
 
 __all__ = [

@@ -43,7 +43,7 @@ from capd.server.runs.taking_up import TakingUp
 from capd.server.runs.unsealed import EXIT_UNSEALED, describe_unsealed, find_unsealed
 from capd.server.stopping import StopRequests
 from capd.store.run.options import StoreOptions, open_files_within
-from capd_client.config.amounts import amount_nbytes, default_max_disk
+from capd_client.config.sizes import amount_nbytes, default_max_disk
 
 __all__ = ["Daemon", "node_name"]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from capd.space import mount_of, shown_size
-from capd_client.config.amounts import amount_nbytes
+from capd_client.config.sizes import amount_nbytes
 from capd_client.process.memory import available_nbytes
 
 __all__ = [

@@ -58,15 +58,16 @@ class ClientConfig:
     ring: "wait" has the job's stream wait on the device for room in the ring, "drop" does not; None: see `ring_waits`.
     mode: what is kept: "tensor", "stats" for statistics alone, or "sample:1/N" for tensors of every Nth call.
     watch: "off" leaves a job that never calls `watch` alone also where `capd run` would find its models.
-    steps, micro_batches, ranks: what `watch` captures, in the notation of `capd_client.protocol.selection.Ranges`. rules: which
-    modules and tensors, how and when where that differs; none: everything. slice: the rows that `watch` keeps of
-    activations and their gradients (`capd_client.rules.slices`), None for all.
+    steps, micro_batches, ranks: what `watch` captures, in the notation of `capd_client.protocol.selection.Ranges`.
+    rules: which modules and tensors, how and when where that differs; none: everything. slice: the rows that `watch`
+    keeps of activations and their gradients (`capd_client.rules.slices`), None for all.
     iteration, sample_idx: where the counting starts. ping_s: seconds between two PINGs.
     replace_tensor_saver: whether under `capd run` the predecessor's module is `capd_client.tensor_saver`.
     emulate: the recipe, as text, by which the models that are found or watched compute (`capd_client.emulate`), None
     for none.
     collect: under `capd run --mode single|batch|quick`, "N/M": of the moments that `steps` and rules select, the first
-    N micro-batches, at most M of an iteration (`capd_client.protocol.quota`). collect_dir: where processes say how far they are.
+    N micro-batches, at most M of an iteration (`capd_client.protocol.quota`). collect_dir: where processes say how far
+    they are.
     plan: under `capd plan`, the directory for what this process would capture; then nothing is captured, whatever
     `endpoint` says. plan_steps: iterations that are planned.
     """

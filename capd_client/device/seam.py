@@ -1,7 +1,7 @@
 """The seam to one accelerator: its streams, events and copies, as capd uses them.
 
-`capd_client.device.cuda.runtime.CudaDevice` is the real one. Tests use one that delays and reorders, and the device model of the
-benchmarks one that keeps its own time.
+`capd_client.device.cuda.runtime.CudaDevice` is the real one. Tests use one that delays and reorders, and the device
+model of the benchmarks one that keeps its own time.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The training thread issues one device-to-device copy on its current stream and one event: the snapshot removes races
 with in-place writes, freed storages and the caching allocator. A tensor declared immutable is held instead, and needs
-no copy; so is one that autograd keeps, where that is asked for (capd_client.device.holding). The copies to the arena are
-those of capd_client.device.transfers, in the order of the captures.
+no copy; so is one that autograd keeps, where that is asked for (capd_client.device.holding). The copies to the arena
+are those of capd_client.device.transfers, in the order of the captures.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The copies of one device: due, under way, done, in the order in which the captures were handed over.
 
 A training thread issues copies itself where enough is due: the link need not wait for another thread then. The copy
-pump (capd_client.device.pump) issues the rest, and finishes what is done. One lock guards both; a training thread does not
-wait for the pump to issue.
+pump (capd_client.device.pump) issues the rest, and finishes what is done. One lock guards both; a training thread does
+not wait for the pump to issue.
 
 Each list is changed by one statement that calls nothing. So a signal handler that raises in a training thread finds a
 copy that is due, or one that is under way; what was not issued then is issued by the next who comes by.

@@ -1,6 +1,7 @@
 """Statistics computed in the rank, where the tensor lies: one pass, no payload on the link, nothing waits.
 
-`fill_row` writes the row of `capd_client.protocol.statistics_row` on the tensor's own device, by operations of the current
+`fill_row` writes the row of `capd_client.protocol.statistics_row` on the tensor's own device, by operations of the
+current
 stream alone: no host synchronisation, temporary memory bounded by one block. `fill_rows` writes many at once. What the
 fields mean, and how exact each way is: docs/statistics.md. The ways:
 

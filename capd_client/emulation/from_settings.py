@@ -1,7 +1,7 @@
 """The emulation that CAPD_EMULATE asks for, on every model that is found or watched, for as long as the job lives.
 
-A job that quantises by itself is never quantised twice: where it is known to (`capd_client.emulation.job_quantisers`), nothing
-is put on its models, and what was is taken away as soon as it turns out. Each of these is told to `capd run`.
+A job that quantises by itself is never quantised twice: where it is known to (`capd_client.emulation.job_quantisers`),
+nothing is put on its models, and what was is taken away as soon as it turns out. Each of these is told to `capd run`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, Optional
 
-from capd_client.config.amounts import amount_nbytes, default_max_disk, parse_amount
 from capd_client.config.file import read_toml
+from capd_client.config.sizes import amount_nbytes, default_max_disk, parse_amount
 from capd_client.errors import ConfigError
 
 __all__ = ["disk_plan", "disk_settings", "write_speed"]

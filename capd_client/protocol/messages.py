@@ -126,9 +126,10 @@ class Part(msgspec.Struct, array_like=True):
 class Descriptor(msgspec.Struct, array_like=True):
     """One capture in the arena: `nbytes` at `offset`, without gaps, of Define(key_id)'s dtype.
 
-    row_offset: where in the arena the rank put a statistics row that it computed (`capd_client.protocol.statistics_row`),
-    8-byte aligned; None lets the daemon compute. payload: False keeps only the statistics; the bytes are there for
-    the daemon to compute them from, and with a row_offset there are none. shape is the tensor's in any case.
+    row_offset: where in the arena the rank put a statistics row that it computed
+    (`capd_client.protocol.statistics_row`), 8-byte aligned; None lets the daemon compute. payload: False keeps only the
+    statistics; the bytes are there for the daemon to compute them from, and with a row_offset there are none. shape is
+    the tensor's in any case.
     part: the bytes are a part of the capture's; None where they are all of them. A part has no row_offset.
     statistics: compute them also where the daemon is set up to compute none of tensors that it keeps.
     order: the tensor's axes as they lie in the bytes, outermost first; None where that is C order. A part has none.

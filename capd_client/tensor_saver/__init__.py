@@ -4,8 +4,8 @@
 
 Signatures, positional order and defaults are the predecessor's, the union over its versions; what each call means now,
 and where it differs, is in docs/migration.md. Names and layer numbers are recorded as they are given. A call returns a
-reference (`capd_client.protocol.reference`) for each tensor, None where nothing was captured; nothing is raised, and nothing is
-written by the process itself.
+reference (`capd_client.protocol.reference`) for each tensor, None where nothing was captured; nothing is raised, and
+nothing is written by the process itself.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ def capture_as_told(
 ) -> Optional[str]:
     """Capture a tensor under what the caller and STATE say. Returns the record's reference, None where it was dropped.
 
-    names: the first of `capd_client.explicit.keys.key_of`; without a label it is CUSTOM_QUANT_TYPE's. Raises ConfigError
-    for what cannot be used.
+    names: the first of `capd_client.explicit.keys.key_of`; without a label it is CUSTOM_QUANT_TYPE's. Raises
+    ConfigError for what cannot be used.
     """
     if repeating() or trying():
         return None

@@ -2,8 +2,10 @@
 
 States: DISCONNECTED (tries again after 50 ms … 2 s, for ever) → HANDSHAKE (HELLO sent) → RUNNING → DISCONNECTED …,
 and ENDED after BYE or a refusal without retry. The thread never waits for a state: it looks around once per
-tick. How long a tick is says `capd_client.transport.rests`. Training threads wake it only when they begin to wait themselves, or
-when the arena fills up: else that would cost them the GIL. Copies from devices go on beside it (capd_client.device.pump).
+tick. How long a tick is says `capd_client.transport.rests`. Training threads wake it only when they begin to wait
+themselves, or
+when the arena fills up: else that would cost them the GIL. Copies from devices go on beside it
+(capd_client.device.pump).
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def check_store(settings: DaemonSettings) -> Iterator[Diagnosis]:
 
 
 def _room(settings: DaemonSettings, free: int, total: int, where: str) -> Iterator[Diagnosis]:
-    from capd_client.config.amounts import amount_nbytes
+    from capd_client.config.sizes import amount_nbytes
 
     kept = amount_nbytes(settings.keep_free, total)
     detail = f"{where}, of which {human_nbytes(kept)} are kept"

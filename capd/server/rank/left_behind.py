@@ -1,7 +1,7 @@
 """Takes what a rank that is gone had ready in its arena and had not sent, exactly as if it had been PUT.
 
-The journal says which slots those are (`capd.server.rank.journal`). What was sent already is committed, refused or in work,
-and a repeated PUT is no second record; so nothing needs to be known here of how far the rank had come.
+The journal says which slots those are (`capd.server.rank.journal`). What was sent already is committed, refused or in
+work, and a repeated PUT is no second record; so nothing needs to be known here of how far the rank had come.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ logs are replayed; a missing or damaged catalog is rebuilt from all frames. A `.
 last COMMIT. A seal that was interrupted between rename and catalog mark is published again.
 
 Damage in the spool costs the records it touched, and never keeps a run from opening: a `.partial` that lost a
-COMMIT in its middle, or a log that lost a record, is written anew without it (`capd.store.recover.mend`); what cannot be
-read, or belongs to another run, node or place, moves to the quarantine with a warning. Elements in a `.partial`
-are read here only after a loss of power (`capd.store.disk.power`): else damage to them shows when somebody reads them, or
+COMMIT in its middle, or a log that lost a record, is written anew without it (`capd.store.recover.mend`); what cannot
+be read, or belongs to another run, node or place, moves to the quarantine with a warning. Elements in a `.partial` are
+read here only after a loss of power (`capd.store.disk.power`): else damage to them shows when somebody reads them, or
 in `capd verify`. Published records keep
 their numbers, also one that nothing names any more when a new catalog is made: it is listed and cannot be read.
 `capd verify RUN --repair -o NEW` makes a run without it. Every step can be interrupted and done again.

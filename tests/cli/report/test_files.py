@@ -132,7 +132,7 @@ def test_memory_is_bounded_whatever_the_size_of_the_run(tmp_path: Path) -> None:
     peaks = {}
     for name in ("small", "large"):
         code = (
-            "import resource, sys\nimport capd.report.figures.pages\ncapd.report.figures.pages.all_pages = lambda groups: iter(())\n"
+            "import resource, sys\nfrom capd.report.figures import pages\npages.all_pages = lambda groups: iter(())\n"
             "from capd.cli.app import main\n"
             "try:\n    main(sys.argv[1:])\nfinally:\n"
             "    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"

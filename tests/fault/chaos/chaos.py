@@ -2,8 +2,8 @@
 
 The ranks capture in every mode and policy, some of it in parts or cut, some of it as statistics alone. Faults
 overlap: what was killed is started again, and what was stopped goes on, a random time later, whatever else has
-happened by then. Ranks come back as under torchrun, with the next attempt. `tests.fault.chaos.chaos_judge` says afterwards
-whether the promises were kept; the runner only acts, and writes down when it did what.
+happened by then. Ranks come back as under torchrun, with the next attempt. `tests.fault.chaos.chaos_judge` says
+afterwards whether the promises were kept; the runner only acts, and writes down when it did what.
 """
 
 from __future__ import annotations

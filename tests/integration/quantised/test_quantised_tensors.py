@@ -21,9 +21,9 @@ from capd_client.session.session import Session
 from tests.kit.processes import Daemon
 
 mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
-from tests.integration.quantised import (
+from tests.integration.quantised import (  # noqa: E402 - they need torchao, too
     te_cases,
-    te_tensors,  # noqa: E402  # they need torchao, too
+    te_tensors,
 )
 
 Save = Callable[..., Store]

@@ -1,4 +1,4 @@
-"""Fixtures of the client's tests: a peer to talk to, and sessions that are always closed."""
+"""Fixtures of the client's tests: a peer to talk to, sessions that are closed, watches that are removed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.checkpoint import CheckpointFunction
+from tqdm import tqdm
 
 import capd_client
 from capd_client.config.settings import ClientConfig
@@ -18,14 +23,17 @@ from capd_client.device.holding import Holding
 from capd_client.device.pacing import Pace
 from capd_client.device.snapshots import DeviceStager
 from capd_client.explicit import keys
+from capd_client.process.log import Notices
 from capd_client.session import current
 from capd_client.session.session import Session
 from capd_client.staging.border import Border
 from capd_client.tensor_saver import calls, indices, saver
 from capd_client.tensor_saver.state import STATE
+from capd_client.watching import attach, late_watch, watch, watched
 from tests.kit.client.cuda import FakeStream, Gpus
 from tests.kit.client.device import AlwaysDevice, FakeDevice, Rig
 from tests.kit.client.peer import Peer
+from tests.kit.client.sink import MemorySink
 
 SMALL_ARENA = 1 << 20
 
@@ -184,3 +192,57 @@ def untold() -> Iterator[None]:
     forget()
     yield
     forget()
+
+
+@pytest.fixture
+def sink(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemorySink]:
+    """The session that `watch` finds; afterwards no tap may have failed."""
+    memory = MemorySink()
+    monkeypatch.setattr(watch, "session", lambda: memory)
+    torch.manual_seed(7)
+    yield memory
+    assert memory.errors == []
+
+
+@pytest.fixture(autouse=True)
+def _no_watch_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Removes what the test watched; torch must be as it was before."""
+    patched = _patched()
+    scaler_step = torch.amp.GradScaler.step
+    optimizer_hooks = dict(torch_optimizer._global_optimizer_post_hooks)
+    handles: list[attach.WatchHandle] = []
+    original = attach.WatchHandle.__init__
+
+    def remember(self: attach.WatchHandle) -> None:
+        handles.append(self)
+        original(self)
+
+    monkeypatch.setattr(attach.WatchHandle, "__init__", remember)
+    yield
+    for handle in handles:
+        handle.remove()
+    assert _patched() == patched
+    assert dict(torch_optimizer._global_optimizer_post_hooks) == optimizer_hooks
+    assert torch.amp.GradScaler.step is scaler_step
+    assert not watched._tapped
+
+
+def _patched() -> list[object]:
+    """What of torch a watch puts its own in the place of."""
+    names = ("linear", "multi_head_attention_forward", "scaled_dot_product_attention")
+    return [
+        CheckpointFunction.forward,
+        vars(nn.Module).get("__reduce_ex__"),
+        torch.cuda.make_graphed_callables,
+        *(getattr(functional, name) for name in names),
+    ]
+
+
+@pytest.fixture
+def forget_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What was compiled before, and what was warned of then, is not there."""
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # the compiler's progress bars leave a thread behind
+    monkeypatch.setattr(late_watch, "_notices", Notices())
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()

@@ -10,7 +10,7 @@ import pytest
 
 from capd.server import limits
 from capd.server.limits import DiskBudget, encode_threads, usable_cpus
-from capd_client.config.amounts import default_max_disk
+from capd_client.config.sizes import default_max_disk
 from tests.kit.store.writing import Writer, key
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capd_client.config.amounts import amount_nbytes, parse_amount
+from capd_client.config.sizes import amount_nbytes, parse_amount
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch.nn import functional
 from capd_client import emulate
 from capd_client.errors import ConfigError
 from capd_client.formats import qdq
-from tests.unit.emulate.conftest import patched
+from tests.kit.emulated.patched import patched
 
 
 class Block(nn.Module):

@@ -30,7 +30,8 @@ def test_protocol_key_and_select_import_no_torch() -> None:
     done = run(
         """
         import sys
-        import capd_client, capd_client.protocol.messages, capd_client.protocol.key, capd_client.protocol.selection, capd_client.protocol.dtypes
+        import capd_client, capd_client.protocol.messages, capd_client.protocol.key
+        import capd_client.protocol.selection, capd_client.protocol.dtypes
         import capd_client.config.settings
         heavy = {"torch", "numpy"} & set(sys.modules)
         assert not heavy, heavy

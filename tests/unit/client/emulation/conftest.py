@@ -6,12 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
-from torch.utils import checkpoint
 
 from capd_client.emulation import emulation, plans
 from capd_client.tensors import emulation_label
+from tests.kit.emulated.patched import patched
 
 
 @pytest.fixture(autouse=True)
@@ -33,16 +31,3 @@ def _all_is_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert patched() == before
     assert not plans._modules
     assert emulation_label.current() == emulation_label.NONE
-
-
-def patched() -> list[object]:
-    """What of torch an emulation puts its own in the place of."""
-    return [
-        nn.Linear.forward,
-        nn.MultiheadAttention.forward,
-        functional.linear,
-        functional.scaled_dot_product_attention,
-        vars(nn.Module).get("__reduce_ex__"),
-        checkpoint.CheckpointFunction.forward,
-        checkpoint._checkpoint_without_reentrant_generator,
-    ]
