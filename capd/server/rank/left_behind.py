@@ -8,26 +8,37 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from capd.errors import ProtocolError
 from capd.server.rank.journal import Journal
 from capd.server.rank.session import Session
-from capd_client.protocol.messages import Define, Put
+from capd_client.protocol.messages import Define, Hello, Put
 
-if TYPE_CHECKING:
-    from capd.server.rank.rank import RankSession
-
-__all__ = ["begin_recovery"]
+__all__ = ["LostRank", "begin_recovery"]
 
 logger = logging.getLogger(__name__)
 
 _ROOM_S = 1.0
 
 
-def begin_recovery(rank: RankSession, connection: int, journal: Journal, *, parts: bool) -> None:
-    """Recover in a thread of its own, as long as it takes; `RankSession.end_recovery` is called at the end.
+class LostRank(Protocol):
+    """The rank that is gone, as far as a recovery speaks for it: `capd.server.rank.rank.RankSession`."""
+
+    session: Session
+    hello: Hello
+    taken: int
+
+    def tell(self, connection: int, act: Callable[[Session], None]) -> bool: ...
+    def put(self, connection: int, message: Put) -> bool: ...
+    def wait_for_room(self, timeout_s: float) -> bool: ...
+    def end_recovery(self, connection: int, count: int) -> None: ...
+
+
+def begin_recovery(rank: LostRank, connection: int, journal: Journal, *, parts: bool) -> None:
+    """Recover in a thread of its own, as long as it takes; `LostRank.end_recovery` is called at the end.
 
     connection: the one that spoke for the rank last; what another one takes over is left to that. parts: take parts of
     large records, too.
@@ -39,7 +50,7 @@ def begin_recovery(rank: RankSession, connection: int, journal: Journal, *, part
         work()
 
 
-def _recover(rank: RankSession, connection: int, journal: Journal, parts: bool) -> None:
+def _recover(rank: LostRank, connection: int, journal: Journal, parts: bool) -> None:
     before = rank.taken
     try:
         _hand_on(rank, connection, journal, parts)
@@ -51,7 +62,7 @@ def _recover(rank: RankSession, connection: int, journal: Journal, parts: bool) 
         rank.end_recovery(connection, rank.taken - before)
 
 
-def _hand_on(rank: RankSession, connection: int, journal: Journal, parts: bool) -> None:
+def _hand_on(rank: LostRank, connection: int, journal: Journal, parts: bool) -> None:
     found = journal.find()
     keys = rank.session.keys
     for define, nbytes in journal.definitions(found.keys - keys.keys()):

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from capd.server.rank.arena import Arena
 from capd.server.rank.checks import believes_row, descriptor_problem
-from capd.server.rank.session import Checked, Session
 from capd_client.errors import ProtocolError
 from capd_client.protocol.messages import Define, Descriptor, Put
 from capd_client.protocol.statistics_row import ROW_NBYTES
 
-__all__ = ["checked", "problem_of"]
+__all__ = ["Checked", "check_put", "problem_of"]
+
+Checked = tuple[Descriptor, "Define | None", "str | None"]  # a descriptor, its definition, what is wrong
 
 
-def checked(message: Put, session: Session, arena: Arena) -> tuple[list[Checked], dict[int, bytes]]:
-    """Each descriptor with its definition and what is wrong with it; by sequence, the statistics rows of the rank.
+def check_put(
+    message: Put, keys: Mapping[int, Define], key_problems: Mapping[int, str], arena: Arena
+) -> tuple[list[Checked], dict[int, bytes]]:
+    """Check a batch. Asks the kernel about pages, so it runs before the rank's lock is taken.
 
-    Raises ProtocolError when the batch's sequences do not ascend.
+    Args:
+        message: the batch as it came.
+        keys: what the rank has defined on this connection, by key id.
+        key_problems: which of these cannot be stored, and why.
+        arena: the sender's.
+
+    Returns:
+        Each descriptor with its definition and what is wrong with it; and the rank's statistics rows, by sequence.
+
+    Raises:
+        ProtocolError: the batch's sequences do not ascend.
     """
     items: list[Checked] = []
     rows: dict[int, bytes] = {}
@@ -24,8 +39,8 @@ def checked(message: Put, session: Session, arena: Arena) -> tuple[list[Checked]
         if item.sequence <= previous:
             raise ProtocolError(f"sequence {item.sequence} follows {previous} in one batch")
         previous = item.sequence
-        define = session.keys.get(item.key_id)
-        problem = session.key_problems.get(item.key_id) or problem_of(item, define, arena)
+        define = keys.get(item.key_id)
+        problem = key_problems.get(item.key_id) or problem_of(item, define, arena)
         if problem is None and define is not None and item.row_offset is not None:
             row = bytes(arena.slice(item.row_offset, ROW_NBYTES))
             if believes_row(row, define.dtype, item.shape):

@@ -18,7 +18,7 @@ from capd.server.rank.accounting import PageCounters, reconcile
 from capd.server.rank.arena import Arena
 from capd.server.rank.left_behind import begin_recovery
 from capd.server.rank.orders import Orders
-from capd.server.rank.put_batch import checked
+from capd.server.rank.put_batch import check_put
 from capd.server.rank.session import Phase, Session
 from capd.server.rank.steering import RunSteering
 from capd.store.catalog.rows import SessionRow
@@ -103,7 +103,7 @@ class RankSession:
         arena = self._arena
         if arena is None:
             return False  # released
-        items, rows = checked(message, self.session, arena)
+        items, rows = check_put(message, self.session.keys, self.session.key_problems, arena)
         with self._intake:
             with self._lock:
                 if connection != self.session.connection:

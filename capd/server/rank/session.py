@@ -24,6 +24,7 @@ from capd.server.rank.accounting import DAEMON_REASONS
 from capd.server.rank.checks import define_problem
 from capd.server.rank.ledger import Ledger
 from capd.server.rank.parts import PartRefused, Unfinished
+from capd.server.rank.put_batch import Checked
 from capd.server.rank.replies import Replies
 from capd.store.format.ranges import RangeSet
 from capd_client.errors import ProtocolError
@@ -31,14 +32,13 @@ from capd_client.protocol.counter_page import DropReason
 from capd_client.protocol.messages import DaemonMessage, Define, Descriptor, Drops, Flush, Hello, Reject
 from capd_client.protocol.statistics_row import ROW_NBYTES
 
-__all__ = ["MAX_DEFINE_NBYTES", "MAX_REFUSED", "RECORD_NBYTES", "Checked", "Phase", "Session"]
+__all__ = ["MAX_DEFINE_NBYTES", "MAX_REFUSED", "RECORD_NBYTES", "Phase", "Session"]
 
 MAX_DEFINE_NBYTES = 64 << 20  # DEF frames kept per connection
 # What a capture in work takes at most; its elements, metadata and statistics row left out.
 RECORD_NBYTES = 2 << 10
 MAX_REFUSED = 65_536  # refusals remembered; a repeated PUT of an older one is tried again
 
-Checked = tuple[Descriptor, "Define | None", "str | None"]  # a descriptor, its definition, what is wrong
 Submission = tuple[Descriptor, Define]
 
 
