@@ -49,9 +49,10 @@ def capture(
     """Capture one tensor as it is now; taken whatever steps `watch` selects.
 
     CAPD_MODE=sample:1/N leaves calls out, CAPD_COLLECT the micro-batches after those that are collected.
-    The names say what the tensor is and make its series (capd_client.protocol.key.Key). `quant_type` is a label, default
-    CAPD_QUANT_TYPE, else the tensor's dtype. metadata: a small JSON object (4096 bytes). slice: the rows to record,
-    as in "first:64" (capd_client.rules.slices). `iteration` to `sequence_idx` override the current moment for this capture.
+    The names say what the tensor is and make its series (capd_client.protocol.key.Key). `quant_type` is a label,
+    default CAPD_QUANT_TYPE, else the tensor's dtype. metadata: a small JSON object (4096 bytes). slice: the rows to
+    record, as in "first:64" (capd_client.rules.slices). `iteration` to `sequence_idx` override the current moment for
+    this capture.
     immutable: nothing writes to the tensor's memory, nor frees it, before `flush()`; on a GPU it is then held and
     copied from where it is, without a snapshot on the device. When there is no room the capture is dropped and
     counted, or waits up to CAPD_MAX_BLOCK_MS under CAPD_POLICY=block; nothing is ever raised.

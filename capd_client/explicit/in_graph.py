@@ -1,8 +1,8 @@
 """`capture()` inside compiled graphs: an operator in the place of the call, which breaks no graph.
 
 Its names and numbers are constants of the graph, unless the compiler itself makes a number an input. Calls whose names
-differ too often are left out and counted (`capd_client.explicit.recompiles`). Metadata that the compiler does not know as
-constant breaks the graph. Then the call runs after the break, as it does outside of graphs.
+differ too often are left out and counted (`capd_client.explicit.recompiles`). Metadata that the compiler does not know
+as constant breaks the graph. Then the call runs after the break, as it does outside of graphs.
 """
 
 from __future__ import annotations

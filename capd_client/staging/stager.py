@@ -1,7 +1,8 @@
 """The stager: puts one copy of a described tensor into the arena, and marks the capture ready.
 
-CPU tensors are copied by `capd_client.arena.host_copy`, device tensors go by `capd_client.staging.from_device`, and what is too large
-for either goes in parts (`capd_client.staging.in_parts`). Errors are caught in `capd_client.staging.border`; none reaches the job.
+CPU tensors are copied by `capd_client.arena.host_copy`, device tensors go by `capd_client.staging.from_device`, and
+what is too large for either goes in parts (`capd_client.staging.in_parts`). Errors are caught in
+`capd_client.staging.border`; none reaches the job.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ import pytest
 
 from tests.kit import forking
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "gpu_capture.py"
+ROOT = Path(__file__).parents[2]
+BENCHMARK = ROOT / "benchmarks/gpu/gpu_capture.py"
 NO_GPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -81,6 +82,6 @@ def test_a_figure_is_judged_by_both_of_its_bounds(value: float, verdict: str) ->
         capture_output=True,
         text=True,
         check=True,
-        env={**NO_GPU, "PYTHONPATH": str(BENCHMARK.parent)},
+        env={**NO_GPU, "PYTHONPATH": str(ROOT)},
     )
     assert done.stdout.split() == [*verdict.split(), *verdict.split()]

@@ -15,7 +15,7 @@ import torch
 from tests.kit import forking
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "benchmarks" / "gpu_first_hour.py"
+SCRIPT = ROOT / "benchmarks/gpu/gpu_first_hour.py"
 MACHINE = f"none, torch {torch.__version__}, quick"
 STEPS = 17
 
@@ -29,7 +29,7 @@ def run(*arguments: str | Path, code: str = "") -> subprocess.CompletedProcess[s
         text=True,
         timeout=400,
         check=False,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(SCRIPT.parent)},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
     )
 
 

@@ -26,8 +26,8 @@ _MAX_CHUNK_NBYTES = 1 << 20
 class MomentsTable:
     """Rows [moment fields, shape] of records 0 ≤ i < count.
 
-    Raises DamagedRecord where the documents are not such as `capd.store.documents.zarr_json.table_files` writes; NotAStore or
-    OSError where they cannot be read.
+    Raises DamagedRecord where the documents are not such as `capd.store.documents.zarr_json.table_files` writes;
+    NotAStore or OSError where they cannot be read.
     """
 
     def __init__(self, place: Path) -> None:

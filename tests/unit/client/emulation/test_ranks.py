@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.kit import forking
-
-ROOT = Path(__file__).parents[4]
+from tests.kit.paths import REPOSITORY
 
 
 @pytest.mark.parametrize(
@@ -26,11 +24,11 @@ ROOT = Path(__file__).parents[4]
 def test_gradients_reach_the_parameters_of_a_distributed_model(how: str, order: str) -> None:
     job = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        str(Path(__file__).with_name("ranks_job.py")), how, order,
+        str(REPOSITORY / "tests/kit/emulated/ranks_job.py"), how, order,
     ]  # fmt: skip
     done = forking.run(
-        job, capture_output=True, text=True, timeout=100, cwd=ROOT, inner=forking.TRAINING,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        job, capture_output=True, text=True, timeout=100, cwd=REPOSITORY, inner=forking.TRAINING,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
     assert done.returncode == 0, done.stderr[-3000:]

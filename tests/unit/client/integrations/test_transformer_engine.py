@@ -24,6 +24,7 @@ from capd_client.config.settings import ClientConfig
 from capd_client.integrations import te_inspection
 from capd_client.watching.watch import watch
 from tests.kit.client.sink import Captured, MemorySink
+from tests.kit.paths import TE_STAND_IN
 
 CONFIG = """
 capture:
@@ -40,7 +41,7 @@ capture:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch, sink: MemorySink) -> Iterator[Any]:
     """The stand-in's modules, gone afterwards."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "te_stand_in"))
+    monkeypatch.syspath_prepend(str(TE_STAND_IN))
     monkeypatch.setattr(te_inspection, "session", lambda: sink)
     monkeypatch.setattr(te_inspection, "_begun", False)
     monkeypatch.setattr(te_inspection, "_inspection", None)
@@ -58,7 +59,7 @@ def inspection(engine: Any, tmp_path: Path) -> Iterator[Any]:
     from nvdlfw_inspect.registry import Registry
 
     (tmp_path / "capture.yaml").write_text(CONFIG)
-    api = str(Path(__file__).parent / "te_stand_in/transformer_engine/debug/features")
+    api = str(TE_STAND_IN / "transformer_engine/debug/features")
     debug_api.initialize(
         config_file=str(tmp_path / "capture.yaml"),
         feature_dirs=[api, capd_client.te_features()],

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +22,7 @@ from capd_client.watching.automatic import give_way, watch_found
 from capd_client.watching.watch import watch
 from tests.kit.client import fake_graphs
 from tests.kit.client.sink import MemorySink
+from tests.kit.paths import TE_STAND_IN
 
 LOST = "watched modules give nothing"
 
@@ -46,7 +46,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The stand-in's functions, gone afterwards."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "te_stand_in"))
+    monkeypatch.syspath_prepend(str(TE_STAND_IN))
     import transformer_engine.pytorch.graph as te
 
     yield te
