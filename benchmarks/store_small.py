@@ -195,14 +195,17 @@ def measure(
 ) -> tuple[list[Row], list[Row]]:
     """Rows of capd's cases, and of the other engines for each size (KiB → records)."""
     variants: dict[str, Callable[[], Row]] = {
-        case.name: partial(child, "store_small:capd", place=place, case=asdict(case)) for case in cases
+        case.name: partial(child, "benchmarks.store_small:capd", place=place, case=asdict(case))
+        for case in cases
     }
     for kib, records in sizes.items():
         for name in ("raw_log", "np_save"):
-            call = partial(child, f"store_small:{name}", place=place, kib=kib, records=records)
+            call = partial(child, f"benchmarks.store_small:{name}", place=place, kib=kib, records=records)
             variants[f"{kib} KiB, {name}"] = call
         for engine in ("zarr-python", "tensorstore"):
-            call = partial(child, "store_small:array", place=place, engine=engine, kib=kib, records=records)
+            call = partial(
+                child, "benchmarks.store_small:array", place=place, engine=engine, kib=kib, records=records
+            )
             variants[f"{kib} KiB, {engine}"] = call
     rows = {name: medians(found) for name, found in interleave(variants, rounds).items()}
     ours = [{**asdict(case), **rows[case.name]} for case in cases]

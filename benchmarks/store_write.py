@@ -148,15 +148,17 @@ def measure_stream(
 ) -> list[Row]:
     """One row per engine."""
     common = {"data": data, "threads": threads, "shard_nbytes": shard_nbytes}
-    capd = partial(child, "store_write:stream_capd", **common, place=place)
+    capd = partial(child, "benchmarks.store_write:stream_capd", **common, place=place)
     variants: dict[str, Callable[[], Row]] = {
-        "bare codec": partial(child, "store_write:stream_bare", heap=False, **common),
-        "bare codec, capd's heap": partial(child, "store_write:stream_bare", heap=True, **common),
+        "bare codec": partial(child, "benchmarks.store_write:stream_bare", heap=False, **common),
+        "bare codec, capd's heap": partial(child, "benchmarks.store_write:stream_bare", heap=True, **common),
         "capd": partial(capd, statistics=False),
         "capd + statistics": partial(capd, statistics=True),
     }
     for engine in engines:
-        variants[engine] = partial(child, "store_write:stream_array", engine=engine, place=place, **common)
+        variants[engine] = partial(
+            child, "benchmarks.store_write:stream_array", engine=engine, place=place, **common
+        )
     results = []
     for engine, rows in interleave(variants, rounds).items():
         row = medians(rows)
@@ -171,11 +173,11 @@ def measure_append(
     """One row per engine, capd first."""
     common = {"place": place, "shape": shape, "shard_nbytes": shard_nbytes}
     variants: dict[str, Callable[[], Row]] = {
-        "capd": partial(child, "store_write:append_capd", sealed=False, **common),
-        "capd, each sealed": partial(child, "store_write:append_capd", sealed=True, **common),
+        "capd": partial(child, "benchmarks.store_write:append_capd", sealed=False, **common),
+        "capd, each sealed": partial(child, "benchmarks.store_write:append_capd", sealed=True, **common),
     }
     for engine in engines:
-        variants[engine] = partial(child, "store_write:append_array", engine=engine, **common)
+        variants[engine] = partial(child, "benchmarks.store_write:append_array", engine=engine, **common)
     measured = interleave(variants, rounds)
     return [
         {"engine": engine, "shard_nbytes": shard_nbytes, **medians(rows)} for engine, rows in measured.items()

@@ -40,24 +40,27 @@ class Sections:
     def measure(self, name: str) -> Any:
         """What a section found; JSON can tell it."""
         ways: dict[str, Callable[[], Any]] = {
-            "constants": lambda: child("gpu_constants:constants", quick=self._quick),
+            "constants": lambda: child("benchmarks.gpu.gpu_constants:constants", quick=self._quick),
             "calls": self._calls,
             "transfer": self._transfer,
             "step": self._step,
             "host-bound": self._host_bound,
-            "interference": lambda: child("gpu_steps:interference", **self._common),
+            "interference": lambda: child("benchmarks.gpu.gpu_steps:interference", **self._common),
         }
-        return ways[name]() if name in ways else child(f"gpu_sections:{name}", **self._common)
+        return ways[name]() if name in ways else child(f"benchmarks.gpu.gpu_sections:{name}", **self._common)
 
     def _calls(self) -> dict[str, Row]:
-        return {mode: child("gpu_sections:calls", mode=mode, **self._common) for mode in ("tensor", "stats")}
+        return {
+            mode: child("benchmarks.gpu.gpu_sections:calls", mode=mode, **self._common)
+            for mode in ("tensor", "stats")
+        }
 
     def _transfer(self) -> dict[str, dict[str, list[Row]]]:
         sizes = [64 * KIB] if self._quick else [MIB, 16 * MIB, 64 * MIB]
         found = {
             beside: {
                 str(size): [
-                    child("gpu_sections:transfer", size=size, beside=beside, **self._common)
+                    child("benchmarks.gpu.gpu_sections:transfer", size=size, beside=beside, **self._common)
                     for _ in range(self._rounds)
                 ]
                 for size in sizes
@@ -77,7 +80,7 @@ class Sections:
         }
         return {
             name: child(
-                "gpu_steps:step",
+                "benchmarks.gpu.gpu_steps:step",
                 link_gbps=self.link_gbps,
                 rounds=1 if name == DROP else self._rounds,
                 policy=policy,
@@ -92,7 +95,7 @@ class Sections:
         sizes = [64 * KIB] if self._quick else [256 * KIB, MIB, 4 * MIB]
         return [
             child(
-                "gpu_steps:host_bound",
+                "benchmarks.gpu.gpu_steps:host_bound",
                 link_gbps=self.link_gbps,
                 rounds=self._rounds,
                 size=size,

@@ -176,10 +176,12 @@ def main() -> None:
     engines = ("capd", *installed_engines())
     results: dict[int, dict[str, Row]] = {}
     with work_directory(args.directory) as root:
-        store = child("store_read:prepare", root=root, **sizes)
+        store = child("benchmarks.store.store_read:prepare", root=root, **sizes)
         for threads in cpus:
             variants: dict[str, Callable[[], Row]] = {
-                engine: partial(child, "store_read:measure", engine=engine, threads=threads, **store)
+                engine: partial(
+                    child, "benchmarks.store.store_read:measure", engine=engine, threads=threads, **store
+                )
                 for engine in engines
             }
             measured = interleave(variants, args.rounds)

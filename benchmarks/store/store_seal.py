@@ -91,7 +91,8 @@ def main() -> None:
     cases = [Case(kib, each, series) for kib in sizes for each in counts]
     with work_directory(args.directory) as place:
         variants = {
-            case.name: partial(child, "store_seal:seal", place=place, case=asdict(case)) for case in cases
+            case.name: partial(child, "benchmarks.store.store_seal:seal", place=place, case=asdict(case))
+            for case in cases
         }
         measured = interleave(variants, args.rounds)
     rows = [{**asdict(case), **medians(measured[case.name])} for case in cases]

@@ -74,7 +74,7 @@ def test_every_section_runs_and_reports(tmp_path: Path, runtime_dir: Path) -> No
 )
 def test_a_figure_is_judged_by_both_of_its_bounds(value: float, verdict: str) -> None:
     script = (
-        f"import gpu_tables; print(gpu_tables.Check('x', {value}, 40.0, 28.0).verdict,"
+        f"from benchmarks.gpu import gpu_tables; print(gpu_tables.Check('x', {value}, 40.0, 28.0).verdict,"
         f" gpu_tables.Check('x', -{value}, -40.0, -28.0, at_most=False).verdict)"
     )
     done = forking.run(

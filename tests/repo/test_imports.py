@@ -32,8 +32,8 @@ def test_importing_capd_loads_nothing_heavy() -> None:
 
 def test_the_shared_half_of_the_client_needs_no_torch() -> None:
     shared = (
-        "protocol", "key", "select", "dtypes", "errors", "config", "statistics_row", "planning.whole", "planning.text",
-        "planning.disk",
+        "protocol.messages", "protocol.key", "protocol.selection", "protocol.dtypes", "protocol.statistics_row",
+        "errors", "config.settings", "planning.whole", "planning.text", "planning.disk",
     )  # fmt: skip
     code = f"import {', '.join(f'capd_client.{name}' for name in shared)}"
 

@@ -20,10 +20,10 @@ from tests.kit.processes import until
 
 HEAD = """
 import os, signal, sys
-from capd_client.process import log as notices
+from capd_client.process import log
 rank = int(os.environ["RANK"])
-notices.show(os.environ.get("LEVEL", "INFO"))
-told = notices.Notices()
+log.show(os.environ.get("LEVEL", "INFO"))
+told = log.Notices()
 open(os.environ["READY"], "w").close()
 sys.stdin.readline()
 """

@@ -151,15 +151,15 @@ def test_a_child_forked_while_the_session_starts_captures_nothing_and_does_not_h
     done = run(
         """
         import os, signal, threading, torch, capd_client
-        from capd_client.session import starting as process_session
-        begun, go_on, load = threading.Event(), threading.Event(), process_session.load_config
+        from capd_client.session import starting
+        begun, go_on, load = threading.Event(), threading.Event(), starting.load_config
 
         def slow():
             begun.set()
             go_on.wait()
             return load()
 
-        process_session.load_config = slow
+        starting.load_config = slow
         thread = threading.Thread(target=lambda: capd_client.capture(torch.ones(3), tensor_name="x"))
         thread.start()
         begun.wait()
