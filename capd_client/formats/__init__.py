@@ -4,9 +4,10 @@
     encoded = encode(x, "nvfp4")            # encoded.payload, encoded.scale, encoded.global_scale
     y = decode(encoded)
 
-Pure torch on the tensor's own device, outside of autograd; x is never changed. Each format's definition, with its
-source, stands in the module that computes it: `unscaled` (bf16, fp16), `fp8`, `mx`, `nvfp4`, `hif8`, and `legacy` for
-the preset of that name. docs/formats.md has all in one table. Importing this package loads no torch; its functions do.
+The functions are pure torch, run on the tensor's own device outside autograd, and never change x. The module that
+computes a format defines it and names its source: `unscaled` (bf16, fp16), `fp8`, `mx`, `nvfp4` and `hif8`. `legacy`
+defines the preset of that name. docs/formats.md has one table of all formats. Importing this package loads no torch;
+calling its functions does.
 """
 
 from __future__ import annotations
@@ -42,21 +43,28 @@ def encode(
 ) -> Encoded:
     """Quantise `x` into codes and scales.
 
-    x: bfloat16, float16, float32, or float64, which is rounded to float32 first; any shape, any strides.
-    fmt: one of FORMATS. An option that is None is the format's default, the first in each list:
+    An option that is None takes the format's default, which is the first value in each list below.
 
-    - elem: fp8, mxfp8 "e4m3", "e5m2"; mxfp6 "e2m3", "e3m2"; mxfp4 and nvfp4 "e2m1".
-    - block: how many values along `axis` share a scale (mx 32, nvfp4 16), or a tile (rows, columns) of the last
-      two axes, as (16, 16); fp8 has one scale for the tensor unless given 128 or (128, 128).
-    - axis: the dimension that blocks lie along, -1. A matrix product's operands have theirs along its contraction.
-    - scale_mode: mx "floor", "ceil", "even", "rceil"; fp8 "exact", "unit", and those four.
-    - rounding: "even", "away", "stochastic"; hifp8 "away", "hybrid", "stochastic".
-    - overflow: fp8 "saturate", "inf"; bf16, fp16, hifp8 "inf", "saturate". The others always saturate.
-    - tensor_scale: nvfp4 True, False: whether there is a float32 scale of the tensor above the blocks'.
-    - preset: "legacy" gives the predecessor's results for mxfp8, mxfp6, mxfp4 and hifp8.
-    - generator: of the random bits of "stochastic"; None is torch's default one of the device.
+    Args:
+        x: bfloat16, float16, float32 or float64; any shape, any strides. float64 is rounded to float32 first.
+        fmt: One of FORMATS.
+        elem: fp8, mxfp8: "e4m3", "e5m2"; mxfp6: "e2m3", "e3m2"; mxfp4, nvfp4: "e2m1".
+        block: How many values along `axis` share a scale (mx 32, nvfp4 16). A tuple (rows, columns), such as
+            (16, 16), is a tile of the last two axes. fp8 has one scale for the tensor unless `block` is 128 or
+            (128, 128).
+        axis: The dimension that blocks run along; default -1. For operands of a matrix product, use the contraction.
+        scale_mode: mx: "floor", "ceil", "even", "rceil"; fp8: "exact", "unit", and the four of mx.
+        rounding: "even", "away", "stochastic"; hifp8: "away", "hybrid", "stochastic".
+        overflow: fp8: "saturate", "inf"; bf16, fp16, hifp8: "inf", "saturate". The other formats always saturate.
+        tensor_scale: nvfp4: True, False; whether the tensor has a float32 scale above the scales of its blocks.
+        preset: "legacy" computes mxfp8, mxfp6, mxfp4 and hifp8 as tensor_saver's own quantisers did.
+        generator: Source of the random bits of "stochastic". None is torch's default generator of the device.
 
-    Raises FormatError, a ValueError, which names the option, its value and the allowed ones.
+    Returns:
+        The codes in x's shape, the scales, and the options that `decode` needs.
+
+    Raises:
+        FormatError: An option or x cannot be used. The message names the option, its value and the allowed values.
     """
     from capd_client.formats.encoding import encoded_as
 
@@ -65,7 +73,10 @@ def encode(
 
 
 def decode(encoded: Encoded) -> torch.Tensor:
-    """The values of what `encode` gave, float32, of the payload's shape: element times scale times global scale."""
+    """Return the values that `encoded` represents, float32, in the payload's shape.
+
+    A value is the element times its block's scale times the global scale.
+    """
     from capd_client.formats.encoding import decoded
 
     return decoded(encoded)
@@ -85,9 +96,12 @@ def qdq(
     preset: Optional[str] = None,
     generator: Optional[torch.Generator] = None,
 ) -> torch.Tensor:
-    """Quantise and dequantise: decode(encode(x, …)), rounded to x's dtype; without intermediate codes.
+    """Quantise and dequantise: decode(encode(x, …)), rounded to x's dtype, without intermediate codes.
 
-    Arguments and errors are those of `encode`. The result is contiguous, has x's shape, and requires no gradient.
+    Arguments and errors are those of `encode`.
+
+    Returns:
+        A contiguous tensor of x's shape and dtype, which requires no gradient.
     """
     from capd_client.formats.encoding import quantised
 

@@ -1,7 +1,7 @@
-"""How a tensor is cut into the blocks that share a scale: along an axis, in tiles, or not at all.
+"""The blocks of a tensor that share a scale: runs along an axis, tiles, or the whole tensor.
 
-Everything below works on rows [blocks, values of a block]; lengths that are no multiple of the block are filled
-with zeros here and cropped here, so no caller sees them.
+The rest of the package works on rows [blocks, values of a block]. If a length is not a multiple of the block, this
+module fills the last block with zeros and crops them afterwards. Callers never see the fill.
 """
 
 from __future__ import annotations
@@ -18,30 +18,36 @@ from capd_client.formats.spec import Block
 
 __all__ = ["Layout", "finite_amax", "pieces", "slabs"]
 
-PIECE_VALUES = 1 << 17  # few enough for the caches of a core, enough to make little of the cost of a call
+# A piece fits the caches of a core, and is long enough to make the cost of a call negligible.
+PIECE_VALUES = 1 << 17
 
 
 def pieces(values: torch.Tensor) -> Iterator[slice]:
-    """Ranges of the first dimension that are worked on at once: on the CPU what stays in the cache, else all."""
+    """Return ranges of the first dimension to process one at a time.
+
+    On the CPU a range stays in the cache. On other devices one range covers everything.
+    """
     count = values.shape[0]
     step = max(1, PIECE_VALUES // max(1, math.prod(values.shape[1:]))) if values.is_cpu else max(1, count)
     for start in range(0, count, step):
         yield slice(start, min(count, start + step))
 
 
-SLAB_VALUES = 1 << 20  # what is laid out as rows at once: that may take a copy
+# Laying out a slab as rows may copy it, so this bounds the copy.
+SLAB_VALUES = 1 << 20
 
 
 def slabs(x: torch.Tensor, layout: Layout) -> Iterator[torch.Tensor]:
-    """Parts of a tensor of `layout.shape` that no block crosses, each of x's number of dimensions, few enough to copy.
+    """Return parts of a tensor of `layout.shape` that no block crosses, each small enough to copy.
 
-    A part is larger than SLAB_VALUES only where a single block is.
+    A part has as many dimensions as x. It is larger than SLAB_VALUES only if a single block is.
     """
     steps = [1] * max(1, x.ndim)
     if layout.block is not None:
         across, along = (1, layout.block) if isinstance(layout.block, int) else layout.block
         if across > 1 and x.ndim > 1:
-            steps[-3 - layout.axis] = across  # the other one of the last two
+            # The other one of the last two dimensions.
+            steps[-3 - layout.axis] = across
         steps[layout.axis] = along
     yield from _cut(x.reshape(1) if x.ndim == 0 else x, steps, 0)
 
@@ -58,9 +64,10 @@ def _cut(x: torch.Tensor, steps: list[int], dim: int) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Layout:
-    """The blocks of a tensor of `shape`: `block` None (one scale), n along `axis`, or tiles of (r, n).
+    """The blocks of a tensor of `shape`.
 
-    Tiles lie over the last two axes, n along `axis`, which must be one of them, and r along the other one.
+    block: None is one scale for the tensor. A number n is n values along `axis`. A tuple (r, n) is a tile of the last
+    two axes: n values along `axis`, which must be one of them, and r values along the other one.
     """
 
     shape: torch.Size
@@ -68,7 +75,7 @@ class Layout:
     block: Block
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """[blocks, values of a block], contiguous, zero-filled; without blocks all values, [n]."""
+        """Return x as rows [blocks, values of a block], contiguous, zero-filled; without blocks as values [n]."""
         if self.block is None:
             return x.contiguous().reshape(-1)
         moved = self._moved(x)
@@ -80,7 +87,7 @@ class Layout:
         return tiles.reshape(math.prod(self._grid), math.prod(self._tile))
 
     def join(self, rows: torch.Tensor) -> torch.Tensor:
-        """The inverse of `rows`: the tensor, contiguous, without what was filled."""
+        """Return the contiguous tensor whose `rows` these are, without the zero fill."""
         if self.block is None:
             return rows.reshape(self.shape)
         *lead, across, along = self._grid
@@ -90,26 +97,26 @@ class Layout:
         return self._unmoved(whole[..., :height, :width]).reshape(self.shape).contiguous()
 
     def join_scales(self, scales: torch.Tensor) -> torch.Tensor:
-        """One value per row, in the tensor's shape with each blocked axis divided by the block, rounded up."""
+        """Return one value per row, in the tensor's shape with each blocked axis divided by the block, rounded up."""
         if self.block is None:
             return scales.reshape(())
         found = self._unmoved(scales.reshape(self._grid))
         return (found.reshape(-1) if len(self.shape) < 2 else found).contiguous()
 
     def row_scales(self, scales: torch.Tensor) -> torch.Tensor:
-        """The inverse of `join_scales`: [blocks, 1], or [] without blocks."""
+        """Return the inverse of `join_scales`: [blocks, 1], or [] without blocks."""
         return scales.reshape(()) if self.block is None else self._moved(scales).reshape(-1, 1)
 
     @property
     def _tile(self) -> tuple[int, int]:
-        """Values of a block across and along; cut behind the tensor's end, where zeros alone would be filled in."""
+        """The values of a block across and along; a tile shrinks if the tensor ends before it does."""
         across, along = (1, self.block) if isinstance(self.block, int) else self.block or (1, 1)
         height, width = self._moved_shape[-2:]
         return min(across, _whole(height)), min(along, _whole(width))
 
     @property
     def _grid(self) -> tuple[int, ...]:
-        """How many blocks lie along each of the moved axes."""
+        """The number of blocks along each of the moved axes."""
         *lead, height, width = self._moved_shape
         return (*lead, -(-height // self._tile[0]), -(-width // self._tile[1]))
 
@@ -122,7 +129,7 @@ class Layout:
         return (*rest, along)
 
     def _moved(self, x: torch.Tensor) -> torch.Tensor:
-        """With the blocked axes last, in at least two dimensions."""
+        """Return x with the blocked axes last, in at least two dimensions."""
         return x.reshape(1, -1) if len(self.shape) < 2 else x.movedim(self.axis, -1)
 
     def _unmoved(self, x: torch.Tensor) -> torch.Tensor:
@@ -130,12 +137,15 @@ class Layout:
 
 
 def _whole(length: int) -> int:
-    """In steps of 32, so that the usual blocks are never cut: rows of their lengths are the fastest."""
+    """Round a length up to a multiple of 32.
+
+    The usual blocks are then never cut, and rows of their lengths are the fastest.
+    """
     return -(-max(1, length) // 32) * 32
 
 
 def finite_amax(values: torch.Tensor) -> torch.Tensor:
-    """The largest finite magnitude of all values, float32 []; 0 where there is none."""
+    """Return the largest finite magnitude of all values, float32 []; 0 if no value is finite."""
     found: Optional[torch.Tensor] = None
     for piece in pieces(values):
         amax = values[piece].to(torch.float32).nan_to_num(0.0, 0.0, 0.0).abs().amax()

@@ -1,7 +1,7 @@
-"""The small floating-point elements of FP8, MX and NVFP4: their values, rounding onto them, and their codes.
+"""The small floating-point elements of FP8, MX and NVFP4: their values, rounding to them, and their codes.
 
-All arithmetic is on float32 bit patterns or sums that are exact by construction; torch's own casts to 8-bit
-floats, whose specials differ between versions, are not used.
+All arithmetic is on float32 bit patterns, or on sums that are exact by construction. This module does not use torch's
+casts to 8-bit floats, because their special values differ between versions of torch.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _UPPER_HALF, _UPPER_MAGNITUDE, _UPPER_INFINITY = 0xFFFF, 0x7FFF, 0x7F80
 
 @dataclass(frozen=True)
 class Element:
-    """Sign, `exponent_bits`, `mantissa_bits`; subnormals as in IEEE 754. `max_value` is the largest finite one.
+    """A floating-point element: a sign, `exponent_bits` and `mantissa_bits`, with subnormals as in IEEE 754.
 
-    `infinity` and `nan` are the positive codes of Inf and of the NaN that is written; None where there is none.
+    `max_value` is the largest finite value. `infinity` and `nan` are the positive codes of Inf and of the NaN that
+    capd writes; None means that the element has no such code.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Element:
 
     @property
     def min_exponent(self) -> int:
-        """The exponent of the smallest normal value, and of the subnormals' step times 2**mantissa_bits."""
+        """The exponent of the smallest normal value; the subnormals' step is 2**(min_exponent - mantissa_bits)."""
         return 1 - self.bias
 
     @property
@@ -52,7 +53,7 @@ class Element:
         return int(self.max_value).bit_length() - 1
 
     def value(self, code: int) -> float:
-        """What a code stands for."""
+        """Return the value that a code represents."""
         magnitude = code & (self.sign_code - 1)
         sign = -1.0 if code & self.sign_code else 1.0
         exponent, mantissa = divmod(magnitude, 1 << self.mantissa_bits)
@@ -78,7 +79,7 @@ FP16 = Element("fp16", 5, 10, 15, 65504.0, infinity=0x7C00, nan=0x7E00)
 
 @kept
 def decode_table(element: Element, device: torch.device) -> torch.Tensor:
-    """The values of all codes, float32 [2 * sign_code]."""
+    """Return the values of all codes, float32 [2 * sign_code]."""
     values = [element.value(code) for code in range(2 * element.sign_code)]
     return torch.tensor(values, dtype=torch.float32, device=device)
 
@@ -92,10 +93,21 @@ def quantise(
     saturate: bool = True,
     generator: Optional[torch.Generator] = None,
 ) -> torch.Tensor:
-    """Round float32 values onto the element's grid, in place; returns `scaled`.
+    """Round float32 values to the element's grid, in place.
 
-    signs: what the sign of a zero is taken from, of the same shape. NaN stays NaN. What lies beyond `max_value` becomes
-    ±max_value if `saturate`, else Inf, or NaN where the element has no Inf.
+    NaN stays NaN.
+
+    Args:
+        scaled: The values, float32 of any shape, divided by their scale.
+        signs: A tensor of the same shape; zeros take their sign from it.
+        element: The element to round to.
+        rounding: "even", "away" or "stochastic".
+        saturate: Whether magnitudes above `max_value` become ±max_value. Otherwise they become Inf, or NaN if the
+            element has no Inf.
+        generator: Source of the random bits of "stochastic"; None is torch's default generator of the device.
+
+    Returns:
+        `scaled`.
     """
     limit = element.max_value if saturate else 2.0 ** (element.max_exponent + 1)
     scaled.clamp_(-limit, limit)
@@ -103,7 +115,7 @@ def quantise(
         _round_stochastically(scaled, element, generator)
     else:
         if rounding == "away":
-            # A tie, whose low bits are zero, becomes more than one; nothing else crosses a tie.
+            # The low bits of a tie are zero. Setting one makes the tie round up, and no other value crosses a tie.
             scaled.view(torch.int32).bitwise_or_(1)
         _round_to_even(scaled, element)
     scaled.copysign_(signs)
@@ -115,13 +127,13 @@ def quantise(
 
 
 def _exponents(values: torch.Tensor, element: Element) -> torch.Tensor:
-    """The exponent field of each value's binade, no less than the smallest normal's, as float32 bits."""
+    """Return the exponent field of each value's binade, at least the smallest normal's, as float32 bits."""
     exponents = torch.bitwise_and(values.view(torch.int32), _EXPONENT_BITS)
     return exponents.clamp_(min=(element.min_exponent + _BIAS) << _MANTISSA_WIDTH)
 
 
 def _round_to_even(values: torch.Tensor, element: Element) -> None:
-    # Adding 1.5 * 2**23 steps leaves room for no fraction of a step: the sum is rounded to a whole one, ties to even.
+    # A float32 of 1.5 * 2**23 steps has no bits for a fraction of a step: adding it rounds to steps, ties to even.
     magic = _exponents(values, element)
     magic.add_(((_MANTISSA_WIDTH - element.mantissa_bits) << _MANTISSA_WIDTH) + _HALF_MANTISSA)
     offset = magic.view(torch.float32)
@@ -132,21 +144,28 @@ def _round_stochastically(
     values: torch.Tensor, element: Element, generator: Optional[torch.Generator]
 ) -> None:
     step = _exponents(values, element).sub_(element.mantissa_bits << _MANTISSA_WIDTH).view(torch.float32)
-    steps = values.abs().div_(step)  # exact: a power of two
+    # The quotient is exact, because a step is a power of two.
+    steps = values.abs().div_(step)
     lower = steps.floor()
     noise = torch.rand(values.shape, generator=generator, dtype=torch.float32, device=values.device)
     values.copy_(lower.add_(noise < steps.sub_(lower)).mul_(step))
 
 
 def codes_of(values: torch.Tensor, element: Element) -> torch.Tensor:
-    """The codes of float32 values that lie on the element's grid, uint8. NaN without a code of its own becomes 0."""
+    """Return the codes of float32 values that are on the element's grid, uint8.
+
+    NaN becomes 0 if the element has no code for NaN.
+    """
     patterns = (values.view(torch.int32) >> 16).bitwise_and_(_UPPER_HALF)
     return _code_table(element, values.device).index_select(0, patterns.view(-1)).view(values.shape)
 
 
 @kept
 def _code_table(element: Element, device: torch.device) -> torch.Tensor:
-    """Codes by the upper half of a value's float32 pattern, where all of its mantissa lies, uint8 [65536]."""
+    """Return the codes by the upper half of a value's float32 pattern, uint8 [65536].
+
+    The lower half is zero, because an element's mantissa fits into the upper one.
+    """
     values = [element.value(code) for code in range(2 * element.sign_code)]
     held = [code for code, value in enumerate(values) if value == value]
     numbers = torch.tensor([values[code] for code in held], dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""What encoding gives."""
+"""The result of encoding a tensor."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ __all__ = ["Encoded"]
 
 @dataclass(frozen=True)
 class Encoded:
-    """A tensor in a number format: `payload`, `scale` and `global_scale`, and what is needed to read them.
+    """A tensor in a number format: its codes, its scales, and the options that decoding needs.
 
-    payload: of the tensor's shape, a code per element: uint8 (fp6 and fp4 not packed: 0 … 63, 0 … 15), uint16 for bf16
-    and fp16. scale: one per block, as stored: E8M0 bytes (mx), E4M3 bytes (nvfp4), both uint8, or float32 (fp8), always
-    multiplied when decoding; the tensor's shape with each blocked axis divided by the block, rounded up; [] for a
-    scale of the whole tensor; None without scales. global_scale: nvfp4's float32 [], else None.
+    Attributes:
+        payload: One code per element, in the tensor's shape. uint16 for bf16 and fp16, else uint8; fp6 and fp4 are not
+            packed (0 … 63, 0 … 15).
+        scale: One per block, as stored: E8M0 bytes (mx) and E4M3 bytes (nvfp4) as uint8, float32 for fp8. Decoding
+            multiplies by the scale. Its shape is the tensor's with each blocked axis divided by the block, rounded up;
+            [] for one scale of the whole tensor. None for formats without scales.
+        global_scale: The float32 [] of nvfp4; None for other formats.
+        fmt, elem, block, axis: The options of `capd_client.formats.encode`.
     """
 
     payload: torch.Tensor

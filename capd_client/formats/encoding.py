@@ -1,4 +1,4 @@
-"""The ways through a format, with its options settled: to codes, from codes, there and back, that piece by piece."""
+"""Encodes, decodes and quantises tensors in any format, once its options are settled."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _INPUTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @torch.no_grad()
 def quantised(x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator]) -> torch.Tensor:
-    """See `capd_client.formats.qdq`."""
+    """Quantise and dequantise x; see `capd_client.formats.qdq`."""
     values = _checked(x, spec)
     if spec.block is not None or spec.fmt == "fp8":
         layout = _layout(values, spec)
@@ -50,7 +50,7 @@ def quantised(x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator])
 
 @torch.no_grad()
 def encoded_as(x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator]) -> Encoded:
-    """See `capd_client.formats.encode`."""
+    """Quantise x into codes and scales; see `capd_client.formats.encode`."""
     values = _checked(x, spec)
     if spec.block is None and spec.fmt != "fp8":
         if spec.rounding == "stochastic":
@@ -81,7 +81,7 @@ def encoded_as(x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator]
 
 @torch.no_grad()
 def decoded(encoded: Encoded) -> torch.Tensor:
-    """See `capd_client.formats.decode`."""
+    """Return the values of codes and scales; see `capd_client.formats.decode`."""
     payload = encoded.payload
     if encoded.fmt in DTYPES:
         return payload.view(DTYPES[encoded.fmt]).to(torch.float32)
@@ -100,12 +100,19 @@ def decoded(encoded: Encoded) -> torch.Tensor:
 
 
 class Piece(NamedTuple):
-    """Some values of a tensor, and what a format makes of them, both float32.
+    """Some values of a tensor and their quantised values, both float32.
 
-    With blocks [blocks, values of a block], where zeros fill what the tensor lacks, and `amax` (largest magnitudes,
-    NaN where there is one), `after` (what codes are multiplied by, float32), `stored` (scales as stored) [blocks, 1].
-    With one scale for the tensor these are [], without scales None, and the values are flat. within: False where a
-    value was filled in; None where none was.
+    With blocks, `values` and `found` have the shape [blocks, values of a block]; zeros fill an incomplete block.
+    `amax`, `after` and `stored` then have the shape [blocks, 1]. With one scale for the tensor, values are flat and
+    scales are []. Without scales, values are flat and scales are None.
+
+    Attributes:
+        values: The values before quantising.
+        found: The values after quantising and dequantising.
+        amax: The largest magnitude of each block; NaN if the block holds one.
+        after: The multiplier of the decoded elements, float32.
+        stored: The scales as `Encoded` stores them.
+        within: False for values that only fill a block; None if there is no fill.
     """
 
     values: torch.Tensor
@@ -120,9 +127,10 @@ class Piece(NamedTuple):
 def quantised_pieces(
     x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator] = None
 ) -> Iterator[Piece]:
-    """decode(encode(x)) piece by piece, with the scales, in memory of a few pieces; the pieces' order is not said.
+    """Return decode(encode(x)) piece by piece with its scales, in memory of a few pieces.
 
-    Arguments and errors are those of `quantised`; the result is not rounded to x's dtype.
+    The order of the pieces is not defined. Arguments and errors are those of `quantised`. The results are not rounded
+    to x's dtype.
     """
     values = _checked(x, spec)
     if spec.block is None and spec.fmt != "fp8":
@@ -182,19 +190,19 @@ def _scaling(rows: torch.Tensor, spec: Spec) -> Fp8Scaling | MxScaling | Nvfp4Sc
 
 
 def _there_and_back(x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator] = None) -> torch.Tensor:
-    """An unscaled format's values, in x's dtype."""
+    """Return the values of an unscaled format, in x's dtype."""
     return _nearest(x, spec, generator).to(x.dtype)
 
 
 def _nearest(x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator]) -> torch.Tensor:
-    """An unscaled format's values, in the dtype that they are computed in."""
+    """Return the values of an unscaled format, in the dtype of its computation."""
     if spec.fmt in DTYPES:
         return unscaled(x, spec, generator)
     return legacy_hif8_values(x, spec) if spec.legacy else hif8_values(x, spec, generator)
 
 
 def _codes(x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator] = None) -> torch.Tensor:
-    """An unscaled format's codes; of 16 bits as int16."""
+    """Return the codes of an unscaled format; 16-bit codes as int16."""
     if spec.fmt in DTYPES:
         return unscaled(x, spec, generator).view(torch.int16)
     if spec.legacy:

@@ -1,18 +1,23 @@
 """FP8 with float32 scales: one for a tensor, for 128 values, or for a tile of 128x128.
 
-Source: elements, OCP 8-bit Floating Point Specification (OFP8) v1.0; per-tensor current scaling and block scaling as
-TransformerEngine computes them (`recipe_common.cuh`, `compute_scale_from_amax`; Float8CurrentScaling,
-Float8BlockScaling); 1x128 for activations and 128x128 for weights as in the DeepSeek-V3 report (arXiv 2412.19437,
-§3.3.2).
+Sources: OCP 8-bit Floating Point Specification (OFP8) v1.0 for the elements; TransformerEngine for per-tensor current
+scaling and block scaling (`recipe_common.cuh`, `compute_scale_from_amax`; Float8CurrentScaling, Float8BlockScaling);
+the DeepSeek-V3 report (arXiv 2412.19437, §3.3.2) for 1x128 activations and 128x128 weights.
 
-Elements: e4m3, max 448, smallest subnormal 2^-9, no Inf, NaN S.1111.111; e5m2, max 57344, smallest subnormal 2^-16,
-Inf S.11111.00, NaN. Rounding to nearest, ties to even, or as `rounding` says. Zeros keep their sign, NaN stays NaN.
+Elements: e4m3 has max 448, smallest subnormal 2^-9, no Inf, NaN S.1111.111. e5m2 has max 57344, smallest subnormal
+2^-16, Inf S.11111.00, NaN. Rounding is to nearest with ties to even, or as `rounding` says. Zeros keep their sign, and
+NaN stays NaN.
 
-Scale: `exact`: values are multiplied by S = float32(max / amax), in float64 before that, and 1 / S is what is stored,
-so stored scales multiply when decoding (torchao's Float8TrainingTensor stores S). An amax that is 0, Inf or NaN gives
-S = 1; S that overflows float32 is its largest number. `floor`, `ceil`, `even`, `rceil`: the stored scale is the power
-of two that MX would choose (`scales`); `unit`: 1, a plain cast. `overflow`: what lies beyond max, Inf included,
-becomes ±max under `saturate`, under `inf` Inf in e5m2 and NaN in e4m3 (OFP8's two modes of conversion).
+Scale, by `scale_mode`:
+
+- `exact`: values are multiplied by S = float32(max / amax); the quotient is computed in float64. The stored scale is
+  1 / S, so decoding multiplies by it (torchao's Float8TrainingTensor stores S). S is 1 if amax is 0, Inf or NaN. If
+  S overflows float32, it is the largest float32.
+- `floor`, `ceil`, `even`, `rceil`: the stored scale is the power of two that MX would choose (see `scales`).
+- `unit`: the scale is 1, as in a plain cast.
+
+`overflow`, for magnitudes beyond max, Inf included: `saturate` makes them ±max. `inf` makes them Inf in e5m2 and NaN
+in e4m3. These are the two conversion modes of OFP8.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 class Fp8Scaling:
-    """A float32 for each block, or without blocks one for all of `rows`."""
+    """The scaling of one tensor: a float32 for each block, or one for all of `rows` if there are no blocks."""
 
     def __init__(self, spec: Spec, rows: torch.Tensor) -> None:
         self._element = element_of(spec)
@@ -44,7 +49,7 @@ class Fp8Scaling:
         usable = amax.isfinite() & (amax != 0)
         if self._mode == "exact":
             wide = amax.to(torch.float64)
-            # Between two tensors: a number divided by a tensor is multiplied by its rounded reciprocal in torch.
+            # Both are tensors, because torch divides a number by a tensor as number * rounded reciprocal.
             exact = (torch.full_like(wide, self._element.max_value) / wide).to(torch.float32)
             before = torch.where(usable, exact.clamp(max=_FLOAT32_MAX), 1.0)
             after = 1.0 / before
@@ -58,7 +63,7 @@ class Fp8Scaling:
 
 
 def _amax(values: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude, NaN where there is one, float32 []."""
+    """Return the largest magnitude, float32 []; NaN if a value is NaN."""
     found = torch.zeros((), dtype=torch.float32, device=values.device)
     for piece in pieces(values):
         found = torch.maximum(found, values[piece].to(torch.float32).abs().amax())
@@ -66,5 +71,5 @@ def _amax(values: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_multipliers(stored: torch.Tensor) -> torch.Tensor:
-    """What decoded elements are multiplied by: the stored scales themselves."""
+    """Return the multipliers of decoded elements, which are the stored scales."""
     return stored

@@ -1,7 +1,7 @@
 """HiFloat8 ("hifp8"): one byte with a tapered precision, without a scale.
 
-Source: Luo et al., "Ascend HiFloat8 Format for Deep Learning" (arXiv 2409.16626). A prefix code, the dot, says how
-many bits the exponent takes; what is left is mantissa:
+Source: Luo et al., "Ascend HiFloat8 Format for Deep Learning" (arXiv 2409.16626). A prefix code, the dot, tells how
+many bits the exponent takes. The remaining bits are the mantissa:
 
 | codes | exponent E | mantissa bits | magnitudes |
 |---|---|---|---|
@@ -14,16 +14,17 @@ many bits the exponent takes; what is left is mantissa:
 | 60-6E, 70-7F | 8 … 15, -8 … -15 | 1 | 256 … 32768, 2^-15 … 1.5 * 2^-8 |
 | 6F | | | Inf |
 
-Bit 80 is the sign. Zero has none: -0 and what rounds to zero become +0. NaN is 80. Rounding:
+Bit 80 is the sign. Zero has no sign: -0 and values that round to zero become +0. NaN is 80. Rounding:
 
 - `away` (the paper's TA, the default): to nearest, ties away from zero. |x| < 2^-23 is 0, [2^-23, 2^-22) is 2^-22.
-- `hybrid` (CAST_HYBRID): TA for |E| < 4, elsewhere a pseudo-random choice by the value's own low bits: up if the 14
-  highest discarded bits of the float32 are at least its 14 lowest bits. fp16 and bf16 have fewer bits: up if the two
-  highest discarded ones are at least 2 * (lowest bit) + 1. What the format holds stays as it is. For bf16, which no
-  public source describes, it is fp16's rule. |x| in [2^-23, 2^-22) takes part, with 0 and 2^-22 as neighbours.
+- `hybrid` (CAST_HYBRID): TA for |E| < 4. Elsewhere the value's own low bits make a pseudo-random choice. A float32 is
+  rounded up if its 14 highest discarded bits are at least its 14 lowest bits. fp16 has fewer bits: it is rounded up if
+  the two highest discarded bits are at least 2 * (lowest bit) + 1. Values of the format do not change. No public source
+  describes bf16, so it follows the rule of fp16. |x| in [2^-23, 2^-22) takes part, with 0 and 2^-22 as neighbours.
 - `stochastic`: up with the probability of the discarded part.
 
-Overflow: what rounds to 1.5 * 2^15 or more (TA: from 40960) is Inf under `inf`, ±32768 under `saturate`, Inf included.
+Overflow: magnitudes that round to 1.5 * 2^15 or more (TA: from 40960), and Inf, become Inf under `inf` and ±32768
+under `saturate`.
 """
 
 from __future__ import annotations
@@ -43,27 +44,30 @@ MIN_EXPONENT, MAX_EXPONENT = -22, 15
 _BIAS = 127
 _MANTISSA_WIDTH = 23
 _SIGN = -(1 << 31)
-_HALVING_FIELD = MIN_EXPONENT - 1 + _BIAS  # the binade whose values lie between zero and the smallest one
+# The binade of the values between zero and the smallest value of the format.
+_HALVING_FIELD = MIN_EXPONENT - 1 + _BIAS
 _SMALLEST_BITS = (MIN_EXPONENT + _BIAS) << _MANTISSA_WIDTH
 _INFINITY_BITS = 0x7F800000
 _MAX_BITS = (MAX_EXPONENT + _BIAS) << _MANTISSA_WIDTH
-_OVERFLOW_BITS = 0x47200000  # 1.25 * 2**15, from where on TA gives Inf; so does hybrid
+# 1.25 * 2**15: TA and hybrid round to Inf from here.
+_OVERFLOW_BITS = 0x47200000
 
 
 def mantissa_bits(exponent: int) -> int:
-    """How many bits of the mantissa a value with this exponent has."""
+    """Return the number of mantissa bits of a value with this exponent."""
     size = abs(exponent)
     return 3 if size <= 3 else 2 if size <= 7 else 1 if size <= 15 else 0
 
 
 def first_code(exponent: int) -> int:
-    """The code of 2**exponent."""
+    """Return the code of 2**exponent."""
     size = abs(exponent)
     if exponent < -15:
         return exponent + 23
     if size == 0:
         return 0x08
-    width = size.bit_length()  # the exponent's bits: sign, then what follows the leading one
+    # The exponent's bits are its sign and the bits after the leading one.
+    width = size.bit_length()
     start = {1: 0x10, 2: 0x20, 3: 0x40, 4: 0x60}[width]
     half = 1 << (width - 1)
     return start + ((size - half) + half * (exponent < 0) << mantissa_bits(exponent))
@@ -71,7 +75,7 @@ def first_code(exponent: int) -> int:
 
 @kept
 def hif8_table(device: torch.device) -> torch.Tensor:
-    """The values of all codes, float32 [256]."""
+    """Return the values of all codes, float32 [256]."""
     values = [0.0] * 128
     for exponent in range(MIN_EXPONENT, MAX_EXPONENT + 1):
         steps = 1 << mantissa_bits(exponent)
@@ -85,7 +89,7 @@ def hif8_table(device: torch.device) -> torch.Tensor:
 
 @kept
 def _by_field(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each exponent field of float32: how many mantissa bits are dropped, and the first code; int32 [256]."""
+    """Return the dropped mantissa bits and the first code of each exponent field of float32; both int32 [256]."""
     exponents = [min(max(field - _BIAS, MIN_EXPONENT), MAX_EXPONENT) for field in range(256)]
     drops = [_MANTISSA_WIDTH - mantissa_bits(exponent) for exponent in exponents]
     codes = [first_code(exponent) for exponent in exponents]
@@ -97,7 +101,16 @@ def _by_field(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def hif8_values(x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator] = None) -> torch.Tensor:
-    """x rounded to the values of the format, float32."""
+    """Round x to values of the format.
+
+    Args:
+        x: A floating-point tensor of any shape. "hybrid" looks at the bits of x's own dtype.
+        spec: A hifp8 spec; its rounding and overflow apply.
+        generator: Source of the random bits of "stochastic"; None is torch's default generator of the device.
+
+    Returns:
+        float32 of x's shape.
+    """
     values = x.to(torch.float32)
     bits = values.view(torch.int32)
     magnitude = bits & ~_SIGN
@@ -120,7 +133,7 @@ def _added(
     rounding: str,
     generator: Optional[torch.Generator],
 ) -> torch.Tensor:
-    """What is added to a pattern before its low `drop` bits are cut off."""
+    """Return the number to add to a pattern before its low `drop` bits are cut off."""
     one = torch.ones_like(drop)
     half = one << (drop - 1)
     if rounding == "away":
@@ -141,7 +154,7 @@ def _added(
 def _is_up(
     x: torch.Tensor, magnitude: torch.Tensor, rounding: str, generator: Optional[torch.Generator]
 ) -> torch.Tensor:
-    """Whether a magnitude below 2**-22 becomes that instead of 0."""
+    """Whether a magnitude below 2**-22 rounds up to 2**-22 instead of down to 0."""
     halving = (magnitude >> _MANTISSA_WIDTH) == _HALVING_FIELD
     if rounding == "away":
         return halving
@@ -159,7 +172,7 @@ def _lowest_bit(x: torch.Tensor) -> torch.Tensor:
 
 
 def hif8_codes(values: torch.Tensor) -> torch.Tensor:
-    """The codes of float32 values that the format holds, uint8."""
+    """Return the codes of float32 values that the format represents exactly, uint8."""
     bits = values.view(torch.int32)
     magnitude = bits & ~_SIGN
     field = (magnitude >> _MANTISSA_WIDTH).to(torch.int64)

@@ -1,12 +1,14 @@
-"""The preset `legacy`: the results of the predecessor's quantisers, a fork of Megatron-LM (`quant/mxfp.py`,
-`quant/hifp.py`).
+"""The preset `legacy`: the results of the quantisers in tensor_saver's fork of Megatron-LM.
 
-Its MX code is microxcaling's, with the floor scale, elements rounded to nearest with ties away from zero, and Inf and
-NaN not put back; mxfp8 is e5m2 unless told otherwise. Its hifp8 limits magnitudes to 2^-22 … 0.95 * 2^15 and then
-rounds ties away: what is not zero never becomes zero, and overflow and Inf become ±32768. Both compute in the
-tensor's own dtype, whose rounding shows: log2 in bf16 takes 255/256 of a large power of two for that power. So the
-same operations run here in the same dtype, one after the other. MX of fp16 runs in float32: in fp16 most of its
-scales are 0 or Inf.
+Sources: `quant/mxfp.py` and `quant/hifp.py` of that fork.
+
+Its MX code is microxcaling's. It uses the floor scale, rounds elements to nearest with ties away from zero, and does
+not restore Inf and NaN. mxfp8 is e5m2 by default. Its hifp8 code limits magnitudes to 2^-22 … 0.95 * 2^15 and then
+rounds ties away. A nonzero value never becomes zero, and overflow and Inf become ±32768.
+
+Both compute in the tensor's own dtype, and its rounding shows in the results: log2 in bf16 maps 255/256 of a large
+power of two to that power. This module therefore runs the same operations in the same dtype and order. The exception
+is MX of fp16, which runs in float32: in fp16 most of its scales are 0 or Inf.
 """
 
 from __future__ import annotations
@@ -20,18 +22,19 @@ from capd_client.formats.spec import Spec
 
 __all__ = ["legacy_hif8_codes", "legacy_hif8_values", "legacy_mx_codes", "legacy_mx_values"]
 
-_SMALLEST_NORMAL = 2.0**-126  # stands in for the largest magnitude of a block of zeros
+# Replaces the largest magnitude of a block of zeros.
+_SMALLEST_NORMAL = 2.0**-126
 _SCALE_LIMIT = 127
 
 
 def legacy_mx_values(rows: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """rows [blocks, values of a block], quantised and dequantised, in their dtype."""
+    """Quantise and dequantise rows [blocks, values of a block], in their dtype."""
     elements, exponents = _quantised(rows, element_of(spec))
     return (elements * 2**exponents).to(rows.dtype)
 
 
 def legacy_mx_codes(rows: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, uint8 like rows, and E8M0 bytes [blocks, 1]."""
+    """Return the codes, uint8 in the shape of rows, and the E8M0 bytes, uint8 [blocks, 1]."""
     element = element_of(spec)
     elements, exponents = _quantised(rows, element)
     stored = torch.where(exponents.isnan(), 255.0, exponents.to(torch.float32) + 127)
@@ -39,7 +42,7 @@ def legacy_mx_codes(rows: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, torch
 
 
 def _quantised(rows: torch.Tensor, element: Element) -> tuple[torch.Tensor, torch.Tensor]:
-    """The elements before their scale is multiplied back, and its exponents [blocks, 1]."""
+    """Return the elements without their scale, and the exponents of the scales [blocks, 1]."""
     if rows.dtype == torch.float16:
         rows = rows.to(torch.float32)
     amax = rows.abs().amax(-1, keepdim=True)
@@ -55,7 +58,7 @@ def _quantised(rows: torch.Tensor, element: Element) -> tuple[torch.Tensor, torc
 
 
 def legacy_hif8_values(x: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """x quantised and dequantised, in its dtype."""
+    """Quantise and dequantise x, in its dtype."""
     magnitude = x.abs().clamp(min=2**-22, max=0.95 * 2**15)
     guard = 2**-14 if x.dtype == torch.float16 else 2**-45
     exponents = (magnitude + guard).log2().floor()
@@ -65,5 +68,5 @@ def legacy_hif8_values(x: torch.Tensor, spec: Spec) -> torch.Tensor:
 
 
 def legacy_hif8_codes(x: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """The codes of `legacy_hif8_values`."""
+    """Return the codes of `legacy_hif8_values`, uint8."""
     return hif8_codes(legacy_hif8_values(x, spec).to(torch.float32))

@@ -1,7 +1,7 @@
-"""Elementwise formats of 16-bit input by table: 65,536 patterns are all that there is.
+"""Computes elementwise formats of 16-bit input by table.
 
-A table is what the format's own function gives for every pattern, so it is exact by construction, and it is
-read at several times the speed of arithmetic.
+A table holds the result of the format's own function for each of the 65,536 bit patterns, so it is exact by
+construction. Reading it is several times faster than the arithmetic.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ PATTERNS = 1 << 16
 
 
 def elementwise(x: torch.Tensor, function: Function, spec: Spec) -> torch.Tensor:
-    """function(x, spec), of x's shape. The function is deterministic and gives 8 or 16 bits per element."""
+    """Return function(x, spec), in x's shape.
+
+    Args:
+        x: A tensor of any dtype. Only 16-bit dtypes use a table.
+        function: A deterministic function that works element by element and returns 8 or 16 bits per element.
+        spec: The format.
+    """
     if x.element_size() != 2:
         return function(x, spec)
     values = x.contiguous().reshape(-1)

@@ -1,7 +1,7 @@
 """MXFP8, MXFP6 and MXFP4: 32 elements share one power of two, E8M0.
 
-Source: OCP Microscaling Formats (MX) Specification v1.0, §5.2 (formats), §5.3 (elements), §5.4 (scale), §6.3
-(conversion). FP8's elements are those of the OCP 8-bit Floating Point Specification (OFP8) v1.0.
+Sources: OCP Microscaling Formats (MX) Specification v1.0, §5.2 (formats), §5.3 (elements), §5.4 (scale), §6.3
+(conversion); OCP 8-bit Floating Point Specification (OFP8) v1.0 for the FP8 elements.
 
 | elem | format | max | smallest normal, subnormal | Inf, NaN |
 |---|---|---|---|---|
@@ -11,12 +11,13 @@ Source: OCP Microscaling Formats (MX) Specification v1.0, §5.2 (formats), §5.3
 | e3m2 | mxfp6 | 28 | 0.25, 0.0625 | none |
 | e2m1 | mxfp4 | 6 | 1, 0.5 | none |
 
-Value: X * P, with X = 2**-127 … 2**127. The scale's exponent is chosen by `scale_mode` (`scales`); P is V / X,
-rounded to nearest with ties to even (or as `rounding` says) and limited to ±max: under floor and even, elements above
-max * X saturate, as §6.3 has it. Zeros keep their sign. A block with an Inf or a NaN has the scale NaN, so all of it
-decodes to NaN: the specification leaves that open (§6.3), and this is what torchao's and microxcaling's current code
-does. A block of zeros has the scale 2**-127. Decoded values beyond float32 are Inf, which takes a scale mode that
-rounds up and a magnitude in the last binade.
+A value is X * P, with X = 2**-127 … 2**127. `scale_mode` chooses the exponent of X (see `scales`). P is V / X, rounded
+to nearest with ties to even (or as `rounding` says) and limited to ±max. Under floor and even, elements above max * X
+saturate (§6.3). Zeros keep their sign.
+
+A block with an Inf or a NaN has the scale NaN, so all of it decodes to NaN. The specification leaves this open (§6.3);
+torchao and microxcaling do the same. A block of zeros has the scale 2**-127. A decoded value beyond float32 is Inf.
+Only a scale mode that rounds up can make one, from a magnitude in the last binade.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = ["MxScaling", "mx_multipliers"]
 
 
 class MxScaling:
-    """A power of two for each block."""
+    """The scaling of one tensor: a power of two for each block."""
 
     def __init__(self, spec: Spec) -> None:
         self._element = element_of(spec)
@@ -43,5 +44,5 @@ class MxScaling:
 
 
 def mx_multipliers(stored: torch.Tensor) -> torch.Tensor:
-    """What decoded elements are multiplied by, from the stored bytes."""
+    """Return the multipliers of decoded elements, float32, from the stored bytes."""
     return e8m0_values(stored)

@@ -1,18 +1,18 @@
 """NVFP4: 16 E2M1 elements share one E4M3 scale, and all of a tensor one float32.
 
-Source: NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), and TransformerEngine's kernels and
-`reference_nvfp4`: 1x16 blocks for activations and gradients, 16x16 tiles for weights.
+Sources: NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149); TransformerEngine's kernels and
+`reference_nvfp4`. Blocks are 1x16 for activations and gradients, tiles 16x16 for weights.
 
-Elements: E2M1, 0 0.5 1 1.5 2 3 4 6 and their negatives, no Inf, no NaN. With amax_t the tensor's and amax_b a block's
-largest magnitude, in float32:
+The E2M1 elements are 0 0.5 1 1.5 2 3 4 6 and their negatives, without Inf and NaN. amax_t is the largest magnitude of
+the tensor, amax_b that of a block. All arithmetic is in float32:
 
     S = 448 * 6 / amax_t                     1 where amax_t is 0; at most the largest float32; 1 without tensor_scale
     s_b = e4m3(min(amax_b * (S * (1/6)), 448))    to nearest, ties to even; may be subnormal (from 2^-9) or 0
     q = e2m1(x * min(1 / (s_b * (1/S)), FLT_MAX))    to nearest, ties to even (or as `rounding` says), limited to ±6
     value = q * (s_b * (1/S))
 
-s_b is stored as its byte, 1/S as `global_scale`. Zeros keep their sign. A block with an Inf or a NaN has the scale
-NaN, so all of it decodes to NaN; amax_t is that of the finite values, so no other block suffers.
+The scale s_b is stored as its byte, and 1/S as `global_scale`. Zeros keep their sign. A block with an Inf or a NaN has
+the scale NaN, so all of it decodes to NaN. amax_t covers finite values only, so other blocks are not affected.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _E2M1 = ELEMENTS["e2m1"]
 
 
 class Nvfp4Scaling:
-    """An E4M3 scale for each block, under one float32 for all of `rows`."""
+    """The scaling of one tensor: an E4M3 scale for each block, under one float32 for all of `rows`."""
 
     def __init__(self, spec: Spec, rows: torch.Tensor) -> None:
         amax = finite_amax(rows) if spec.tensor_scale else rows.new_zeros((), dtype=torch.float32)
-        # A number divided by a tensor is the number times a rounded reciprocal in torch; two tensors divide exactly.
+        # Both are tensors, because torch divides a number by a tensor as number * rounded reciprocal.
         encode = (torch.full_like(amax, _E4M3.max_value * _E2M1.max_value) / amax).clamp(max=_FLOAT32_MAX)
         encode = torch.where(amax == 0, 1.0, encode)
         self.global_scale: Optional[torch.Tensor] = 1.0 / encode if spec.tensor_scale else None
@@ -55,6 +55,6 @@ class Nvfp4Scaling:
 
 
 def nvfp4_multipliers(stored: torch.Tensor, global_scale: Optional[torch.Tensor]) -> torch.Tensor:
-    """What decoded elements are multiplied by, from the stored bytes and the tensor's scale."""
+    """Return the multipliers of decoded elements, float32, from the stored bytes and the tensor's scale."""
     scales = decode_table(_E4M3, stored.device)[stored.to(torch.int64)]
     return scales if global_scale is None else scales * global_scale

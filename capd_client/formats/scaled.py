@@ -1,7 +1,7 @@
-"""Formats of scaled elements: FP8, MX and NVFP4 differ in how a block gets its scale, the rest is here.
+"""The common part of the formats with scaled elements: FP8, MX and NVFP4 differ only in how a block gets its scale.
 
-A family says what is stored for a block, by what its values are multiplied before they are rounded, and by what
-afterwards. Input of 16 bits is widened to float32, exactly; float64 is rounded to float32 first.
+A family defines the stored scale of a block and the multipliers before and after rounding. Input of 16 bits is
+widened to float32, exactly. float64 is rounded to float32 first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = [
 
 
 class BlockScales(NamedTuple):
-    """Of one piece: what is stored, and what to multiply by before and after rounding, float32 [blocks, 1]."""
+    """The scales of one piece: as stored, and as multipliers before and after rounding, float32 [blocks, 1]."""
 
     stored: torch.Tensor
     before: torch.Tensor
@@ -28,17 +28,17 @@ class BlockScales(NamedTuple):
 
 
 class Scaling(Protocol):
-    """How a family scales one tensor; made once per tensor, so it may have looked at all of it."""
+    """The scaling of one tensor by a family, made once per tensor and after a look at all of it."""
 
     def of(self, amax: torch.Tensor) -> BlockScales:
-        """The scales of blocks whose largest magnitudes are `amax`, float32 [blocks, 1]; [] without blocks."""
+        """Return the scales of blocks whose largest magnitudes are `amax`, float32 [blocks, 1]; [] without blocks."""
         ...
 
 
 def qdq_rows(
     rows: torch.Tensor, spec: Spec, scaling: Scaling, generator: Optional[torch.Generator]
 ) -> torch.Tensor:
-    """Quantise and dequantise; of the dtype of `rows`."""
+    """Quantise and dequantise rows, in their dtype."""
     out = torch.empty_like(rows)
     for piece in pieces(rows):
         out[piece] = quantised_rows(rows[piece].to(torch.float32), spec, scaling, generator).found
@@ -46,7 +46,7 @@ def qdq_rows(
 
 
 class QuantisedRows(NamedTuple):
-    """What float32 values became, float32 [blocks, values of a block] ([values] without blocks), and their scales."""
+    """Quantised values, float32 [blocks, values of a block] ([values] without blocks), and their scales."""
 
     found: torch.Tensor
     amax: torch.Tensor
@@ -56,7 +56,11 @@ class QuantisedRows(NamedTuple):
 def quantised_rows(
     values: torch.Tensor, spec: Spec, scaling: Scaling, generator: Optional[torch.Generator]
 ) -> QuantisedRows:
-    """Quantise and dequantise one piece, not yet rounded to another dtype. values: float32; amax: as the scales."""
+    """Quantise and dequantise one piece of float32 values, without rounding to another dtype.
+
+    Returns:
+        The quantised values, and `amax` and scales, both float32 [blocks, 1]; [] without blocks.
+    """
     amax = _amax(values)
     scales = scaling.of(amax)
     return QuantisedRows(_on_grid(values, scales, spec, generator).mul_(scales.after), amax, scales)
@@ -65,10 +69,11 @@ def quantised_rows(
 def encode_rows(
     rows: torch.Tensor, spec: Spec, scaling: Scaling, generator: Optional[torch.Generator]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes of the elements, uint8, and what is stored of each block."""
+    """Return the codes of the elements, uint8, and the scales as stored, [blocks, 1]; [] without blocks."""
     codes = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
     no_blocks = rows.new_zeros((0, 1) if rows.ndim > 1 else (), dtype=torch.float32)
-    stored = [scaling.of(no_blocks).stored]  # its dtype, where there are no pieces
+    # The empty first entry sets the dtype if there are no pieces.
+    stored = [scaling.of(no_blocks).stored]
     for piece in pieces(rows):
         values = rows[piece].to(torch.float32)
         scales = scaling.of(_amax(values))
@@ -78,7 +83,13 @@ def encode_rows(
 
 
 def decode_rows(codes: torch.Tensor, element: Element, after: torch.Tensor) -> torch.Tensor:
-    """The values of codes, float32, times `after`: [blocks, 1], or [] without blocks."""
+    """Return the values of codes times `after`, float32.
+
+    Args:
+        codes: uint8 [blocks, values of a block], or [values] without blocks.
+        element: The element of the codes.
+        after: The multipliers, float32 [blocks, 1], or [] without blocks.
+    """
     table = decode_table(element, codes.device)
     out = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     for piece in pieces(codes):

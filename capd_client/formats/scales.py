@@ -1,7 +1,7 @@
-"""E8M0, the scale of the MX formats: a power of two in one byte, and the four ways to choose it from a block.
+"""E8M0, the scale of the MX formats: a power of two in one byte, and the four ways to choose it for a block.
 
-OCP Microscaling Formats (MX) Specification v1.0, §5.4.1 (E8M0) and §6.3 (conversion of a block). Byte b is
-2**(b - 127), from 2**-127 to 2**127; 255 is NaN; there is no zero, no sign and no Inf.
+Source: OCP Microscaling Formats (MX) Specification v1.0, §5.4.1 (E8M0) and §6.3 (conversion of a block). Byte b is
+2**(b - 127), from 2**-127 to 2**127. Byte 255 is NaN. There is no zero, no sign and no Inf.
 """
 
 from __future__ import annotations
@@ -21,17 +21,26 @@ _HALF_OF_SUBNORMALS = 0x400000
 
 
 def e8m0_bytes(amax: torch.Tensor, element: Element, mode: str) -> torch.Tensor:
-    """The byte of each block's scale, int32 of `amax`'s shape. amax: float32, the largest magnitudes of the blocks.
+    """Return the byte of each block's scale, int32 of `amax`'s shape.
 
-    With emax the exponent of the element's largest power of two, and max its largest value: floor 2**(floor(log2
-    amax) - emax), as §6.3 has it; ceil 2**(ceil(log2 amax) - emax); even 2**(floor(log2 r) - emax) with r = amax
-    rounded to the element's mantissa, ties up; rceil 2**ceil(log2(amax / max)) with the quotient in float32, as
-    NVIDIA's hardware converts (cvt.rp.satfinite.ue8m0x2.f32). Bytes are limited to 0 … 254; a block of zeros has 0,
-    one with an Inf or a NaN 255.
+    emax is the exponent of the element's largest power of two, max its largest value:
+
+    - floor: 2**(floor(log2 amax) - emax), as in §6.3.
+    - ceil: 2**(ceil(log2 amax) - emax).
+    - even: 2**(floor(log2 r) - emax), where r is amax rounded to the element's mantissa, ties up.
+    - rceil: 2**ceil(log2(amax / max)) with the quotient in float32, as NVIDIA's hardware converts
+      (cvt.rp.satfinite.ue8m0x2.f32).
+
+    Bytes are limited to 0 … 254. A block of zeros has byte 0. A block with an Inf or a NaN has byte 255.
+
+    Args:
+        amax: The largest magnitudes of the blocks, float32.
+        element: The element of the format.
+        mode: "floor", "ceil", "even" or "rceil".
     """
     bits = amax.view(torch.int32)
     if mode == "rceil":
-        # By a tensor: CUDA multiplies by the rounded reciprocal of a number.
+        # The divisor is a tensor, because CUDA divides by a number as a product with its rounded reciprocal.
         quotients = amax / torch.full_like(amax, element.max_value)
         exponents = _ceil_exponents(quotients.view(torch.int32))
     else:
@@ -46,7 +55,7 @@ def e8m0_bytes(amax: torch.Tensor, element: Element, mode: str) -> torch.Tensor:
 
 
 def _ceil_exponents(bits: torch.Tensor) -> torch.Tensor:
-    # 2**-127 and less, half of the subnormals, has byte 0.
+    # Byte 0 covers everything up to 2**-127, which is the lower half of the subnormals.
     return torch.where(bits <= _HALF_OF_SUBNORMALS, 0, (bits + _MANTISSA_MASK) >> 23)
 
 
@@ -57,12 +66,12 @@ def _table(device: torch.device) -> torch.Tensor:
 
 
 def e8m0_values(found: torch.Tensor) -> torch.Tensor:
-    """The scales of the bytes, float32; 2**-127 is a subnormal, exactly."""
+    """Return the scales of the bytes, float32; 2**-127 is a subnormal, exactly."""
     return _looked_up(found)
 
 
 def e8m0_reciprocals(found: torch.Tensor) -> torch.Tensor:
-    """1 / scale of the bytes, float32, exactly; NaN for 255."""
+    """Return 1 / scale of the bytes, float32, exactly; NaN for 255."""
     return _looked_up(torch.where(found == _NAN_BYTE, _NAN_BYTE, _LARGEST_BYTE - found))
 
 

@@ -1,4 +1,4 @@
-"""The options of a format, checked: what each format takes, its defaults, and errors that name all three. No torch."""
+"""The options of a format: the allowed values and defaults of each, and errors that name them. No torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SATURATE_OR_INF = ("saturate", "inf")
 
 
 class FormatError(CapdError, ValueError):
-    """A format, an option or a tensor that cannot be used; names it, its value and what is allowed."""
+    """An error about a format, option or tensor that cannot be used; names it, its value and the allowed values."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What a format takes. The first of each tuple is the default; an empty one means that there is no choice."""
+    """The allowed options of a format. The first of each tuple is the default; an empty tuple means no choice."""
 
     elems: tuple[str, ...] = ()
     blocks: tuple[Block, ...] = ()
@@ -70,7 +70,11 @@ class Spec:
 
 
 def spec_of(fmt: str, options: dict[str, Any]) -> Spec:
-    """Settle the options of a format. FormatError names the option, the value and the allowed values."""
+    """Settle the options of a format: check the given ones and fill in the defaults.
+
+    Raises:
+        FormatError: The message names the option, its value and the allowed values.
+    """
     if not isinstance(fmt, str) or fmt not in FORMATS:
         raise _refused("fmt", fmt, FORMATS)
     family = FORMATS[fmt]
@@ -100,7 +104,7 @@ def _is_legacy(fmt: str, family: Family, given: dict[str, Any]) -> bool:
         raise _refused(f"preset of {fmt}", preset, ("legacy",))
     if not family.has_legacy:
         having = ", ".join(name for name, other in FORMATS.items() if other.has_legacy)
-        raise FormatError(f"{fmt} has no legacy preset; the predecessor had {having}")
+        raise FormatError(f"{fmt} has no legacy preset; formats with one are {having}")
     fixed = {"scale_mode": "floor", "rounding": "away", "overflow": "saturate"}
     for name, only in fixed.items():
         if given.get(name, only) != only:

@@ -1,4 +1,4 @@
-"""Tables that are made once for each device, and kept."""
+"""A cache of lookup tables, which are computed once for each device."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ Make = TypeVar("Make", bound=Callable[..., Any])
 
 
 def kept(make: Make) -> Make:
-    """`make` keeps what it gives, by its arguments. Not under FakeTensorMode: those tensors hold no values, and would
-    stand in the way of all real ones that come later. A compiler looks through the keeping, with a warning."""
+    """Cache the results of `make` by its arguments.
+
+    Under FakeTensorMode nothing is cached: fake tensors hold no values, and would replace all later real ones. A
+    compiler traces `make` itself, with a warning.
+    """
     found = lru_cache(maxsize=64)(make)
 
     @wraps(make)

@@ -1,10 +1,12 @@
 """bf16 and fp16: plain 16-bit floats without a scale.
 
-bf16: S.1.8.7, the upper half of a float32; max 3.39e38, smallest normal 2^-126, smallest subnormal 2^-133 (Google's
-bfloat16; Intel BFLOAT16 Hardware Numerics Definition, 338302-001). fp16: S.1.5.10, IEEE 754-2019 binary16; max 65504,
-smallest normal 2^-14, smallest subnormal 2^-24. Both have Inf and NaN. Rounding to nearest, ties to even, or as
-`rounding` says; subnormals are kept, zeros keep their sign, NaN stays NaN. `overflow`: what rounds beyond max becomes
-Inf (`inf`, IEEE's rule) or ±max (`saturate`, Inf included).
+bf16 is S.1.8.7, the upper half of a float32: max 3.39e38, smallest normal 2^-126, smallest subnormal 2^-133. Source:
+Google's bfloat16; Intel BFLOAT16 Hardware Numerics Definition, 338302-001. fp16 is S.1.5.10: max 65504, smallest normal
+2^-14, smallest subnormal 2^-24. Source: IEEE 754-2019 binary16. Both have Inf and NaN.
+
+Rounding is to nearest with ties to even, or as `rounding` says. Subnormals are kept, zeros keep their sign, and NaN
+stays NaN. `overflow` decides about values that round beyond max: `inf` makes them Inf (the rule of IEEE 754),
+`saturate` makes them, and Inf, ±max.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _BF16_MAX_BITS = 0x7F7F0000
 
 
 def unscaled(x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator] = None) -> torch.Tensor:
-    """x in the format, of its torch dtype."""
+    """Return x rounded to the format, in the format's torch dtype."""
     dtype = DTYPES[spec.fmt]
     if x.dtype == dtype and not spec.saturate:
         return x.clone()
@@ -35,11 +37,12 @@ def unscaled(x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator] =
     if spec.fmt == "bf16":
         return _to_bf16(values, spec, generator)
     grid = quantise(values.clone(), values, FP16, spec.rounding, saturate=spec.saturate, generator=generator)
-    return grid.to(dtype)  # exact: every value lies on the grid
+    # The cast is exact: every value is on the grid.
+    return grid.to(dtype)
 
 
 def _to_bf16(values: torch.Tensor, spec: Spec, generator: Optional[torch.Generator]) -> torch.Tensor:
-    # float32 has the same exponents, so rounding its pattern rounds normals and subnormals alike.
+    # float32 and bf16 have the same exponents, so rounding the pattern rounds normals and subnormals alike.
     bits = values.view(torch.int32)
     magnitude = bits & ~_SIGN
     if spec.rounding == "even":
@@ -55,4 +58,5 @@ def _to_bf16(values: torch.Tensor, spec: Spec, generator: Optional[torch.Generat
     if spec.saturate:
         rounded = rounded.clamp(max=_BF16_MAX_BITS)
     rounded = torch.where(values.isnan(), 0x7FC00000, rounded) | (bits & _SIGN)
-    return rounded.view(torch.float32).to(torch.bfloat16)  # exact: the lower half is zero
+    # The cast is exact: the lower half is zero.
+    return rounded.view(torch.float32).to(torch.bfloat16)

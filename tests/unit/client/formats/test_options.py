@@ -28,7 +28,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mxfp4", {"tensor_scale": True}, "mxfp4 takes no tensor_scale; it was given True"),
     ("mxfp4", {"axis": 1.5}, "axis of mxfp4 cannot be 1.5"),
     ("mxfp4", {"preset": "old"}, "preset of mxfp4 cannot be 'old'; allowed are legacy"),
-    ("nvfp4", {"preset": "legacy"}, "nvfp4 has no legacy preset; the predecessor had mxfp8, mxfp6, mxfp4, hifp8"),
+    ("nvfp4", {"preset": "legacy"}, "nvfp4 has no legacy preset; formats with one are mxfp8, mxfp6, mxfp4, hifp8"),
     ("mxfp8", {"preset": "legacy", "scale_mode": "even"}, "scale_mode with preset='legacy' cannot be 'even'"),
     ("hifp8", {"preset": "legacy", "overflow": "inf"}, "overflow with preset='legacy' cannot be 'inf'"),
     ("mxfp8", {"axis": 2}, "axis of mxfp8 cannot be 2 for a tensor of shape (4, 8); allowed are -2 to 1"),
