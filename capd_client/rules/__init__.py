@@ -1,1 +1,1 @@
-"""Which tensors of which modules are captured; no torch."""
+"""The rules: which tensors of which modules are captured. No torch."""

@@ -1,7 +1,8 @@
-"""Regular expressions over module names, from the user's own files: bounded, so that none can hold up a job.
+"""Bounded regular expressions over module names: a pattern from a user's file cannot hold up a job.
 
 Python's matcher tries every way to divide a name among the repetitions of a pattern. Repetitions inside a repeated
-group make those exponentially many, so such groups are refused; the number of repetitions and the length are limited.
+group make the number of ways exponential, so such groups are refused. The length of a pattern and the number of its
+repetitions are limited.
 """
 
 from __future__ import annotations
@@ -17,18 +18,23 @@ MAX_REPETITIONS = 8
 
 
 def compile_pattern(text: str) -> re.Pattern[str]:
-    """The expression, to be searched for in names. Raises ConfigError, naming it, for one that cannot be used."""
+    """Return the compiled expression, to be searched for in names.
+
+    Raises:
+        ConfigError: The expression is invalid or beyond the limits. The message quotes it.
+    """
     if not 0 < len(text) <= MAX_PATTERN_CHARS:
         raise ConfigError(f"a regular expression has 1 to {MAX_PATTERN_CHARS} characters, not {len(text)}")
     try:
         pattern = re.compile(text)
-    except (re.error, OverflowError, RecursionError, Warning) as error:  # Warning: under python -W error
-        raise ConfigError(f"{text!r} is no regular expression: {error}") from None
+    # A Warning is raised under python -W error.
+    except (re.error, OverflowError, RecursionError, Warning) as error:
+        raise ConfigError(f"{text!r} is not a regular expression: {error}") from None
     repetitions, nested = _repetitions(text)
     if nested:
         raise ConfigError(
-            f"{text!r} repeats a group that holds a repetition or an alternative, which can take for ever; write "
-            r"a class of characters, such as [\d.]*"
+            f"{text!r} repeats a group that holds a repetition or an alternative, which can take forever; use "
+            r"a character class, such as [\d.]*"
         )
     if repetitions > MAX_REPETITIONS:
         raise ConfigError(f"{text!r} has {repetitions} repetitions, more than {MAX_REPETITIONS}")
@@ -36,9 +42,10 @@ def compile_pattern(text: str) -> re.Pattern[str]:
 
 
 def _repetitions(text: str) -> tuple[int, bool]:
-    """How many there are of `*`, `+`, `?` and `{}`, and whether a repeated group holds one, or an alternative."""
+    """Return the number of `*`, `+`, `?` and `{}`, and whether a repeated group holds one of them or an alternative."""
     count, at = 0, 0
-    groups = [False]  # of each open group: whether it holds one
+    # For each open group: whether it holds a repetition or an alternative.
+    groups = [False]
     while at < len(text):
         character = text[at]
         if character == "\\":
@@ -58,13 +65,14 @@ def _repetitions(text: str) -> tuple[int, bool]:
             count += character != "|"
             if character == "{":
                 at = max(at, text.find("}", at))
-            at += character != "|" and text[at + 1 : at + 2] in ("?", "+")  # lazy, or possessive
+            # Skip the mark of a lazy or possessive repetition.
+            at += character != "|" and text[at + 1 : at + 2] in ("?", "+")
         at += 1
     return count, False
 
 
 def _end_of_class(text: str, at: int) -> int:
-    """Where the class of characters that begins at `at` ends; `]` in first place is one of them."""
+    """Return the end of the character class that begins at `at`; `]` as its first character belongs to it."""
     at += 1 + (text[at + 1 : at + 2] == "^")
     at += 1
     while at < len(text) and text[at] != "]":

@@ -1,4 +1,4 @@
-"""What of rules comes to nothing on a model, or contradicts itself."""
+"""Finds the rules, or parts of rules, that select nothing in a model or contradict each other."""
 
 from __future__ import annotations
 
@@ -16,21 +16,26 @@ __all__ = ["Part", "Problem", "met_by", "problems_of"]
 _SHOWN = 3
 
 Part = tuple[int, str]
-"""Of a rule, by its number, what a model may lack: "modules", "layers", "tensor NAME", "slice NAME"."""
+"""A part of a rule that a model can lack: the rule's number, and "modules", "layers", "tensor NAME" or "slice NAME"."""
 
 
 class Problem(NamedTuple):
-    """A sentence on what a model makes of rules. part: what it lacks of one; None: two contradict each other."""
+    """A sentence about rules on a model.
+
+    part: The part of a rule that the model lacks; None if two rules contradict each other.
+    """
 
     text: str
     part: Optional[Part] = None
 
 
 def problems_of(resolved: Resolved, *, whole: bool) -> list[Problem]:
-    """What of the rules comes to nothing, or contradicts itself, on this model.
+    """Return the problems of the rules on this model: parts that select nothing, and contradictions.
 
-    whole: False where the model may be a part of one, as a pipeline stage is: then other ranks may have the layers and
-    modules that this one lacks.
+    Args:
+        resolved: The rules and the model's modules.
+        whole: False if the model may be one part of a larger one, such as a pipeline stage. Other ranks may then have
+            the layers and modules that this one lacks, so their absence is no problem.
     """
     problems = []
     for number, rule in enumerate(resolved.rules):
@@ -43,7 +48,7 @@ def problems_of(resolved: Resolved, *, whole: bool) -> list[Problem]:
 
 
 def met_by(resolved: Resolved, problems: Iterable[Problem]) -> set[Part]:
-    """What the model has of the rules."""
+    """Return the parts of the rules that the model has."""
     lacking = {problem.part for problem in problems}
     return {
         (number, part)
@@ -76,7 +81,7 @@ def _nothing(rule: Rule, targets: Sequence[Target]) -> list[tuple[str, str]]:
 
 
 def _why(rule: Rule, left: Optional[str], stage: Sequence[Target]) -> str:
-    """stage: the modules that this filter, the last one that any module came to, leaves out."""
+    """Say why a rule matches nothing. `stage` holds the modules that the last filter, `left`, excludes."""
     if left == "layers" and rule.layers is not None:
         layers = sorted({target.layer for target in stage if target.layer is not None})
         lie = f"are in layers {number_ranges(layers)}" if layers else "are in no layer"
@@ -96,7 +101,7 @@ def _why(rule: Rule, left: Optional[str], stage: Sequence[Target]) -> str:
 
 
 def _unusable(rule: Rule, targets: Sequence[Target]) -> list[tuple[str, str]]:
-    """Tensors that the rule names for modules that have none of the kind, and slices of what it does not capture."""
+    """Find named tensors that no module of the rule has, and slices of tensors that the rule does not capture."""
     have = _sorted_by_use(name for target in targets for name in target.tensors)
     problems = [
         (f"tensor {name}", f": none of its {len(targets)} modules has {name}; they have {', '.join(have)}")
@@ -127,7 +132,7 @@ def _layers_beyond(rule: Rule, targets: Sequence[Target]) -> list[tuple[str, str
 
 
 def _contradictions(resolved: Resolved) -> list[str]:
-    """Pairs of rules that want one tensor of one module in two ways at the same moments."""
+    """Describe pairs of rules that want one tensor of one module in two ways at the same moments."""
     problems = []
     for (number, one), (other, two) in combinations(enumerate(resolved.rules), 2):
         if not one.when.meets(two.when):
@@ -144,13 +149,13 @@ def _contradictions(resolved: Resolved) -> list[str]:
             name = sliced[0][1]
             problems.append(
                 f"{_both(one, two, sliced)} in the same steps, as {_text(one, name)} and as {_text(two, name)}; "
-                f"what {one.name!r} says is kept"
+                f"{one.name!r} wins"
             )
         stores = {one.settings.store, two.settings.store}
         if shared and stores in ({"stats", "full"}, {"stats", "both"}) and one.when.equals(two.when):
             problems.append(
                 f"{_both(one, two, shared)} in the same steps, as {one.store} and as {two.store}; both are kept, "
-                'which store = "both" of one rule says as well'
+                'and one rule with store = "both" does the same'
             )
     return problems
 

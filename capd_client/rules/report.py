@@ -1,4 +1,4 @@
-"""What is said of rules when a model is watched: the plan as a table, and the ranks that they name."""
+"""Describes rules in words when a model is watched: the plan as a table, and problems with the ranks they name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ __all__ = ["counted", "in_words", "plan_lines", "rank_left_out", "rank_problems"
 
 
 def in_words(what: str, resolved: Resolved, *, simple: bool) -> tuple[str, str]:
-    """What is watched, in a line, and as the log has it: with rules as a table. simple: there are none."""
+    """Describe a watched model in one line, and as log text.
+
+    Args:
+        what: The name of the watched model.
+        resolved: The rules and the model's modules.
+        simple: Whether one line describes everything. Otherwise the log text holds the rules as a table.
+    """
     if not simple:
         rules = ", ".join(repr(rule.name) for rule in resolved.rules)
         table = "\n".join(f"  {line}" for line in plan_lines(resolved))
@@ -25,7 +31,7 @@ def in_words(what: str, resolved: Resolved, *, simple: bool) -> tuple[str, str]:
 
 
 def plan_lines(resolved: Resolved) -> list[str]:
-    """A table: each rule with its modules, tensors, moments, and what is kept."""
+    """Return the lines of a table: each rule with its modules, tensors, moments and store."""
     rows = [("rule", "modules", "tensors", "steps", "keeps")]
     for number, rule in enumerate(resolved.rules):
         targets = [resolved.targets[at] for at in resolved.chosen[number]]
@@ -48,13 +54,13 @@ def _modules(targets: Sequence[Target]) -> str:
 
 
 def counted(targets: Sequence[Target]) -> str:
-    """How many products of which component a forward can run."""
+    """Return how many products of each component one forward can run, such as "4 linear, 2 FA"."""
     counts = Counter(target.component for target in run_together(targets))
     return ", ".join(f"{count} {component}" for component, count in counts.items())
 
 
 def tensors_text(rule: Rule, targets: Iterable[Target]) -> str:
-    """What the rule captures of them, with its slices."""
+    """Return the tensors that the rule captures of the targets, with its slices."""
     names = dict.fromkeys(name for target in targets for name in rule.tensors_of(target))
     return ", ".join(f"{name} ({rule.slices[name].text})" if name in rule.slices else name for name in names)
 
@@ -66,7 +72,7 @@ def _moments(rule: Rule) -> str:
 
 
 def rank_problems(rules: Iterable[Rule], world_size: int) -> list[str]:
-    """Ranks that the job does not have."""
+    """Return a sentence for each rule that names a rank beyond the job's."""
     found: dict[str, str] = {}
     for rule in rules:
         ranks = rule.when.ranks
@@ -81,7 +87,7 @@ def rank_problems(rules: Iterable[Rule], world_size: int) -> list[str]:
 
 
 def rank_left_out(resolved: Resolved, rank: int) -> str:
-    """Which of the rules that match something do not capture it on this rank; "" where all of them do."""
+    """Return a sentence about the matching rules that exclude this rank; "" if none does."""
     matching = [rule for rule, chosen in zip(resolved.rules, resolved.chosen, strict=True) if chosen]
     without = [
         (rule.name, f'ranks "{rule.when.ranks.text}"')

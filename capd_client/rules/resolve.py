@@ -1,7 +1,7 @@
-"""Which tensors of which modules are captured, when and how: rules, resolved for the modules of one model. No torch.
+"""Resolves rules for the modules of one model: which tensors are captured, when and how. No torch.
 
-A capture is taken if one rule or more of its tensor admit its moment. Each of a model's rules is a bit; what the rules
-of a tensor want of it is worked out once per set of rules that are open together (`Wanted`).
+A capture is taken if at least one rule of its tensor admits its moment. Each rule of a model is a bit. The result for
+a tensor is computed once per set of rules that are open together (`Wanted`).
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ __all__ = [
 
 
 class When(NamedTuple):
-    """The moments of a rule. micro_batches, ranks: None for all."""
+    """The moments of a rule. `micro_batches` and `ranks` are None for all."""
 
     steps: Ranges
     micro_batches: Optional[Ranges] = None
     ranks: Optional[Ranges] = None
 
     def on(self, rank: int) -> bool:
-        """Whether the rank is one of them."""
+        """Whether the rule applies on this rank."""
         return self.ranks is None or rank in self.ranks
 
     def meets(self, other: When) -> bool:
-        """Whether some moment of some rank is in both."""
+        """Whether the two share a moment on some rank."""
         return self.steps.meets(other.steps) and all(
             one is None or two is None or one.meets(two)
             for one, two in ((self.micro_batches, other.micro_batches), (self.ranks, other.ranks))
         )
 
     def steered(self, selection: Selection) -> When:
-        """With what the selection says in the place of it."""
+        """Return the moments with each part replaced that the selection sets."""
         return When(
             self.steps if selection.steps is None else Ranges(selection.steps),
             self.micro_batches if selection.micro_batches is None else restricting(selection.micro_batches),
@@ -62,8 +62,11 @@ class When(NamedTuple):
 class Target(NamedTuple):
     """A product of a model, as rules see it.
 
-    module, layer, component: as in its keys. tensors: all that it has. default: those captured unless others are named.
-    instead_of: the modules, as in their keys, of products that run where this one does not.
+    Attributes:
+        module, layer, component: As in the product's keys.
+        tensors: The names of all its tensors.
+        default: The names of the tensors that are captured if a rule names none.
+        instead_of: The modules, as in their keys, of alternative products. They run only if this one does not.
     """
 
     module: str
@@ -75,23 +78,27 @@ class Target(NamedTuple):
 
 
 def run_together(targets: Sequence[Target]) -> list[Target]:
-    """The products that one forward can run: without those that would run instead of others of them."""
+    """Return the products that one forward can run, without the alternatives of other products in the list."""
     modules = {target.module for target in targets}
     return [target for target in targets if modules.isdisjoint(target.instead_of)]
 
 
 class Kept(NamedTuple):
-    """How a tensor is recorded: the rows that are kept (None: all), and one of `rule_settings.STORES`."""
+    """The record of a tensor: the rows that are kept (None: all), and one of `capd_client.rules.schema.STORES`."""
 
     take: Optional[Slice]
     store: str
 
 
 class Rule:
-    """One rule with the defaults of its model filled in.
+    """One rule, with the defaults of its model filled in.
 
-    tensors: the names that it gives or that `watch` was given, None: those of the product. store: of a rule that names
-    none. slices: of one that names none.
+    Args:
+        settings: The rule as the user wrote it.
+        when: The moments that apply if the rule names none.
+        tensors: The names that apply if the rule names none; None is each product's default.
+        slices: The slices by tensor name that apply if the rule has none.
+        store: One of `capd_client.rules.schema.STORES`, which applies if the rule names none.
     """
 
     def __init__(
@@ -122,7 +129,7 @@ class Rule:
         self._operations = texts(settings.operations)
 
     def leaves_out(self, target: Target) -> Optional[str]:
-        """The first of include, exclude, components and layers that leaves the module out; None if none does."""
+        """Return the first of include, exclude, components and layers that excludes the module; None if none does."""
         if self._include and not any(pattern.search(target.module) for pattern in self._include):
             return "include"
         if any(pattern.search(target.module) for pattern in self._exclude):
@@ -134,7 +141,7 @@ class Rule:
         return None
 
     def tensors_of(self, target: Target) -> tuple[str, ...]:
-        """The tensors of the module that the rule wants, in the order in which the module has them."""
+        """Return the names of the module's tensors that the rule wants, in the module's order."""
         wanted = target.default if self.tensors is None else self.tensors
         return tuple(
             name
@@ -143,30 +150,35 @@ class Rule:
         )
 
     def keeps(self, tensor: str) -> Kept:
-        """How it records a tensor."""
+        """Return how the rule records a tensor."""
         return Kept(self.slices.get(tensor), self.store)
 
 
 def restricting(text: str) -> Optional[Ranges]:
-    """The ranges; None where they are all numbers."""
+    """Return the ranges; None if they cover all numbers."""
     return None if text.strip() == "all" else Ranges(text)
 
 
 class Wanted:
-    """What the rules of one tensor want of it. mask: their bits. keeping: of those that keep more than statistics."""
+    """The wishes of all rules for one tensor, by sets of open rules.
+
+    Attributes:
+        mask: The bits of these rules.
+        keeping: The bits of the rules that keep more than statistics.
+    """
 
     __slots__ = ("_kept", "keeping", "mask")
 
     def __init__(self, kept: Mapping[int, Kept]) -> None:
-        """kept: by the number of the rule, ascending."""
+        """Index the rules' records: `kept` is by number of the rule, ascending."""
         self._kept = dict(kept)
         self.mask = sum(1 << number for number in kept)
         self.keeping = sum(1 << number for number, one in kept.items() if one.store != "stats")
 
     def of(self, open_rules: int) -> Optional[Kept]:
-        """What is kept while these rules are open; None: nothing.
+        """Return the record while these rules are open; None if none of them wants the tensor.
 
-        The slice is that of the first of them; what one of them keeps is kept.
+        The slice is the one of the first open rule. The store covers every open rule's.
         """
         kept = [kept for number, kept in self._kept.items() if open_rules >> number & 1]
         if not kept:
@@ -176,7 +188,7 @@ class Wanted:
 
 
 def rules_of(wanted: Mapping[str, Wanted]) -> int:
-    """The rules that want any of these tensors, as bits."""
+    """Return the bits of the rules that want any of these tensors."""
     found = 0
     for one in wanted.values():
         found |= one.mask
@@ -184,9 +196,11 @@ def rules_of(wanted: Mapping[str, Wanted]) -> int:
 
 
 class Resolved(NamedTuple):
-    """Rules and the modules of a model brought together.
+    """Rules, resolved for the modules of one model.
 
-    wanted: for each target, its captured tensors by name. chosen: for each rule, the numbers of its targets.
+    Attributes:
+        wanted: For each target, its captured tensors by name.
+        chosen: For each rule, the numbers of its targets.
     """
 
     rules: tuple[Rule, ...]
@@ -196,7 +210,7 @@ class Resolved(NamedTuple):
 
 
 def resolve(rules: Sequence[Rule], targets: Iterable[Target]) -> Resolved:
-    """Which rules want which tensors of each target."""
+    """Resolve the rules: find the tensors of each target that each rule wants."""
     targets = tuple(targets)
     chosen: list[list[int]] = [[] for _ in rules]
     wanted: list[dict[str, Wanted]] = []

@@ -1,7 +1,7 @@
-"""The schema of `[[rule]]`: which tensors of which modules are captured, when, and what is kept of them. No torch.
+"""The schema of `[[rule]]`: which tensors of which modules are captured, when, and how much is kept. No torch.
 
-The same in capd.toml, in the file that CAPD_SELECT names and in `watch(select=...)`. `capd` checks it with pydantic
-(`capd.job_settings`), the training job with msgspec: the shapes stand in both, what a field may hold in `check` alone.
+capd.toml, the file that CAPD_SELECT names, and `watch(select=...)` share it. `capd` checks the types with pydantic
+(`capd.job_settings`), the training job with msgspec. Both repeat the types; only `check` knows the allowed values.
 """
 
 from __future__ import annotations
@@ -31,19 +31,25 @@ MAX_LISTED = 64
 OPERATIONS = ("forward", "backward")
 STORES = ("full", "stats", "both")
 
-WholeNumber = Annotated[
-    int, Meta(ge=-(2**63), le=2**63 - 1)
-]  # TOML's; Python refuses to print much larger ones
+# The bounds are TOML's. Python refuses to print much larger numbers.
+WholeNumber = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 RangeText = Union[str, WholeNumber]
 _Texts = Union[str, list[str]]
 
 
 class RuleSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One rule. Everything that is not given leaves nothing out, or is as without rules.
+    """One rule. A field that is None excludes nothing, or takes the value that applies without rules.
 
-    name: for messages; by default the rule's number. include, exclude: regular expressions, searched for in qualified
-    names without wrappers. layers: Ranges. components: "linear", "FA", … tensors: of TENSORS. operations: of
-    OPERATIONS. slices: as for `watch`. store: of STORES. steps, micro_batches, ranks: Ranges, instead of [when].
+    Attributes:
+        name: The name in messages; by default the rule's number.
+        include, exclude: Regular expressions, searched for in qualified module names without wrappers.
+        layers: Layer indices, as Ranges.
+        components: "linear", "FA", …
+        tensors: Names from TENSORS.
+        operations: Names from OPERATIONS.
+        slices: Rows to keep, as in `watch`.
+        store: One of STORES.
+        steps, micro_batches, ranks: Ranges that replace those of [when].
     """
 
     name: Optional[str] = None
@@ -60,7 +66,11 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ranks: Optional[RangeText] = None
 
     def check(self) -> None:
-        """Raise ConfigError, naming the field and what is accepted, for what cannot be read or selects nothing."""
+        """Check the values.
+
+        Raises:
+            ConfigError: A field cannot be read or selects nothing. The message names it and the accepted values.
+        """
         if self.name is not None and not (0 < len(self.name) <= MAX_NAME_CHARS and self.name.isprintable()):
             raise ConfigError(f"name: 1 to {MAX_NAME_CHARS} printable characters, not {self.name[:80]!r}")
         for field in ("include", "exclude"):
@@ -80,7 +90,7 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for tensor in texts(self.tensors):
             if operations and operation_of(tensor) not in operations:
                 raise ConfigError(
-                    f"tensors: {tensor} belongs to {operation_of(tensor)}, which operations leaves out"
+                    f"tensors: {tensor} belongs to {operation_of(tensor)}, which operations excludes"
                 )
 
     def _check_slices(self) -> None:
@@ -95,17 +105,17 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def texts(value: Optional[_Texts]) -> tuple[str, ...]:
-    """One text or several, as a tuple; nothing as an empty one."""
+    """Return one text or several as a tuple; None as an empty one."""
     return (value,) if isinstance(value, str) else tuple(value or ())
 
 
 def operation_of(tensor: str) -> str:
-    """The operation that a tensor belongs to, by its name."""
+    """Return the operation that a tensor belongs to, by its name."""
     return "backward" if tensor.startswith("grad_") else "forward"
 
 
 def rule_of_globs(globs: Iterable[str]) -> RuleSettings:
-    """The rule of names that match one of the globs. Raises ConfigError for what is no glob."""
+    """Return the rule for names that match one of the globs. Raises ConfigError for an invalid glob."""
     wanted = tuple(globs)
     check_globs(wanted)
     return RuleSettings(
@@ -114,7 +124,7 @@ def rule_of_globs(globs: Iterable[str]) -> RuleSettings:
 
 
 def parse_rules(documents: Iterable[Mapping[str, Any]]) -> tuple[RuleSettings, ...]:
-    """The rules in `documents`, named and checked; raises ConfigError that names the rule and its field."""
+    """Parse, check and name the rules in `documents`. Raises ConfigError that names the rule and its field."""
     tables = list(documents)
     check_rule_fields(tables)
     try:
@@ -124,7 +134,7 @@ def parse_rules(documents: Iterable[Mapping[str, Any]]) -> tuple[RuleSettings, .
 
 
 def check_rule_fields(documents: Iterable[object]) -> None:
-    """Raise ConfigError for the first field that no rule has. What is no table is left to others."""
+    """Raise ConfigError for the first unknown field. Documents that are not mappings are skipped, not refused."""
     for number, document in enumerate(documents, 1):
         if isinstance(document, Mapping):
             label = rule_label(document, number)
@@ -132,9 +142,9 @@ def check_rule_fields(documents: Iterable[object]) -> None:
 
 
 def check_rules(rules: Collection[RuleSettings]) -> tuple[RuleSettings, ...]:
-    """The rules, each with a name of its own; raises ConfigError that names the rule and its field."""
+    """Check the rules and give each a unique name. Raises ConfigError that names the rule and its field."""
     if len(rules) > MAX_RULES:
-        raise ConfigError(f"{len(rules)} rules; there can be {MAX_RULES}")
+        raise ConfigError(f"{len(rules)} rules; at most {MAX_RULES} are allowed")
     found: dict[str, RuleSettings] = {}
     for number, rule in enumerate(rules, 1):
         try:
@@ -156,14 +166,14 @@ def check_fields(table: Mapping[str, Any], known: Collection[str], where: str = 
 
 
 def unknown_setting(name: str, known: Collection[str], where: str = "", prefix: str = "") -> str:
-    """The message about a key that there is not, with the nearest one that there is."""
+    """Return the message about an unknown key, with the nearest known one."""
     near = difflib.get_close_matches(name[:80], known, n=1)
     hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(known)}"
     return f"unknown setting {prefix}{name[:80]}{where}; {hint}"
 
 
 def rule_label(document: object, number: int) -> str:
-    """How messages call a rule, whose document may be anything."""
+    """Return the name of a rule for messages. The document may be anything."""
     name = document.get("name") if isinstance(document, Mapping) else None
     return f"rule {name[:MAX_NAME_CHARS] if isinstance(name, str) else str(number)!r}"
 
@@ -171,7 +181,7 @@ def rule_label(document: object, number: int) -> str:
 def _listed(field: str, value: Optional[_Texts]) -> tuple[str, ...]:
     found = texts(value)
     if value is not None and not 0 < len(found) <= MAX_LISTED:
-        raise ConfigError(f"{field}: 1 to {MAX_LISTED} of them, not {len(found)}; leave it out to have all")
+        raise ConfigError(f"{field}: 1 to {MAX_LISTED} entries, not {len(found)}; leave it out to have all")
     return found
 
 
@@ -186,4 +196,4 @@ def _check_known(field: str, names: Iterable[str], known: Collection[str]) -> No
         if name not in known:
             near = difflib.get_close_matches(name[:80], known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-            raise ConfigError(f"{field}: {name[:80]!r} is none of them; {hint}")
+            raise ConfigError(f"{field}: {name[:80]!r} is unknown; {hint}")

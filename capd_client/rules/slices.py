@@ -1,10 +1,11 @@
-"""Which rows of a tensor are kept: `first:K`, `stride:S` or `tokens:A-B`, along an axis that `@AXIS` names.
+"""Slices keep some rows of a tensor: `first:K`, `stride:S` or `tokens:A-B`, along an axis that `@AXIS` names.
 
     first:64      the first 64 rows            first:16@1     of axis 1
     stride:8      rows 0, 8, 16, …             stride:4@-1    of the last axis
     tokens:0-127  rows 0 to 127, both kept     tokens:5-5@0   of axis 0, where the sequence comes first
 
-Rows are those of axis 0; of `tokens`, axis -2 of three or more axes. What is cut is a view; no torch is needed here.
+The default is axis 0; for `tokens`, it is axis -2 of three or more axes. A slice is a
+view. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ if TYPE_CHECKING:
 __all__ = ["ACTIVATIONS", "Slice", "parse_slice", "parse_slices"]
 
 ACTIVATIONS = ("input", "output", "grad_output", "grad_input")
-"""The tensors with a row per token; a weight's rows are something else and are cut only by name."""
+"""The tensors with a row per token. The rows of a weight differ, so a weight is sliced only if it is named."""
 
 _SLICE = re.compile(
     r"(?:(?P<kind>first|stride):(?P<number>[0-9]{1,13})|tokens:(?P<first>[0-9]{1,13})-(?P<last>[0-9]{1,13}))"
     r"(?:@(?P<axis>-?[0-9]{1,2}))?"
 )
-_MAX_NUMBER = 10**12  # torch computes with it in 64 bits
+# torch computes with it in 64 bits.
+_MAX_NUMBER = 10**12
 
 
 class Slice:
-    """One slice. `text` is how it was written. Raises ConfigError for anything else than the three forms."""
+    """One slice. `text` is its text, in lower case. Raises ConfigError for anything but the three forms."""
 
     __slots__ = ("_axis", "_of_tokens", "_rows", "text")
 
@@ -44,7 +46,7 @@ class Slice:
         if match is None:
             raise ConfigError(
                 f'cannot read {text!r:.80} as a slice; write "first:64", "stride:8" or "tokens:0-127", and "@1" '
-                "behind it for another axis"
+                "after it for another axis"
             )
         self._axis = None if match["axis"] is None else int(match["axis"])
         self._of_tokens = match["kind"] is None
@@ -60,7 +62,7 @@ class Slice:
         return axis % ndim if -ndim <= axis < ndim else None
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of what is kept; the same shape where there is no such axis."""
+        """Return the shape of the kept rows; `shape` itself if it lacks the axis."""
         axis = self._axis_of(len(shape))
         if axis is None:
             return shape
@@ -68,8 +70,16 @@ class Slice:
         return (*shape[:axis], kept, *shape[axis + 1 :])
 
     def apply(self, tensor: Tensor, metadata: str) -> tuple[Tensor, str]:
-        """The kept rows as a view, and metadata (JSON object or empty) that says of what; both as they were without the
-        axis. Raises ConfigError where the metadata has a `slice` of its own.
+        """Return the kept rows as a view, and the metadata with a note of the slice and the whole shape.
+
+        A tensor without the axis is returned unchanged, and so is its metadata.
+
+        Args:
+            tensor: Any tensor.
+            metadata: A JSON object as text, or the empty string.
+
+        Raises:
+            ConfigError: The metadata has its own `slice`.
         """
         axis = self._axis_of(tensor.ndim)
         if axis is None:
@@ -100,12 +110,13 @@ _remembered = lru_cache(maxsize=256)(Slice)
 
 
 def parse_slice(text: str) -> Slice:
-    """`Slice`, remembering the texts it has seen."""
-    return _remembered(text) if isinstance(text, str) else Slice(text)  # which says what a slice is
+    """Return the `Slice` of a text, from a cache of recent ones."""
+    # A value that is no text cannot be a key of the cache. Slice raises the error about it.
+    return _remembered(text) if isinstance(text, str) else Slice(text)
 
 
 def parse_slices(slices: Union[str, Mapping[str, str]]) -> dict[str, Slice]:
-    """Slices by tensor name; a plain text is for every tensor in ACTIVATIONS. Raises ConfigError as Slice does."""
+    """Return slices by tensor name; one text applies to all of ACTIVATIONS. Raises ConfigError as Slice does."""
     if isinstance(slices, Mapping):
         return {name: parse_slice(text) for name, text in slices.items()}
     return dict.fromkeys(ACTIVATIONS, parse_slice(slices))

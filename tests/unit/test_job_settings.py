@@ -150,10 +150,10 @@ def test_every_problem_of_a_file_is_named_at_once() -> None:
         "rule '3': layers: Input should be a valid string or a valid integer",
         'rule \'4\': layers: cannot read \'a-b\' as a range; write "all", "3", "0-2", "100-" or "100-:100"',
         'rule \'4\': slices: cannot read \'frist:3\' as a slice; write "first:64", "stride:8" or "tokens:0-127", '
-        'and "@1" behind it for another axis',
+        'and "@1" after it for another axis',
         "rule '4': store: Input should be 'full', 'stats' or 'both'",
-        "rule '4': tensors: 'inptu' is none of them; did you mean input?",
-        "rule 'mlp': '(' is no regular expression: missing ), unterminated subpattern at position 0",
+        "rule '4': tensors: 'inptu' is unknown; did you mean input?",
+        "rule 'mlp': '(' is not a regular expression: missing ), unterminated subpattern at position 0",
         "unknown setting polcy; did you mean policy?",
         "unknown setting stroe in rule '3'; did you mean store?",
         "unknown setting tensor in rule '1'; did you mean tensors?",

@@ -223,7 +223,7 @@ def test_rules_that_cannot_be_meant_are_said_once_each_and_the_job_goes_on(
     assert said == [
         "rule 'ranks': ranks \"0-7\" name rank 7; this job has rank 0 alone",
         "Model: rules 'query' and 'ranks' contradict each other: both capture input of head in the same steps, as "
-        "whole and as first:1; what 'query' says is kept",
+        "whole and as first:1; 'query' wins",
         "Model: rule 'none' matches nothing: no module's name fits (layers.0.qkv, layers.0.attn, layers.0.mlp.up, ...)",
         "Model: rule 'query': none of its 10 modules has query; they have input, weight, output, grad_output, "
         "grad_input, grad_weight",

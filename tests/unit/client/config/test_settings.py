@@ -261,7 +261,7 @@ def test_what_is_no_size_is_told_with_setting_value_and_what_is_accepted(name: s
         ("[when]\nsteps = 0x" + "f" * 9000, "when.steps"),
         ("x = " + "[" * 100_000, "not valid TOML"),
         ("[[rule]]\nstpes = 1", "unknown setting stpes in rule '1'; did you mean steps?"),
-        ("[[rule]]\nname = 'mlp'\ninclude = '('", "rule 'mlp': '(' is no regular expression"),
+        ("[[rule]]\nname = 'mlp'\ninclude = '('", "rule 'mlp': '(' is not a regular expression"),
         ("[rule]\nname = 'mlp'", "Expected `array`, got `object` - at `$.rule`"),
         ("[[rule]]\ntensors = 3", "$.rule[0].tensors"),
         ("[[rule]]\nname = 'a'\n[[rule]]\nname = 'a'", "two rules are called 'a'"),

@@ -1,4 +1,4 @@
-"""Regular expressions over module names: those that could take for ever are refused, the others are taken."""
+"""Regular expressions over module names: unbounded ones are refused, the others are accepted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_what_people_write_is_taken_and_searched_for(text: str, found: bool) -> 
     ],
 )  # fmt: skip
 def test_a_repeated_group_with_a_choice_inside_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="can take for ever"):
+    with pytest.raises(ConfigError, match="can take forever"):
         compile_pattern(text)
 
 
@@ -52,9 +52,9 @@ def test_a_repeated_group_with_a_choice_inside_is_refused(text: str) -> None:
         ("x" * (MAX_PATTERN_CHARS + 1), "not 257"),
         ("a*" * (MAX_REPETITIONS + 1), "9 repetitions"),
         ("a?" * 100 + "a" * 50, "100 repetitions"),
-        ("mlp(", "is no regular expression"),
-        ("[", "is no regular expression"),
-        ("a{99999999999999999999}", "is no regular expression"),
+        ("mlp(", "is not a regular expression"),
+        ("[", "is not a regular expression"),
+        ("a{99999999999999999999}", "is not a regular expression"),
         ("(" * 120 + ")" * 120, None),
     ],
 )

@@ -214,7 +214,7 @@ def test_a_stage_of_a_pipeline_may_lack_what_a_rule_names() -> None:
 @pytest.mark.parametrize(
     ("one", "two", "said"),
     [
-        ({"slices": "first:1"}, {"include": "up"}, ["as first:1 and as whole; what 'a' says is kept"]),
+        ({"slices": "first:1"}, {"include": "up"}, ["as first:1 and as whole; 'a' wins"]),
         ({"slices": "first:1"}, {"slices": "first:2", "tensors": "weight"}, []),
         ({"slices": "first:1", "steps": "0-:4"}, {"steps": "2-:4"}, []),
         ({"slices": "first:1", "steps": "0-:4"}, {"steps": "2-:3"}, ["as first:1 and as whole"]),

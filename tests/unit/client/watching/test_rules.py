@@ -211,7 +211,7 @@ def test_ctl_steers_on_top_of_rules(sink: MemorySink) -> None:
         ({"tensor": "input"}, "watch(select=...): unknown setting tensor in rule '1'; did you mean tensors?"),
         ([{}, 3], "watch(select=...): a selection is a glob"),
         ("nowhere.toml", "nowhere.toml does not exist"),
-        ({"include": "(a+)+"}, "can take for ever"),
+        ({"include": "(a+)+"}, "can take forever"),
         ({"include": "fc3"}, "rule '1' matches nothing: no module's name fits (fc1, fc2)"),
         ({"tensors": ["input", "query"]}, "none of its 2 modules has query; they have input, weight"),
         ({"tensors": "query"}, "none of its 2 modules has query"),
