@@ -1,1 +1,1 @@
-"""What both sides of the socket share: keys, messages, dtypes and the layout of the arena; no torch."""
+"""The protocol that both sides of the socket share: keys, messages, dtypes and the arena's layout. No torch."""

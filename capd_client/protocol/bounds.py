@@ -1,4 +1,4 @@
-"""The bounds of what a message's fields may hold."""
+"""The types of message fields, with their bounds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from msgspec import Meta
 
 __all__ = ["MAX_TEXT_CHARS", "U64", "Count", "ShortText", "Text", "Uuid"]
 
-MAX_TEXT_CHARS = 8192  # of one message to a user
+# The limit of one message to a user.
+MAX_TEXT_CHARS = 8192
 
 U64 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]

@@ -1,6 +1,6 @@
-"""Messages of the wire protocol for what tools ask, and for how ranks are steered and drained on their behalf.
+"""Control messages of the wire protocol: requests of tools, and the steering and draining of ranks that they cause.
 
-The rules are in `capd_client.protocol.messages`, whose unions these are part of.
+The unions and rules of `capd_client.protocol.messages` include them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ __all__ = [
     "MAX_WAIT_S", "Control", "ControlReply", "Drain", "Drained", "Stats", "StatsReply", "Steer", "Steered", "Verb",
 ]  # fmt: skip
 
-MAX_WAIT_S = 3600.0  # a CONTROL is answered within this time
+# The daemon answers a CONTROL within this time.
+MAX_WAIT_S = 3600.0
 
 Verb = Literal["status", "start", "stop", "select", "flush", "seal", "shutdown"]
 
@@ -30,18 +31,30 @@ class Stats(msgspec.Struct, tag="stats"):
 
 
 class StatsReply(msgspec.Struct, tag="stats_reply"):
-    """Counters as JSON-compatible data; the schema is `capd.metrics.DaemonStats`."""
+    """The counters as JSON-compatible data; the schema is `capd.metrics.DaemonStats`."""
 
     stats: dict[str, Any]
 
 
 class Control(msgspec.Struct, tag="control"):
-    """A tool asks for an action. `run_id` None: the only live run (seal: all of them).
+    """A tool asks for an action.
 
-    status: how each rank of the run is steered. start, select: capture, as the job says or as `selection` does.
-    stop: capture nothing. These three hold from `from_iteration`, or the next one that every rank can still begin
-    together, and are answered once they are in force on every live rank, at the latest after `wait_s`. flush: as
-    soon as everything captured so far is committed. seal: publish a run's records. shutdown: end the daemon.
+    - status: Report how each rank of the run is steered.
+    - start, select: Capture, as the job's settings say or as `selection` does.
+    - stop: Capture nothing.
+    - flush: Answer once everything captured so far is committed.
+    - seal: Publish a run's records.
+    - shutdown: End the daemon.
+
+    start, select and stop apply from `from_iteration`, or from the next iteration that every rank can still begin
+    together. The answer comes once they are in force on every live rank, but within `wait_s`.
+
+    Attributes:
+        verb: The action.
+        run_id: The run; None is the only live run, or all runs for seal.
+        selection: The selection of start and select.
+        from_iteration: The first iteration of start, select and stop.
+        wait_s: The longest wait for the answer, in seconds.
     """
 
     verb: Verb
@@ -52,9 +65,12 @@ class Control(msgspec.Struct, tag="control"):
 
 
 class ControlReply(msgspec.Struct, tag="control_reply"):
-    """Outcome of a CONTROL. nothing: there is no such run, rank or module. `message` says it in words.
+    """The outcome of a CONTROL.
 
-    ranks: the live ranks of the run, each as `capd.metrics.RankControl`; empty where one frame cannot hold them.
+    Attributes:
+        code: "nothing" if there is no such run, rank or module.
+        message: The outcome in words.
+        ranks: The live ranks of the run, each as `capd.metrics.RankControl`; empty if one frame cannot hold them.
     """
 
     code: Literal["ok", "failed", "usage", "nothing"]
@@ -63,14 +79,18 @@ class ControlReply(msgspec.Struct, tag="control_reply"):
 
     @property
     def ok(self) -> bool:
-        """Whether it was done."""
+        """Whether the action was done."""
         return self.code == "ok"
 
 
 class Steer(msgspec.Struct, tag="steer", frozen=True, kw_only=True):
-    """The capture that is wanted of a rank, from the first iteration it begins at or behind `from_iteration`.
+    """The capture wanted of a rank, from the first iteration that it begins at or after `from_iteration`.
 
-    id: grows with every change in a run. capturing False: nothing is captured. selection None: as the job says.
+    Attributes:
+        id: A number that grows with every change in a run.
+        from_iteration: The first iteration of this capture.
+        capturing: False captures nothing.
+        selection: The tensors to capture; None is the selection of the job's settings.
     """
 
     id: Count
@@ -80,10 +100,14 @@ class Steer(msgspec.Struct, tag="steer", frozen=True, kw_only=True):
 
 
 class Steered(msgspec.Struct, tag="steered", kw_only=True):
-    """How a rank is steered: `in_force` since its iteration `since`, `pending` until its next boundary.
+    """How a rank is steered.
 
-    id: of the newest STEER it met; `problem` says why that one could not be followed. modules: how many modules
-    are captured under `in_force`, on this rank.
+    Attributes:
+        id: The id of the newest STEER that the rank received.
+        in_force: The STEER that the rank follows, since its iteration `since`.
+        pending: The STEER that the rank will follow from its next iteration boundary.
+        modules: The number of modules captured under `in_force` on this rank.
+        problem: Why the rank could not follow the newest STEER.
     """
 
     id: Count
@@ -95,12 +119,12 @@ class Steered(msgspec.Struct, tag="steered", kw_only=True):
 
 
 class Drain(msgspec.Struct, tag="drain"):
-    """Answer once everything captured before is committed or dropped. Ids grow within a session."""
+    """The daemon asks for DRAINED once everything captured before is committed or dropped. Ids grow in a session."""
 
     id: Count
 
 
 class Drained(msgspec.Struct, tag="drained"):
-    """Answer to DRAIN."""
+    """The answer to DRAIN."""
 
     id: Count

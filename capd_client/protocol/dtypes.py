@@ -1,7 +1,7 @@
-"""The element types capd captures, by torch name: the one table that both sides of the wire share.
+"""The table of element types that capd captures, by torch name, shared by both sides of the wire.
 
-A name is what `str(torch.dtype)` prints without the `torch.` prefix. No torch import: newer dtypes are
-looked up by name where torch is at hand, so an older torch simply never offers them.
+A name is the text of `str(torch.dtype)` without the prefix `torch.`. This module does not import torch. Modules that
+do look dtypes up by name, so an older torch never offers the newer ones.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a captured tensor is (Key) and when it was captured (Moment).
+"""The identity of a captured tensor (Key) and of its capture in time (Moment).
 
-Both are plain msgspec structs, shared by the job, the wire, the daemon and the store; importing this
-module imports no torch.
+Both are plain msgspec structs, shared by the job, the wire, the daemon and the store. Importing this module imports no
+torch.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from msgspec import Meta
 
 __all__ = ["MAX_INDEX", "MAX_NAME_CHARS", "MAX_NDIM", "Key", "Moment"]
 
-MAX_NAME_CHARS = 4096  # longer names are refused with a counted drop (`invalid_key`)
+# A longer name is refused with a counted drop (`invalid_key`).
+MAX_NAME_CHARS = 4096
 MAX_NDIM = 16
-MAX_INDEX = 2**63 - 1  # indices are stored as SQLite integers
+# Indices are stored as SQLite integers.
+MAX_INDEX = 2**63 - 1
 
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 Index = Annotated[int, Meta(ge=0, le=MAX_INDEX)]
@@ -23,13 +25,19 @@ Rank = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
 class Key(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True, forbid_unknown_fields=True):
-    """What a tensor is: all records with one key and one dtype make one series.
+    """The identity of a tensor. All records with one key and one dtype are one series.
 
-    quant_type: bf16, fp16, fp8, mxfp8, mxfp4, nvfp4, hifp8 or the user's own word: a label.
-    rank: global rank, 0-based. layer: 0-based, None where there is none (lm_head, embeddings).
-    phase: "pre" or "post". layer_type: attention, linear, … operation: forward, backward.
-    component: FA, linear, … tensor_name: query, input, weight, output, grad_output, …
-    module: qualified module name without wrappers. stack: parent of the layer list (encoder, decoder).
+    Attributes:
+        quant_type: A label: bf16, fp16, fp8, mxfp8, mxfp4, nvfp4, hifp8 or the user's own word.
+        rank: The global rank, 0-based.
+        tensor_name: query, input, weight, output, grad_output, …
+        layer: The layer's index, 0-based; None outside layers (lm_head, embeddings).
+        phase: "pre" or "post".
+        layer_type: attention, linear, …
+        operation: forward, backward.
+        component: FA, linear, …
+        module: The qualified module name without wrappers.
+        stack: The parent of the layer list (encoder, decoder).
     """
 
     quant_type: Name
@@ -45,10 +53,12 @@ class Key(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True, forbid_unk
 
 
 class Moment(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """When a tensor was captured. `time_ns` is wall clock (time.time_ns), the rest are ordinals.
+    """The time of a capture. `time_ns` is wall clock (time.time_ns); the other fields are ordinals.
 
-    call: how often this tap fired before in the same micro-batch. attempt: restarts of the job.
-    recompute: captured while activation checkpointing ran a forward again.
+    Attributes:
+        call: How often this tap fired before in the same micro-batch.
+        attempt: The number of the job's restarts.
+        recompute: Whether activation checkpointing was running a forward again.
     """
 
     iteration: Index = 0

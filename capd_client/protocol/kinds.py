@@ -1,4 +1,4 @@
-"""The sorts of matrix products that are tapped: what their keys are called and which tensors they have. No torch."""
+"""The kinds of tapped matrix products: the names in their keys, and their tensors. No torch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from typing import NamedTuple
 
 __all__ = ["ATTENTION", "GROUPED_LINEAR", "KINDS", "LINEAR", "Kind", "placement"]
 
-_WITHOUT_GRADIENT = ("offsets", "output")  # integers; and grad_output is no result
+# Offsets are integers, and the gradient of the output is an operand, not a result.
+_WITHOUT_GRADIENT = ("offsets", "output")
 
 
 class Kind(NamedTuple):
-    """One sort of product.
+    """One kind of product.
 
-    layer_type, component: as in the key. operands: names of the tensors that change from call to call, in the order of
-    the product's arguments. parameter: name of the one that does not, kept once per iteration; "" where there is none.
+    Attributes:
+        layer_type, component: As in the key.
+        operands: The names of the tensors that change from call to call, in the order of the product's arguments.
+        parameter: The name of the tensor that does not change, kept once per iteration; "" if there is none.
     """
 
     layer_type: str
@@ -23,17 +26,17 @@ class Kind(NamedTuple):
 
     @property
     def forward_tensors(self) -> tuple[str, ...]:
-        """What the forward captures."""
+        """The tensors that the forward captures."""
         return (*self.operands, *filter(None, [self.parameter]), "output")
 
     @property
     def default_tensors(self) -> tuple[str, ...]:
-        """The operands of all products, those of the backward's too, and the result of the forward's."""
+        """The operands of all products, also of the backward, and the result of the forward."""
         return (*self.forward_tensors, "grad_output")
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """All that can be captured: also what a backward computes from the operands, on request."""
+        """All tensors that can be captured. On request this includes the gradients that the backward computes."""
         computed = (f"grad_{name}" for name in self.forward_tensors if name not in _WITHOUT_GRADIENT)
         return (*self.default_tensors, *computed)
 
@@ -45,16 +48,17 @@ ATTENTION = Kind("attention", "FA", ("query", "key", "value"))
 """O = softmax(Q Kᵀ · scale) V, fused or not."""
 
 GROUPED_LINEAR = Kind("linear", "grouped_linear", ("input", "offsets"), "weight")
-"""Y = X Wᵀ for several groups of rows, each with a weight of its own: the experts of one layer.
+"""Y = X Wᵀ for several groups of rows, each with its own weight: the experts of one layer.
 
-The rows lie one group behind the other; `offsets` says where each group ends, and empty groups end where they begin.
+The rows of one group follow those of the group before. `offsets` holds the end of each group; an empty group ends
+where it begins.
 """
 
 KINDS = (LINEAR, ATTENTION, GROUPED_LINEAR)
 
 
 def placement(tensor_name: str) -> tuple[str, str]:
-    """Operation and phase of a tensor: operands are "pre", results are "post"."""
+    """Return operation and phase of a tensor: operands are "pre", results are "post"."""
     if tensor_name == "grad_output":
         return "backward", "pre"
     if tensor_name.startswith("grad_"):

@@ -1,28 +1,33 @@
-"""Wire protocol between a rank (or a tool) and the node daemon, version 1. No I/O, no torch.
+"""The wire protocol between a rank (or a tool) and the node daemon, version 1. No I/O, no torch.
 
-Transport: one unix stream socket per peer. The client first sends one byte: `A` with the arena's
-descriptor attached (SCM_RIGHTS) when it is a rank, `T` without one when it is a tool. After that both
-directions carry `multiprocessing.connection` frames (length prefix) of at most MAX_FRAME_NBYTES, each one
-msgpack-encoded message of the unions below. Never pickle.
+Transport: one unix stream socket per peer. The client first sends one byte. A rank sends `A` with the arena's
+descriptor attached (SCM_RIGHTS); a tool sends `T` with no descriptor. After that both directions carry
+`multiprocessing.connection` frames (length prefix) of at most MAX_FRAME_NBYTES. Each frame is one msgpack-encoded
+message of the unions below. Nothing is pickled.
 
 rank → daemon   HELLO, DEF, PUT, DROPS, FLUSH, STEERED, DRAINED, PING, BYE
 daemon → rank   WELCOME | REJECT, ACK, NACK, FLUSHED, STEER, DRAIN, PONG, BYE_OK
 tool → daemon   STATS, CONTROL, PING         daemon → tool   STATS_REPLY, CONTROL_REPLY, PONG, REJECT
 
-Rules. HELLO comes first and within HANDSHAKE_TIMEOUT_S. A DEF precedes the first PUT or DROPS that names
-its id; ids are per connection. Sequences are unique per client uuid and never reused; a PUT may repeat one
-after a reconnect (the daemon joins it to the work in progress, or acknowledges again). ACK is the
-daemon's word that the records are committed and frees their slots. NACK means never committed: the client
-counts the drop under the reason given. Everything a peer sends is validated before use; a violation ends
-that connection only, with REJECT and a text. STEER is the whole wanted state and no change of one: a rank keeps
-the one with the highest id, and tells what it holds (STEERED) on every connection and whenever that changes.
+Rules:
 
-Parts. A tensor larger than the arena is several descriptors with `part`, each in a slot and under a sequence of
-its own. ACK of a part frees its slot and says only that this daemon need not be sent it again; ACK of the last one is
-the record's. NACK of any of them is the record's.
+- HELLO comes first, within HANDSHAKE_TIMEOUT_S.
+- A DEF precedes the first PUT or DROPS that names its id. Ids are per connection.
+- Sequences are unique per client uuid and never reused. A PUT may repeat one after a reconnect; the daemon joins it to
+  the work in progress, or acknowledges it again.
+- ACK means that the records are committed, and frees their slots.
+- NACK means that the records will never be committed. The client counts the drop under the given reason.
+- The daemon validates everything that a peer sends before it uses it. A violation ends that connection only, with
+  REJECT and a text.
+- STEER is the whole wanted state, not a change of it. A rank keeps the one with the highest id. It reports its state
+  (STEERED) on every connection and after every change.
 
-Arena. A memfd, sealed SHRINK|GROW|SEAL (and FUTURE_WRITE where known). Page 0 is the counter page
-(`capd_client.protocol.counter_page`), slots lie behind it.
+Parts: a tensor larger than the arena takes several descriptors with `part`, each with its own slot and sequence. ACK of
+a part frees its slot, and means that this daemon does not need the part again. ACK of the last part acknowledges the
+record. NACK of any part refuses the record.
+
+Arena: a memfd, sealed SHRINK|GROW|SEAL (and FUTURE_WRITE if the kernel knows it). Page 0 is the counter page
+(`capd_client.protocol.counter_page`); the journal (`capd_client.protocol.journal_layout`) and the slots follow it.
 """
 
 from __future__ import annotations
@@ -55,11 +60,15 @@ __all__ = [
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_NBYTES = 1 << 20
-MAX_BATCH = 64  # descriptors in one PUT
-MAX_KEYS = 1 << 20  # DEFs on one connection
-MAX_METADATA_NBYTES = 4096  # one capture's free metadata as JSON, in UTF-8
+# Descriptors in one PUT.
+MAX_BATCH = 64
+# DEFs on one connection.
+MAX_KEYS = 1 << 20
+# One capture's metadata as JSON, in UTF-8.
+MAX_METADATA_NBYTES = 4096
 HANDSHAKE_TIMEOUT_S = 5.0
-PING_INTERVAL_S = 5.0  # three unanswered PINGs end a connection
+# Three unanswered PINGs end a connection.
+PING_INTERVAL_S = 5.0
 ARENA_BYTE = b"A"
 TOOL_BYTE = b"T"
 
@@ -69,7 +78,7 @@ ReasonIndex = Annotated[int, Meta(ge=0, lt=len(DROP_REASONS))]
 
 
 class Hello(msgspec.Struct, tag="hello", kw_only=True):
-    """A rank introduces itself. `connection` counts up per uuid, so that a late old one is told apart."""
+    """A rank introduces itself. `connection` counts up per uuid: a late HELLO of an old connection has a lower one."""
 
     protocol: int
     client: Uuid
@@ -85,7 +94,7 @@ class Hello(msgspec.Struct, tag="hello", kw_only=True):
 
 
 class Welcome(msgspec.Struct, tag="welcome", kw_only=True):
-    """The session stands. `epoch` is new for every daemon process; `run_id` is the run it writes to."""
+    """The daemon opens the session. `epoch` is new for every daemon process; `run_id` is the run it writes to."""
 
     protocol: int
     epoch: Uuid
@@ -103,7 +112,10 @@ class Reject(msgspec.Struct, tag="reject"):
 
 
 class Define(msgspec.Struct, tag="def", kw_only=True):
-    """Interns a key on this connection. `attributes`: what is constant for it (layout, coordinates, cast_from)."""
+    """Defines the id of a key on this connection.
+
+    `attributes` holds the key's constant facts (layout, coordinates, cast_from).
+    """
 
     id: KeyId
     key: Key
@@ -112,10 +124,11 @@ class Define(msgspec.Struct, tag="def", kw_only=True):
 
 
 class Part(msgspec.Struct, array_like=True):
-    """Which bytes of a record larger than the arena a descriptor brings: its own, from byte `first` of `nbytes` on.
+    """The place of a descriptor's bytes in a record larger than the arena: from byte `first` of `nbytes`.
 
-    `record` is the record's sequence, smaller than those of its parts, which come in order. Shape, moment, key and all
-    else is the record's, and counts in the last part. A part without bytes gives the record up.
+    `record` is the record's sequence. It is smaller than the sequences of the parts, which come in order. Shape,
+    moment, key and all other fields are the record's, and the daemon takes them from the last part. A part without
+    bytes gives the record up.
     """
 
     record: U64
@@ -124,15 +137,18 @@ class Part(msgspec.Struct, array_like=True):
 
 
 class Descriptor(msgspec.Struct, array_like=True):
-    """One capture in the arena: `nbytes` at `offset`, without gaps, of Define(key_id)'s dtype.
+    """One capture in the arena: `nbytes` at `offset`, without gaps, of the dtype of Define(key_id).
 
-    row_offset: where in the arena the rank put a statistics row that it computed
-    (`capd_client.protocol.statistics_row`), 8-byte aligned; None lets the daemon compute. payload: False keeps only the
-    statistics; the bytes are there for the daemon to compute them from, and with a row_offset there are none. shape is
-    the tensor's in any case.
-    part: the bytes are a part of the capture's; None where they are all of them. A part has no row_offset.
-    statistics: compute them also where the daemon is set up to compute none of tensors that it keeps.
-    order: the tensor's axes as they lie in the bytes, outermost first; None where that is C order. A part has none.
+    Attributes:
+        shape: The tensor's shape in all cases.
+        metadata: A JSON object in UTF-8, or empty.
+        row_offset: The offset in the arena of the statistics row that the rank computed
+            (`capd_client.protocol.statistics_row`), 8-byte aligned. None lets the daemon compute it.
+        payload: False keeps only the statistics. The daemon computes them from the bytes; with a row_offset there are
+            no bytes.
+        part: The place of the bytes in a larger record; None if they are the whole tensor. A part has no row_offset.
+        statistics: Compute statistics even if the daemon's settings omit them for tensors that it keeps.
+        order: The tensor's axes in the order of the bytes, outermost first; None is C order. A part has none.
     """
 
     sequence: U64
@@ -144,7 +160,7 @@ class Descriptor(msgspec.Struct, array_like=True):
     device: ShortText = "cpu"
     requires_grad: bool = False
     is_leaf: bool = False
-    metadata: Annotated[bytes, Meta(max_length=MAX_METADATA_NBYTES)] = b""  # a JSON object in UTF-8, or empty
+    metadata: Annotated[bytes, Meta(max_length=MAX_METADATA_NBYTES)] = b""
     row_offset: Optional[U64] = None
     payload: bool = True
     part: Optional[Part] = None
@@ -153,17 +169,17 @@ class Descriptor(msgspec.Struct, array_like=True):
 
     @property
     def record(self) -> int:
-        """The sequence of the record that this is, or is a part of."""
+        """The sequence of the record; that of the whole record for a part."""
         return self.sequence if self.part is None else self.part.record
 
     @property
     def record_nbytes(self) -> int:
-        """Bytes of the whole record."""
+        """The bytes of the whole record."""
         return self.nbytes if self.part is None else self.part.nbytes
 
     @property
     def ends_record(self) -> bool:
-        """Whether the record is whole with this."""
+        """Whether this descriptor completes its record."""
         part = self.part
         return part is None or (self.nbytes > 0 and part.first + self.nbytes == part.nbytes)
 
@@ -177,8 +193,8 @@ class Put(msgspec.Struct, tag="put"):
 class DropRow(msgspec.Struct, array_like=True):
     """Cumulative drops of one key under one reason in this process.
 
-    nbytes: of their tensors, or of the slices that were asked for, in the dtype of the key, also where no more than
-    statistics would have been kept; 0 for a drop in front of that (unsupported, invalid_key).
+    `nbytes` counts the bytes of their tensors, or of the requested slices, in the dtype of the key. It counts them also
+    if only statistics would have been kept. It is 0 for a drop before the size is known (unsupported, invalid_key).
     """
 
     key_id: KeyId
@@ -190,20 +206,20 @@ class DropRow(msgspec.Struct, array_like=True):
 
 
 class Drops(msgspec.Struct, tag="drops"):
-    """The rows of the drop ledger that changed since the last one; counts are cumulative."""
+    """The rows of the drop ledger that changed since the last DROPS; counts are cumulative."""
 
     rows: Annotated[list[DropRow], Meta(max_length=1024)]
 
 
 class Flush(msgspec.Struct, tag="flush"):
-    """Answer once every sequence ≤ `upto` received on this session is committed or refused."""
+    """A rank asks for FLUSHED once every sequence ≤ `upto` received on this session is committed or refused."""
 
     id: Count
     upto: U64
 
 
 class Flushed(msgspec.Struct, tag="flushed"):
-    """Answer to FLUSH."""
+    """The answer to FLUSH."""
 
     id: Count
 
@@ -229,7 +245,7 @@ class Nack(msgspec.Struct, tag="nack"):
 
 
 class Bye(msgspec.Struct, tag="bye"):
-    """The rank leaves in order; its counter page is final."""
+    """The rank leaves in an orderly way; its counter page is final."""
 
 
 class ByeOk(msgspec.Struct, tag="bye_ok"):
@@ -260,12 +276,12 @@ def encode(message: ClientMessage | DaemonMessage) -> bytes:
 
 
 def decode_client(frame: bytes) -> ClientMessage:
-    """Decode a frame sent by a rank or tool; raises msgspec.DecodeError (or ValidationError) on anything else."""
+    """Decode a frame sent by a rank or tool. Raises msgspec.DecodeError (or ValidationError) on anything else."""
     message: ClientMessage = _client_decoder.decode(frame)
     return message
 
 
 def decode_daemon(frame: bytes) -> DaemonMessage:
-    """Decode a frame sent by the daemon; raises msgspec.DecodeError on anything else."""
+    """Decode a frame sent by the daemon. Raises msgspec.DecodeError on anything else."""
     message: DaemonMessage = _daemon_decoder.decode(frame)
     return message

@@ -1,4 +1,4 @@
-"""How many micro-batches a collection run keeps: N in all, at most M of one iteration. No torch."""
+"""The quota of a collection run: it keeps N micro-batches in all, at most M of one iteration. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QuotaState = Literal["collecting", "reached", "complete"]
 
 
 class Collected(msgspec.Struct, kw_only=True):
-    """What one process of a collection run's job leaves about itself. kept: micro-batches that were taken."""
+    """The report of one process of a collection run's job. `kept` is the number of micro-batches taken."""
 
     rank: int
     local_world_size: int
@@ -29,7 +29,7 @@ class Collected(msgspec.Struct, kw_only=True):
 
 
 def parse_quota(text: str) -> tuple[Optional[int], int]:
-    """N and M of "N/M"; N is None for "all". Raises ConfigError saying what is accepted."""
+    """Return N and M of "N/M"; N is None for "all". Raises ConfigError saying what is accepted."""
     match = _QUOTA.fullmatch(text.strip())
     if match is None:
         raise ConfigError(
@@ -39,12 +39,16 @@ def parse_quota(text: str) -> tuple[Optional[int], int]:
 
 
 class Quota:
-    """Which micro-batches of a job are taken: of each iteration the first M that come, until they are N in all.
+    """The micro-batches that a job takes: the first M of each iteration, until there are N in all.
 
-    total: N, None for no end. Counted from the first iteration that is asked about, whatever its number is: a job that
-    resumes has its N, too, and so has one with fewer than M micro-batches per iteration. All ranks of a job see the
-    same micro-batches, so they take the same ones without talking to each other. Not thread-safe: the thread that
-    trains asks. on_change: called when a micro-batch is taken for the first time, and when the quota is complete.
+    Counting starts at the first iteration that is asked about, whatever its number is. A resumed job therefore gets its
+    N too, and so does a job with fewer than M micro-batches per iteration. All ranks of a job see the same
+    micro-batches, so they take the same ones without communication. Not thread-safe: only the training thread asks.
+
+    Args:
+        total: N; None has no end.
+        per_iteration: M.
+        on_change: Called when a micro-batch is taken for the first time, and when the quota is complete.
     """
 
     def __init__(
@@ -53,26 +57,28 @@ class Quota:
         self._total = total
         self._per_iteration = per_iteration
         self._on_change = on_change
-        self._before = 0  # taken of the iterations before this one
+        # Micro-batches taken of earlier iterations, and of this one.
+        self._before = 0
         self._iteration = -1
-        self._taken: set[int] = set()  # micro-batches of this iteration
+        self._taken: set[int] = set()
         self._complete = False
-        self.watched = False  # whether gates ask, by the iterations that capd counts
+        # Whether gates ask, with iterations that capd counts.
+        self.watched = False
 
     @property
     def kept(self) -> int:
-        """Micro-batches taken until now."""
+        """The number of micro-batches taken until now."""
         return self._before + len(self._taken)
 
     @property
     def state(self) -> QuotaState:
-        """reached: all N are taken, but the iteration of the last one, and so its backward, may be under way."""
+        """The state: "reached" once all N are taken; "complete" after the iteration of the last one."""
         if self._complete:
             return "complete"
         return "collecting" if self.kept != self._total else "reached"
 
     def room(self, iteration: int) -> int:
-        """How many micro-batches of this iteration are taken."""
+        """Return how many micro-batches of this iteration may be taken."""
         if iteration != self._iteration:
             self._before += len(self._taken)
             self._iteration, self._taken = iteration, set()
@@ -84,7 +90,7 @@ class Quota:
         return min(self._per_iteration, self._total - self._before)
 
     def take(self, iteration: int, micro_batch: int) -> bool:
-        """Whether this micro-batch is taken; it is, as long as there is room."""
+        """Take this micro-batch if there is room; return whether it is taken."""
         room = self.room(iteration)
         if micro_batch not in self._taken:
             if len(self._taken) >= room:

@@ -1,8 +1,8 @@
-"""A record's reference as text: `capd:` and what tells it from every other record of its run, written as a query.
+"""A record's reference: `capd:` and, as a query, the fields that identify the record in its run.
 
     capd:quant_type=mxfp8&rank=0&layer=3&phase=pre&…&tensor_name=query&iteration=7&micro_batch=0&call=0&sample_idx=2
 
-What is not there is left out. `capd.open(store).record(reference)` finds the record.
+Fields without a value are omitted. `capd.open(store).record(reference)` finds the record.
 """
 
 from __future__ import annotations
@@ -38,24 +38,25 @@ _MOMENT = ("iteration", "micro_batch", "call", "sample_idx", "batch_idx", "seque
 
 
 def reference_of(key: Key, moment: Moment) -> str:
-    """The reference of what is recorded of `key` at `moment`."""
+    """Return the reference of the record of `key` at `moment`."""
     given = [f"{name}={number}" for name in _MOMENT if (number := getattr(moment, name)) is not None]
     if not moment.attempt:
-        given.pop()  # it is the last one
+        # The attempt, which is the last one.
+        given.pop()
     return f"{_beginning(key)}&{'&'.join(given)}"
 
 
 # Kept, as hardly any key is new: writing it again was a large part of each call of tensor_saver.
 @lru_cache(maxsize=1 << 12)
 def _beginning(key: Key) -> str:
-    """What the references of all records of a key have in common."""
+    """Return the common beginning of the references of all records of a key."""
     fields = {name: getattr(key, name) for name in _KEY}
     given = {n: v for n, v in fields.items() if v is not None and (v != "" or n not in _MAY_BE_EMPTY)}
     return _SCHEME + urlencode(given, errors="replace")
 
 
 def parse_reference(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of the key and of the moment in a reference; raises ConfigError for any other text."""
+    """Return the fields of the key and of the moment in a reference. Raises ConfigError for any other text."""
     try:
         if not text.startswith(_SCHEME) or len(text) > _MAX_CHARS:
             raise ValueError

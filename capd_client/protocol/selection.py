@@ -1,4 +1,4 @@
-"""Which steps, modules and tensors are captured: ranges like "0-2,100-:100", name globs, tensor names. No torch."""
+"""Selects steps, modules and tensors: ranges like "0-2,100-:100", name globs, tensor names. No torch."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ _PART = re.compile(r"(?P<first>\d+)(?P<dash>-)?(?P<last>\d+)?(?::(?P<stride>\d+)
 
 class _Part(NamedTuple):
     first: int
-    last: Optional[int]  # None: open
+    # None is open.
+    last: Optional[int]
     stride: int
 
 
 class Ranges:
     """A set of non-negative integers: "all", or parts "3", "0-2", "100-", "100-:100", "0-90:10" joined by commas.
 
-    Raises ConfigError for anything else, naming the part that is wrong. Empty text selects nothing.
+    Raises ConfigError for any other text; the message names the wrong part. Empty text selects nothing.
     """
 
     __slots__ = ("_parts", "text")
@@ -60,7 +61,7 @@ class Ranges:
         )
 
     def first_from(self, number: int) -> Optional[int]:
-        """The smallest member that is not less than `number`; None: there is none."""
+        """Return the smallest member that is not less than `number`; None if there is none."""
         found = (
             (first + max(0, -(-(number - first) // stride)) * stride, last)
             for first, last, stride in self._parts
@@ -72,7 +73,7 @@ class Ranges:
         return any(_meet(one, two) for one in self._parts for two in other._parts)
 
     def beyond(self, count: int) -> Optional[int]:
-        """A number that the text names and that is not below `count`; None where there is none."""
+        """Return a number in the text that is not below `count`; None if there is none."""
         for first, last, _ in self._parts:
             named = first if last is None else last
             if named >= count:
@@ -90,7 +91,8 @@ def _meet(one: _Part, two: _Part) -> bool:
         return False
     steps = (two.first - one.first) // common * pow(one.stride // common, -1, two.stride // common)
     every = one.stride * two.stride // common
-    member = one.first + one.stride * steps  # one of them, below or above where both begin
+    # The progressions share this member and every one that is `every` away. It may be below or above both starts.
+    member = one.first + one.stride * steps
     begin = max(one.first, two.first)
     member = begin + (member - begin) % every
     return all(last is None or member <= last for last in (one.last, two.last))
@@ -108,7 +110,7 @@ def _parse(part: str) -> _Part:
     if match["last"] and not match["dash"]:
         raise ConfigError(f"cannot read {part!r} as a range")
     if stride == 0 or (last is not None and last < first):
-        raise ConfigError(f"range {part!r} is empty: the end lies before the start, or the stride is 0")
+        raise ConfigError(f"range {part!r} is empty: the end is before the start, or the stride is 0")
     return _Part(first, last, stride)
 
 
@@ -123,9 +125,12 @@ _TensorName = Annotated[str, Meta(max_length=max(map(len, TENSORS)))]
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What stands in for the own selection of every `watch` of a job; None leaves that part as the job says.
+    """A selection that replaces the selection of every `watch` of a job. None leaves a part as the job says.
 
-    steps, micro_batches, ranks: Ranges. modules: globs over qualified names without wrappers. tensors: of TENSORS.
+    Attributes:
+        steps, micro_batches, ranks: Ranges.
+        modules: Globs over qualified module names without wrappers.
+        tensors: Names from TENSORS.
     """
 
     steps: Optional[_RangeText] = None
@@ -135,7 +140,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tensors: Optional[Annotated[tuple[_TensorName, ...], Meta(max_length=len(TENSORS))]] = None
 
     def check(self) -> None:
-        """Raise ConfigError, with what is accepted, for anything that cannot be read or selects nothing."""
+        """Raise ConfigError, with the accepted values, for a part that cannot be read or selects nothing."""
         for name in ("steps", "micro_batches", "ranks"):
             text = getattr(self, name)
             if text is not None:
