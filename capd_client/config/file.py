@@ -1,9 +1,9 @@
-"""Reads capd.toml for the client: the layout, unknown keys refused, the daemon's table ignored.
+"""Reads capd.toml for the client: checks its layout, refuses unknown keys, and ignores the daemon's table.
 
 Top level: quant_type, policy, mode, watch, slice, max_block_ms, arena_bytes, max_mb_per_step, max_d2h_gbps,
 ring_bytes, piece_bytes, snapshot, ring, exit_timeout_s. Table [when]: steps, micro_batches, ranks. Tables [[rule]]:
-`capd_client.rules.schema`. Table [daemon] belongs to `capd serve` and is not looked into here. A file of rules alone
-has nothing but [[rule]].
+see `capd_client.rules.schema`. Table [daemon] belongs to `capd serve`; this module does not read it. A file of rules
+alone has only [[rule]].
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_FILE_NBYTES = 1 << 20
 
 
 class WhenSettings(msgspec.Struct, forbid_unknown_fields=True):
-    """Table [when]: which steps, micro-batches and ranks `watch` captures."""
+    """Table [when]: the steps, micro-batches and ranks that `watch` captures."""
 
     steps: Optional[RangeText] = None
     micro_batches: Optional[RangeText] = None
@@ -46,7 +46,7 @@ class WhenSettings(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class FileSettings(msgspec.Struct, forbid_unknown_fields=True):
-    """capd.toml as the client sees it."""
+    """The client's view of capd.toml."""
 
     quant_type: Optional[str] = None
     policy: Optional[str] = None
@@ -68,10 +68,15 @@ class FileSettings(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_settings_file(path: str, *, must_exist: bool) -> tuple[Mapping[str, Any], Optional[str]]:
-    """Values by dotted key ("policy", "when.steps", "rule") and the absolute path read.
+    """Read and check capd.toml.
 
-    ({}, None) when the file is absent and need not exist. Raises ConfigError when it is absent but was named,
-    cannot be read or parsed, holds unknown keys, wrong types or rules that cannot be, or this Python reads no TOML.
+    Returns:
+        The values by dotted key ("policy", "when.steps", "rule"), and the absolute path of the file. ({}, None) if the
+        file is absent and need not exist.
+
+    Raises:
+        ConfigError: The file must exist but is absent, cannot be read or parsed, holds unknown keys, wrong types or
+            invalid rules; or this Python reads no TOML.
     """
     path = os.path.abspath(os.path.expanduser(path))
     try:
@@ -85,14 +90,14 @@ def read_settings_file(path: str, *, must_exist: bool) -> tuple[Mapping[str, Any
 
 
 def read_rules_file(path: str) -> tuple[RuleSettings, ...]:
-    """The rules of a file that holds nothing else. Raises ConfigError, naming the file, for anything else."""
+    """Return the rules of a file that holds only rules. Raises ConfigError, naming the file, for any other file."""
     path = os.path.abspath(os.path.expanduser(path))
     try:
         table = read_toml(path)
-        check_fields(table, ("rule",), ", where there are only [[rule]]s")
+        check_fields(table, ("rule",), " in a file of rules alone")
         rules = table.get("rule")
         if not isinstance(rules, list) or not rules:
-            raise ConfigError("no [[rule]] in it")
+            raise ConfigError("it has no [[rule]]")
         return parse_rules(rules)
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist") from None
@@ -101,7 +106,7 @@ def read_rules_file(path: str) -> tuple[RuleSettings, ...]:
 
 
 def parse_settings(table: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The values of a whole document by dotted key; raises ConfigError for what has no place in one."""
+    """Return the values of a whole document by dotted key. Raises ConfigError for unknown keys and invalid values."""
     check_fields(table, FileSettings.__struct_fields__)
     when, rules = table.get("when"), table.get("rule")
     if isinstance(when, dict):
@@ -120,7 +125,12 @@ def parse_settings(table: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_toml(path: str) -> dict[str, Any]:
-    """The document in a file. Raises ConfigError, without the path, for what is none, and FileNotFoundError."""
+    """Parse the TOML document in a file.
+
+    Raises:
+        FileNotFoundError: The file is absent.
+        ConfigError: The file cannot be read, is too large or is not TOML. The message does not name the path.
+    """
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_FILE_NBYTES + 1)
@@ -134,9 +144,10 @@ def read_toml(path: str) -> dict[str, Any]:
         import tomllib
     except ModuleNotFoundError:
         raise ConfigError(
-            "ignored, as Python before 3.11 has no TOML reader; use the CAPD_* environment variables"
+            "ignored, because Python before 3.11 has no TOML reader; use the CAPD_* environment variables"
         ) from None
     try:
         return tomllib.loads(content.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # ValueError: also of a number with more than 4300 digits
+    # A ValueError also comes from a number with more than 4300 digits.
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"not valid TOML: {error}") from None

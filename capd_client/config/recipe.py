@@ -1,11 +1,11 @@
-"""What is emulated, and how: a number format for linears, one for each product of attention. No torch.
+"""The recipe of an emulation: a number format for linears, and one for each product of attention. No torch.
 
-    Recipe.of("mxfp8")                                    # the word goes to all three
+    Recipe.of("mxfp8")                                    # the word applies to all three
     Recipe.of({"linear": "mxfp8", "qk": "none", "pv": "none"})
     Recipe.of({"linear": {"format": "mxfp4", "backward": {"format": "mxfp8", "elem": "e5m2"}}})
     Recipe.of(recipe.text())                              # its own JSON
 
-What a mapping does not name is not emulated.
+A part that a mapping does not name is not emulated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Words = Union[str, Mapping[str, Any], "Recipe"]
 
 NONE = "none"
 BASELINES = (NONE, "bf16", "fp16", "fp32")
-"""The words of runs without emulation: they install nothing."""
+"""The words of runs without emulation. They install nothing."""
 
 PARTS = ("linear", "qk", "pv")
 LEVELS = ("straight-through", "exact")
@@ -39,15 +39,18 @@ _RESERVED = "a mapping with a format and its options"
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """A number format with its options settled, and what the backward of its products does.
+    """A number format with its options settled, and the treatment of the backward of its products.
 
-    format, elem, block, scale_mode, rounding, overflow, tensor_scale, preset: see `capd_client.formats.encode`; what a
-    format does not take is None. Blocks lie along the contraction axis of each product, so there is no axis.
-
-    backward: "same" quantises the operands of the two products of the backward as those of the forward; "none" computes
-    them from the operands as they are, with the gradients straight through; or what QuantSpec they are quantised by.
-    gradient_rounding: of dY alone, in place of the rounding of its format: "stochastic" as a rule.
-    weight: a linear's weight in the forward, and in dX = dY · W where `backward` is "same"; None: as its input.
+    Attributes:
+        format, elem, block, scale_mode, rounding, overflow, tensor_scale, preset: As in `capd_client.formats.encode`;
+            None if the format does not take the option. Blocks run along the contraction axis of each product, so there
+            is no axis.
+        backward: "same" quantises the operands of the two products of the backward as those of the forward. "none"
+            computes these products from unquantised operands, and gradients pass straight through. A QuantSpec
+            quantises the operands by another format.
+        gradient_rounding: The rounding of dY alone, instead of its format's; usually "stochastic".
+        weight: The format of a linear's weight in the forward, and in dX = dY · W if `backward` is "same". None is the
+            format of the input.
     """
 
     format: str
@@ -64,7 +67,11 @@ class QuantSpec:
 
     @classmethod
     def of(cls, given: Union[str, Mapping[str, Any]], where: str = "format") -> Optional[QuantSpec]:
-        """The format that a word or a mapping names; None for one of BASELINES. Raises ConfigError, naming `where`."""
+        """Return the format that a word or a mapping names; None for a word of BASELINES.
+
+        Raises:
+            ConfigError: The format or an option is invalid. The message names `where`.
+        """
         if isinstance(given, str):
             return None if given in BASELINES else _settled({"format": given}, where)
         if not isinstance(given, Mapping):
@@ -73,19 +80,19 @@ class QuantSpec:
 
     @property
     def for_weight(self) -> QuantSpec:
-        """What a linear's weight is quantised by in the forward."""
+        """The format of a linear's weight in the forward."""
         return self.weight or self
 
     @property
     def backward_spec(self) -> Optional[QuantSpec]:
-        """What the operands of the backward are quantised by; None where they are not."""
+        """The format of the operands of the backward; None if they are not quantised."""
         if isinstance(self.backward, QuantSpec):
             return self.backward
         return self if self.backward == "same" else None
 
     @property
     def backward_weight(self) -> Optional[QuantSpec]:
-        """What a linear's weight is quantised by in the backward."""
+        """The format of a linear's weight in the backward; None if it is not quantised."""
         if self.backward == "same":
             return self.for_weight
         spec = self.backward_spec
@@ -93,17 +100,17 @@ class QuantSpec:
 
     @property
     def gradient_spec(self) -> Optional[QuantSpec]:
-        """What dY is quantised by."""
+        """The format of dY; None if it is not quantised."""
         spec, rounding = self.backward_spec, self.gradient_rounding
         return spec if spec is None or rounding is None else replace(spec, rounding=rounding)
 
     def options(self) -> dict[str, Any]:
-        """Of the format, without those that it does not take."""
+        """Return the options that the format takes."""
         found = {name: getattr(self, name) for name in _OPTIONS}
         return {name: value for name, value in found.items() if value is not None}
 
     def as_mapping(self) -> dict[str, Any]:
-        """JSON values that `of` reads back."""
+        """Return JSON values that `of` reads back."""
         backward = self.backward._plain() if isinstance(self.backward, QuantSpec) else self.backward
         found = {**self._plain(), "backward": backward}
         if self.gradient_rounding is not None:
@@ -111,19 +118,22 @@ class QuantSpec:
         return found
 
     def _plain(self) -> dict[str, Any]:
-        """What a format within a format has."""
+        """Return the JSON values of a format within a format."""
         weight = {} if self.weight is None else {"weight": self.weight._plain()}
         return {"format": self.format, **self.options(), **weight}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What each of the three sorts of products is quantised by, None where it is not.
+    """The formats of the three kinds of products; None for a kind that is not quantised.
 
-    linear: Y = X · Wᵀ. qk: the scores S = Q · Kᵀ of attention. pv: its output O = P · V. level: of attention,
-    "straight-through" (the fused kernel gets quantised q, k and v, and its gradients pass the quantisers unchanged) or
-    "exact" (unfused, P and the backward quantised, too). include, exclude: globs over the names of modules, without
-    the parts that wrappers add; without `include` all.
+    Attributes:
+        linear: The format of Y = X · Wᵀ.
+        qk: The format of the scores S = Q · Kᵀ of attention.
+        pv: The format of the output O = P · V of attention.
+        level: How attention is emulated. "straight-through": the fused kernel gets quantised q, k and v, and gradients
+            pass the quantisers unchanged. "exact": attention is unfused, and P and the backward are quantised too.
+        include, exclude: Globs over module names, without the parts that wrappers add. An empty `include` is all.
     """
 
     linear: Optional[QuantSpec] = None
@@ -135,7 +145,7 @@ class Recipe:
 
     @classmethod
     def of(cls, given: Words) -> Recipe:
-        """The recipe that a word, a mapping, a JSON text or a recipe means. ConfigError says what is allowed."""
+        """Return the recipe of a word, a mapping, JSON text or a recipe. Raises ConfigError if it is invalid."""
         if isinstance(given, Recipe):
             return given
         if isinstance(given, str):
@@ -164,11 +174,11 @@ class Recipe:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The names of those that are emulated."""
+        """The names of the emulated parts."""
         return tuple(part for part in PARTS if getattr(self, part) is not None)
 
     def within(self, include: Optional[Iterable[str]], exclude: Optional[Iterable[str]]) -> Recipe:
-        """The same for other modules; None leaves the recipe's own globs."""
+        """Return the same recipe for other modules; None keeps the recipe's own globs."""
         return replace(
             self,
             include=self.include if include is None else _globs("include", include),
@@ -176,7 +186,7 @@ class Recipe:
         )
 
     def text(self) -> str:
-        """ "none", or canonical JSON with every option that is settled, which `of` reads back."""
+        """Return "none", or canonical JSON with every settled option, which `of` reads back."""
         if self.is_none:
             return NONE
         found: dict[str, Any] = {}
@@ -201,7 +211,7 @@ def _read(text: str) -> Any:
 
 
 def _with_default(given: Mapping[str, Any], part: str) -> Any:
-    """What the recipe says of a part, with the backward that it says of all."""
+    """Return a part of the recipe, with the recipe's common backward as its default."""
     spec = given.get(part, NONE)
     default = given.get("backward")
     if default is None or spec in BASELINES:
@@ -215,7 +225,8 @@ def _settled(given: dict[str, Any], where: str) -> QuantSpec:
     _check_names(where, given, ("format", *_OPTIONS, *_ABOUT_BACKWARD))
     fmt = given.get("format")
     if not isinstance(fmt, str) or fmt not in FORMATS:
-        none = () if where.endswith((".weight", ".backward")) else (NONE,)  # or a format: `_inner`
+        # "none" is no format within a format; `_inner` requires one.
+        none = () if where.endswith((".weight", ".backward")) else (NONE,)
         allowed = ", ".join((*none, *FORMATS))
         raise ConfigError(f"{where}: the format cannot be {fmt!r}; allowed are {allowed}")
     options = {name: given[name] for name in _OPTIONS if given.get(name) is not None}
@@ -238,7 +249,7 @@ def _check_part(part: str, spec: Optional[QuantSpec]) -> None:
     if part == "linear" or spec is None:
         return
     if spec.weight is not None or (isinstance(spec.backward, QuantSpec) and spec.backward.weight is not None):
-        raise ConfigError(f"{part}: weight has a meaning for linear alone")
+        raise ConfigError(f"{part}: only linear can have a weight")
 
 
 def _check_gradient(spec: QuantSpec, where: str) -> None:
@@ -246,7 +257,7 @@ def _check_gradient(spec: QuantSpec, where: str) -> None:
         return
     gradient = spec.gradient_spec
     if gradient is None:
-        raise ConfigError(f"{where}: gradient_rounding has no meaning where backward is none")
+        raise ConfigError(f"{where}: gradient_rounding has no effect if backward is none")
     try:
         spec_of(gradient.format, gradient.options())
     except FormatError as error:
@@ -266,7 +277,7 @@ def _backward(given: Any, where: str) -> Union[str, QuantSpec]:
 
 
 def _inner(given: Any, where: str) -> QuantSpec:
-    """A format within another one's, which has no backward of its own. Here bf16 and fp16 are formats."""
+    """Parse a format within another one. It has no backward of its own, and can be bf16 or fp16."""
     if isinstance(given, str):
         given = {"format": given}
     if not isinstance(given, Mapping):

@@ -1,7 +1,7 @@
 """The client's settings: environment > capd.toml > default, resolved once per process, with origins.
 
-A value that cannot be used never stops the job: it is reported once through the logger and the default is
-used. With CAPD_STRICT=1 (tests, tools) it raises ConfigError instead. Nothing is read at import time.
+An unusable value never stops the job. The logger reports it once, and the default applies. With CAPD_STRICT=1 (tests,
+tools) it raises ConfigError instead. Importing this module reads nothing.
 """
 
 from __future__ import annotations
@@ -34,42 +34,55 @@ GPU_CALLS = ("raw", "torch")
 MAX_PIECE_NBYTES = 1 << 30
 MIN_PIECE_NBYTES = 1 << 20
 DEFAULT_MAX_BLOCK_MS = 30_000.0
-EMBEDDED_STORE = "./enhanced_tensor_logs"  # the predecessor's directory
-MAX_SOCKET_PATH = 107  # sun_path holds 108 bytes, the last one is NUL
+# The directory that tensor_saver wrote to.
+EMBEDDED_STORE = "./enhanced_tensor_logs"
+# sun_path holds 108 bytes, and the last one is NUL.
+MAX_SOCKET_PATH = 107
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
 
 
 @dataclass(frozen=True)
 class ClientConfig:
-    """Everything the client can be told, resolved. `origins` names where each value came from.
+    """The resolved settings of the client. `origins` names the source of each value.
 
-    endpoint: absolute path of the daemon's socket, None when capture is off. embedded: directory of the runs of a
-    daemon that the job is to start for itself, None where it is not (`capd_client.session.embedded_daemon`).
-    run_id: run to join, None lets the daemon assign one. quant_type: label of every capture that gives
-    none itself, None means the tensor's real dtype. arena_bytes: size of the rank's arena, None sizes it by
-    the memory that is free. max_block_ms: longest wait of one capture under policy `block`.
-    max_mb_per_step: 10⁶ bytes that the captures of one iteration may take together, None for no limit.
-    max_d2h_gbps: 10⁹ bytes per second that captures may take of the link from the GPUs, None for no limit.
-    ring_bytes: size of the ring on each device, None sizes it by the memory that is free (`capd_client.device.ring`).
-    piece_bytes: the size of one copy from a device to the host, None lets capd choose.
-    snapshot: "always" copies each tensor on its device, "auto" holds a tensor that autograd keeps anyway.
-    gpu_calls: "raw" makes the calls of a capture from CUDA's runtime where that has proved itself
-    (`capd_client.device.cuda.raw_calls`), "torch" never.
-    ring: "wait" has the job's stream wait on the device for room in the ring, "drop" does not; None: see `ring_waits`.
-    mode: what is kept: "tensor", "stats" for statistics alone, or "sample:1/N" for tensors of every Nth call.
-    watch: "off" leaves a job that never calls `watch` alone also where `capd run` would find its models.
-    steps, micro_batches, ranks: what `watch` captures, in the notation of `capd_client.protocol.selection.Ranges`.
-    rules: which modules and tensors, how and when where that differs; none: everything. slice: the rows that `watch`
-    keeps of activations and their gradients (`capd_client.rules.slices`), None for all.
-    iteration, sample_idx: where the counting starts. ping_s: seconds between two PINGs.
-    replace_tensor_saver: whether under `capd run` the predecessor's module is `capd_client.tensor_saver`.
-    emulate: the recipe, as text, by which the models that are found or watched compute (`capd_client.emulate`), None
-    for none.
-    collect: under `capd run --mode single|batch|quick`, "N/M": of the moments that `steps` and rules select, the first
-    N micro-batches, at most M of an iteration (`capd_client.protocol.quota`). collect_dir: where processes say how far
-    they are.
-    plan: under `capd plan`, the directory for what this process would capture; then nothing is captured, whatever
-    `endpoint` says. plan_steps: iterations that are planned.
+    Attributes:
+        endpoint: The absolute path of the daemon's socket; None if capture is off.
+        embedded: The directory of runs of a daemon that the job starts for itself
+            (`capd_client.session.embedded_daemon`); None if it starts none.
+        run_id: The run to join; None lets the daemon assign one.
+        policy: One of POLICIES.
+        mode: "tensor" keeps tensors, "stats" only statistics, "sample:1/N" the tensors of every Nth call.
+        watch: "off" leaves a job that never calls `watch` alone, even if `capd run` would find its models.
+        steps, micro_batches, ranks: What `watch` captures, as `capd_client.protocol.selection.Ranges`.
+        rules: The modules and tensors to capture, how and when, if that differs from the default. An empty tuple
+            captures everything.
+        slice: The rows that `watch` keeps of activations and their gradients (`capd_client.rules.slices`); None is all.
+        quant_type: The label of every capture that has none of its own; None is the tensor's real dtype.
+        exit_timeout_s: The longest wait for the daemon when the job ends, in seconds.
+        log: The level of the log.
+        arena_bytes: The size of the rank's arena; None chooses it by the free memory.
+        max_mb_per_step: The limit of all captures of one iteration, in 10⁶ bytes; None has no limit.
+        max_d2h_gbps: The limit of captures on the link from the GPUs, in 10⁹ bytes per second; None has no limit.
+        ring_bytes: The size of the ring on each device; None chooses it by the free memory
+            (`capd_client.device.ring`).
+        piece_bytes: The size of one copy from a device to the host; None lets capd choose.
+        snapshot: "always" copies each tensor on its device; "auto" holds a tensor that autograd keeps anyway.
+        ring: "wait" makes the job's stream wait on the device for room in the ring, "drop" does not; None: see
+            `ring_waits`.
+        gpu_calls: "raw" calls CUDA's runtime directly if that has proved itself (`capd_client.device.cuda.raw_calls`);
+            "torch" never does.
+        max_block_ms: The longest wait of one capture under policy `block`.
+        strict: Whether an unusable value raises ConfigError.
+        ping_s: Seconds between two PINGs.
+        iteration, sample_idx: The start of the counting.
+        replace_tensor_saver: Whether `capd run` replaces the job's tensor_saver by `capd_client.tensor_saver`.
+        emulate: The recipe, as text, of the models that are found or watched (`capd_client.emulate`); None is none.
+        collect: "N/M" under `capd run --mode single|batch|quick`. Of the moments that `steps` and rules select, it
+            keeps the first N micro-batches, at most M of an iteration (`capd_client.protocol.quota`).
+        collect_dir: The directory in which processes report their progress.
+        plan: Under `capd plan`, the directory for the plan of this process. Nothing is captured then, whatever
+            `endpoint` is.
+        plan_steps: The number of planned iterations.
     """
 
     endpoint: Optional[str] = None
@@ -109,12 +122,12 @@ class ClientConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether captures go anywhere, or are planned."""
+        """Whether captures are stored or planned."""
         return self.endpoint is not None or self.embedded is not None or self.plan is not None
 
     @property
     def max_block_s(self) -> float:
-        """The longest wait of one capture in seconds; 0 unless the policy is `block`."""
+        """The longest wait of one capture, in seconds; 0 unless the policy is `block`."""
         return self.max_block_ms / 1e3 if self.policy == "block" else 0.0
 
     @property
@@ -124,22 +137,22 @@ class ClientConfig:
 
     @property
     def ring_waits(self) -> bool:
-        """Whether the job's stream waits on the device for room in the ring: under `block` unless the setting says."""
+        """Whether the job's stream waits on the device for room in the ring; by default only under policy `block`."""
         return self.policy == "block" if self.ring is None else self.ring == "wait"
 
     @property
     def store(self) -> str:
-        """What is kept of a capture unless a rule says it (`capd_client.rules.schema.STORES`)."""
+        """The store of a capture whose rule names none (one of `capd_client.rules.schema.STORES`)."""
         return "stats" if self.mode == "stats" else "full"
 
     @property
     def sample_every(self) -> int:
-        """Of how many calls one is kept: N of mode `sample:1/N`, else 1."""
+        """One call in this many is kept: N of mode `sample:1/N`, else 1."""
         return values.sample_every(self.mode)
 
 
 def parse_endpoint(text: str) -> str:
-    """The socket path in `unix:PATH`; raises ConfigError for anything that cannot be connected to."""
+    """Return the socket path in `unix:PATH`. Raises ConfigError for text that is no usable endpoint."""
     scheme, colon, path = text.partition(":")
     if scheme != "unix" or not colon or not path:
         raise ConfigError(f"cannot read endpoint {text!r}; write unix:/path/capd.sock, or off")
@@ -154,10 +167,11 @@ def parse_endpoint(text: str) -> str:
 
 @dataclass(frozen=True)
 class _Setting:
-    """How a field is filled: environment variables in order of precedence, key in the file, converter."""
+    """The sources of a field: environment variables in order of precedence, the key in the file, the converter."""
 
     variables: tuple[str, ...]
-    key: Optional[str]  # dotted path in capd.toml
+    # The dotted path in capd.toml.
+    key: Optional[str]
     convert: Callable[[Any], Any]
 
 
@@ -204,7 +218,7 @@ VARIABLES = frozenset(
         "CAPD_ATTEMPT", "CAPD_CONFIG", "CAPD_ENDPOINT", "CAPD_STRICT", "TENSOR_SAVE_DIR", "TENSOR_SAVE_ENABLED",
     }.union(*(s.variables for s in _SETTINGS.values()))
 )  # fmt: skip
-"""Every environment variable of capd's own, or the predecessor's, that gives a setting of the training job."""
+"""Every environment variable, of capd or of tensor_saver, that sets something in the training job."""
 
 
 def check_setting(name: str, value: Any) -> None:
@@ -213,15 +227,19 @@ def check_setting(name: str, value: Any) -> None:
 
 
 def check_file_value(key: str, value: Any) -> None:
-    """The same for the setting that stands under `key`, such as "when.steps", in capd.toml."""
+    """Raise ConfigError if `value` cannot be the setting under `key`, such as "when.steps", in capd.toml."""
     next(setting for setting in _SETTINGS.values() if setting.key == key).convert(value)
 
 
 def load_config(environ: Optional[Mapping[str, str]] = None) -> ClientConfig:
     """Resolve the settings of this process.
 
-    Reads `environ` (default os.environ) and the file it names. Raises ConfigError only under CAPD_STRICT=1;
-    otherwise every unusable value is logged once and replaced by the default.
+    Args:
+        environ: The environment, which may name a file; None is os.environ.
+
+    Raises:
+        ConfigError: A value is unusable, under CAPD_STRICT=1. Otherwise each such value is logged once, and the next
+            source or the default applies.
     """
     environ = os.environ if environ is None else environ
     resolver = _Resolver(environ)
@@ -234,7 +252,7 @@ def load_config(environ: Optional[Mapping[str, str]] = None) -> ClientConfig:
 
 
 class _Resolver:
-    """One resolution: collects values and origins, and reports what cannot be used."""
+    """One resolution: collects values and origins, and reports unusable values."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
@@ -248,7 +266,7 @@ class _Resolver:
             self._take("strict", True, "env CAPD_STRICT")
 
     def resolve_file(self) -> None:
-        """Read $CAPD_CONFIG, else ./capd.toml where there is one."""
+        """Read $CAPD_CONFIG, else ./capd.toml if there is one."""
         path = self._environ.get("CAPD_CONFIG", "")
         explicit = bool(path)
         try:
@@ -278,7 +296,7 @@ class _Resolver:
         text = self._environ.get("CAPD_ENDPOINT", "").strip()
         switch = self._environ.get("TENSOR_SAVE_ENABLED", "").strip().lower()
         if switch and switch not in _TRUE | _FALSE:
-            self._report(f"TENSOR_SAVE_ENABLED={switch!r:.80} is neither true nor false", "; it says nothing")
+            self._report(f"TENSOR_SAVE_ENABLED={switch!r:.80} is neither true nor false", "; it is ignored")
         if text.lower() == "off":
             self._take("endpoint", None, "env CAPD_ENDPOINT")
         elif switch in _FALSE:
@@ -298,7 +316,7 @@ class _Resolver:
         )
 
     def resolve_slurm(self) -> None:
-        """Under Slurm every rank of a job step derives the same run id."""
+        """Derive a run id under Slurm, the same for every rank of a job step."""
         job = self._environ.get("SLURM_JOB_ID", "")
         if "run_id" in self._values or not job:
             return
@@ -306,7 +324,7 @@ class _Resolver:
         self._take("run_id", f"slurm-{job}.{step}", "env SLURM_JOB_ID")
 
     def config(self) -> ClientConfig:
-        """The resolved settings; what has no origin yet is a default."""
+        """Return the resolved settings; fields without an origin keep their defaults."""
         for entry in fields(ClientConfig):
             self._origins.setdefault(entry.name, "default")
         del self._origins["origins"]

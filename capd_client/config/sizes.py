@@ -1,4 +1,4 @@
-"""Sizes and amounts of disk space as users write them, for every setting: bytes, "200GB", "512MiB", "10%"."""
+"""Sizes and amounts of disk space as users write them: bytes, "200GB", "512MiB", "10%"."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ _AMOUNT_HELP = f"{_SIZE_HELP}; or a percentage of the file system: 10%"
 
 
 def parse_size(value: object) -> int:
-    """Bytes: an int as it is, text with or without a unit. Parts of a byte are cut off; plain bytes have none.
+    """Return a size in bytes: an int is returned unchanged, text may have a unit.
 
-    Raises ValueError, saying what is accepted, for anything else.
+    Fractions of a byte are cut off. A number without a unit must be whole.
+
+    Raises:
+        ValueError: The value is no size. The message says what is accepted.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
@@ -28,16 +31,18 @@ def parse_size(value: object) -> int:
     if match is None:
         raise ValueError(f"{value!r} is not a size; {_SIZE_HELP}")
     whole, part, letter, binary, byte = match.groups()
-    if (letter and not byte) or (part and not letter):  # "2G" might be meant either way
+    # "2G" could be either GB or GiB.
+    if (letter and not byte) or (part and not letter):
         raise ValueError(f"{value!r} is not a size; {_SIZE_HELP}")
     unit = (1024 if binary else 1000) ** _POWERS[letter.lower()] if letter else 1
     return int(whole) * unit + (int(part) * unit // 10 ** len(part) if part else 0)
 
 
 def parse_amount(value: object) -> int | float:
-    """Read an amount: a size in bytes, or a float in [0, 1], that fraction of the file system ("10%" is 0.1).
+    """Return an amount: a size in bytes as an int, or a fraction of the file system as a float ("10%" is 0.1).
 
-    Raises ValueError, saying what is accepted, for anything else.
+    Raises:
+        ValueError: The value is no amount. The message says what is accepted.
     """
     if isinstance(value, float) and 0 <= value <= 1:
         return value
@@ -53,11 +58,11 @@ def parse_amount(value: object) -> int | float:
 
 
 def amount_nbytes(amount: int | float, file_system_nbytes: int) -> int:
-    """A parsed amount in bytes, on a file system of the given total size."""
+    """Return a parsed amount in bytes, on a file system of this total size."""
     return int(amount * file_system_nbytes) if isinstance(amount, float) else amount
 
 
 def default_max_disk(root: str | os.PathLike[str]) -> int:
-    """min(200 GB, half of what is free now on the file system of `root`), in bytes."""
+    """Return min(200 GB, half of the space that is free now on the file system of `root`), in bytes."""
     found = os.statvfs(root)
     return min(_DEFAULT_MAX_DISK, found.f_bavail * found.f_frsize // 2)

@@ -1,6 +1,6 @@
 """Converters of the client's settings: each takes text or a TOML value and returns the typed one.
 
-All raise ConfigError saying what is accepted.
+All raise ConfigError that says what is accepted.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def integer(low: int, high: int) -> Callable[[Any], int]:
 
 
 def size(low: int, high: int) -> Callable[[Any], int]:
-    """Bytes."""
+    """Return a converter to bytes, within bounds."""
 
     def convert(value: Any) -> int:
         try:
@@ -71,7 +71,7 @@ def size(low: int, high: int) -> Callable[[Any], int]:
 
 
 def size_in(unit: str, low: float, high: float) -> Callable[[Any], float]:
-    """A number of `unit` ("MB"); text may name another unit."""
+    """Return a converter to a number of `unit` ("MB"), within bounds; text may name another unit."""
     within, nbytes = number(low, high), parse_size(f"1{unit}")
 
     def convert(value: Any) -> float:
@@ -101,9 +101,9 @@ def ranges(value: Any) -> str:
 
 
 def rules(value: Any) -> tuple[RuleSettings, ...]:
-    """A file of rules (a text that ends in .toml, or a path), globs over module names, or rules as mappings.
+    """Convert rules: a file of rules (text that ends in .toml, or a path), globs over module names, or mappings.
 
-    Of a text that is no file, the globs are separated by commas.
+    Text that names no file holds globs, separated by commas.
     """
     if isinstance(value, os.PathLike) or (isinstance(value, str) and value.strip().endswith(".toml")):
         return read_rules_file(os.fsdecode(value).strip())
@@ -113,7 +113,8 @@ def rules(value: Any) -> tuple[RuleSettings, ...]:
         return parse_rules([value])
     items = list(value) if isinstance(value, Iterable) else [value]
     if items and all(isinstance(item, RuleSettings) for item in items):
-        return tuple(items)  # of capd.toml, checked
+        # These rules come from capd.toml and are checked.
+        return tuple(items)
     if items and all(isinstance(item, str) for item in items):
         return (rule_of_globs(items),)
     if not items or not all(isinstance(item, Mapping) for item in items):
@@ -138,7 +139,7 @@ def slice_text(value: Any) -> str:
 
 
 def sample_every(mode: str) -> int:
-    """N of mode `sample:1/N`; 1 for a mode that keeps every call. Raises ConfigError for an N that cannot be."""
+    """Return N of mode `sample:1/N`; 1 for a mode that keeps every call. Raises ConfigError if N is too large."""
     match = _SAMPLE.fullmatch(mode)
     if match is None:
         return 1
@@ -149,7 +150,7 @@ def sample_every(mode: str) -> int:
 
 
 def mode(words: tuple[str, ...]) -> Callable[[Any], str]:
-    """One of `words`, or `sample:1/N`."""
+    """Return a converter to one of `words`, or to `sample:1/N`."""
     word_of = one_of((*words, "sample:1/N"))
 
     def convert(value: Any) -> str:
@@ -186,8 +187,9 @@ def label(value: Any) -> str:
 
 
 def emulation(value: Any) -> Optional[str]:
-    """A recipe as the text that `capd_client.emulate` reads back; None for one that changes nothing."""
-    from capd_client.config.recipe import Recipe  # the formats are not needed by every tool
+    """Convert a recipe to the text that `capd_client.emulate` reads; None for a recipe that changes nothing."""
+    # Imported here because not every tool needs the formats.
+    from capd_client.config.recipe import Recipe
 
     text = str(value).strip()
     if text.lower() in ("off", "none"):
@@ -197,9 +199,9 @@ def emulation(value: Any) -> Optional[str]:
 
 
 def store_root(directory: str) -> str:
-    """The directory of runs that TENSOR_SAVE_DIR means: of one named after a quant type, its parent.
+    """Return the directory of runs for a TENSOR_SAVE_DIR. For a directory named after a quant type, it is the parent.
 
-    The predecessor's scripts had a directory for each type; here the type is part of each record's key.
+    Scripts for tensor_saver had a directory for each type. In capd the type is part of each record's key.
     """
     parent, name = os.path.split(directory.rstrip("/") or "/")
     return (parent or ".") if name.lower() in _QUANT_TYPES else directory

@@ -1,4 +1,4 @@
-"""What one `watch` captures: its arguments checked, the rest filled in from the settings."""
+"""The checked arguments of one `watch`, completed from the settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _notices = Notices()
 
 
 class WatchPlan:
-    """Rules, with the defaults of their `watch`. default: the rule that says nothing."""
+    """The rules of one `watch`, with its defaults filled in. `default` is the rule without any wishes of its own."""
 
     def __init__(
         self,
@@ -37,9 +37,11 @@ class WatchPlan:
     ) -> None:
         self.strict = config.strict
         settings = self._selected(select, config.rules) if select else config.rules
-        self.shared = bool(settings) and settings is config.rules  # with the other models of the job
+        # Whether the other models of the job have the same rules.
+        self.shared = bool(settings) and settings is config.rules
         only_names = all(RuleSettings(name=one.name, include=one.include) == one for one in settings)
-        self.is_simple = len(settings) < 2 and only_names  # one line tells it all
+        # Whether one line describes the plan.
+        self.is_simple = len(settings) < 2 and only_names
         when = When(
             Ranges(config.steps) if steps is None else self._ranges(str(steps), config.steps),
             restricting(config.micro_batches),
@@ -74,7 +76,8 @@ class WatchPlan:
     ) -> dict[str, Slice]:
         try:
             found = parse_slices(default if slices is None else slices)
-        except (ConfigError, TypeError) as error:  # TypeError: not a text
+        # A TypeError means that a slice is no text.
+        except (ConfigError, TypeError) as error:
             self.report(
                 "slices", f"watch(slices=...): {error}; using the default, {default or 'whole tensors'}"
             )
@@ -83,7 +86,7 @@ class WatchPlan:
         return {name: take for name, take in found.items() if name in known}
 
     def _chosen_tensors(self, names: Iterable[str]) -> Optional[frozenset[str]]:
-        """The known ones; None, for the default, where names were given and none of them is known."""
+        """Return the known names; None, for the default, if all the given names are unknown."""
         wanted = frozenset([names] if isinstance(names, str) else names)
         known = self._known_tensors("tensors", wanted)
         return None if wanted and not known else known

@@ -105,15 +105,15 @@ def test_a_backward_of_the_recipe_is_that_of_every_part_without_its_own() -> Non
             {"linear": {"format": "mxfp8", "gradient_rounding": "up"}},
             "linear.gradient_rounding: rounding of mxfp8",
         ),
-        ({"linear": {"format": "mxfp8", "backward": "none", "gradient_rounding": "even"}}, "no meaning"),
+        ({"linear": {"format": "mxfp8", "backward": "none", "gradient_rounding": "even"}}, "no effect"),
         (
             {"linear": {"format": "mxfp8", "weight": "none"}},
             "linear.weight: the format cannot be 'none'; allowed are bf16",
         ),
-        ({"qk": {"format": "mxfp8", "weight": "mxfp4"}}, "qk: weight has a meaning for linear alone"),
+        ({"qk": {"format": "mxfp8", "weight": "mxfp4"}}, "qk: only linear can have a weight"),
         (
             {"pv": {"format": "mxfp8", "backward": {"format": "mxfp8", "weight": "mxfp4"}}},
-            "pv: weight has a meaning for linear alone",
+            "pv: only linear can have a weight",
         ),
         ({"linear": 8}, "linear cannot be 8"),
         ({"level": "deep"}, "level cannot be 'deep'; allowed are straight-through, exact"),

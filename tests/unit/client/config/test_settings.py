@@ -340,8 +340,8 @@ def test_the_environment_replaces_them_by_globs_or_by_those_of_another_file(empt
     ("text", "said"),
     [
         (None, "other.toml does not exist"),
-        ("[when]\nsteps = 1", "unknown setting when, where there are only [[rule]]s"),
-        ("", "no [[rule]] in it"),
+        ("[when]\nsteps = 1", "unknown setting when in a file of rules alone"),
+        ("", "it has no [[rule]]"),
         ("rule = [3]", "Expected `object`, got `int`"),
         ("[[rule]]\nlayers = 'x'", "rule '1': layers: cannot read 'x' as a range"),
     ],
