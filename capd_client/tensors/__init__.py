@@ -1,1 +1,1 @@
-"""What torch tells of one tensor before it is captured."""
+"""Facts about one tensor from torch, before the tensor is captured."""

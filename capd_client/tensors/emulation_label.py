@@ -1,8 +1,8 @@
-"""Which emulation each record says was active: "none", or the whole recipe (`capd_client.emulate`).
+"""The emulation label of each record: "none", or the whole recipe that was active (`capd_client.emulate`).
 
-A product's tensors say that of the model which holds its module; what `capture` and the predecessor's calls hand over
-belongs to no module, and says the one begun last. It is part of what is interned about a capture, so saying it costs
-the capture nothing; a change has what was interned forgotten.
+The tensors of a product have the label of the model that holds its module. `capture` and the calls of `tensor_saver`
+hand over tensors that belong to no module, so these have the label of the newest emulation. The label is part of a
+capture's interned facts, so it costs a capture nothing. A change of the label discards the interned facts.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from torch import nn
 __all__ = ["ATTRIBUTE", "NONE", "begin", "current", "follow", "text_of"]
 
 ATTRIBUTE = "emulation"
-"""The name of the attribute."""
+"""The name of the attribute that holds the label."""
 
 NONE = "none"
 
-_texts: dict[object, str] = {}  # by what `begin` returned, in the order of their beginnings
+# The label of each emulation by its mark, in the order of their starts.
+_texts: dict[object, str] = {}
 _of_module: weakref.WeakKeyDictionary[nn.Module, dict[object, str]] = weakref.WeakKeyDictionary()
 _followers: list[weakref.WeakMethod[Any]] = []
 
 
 def begin(models: Iterable[nn.Module], text: str) -> Callable[[], None]:
-    """From now on the records of these models, with all their modules, say `text`; returns what ends that."""
+    """Label the records of these models and all their modules with `text`; return a function that ends it."""
     mark = object()
     modules = weakref.WeakSet(module for model in models for module in model.modules())
     _texts[mark] = text
@@ -45,13 +46,13 @@ def begin(models: Iterable[nn.Module], text: str) -> Callable[[], None]:
 
 
 def text_of(module: nn.Module) -> str:
-    """The emulation that is active in the model which holds `module`."""
+    """Return the label of the model that holds `module`."""
     texts = _of_module.get(module)
     return next(reversed(texts.values())) if texts else NONE
 
 
 def current() -> str:
-    """The one begun last that has not ended."""
+    """Return the label of the newest emulation that has not ended."""
     return next(reversed(_texts.values())) if _texts else NONE
 
 

@@ -1,7 +1,7 @@
-"""Looks at a tensor before it is captured: unwraps it, or says why capd does not keep it.
+"""Inspects a tensor before its capture: unwraps it, or says why capd does not keep it.
 
-Only plain, strided tensors on the CPU or a CUDA device with memory behind them are kept. Freed storages are
-found here: FSDP's `resize_(0)` leaves a tensor whose memory is gone, and reading that would end the job.
+capd keeps plain, strided tensors on the CPU or a CUDA device, if they have memory. This module also detects freed
+storages: FSDP's `resize_(0)` leaves a tensor without memory, and reading it would end the job.
 """
 
 from __future__ import annotations
@@ -43,23 +43,24 @@ DEVICES = frozenset({"cpu", "cuda"})
 """The types of the devices whose tensors capd keeps."""
 
 is_tracing = torch._C._is_tracing
-"""Whether torch.jit.trace writes down what this thread does."""
+"""Whether torch.jit.trace is recording this thread."""
 
 
 def modes_active() -> bool:
-    """Whether a torch function or dispatch mode, or torch.jit.trace, would see our own operations."""
+    """Whether a torch function mode, a dispatch mode, or torch.jit.trace would see our own operations."""
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack() or is_tracing())
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """Hides our operations from modes and subclasses: flop counters, default devices, selective checkpointing.
+    """Hide our operations from modes and subclasses: flop counters, default devices, selective checkpointing.
 
-    From torch.jit.trace, too: a trace would hold our memory, and write to it whenever it runs.
+    torch.jit.trace does not see them either: a trace would hold our memory, and write to it whenever it runs.
     """
     from torch.utils._python_dispatch import _disable_current_modes
 
     stack = ExitStack()
-    if is_tracing():  # what is set where torch excludes tracing, as in compiled graphs, is an error
+    # In compiled graphs torch excludes tracing, and setting its state is an error there.
+    if is_tracing():
         trace: Any = torch._C._set_tracing_state  # type: ignore[attr-defined]  # not in its stubs
         stack.callback(trace, torch._C._get_tracing_state())
         trace(None)
@@ -69,9 +70,10 @@ def without_modes() -> AbstractContextManager[Any]:
 
 
 def unwrap(value: Any) -> tuple[Optional[torch.Tensor], str]:
-    """The plain tensor that a subclass stands for on this rank, or None and the reason.
+    """Return the plain tensor of a subclass on this rank, or None and the reason.
 
-    DTensor gives its local shard; a pending collective is waited for, as its next user would do (see `is_pending`).
+    A DTensor is unwrapped to its local shard. A pending collective is waited for, as its next user would do (see
+    `is_pending`).
     """
     if not isinstance(value, torch.Tensor):
         return None, f"a {type(value).__name__} is not a torch tensor"
@@ -97,7 +99,7 @@ def unwrap(value: Any) -> tuple[Optional[torch.Tensor], str]:
 
 
 def is_pending(tensor: Any) -> bool:
-    """Whether a collective is under way that fills this tensor."""
+    """Whether a collective is still filling this tensor."""
     return type(local_part(tensor)).__name__ == "AsyncCollectiveTensor"
 
 
@@ -111,12 +113,12 @@ def selectively_checkpointed() -> bool:
 
 
 def local_part(tensor: Any) -> Any:
-    """The shard that a DTensor holds on this rank, outside autograd; anything else as it is."""
+    """Return the shard that a DTensor holds on this rank, outside autograd; any other value unchanged."""
     return tensor._local_tensor if type(tensor).__name__ == "DTensor" else tensor
 
 
 def problem_of(tensor: torch.Tensor) -> str:
-    """Why this plain tensor cannot be captured, or the empty string."""
+    """Return why this plain tensor cannot be captured, or the empty string."""
     if tensor.is_nested:
         return "nested tensors are not kept"
     if tensor.layout is not torch.strided:

@@ -1,10 +1,12 @@
-"""What part of a distributed tensor a rank holds, as attributes of its series.
+"""The part of a distributed tensor that a rank holds, as attributes of its series.
 
-Per dimension of the device mesh: `tp_placement` says how the tensor is laid out over it, as DTensor prints it ("S(0)":
-split along axis 0, "R": the same everywhere, "P(sum)": to be added up), `tp_rank` and `tp_size` which part this is.
-`mesh` lists the dimensions in the order in which they split: FSDP splits what tensor parallelism left to the rank,
-although its dimension is the outer one of the mesh; DTensor prints "_S(0, 2)" there, and we "S(0)". Nothing here starts
-a collective.
+Each dimension of the device mesh has three attributes. `tp_placement` is the tensor's layout over the dimension, as
+DTensor prints it: "S(0)" is split along axis 0, "R" is the same everywhere, "P(sum)" is to be added up. `tp_rank` and
+`tp_size` identify the part.
+
+`mesh` lists the dimensions in the order in which they split. FSDP splits the part that tensor parallelism left to the
+rank, although FSDP's dimension is the outer one of the mesh. DTensor prints "_S(0, 2)" there; capd writes "S(0)".
+Nothing in this module starts a collective.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ __all__ = ["Part", "coordinates", "mark", "placements_of", "with_placements"]
 
 Attributes = dict[str, Any]
 
-# mesh → placements → attributes; a mesh that is gone may not be held, it holds process groups
+# mesh → placements → attributes. A mesh holds process groups, so this must not keep it alive.
 _described: weakref.WeakKeyDictionary[Any, dict[Any, Attributes]] = weakref.WeakKeyDictionary()
 
 
@@ -34,13 +36,13 @@ class Part(torch.Tensor):
 
 
 def with_placements(tensor: torch.Tensor, attributes: Optional[Attributes]) -> Optional[Attributes]:
-    """`attributes`, and those of the whole that `tensor` is a part of."""
+    """Return `attributes`, extended by the placements if `tensor` is a part of a distributed one."""
     found = tensor.placements if isinstance(tensor, Part) else _of_dtensor(tensor)
     return {**(attributes or {}), **found} if found else attributes
 
 
 def placements_of(tensor: Any) -> str:
-    """The same as JSON text, which a compiled graph keeps as a constant; empty for a tensor that is whole."""
+    """Return the placements as JSON text, which a compiled graph keeps as a constant; "" for a whole tensor."""
     found = None if type(tensor) in PLAIN_TYPES else _of_dtensor(tensor)
     return msgspec.json.encode(found).decode() if found else ""
 
@@ -48,12 +50,13 @@ def placements_of(tensor: Any) -> str:
 @lru_cache(maxsize=1024)
 def _decoded(placements: str) -> Attributes:
     decoded: Attributes = msgspec.json.decode(placements)
-    decoded["mesh"] = tuple(decoded["mesh"])  # what can be hashed is found faster
+    # Attributes that can be hashed are found faster.
+    decoded["mesh"] = tuple(decoded["mesh"])
     return decoded
 
 
 def mark(tensor: torch.Tensor, placements: str) -> torch.Tensor:
-    """At run time of the graph: the plain tensor with what `placements_of` noted of it."""
+    """Return the plain tensor with the placements that `placements_of` returned for it, at run time of the graph."""
     if not placements:
         return tensor
     with torch._C.DisableTorchFunctionSubclass():
@@ -66,9 +69,10 @@ def mark(tensor: torch.Tensor, placements: str) -> torch.Tensor:
 
 
 def coordinates(parameters: Iterable[Any]) -> tuple[tuple[str, Any], ...]:
-    """This rank's place in every dimension of the meshes that the parameters of a model are distributed over.
+    """Return this rank's place in every dimension of the meshes over which a model's parameters are distributed.
 
-    And of those that they were cut out of; torchtitan cuts all of its meshes out of one that has no names but "world".
+    The meshes from which these were cut are included. torchtitan cuts all of its meshes out of one whose only named
+    dimension is "world".
     """
     meshes = dict.fromkeys(p.device_mesh for p in parameters if type(p).__name__ == "DTensor")
     found: Attributes = {}
@@ -101,7 +105,8 @@ def _names(mesh: Any) -> tuple[str, ...]:
 
 def _place(mesh: Any) -> Mapping[str, Any]:
     coordinate = mesh.get_coordinate()
-    if coordinate is None:  # this rank is not in it
+    # A mesh without this rank.
+    if coordinate is None:
         return {}
     found = {}
     for name, rank, size in zip(_names(mesh), coordinate, mesh.shape, strict=True):
@@ -110,7 +115,7 @@ def _place(mesh: Any) -> Mapping[str, Any]:
 
 
 def _root_of(mesh: Any) -> Any:
-    """The mesh that `mesh` was cut out of."""
+    """Return the mesh from which `mesh` was cut."""
     if hasattr(mesh, "_get_root_mesh"):
         return mesh._get_root_mesh()
     from torch.distributed.device_mesh import _mesh_resources

@@ -1,8 +1,8 @@
 """The plain tensors inside a tensor subclass: a quantised weight's payload, scales and zero points.
 
-Classes that torch calls traceable wrappers tell them by `__tensor_flatten__`, with the context that puts them together
-again; TransformerEngine's quantised tensors did so by a `get_metadata` of their own before 2.20. They are captured as
-they are, each under its own name behind the tensor's ("weight.qdata", "weight.scale", "weight.rowwise_data").
+torch's traceable wrappers list them in `__tensor_flatten__`, with the context that reassembles the subclass. Before
+2.20, TransformerEngine's quantised tensors listed them in their own `get_metadata`. Each inner tensor is captured under
+its own name, after the outer tensor's ("weight.qdata", "weight.scale", "weight.rowwise_data").
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from capd_client.tensors.inspect import local_part
 
 __all__ = ["context_of", "inner_tensors", "is_taken_apart"]
 
-_MAX_CONTEXT_CHARS = 16 << 10  # of the 64 KiB that the attributes of a series may have
-_TAKEN_WHOLE = ("DTensor", "AsyncCollectiveTensor", "FakeTensor", "FunctionalTensor")  # see `tensors.unwrap`
-_TRANSPOSES = ("transpose", "data_transpose")  # of TransformerEngine's Float8Tensor, now and before 2.20
+# A part of the 64 KiB that the attributes of a series may have.
+_MAX_CONTEXT_CHARS = 16 << 10
+# Classes that `inspect.unwrap` unwraps or refuses.
+_TAKEN_WHOLE = ("DTensor", "AsyncCollectiveTensor", "FakeTensor", "FunctionalTensor")
+# The transposes of TransformerEngine's Float8Tensor, since 2.20 and before.
+_TRANSPOSES = ("transpose", "data_transpose")
 
 
 def is_taken_apart(tensor: Tensor) -> bool:
-    """Whether a tensor, or the shard that a DTensor holds here, is captured as the tensors inside it."""
+    """Whether a tensor, or the local shard of a DTensor, is captured as the tensors inside it."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     held: Any = local_part(tensor)
@@ -32,7 +35,7 @@ def is_taken_apart(tensor: Tensor) -> bool:
 
 
 def inner_tensors(tensor: Tensor, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The name and value of each tensor inside `tensor`; nothing for one that is captured as it stands."""
+    """Return the name and value of each tensor inside `tensor`; nothing for a tensor that is captured whole."""
     held: Any = local_part(tensor)
     if not is_taken_apart(held):
         if name:
@@ -43,12 +46,12 @@ def inner_tensors(tensor: Tensor, name: str = "") -> Iterator[tuple[str, Tensor]
 
 
 def _direct(held: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a class says it is made of, but for a transpose that TransformerEngine has let grow stale."""
+    """Return the tensors that a class lists, without a transpose that TransformerEngine has marked as invalid."""
     if _is_of_old_engine(held):
-        told = held.get_metadata().items()
+        listed = held.get_metadata().items()
     else:
-        told = ((inner.lstrip("_"), getattr(held, inner)) for inner in held.__tensor_flatten__()[0])
-    for inner, value in told:
+        listed = ((inner.lstrip("_"), getattr(held, inner)) for inner in held.__tensor_flatten__()[0])
+    for inner, value in listed:
         stale = inner in _TRANSPOSES and getattr(held, "_transpose_invalid", False)
         if isinstance(value, Tensor) and not stale:
             yield inner, value
@@ -61,8 +64,10 @@ def _is_of_old_engine(tensor: Any) -> bool:
 
 
 def context_of(tensor: Tensor) -> dict[str, Any]:
-    """What a reader needs besides the inner tensors: class, shape and dtype shown to the outside, how each part lies,
-    and the context."""
+    """Return the facts that a reader needs besides the inner tensors.
+
+    These are the class, the outer shape and dtype, the layout of each part, and the context.
+    """
     tensor = local_part(tensor)
     kind: Any = type(tensor)
     if _is_of_old_engine(tensor):
@@ -72,9 +77,8 @@ def context_of(tensor: Tensor) -> dict[str, Any]:
         _, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # a traceable wrapper has it
     return {
         "tensor_class": f"{kind.__module__}.{kind.__qualname__}",
-        "tensor_shape": tuple(
-            size if type(size) is int else str(size) for size in tensor.shape
-        ),  # ragged: a name
+        # A size of a ragged tensor is a name.
+        "tensor_shape": tuple(size if type(size) is int else str(size) for size in tensor.shape),
         "tensor_dtype": str(tensor.dtype).removeprefix("torch."),
         "tensor_parts": {name: _layout(part) for name, part in _direct(tensor)},
         "tensor_context": _text(_with_transform(tensor, context))[:_MAX_CONTEXT_CHARS],
@@ -82,14 +86,14 @@ def context_of(tensor: Tensor) -> dict[str, Any]:
 
 
 def _with_transform(tensor: Any, context: Any) -> Any:
-    """The context, and whether TransformerEngine transformed what it keeps by columns: its quantiser alone knows."""
+    """Add to the context whether TransformerEngine transformed its columnwise data, which only the quantiser knows."""
     transformed = getattr(getattr(tensor, "_quantizer", None), "with_rht", None)
     known = isinstance(transformed, bool) and isinstance(context, dict)
     return {**context, "with_rht": transformed} if known else context
 
 
 def _layout(part: Tensor) -> list[list[int]]:
-    """The shape and strides of a part, in elements; empty where they have no numbers, as of a ragged one."""
+    """Return the shape and strides of a part, in elements; empty if they are no numbers, as for a ragged tensor."""
     if part.is_nested:
         return []
     return [[int(size) for size in part.shape], [int(step) for step in part.stride()]]
@@ -98,5 +102,6 @@ def _layout(part: Tensor) -> list[list[int]]:
 def _text(context: Any) -> str:
     try:
         return json.dumps(context, default=str)
-    except (TypeError, ValueError, RecursionError):  # keys that JSON does not have
+    # JSON does not allow every kind of key.
+    except (TypeError, ValueError, RecursionError):
         return repr(context)
