@@ -1,13 +1,12 @@
-"""Statistics computed in the rank, where the tensor lies: one pass, no payload on the link, nothing waits.
+"""Statistics computed in the rank, on the tensor's own device: one pass, no payload on the link, no wait.
 
-`fill_row` writes the row of `capd_client.protocol.statistics_row` on the tensor's own device, by operations of the
-current
-stream alone: no host synchronisation, temporary memory bounded by one block. `fill_rows` writes many at once. What the
-fields mean, and how exact each way is: docs/statistics.md. The ways:
+`fill_row` writes the row of `capd_client.protocol.statistics_row` by operations of the current stream alone. The host
+does not synchronise, and temporary memory is at most one block. `fill_rows` writes many rows at once.
+docs/statistics.md defines the fields and the accuracy of each method. The methods:
 
-- the CPU, 8-bit dtypes and large 16-bit tensors: one histogram of the bit patterns, the rest by table (`codes`);
-- a GPU for which `prepare` has run: a Triton kernel (`launching`, imported by `prepare` alone);
-- everything else: torch's own operations, block by block (`formulas`).
+- On the CPU, 8-bit dtypes and large 16-bit tensors take one histogram of the bit patterns, and a table (`codes`).
+- A GPU for which `prepare` has run takes a Triton kernel (`launching`, imported by `prepare` alone).
+- Everything else takes torch's own operations, block by block (`formulas`).
 """
 
 from __future__ import annotations
@@ -30,14 +29,16 @@ __all__ = ["ROW_DTYPES", "Segment", "fill_row", "fill_rows", "has_kernel", "prep
 ROW_DTYPES: frozenset[torch.dtype] = frozenset(
     dtype for dtype in DTYPES if str(dtype).removeprefix("torch.") not in NO_ROW_DTYPES
 )
-"""The dtypes of this torch that a rank can compute a row of."""
+"""The dtypes of this torch for which a rank can compute a row."""
 
 
 def fill_row(tensor: torch.Tensor, row: torch.Tensor, dtype: Optional[torch.dtype] = None) -> None:
     """Write the statistics of `tensor` into `row`, on the current stream.
 
-    tensor: plain and strided, on the CPU or a CUDA device. row: float64 [ROW_VALUES] on the same device, contiguous;
-    what it held before is overwritten. dtype: one of ROW_DTYPES, to which the tensor is cast; None is its own.
+    Args:
+        tensor: A plain, strided tensor on the CPU or a CUDA device.
+        row: float64 [ROW_VALUES] on the same device, contiguous; it is overwritten.
+        dtype: One of ROW_DTYPES, to which the tensor is cast; None is the tensor's own.
     """
     target = row
     for piece in pieces(tensor.detach(), tensor.dtype if dtype is None else dtype):
@@ -51,12 +52,13 @@ def fill_row(tensor: torch.Tensor, row: torch.Tensor, dtype: Optional[torch.dtyp
 def fill_rows(segments: Sequence[Segment]) -> None:
     """Write the rows of many tensors, on the current stream: a pair of launches for each dtype with a kernel.
 
-    As `fill_row` for each of them, with the same rows, but for the rounding of sums where the way is another. The host
-    does not wait, and memory is bounded: more than 512 segments, or 33,554,432 elements, may take several pairs.
+    The rows are those of `fill_row`, except for the rounding of sums by another method. The host does not wait, and
+    memory is bounded: more than 512 segments, or 33,554,432 elements, may take several pairs.
 
     Args:
-        segments: Each a tensor [n >= 1], contiguous, of one of ROW_DTYPES, and its row, float64 [ROW_VALUES] on the
-            same device, which is overwritten. What begins off a multiple of 16 bytes takes the slower way.
+        segments: Pairs of a tensor and its row. The tensor is [n >= 1], contiguous, of one of ROW_DTYPES. The row is
+            float64 [ROW_VALUES] on the same device, and is overwritten. A tensor whose address is not a multiple of 16
+            bytes takes a slower method.
     """
     for flat, row in fill_by_kernel(segments):
         fill_row(flat, row)

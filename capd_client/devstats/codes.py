@@ -1,6 +1,6 @@
-"""Rows of 8- and 16-bit dtypes on the CPU: one histogram of the bit patterns, everything else from a table.
+"""Computes rows of 8- and 16-bit dtypes on the CPU: one histogram of the bit patterns, and the rest from a table.
 
-One read of the tensor and no arithmetic on its elements, which makes it the fastest way there and an exact one.
+It reads the tensor once and does no arithmetic on its elements. On the CPU this is the fastest method, and it is exact.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from capd_client.protocol.statistics_row import EXPONENT_BINS, ROW_FIELDS
 
 __all__ = ["fill_from_codes", "has_codes"]
 
-_BLOCK = 1 << 19  # elements counted at once
-_MIN_WORDS = 1 << 19  # below, the codes of a 16-bit dtype cost more than so few elements
+# Elements counted at once.
+_BLOCK = 1 << 19
+# For fewer elements of a 16-bit dtype, handling 65,536 codes costs more than the elements.
+_MIN_WORDS = 1 << 19
 
 
 def has_codes(flat: torch.Tensor) -> bool:
-    """Whether the histogram of bit patterns is the way for this tensor."""
+    """Whether this tensor takes the histogram of bit patterns."""
     nbytes = flat.dtype.itemsize
     return flat.is_cpu and (nbytes == 1 or (nbytes == 2 and flat.numel() >= _MIN_WORDS))
 
@@ -52,13 +54,13 @@ def fill_from_codes(flat: torch.Tensor, row: torch.Tensor) -> None:
 
 @cache
 def _table(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """float64 values and exponent bins by unsigned code: [codes, values in one element]."""
+    """Return float64 values and exponent bins by unsigned code: [codes, values in one element]."""
     values = values_of_codes(dtype, torch.device("cpu"))
     return values.to(torch.float64), exponent_bins(values)
 
 
 def _histogram(flat: torch.Tensor, codes: int) -> torch.Tensor:
-    """How often each bit pattern occurs: int64 [codes]."""
+    """Count how often each bit pattern occurs: int64 [codes]."""
     words = flat.view(torch.uint8 if codes == 256 else torch.int16)
     histogram = torch.zeros(codes, dtype=torch.int64, device=flat.device)
     for block in torch.split(words, _BLOCK):

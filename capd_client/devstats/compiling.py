@@ -1,7 +1,7 @@
-"""Has the kernels of a GPU compiled in a process of its own, so that the job's Python loses no time to it.
+"""Compiles the kernels of a GPU in a separate process, so that the job's Python loses no time.
 
-The process fills Triton's cache on the disk. It captures nothing, sees no GPU, runs at the lowest priority, and is
-killed once it is not wanted any more.
+The process fills Triton's cache on disk. It captures nothing, sees no GPU and runs at the lowest priority. It is killed
+when its result is no longer wanted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_
 
 
 def target_of(device: torch.device) -> str:
-    """What Triton calls the architecture of a GPU: backend, name, threads of a warp."""
+    """Return Triton's name of a GPU's architecture: backend, name, threads of a warp."""
     if torch.version.hip:
         facts = torch.cuda.get_device_properties(device)
         return f"hip:{facts.gcnArchName.split(':')[0]}:{facts.warp_size}"
@@ -33,15 +33,15 @@ def target_of(device: torch.device) -> str:
 
 
 def compile_ahead(target: str, dtypes: Sequence[str], cancelled: Callable[[], bool]) -> bool:
-    """Have what is not in Triton's cache yet compiled, and wait for that.
+    """Compile the kernels that Triton's cache lacks in another process, and wait for it.
 
     Args:
-        target: see `target_of`.
-        dtypes: names of torch's.
-        cancelled: asked now and then whether the result is still wanted.
+        target: The result of `target_of`.
+        dtypes: Torch's names of dtypes.
+        cancelled: Called now and then; True means that the result is no longer wanted.
 
     Returns:
-        False where it is not.
+        False if it was cancelled.
 
     Raises:
         RuntimeError, TimeoutError, OSError: The kernels could not be compiled.
@@ -59,15 +59,17 @@ def compile_ahead(target: str, dtypes: Sequence[str], cancelled: Callable[[], bo
                 raise TimeoutError(f"its compilation took longer than {LIMIT_S} s")
             time.sleep(_LOOK_S)
     finally:
-        process.kill()  # does nothing to one that has ended
+        # This has no effect on a process that has ended.
+        process.kill()
         process.wait()
-    if missing(target, dtypes):  # the code says less: a job that collects all of its children took it away
+    # The exit code is not reliable: a job that waits for all of its children may have collected it.
+    if missing(target, dtypes):
         raise RuntimeError(f"its compilation ended with code {code}")
     return True
 
 
 def missing(target: str, dtypes: Sequence[str]) -> list[str]:
-    """Which of these dtypes Triton's cache does not hold."""
+    """Return the dtypes whose kernels Triton's cache lacks."""
     return [dtype for dtype in dtypes if not mark_of(target, dtype).exists()]
 
 
@@ -80,13 +82,17 @@ def _start(target: str, dtypes: Sequence[str]) -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        cwd="/",  # -m searches the working directory first
+        # -m searches the working directory first, so it must not be the job's.
+        cwd="/",
         env=_environment(),
     )  # fmt: skip
 
 
 def _environment() -> dict[str, str]:
-    """That of the job, without capd's settings: the process must not capture. It imports what the job would."""
+    """Return the job's environment without capd's settings, so that the process captures nothing.
+
+    Its imports find the same modules as the job's.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("CAPD_")}
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     return {**kept, **_NO_GPU, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache_directory())}

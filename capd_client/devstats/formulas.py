@@ -1,8 +1,8 @@
-"""Rows by torch's own operations, block by block: on any device, without a compiler, without waiting for it.
+"""Computes rows by torch's own operations, block by block: on any device, without a compiler, without a wait.
 
-Sums accumulate in float64: squares of float32 and smaller are exact there, so nothing overflows before it is
-added. On a device every result stays a tensor (`blind`); on the CPU, where a look costs nothing, a block without NaN,
-Inf or zeros skips their steps.
+Sums accumulate in float64. Squares of float32 and smaller are exact there, so nothing overflows before it is added. On
+a device every result stays a tensor (`blind`). On the CPU reading a result costs nothing, so a block without NaN, Inf
+or zeros skips their steps.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from capd_client.protocol.statistics_row import EXPONENT_BINS, ROW_FIELDS
 
 __all__ = ["exponent_bins", "fill_from_values"]
 
-# Elements at once. The CPU's working set stays in its cache; a device needs the length, and takes about 40 MB for it.
+# Elements at once. The CPU's working set stays in its cache. A device needs the length, and about 40 MB for it.
 _BLOCK, _BLIND_BLOCK = 1 << 16, 1 << 20
-_LANES = 128  # copies of the bins on a device, so that its atomic additions rarely meet
+# Copies of the bins on a device, so that its atomic additions rarely collide.
+_LANES = 128
 
 
 def fill_from_values(flat: torch.Tensor, row: torch.Tensor, *, blind: bool) -> None:
-    """Write the row of a tensor [n] of any dtype that has one.
+    """Write the row of a tensor [n] of any dtype in `ROW_DTYPES`.
 
-    blind: no result may be looked at from the host, because it would have to wait for it.
+    blind: The host reads no result, because it would have to wait for the device.
     """
     fields = torch.split(row, [1] * len(ROW_FIELDS) + [EXPONENT_BINS])
     _, nan, inf, _, low, high, absmax, _, _, bins = fields
@@ -39,11 +40,12 @@ def fill_from_values(flat: torch.Tensor, row: torch.Tensor, *, blind: bool) -> N
     absmax.copy_(torch.maximum(low.abs(), high.abs()))
     inf.copy_(bins[-1:]).sub_(nan)
     ends = row[4:7]
-    ends.masked_fill_(ends.isinf(), math.nan)  # no element was finite
+    # Infinite ends mean that no element was finite.
+    ends.masked_fill_(ends.isinf(), math.nan)
 
 
 def exponent_bins(values: torch.Tensor, blind: bool = False) -> torch.Tensor:
-    """The biased exponent of each value as float32, int32; finite float64 beyond float32 falls into 254."""
+    """Return the biased exponent of each value as float32, int32; finite float64 beyond float32 falls into 254."""
     words = values.to(torch.float32).view(torch.int32)
     bins = words.bitwise_right_shift(23).bitwise_and_(255)
     if values.dtype is torch.float64 and (blind or bins.amax() == 255):
@@ -52,13 +54,14 @@ def exponent_bins(values: torch.Tensor, blind: bool = False) -> torch.Tensor:
 
 
 def _values(block: torch.Tensor, table: Optional[torch.Tensor]) -> torch.Tensor:
-    """The same numbers in a dtype that every operation knows, [m]; `table` is that of the 8-bit dtypes."""
+    """Return the numbers in a dtype that every operation supports, [m]; `table` holds the values of an 8-bit dtype."""
     dtype = block.dtype
     if table is not None:
         return table[block.view(torch.uint8).to(torch.int32)].flatten()
     if dtype in (torch.float16, torch.bfloat16):
         return block.to(torch.float32)
-    if dtype is getattr(torch, "uint16", None):  # few operations know unsigned words
+    # Few operations support unsigned words.
+    if dtype is getattr(torch, "uint16", None):
         return block.view(torch.int16).to(torch.int64).bitwise_and_(0xFFFF)
     if dtype is getattr(torch, "uint32", None):
         return block.view(torch.int32).to(torch.int64).bitwise_and_(0xFFFFFFFF)
@@ -89,10 +92,10 @@ def _add(values: torch.Tensor, fields: tuple[torch.Tensor, ...], blind: bool) ->
 
 
 def _counted(bins: torch.Tensor) -> torch.Tensor:
-    """How often each exponent occurs, int64 [256]: `bincount`, which makes the host wait for the largest bin.
+    """Count how often each exponent occurs, int64 [256]. `bincount` would make the host wait for the largest bin.
 
-    Additions of whole numbers give the same whatever their order, but under deterministic algorithms torch sorts
-    64-bit places for them; other ways to add, such as `histc`, then raise. Sorting one byte each costs a fraction.
+    Sums of whole numbers do not depend on the order. Under deterministic algorithms torch still sorts the scatter's
+    64-bit indices, and other methods, such as `histc`, raise. Sorting one byte per value costs a fraction of that.
     """
     if torch.are_deterministic_algorithms_enabled():
         return _sorted_counts(bins)

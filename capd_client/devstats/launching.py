@@ -1,8 +1,8 @@
-"""Launches the kernels of rows: two launches for all segments of a dtype. Importing it imports Triton.
+"""Launches the kernels of rows: two launches for all segments of a dtype. Importing this module imports Triton.
 
-What they need on the device is taken out of a pool of the stream, and put back behind the launches: the next ones of
-that stream overwrite it later, in the stream's order. Nothing is allocated twice, which would cost a fill each time
-under deterministic algorithms.
+Device memory comes from a pool per stream and returns to it right after the launches. Later launches of the same stream
+overwrite it in the stream's order. Nothing is allocated twice, because under deterministic algorithms each allocation
+costs a fill.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from capd_client.rowkernel.artifacts import COLUMNS
 
 __all__ = ["ALIGNMENT", "COMPILED", "fill_from_kernel", "forget"]
 
-ALIGNMENT = 16  # bytes; the kernel reads as much at once
+# Bytes that the kernel reads at once.
+ALIGNMENT = 16
 COMPILED = kernels.COMPILED
 
 
 @dataclass(eq=False)
 class _Scratch:
-    """What a launch needs on the device: the table of segments and the partial rows."""
+    """The device memory of one launch: the table of segments and the partial rows."""
 
     table: SegmentTable
     parts: torch.Tensor
 
 
-# Taken from and put back to without a lock: a signal handler may capture, too.
+# Read and written without a lock, because a signal handler may capture, too.
 _scratch: dict[tuple[torch.device, int], list[_Scratch]] = {}
 
 
@@ -40,10 +41,10 @@ def fill_from_kernel(
     """Write the rows of `words`, on the current device and stream.
 
     Args:
-        words: each [n > 0], at a multiple of ALIGNMENT, all on one device: numbers, or uint8 codes.
-        rows: as many, float64 [ROW_VALUES].
-        dtype: what the words stand for, by torch's name.
-        table: float32 [256, 1] or [256, 2], the values of 8-bit codes; [0, 0] where the words are numbers.
+        words: Each [n > 0], at a multiple of ALIGNMENT, all on one device: numbers, or uint8 codes.
+        rows: As many rows, float64 [ROW_VALUES].
+        dtype: Torch's name of the dtype that the words represent.
+        table: float32 [256, 1] or [256, 2], the values of 8-bit codes; [0, 0] if the words are numbers.
     """
     tasks = (task_of(flat, row) for flat, row in zip(words, rows, strict=True))
     device = table.device
@@ -70,12 +71,13 @@ def fill_from_kernel(
 
 
 def forget(device: torch.device, stream: int) -> None:
-    """Let go of the memory of a stream, by its number, that computes no rows any more."""
+    """Free the memory of a stream, by its number, that computes no more rows."""
     _scratch.pop((device, stream), None)
 
 
 def _new_scratch(device: torch.device) -> _Scratch:
-    with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode
+    # Outside inference mode, no one could write to an inference tensor.
+    with torch.inference_mode(False):
         parts = torch.empty(TASKS * ROW_VALUES, dtype=torch.float64, device=device)
     return _Scratch(SegmentTable(device), parts)
 

@@ -1,7 +1,7 @@
-"""Cuts a tensor of any layout into contiguous pieces, cast where that is asked for, and merges their rows.
+"""Cuts a tensor of any layout into contiguous pieces, cast if asked, and merges their rows.
 
-Statistics do not depend on the order of elements, so a transposed tensor is read as it lies; only what has gaps, or
-is cast, is copied, piece by piece.
+Statistics do not depend on the order of elements, so a transposed tensor is read in memory order. Only a tensor with
+gaps, or one that is cast, is copied, piece by piece.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 
 __all__ = ["merge_row", "pieces"]
 
-# Elements copied at once; on a device a piece is several launches, and takes 16 MB as bf16.
+# Elements copied at once. On a device a piece takes several launches, and 16 MB as bf16.
 _PIECE, _DEVICE_PIECE = 1 << 20, 1 << 23
 
 
 def pieces(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """All elements of `tensor` as `dtype`, in flat pieces; in one, and not copied, where it is dense and not cast."""
+    """Yield all elements of `tensor` as `dtype`, in flat pieces. A dense tensor that needs no cast is one view."""
     by_stride = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     tensor = tensor.permute(by_stride)
     if not tensor.is_contiguous():
@@ -30,13 +30,15 @@ def pieces(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
 
 
 def _copied(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Pieces of a tensor [n, …] with gaps, cut along its first dimension."""
+    """Yield pieces of a tensor [n, …] with gaps, cut along its first dimension."""
     limit = _limit(tensor)
     rows = max(1, limit * tensor.shape[0] // tensor.numel())
     for piece in torch.split(tensor, rows):
-        if piece.numel() > limit and piece.ndim > 1:  # then it is one row
+        # A piece above the limit is a single row.
+        if piece.numel() > limit and piece.ndim > 1:
             yield from _copied(piece[0], dtype)
-        elif dtype is tensor.dtype and dtype.itemsize == 1:  # not every one-byte dtype has a copy kernel
+        # Not every one-byte dtype has a copy kernel, so these are copied as uint8.
+        elif dtype is tensor.dtype and dtype.itemsize == 1:
             yield piece.view(torch.uint8).flatten().view(dtype)
         else:
             yield piece.to(dtype).resolve_neg().flatten()
@@ -47,7 +49,7 @@ def _limit(tensor: torch.Tensor) -> int:
 
 
 def merge_row(row: torch.Tensor, other: torch.Tensor) -> None:
-    """Add the statistics in `other` to those in `row`; NaN where a part had no finite element."""
+    """Add the statistics in `other` to those in `row`. NaN extremes, of a part without finite elements, are ignored."""
     low, high = torch.fmin(row[4:5], other[4:5]), torch.fmax(row[5:7], other[5:7])
     row.add_(other)
     row[4:5].copy_(low)

@@ -1,8 +1,8 @@
-"""The segments of a launch: their tasks, and the table of them that the kernels read.
+"""The segments of a launch: their tasks, and the table of tasks that the kernels read.
 
-The table goes to the device by one asynchronous copy out of page-locked memory. A table is overwritten only once the
-event behind its copy has happened; where none is free, one more is made. So the host never waits, and there are as
-many tables as the caller has launches under way.
+One asynchronous copy from page-locked memory brings a table to the device. A table is overwritten only after the event
+of its copy. If no table is free, a new one is made. The host therefore never waits, and there are as many tables as
+there are launches in progress.
 """
 
 from __future__ import annotations
@@ -22,25 +22,30 @@ from capd_client.rowkernel.artifacts import BLOCK, SEGMENTS, TABLE_FIELDS
 __all__ = ["TASKS", "SegmentTable", "Task", "batches", "task_of"]
 
 TASKS = 1024
-"""Tasks of one launch at most: 2.2 MB of partial rows."""
+"""The limit of tasks in one launch: 2.2 MB of partial rows."""
 
 _NUMBERS = TABLE_FIELDS * SEGMENTS
-_SHARE = 8 * BLOCK  # elements of a task at least: what a partial row costs is little beside so many
-_SHARES = 512  # tasks of one segment at most
+# The least elements of a task. The cost of a partial row is small for that many.
+_SHARE = 8 * BLOCK
+# The most tasks of one segment.
+_SHARES = 512
 
 Task = tuple[int, int, int, int, int]
-"""What is asked for of one segment: its address, its elements, the address of its row, elements of a task, tasks."""
+"""The work for one segment: its address, its elements, the address of its row, elements of a task, tasks."""
 
 
 def task_of(flat: torch.Tensor, row: torch.Tensor) -> Task:
-    """Shares depend on the length alone: whatever else is in the launch, the same tensor has the same row."""
+    """Return the work for one segment.
+
+    Shares depend on the length alone, so a tensor has the same row whatever else is in the launch.
+    """
     n = flat.numel()
     share = max(_SHARE, -(-n // (_SHARES * BLOCK)) * BLOCK)
     return flat.data_ptr(), n, row.data_ptr(), share, -(-n // share)
 
 
 def batches(tasks: Iterable[Task]) -> Iterator[tuple[list[Task], int]]:
-    """What goes into one launch, and its number of tasks."""
+    """Yield the segments of each launch, and its number of tasks."""
     batch: list[Task] = []
     count = 0
     for task in tasks:
@@ -54,18 +59,20 @@ def batches(tasks: Iterable[Task]) -> Iterator[tuple[list[Task], int]]:
 
 
 class SegmentTable:
-    """The table of one launch at a time, on the device. All launches that read it are issued to one stream.
+    """The table of one launch at a time, on the device. All launches that read it go to one stream.
 
-    Its events come in that stream's order: where the oldest copy is not done, none is.
+    Events happen in that stream's order: if the oldest copy is not done, no copy is.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._hosts: deque[_HostTable] = deque()  # oldest first
-        with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode
+        # The oldest table is first.
+        self._hosts: deque[_HostTable] = deque()
+        # Outside inference mode, no one could write to an inference tensor.
+        with torch.inference_mode(False):
             self.on_device = torch.empty(_NUMBERS, dtype=torch.int64, device=device)
 
     def send(self, batch: list[Task]) -> None:
-        """Copy the tasks of a launch to the device, by the current stream."""
+        """Copy the tasks of a launch to the device, on the current stream."""
         addresses, lengths, rows, shares, counts = zip(*batch, strict=True)
         firsts = (0, *accumulate(counts[:-1]))
         values = array.array("q", (*addresses, *lengths, *rows, *firsts, *shares))
@@ -84,7 +91,7 @@ class SegmentTable:
 
 @dataclass(eq=False)
 class _HostTable:
-    """A page-locked table. copied: the event behind the copy out of it, None on the CPU."""
+    """A page-locked table. `copied` is the event after the copy from it; None on the CPU."""
 
     memory: torch.Tensor
     copied: Optional[Any]

@@ -1,4 +1,4 @@
-"""The trial of a device's kernel: its rows of all kinds of bit patterns must be those of torch's operations."""
+"""The trial of a device's kernel: for all kinds of bit patterns, its rows must equal those of torch's operations."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ from capd_client.protocol.statistics_row import ROW_VALUES
 __all__ = ["Launch", "compare"]
 
 Launch = Callable[[torch.dtype, Sequence[tuple[torch.Tensor, torch.Tensor]], torch.Tensor], None]
-"""Has the kernel write the rows of segments; the last argument is the table of the dtype's values."""
+"""Makes the kernel write the rows of segments; the last argument is the table of the dtype's values."""
 
-# Elements: less than a thread reads at once, a whole block, blocks and a rest, several tasks that are merged.
+# Elements: fewer than a thread reads at once, a whole block, blocks and a rest, several tasks that are merged.
 _SIZES = (1, 7, 4096, 4099, 69636, 32768)
-_SLOT = 64  # bytes, to a multiple of which small slots of a ring are aligned
-_MIXED = 2654435761  # Knuth's multiplicative hash: spreads 0, 1, 2, … over all bit patterns
-_TRIAL_S = 30.0  # a device that is busy for longer is tried no further
+# Small slots of a ring are aligned to this many bytes.
+_SLOT = 64
+# Knuth's multiplicative hash spreads 0, 1, 2, … over all bit patterns.
+_MIXED = 2654435761
+# The trial ends if the device is busy for longer.
+_TRIAL_S = 30.0
 
 
 def compare(dtype: torch.dtype, table: torch.Tensor, launch: Launch) -> None:
-    """Compare two launches, one behind the other, with torch's operations.
+    """Compare the results of two consecutive launches with those of torch's operations.
 
     Args:
-        dtype: Of the segments.
+        dtype: The dtype of the segments.
         table: The values of its codes, on the device.
-        launch: Has the kernel compute, on the current stream.
+        launch: Computes on the current stream.
 
     Raises:
         ArithmeticError: The rows differ.
-        TimeoutError: The device did not come to it.
+        TimeoutError: The device did not finish in time.
     """
     flats = _samples(dtype, table.device)
     rows = torch.empty((2, len(flats), ROW_VALUES), dtype=torch.float64, device=table.device)
@@ -41,7 +44,8 @@ def compare(dtype: torch.dtype, table: torch.Tensor, launch: Launch) -> None:
         fill_from_values(flat, row, blind=True)
     segments = list(zip(flats, rows[1], strict=True))
     launch(dtype, segments[::2], table)
-    launch(dtype, segments[1::2], table)  # must find its own table, not that of the first
+    # The second launch must find its own table, not the first one's.
+    launch(dtype, segments[1::2], table)
     expected, found = _on_host(rows).tolist()
     for n, pair in enumerate(zip(expected, found, strict=True)):
         _compare_rows(*pair, f"of {flats[n].numel()} elements of {dtype}")
@@ -58,7 +62,8 @@ def _samples(dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
 
 
 def _compare_rows(expected: list[float], found: list[float], what: str) -> None:
-    slack = 1e-10 * math.sqrt(expected[0] * expected[8])  # sum |x| is below sqrt(n sum x²)
+    # sum |x| is below sqrt(n sum x²).
+    slack = 1e-10 * math.sqrt(expected[0] * expected[8])
     for index, (a, b) in enumerate(zip(expected, found, strict=True)):
         allowed = slack if index == 7 else 1e-10 * a if index == 8 else 0.0
         if not (abs(a - b) <= allowed or (a != a and b != b)):
@@ -66,14 +71,13 @@ def _compare_rows(expected: list[float], found: list[float], what: str) -> None:
 
 
 def _on_host(rows: torch.Tensor) -> torch.Tensor:
-    """The rows, once they are computed; asks for it now and then, as the host may be forbidden to wait."""
+    """Return the computed rows on the host. The host polls, because it may be forbidden to wait."""
     if rows.is_cpu:
         return rows
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own lack
     host = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
-    host.copy_(
-        rows, non_blocking=True
-    )  # into other memory the copy itself would wait, and hold the driver's lock
+    # A copy into memory that is not page-locked would wait, and hold the driver's lock.
+    host.copy_(rows, non_blocking=True)
     done.record()
     deadline = time.monotonic() + _TRIAL_S
     while not done.query():  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
-"""Runs once, on tiny tensors, what a capture would otherwise run for the first time in the middle of a step.
+"""Runs the operations of a capture once, on tiny tensors, before a step would run them for the first time.
 
-CUDA loads a kernel when it is first launched, and that launch waits until the GPU's queue has drained.
+CUDA loads a kernel at its first launch, and that launch waits until the GPU's queue has drained.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from capd_client.tensors.inspect import DTYPES
 __all__ = ["warm"]
 
 _FLOATS = (torch.bfloat16, torch.float32, torch.float16)
-# Rows and columns. A copy of a matrix by columns, and one that begins at an odd place, have kernels of their own.
+# Rows and columns. A copy of a matrix by columns, and one that starts at an odd offset, have their own kernels.
 _ROWS, _COLUMNS = 16, 64
 
 
 def warm(device: torch.device, *, rows: bool = False) -> None:
-    """Run the copies of captures on the current stream, of each kind once; nothing waits for them.
+    """Run each kind of copy that captures make once, on the current stream. Nothing waits for the copies.
 
     Args:
-        device: Where; the CPU has nothing to load, and just runs them.
-        rows: Whether statistics will be computed there: the operations of `formulas`, too.
+        device: The device; the CPU has nothing to load, and just runs them.
+        rows: Whether the device will compute statistics; then the operations of `formulas` run as well.
     """
     with torch.inference_mode(False), torch.no_grad():
         for dtype in (
@@ -45,7 +45,7 @@ def warm(device: torch.device, *, rows: bool = False) -> None:
 
 
 def _copy(source: torch.dtype, target: torch.dtype, device: torch.device) -> None:
-    """Copies as a ring makes them: into contiguous memory, out of any."""
+    """Copy as a ring does: from any layout into contiguous memory."""
     matrix = torch.zeros((_ROWS + 1, _COLUMNS), dtype=source, device=device)
     whole, odd = matrix[:_ROWS], matrix.view(-1)[1 : 1 + _ROWS * _COLUMNS].view(_ROWS, _COLUMNS)
     for tensor in (whole, odd, whole.t(), whole[:, ::2], whole.view(4, 4, _COLUMNS).transpose(1, 2)):

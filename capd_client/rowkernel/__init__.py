@@ -1,5 +1,5 @@
-"""The Triton kernels of statistics rows, and the process that compiles them ahead. No module here imports torch.
+"""The Triton kernels of statistics rows, and the process that compiles them in advance. No module imports torch.
 
-`kernels` imports Triton, which takes a second; `artifacts` and `compile` only look whether it is there. What launches
-the kernels: `capd_client.devstats`.
+`kernels` imports Triton, which takes a second. `artifacts` and `compile` only check whether Triton is installed.
+`capd_client.devstats` launches the kernels.
 """

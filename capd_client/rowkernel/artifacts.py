@@ -1,7 +1,7 @@
-"""The sizes that the kernels of rows are compiled for, and the marks that say which of them Triton's cache holds.
+"""The sizes for which the kernels of rows are compiled, and marks for the kernels that Triton's cache holds.
 
-A mark is an empty file beside Triton's own entries. Its name covers what the kernels depend on, so that a job knows
-without importing Triton whether loading them would compile anything.
+A mark is an empty file next to Triton's own entries. Its name covers everything on which the kernels depend. A job
+can therefore check, without importing Triton, whether loading the kernels would compile anything.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ __all__ = [
     "mark_of",
 ]
 
-BLOCK, WARPS = 4096, 8  # elements that a program has in its registers at once: 16 a thread
-SEGMENTS = 512  # of one launch; each program looks its own up among them
+# A program holds BLOCK elements in its registers at once: 16 per thread.
+BLOCK, WARPS = 4096, 8
+# The most segments of one launch. Each program searches them for its own.
+SEGMENTS = 512
 TABLE_FIELDS = 5
 """Rows of the table of segments, int64 [TABLE_FIELDS, segments]: address, elements, address of the row, first task,
 elements of a task."""
-COLUMNS, ROWS = 32, 64  # of the partial rows, merged at once
+# The part of the partial rows that is merged at once.
+COLUMNS, ROWS = 32, 64
 
 
 def installed() -> bool:
@@ -43,13 +46,13 @@ def interpreted() -> bool:
 
 
 def cache_directory() -> Path:
-    """Where Triton keeps what it compiles, as the environment is now: Inductor changes it when it first runs."""
+    """Return Triton's cache directory by the environment now; Inductor changes it when it first runs."""
     home = os.environ.get("TRITON_HOME") or Path.home()
     return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache")).absolute()
 
 
 def mark_of(target: str, dtype: str) -> Path:
-    """The mark of the kernels for `dtype`, a name of torch's, on `target`, see `capd_client.rowkernel.compile`."""
+    """Return the mark of the kernels for `dtype`, torch's name, on `target` (see `capd_client.rowkernel.compile`)."""
     spec = find_spec("triton")
     origin = Path(spec.origin) if spec is not None and spec.origin is not None else None
     facts = [target, str(origin), str(origin.stat().st_mtime_ns) if origin is not None else ""]

@@ -2,8 +2,8 @@
 
     python -m capd_client.rowkernel.compile --target cuda:90:32 --dtypes bfloat16,float32
 
-target: backend, architecture and threads of a warp, as Triton names them. Ends with 0 once the marks of all dtypes
-are there (`capd_client.rowkernel.artifacts`), otherwise by an error.
+target: Triton's names of the backend, the architecture, and the threads of a warp. The process ends with 0 once the
+marks of all dtypes exist (`capd_client.rowkernel.artifacts`), otherwise with an error.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from capd_client.rowkernel.artifacts import cache_directory, mark_of
 __all__ = ["LIMIT_S", "compile_kernels", "main"]
 
 LIMIT_S = 120
-"""Seconds until the process ends itself, whatever it is doing."""
+"""The process ends itself after so many seconds, whatever it is doing."""
 
 
 class _Pointer:
-    """An aligned tensor that is not there, as far as Triton looks at one to choose a kernel."""
+    """A substitute for an aligned tensor, with the facts by which Triton chooses a kernel."""
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
@@ -39,7 +39,7 @@ class _Pointer:
 
 
 class _Driver:
-    """A driver of a GPU that is not there: answers what Triton asks before it compiles, and launches nothing."""
+    """A substitute for a GPU's driver: answers Triton's questions before a compilation, and launches nothing."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -55,13 +55,13 @@ class _Driver:
 
 
 def compile_kernels(target: str, dtypes: list[str]) -> dict[str, Any]:
-    """Have Triton compile the kernels of these dtypes for a target, and set the marks.
+    """Compile the kernels of these dtypes for a target with Triton, and set the marks.
 
-    By the way of a launch, up to where the module would be loaded: so Triton finds what is compiled here by the key
-    that a real launch has.
+    The function follows the steps of a launch, up to loading the module. Triton's cache key is then that of a real
+    launch.
 
     Returns:
-        What Triton compiled, by dtype, and "merge".
+        Triton's compiled kernels by dtype, and "merge".
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -85,9 +85,9 @@ def compile_kernels(target: str, dtypes: list[str]) -> dict[str, Any]:
 
 
 def _build_launchers(backend: str, made: list[Any]) -> None:
-    """Have the C compiler build what starts the kernels: the job would run it instead, in its thread of compilation.
+    """Build the launchers of the kernels with the C compiler. Otherwise the job would run it in its own process.
 
-    Where that fails the kernels are of use all the same.
+    A failure is ignored, because the kernels are useful without their launchers.
     """
     from triton.backends import backends
 
@@ -99,7 +99,7 @@ def _build_launchers(backend: str, made: list[Any]) -> None:
 
 @contextlib.contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """One process of a node compiles, the others then find its work; where files cannot be locked all of them do."""
+    """Let one process of a node compile, so that the others find its work. Without file locks all of them compile."""
     import fcntl
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -110,8 +110,9 @@ def _alone(directory: Path) -> Iterator[None]:
 
 
 def main(arguments: list[str]) -> None:
-    """Compile what the command line names."""
-    signal.alarm(LIMIT_S)  # the job that asked may have been killed
+    """Compile the kernels that the command line names."""
+    # Ends this process even if the job that started it was killed.
+    signal.alarm(LIMIT_S)
     os.nice(19)
     parser = argparse.ArgumentParser(prog="capd_client.rowkernel.compile")
     parser.add_argument("--target", required=True)

@@ -1,14 +1,14 @@
-"""Rows on a GPU in one pass over many tensors: two Triton kernels. Importing this module imports Triton.
+"""Two Triton kernels that compute the rows of many tensors on a GPU in one pass. Importing this imports Triton.
 
-Every program of the first kernel walks over one share of one segment and leaves a row of partial results; the second
-kernel merges those, segment by segment. There are no atomic additions to a row, and shares depend on the length of the
-segment alone, so the same bits always give the same row. Whole blocks are read without a mask, because a masked read
-is not vectorised.
+Each program of the first kernel reads one share of one segment and writes a row of partial results. The second kernel
+merges these rows, segment by segment. No row has atomic additions, and shares depend on the length of the segment
+alone, so the same bits always have the same row. Whole blocks are read without a mask, because a masked read is not
+vectorised.
 
-Sums are of float64; extremes are of float32 and exact, since every dtype here converts to float32 without rounding.
+Sums are float64. Extremes are float32 and exact, because every dtype here converts to float32 without rounding.
 
-The table of segments: `capd_client.rowkernel.artifacts.TABLE_FIELDS`. The integers are never specialised: a new size
-must not compile anything.
+`capd_client.rowkernel.artifacts.TABLE_FIELDS` defines the table of segments. The integers are never specialised,
+because a new size must not compile anything.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
     "partial_rows",
 ]
 
-# Fusion is what Triton does without being told; left open, some versions warn that this will change.
+# Triton fuses by default. Some versions warn that the default will change, unless it is set.
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": True}
 
 _VALUES = tl.constexpr(ROW_VALUES)
@@ -39,30 +39,31 @@ _WORDS = {"bfloat16": tl.bfloat16, "float32": tl.float32, "float16": tl.float16}
 
 
 def partial_constants(dtype: str) -> dict[str, Any]:
-    """What `partial_rows` is compiled for: the words of a dtype, by its name in torch.
+    """Return the constants for which `partial_rows` is compiled: the words of a dtype, by torch's name.
 
-    8-bit formats are words of their codes, and all formats of one value a code share a kernel.
+    8-bit formats are words of their codes. All formats with one value per code share a kernel.
     """
     word = _WORDS.get(dtype, tl.uint8)
     width = 0 if dtype in _WORDS else 2 if dtype == "float4_e2m1fn_x2" else 1
-    # As many words as a thread reads at once, so that folding them takes no exchange between threads.
+    # The number of words that a thread reads at once, so that folding them needs no exchange between threads.
     fold = 16 * 8 // word.primitive_bitwidth
     return {"WORD": word, "WIDTH": width, "BLOCK": BLOCK, "FOLD": fold, "SEGMENTS": SEGMENTS}
 
 
 def merge_constants() -> dict[str, Any]:
-    """What `merged_rows` is compiled for."""
+    """Return the constants for which `merged_rows` is compiled."""
     return {"COLUMNS": COLUMNS, "ROWS": ROWS}
 
 
 @triton.jit
 def _take(values, kept, sums, squares, low, high, nan, zero, bins, FOLD: tl.constexpr):
-    """One block of values into the results of this program; what is not kept counts for nothing."""
-    if values.dtype == tl.bfloat16:  # by its bits: not every conversion keeps subnormals
+    """Add one block of values to the results of this program; values that are not `kept` add nothing."""
+    # Converted by its bits, because not every conversion keeps subnormals.
+    if values.dtype == tl.bfloat16:
         values = (values.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     values = values.to(tl.float32)
     bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    # By the bits as well: a comparison may take subnormals for zero.
+    # Compared by their bits as well, because a comparison may treat subnormals as zero.
     exponents = bits >> 23
     finite = kept & (exponents < 255)
     wide = tl.where(finite, values, 0.0).to(tl.float64)
@@ -87,7 +88,7 @@ def partial_rows(
     segment_table, value_table, parts, segments: tl.int64,
     WORD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FOLD: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """One task: the partial row of a share of a segment. value_table: float32 [256, WIDTH] by 8-bit code."""
+    """Compute one task: the partial row of a share of a segment. value_table: float32 [256, WIDTH] by 8-bit code."""
     task = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, SEGMENTS)
     there = index < segments
@@ -95,7 +96,7 @@ def partial_rows(
     segment = tl.sum((there & (firsts <= task)).to(tl.int32)) - 1
     entry = segment_table + segment
     share = tl.load(entry + 4 * segments)
-    # Both hints are needed: pointers that are added up lose those of their sums, and then are read word by word.
+    # Both hints are needed: a sum of pointers loses the hint of its parts, and is then read word by word.
     start = tl.multiple_of((task - tl.load(entry + 3 * segments)) * share, BLOCK)
     count = tl.minimum(share, tl.load(entry + segments) - start)
     words = tl.multiple_of(tl.load(entry).to(tl.pointer_type(WORD)), 16) + start
@@ -109,7 +110,8 @@ def partial_rows(
     whole = count // BLOCK
     kept = lanes >= 0
     block = whole * 0
-    while block < whole:  # Triton's interpreter cannot count up to what it has loaded
+    # A while loop, because Triton's interpreter cannot count up to a number that it has loaded.
+    while block < whole:
         read = tl.load(words + block * BLOCK + lanes)
         if WIDTH == 0:
             sums, squares, low, high, nan, zero, bins = _take(
@@ -135,7 +137,8 @@ def partial_rows(
                 values, kept, sums, squares, low, high, nan, zero, bins, FOLD
             )
         values_per_word: tl.constexpr = 2 if WIDTH == 2 else 1
-        beyond = (BLOCK - rest).to(tl.int32) * values_per_word  # what was not kept was counted in bin 0
+        # The values that were not kept were counted in bin 0.
+        beyond = (BLOCK - rest).to(tl.int32) * values_per_word
         bins -= tl.where(tl.arange(0, 256) == 0, beyond, 0)
 
     row = parts + task * _VALUES
@@ -156,7 +159,7 @@ def partial_rows(
 
 @triton.jit(do_not_specialize=["segments"])
 def merged_rows(segment_table, parts, segments: tl.int64, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """One group of columns of the row of one segment, out of the partial rows of its tasks."""
+    """Merge one group of columns of one segment's row, from the partial rows of its tasks."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     entry = segment_table + tl.program_id(1)
     row = tl.load(entry + 2 * segments).to(tl.pointer_type(tl.float64))
@@ -176,11 +179,12 @@ def merged_rows(segment_table, parts, segments: tl.int64, COLUMNS: tl.constexpr,
         most = tl.maximum(most, tl.max(tl.where(kept, read, float("-inf")), axis=0))
         first += ROWS
     ends = tl.where(column == 4, least, most)
-    ends = tl.where(tl.abs(ends) == float("inf"), float("nan"), ends)  # no element was finite
+    # Infinite ends mean that no element was finite.
+    ends = tl.where(tl.abs(ends) == float("inf"), float("nan"), ends)
     ends = tl.where(column == 6, tl.abs(ends), ends)
     merged = tl.where((column >= 4) & (column <= 6), ends, total)
     tl.store(row + column, merged, mask=column < _VALUES)
 
 
 COMPILED = isinstance(partial_rows, triton.JITFunction)
-"""Whether launches run on the device; under TRITON_INTERPRET=1 the host computes, and waits for the device to do so."""
+"""Whether launches run on the device. Under TRITON_INTERPRET=1 the host computes, after a wait for the device."""

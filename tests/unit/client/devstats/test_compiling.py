@@ -137,7 +137,7 @@ def test_a_process_that_fails_leaves_the_device_with_torchs_operations_and_is_to
 
     assert loaded == []
     [line] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert "go on with torch's own operations" in line
+    assert "continue with torch's own operations" in line
     assert ("its compilation ended with code 3" if script == "exit 3" else "code -9") in line
 
 
@@ -173,7 +173,7 @@ def test_no_interpreter_to_start_is_told_as_well(
 
     prepare(torch.device("cuda", 0))
 
-    assert "go on with torch's own operations" in caplog.text
+    assert "continue with torch's own operations" in caplog.text
 
 
 CHILD = """
