@@ -1,13 +1,13 @@
-"""Errors of the client side.
+"""The errors of the client side.
 
-CapdError                 base of everything capd raises on purpose (`capd.errors` continues the tree)
+CapdError                 base of every error that capd raises on purpose (`capd.errors` continues the tree)
 ├── ConfigError           an environment variable, option or capd.toml entry that cannot be used
-├── EmbeddedError         the daemon that a job starts for itself does not start
+├── EmbeddedError         the daemon that a job starts for itself did not start
 ├── ProtocolError         a peer sent something outside the wire protocol
-└── ArenaError            the shared memory of a rank could not be made or used
+└── ArenaError            the shared memory of a rank could not be created or used
 
-Inside a training job none of these reaches the caller: `capd_client.api` turns them into counted drops
-and rate-limited warnings. They surface only from constructors used by tools and tests.
+In a training job none of these errors reaches the caller: the public calls of `capd_client` turn them into counted
+drops and rate-limited warnings. Only constructors that tools and tests call raise them.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ __all__ = ["COUNTED", "ArenaError", "CapdError", "ConfigError", "EmbeddedError",
 
 
 class CapdError(Exception):
-    """Base of capd's own errors; the message says what happened, where, and what to do next."""
+    """The base of capd's own errors. The message says what happened, where, and what to do next."""
 
 
 class ConfigError(CapdError):
-    """A setting that cannot be used; names the setting, its origin and the accepted values."""
+    """A setting cannot be used. The message names the setting, its origin and the accepted values."""
 
 
 class ProtocolError(CapdError):
-    """A peer broke the wire protocol; the connection it came on is closed, nothing else suffers."""
+    """A peer broke the wire protocol. Its connection is closed, and nothing else is affected."""
 
 
 class ArenaError(CapdError):
@@ -32,7 +32,7 @@ class ArenaError(CapdError):
 
 
 class EmbeddedError(CapdError):
-    """The daemon that the job was to start cannot be started; the job runs without capture."""
+    """The daemon that the job starts for itself cannot be started. The job runs without capture."""
 
 
 COUNTED = "_capd_counted"

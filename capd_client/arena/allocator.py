@@ -1,10 +1,12 @@
 """Divides the arena into slots: address-ordered first-fit with coalescing, and slabs for small tensors.
 
-Pure bookkeeping over offsets, no memory is touched. First-fit by address keeps the used part low and warm and
-survives slots that stay taken for long, where a ring would stop at the first of them. Tensors below 64 KiB are
-packed 64-byte aligned into slabs, so that they do not fragment the rest. Calls are made under the queue's lock.
-Each does all or nothing where a signal handler raises: nothing is called from the first change to the last. A slot
-that the handler's error took from its new owner is found again by `SlotAllocator.keep`.
+This is bookkeeping over offsets; it touches no memory. First-fit by address keeps the used part low and warm. It also
+survives slots that stay taken for long; a ring would stop at the first of them. Tensors below 64 KiB are packed into
+slabs, 64-byte aligned, so that they do not fragment the rest.
+
+Calls are made under the queue's lock. If a signal handler raises, each call has done all of its work or nothing:
+no call makes another call between its first change and its last.
+`SlotAllocator.keep` finds a slot again that the handler's error took from its new owner.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ __all__ = [
 
 GRANULE_NBYTES = 4096
 SLAB_NBYTES = 1 << 20
-SMALL_NBYTES = 64 << 10  # tensors below this size share slabs
+# Tensors below this size share slabs.
+SMALL_NBYTES = 64 << 10
 ALIGNMENT = 64
 
 
 class Extents:
-    """Free extents of [start, start + nbytes), kept sorted by address and coalesced."""
+    """The free extents of [start, start + nbytes), kept sorted by address and coalesced."""
 
     __slots__ = ("_sizes", "_starts", "capacity", "free_nbytes")
 
@@ -42,7 +45,7 @@ class Extents:
         self._sizes = [nbytes] if nbytes else []
 
     def take(self, nbytes: int) -> Optional[int]:
-        """Start of the lowest free extent that holds `nbytes`, None if there is none."""
+        """Take `nbytes` from the lowest free extent that holds them; return their start, None if there is none."""
         sizes = self._sizes
         for index, size in enumerate(sizes):
             if size >= nbytes:
@@ -57,7 +60,7 @@ class Extents:
         return None
 
     def give(self, start: int, nbytes: int) -> None:
-        """Return an extent; joins it with its free neighbours. Raises ValueError if any of it is free already."""
+        """Return an extent and join it with its free neighbours. Raises ValueError if any of it is already free."""
         starts, sizes = self._starts, self._sizes
         index = bisect_left(starts, start)
         joins_left = index > 0 and starts[index - 1] + sizes[index - 1] >= start
@@ -75,7 +78,8 @@ class Extents:
             starts[index] = start
             sizes[index] += nbytes
         else:
-            starts[index:index] = (start,)  # not insert, after which a signal handler may run
+            # A slice assignment, because a signal handler can run after a call of insert.
+            starts[index:index] = (start,)
             sizes[index:index] = (nbytes,)
         self.free_nbytes += nbytes
 
@@ -93,7 +97,7 @@ class Extents:
 
 
 class _Slab:
-    """One extent that small slots are cut from, front to back."""
+    """An extent that small slots are cut from, front to back."""
 
     __slots__ = ("live", "next_offset", "start")
 
@@ -103,15 +107,21 @@ class _Slab:
         self.live = 0
 
 
-# A piece of the arena that one capture owns: offset, bytes taken for it, the slab they are from (or None).
-# A bare tuple: making anything with fields costs more than the rest of the allocation.
+# A piece of the arena that one capture owns: its offset, its bytes, and the slab they are from (or None).
+# It is a bare tuple, because an object with fields costs more than the rest of the allocation.
 Slot = tuple[int, int, Optional[_Slab]]
 
-EMPTY: Slot = (0, 0, None)  # a capture without bytes needs no memory
+# A capture without bytes needs no memory.
+EMPTY: Slot = (0, 0, None)
 
 
 class SlotAllocator:
-    """Slots in [start, start + nbytes). `start` and `nbytes` are multiples of 4 KiB."""
+    """The slots in [start, start + nbytes); `start` and `nbytes` are multiples of 4 KiB.
+
+    Args:
+        start: The offset of the first slot in the arena.
+        nbytes: The bytes for all slots.
+    """
 
     __slots__ = ("_current", "_extents", "_slab_nbytes", "_small_nbytes", "capacity", "start")
 
@@ -119,25 +129,25 @@ class SlotAllocator:
         self.start = start
         self.capacity = nbytes
         self._extents = Extents(start, nbytes)
-        # In a small arena a full-sized slab would be most of it.
+        # In a small arena, a slab of full size would take most of it.
         self._slab_nbytes = min(SLAB_NBYTES, nbytes // 16 // GRANULE_NBYTES * GRANULE_NBYTES)
         self._small_nbytes = min(SMALL_NBYTES, self._slab_nbytes)
         self._current: Optional[_Slab] = None
 
     @property
     def free_nbytes(self) -> int:
-        """Bytes outside every slot and slab."""
+        """The bytes outside every slot and slab."""
         return self._extents.free_nbytes
 
     @property
     def empty(self) -> bool:
-        """Whether there is no slot."""
+        """Whether there are no slots."""
         slab = self._current
         kept = self._slab_nbytes if slab is not None and not slab.live else 0
         return self._extents.free_nbytes + kept == self.capacity
 
     def take(self, nbytes: int) -> Optional[Slot]:
-        """A slot of at least `nbytes`, None when there is no room now. Nothing is needed for 0 bytes."""
+        """Return a slot of at least `nbytes`; None if there is no room now. 0 bytes need no room."""
         if nbytes == 0:
             return EMPTY
         if nbytes < self._small_nbytes:
@@ -196,7 +206,8 @@ class SlotAllocator:
             slab = _Slab()
             start = self._extents.take(self._slab_nbytes)
             if start is None:
-                return None  # maybe a granule is left for this one alone
+                # A free extent may still hold this tensor alone.
+                return None
             slab.start = start
             self._current = slab
         offset = slab.start + slab.next_offset

@@ -1,1 +1,1 @@
-"""The process that capd is a guest in: its log, signals, compiler marks, ranks and memory."""
+"""The process in which capd is a guest: its log, signals, compiler marks, ranks and memory."""

@@ -1,4 +1,4 @@
-"""What the processes of a job leave for the command that started it: a JSON file each, in a directory. No torch."""
+"""The documents of a job's processes for the command that started it: one JSON file each, in a directory. No torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def leave(directory: str, document: msgspec.Struct) -> None:
 
 
 def left(directory: Path, kind: type[T]) -> list[T]:
-    """The documents of all processes."""
+    """Return the documents of all processes."""
     found = []
     for path in sorted(directory.glob("*.json")):
         with contextlib.suppress(FileNotFoundError):

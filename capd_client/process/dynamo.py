@@ -22,7 +22,7 @@ def untraced(function: _Function) -> _Function:
 
 
 def untraced_methods(kind: _Class) -> _Class:
-    """The same for every method of a class, and what is behind its properties."""
+    """Mark every method of a class as `untraced` does, also the functions of its properties."""
     for value in vars(kind).values():
         for function in (value.fget, value.fset) if isinstance(value, property) else (value,):
             if isinstance(function, FunctionType):
@@ -33,10 +33,13 @@ def untraced_methods(kind: _Class) -> _Class:
 def traced_as(
     stand_in: Callable[..., Any], *, calls_the_job: bool = False
 ) -> Callable[[_Function], _Function]:
-    """Mark a plain function: a compiled caller has `stand_in` traced in its place, everybody else runs the function.
+    """Mark a plain function: a compiled caller traces `stand_in` instead, all other callers run the function.
 
-    It is how `torch.compile` itself marks what it wraps, and costs nothing outside of a trace. calls_the_job: it calls
-    functions of the job, which are compiled as they would be without it.
+    `torch.compile` marks its own wrappers in this way. The mark costs nothing outside a trace.
+
+    Args:
+        stand_in: The function that is traced.
+        calls_the_job: Whether the marked function calls functions of the job. They are then compiled as usual.
     """
 
     def mark(function: _Function) -> _Function:
@@ -47,14 +50,15 @@ def traced_as(
 
 
 def _never_compiled(function: _Function, *, calls_the_job: bool = False) -> _Function:
-    """Keep its frames, and those it calls, from being compiled by themselves, as they would be after a graph break."""
+    """Keep its frames, and those it calls, from being compiled alone, as would happen after a graph break."""
     try:
         from torch._C._dynamo.eval_frame import (  # type: ignore[attr-defined, unused-ignore]
             _FrameAction,
             _FrameExecStrategy,
             set_code_exec_strategy,
         )
-    except ImportError:  # an older torch: our frames are left to its own rules
+    # An older torch treats our frames by its own rules.
+    except ImportError:
         return function
     others = _FrameAction.DEFAULT if calls_the_job else _FrameAction.SKIP
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, others))

@@ -1,6 +1,6 @@
-"""The log of the training process: of warnings at most one per 20 s and reason, with the number held back.
+"""The log of the training process: at most one warning per 20 s and reason, with the number of suppressed ones.
 
-What several ranks of a node say alike is one line (`capd_client.process.together`), unless the level is DEBUG.
+A line that several ranks of a node log is written once (`capd_client.process.together`), unless the level is DEBUG.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ INTERVAL_S = 20.0
 
 
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]  # generic for type checkers only
-    """In the place of logging's last resort, which swallows what a signal handler raises while it writes.
+    """A replacement for logging's last resort, which swallows what a signal handler raises while it writes.
 
-    As that, to what sys.stderr is just then, and silent once the job sets up logging of its own.
+    Like the last resort, it writes to the current sys.stderr, and is silent once the job sets up its own logging.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]  # generic for t
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Called in the place of an exception: one that a signal handler of the job raised is no error of the log."""
+        """Handle an error of `emit`, but re-raise it if a signal handler of the job raised it."""
         error = sys.exc_info()[1]
         if error is not None and is_interruption(error):
             raise error
@@ -54,23 +54,27 @@ logger.addHandler(_stderr)
 
 
 def show(level: str) -> None:
-    """Log from `level` on, to stderr where the job has set up no logging."""
+    """Log from `level` on, to stderr unless the job has set up logging."""
     logger.setLevel(level)
     _stderr.setLevel(level)
 
 
 def _say(level: int, text: str) -> None:
-    """The rank that has the line has asked for its level already."""
+    """Log a line without asking for its level, which the rank that sent the line has done."""
     logger.handle(logger.makeRecord(logger.name, level, __file__, 0, "capd: %s", (text,), None))
 
 
 _together = Together(_say)
-atexit.register(_together.end)  # before the session's, so it runs after that
+# Registered before the session's function, so it runs after that one.
+atexit.register(_together.end)
 os.register_at_fork(after_in_child=_together.forked)
 
 
 class Notices:
-    """Rate-limits log lines by reason. A broken log handler does not reach training; a signal handler's error does."""
+    """The log lines of a part of capd, rate-limited by reason.
+
+    An error of a log handler never reaches training; an error of the job's signal handler does.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -78,7 +82,7 @@ class Notices:
         self._held: dict[str, int] = {}
 
     def warn(self, reason: str, message: str, *args: object) -> None:
-        """Log `message % args` unless `reason` was logged within the interval: then it is counted as held back."""
+        """Log `message % args`, unless `reason` was logged within the interval. Suppressed lines are counted."""
         now = self._clock()
         last = self._last.get(reason)
         if last is not None and now - last < INTERVAL_S:
@@ -90,11 +94,11 @@ class Notices:
         self._write(logging.WARNING, message + "%s", *args, more)
 
     def info(self, message: str, *args: object) -> None:
-        """Log at INFO, not limited: only for things that happen at human pace."""
+        """Log at INFO, without a limit: only for events at human pace."""
         self._write(logging.INFO, message, *args)
 
     def debug(self, message: str, *args: object) -> None:
-        """Log at DEBUG, not limited: ask `logger.isEnabledFor` before where there is one per capture."""
+        """Log at DEBUG, without a limit. For a line per capture, ask `logger.isEnabledFor` first."""
         self._write(logging.DEBUG, message, *args)
 
     def _write(self, level: int, message: str, *args: object) -> None:
@@ -106,7 +110,8 @@ class Notices:
                 _say(level, f"rank {info.rank}: {text}" if info.world_size > 1 else text)
             else:
                 _together.tell(info, level, text)
-        except Exception as error:  # the user's handler: nothing of it may reach the job
+        # An error of the user's handler may not reach the job.
+        except Exception as error:
             if is_interruption(error):
                 raise
             self._held["logging"] = self._held.get("logging", 0) + 1

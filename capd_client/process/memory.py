@@ -1,4 +1,4 @@
-"""How much host memory an arena may take: MemAvailable and the cgroup's headroom, versions 1 and 2."""
+"""The host memory that an arena may take, by MemAvailable and the headroom of cgroups, versions 1 and 2."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ __all__ = [
 
 MAX_ARENA_NBYTES = 2 << 30
 MIN_ARENA_NBYTES = 1 << 20
-SHARE = 0.2  # of the available memory, for all ranks of this node together
-# The same where a size is asked for: all of the arena may come into use, and may not end the job.
+# The part of the available memory for all ranks of this node together, by default.
+SHARE = 0.2
+# The same if a size is requested. All of the arena may come into use, and this must not end the job.
 MOST_SHARE = 0.5
 
 
 def arena_nbytes(asked: Optional[int], local_world_size: int, notices: Notices) -> int:
-    """What the settings ask for, as far as there is memory for it; else (None) a size by what there is."""
+    """Return the requested size, limited by the available memory; for None, a size by the available memory."""
     if asked is None:
         return default_arena_nbytes(local_world_size)
     most = most_arena_nbytes(local_world_size)
@@ -42,7 +43,7 @@ def arena_nbytes(asked: Optional[int], local_world_size: int, notices: Notices) 
 
 
 def default_arena_nbytes(local_world_size: int, available: Optional[int] = None) -> int:
-    """Arena size of one rank: 20 % of the available memory over the node's ranks, 1 MiB … 2 GiB."""
+    """Return the arena size of one rank: 20 % of the available memory over the node's ranks, 1 MiB … 2 GiB."""
     if available is None:
         available = available_nbytes()
     share = int(available * SHARE) // max(1, local_world_size)
@@ -50,14 +51,14 @@ def default_arena_nbytes(local_world_size: int, available: Optional[int] = None)
 
 
 def most_arena_nbytes(local_world_size: int, available: Optional[int] = None) -> int:
-    """The largest arena that one rank gets when it asks: half of the available memory over the node's ranks."""
+    """Return the largest arena of one rank on request: half of the available memory over the node's ranks."""
     if available is None:
         available = available_nbytes()
     return max(MIN_ARENA_NBYTES, int(available * MOST_SHARE) // max(1, local_world_size))
 
 
 def available_nbytes(root: str = "/") -> int:
-    """The smaller of MemAvailable and the headroom of every cgroup above this process."""
+    """Return the smaller of MemAvailable and the headroom of every cgroup above this process, in bytes."""
     limits = [limit for limit in (_mem_available(root), *_cgroup_headrooms(root)) if limit is not None]
     return max(0, min(limits)) if limits else MIN_ARENA_NBYTES
 
@@ -88,7 +89,7 @@ def _cgroup_headrooms(root: str) -> Iterator[Optional[int]]:
 
 
 def _walk(base: str, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[Optional[int]]:
-    """Headroom at every level: in a container the path may name the host's view, then only the top exists."""
+    """Yield the headroom at every level. In a container the path may be the host's, and then only the top exists."""
     parts = [part for part in path.split("/") if part not in ("", "..")]
     for depth in range(len(parts), -1, -1):
         folder = os.path.join(base, *parts[:depth])
@@ -103,13 +104,15 @@ def _headroom(folder: str, limit: str, usage: str, reclaimable: str) -> Optional
     for line in _lines(os.path.join(folder, "memory.stat")):
         name, _, value = line.partition(" ")
         if name == reclaimable and value.strip().isdigit():
-            used -= int(value)  # page cache that the kernel drops before it refuses memory
+            # The kernel drops this page cache before it refuses memory.
+            used -= int(value)
     return most - used
 
 
 def _number(path: str) -> Optional[int]:
     for line in _lines(path):
-        return int(line) if line.strip().isdigit() else None  # "max" is no limit
+        # "max" is no limit.
+        return int(line) if line.strip().isdigit() else None
     return None
 
 

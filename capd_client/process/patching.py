@@ -1,4 +1,4 @@
-"""Functions of libraries that are replaced while somebody needs it, by several at once, and put back in any order."""
+"""Patches functions of libraries: several users at once, and undone in any order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Wrap = Callable[[_Function], _Function]
 
 
 class _Place:
-    """An attribute of a module or class, what it was, and who wraps it just now."""
+    """An attribute of a module or class: its original function, and its current wrappers."""
 
     def __init__(self, holder: Any, name: str) -> None:
         self._holder = holder
@@ -31,7 +31,10 @@ class _Place:
             self._set(wrap(getattr(self._holder, self._name)))
 
     def discard(self, wrap: _Wrap) -> bool:
-        """Whether nobody is left. What the job has patched after us stays: ours are below it and pass everything on."""
+        """Remove a wrapper; return whether none is left.
+
+        If the job has patched the attribute after us, that stays: our functions are below it and pass calls on.
+        """
         self._wraps.remove(wrap)
         if self._is_ours():
             self._set(self._wrapped())
@@ -58,10 +61,17 @@ _places: dict[tuple[int, str], _Place] = {}
 
 
 def patch(holder: Any, name: str, wrap: _Wrap, *, innermost: bool = False) -> Callable[[], None]:
-    """Let `wrap(function)` stand for the function that `holder` has under `name`; returns what undoes it.
+    """Replace the function that `holder` has under `name` by `wrap(function)`.
 
-    innermost: below those that are there already, so that they see what it is called with, and not what it makes of
-    that. What the job has patched after them stays below it.
+    Args:
+        holder: A module or class.
+        name: The attribute's name.
+        wrap: Takes the function and returns its replacement.
+        innermost: Whether to go below the existing wrappers of capd, which then see the original arguments. If the job
+            has patched the function after them, `wrap` goes on top of the job's patch instead.
+
+    Returns:
+        A function that undoes the replacement.
     """
     key = (id(holder), name)
     place = _places.get(key)

@@ -1,4 +1,4 @@
-"""Which rank this process is: torch.distributed where it is initialised, else the launcher's environment."""
+"""Finds the rank of this process: from torch.distributed if it is initialised, else the launcher's environment."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ __all__ = [
 ]  # fmt: skip
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-"""What `rank_in` looks at."""
+"""The variables that `rank_in` reads."""
 
 
 _MAX_RANK = 2**31 - 1
 _C10D = "torch.distributed.distributed_c10d"
-_groups: Any = None  # all of torch's process groups, once it is loaded
+# All of torch's process groups, once torch.distributed is loaded.
+_groups: Any = None
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """A process's place in the job. `source` says where the rank came from."""
+    """A process's place in the job. `source` names the origin of the rank."""
 
     rank: int = 0
     world_size: int = 1
@@ -38,7 +39,7 @@ class RankInfo:
 def distributed_ready() -> bool:
     """Whether torch.distributed has a default process group. Imports nothing; asked at every capture."""
     groups = _groups if _groups is not None else _find_groups()
-    # The dictionary first: asking for the default group takes three properties, 90 ns.
+    # The dictionary is checked first, because the default group takes three properties, 90 ns.
     return bool(groups) and sys.modules[_C10D].GroupMember.WORLD is not None
 
 
@@ -50,11 +51,12 @@ def _find_groups() -> Any:
 
 
 def find_rank(environ: Mapping[str, str] | None = None) -> RankInfo:
-    """torch.distributed > RANK / LOCAL_RANK > 0. Values that are no numbers count as absent."""
+    """Find the rank: torch.distributed > RANK / LOCAL_RANK > 0. Values that are no numbers count as absent."""
     environ = os.environ if environ is None else environ
     local_rank, world = index_in(environ, "LOCAL_RANK"), index_in(environ, "WORLD_SIZE")
     local_world = index_in(environ, "LOCAL_WORLD_SIZE")
-    tried = index_in(environ, "CAPD_ATTEMPT") or 0  # of a collection run that tries again
+    # A collection run sets it for each new try.
+    tried = index_in(environ, "CAPD_ATTEMPT") or 0
     attempt = tried + (index_in(environ, "TORCHELASTIC_RESTART_COUNT") or 0)
     number, source = rank_in(environ)
     if distributed_ready():
@@ -72,10 +74,10 @@ def find_rank(environ: Mapping[str, str] | None = None) -> RankInfo:
 
 
 def rank_in(environ: Mapping[str, str]) -> tuple[int | None, str]:
-    """The rank that the launcher's variables give, and its source; None and "default" where they give none.
+    """Return the rank in the launcher's variables, and its source; None and "default" if they have none.
 
-    LOCAL_RANK is the rank of a job known to stay on one node; where it spans nodes (WORLD_SIZE above
-    LOCAL_WORLD_SIZE), or may, only RANK tells ranks apart.
+    LOCAL_RANK is the rank of a job that is known to stay on one node. A job may span nodes if WORLD_SIZE is above
+    LOCAL_WORLD_SIZE, or unknown; only RANK then identifies a rank.
     """
     world, local_world = index_in(environ, "WORLD_SIZE"), index_in(environ, "LOCAL_WORLD_SIZE")
     one_node = world is not None and local_world is not None and world <= local_world
@@ -87,7 +89,7 @@ def rank_in(environ: Mapping[str, str]) -> tuple[int | None, str]:
 
 
 def index_in(environ: Mapping[str, str], name: str, limit: int = _MAX_RANK) -> int | None:
-    """The number from 0 to `limit` that a variable holds; None where it is absent or holds none."""
+    """Return the number from 0 to `limit` in a variable; None if it is absent or holds none."""
     text = environ.get(name, "")
     if not (text.isascii() and text.isdigit() and len(text) <= len(str(limit))):
         return None
@@ -102,9 +104,13 @@ def spans_nodes(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def job_name(environ: Mapping[str, str] | None = None) -> str | None:
-    """A name for the job's run that its ranks derive alike: on one node from torchrun's agent, on several from its id.
+    """Return a name for the job's run that all its ranks derive alike.
 
-    The id may be used again by the next job, and "none", its default, is shared by all. None outside of torchrun.
+    On one node it comes from torchrun's agent, on several nodes from torchrun's id. The next job may reuse the id, and
+    its default, "none", is shared by all jobs.
+
+    Returns:
+        The name; None outside torchrun, or on several nodes without an id.
     """
     environ = os.environ if environ is None else environ
     job = environ.get("TORCHELASTIC_RUN_ID", "")
@@ -116,14 +122,14 @@ def job_name(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def node_job() -> str | None:
-    """A name that the ranks of a job that one process starts on this node derive alike. None: there is no /proc."""
+    """Return a name that all ranks started by one process on this node derive alike; None without /proc."""
     agent = os.getppid()
     began = _began(agent)
     return None if began is None else f"job-{agent}-{began}"
 
 
 def _began(pid: int) -> int | None:
-    """When a process began, in clock ticks of this boot: every process reads the same."""
+    """Return the start time of a process in clock ticks of this boot, which every process reads alike."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return int(file.read().rpartition(b")")[2].split()[19])

@@ -1,7 +1,7 @@
-"""Tells what a signal handler of the job raised from errors of capd: a signal may come in while capd's code runs.
+"""Distinguishes errors of capd from exceptions of the job's signal handlers, which can run during capd's code.
 
-A time limit that raises (`signal.alarm`), or an order to leave, must reach the job wherever it meets the training
-thread. Handlers are recognised by their frame in the traceback.
+A time limit that raises (`signal.alarm`), or an order to exit, must reach the job even if it interrupts capd. A handler
+is recognised by its frame in the traceback.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["is_interruption"]
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Whether a signal handler that is installed now raised `error`, itself or in what it called. Ctrl-C is one."""
+    """Whether a signal handler that is installed now raised `error`, directly or in a call. Ctrl-C counts."""
     if not isinstance(error, Exception):
         return True
     codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
@@ -28,11 +28,12 @@ def is_interruption(error: BaseException) -> bool:
 
 
 def _code_of(handler: Any) -> Optional[CodeType]:
-    """The code that runs when `handler` is called; None for signal.SIG_DFL and what is not written in Python."""
+    """Return the code that runs when `handler` is called; None for signal.SIG_DFL and functions not in Python."""
     while isinstance(handler, partial):
         handler = handler.func
     if not callable(handler):
         return None
-    function: Any = getattr(handler, "__func__", handler)  # of a method
+    # A method has its function's code.
+    function: Any = getattr(handler, "__func__", handler)
     code: Optional[CodeType] = getattr(function, "__code__", None)
     return code or getattr(type(function).__call__, "__code__", None)

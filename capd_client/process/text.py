@@ -1,4 +1,4 @@
-"""Tables, sizes and counts for people, the same in the job and on the command line."""
+"""Formats tables, sizes and counts for people, alike in the job and on the command line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["human_count", "human_nbytes", "number_ranges", "printable", "table_l
 
 
 def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[str] = ()) -> list[str]:
-    """The lines of `print_table`."""
+    """Return the lines of a table with aligned columns; `right` names the columns that are aligned to the right."""
     to_right = [name in set(right) for name in header]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     return [
@@ -22,7 +22,7 @@ def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], right: Ite
 
 
 def human_nbytes(nbytes: float) -> str:
-    """Bytes for people: 999 B, 1.5 MiB, 3.2 GiB."""
+    """Return a size for people: 999 B, 1.5 MiB, 3.2 GiB."""
     if nbytes < 1024:
         return f"{nbytes:.0f} B"
     value = float(nbytes)
@@ -34,17 +34,17 @@ def human_nbytes(nbytes: float) -> str:
 
 
 def human_count(count: int, noun: str = "") -> str:
-    """A count with thousands separators, and what is counted where that is given: "1 record", "2,000 records"."""
+    """Return a count with thousands separators, and its noun if there is one: "1 record", "2,000 records"."""
     return f"{count:,}{noun and ' '}{noun}{'s' if noun and count != 1 else ''}"
 
 
 def printable(text: str) -> str:
-    """Text that may hold anything, without what a terminal would obey."""
+    """Return text with a replacement for every character that a terminal could interpret."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
-    """Ascending numbers as ranges: 0-2, 7."""
+    """Return ascending numbers as ranges: 0-2, 7."""
     parts = []
     for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         members = [number for _, number in run]

@@ -1,8 +1,8 @@
-"""What several ranks of a node have to say alike is said once, by local rank 0, with the ranks that say it.
+"""Combines equal log lines of a node's ranks: local rank 0 writes each line once, with the ranks that logged it.
 
-Every rank hands its lines to local rank 0, through a socket whose name the node's ranks derive alike. A line that all
-of them have handed over is said at once, any other one after GATHER_S. Where rank 0 does not listen within that time,
-or its socket is full, a rank says its lines itself. A rank that is killed loses none that it has handed over.
+Every rank sends its lines to local rank 0, through a socket whose name the node's ranks derive alike. A line from all
+ranks is written at once, any other line after GATHER_S. If rank 0 does not listen within that time, or its socket is
+full, a rank writes its lines itself. The lines that a killed rank has sent are not lost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from capd_client.process.text import number_ranges
 
 __all__ = ["GATHER_S", "Line", "Together"]
 
-GATHER_S = 5.0  # ranks of one job reach the same line with no more than this between them
+# Ranks of one job reach the same line within this time.
+GATHER_S = 5.0
 _RETRY_S = 0.05
 _END_S = 2.0
 _MAX_NBYTES = 1 << 20
@@ -34,7 +35,7 @@ _BACKLOG = 128
 
 
 class Line(msgspec.Struct, array_like=True):
-    """What one rank says, at a level of `logging`."""
+    """A log line of one rank, with its level of `logging`."""
 
     rank: int
     level: int
@@ -46,27 +47,29 @@ Say = Callable[[int, str], None]
 
 
 class Together:
-    """The lines of this process among those of its node. say: writes one, with its level."""
+    """The lines of this process, combined with those of its node. `say` writes a line with its level."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
         self._alone = False
         self._gatherer: Optional[_Gatherer] = None
         self._courier: Optional[_Courier] = None
-        self._lock = threading.RLock()  # re-entrant: a signal handler of the job may capture
+        # Re-entrant, because a signal handler of the job may capture.
+        self._lock = threading.RLock()
 
     def tell(self, info: RankInfo, level: int, text: str) -> None:
-        """Have a line said. At once where nobody else could say the same."""
+        """Log a line: at once if no other rank could log the same, else through local rank 0."""
         line = Line(info.rank, level, text)
         if info.world_size < 2:
             self._say(level, text)
         elif info.local_world_size < 2 or self._alone or multiprocessing.parent_process() is not None:
-            say_alone(self._say, line)  # helpers of a rank end in ways of their own
+            # A rank's helper processes can end at any time, so their lines do not wait.
+            say_alone(self._say, line)
         else:
             self._hand_over(info, line)
 
     def end(self) -> None:
-        """The process ends: nothing waits any longer."""
+        """End the waiting: the process ends."""
         self._alone = True
         for helper in (self._courier, self._gatherer):
             if helper is not None:
@@ -74,7 +77,7 @@ class Together:
         self._courier = self._gatherer = None
 
     def forked(self) -> None:
-        """In a forked child, which is no rank."""
+        """Reset in a forked child, which is no rank."""
         gatherer, self._gatherer, self._courier, self._alone = self._gatherer, None, None, True
         if gatherer is not None:
             gatherer.listener.close()
@@ -88,19 +91,20 @@ class Together:
                 if not _sent(address, line):
                     self._courier = self._courier or _Courier(address, self._say)
                     self._courier.take(line)
-        except (OSError, RuntimeError) as error:  # somebody has the name, or no further thread is allowed
+        # Another process has the name, or no further thread is allowed.
+        except (OSError, RuntimeError) as error:
             if is_interruption(error):
                 raise
             say_alone(self._say, line)
 
 
 def say_alone(say: Say, line: Line) -> None:
-    """Without waiting for others."""
+    """Write a line without waiting for other ranks."""
     say(line.level, f"rank {line.rank}: {line.text}")
 
 
 class _Courier:
-    """Waits for rank 0 to listen, in the place of the thread that trains."""
+    """A thread that waits for rank 0 to listen, so that the training thread does not."""
 
     def __init__(self, address: str, say: Say) -> None:
         self._address = address
@@ -114,7 +118,7 @@ class _Courier:
         self._lines.put((time.monotonic() + GATHER_S, line))
 
     def end(self) -> None:
-        """Say what is left."""
+        """Write the remaining lines."""
         self._over.set()
         self._lines.put(None)
         self._thread.join(_END_S)
@@ -124,16 +128,17 @@ class _Courier:
             deadline, line = taken
             while not _sent(self._address, line):
                 if self._over.is_set() or time.monotonic() > deadline:
-                    with suppress(Exception):  # the user's handler ends no thread of ours
+                    # An error of the user's handler must not end this thread.
+                    with suppress(Exception):
                         say_alone(self._say, line)
                     break
                 self._over.wait(_RETRY_S)
 
 
 class _Gatherer:
-    """Local rank 0's: takes the lines of all, and says each of them once.
+    """Local rank 0's receiver: takes the lines of all ranks, and writes each of them once.
 
-    Raises OSError where it cannot listen, RuntimeError where no further thread is allowed.
+    Raises OSError if it cannot listen, RuntimeError if no further thread is allowed.
     """
 
     def __init__(self, address: str, ranks: int, say: Say) -> None:
@@ -153,9 +158,10 @@ class _Gatherer:
             raise
 
     def end(self) -> None:
-        """Say what is waiting."""
+        """Write the lines that still wait."""
         self._over.set()
-        _sent(self._address, None)  # wakes the thread; where that fails, others do
+        # This wakes the thread. If it fails, the connections that fill the socket do so.
+        _sent(self._address, None)
         self._thread.join(_END_S)
         self.listener.close()
 
@@ -166,7 +172,8 @@ class _Gatherer:
             with suppress(OSError):
                 self._take(self.listener.accept()[0])
             self._say_due(over=False)
-        self.listener.shutdown(socket.SHUT_RD)  # what is sent from now on is refused: nothing is lost between
+        # Later connections are refused, so no line is lost between the last accept and the close.
+        self.listener.shutdown(socket.SHUT_RD)
         self.listener.settimeout(0)
         with suppress(OSError):
             while True:
@@ -195,7 +202,7 @@ class _Gatherer:
 
 
 def _received(peer: socket.socket) -> bytes:
-    """What the peer sends. One that is stopped between connecting and sending is told that it failed."""
+    """Return the peer's line. A peer that stopped between connecting and sending learns that it failed."""
     try:
         return peer.recv(_MAX_NBYTES)
     except TimeoutError:
@@ -204,7 +211,7 @@ def _received(peer: socket.socket) -> bytes:
 
 
 def _sent(address: str, line: Optional[Line]) -> bool:
-    """Whether rank 0 has the line now. Waits for nobody."""
+    """Send a line to rank 0 without waiting; return whether it has arrived."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
         peer.setblocking(False)
         try:
@@ -217,6 +224,6 @@ def _sent(address: str, line: Optional[Line]) -> bool:
 
 
 def _is_ours(peer: socket.socket) -> bool:
-    """Whether a process of our user is at the other end: any user may listen under any name."""
+    """Whether a process of our user is at the other end, because any user may listen under any name."""
     _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(uid == os.getuid())
