@@ -30,6 +30,8 @@ _SAMPLE = re.compile(r"sample:1/([1-9][0-9]{0,9})")
 
 
 def number(low: float, high: float) -> Callable[[Any], float]:
+    """Return a converter to a finite number, within bounds."""
+
     def convert(value: Any) -> float:
         try:
             result = float(value)
@@ -43,6 +45,8 @@ def number(low: float, high: float) -> Callable[[Any], float]:
 
 
 def integer(low: int, high: int) -> Callable[[Any], int]:
+    """Return a converter to a whole number, within bounds."""
+
     def convert(value: Any) -> int:
         try:
             result = int(str(value), 10)
@@ -88,6 +92,7 @@ def size_in(unit: str, low: float, high: float) -> Callable[[Any], float]:
 
 
 def flag(value: Any) -> bool:
+    """Convert 1/true/yes/on and 0/false/no/off."""
     word = str(value).strip().lower()
     if word in ("1", "true", "yes", "on"):
         return True
@@ -97,6 +102,7 @@ def flag(value: Any) -> bool:
 
 
 def ranges(value: Any) -> str:
+    """Check ranges; return their text."""
     return Ranges(str(value)).text
 
 
@@ -125,6 +131,8 @@ def rules(value: Any) -> tuple[RuleSettings, ...]:
 
 
 def one_of(supported: tuple[str, ...]) -> Callable[[Any], str]:
+    """Return a converter to one of the `supported` words, in lower case."""
+
     def convert(value: Any) -> str:
         word = str(value).strip().lower()
         if word in supported:
@@ -135,6 +143,7 @@ def one_of(supported: tuple[str, ...]) -> Callable[[Any], str]:
 
 
 def slice_text(value: Any) -> str:
+    """Check a slice; return its text."""
     return Slice(str(value)).text
 
 
@@ -161,6 +170,7 @@ def mode(words: tuple[str, ...]) -> Callable[[Any], str]:
 
 
 def log_level(value: Any) -> str:
+    """Convert the name of a log level, to upper case."""
     name = str(value).strip().upper()
     if name not in {"DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"}:
         raise ConfigError(f"{value!r} is not a log level (DEBUG, INFO, WARNING, ERROR, CRITICAL)")
@@ -168,11 +178,13 @@ def log_level(value: Any) -> str:
 
 
 def quota(value: Any) -> str:
+    """Check a quota "N/M"; return its text."""
     parse_quota(str(value))
     return str(value).strip()
 
 
 def run_id(value: Any) -> str:
+    """Check the length of a run id."""
     text = str(value)
     if not 0 < len(text) <= 128:
         raise ConfigError(f"a run id has 1 to 128 characters, not {len(text)}")
@@ -180,6 +192,7 @@ def run_id(value: Any) -> str:
 
 
 def label(value: Any) -> str:
+    """Check the length of a quant_type."""
     text = str(value)
     if not 0 < len(text) <= 256:
         raise ConfigError(f"a quant_type has 1 to 256 characters, not {len(text)}")

@@ -24,7 +24,7 @@ _notices = Notices()
 
 
 class WatchPlan:
-    """The rules of one `watch`, with its defaults filled in. `default` is the rule without any wishes of its own."""
+    """The rules of one `watch`, with its defaults filled in. `default` is the rule of a `watch` without rules."""
 
     def __init__(
         self,

@@ -99,6 +99,7 @@ def decode_rows(codes: torch.Tensor, element: Element, after: torch.Tensor) -> t
 
 
 def element_of(spec: Spec) -> Element:
+    """Return the element of a format with scales."""
     return ELEMENTS[str(spec.elem)]
 
 

@@ -46,7 +46,8 @@ _NBYTES_PER_CELL = 1024
 
 # The commit word of a usual capture. No message-packed descriptor is that long. Python is fastest below 2^30.
 USUAL = 1 << 28
-USUAL_NDIM = 0xFF  # the bits that hold the number of axes
+# The bits that hold the number of axes.
+USUAL_NDIM = 0xFF
 USUAL_REQUIRES_GRAD, USUAL_IS_LEAF, USUAL_STATISTICS, USUAL_NO_PAYLOAD = 1 << 8, 1 << 9, 1 << 10, 1 << 11
 # The words before those of the shape.
 USUAL_WORDS = 9

@@ -66,7 +66,7 @@ class Target(NamedTuple):
         module, layer, component: As in the product's keys.
         tensors: The names of all its tensors.
         default: The names of the tensors that are captured if a rule names none.
-        instead_of: The modules, as in their keys, of alternative products. They run only if this one does not.
+        instead_of: The modules, as in their keys, of products that this one replaces: either they run or this one.
     """
 
     module: str
@@ -160,7 +160,7 @@ def restricting(text: str) -> Optional[Ranges]:
 
 
 class Wanted:
-    """The wishes of all rules for one tensor, by sets of open rules.
+    """The records of one tensor that all rules want, by sets of open rules.
 
     Attributes:
         mask: The bits of these rules.
