@@ -68,12 +68,12 @@ def answers(asked: list[dict[str, Any]], tree: Path) -> tuple[Found, Results]:
     """What the code of `tree` does in the model: µs of its Python, and the results by GPU, size and scene."""
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tree), str(Path(__file__).parent)]),
+        "PYTHONPATH": str(tree),
         "CAPD_ENDPOINT": "unix:/nowhere/capd.sock", "CAPD_POLICY": "block", "CAPD_ARENA_BYTES": str(256 * MIB),
         "CAPD_LOG": "error",
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "model_runs.py")],
+        [sys.executable, "-m", "benchmarks.model.model_runs"], cwd=tree,
         input=json.dumps(asked), env=environment, stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
     found = json.loads(done.stdout)

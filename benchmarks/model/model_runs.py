@@ -6,7 +6,6 @@ import json
 import mmap
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -21,8 +20,9 @@ from benchmarks.model.virtual_time import Clock
 from capd_client.api import session
 from capd_client.arena.allocator import SlotAllocator
 from capd_client.device import pieces
+from capd_client.device.holding import Holding
 from capd_client.device.pacing import Pace
-from capd_client.device.ring import RingMemory
+from capd_client.device.snapshots import DeviceStager
 from capd_client.inflight.counters import Counters
 from capd_client.inflight.queue import Queue
 from capd_client.process.log import Notices
@@ -33,12 +33,6 @@ from capd_client.staging.drop_log import DropLog
 from capd_client.staging.from_device import FromDevice
 from capd_client.staging.stager import Stager
 
-try:
-    from capd_client.device import snapshots as staging
-    from capd_client.device.holding import Holding
-except ImportError:  # a tree in which the client thread looks after the copies, once in a round
-    from capd_client.device import seam as staging  # type: ignore[no-redef]
-
 __all__ = ["MIB", "Result", "Scene", "python_us", "run"]
 
 MIB = 1 << 20
@@ -48,7 +42,6 @@ _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python knows from 3.13 on
 _POLL_US = 100.0
 _MANY_PIECES = 128
 _PIECE_NBYTES = pieces.PIECE_NBYTES
-_HAS_PUMP = hasattr(staging.DeviceStager, "start")
 
 
 @dataclass(frozen=True)
@@ -126,13 +119,10 @@ def _capture_us(nbytes: int, count: int = 2000) -> float:
     rank = session()
     assert rank is not None
     gpu = FreeGpu(Clock(), Constants(), Rounds(0.0), _RING_NBYTES)
-    more: dict[str, Any] = {"ordered": True} if _HAS_PUMP else {}
-    stager: Any = staging.DeviceStager(gpu, rank.queue, rank.arena.buffer, pace=Pace(None), **more)
+    stager: Any = DeviceStager(gpu, rank.queue, rank.arena.buffer, pace=Pace(None), ordered=True)
     rank._stager = _FromDevice(rank.queue, rank.arena, rank.notices, lambda _: stager)
     tensor, costs = torch.empty(nbytes, dtype=torch.uint8), []
 
-    if not _HAS_PUMP:
-        RingMemory.write = _without_copying  # type: ignore[method-assign,assignment]
     for _ in range(count):
         begun = time.perf_counter()
         capd_client.capture(tensor, tensor_name="x", layer_type="linear", component="linear", layer=3)
@@ -140,14 +130,7 @@ def _capture_us(nbytes: int, count: int = 2000) -> float:
         while stager.pending:
             stager.advance()
         rank.queue.acknowledged([(one.descriptor.sequence,) * 2 for one in rank.queue.next_batch(512)])
-    RingMemory.write = _write  # type: ignore[method-assign]
     return percentile(costs, 25) * 1e6  # not the median: others use the machine, too
-
-
-def _without_copying(memory: Any, slot: Any, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What is Python in `RingMemory.write` of a tree before the device made copies."""
-    view: torch.Tensor = memory._view(slot[0], tensor.numel(), dtype).view(tensor.shape)
-    return view
 
 
 class _FromDevice(Stager):
@@ -165,27 +148,15 @@ class _Rank:
 
     def __init__(self, gpu: ModelledGpu, *, held: bool) -> None:
         self._gpu = gpu
-        self._over = False
         self._queue = Queue(SlotAllocator(0, _ARENA_NBYTES), Counters())
         buffer = mmap.mmap(-1, _ARENA_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
-        more: dict[str, Any] = {"has_kernel": lambda dtype: True}
-        if _HAS_PUMP:
-            more = {"ordered": True, "holding": Holding(_ARENA_NBYTES if held else 0)}
-        self.stager: Any = staging.DeviceStager(gpu, self._queue, buffer, pace=Pace(None), **more)
+        holding = Holding(_ARENA_NBYTES if held else 0)
+        self.stager: Any = DeviceStager(
+            gpu, self._queue, buffer, pace=Pace(None), ordered=True, holding=holding
+        )
         self._way = FromDevice(self._queue, DropLog(Notices(), self._queue.policy), lambda _: self.stager)
         key = Key(quant_type="bf16", rank=0, tensor_name="input", module="layers.0.mlp")
         self._definition = self._queue.definitions.make(key, torch.bfloat16, None)
-        if not _HAS_PUMP:
-            RingMemory.write = self._writing(_write)  # type: ignore[method-assign]
-        if not _HAS_PUMP:
-            staging.fill_row = lambda tensor, *_: gpu.computes_row(tensor.nbytes)  # type: ignore[attr-defined]
-
-    def _writing(self, write: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def written(memory: RingMemory, slot: Any, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-            self._gpu.writes(tensor.nbytes)
-            return write(memory, slot, tensor, dtype)
-
-        return written
 
     def wait_for_room(self, nbytes: int) -> None:
         """As the host does where its stream cannot: its threads issue nothing, or very many copies are under way."""
@@ -195,7 +166,7 @@ class _Rank:
     def _lacks_room(self, nbytes: int) -> bool:
         if self.stager._ring._slots.free_nbytes >= nbytes + (1 << 13):
             return False
-        if not (_HAS_PUMP and self._gpu.raw):
+        if not self._gpu.raw:
             return True
         transfers = self.stager.transfers
         return len(transfers._under_way) - transfers._landed >= _MANY_PIECES and not transfers.free_landed()
@@ -215,33 +186,19 @@ class _Rank:
     def bring_home(self) -> None:
         """Start whoever does it beside the training thread."""
         clock = self._gpu.clock
-        if _HAS_PUMP:
-            pump = self.stager._pump
-            pump._doze, pump._stopping = _Doze(self._gpu), _Stop(self._gpu)
-            self.stager.start()
-        else:
-            threading.Thread(target=self._look_in_rounds, daemon=True).start()
+        pump = self.stager._pump
+        pump._doze, pump._stopping = _Doze(self._gpu), _Stop(self._gpu)
+        self.stager.start()
         clock.await_tasks(2)
-
-    def _look_in_rounds(self) -> None:
-        self._gpu.enter_thread()
-        self._gpu.enter_thread = lambda: None  # type: ignore[method-assign]
-        while not self._over:
-            self.stager.advance()
-            self._gpu.clock.rest(max(1000.0, self._gpu.rounds.draw()))
-        self._gpu.clock.leave()
 
     def finish(self) -> None:
         """Until all is home."""
-        if _HAS_PUMP:
-            self.stager.hurry()
+        self.stager.hurry()
         while self.stager.pending:
             self._gpu.clock.rest(_POLL_US)
             self.settle()
-        self._over = True
-        if _HAS_PUMP:
-            self.stager._pump._stopping.set()
-            self.stager._pump._doze.end()
+        self.stager._pump._stopping.set()
+        self.stager._pump._doze.end()
         self._gpu.clock.leave()
 
 
@@ -283,9 +240,6 @@ class _Stop:
 
     def wait(self, seconds: float) -> None:
         self._gpu.clock.rest(seconds * 1e6)
-
-
-_write = RingMemory.write
 
 
 def main() -> None:

@@ -7,16 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from tests.kit.paths import REPOSITORY
+
+MODEL = REPOSITORY / "benchmarks/model/device_model.py"
 
 ONE = """
-import sys
-sys.path.insert(0, sys.argv[1])
 from capd_client.device import transfers
 RAW = True
 CHANGE
-from model_runs import MIB, Scene, run
-from modelled_gpu import Constants, Rounds
+from benchmarks.model.model_runs import MIB, Scene, run
+from benchmarks.model.modelled_gpu import Constants, Rounds
 scene, late = Scene(256, 16 * MIB, 100.0, steps=1, lead_us=1.0), Rounds(2000.0, 0.05)
 found = run(scene, Constants(python_us=15.0), late, raw=RAW)
 print(found.link_busy, found.host_us)
@@ -26,7 +26,7 @@ print(found.link_busy, found.host_us)
 def one(change: str) -> tuple[float, float]:
     """How busy the link is, and µs of the host for a capture, after a change of the code."""
     done = subprocess.run(
-        [sys.executable, "-c", ONE.replace("CHANGE", change), str(BENCHMARKS)],
+        [sys.executable, "-c", ONE.replace("CHANGE", change)],
         capture_output=True,
         text=True,
         timeout=60,
@@ -40,7 +40,7 @@ def test_its_goals_are_kept_where_the_host_is_not_the_limit(tmp_path: Path) -> N
     done = subprocess.run(
         [
             sys.executable,
-            str(BENCHMARKS / "device_model.py"),
+            str(MODEL),
             "--quick",
             "--json",
             str(tmp_path / "found.json"),
