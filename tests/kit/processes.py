@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.kit import forking
 
-RANK_JOB = Path(__file__).with_name("rank_job.py")
+RANK_JOB = Path(__file__).parent / "jobs" / "rank_job.py"
 
 
 def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import capd_client
-from tests.kit.told_rank import ToldRank
+from tests.kit.jobs.told_rank import ToldRank
 
 MICRO_BATCHES = 2
 TENSORS = ("input", "weight", "output", "grad_output", "grad_input", "grad_weight")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import capd_client
-from tests.kit.told_rank import ToldRank, answer
+from tests.kit.jobs.told_rank import ToldRank, answer
 
 MICRO_BATCHES = 2
 WATCHED = ("layers.0.0", "layers.0.2", "layers.1.0", "layers.1.2")

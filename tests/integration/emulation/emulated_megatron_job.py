@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.kit import megatron_cpu
+from tests.kit.models import megatron_cpu
 
 SEQUENCE, BATCH, HIDDEN, FFN, HEADS, SIZE = 32, 2, 64, 128, 4, 32
 RECIPE = {"linear": "mxfp8", "qk": "mxfp8", "pv": "mxfp4", "level": "exact"}

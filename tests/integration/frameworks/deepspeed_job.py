@@ -23,7 +23,7 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapp
 
 import capd_client
 from capd_client.protocol.kinds import ATTENTION, LINEAR
-from tests.kit.sharded_models import MICRO_BATCHES, STEPS, Block, Transformer, batch, loss_of
+from tests.kit.models.sharded_models import MICRO_BATCHES, STEPS, Block, Transformer, batch, loss_of
 
 Watch = Callable[[nn.Module], None]
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from tests.integration.frameworks.megatron_context import gathering, positions
-from tests.kit import megatron_cpu
+from tests.kit.models import megatron_cpu
 
 LAYERS, HIDDEN, HEADS, GROUPS, FFN = 4, 16, 4, 2, 24
 VOCABULARY, SEQUENCE, MICRO_BATCH_SIZE = 32, 8, 2

@@ -20,7 +20,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import capd_client
 from capd_client.protocol.kinds import ATTENTION, LINEAR
-from tests.kit.sharded_models import (
+from tests.kit.models.sharded_models import (
     ROWS,
     STEPS,
     TOKENS,

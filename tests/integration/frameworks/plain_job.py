@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import capd_client
-from tests.kit import plain_models as models
+from tests.kit.models import plain_models as models
 
 STEPS, MICRO_BATCHES = 2, 2
 GRADIENTS = ("grad_output", "grad_input", "grad_weight", "grad_query", "grad_key", "grad_value")

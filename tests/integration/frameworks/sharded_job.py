@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import capd_client
 from capd_client.protocol.kinds import ATTENTION, LINEAR
-from tests.kit.sharded_models import (
+from tests.kit.models.sharded_models import (
     MICRO_BATCHES,
     STEPS,
     Block,

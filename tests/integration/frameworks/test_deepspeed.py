@@ -16,7 +16,7 @@ import torch
 from tests.kit.algebra import Captures, attention, check_attention, check_linear
 from tests.kit.expected import Expected
 from tests.kit.launching import needs, run_ranks
-from tests.kit.sharded_models import LAYERS, LINEARS, MICRO_BATCHES, STEPS, expect
+from tests.kit.models.sharded_models import LAYERS, LINEARS, MICRO_BATCHES, STEPS, expect
 
 RANKS_OF = {"zero3_before": 2, "zero3_after": 2, "zero3_rehooked": 1, "zero3_init": 2, "zero2": 2}
 """The ways of deepspeed_job.py, and how many ranks watch."""

@@ -17,7 +17,7 @@ from capd_client.protocol.kinds import ATTENTION, LINEAR
 from tests.kit.algebra import Captures, Mismatch, attention, check_attention, check_linear, controls
 from tests.kit.expected import Expected
 from tests.kit.launching import run_ranks
-from tests.kit.sharded_models import HEADS, LINEARS, ROWS, STEPS, TOKENS, WIDTH, WORDS, batch
+from tests.kit.models.sharded_models import HEADS, LINEARS, ROWS, STEPS, TOKENS, WIDTH, WORDS, batch
 from tests.kit.tiers import rows, rows_wanted
 
 RANKS, CHUNKS = 2, 4

@@ -30,7 +30,7 @@ from tests.kit.algebra import (
     error_of,
 )
 from tests.kit.expected import ATTENTION, LINEAR, Expected
-from tests.kit.plain_models import (
+from tests.kit.models.plain_models import (
     BATCH,
     CHUNKS,
     HEAD_SIZE,

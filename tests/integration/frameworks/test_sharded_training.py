@@ -30,7 +30,7 @@ from tests.kit.algebra import (
 )
 from tests.kit.expected import Expected
 from tests.kit.launching import run_ranks
-from tests.kit.sharded_models import (
+from tests.kit.models.sharded_models import (
     LAYERS,
     LINEARS,
     MICRO_BATCHES,

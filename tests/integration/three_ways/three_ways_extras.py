@@ -12,7 +12,7 @@ import torch
 from torch import distributed as dist
 
 from tests.integration.three_ways.three_ways_rows import MICRO_BATCHES, Losses, Row, moments
-from tests.kit.sharded_models import Transformer, batch, loss_of
+from tests.kit.models.sharded_models import Transformer, batch, loss_of
 
 if TYPE_CHECKING:
     from tests.integration.three_ways.three_ways_job import Script

@@ -18,7 +18,7 @@ from tests.integration.three_ways.three_ways_rows import (
     moments,
     words,
 )
-from tests.kit import plain_models as models
+from tests.kit.models import plain_models as models
 
 if TYPE_CHECKING:
     from tests.integration.three_ways.three_ways_job import Script

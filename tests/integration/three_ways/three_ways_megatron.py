@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def megatron(script: Script, mode: job.Mode) -> Losses:
     """Steps of the schedule, each with an evaluation after it, once in training mode."""
-    from tests.kit import megatron_cpu
+    from tests.kit.models import megatron_cpu
 
     megatron_cpu.install()
     dist.init_process_group("gloo")

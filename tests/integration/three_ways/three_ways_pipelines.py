@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from tests.integration.three_ways.three_ways_rows import STEPS, Losses, Row
 from tests.integration.three_ways.three_ways_sharded import begin
-from tests.kit.sharded_models import Stage, batch, loss_of
+from tests.kit.models.sharded_models import Stage, batch, loss_of
 
 if TYPE_CHECKING:
     from tests.integration.three_ways.three_ways_job import Script

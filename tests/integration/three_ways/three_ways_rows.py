@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.kit import plain_models as models
+from tests.kit.models import plain_models as models
 
 if TYPE_CHECKING:
     from tests.integration.three_ways.three_ways_job import Script

@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch import nn
 
 from tests.integration.three_ways.three_ways_rows import MICRO_BATCHES, Losses, Row, moments
-from tests.kit.sharded_models import Block, Transformer, batch, checkpointed, loss_of, tensor_parallel
+from tests.kit.models.sharded_models import Block, Transformer, batch, checkpointed, loss_of, tensor_parallel
 
 if TYPE_CHECKING:
     from tests.integration.three_ways.three_ways_job import Script

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.integration.three_ways.three_ways_rows import Losses, Row, loop, square, words
-from tests.kit import plain_models as models
+from tests.kit.models import plain_models as models
 
 if TYPE_CHECKING:
     from tests.integration.three_ways.three_ways_job import Script

@@ -1,0 +1,1 @@
+"""Jobs of one rank that several folders of tests start."""

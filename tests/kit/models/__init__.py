@@ -1,0 +1,1 @@
+"""Models that several folders of tests train."""
