@@ -17,7 +17,7 @@ import pytest
 import capd
 from tests.integration import forked_job
 from tests.kit import forking
-from tests.kit.launching import REPOSITORY
+from tests.kit.paths import REPOSITORY
 from tests.kit.processes import Daemon, is_running, until
 
 JOB = forked_job.__file__

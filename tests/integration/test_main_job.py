@@ -26,9 +26,9 @@ import zarr
 import capd as capd_package
 from tests.kit import forking
 from tests.kit.launching import assert_trained
+from tests.kit.paths import REPOSITORY
 from tests.kit.processes import capd, command_lines, until
 
-REPOSITORY = Path(__file__).parents[2]
 RANKS, STEPS, MICRO_BATCHES, LAYERS, CAPTURED = 2, 3, 2, 2, (0, 1)
 OPTIONS = [
     "--steps", str(STEPS), "--layers", str(LAYERS), "--d-model", "64", "--heads", "2", "--seq", "32",

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tests.kit import forking
-
-REPOSITORY = Path(__file__).parents[2]
+from tests.kit.paths import REPOSITORY
 
 
 class Crowd:

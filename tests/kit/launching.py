@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.kit import forking
+from tests.kit.paths import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[2]
 TORCH_ABORT = "terminate called without an active exception"
 """What a C++ program prints whose thread outlives its owner. capd starts no such thread, torch's gloo does."""
 

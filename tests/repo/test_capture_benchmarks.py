@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.kit.paths import REPOSITORY
 
 
 @pytest.mark.fault
@@ -17,7 +17,7 @@ def test_steps_beside_a_stalled_daemon_are_measured_and_counted(tmp_path: Path) 
     result = tmp_path / "result.json"
     command = [sys.executable, "benchmarks/stalled_daemon.py", "--rounds", "1", "--steps", "1"]
     command += ["--directory", str(tmp_path), "--json", str(result)]
-    done = subprocess.run(command, cwd=ROOT, check=True, timeout=100, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(command, cwd=REPOSITORY, check=True, timeout=100, stdout=subprocess.PIPE, text=True)
 
     found = json.loads(result.read_text())
     assert list(found["variants"]) == ["none", "empty hooks", "stopped", "slow"]

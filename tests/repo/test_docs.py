@@ -20,11 +20,11 @@ from capd_client.config.settings import _SETTINGS
 from capd_client.protocol.counter_page import DropReason
 from capd_client.protocol.dtypes import ITEM_NBYTES
 from capd_client.rules.schema import RuleSettings
+from tests.kit.paths import REPOSITORY
 
-ROOT = Path(__file__).parents[2]
-DESIGN = ROOT / "docs" / "design"
-TRACK_RECORD = ROOT / "tests" / "track-record.md"
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), TRACK_RECORD])
+DESIGN = REPOSITORY / "docs" / "design"
+TRACK_RECORD = REPOSITORY / "tests" / "track-record.md"
+PAGES = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md"), TRACK_RECORD])
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(#[^)]*)?\)")
 ENTRY = re.compile(r"^\*\*(.+)\*\*\n\n((?:- .*\n)+)", re.MULTILINE)
 CHINESE = sorted(path for path in PAGES if path.name.endswith(".zh.md"))
@@ -33,7 +33,7 @@ HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
 def page(name: str) -> str:
-    return (ROOT / "docs" / f"{name}.md").read_text()
+    return (REPOSITORY / "docs" / f"{name}.md").read_text()
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
@@ -81,7 +81,9 @@ def test_the_track_record_names_tests_that_exist() -> None:
     rows = re.findall(r"`(tests/[\w/]+\.py)`: ((?:`\w+`(?:, | and )?)+)", text)
 
     assert len(rows) > 100
-    assert [file for file in re.findall(r"`(tests/[\w/]+\.py)`", text) if not (ROOT / file).exists()] == []
+    assert [
+        file for file in re.findall(r"`(tests/[\w/]+\.py)`", text) if not (REPOSITORY / file).exists()
+    ] == []
     assert [(file, missing_tests(file, names)) for file, names in rows if missing_tests(file, names)] == []
 
 
@@ -112,7 +114,7 @@ def test_every_link_of_a_chinese_page_leads_to_a_heading_that_exists(path: Path)
 
 
 def test_the_first_pages_are_there_in_chinese() -> None:
-    assert {path.relative_to(ROOT).as_posix() for path in CHINESE} >= {
+    assert {path.relative_to(REPOSITORY).as_posix() for path in CHINESE} >= {
         "README.zh.md",
         "docs/quickstart.zh.md",
     }
@@ -177,7 +179,7 @@ def test_every_setting_of_the_daemon_is_documented() -> None:
 
 
 def test_every_variable_that_the_client_reads_is_documented() -> None:
-    source = "".join(path.read_text() for path in (ROOT / "capd_client").glob("*.py"))
+    source = "".join(path.read_text() for path in (REPOSITORY / "capd_client").glob("*.py"))
     read = set(re.findall(r'"(CAPD_[A-Z_]+)"', source))
 
     keys = {name for name in FileSettings.__struct_fields__ if name not in ("when", "daemon")}
@@ -210,7 +212,7 @@ def test_the_clients_public_names_exist_and_are_shown_in_the_quickstart() -> Non
 
 
 def test_the_readme_names_the_commands_that_continuous_integration_runs() -> None:
-    readme, ci = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
+    readme, ci = (REPOSITORY / "README.md").read_text(), (REPOSITORY / ".ci" / "run").read_text()
 
     assert "make test " in readme
     assert "make check " in readme
@@ -245,7 +247,7 @@ def missing_tests(file: str, tests: str) -> list[str]:
     """Of the names in backticks, those that the file does not define."""
     names = re.findall(r"`(\w+)`", tests)
     assert names, file
-    source = (ROOT / file).read_text()
+    source = (REPOSITORY / file).read_text()
     return [name for name in names if f"def {name}(" not in source]
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.kit.paths import REPOSITORY
 
 
 def results(script: str, directory: Path) -> dict[str, Any]:
     """What the script writes with --json, of one round at its smallest sizes."""
     result = directory / "result.json"
     command = [sys.executable, f"benchmarks/{script}", "--quick", "--rounds", "1", "--json", str(result)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=100, capture_output=True)
+    subprocess.run(command, cwd=REPOSITORY, check=True, timeout=100, capture_output=True)
     found: dict[str, Any] = json.loads(result.read_text())
     return found
 

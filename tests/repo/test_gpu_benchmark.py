@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.kit import forking
+from tests.kit.paths import REPOSITORY
 
-ROOT = Path(__file__).parents[2]
-BENCHMARK = ROOT / "benchmarks/gpu/gpu_capture.py"
+BENCHMARK = REPOSITORY / "benchmarks/gpu/gpu_capture.py"
 NO_GPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -82,6 +82,6 @@ def test_a_figure_is_judged_by_both_of_its_bounds(value: float, verdict: str) ->
         capture_output=True,
         text=True,
         check=True,
-        env={**NO_GPU, "PYTHONPATH": str(ROOT)},
+        env={**NO_GPU, "PYTHONPATH": str(REPOSITORY)},
     )
     assert done.stdout.split() == [*verdict.split(), *verdict.split()]

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tests.kit import forking
+from tests.kit.paths import REPOSITORY
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "benchmarks/gpu/gpu_first_hour.py"
+SCRIPT = REPOSITORY / "benchmarks/gpu/gpu_first_hour.py"
 MACHINE = f"none, torch {torch.__version__}, quick"
 STEPS = 17
 
@@ -29,7 +29,7 @@ def run(*arguments: str | Path, code: str = "") -> subprocess.CompletedProcess[s
         text=True,
         timeout=400,
         check=False,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)},
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kit.launching import REPOSITORY
+from tests.kit.paths import REPOSITORY
 
 GUARANTEES = REPOSITORY / "docs" / "guarantees.md"
 NOT_IN_IT = ("tests/fault/", "tests/gpu/")

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import capd
+from tests.kit.paths import REPOSITORY
 from tests.kit.processes import daemons_on
 
-REPOSITORY = Path(__file__).parents[3]
 JOB = f"{REPOSITORY}/tests/integration/collections/collect_ranks_job.py ddp 4"
 NODES = 2
 

@@ -14,7 +14,7 @@ import pytest
 
 import capd
 from tests.kit import forking
-from tests.kit.launching import REPOSITORY
+from tests.kit.paths import REPOSITORY
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import capd
 from tests.kit import forking
-from tests.kit.launching import REPOSITORY
+from tests.kit.paths import REPOSITORY
 from tests.kit.processes import Told
 
 __all__ = ["Job", "StartJob", "only_run", "samples", "spooled"]

@@ -12,7 +12,7 @@ import pytest
 import capd
 from capd.server.daemon import node_name
 from tests.integration.embedded.embedded_job import StartJob, only_run, samples, spooled
-from tests.kit.launching import REPOSITORY
+from tests.kit.paths import REPOSITORY
 from tests.kit.processes import Daemon, daemons_on, until
 
 

@@ -16,8 +16,8 @@ import capd
 from capd_client.config.recipe import Recipe
 from tests.kit import forking
 from tests.kit.launching import assert_trained
+from tests.kit.paths import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[3]
 JOB = str(REPOSITORY / "tests" / "integration" / "emulated_job.py")
 MXFP8 = Recipe.of("mxfp8").text()
 

@@ -17,10 +17,10 @@ from capd_client.formats import qdq
 from tests.integration.emulation.emulated_formulas import close, exact_attention
 from tests.integration.emulation.emulated_megatron_job import LINEARS, RECIPE, SEQUENCE, SIZE, operands
 from tests.kit import forking
+from tests.kit.paths import REPOSITORY
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-REPOSITORY = Path(__file__).parents[3]
 Found = list[dict[str, dict[str, Tensor]]]  # of each rank, by case and name
 
 pytestmark = pytest.mark.timeout(240)

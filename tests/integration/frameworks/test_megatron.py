@@ -48,8 +48,8 @@ from tests.kit.algebra import (
     controls,
 )
 from tests.kit.expected import Expected
+from tests.kit.paths import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[3]
 RANKS = 2
 SIZE = HIDDEN // HEADS
 GROUPED = "grouped"  # up to 0.16

@@ -42,10 +42,10 @@ from tests.kit.models.plain_models import (
     VOCABULARY,
     WIDTH,
 )
+from tests.kit.paths import REPOSITORY
 
 pytestmark = pytest.mark.timeout(300)  # the job imports transformers, PEFT and bitsandbytes
 
-REPOSITORY = Path(__file__).parents[3]
 ROWS = (BATCH, SEQUENCE)
 CALLS = STEPS * MICRO_BATCHES
 LATE = SEQUENCE - 2

@@ -13,7 +13,7 @@ import capd
 from capd.errors import CapdError
 from capd.store.read.store import Store
 from tests.kit import forking
-from tests.kit.launching import REPOSITORY
+from tests.kit.paths import REPOSITORY
 
 pytest.importorskip("torchao")
 

@@ -21,7 +21,8 @@ APART = ("--pid", "--fork", "--mount-proc", "--mount", "--ipc", "--uts", "--net"
 NOBODY = 65534
 AS_NOBODY = f"""
 import os, torch, capd_client.api
-from tests.integration import content, rank_job
+from tests.kit import content
+from tests.kit.jobs import rank_job
 content.tensor(0, 0)
 os.setgid({NOBODY})
 os.setuid({NOBODY})

@@ -15,7 +15,7 @@ JOB = """
 import os, sys
 import torch
 import capd_client
-from tests.integration import content
+from tests.kit import content
 
 def links():
     found = []

@@ -15,10 +15,11 @@ import pytest
 
 from capd.server.process import how_ended
 from tests.kit.checking import assert_balanced, captured_numbers
+from tests.kit.paths import REPOSITORY
 from tests.kit.processes import Daemon, StartRank, at_rest, capd, live_stats, until
 
 JOB = str(Path(__file__).with_name("ending_job.py"))
-ROOT = str(Path(__file__).parents[3])
+ROOT = str(REPOSITORY)
 CAPTURES = 24
 
 

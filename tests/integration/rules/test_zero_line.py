@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader
 
 import capd as capd_package
 from tests.integration.rules.zero_line_job import LAYERS, MICRO_BATCHES, Data, batches, net, train
+from tests.kit.paths import REPOSITORY
 from tests.kit.processes import Daemon
 
-REPOSITORY = Path(__file__).parents[3]
 JOB = Path(__file__).with_name("zero_line_job.py")
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all the jobs
 

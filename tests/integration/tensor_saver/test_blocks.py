@@ -22,7 +22,7 @@ import capd
 from capd_client import tensor_saver
 from tests.integration.tensor_saver.saver_job import PREDECESSOR, blocks
 from tests.kit import forking
-from tests.kit.launching import REPOSITORY
+from tests.kit.paths import REPOSITORY
 from tests.kit.processes import Daemon
 
 JOB = Path(__file__).with_name("seed_job.py")

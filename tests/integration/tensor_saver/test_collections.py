@@ -13,8 +13,8 @@ import pytest
 
 import capd
 from tests.integration.collections.collect_job import MICRO_BATCHES
+from tests.kit.paths import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[3]
 JOB = REPOSITORY / "tests" / "integration" / "collect_job.py"
 DATA = "dataset/wikipedia_processed/wikipedia_processed_text_document"
 TRAIN = f"""set -eu

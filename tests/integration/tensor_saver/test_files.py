@@ -14,7 +14,7 @@ import torch
 
 from tests.integration.tensor_saver.saver_job import blocks
 from tests.kit import forking
-from tests.kit.launching import REPOSITORY
+from tests.kit.paths import REPOSITORY
 from tests.kit.processes import daemons_on, until
 
 JOB = Path(__file__).with_name("seed_job.py")

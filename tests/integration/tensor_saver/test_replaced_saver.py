@@ -14,7 +14,8 @@ import pytest
 import capd
 from capd_client.protocol.reference import parse_reference
 from tests.kit import forking
-from tests.kit.launching import REPOSITORY, assert_trained
+from tests.kit.launching import assert_trained
+from tests.kit.paths import REPOSITORY
 from tests.kit.processes import daemons_on, until
 
 JOB = Path(__file__).with_name("predecessor_job.py")

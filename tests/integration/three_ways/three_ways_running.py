@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from tests.integration.three_ways import three_ways_compare as compare
 from tests.integration.three_ways.three_ways_table import ROWS
-from tests.kit.launching import REPOSITORY, directories_of
+from tests.kit.launching import directories_of
+from tests.kit.paths import REPOSITORY
 
 __all__ = ["Done", "Runs"]
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.transformers import transformers_oracle as oracle
+from tests.kit.paths import REPOSITORY
 from tests.kit.processes import Daemon
 
 __all__ = ["Ran", "Read", "trained"]
 
-REPOSITORY = Path(__file__).parents[3]
 JOB = REPOSITORY / "tests" / "integration" / "transformers_job.py"
 
 Read = Callable[[str], oracle.Captured]
