@@ -1,1 +1,1 @@
-"""Collection runs: what they are asked for, how far they are, and what they end in; without processes or daemons."""
+"""Collection runs without processes or daemons: the request, the progress and the report."""

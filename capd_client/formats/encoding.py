@@ -25,7 +25,7 @@ from capd_client.formats.scaled import Scaling, decode_rows, encode_rows, qdq_ro
 from capd_client.formats.spec import FormatError, Spec
 from capd_client.formats.unscaled import DTYPES, unscaled
 
-__all__ = ["Piece", "decoded", "encoded_as", "quantised", "quantised_pieces"]
+__all__ = ["QuantisedPiece", "decoded", "encoded_as", "quantised", "quantised_pieces"]
 
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -99,7 +99,7 @@ def decoded(encoded: Encoded) -> torch.Tensor:
     return layout.join(decode_rows(layout.rows(payload), ELEMENTS[str(encoded.elem)], multipliers))
 
 
-class Piece(NamedTuple):
+class QuantisedPiece(NamedTuple):
     """Some values of a tensor and their quantised values, both float32.
 
     With blocks, `values` and `found` have the shape [blocks, values of a block]; zeros fill an incomplete block.
@@ -126,7 +126,7 @@ class Piece(NamedTuple):
 @torch.no_grad()
 def quantised_pieces(
     x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator] = None
-) -> Iterator[Piece]:
+) -> Iterator[QuantisedPiece]:
     """Return decode(encode(x)) piece by piece with its scales, in memory of a few pieces.
 
     The order of the pieces is not defined. Arguments and errors are those of `quantised`. The results are not rounded
@@ -137,7 +137,7 @@ def quantised_pieces(
         flat = values.reshape(-1)
         for piece in pieces(flat):
             some = flat[piece]
-            yield Piece(some.to(torch.float32), _nearest(some, spec, generator).to(torch.float32))
+            yield QuantisedPiece(some.to(torch.float32), _nearest(some, spec, generator).to(torch.float32))
         return
     layout = _layout(values, spec)
     scaling = None if spec.legacy else _scaling(values.reshape(-1), spec)
@@ -152,14 +152,14 @@ def quantised_pieces(
 
 def _quantised_rows(
     rows: torch.Tensor, spec: Spec, scaling: Optional[Scaling], generator: Optional[torch.Generator]
-) -> Piece:
+) -> QuantisedPiece:
     values = rows.to(torch.float32)
     if scaling is not None:
         found, amax, scales = quantised_rows(values, spec, scaling, generator)
-        return Piece(values, found, amax, scales.after, scales.stored)
+        return QuantisedPiece(values, found, amax, scales.after, scales.stored)
     stored = legacy_mx_codes(rows, spec)[1]
     found = legacy_mx_values(rows, spec).to(torch.float32)
-    return Piece(values, found, values.abs().amax(-1, keepdim=True), mx_multipliers(stored), stored)
+    return QuantisedPiece(values, found, values.abs().amax(-1, keepdim=True), mx_multipliers(stored), stored)
 
 
 def _checked(x: torch.Tensor, spec: Spec) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any, Optional
 import torch
 
 from capd_client.inflight.capture import Refused
-from capd_client.inflight.counters import REASON_INDEX, Counters, Ledger, Snapshot
+from capd_client.inflight.counters import REASON_INDEX, Counters, CounterValues, Ledger
 from capd_client.inflight.definitions import Definition, Definitions
 from capd_client.process.signals import is_interruption
 from capd_client.protocol.counter_page import COUNTER_DROPS, COUNTER_OFFERED, DropReason
@@ -79,7 +79,7 @@ class Accounts:
         words[COUNTER_DROPS + REASON_INDEX[reason]] += 1
         words[COUNTER_OFFERED] += 1
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> CounterValues:
         """The counters; exact, because the lock is held."""
         with self.lock:
             return self.counters.snapshot()

@@ -22,14 +22,14 @@ from capd_client.protocol.counter_page import (
 )
 from capd_client.protocol.messages import DropRow
 
-__all__ = ["REASON_INDEX", "Counters", "Ledger", "Snapshot"]
+__all__ = ["REASON_INDEX", "CounterValues", "Counters", "Ledger"]
 
 REASON_INDEX: dict[DropReason, int] = {reason: index for index, reason in enumerate(DROP_REASONS)}
 _WORDS = COUNTER_STEPS + 1
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class CounterValues:
     """The counters at one instant."""
 
     offered: int
@@ -61,7 +61,7 @@ class Counters:
         """Start from zero in plain memory without touching the page (a forked child cannot)."""
         self.words = [0] * _WORDS
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> CounterValues:
         """All counters; `dropped` holds the reasons that occurred."""
         words = self.words
         dropped = {
@@ -69,7 +69,7 @@ class Counters:
             for index, reason in enumerate(DROP_REASONS)
             if words[COUNTER_DROPS + index]
         }
-        return Snapshot(
+        return CounterValues(
             offered=int(words[COUNTER_OFFERED]),
             committed=int(words[COUNTER_ACKED]),
             in_flight=int(words[COUNTER_IN_FLIGHT]),

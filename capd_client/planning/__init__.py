@@ -1,4 +1,4 @@
-"""Says what a job would capture, before anything is captured: `capd plan -- CMD`, `capd_client.plan(model)`.
+"""The plan of a job: what it would capture, shown by `capd plan -- CMD` and `capd_client.plan(model)`.
 
 A plan stands where a session does, describes each tensor that it is offered as a session would, and keeps only that
 (`sink`, `session`). What a rank has seen is a small document (`seen`); `figures` does the arithmetic on the documents

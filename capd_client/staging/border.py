@@ -10,7 +10,7 @@ from capd_client.config.settings import ClientConfig
 from capd_client.errors import COUNTED
 from capd_client.inflight.accounts import Accounts, reason_of
 from capd_client.inflight.capture import Refused
-from capd_client.inflight.counters import Snapshot
+from capd_client.inflight.counters import CounterValues
 from capd_client.inflight.definitions import Definition, short_name
 from capd_client.inflight.policies import Drop
 from capd_client.process.dynamo import untraced
@@ -206,7 +206,7 @@ class Border:
             self._refuse(Refused(reason))
             self.notices.warn(reason.value, "a capture was not taken: %s", problem)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> CounterValues:
         """The counters now."""
         return self._accounts.snapshot()
 

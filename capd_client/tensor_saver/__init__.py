@@ -1,4 +1,4 @@
-"""The predecessor's calls: code written for `megatron.core.tensor_saver` runs with the import line changed.
+"""The calls of `megatron.core.tensor_saver`: code written for it runs with the import line changed.
 
     from capd_client.tensor_saver import get_tensor_saver, save_attention_tensors, save_linear_tensors, save_tensor
 

@@ -21,7 +21,7 @@ import torch
 
 from capd_client.tensors.inspect import PLAIN_TYPES
 
-__all__ = ["Part", "coordinates", "mark", "placements_of", "with_placements"]
+__all__ = ["PlacedTensor", "coordinates", "mark", "placements_of", "with_placements"]
 
 Attributes = dict[str, Any]
 
@@ -29,7 +29,7 @@ Attributes = dict[str, Any]
 _described: weakref.WeakKeyDictionary[Any, dict[Any, Attributes]] = weakref.WeakKeyDictionary()
 
 
-class Part(torch.Tensor):
+class PlacedTensor(torch.Tensor):
     """A plain tensor that was part of a distributed one before a compiled graph took it apart."""
 
     placements: Attributes
@@ -37,7 +37,7 @@ class Part(torch.Tensor):
 
 def with_placements(tensor: torch.Tensor, attributes: Optional[Attributes]) -> Optional[Attributes]:
     """Return `attributes`, extended by the placements if `tensor` is a part of a distributed one."""
-    found = tensor.placements if isinstance(tensor, Part) else _of_dtensor(tensor)
+    found = tensor.placements if isinstance(tensor, PlacedTensor) else _of_dtensor(tensor)
     return {**(attributes or {}), **found} if found else attributes
 
 
@@ -61,9 +61,9 @@ def mark(tensor: torch.Tensor, placements: str) -> torch.Tensor:
         return tensor
     with torch._C.DisableTorchFunctionSubclass():
         if tensor.is_leaf:
-            part = torch.Tensor._make_subclass(Part, tensor.detach(), tensor.requires_grad)
+            part = torch.Tensor._make_subclass(PlacedTensor, tensor.detach(), tensor.requires_grad)
         else:
-            part = tensor.as_subclass(Part)
+            part = tensor.as_subclass(PlacedTensor)
     part.placements = _decoded(placements)
     return part
 

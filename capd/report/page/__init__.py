@@ -1,1 +1,1 @@
-"""The report as one page for a browser: its data, and how that is put together with its assets."""
+"""The report as one page for a browser: its data, and the file that joins data and assets."""

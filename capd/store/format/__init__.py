@@ -1,1 +1,1 @@
-"""Bytes and names on disk; pure."""
+"""Bytes on disk, as pure functions: frames, chunks, codecs and statistics."""

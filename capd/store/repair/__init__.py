@@ -1,1 +1,1 @@
-"""Repairs for `capd verify`."""
+"""Repairs of `capd verify`: a new run of what reads, a new catalog, a dead node taken over."""
