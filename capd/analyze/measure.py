@@ -14,7 +14,7 @@ from capd.analyze.distribution import Distribution, distribution_of
 from capd.analyze.error_sums import Errors
 from capd.analyze.format_choice import FormatChoice
 from capd_client.formats.elements import ELEMENTS, FP16, Element, quantise
-from capd_client.formats.encoding import Piece, quantised_pieces
+from capd_client.formats.encoding import QuantisedPiece, quantised_pieces
 from capd_client.formats.spec import FormatError, Spec
 
 __all__ = [
@@ -138,13 +138,13 @@ def at_scale(distribution: Distribution, element: Element, scale: float) -> Erro
         rounded = quantise(values / factor, values, element, "away").mul_(factor)
         found.count += int(counts.sum())
         limits = Limits(element.max_value, 2.0**element.min_exponent)
-        _add_piece(found, Piece(values, rounded, after=factor), limits, False, counts)
+        _add_piece(found, QuantisedPiece(values, rounded, after=factor), limits, False, counts)
     return found
 
 
 @np.errstate(invalid="ignore")  # signalling NaNs
 def _add_piece(
-    found: Errors, piece: Piece, limits: Limits, per_block: bool, counts: Counts | None = None
+    found: Errors, piece: QuantisedPiece, limits: Limits, per_block: bool, counts: Counts | None = None
 ) -> None:
     usable = _count(found, piece, limits, counts)
     wide = [values.numpy().astype(np.float64) for values in (piece.values, piece.found)]
@@ -158,7 +158,9 @@ def _add_piece(
             _add_block_errors(found.blocks, x, y)
 
 
-def _count(found: Errors, piece: Piece, limits: Limits, counts: Counts | None) -> NDArray[np.bool_] | None:
+def _count(
+    found: Errors, piece: QuantisedPiece, limits: Limits, counts: Counts | None
+) -> NDArray[np.bool_] | None:
     """Count what is seen of single values; returns which ones are compared, None where all are."""
     x, y = piece.values.numpy(), piece.found.numpy()
 
@@ -181,7 +183,7 @@ def _count(found: Errors, piece: Piece, limits: Limits, counts: Counts | None) -
     return usable
 
 
-def _add_blocks(blocks: BlockStatistics, piece: Piece, limits: Limits) -> None:
+def _add_blocks(blocks: BlockStatistics, piece: QuantisedPiece, limits: Limits) -> None:
     amax, after, stored = (
         of.numpy().ravel() for of in (piece.amax, piece.after, piece.stored) if of is not None
     )
