@@ -121,6 +121,7 @@ class Job:
     directory: Path
     preamble: str = PREAMBLE
     environment: dict[str, str] = field(default_factory=dict)
+    popen: Callable[..., subprocess.Popen[str]] = subprocess.Popen
 
     def start(self, code: str, **settings: str) -> subprocess.Popen[str]:
         """Start it, with what PREAMBLE defines at hand."""
@@ -135,7 +136,7 @@ class Job:
             **self.environment,
             **{f"CAPD_{name.upper()}": value for name, value in settings.items()},
         }
-        return subprocess.Popen(
+        return self.popen(
             [sys.executable, "-c", self.preamble + code],
             env=environment,
             cwd=self.directory,

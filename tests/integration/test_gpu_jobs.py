@@ -33,7 +33,7 @@ STAND_IN = "import tests.kit.gpu.stand_in\n"
 @pytest.fixture
 def job(tmp_path: Path, runtime_dir: Path) -> Iterator[Job]:
     daemon = Daemon(tmp_path / "store", runtime_dir).start()
-    yield Job(daemon, tmp_path, STAND_IN + PREAMBLE)
+    yield Job(daemon, tmp_path, STAND_IN + PREAMBLE, popen=forking.popen)
     daemon.discard()
 
 

@@ -1,4 +1,4 @@
-"""Starts the Python jobs of tests by a fork of a process that has imported torch, 20 times as fast as a cold start.
+"""Starts the Python jobs of tests by a fork of a process that has imported torch: 0.2 s of CPU time, not 1.7 s.
 
 A job so started is a child of the test process, like any that `subprocess` starts, with its own command line,
 environment, directory, descriptors, process group and end. test_forked_jobs.py compares it with a cold one. Use

@@ -62,8 +62,9 @@ def rank(runtime_dir: Path) -> Iterator[Rank]:
 def refused(rank: Rank, nbytes: int = RECORD_NBYTES) -> str:
     """Offer records of one series until one is refused as disk_full; what the rank is told."""
     rank.connect()
-    rank.memory[PAGE_NBYTES : PAGE_NBYTES + nbytes] = os.urandom(nbytes)
     for n in range(1, MANY):
+        # Each record is another one: a record that equals the one before it takes no room.
+        rank.memory[PAGE_NBYTES : PAGE_NBYTES + nbytes] = os.urandom(nbytes)
         rank.send(Put([Descriptor(n, PAGE_NBYTES, nbytes, 0, (nbytes // 2,), Moment(iteration=n))]))
         rank.listen_until(lambda n=n: n in rank.acked or n in rank.nacked, f"outcome of {n}")  # type: ignore[misc]
         if n in rank.nacked:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.kit import forking
 from tests.kit.checking import assert_balanced
 from tests.kit.processes import capd
 
@@ -145,7 +146,7 @@ def test_a_rank_without_the_means_to_capture_trains_on_and_says_so_once(
 ) -> None:
     if means == "threads" and os.getuid() != 0:
         pytest.skip("only root can become a user without any process")
-    done = subprocess.run(
+    done = forking.run(
         [sys.executable, "-c", textwrap.dedent(WITHOUT).format(limit=MEANS[means])],
         env={
             **os.environ,

@@ -250,9 +250,9 @@ ROWS: dict[str, Row] = {
     "trainer_bf16": Row(trainer_bf16, imports=_TRAINER),
     "trainer_compiled": Row(trainer_compiled, imports=_TRAINER),
     "transformers_loop": Row(transformers_loop, imports=_TRAINER),
-    "peft": Row(peft, imports=("peft",), default=True),
+    "peft": Row(peft, imports=("peft",)),
     "accelerate": Row(accelerate, imports=("accelerate",)),
-    "lightning": Row(lightning, imports=_LIGHTNING, default=True),
+    "lightning": Row(lightning, imports=_LIGHTNING),
     "lightning_manual": Row(lightning_manual, imports=_LIGHTNING),
     "fabric": Row(fabric, imports=_LIGHTNING),
 }
