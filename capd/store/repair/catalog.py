@@ -44,7 +44,7 @@ def rebuild_catalog(run: Path, node: str) -> None:
     directory = node_directory(run, node)
     old, new = directory / CATALOG_NAME, directory / _NEW_CATALOG
     series, sessions = _readable_rows(old)
-    _forget_completeness(run, node)
+    forget_completeness(run, node)
     for suffix in ("", "-wal", "-shm", "-journal"):
         unlink(directory / f"{_NEW_CATALOG}{suffix}", missing_ok=True)
     headers = {row.header.path: row.header for row in series}
@@ -94,7 +94,7 @@ def _readable_rows(catalog: Path) -> tuple[list[SeriesRow], list[SessionRow]]:
         return [], []
 
 
-def _forget_completeness(run: Path, node: str) -> None:
+def forget_completeness(run: Path, node: str) -> None:
     """Take the mark away that spares a start reading the frames; a catalog too damaged for that has none."""
     catalog = node_directory(run, node) / CATALOG_NAME
     if not catalog.is_file():

@@ -23,7 +23,7 @@ from capd.server.connections import rank as module
 from capd.server.connections.rank import ConnectionContext, serve_rank
 from capd.server.net.peer import Peer, PeerGone, Refusal
 from capd.server.net.sender import SendLoop
-from capd.server.pipeline.pipeline import Job
+from capd.server.pipeline.jobs import RecordJob
 from capd.server.rank.arena import Arena
 from capd.server.rank.orders import Orders
 from capd.server.rank.rank import MAX_IN_WORK_NBYTES, RankSession
@@ -66,7 +66,7 @@ class FakeRegistry:
 
     rank: RankSession | None = None
     handle: int | None = None  # stands for the rank's process: readable once it is dead
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[RecordJob] = field(default_factory=list)
     steering: RunSteering = field(default_factory=RunSteering)
 
     def admit(self, hello: Hello, fd: int, process: int | None) -> RankSession:
