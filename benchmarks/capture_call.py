@@ -6,7 +6,7 @@ The baseline is what any snapshot must do at least: copy into memory that was la
 large as the arena. Baseline and capture alternate. "spaced": one call, then a pause in which the daemon
 acknowledges it. "burst": calls back to back, as many as the arena holds with room to spare, then a pause.
 
-Also: `capd_client.tensor_saver.save_tensor()`, the predecessor's call, with 4 KiB; its bound is that of `capture()`.
+Also: `capd_client.tensor_saver.save_tensor()`, tensor_saver's call, with 4 KiB; its bound is that of `capture()`.
 And: the hooks of a watched Linear in a step that is not captured, against empty hooks.
 
 must: 1.2 times the baseline + 15 microseconds (+ 20 in bursts), medians. The first release is to stay within
@@ -91,7 +91,7 @@ def capture(tensor: torch.Tensor) -> None:
 
 
 def save(tensor: torch.Tensor) -> None:
-    """The predecessor's call, as its patched layers have it."""
+    """tensor_saver's call, as its patched layers have it."""
     save_tensor(
         tensor, "linear", "forward", "mxfp8", "input", 0, "pre", "linear", metadata={"use_bias": True}
     )

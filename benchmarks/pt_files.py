@@ -3,7 +3,7 @@
     python benchmarks/pt_files.py [--records N] [--rounds N] [--json FILE]
 
 The same bfloat16 tensors, in dictionaries of the same layout, as many bytes of each size. Each variant has a process of
-its own and both CPUs; bare torch is one loop, as in the predecessor. "cold" means that the files to be read were
+its own and both CPUs; bare torch is one loop, as in tensor_saver. "cold" means that the files to be read were
 written to the disk and dropped from the page cache before. An import also computes statistics, compresses, and seals a
 store, which torch.load does not: "load and save" is what moving tensors into other files costs with bare torch. The
 peak is of the memory that a process takes beyond what it has before it begins.

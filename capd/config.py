@@ -189,7 +189,7 @@ def misspelt_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     ]
 
 
-_SEED_NAMES = {"store": "TENSOR_SAVE_DIR"}  # the predecessor's name, read after capd's own
+_SEED_NAMES = {"store": "TENSOR_SAVE_DIR"}  # tensor_saver's name, read after capd's own
 
 
 def _from_environment(field: str, environ: Mapping[str, str]) -> tuple[str, str | None]:

@@ -1,4 +1,4 @@
-"""What capd is compared with: hooks that do nothing, that copy, and that save at once as the predecessor did."""
+"""What capd is compared with: hooks that do nothing, that copy, and that save at once as tensor_saver did."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Ring:
 
 
 class SynchronousSaver:
-    """The predecessor's way: bring the tensor to the host, four statistics, one torch.save per tensor."""
+    """tensor_saver's way: bring the tensor to the host, four statistics, one torch.save per tensor."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from capd_client.integrations.callers import calls
 
-__all__ = ["PREDECESSOR", "own_quantiser"]
+__all__ = ["TENSOR_SAVER", "own_quantiser"]
 
-PREDECESSOR = "names its quant types itself, by the predecessor's calls (save_tensor, …)"
+TENSOR_SAVER = "names its quant types itself, by tensor_saver's calls (save_tensor, …)"
 
 _TENSOR_SAVERS = ("capd_client.tensor_saver", "megatron.core.tensor_saver")
 _CALLS = ("save_tensor", "save_linear_tensors", "save_attention_tensors")
@@ -34,7 +34,7 @@ def own_quantiser(models: Iterable[nn.Module]) -> Optional[str]:
 
 def _reasons(models: tuple[nn.Module, ...]) -> Iterator[str]:
     if any(name in sys.modules for name in _TENSOR_SAVERS):
-        yield PREDECESSOR
+        yield TENSOR_SAVER
     if _is_of_library(type(functional.linear)) or _root_of(functional.linear) in _LIBRARIES:
         yield f"has F.linear replaced by {_root_of(functional.linear)}"
     if _te_autocast():
@@ -47,7 +47,7 @@ def _reasons(models: tuple[nn.Module, ...]) -> Iterator[str]:
                 yield f"has {reason} ({name or type(module).__name__})"
             kinds.add(type(module))
     if any(calls(kind, name) for kind in kinds for name in _CALLS):
-        yield PREDECESSOR
+        yield TENSOR_SAVER
 
 
 def _reason_of(module: nn.Module) -> Optional[str]:

@@ -2,7 +2,7 @@
 
     from capd_client.tensor_saver import get_tensor_saver, save_attention_tensors, save_linear_tensors, save_tensor
 
-Signatures, positional order and defaults are the predecessor's, the union over its versions; what each call means now,
+Signatures, positional order and defaults are tensor_saver's, the union over its versions; what each call means now,
 and where it differs, is in docs/migration.md. Names and layer numbers are recorded as they are given. A call returns a
 reference (`capd_client.protocol.reference`) for each tensor, None where nothing was captured; nothing is raised, and
 nothing is written by the process itself.

@@ -1,4 +1,4 @@
-"""What the predecessor's calls (`capd_client.tensor_saver`) are given becomes a key, a moment and a capture."""
+"""What tensor_saver's calls (`capd_client.tensor_saver`) are given becomes a key, a moment and a capture."""
 
 from __future__ import annotations
 

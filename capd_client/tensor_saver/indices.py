@@ -1,4 +1,4 @@
-"""Numbers that a job gives the predecessor's calls by hand or in variables: each read, and complained about, once.
+"""Numbers that a job gives tensor_saver's calls by hand or in variables: each read, and complained about, once.
 
 What is no number is named in one warning, and the next source counts.
 """

@@ -1,4 +1,4 @@
-"""The predecessor's numbers of layers' passes, for code that counts them. Records bear capd's own (`call`)."""
+"""tensor_saver's numbers of layers' passes, for code that counts them. Records bear capd's own (`call`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The predecessor's TensorSaver, and the one that its functions use in this process."""
+"""tensor_saver's TensorSaver, and the one that its functions use in this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from capd_client.config.settings import EMBEDDED_STORE
 from capd_client.emulation.from_settings import job_quantises
-from capd_client.emulation.job_quantisers import PREDECESSOR
+from capd_client.emulation.job_quantisers import TENSOR_SAVER
 from capd_client.errors import ConfigError
 from capd_client.process.dynamo import untraced, untraced_methods
 from capd_client.session import current as process
@@ -30,7 +30,7 @@ _saver: Optional[TensorSaver] = None
 
 @untraced_methods
 class TensorSaver:
-    """What the predecessor's saver was: captures while `enabled`.
+    """What tensor_saver's saver was: captures while `enabled`.
 
     save_dir: directory of the runs, where this process starts a daemon of its own because nothing else says where
     captures go; otherwise the daemon has its store. enabled: False captures nothing.
@@ -45,7 +45,7 @@ class TensorSaver:
         self.collection_completed = False
         self.tensor_collected_in_warmup = False
         self._in_vain: Optional[Path] = None  # a directory for which there is no session
-        job_quantises(PREDECESSOR)
+        job_quantises(TENSOR_SAVER)
 
     @property
     def current_iteration(self) -> int:

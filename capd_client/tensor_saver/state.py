@@ -1,4 +1,4 @@
-"""The predecessor's manual state, and what rank and sample follow from it and from the other sources.
+"""tensor_saver's manual state, and what rank and sample follow from it and from the other sources.
 
 Order of the rank: argument, manual state, torch.distributed, LOCAL_RANK/RANK (`capd_client.process.ranks`), the
 tensor's device, 0 with one warning. Order of the sample: argument, manual state, CURRENT_SAMPLE_IDX, 0. The environment

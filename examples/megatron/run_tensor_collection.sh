@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The predecessor's command line, on capd (docs/migration-runs.md). TRAIN_SCRIPT names another training script.
+# tensor_saver's command line, on capd (docs/migration-runs.md). TRAIN_SCRIPT names another training script.
 set -eu
 train=${TRAIN_SCRIPT:-examples/llama/train_llama32_1b_h100_fp8.sh} tokenizer=model/llama3.2-1b dtype=bf16
 data=dataset/wikipedia_processed/wikipedia_processed_text_document run=(--mode single --store ./enhanced_tensor_logs)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The predecessor's command line, on capd (docs/migration-runs.md): collects by its sibling, draws with `capd report`.
+# tensor_saver's command line, on capd (docs/migration-runs.md): collects by its sibling, draws with `capd report`.
 set -eu
 mode=visualize store=./enhanced_tensor_logs out=./draw workers=4 code=0 collect=(single)
 while (($#)); do case $1 in

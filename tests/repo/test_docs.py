@@ -269,7 +269,7 @@ def row_names(text: str) -> list[str]:
     return [name for column in columns for name in re.findall(r"`(\w+)`", column)]
 
 
-def test_the_migration_page_has_every_call_of_the_predecessors_with_its_parameters() -> None:
+def test_the_migration_page_has_every_call_of_tensor_savers_with_its_parameters() -> None:
     text = page("migration")
     classes = (tensor_saver.TensorSaver, tensor_saver.TensorCollectionState)
     methods = {name for kind in classes for name, value in vars(kind).items() if inspect.isfunction(value)}

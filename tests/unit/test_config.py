@@ -51,7 +51,7 @@ def test_the_named_file_beats_the_one_in_the_working_directory() -> None:
     assert load_daemon_settings({}, {"CAPD_CONFIG": str(other)}, third).threads == 3
 
 
-def test_the_predecessors_directory_variable_is_read_after_capds_own() -> None:
+def test_tensor_savers_directory_variable_is_read_after_capds_own() -> None:
     old = {"TENSOR_SAVE_DIR": "/old"}
 
     assert load_daemon_settings({}, old).store == Path("/old")

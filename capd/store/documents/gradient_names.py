@@ -1,4 +1,4 @@
-"""The gradient of an output under its two names: the predecessor recorded dY as the `input` of a backward."""
+"""The gradient of an output under its two names: tensor_saver recorded dY as the `input` of a backward."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class Store:
         """Series whose key fields equal the given values (or one of a list of values), whether they keep tensors or
         statistics alone: `Series.kept` tells.
 
-        A tensor_name of "grad_output" also finds the `input` of a backward: so the predecessor named that gradient.
+        A tensor_name of "grad_output" also finds the `input` of a backward: so tensor_saver named that gradient.
         attempt: "latest" keeps, of records at the same moment, those of the job's latest restart; a number keeps
         that restart's; "all" keeps everything. Raises CapdError for a name that is not a key field.
         """

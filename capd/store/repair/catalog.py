@@ -27,7 +27,7 @@ from capd.store.run.options import StoreOptions, open_files_within
 from capd.store.run.run_store import RunStore
 from capd.store.verify.run import run_identity
 
-__all__ = ["UNREADABLE", "rebuild_catalog", "take_over"]
+__all__ = ["UNREADABLE", "forget_completeness", "rebuild_catalog", "take_over"]
 
 logger = logging.getLogger(__name__)
 

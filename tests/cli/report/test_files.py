@@ -1,4 +1,4 @@
-"""`capd report` on directories of the predecessor's tensor files, read in place, and on more than fits into memory."""
+"""`capd report` on directories of tensor_saver's tensor files, read in place, and on more than fits into memory."""
 
 from __future__ import annotations
 

@@ -167,9 +167,7 @@ def test_a_damaged_record_is_named_and_the_rest_drawn(capd: Capd, tmp_path: Path
     assert (tmp_path / "x.png").exists()
 
 
-def test_tensor_files_of_the_predecessor_are_drawn_where_they_lie(
-    capd: Capd, run: Path, tmp_path: Path
-) -> None:
+def test_tensor_files_of_tensor_saver_are_drawn_where_they_lie(capd: Capd, run: Path, tmp_path: Path) -> None:
     files = tmp_path / "files"
     exported = capd("export", run, "--to", "pt", "--out", files, "--quant-type", "bf16")
     assert exported.code == 0

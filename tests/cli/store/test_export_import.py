@@ -33,7 +33,7 @@ NAN_PAYLOADS = {  # signalling and quiet NaNs of both signs, -0, a subnormal
     "bfloat16": np.array([0x7F81, 0xFFC5, 1 << 15, 1], np.uint16),
 }
 
-# A process that has no capd: reads files as the predecessor's users do.
+# A process that has no capd: reads files as tensor_saver's users do.
 READ_ALONE = """
 import json, sys, torch
 for path in sys.argv[1:]:
@@ -244,9 +244,7 @@ def seed_file(path: Path, tensor: torch.Tensor | None = None, **metadata: Any) -
     return path
 
 
-def test_the_predecessors_files_come_in_the_order_in_which_they_were_written(
-    capd: Capd, tmp_path: Path
-) -> None:
+def test_tensor_savers_files_come_in_the_order_in_which_they_were_written(capd: Capd, tmp_path: Path) -> None:
     logs = tmp_path / "enhanced_tensor_logs"
     for number in (2, 10, 1, 9999, 10001):
         name = (

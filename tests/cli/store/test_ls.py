@@ -130,7 +130,7 @@ def test_a_run_that_is_not_there_is_named_with_those_that_are(capd: Capd, store_
     assert "second" in found.err
 
 
-def test_the_gradient_that_the_predecessor_called_input_is_listed_by_capds_name(
+def test_the_gradient_that_tensor_saver_called_input_is_listed_by_capds_name(
     capd: Capd, tmp_path: Path
 ) -> None:
     writer = Writer(tmp_path)

@@ -5,7 +5,7 @@ collect_job.py [--explicit | --calls] [--steps N] [--crash TYPE] [--hang TYPE] [
 It trains N steps unless it is ended, and prints a line for each. CUSTOM_QUANT_TYPE is its type. Behind step AT of a
 type that was named it raises, sleeps for ever, or kills itself. With --checkpoint it goes on from the step saved there.
 With ALL_WELL in its environment nothing goes wrong. With --explicit it knows capd, and captures its losses alone; with
---calls it does so by the predecessor's call, from the predecessor's module.
+--calls it does so by tensor_saver's call, from tensor_saver's module.
 """
 
 from __future__ import annotations

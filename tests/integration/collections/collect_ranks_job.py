@@ -4,7 +4,7 @@ collect_ranks_job.py ddp | embedding | calls [STEPS]
 
 ddp: each rank trains the same small model on its own data, MICRO_BATCHES of it per step; in front of every step and
 behind it the model is evaluated. embedding: rank 1 trains an embedding alone, in which capd captures nothing.
-calls: rank 0 alone captures its loss, by the predecessor's call. It trains STEPS steps, or until it is ended.
+calls: rank 0 alone captures its loss, by tensor_saver's call. It trains STEPS steps, or until it is ended.
 """
 
 from __future__ import annotations

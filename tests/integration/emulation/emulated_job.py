@@ -5,7 +5,7 @@ torchrun emulated_job.py RESULT [--llama ATTENTION] [--emulate RECIPE] [--watch]
 RESULT: where each rank leaves its losses. Without options it knows nothing of capd. --llama: the model is
 a small Llama of transformers with this implementation of attention. --emulate: it has its model compute
 by this recipe itself. --watch: it watches its model itself. --calls: it quantises the input by itself and saves that by
-the predecessor's calls, which it imports at its start, or not before it has trained a step. --single: it is started
+tensor_saver's calls, which it imports at its start, or not before it has trained a step. --single: it is started
 without torchrun.
 """
 

@@ -147,7 +147,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Done:
     return job(tmp_path_factory.mktemp("bare") / "job", capture=None)
 
 
-def test_a_variable_of_the_predecessor_alone_only_labels(bare: Done, tmp_path: Path) -> None:
+def test_a_variable_of_tensor_saver_alone_only_labels(bare: Done, tmp_path: Path) -> None:
     done = job(tmp_path / "job", CUSTOM_QUANT_TYPE="mxfp8", CAPD_QUANT_TYPE="mxfp8")
 
     assert done.losses == bare.losses

@@ -1,6 +1,6 @@
-"""A job in the predecessor's style: calls by hand in autograd functions, ranks and samples by its own rules.
+"""A job in tensor_saver's style: calls by hand in autograd functions, ranks and samples by its own rules.
 
-    predecessor_job.py DIRECTORY
+    replaced_saver_job.py DIRECTORY
 
 Writes its losses, and the bits of each tensor that it hands over, to DIRECTORY. The module that it imports the calls
 from is IMPORT_FROM's.
@@ -31,7 +31,7 @@ def note(returned: str | None, tensor: Tensor, **names: Any) -> None:
 
 
 class Product(torch.autograd.Function):
-    """A linear layer with the calls where the predecessor had them."""
+    """A linear layer with the calls where tensor_saver had them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Runs code blocks of the predecessor's documents (seed_blocks.md), with what stands around them there.
+"""Runs code blocks of tensor_saver's documents (blocks.md), with what stands around them there.
 
     seed_job.py NAME…
 
@@ -21,8 +21,8 @@ import torch
 
 import capd_client
 
-BLOCKS = Path(__file__).with_name("seed_blocks.md")
-PREDECESSOR = "megatron.core.tensor_saver"
+BLOCKS = Path(__file__).with_name("blocks.md")
+TENSOR_SAVER = "megatron.core.tensor_saver"
 ELIDED = {
     "tensor": torch.ones(2, 3), "layer_type": "linear", "operation": "forward", "quant_type": "bf16",
     "tensor_name": "elided",
@@ -52,7 +52,7 @@ def main() -> None:
     source = blocks()
     module = os.environ.get("IMPORT_FROM", "capd_client.tensor_saver")
     for name in sys.argv[1:]:
-        code = source[name].replace(PREDECESSOR, module).replace("save_tensor(...)", "save_tensor(**ELIDED)")
+        code = source[name].replace(TENSOR_SAVER, module).replace("save_tensor(...)", "save_tensor(**ELIDED)")
         exec(compile(code, name, "exec"), surroundings(module))  # noqa: S102 - users' code
     assert capd_client.flush(30)
     print(json.dumps(capd_client.counters()))

@@ -1,4 +1,4 @@
-"""The code blocks of the predecessor's documents, with the import line changed, and below `capd run` without that."""
+"""The code blocks of tensor_saver's documents, with the import line changed, and below `capd run` without that."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 
 import capd
 from capd_client import tensor_saver
-from tests.integration.tensor_saver.saver_job import PREDECESSOR, blocks
+from tests.integration.tensor_saver.saver_job import TENSOR_SAVER, blocks
 from tests.kit import forking
 from tests.kit.paths import REPOSITORY
 from tests.kit.processes import Daemon
@@ -202,7 +202,7 @@ def test_below_capd_run_the_blocks_need_no_change_at_all(tmp_path: Path) -> None
          sys.executable, str(JOB), *names],
         cwd=tmp_path, capture_output=True, text=True, timeout=100, inner=forking.TORCH,
         env=environment(
-            CAPD_REPLACE_TENSOR_SAVER="1", IMPORT_FROM=PREDECESSOR, TENSOR_SAVE_ENABLED="true",
+            CAPD_REPLACE_TENSOR_SAVER="1", IMPORT_FROM=TENSOR_SAVER, TENSOR_SAVE_ENABLED="true",
             PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(tmp_path)]), **ENVIRONMENT,
         ),
     )  # fmt: skip

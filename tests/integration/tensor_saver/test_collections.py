@@ -1,4 +1,4 @@
-"""What the predecessor's users typed to collect, typed again: its script's lines, and what stands for the others."""
+"""What tensor_saver's users typed to collect, typed again: its script's lines, and what stands for the others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(200)
 
 @pytest.fixture
 def megatron(tmp_path: Path) -> Path:
-    """A directory that looks as the predecessor's did; its training script runs a small model on a CPU."""
+    """A directory that looks as tensor_saver's did; its training script runs a small model on a CPU."""
     script = tmp_path / "examples" / "llama" / "train_llama32_1b_h100_fp8.sh"
     script.parent.mkdir(parents=True)
     script.write_text(TRAIN)
@@ -59,7 +59,7 @@ def typed(line: str, directory: Path) -> subprocess.CompletedProcess[str]:
 
 
 def kept(directory: Path) -> dict[str, set[tuple[int, int]]]:
-    """By type, iteration and micro-batch of what is in the newest run where the predecessor had its files."""
+    """By type, iteration and micro-batch of what is in the newest run where tensor_saver had its files."""
     [run] = (directory / "enhanced_tensor_logs").glob("*.zarr")
     found: dict[str, set[tuple[int, int]]] = {}
     for series in capd.open(run).series:
@@ -88,7 +88,7 @@ def kept(directory: Path) -> dict[str, set[tuple[int, int]]]:
         pytest.param("./run_tensor_collection.sh quick mxfp8", {"mxfp8"}, {(0, 0)}, marks=pytest.mark.fault),
     ],
 )
-def test_the_lines_of_the_predecessors_script_collect_what_they_say(
+def test_the_lines_of_tensor_savers_script_collect_what_they_say(
     line: str, types: set[str], micro_batches: set[tuple[int, int]], megatron: Path
 ) -> None:
     assert MICRO_BATCHES == 2  # of an iteration, of which M = 1 leaves one out

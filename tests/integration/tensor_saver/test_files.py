@@ -1,4 +1,4 @@
-"""What the predecessor's documents do with its files: their blocks on the files of `capd export`, without capd."""
+"""What tensor_saver's documents do with its files: their blocks on the files of `capd export`, without capd."""
 
 from __future__ import annotations
 

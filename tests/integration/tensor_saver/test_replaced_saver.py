@@ -1,4 +1,4 @@
-"""A job in the predecessor's style on two ranks: everything is stored under its names, and the job is as without."""
+"""A job in tensor_saver's style on two ranks: everything is stored under its names, and the job is as without."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.kit.launching import assert_trained
 from tests.kit.paths import REPOSITORY
 from tests.kit.processes import daemons_on, until
 
-JOB = Path(__file__).with_name("predecessor_job.py")
+JOB = Path(__file__).with_name("replaced_saver_job.py")
 RANKS, STEPS, MICRO_BATCHES, LAYERS = 2, 2, 2, 2
 EACH = RANKS * STEPS * MICRO_BATCHES * LAYERS
 
@@ -72,7 +72,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return told(directory)
 
 
-def test_with_the_predecessors_switch_the_ranks_share_one_daemon_that_leaves_a_sealed_store(
+def test_with_tensor_savers_switch_the_ranks_share_one_daemon_that_leaves_a_sealed_store(
     tmp_path: Path, plain: list[dict[str, Any]]
 ) -> None:
     store = tmp_path / "logs"
@@ -118,7 +118,7 @@ def test_below_capd_run_the_old_import_line_means_capds_module(
     fork.mkdir(parents=True)
     for package in (fork.parent, fork):
         (package / "__init__.py").write_text("")
-    (fork / "tensor_saver.py").write_text("raise RuntimeError('the predecessor itself was imported')\n")
+    (fork / "tensor_saver.py").write_text("raise RuntimeError('tensor_saver itself was imported')\n")
     store = tmp_path / "store"
     said = torchrun(
         tmp_path / "job", sys.executable, "-m", "capd", "run", "--store", str(store), "--run-id", "run", "--",

@@ -1,4 +1,4 @@
-"""One of the predecessor's calls, and what came of it."""
+"""One of tensor_saver's calls, and what came of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor files as the predecessor's users have them."""
+"""Tensor files as tensor_saver's users have them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEED_NAME = "20250908_095220_0001_iter005_linear_L1_forward_pre_linear_mxfp8_ran
 
 
 def seed_dictionary(tensor: torch.Tensor, **metadata: Any) -> dict[str, Any]:
-    """What the predecessor saved for `tensor`; a metadata value of None leaves the field out."""
+    """What tensor_saver saved for `tensor`; a metadata value of None leaves the field out."""
     values = {**SEED_METADATA, **metadata}
     return {
         "tensor": tensor,

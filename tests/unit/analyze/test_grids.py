@@ -107,7 +107,7 @@ def test_no_element_has_no_share() -> None:
     assert overflow_of(distribution_of(np.zeros(3, np.float32), "float32"), zeros, scaled=True).zero == 3
 
 
-def test_severity_is_the_predecessors() -> None:
+def test_severity_is_tensor_savers() -> None:
     assert [severity(share) for share in (None, 0.0, 1e-9, 0.1, 0.11, 1.0, 1.1)] == [
         "none", "none", "low", "low", "moderate", "moderate", "high",
     ]  # fmt: skip

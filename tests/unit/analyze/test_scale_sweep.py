@@ -1,4 +1,4 @@
-"""The sweep of one scale, against the predecessor's formulas written down a second time, element by element."""
+"""The sweep of one scale, against tensor_saver's formulas written down a second time, element by element."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def metrics(x: np.ndarray, y: np.ndarray) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", SWEEP_ELEMENTS)
 @pytest.mark.parametrize("scale", [1.0, 1e-6])
-def test_a_sweep_is_the_predecessors(name: str, scale: float) -> None:
+def test_a_sweep_is_tensor_savers(name: str, scale: float) -> None:
     spread = torch.randn(5000, generator=torch.Generator().manual_seed(1)) * scale
     tensor = spread.to(torch.bfloat16)
     x = tensor.double().numpy()

@@ -177,7 +177,7 @@ def on(fresh: pytest.MonkeyPatch, peer: Peer) -> Peer:
 
 @pytest.fixture
 def untold() -> Iterator[None]:
-    """A process that has made none of the predecessor's calls yet."""
+    """A process that has made none of tensor_saver's calls yet."""
 
     def forget() -> None:
         STATE.__init__()  # type: ignore[misc]

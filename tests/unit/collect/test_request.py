@@ -17,7 +17,7 @@ def request(mode: str, quant_type: str | None = None, *numbers: int, **given: An
     return make_request(mode, quant_type, *(*numbers, None, None)[:2], **given)
 
 
-def test_defaults_are_the_predecessors() -> None:
+def test_defaults_are_tensor_savers() -> None:
     assert request("single") == CollectionRequest("single", ("mxfp8",), 1, 1, "complete", 60.0, 900.0)
     assert request("quick").types == ("mxfp8",)
     assert request("batch").types == ("bf16", "mxfp8", "mxfp4", "hifp8")

@@ -1,4 +1,4 @@
-"""The numbers of tensor_info against torch, which computed the predecessor's."""
+"""The numbers of tensor_info against torch, which computed tensor_saver's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INF, NAN = math.inf, math.nan
 
 
 def of_torch(tensor: torch.Tensor) -> dict[str, float]:
-    """As the predecessor computed them, in float64 here, so that only formulas are compared."""
+    """As tensor_saver computed them, in float64 here, so that only formulas are compared."""
     if tensor.numel() == 0:
         return {"min": 0.0, "max": 0.0, "mean": 0.0, "std": 0.0}
     flat = tensor.to(torch.float64).flatten()

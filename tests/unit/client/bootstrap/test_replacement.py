@@ -19,7 +19,7 @@ CAPDS, OWN = "capd_client.tensor_saver True", "megatron.core.tensor_saver True"
 
 @pytest.fixture
 def fork(tmp_path: Path) -> Path:
-    """A Megatron with the predecessor's module."""
+    """A Megatron with tensor_saver's module."""
     core = tmp_path / "fork" / "megatron" / "core"
     core.mkdir(parents=True)
     for file in (core.parent / "__init__.py", core / "__init__.py", core / "tensor_saver.py"):

@@ -42,7 +42,7 @@ def test_on_and_off_follow_the_documented_order(environ: dict[str, str], expecte
 
 
 @pytest.mark.parametrize("word", ["true", "True", "TRUE", " tRuE ", "1"])
-def test_the_predecessors_switch_in_any_case_of_letters_asks_for_a_daemon_of_the_jobs_own(
+def test_tensor_savers_switch_in_any_case_of_letters_asks_for_a_daemon_of_the_jobs_own(
     word: str, empty_folder: Path
 ) -> None:
     config = load_config({"TENSOR_SAVE_ENABLED": word})
@@ -141,12 +141,12 @@ def test_tensors_are_held_only_where_it_was_asked_for(empty_folder: Path) -> Non
     assert (load_config({}).snapshot, load_config({}).ring) == ("auto", "wait")
 
 
-def test_own_names_win_over_the_predecessors() -> None:
+def test_own_names_win_over_tensor_savers() -> None:
     config = load_config({"CAPD_QUANT_TYPE": "mxfp4", "CUSTOM_QUANT_TYPE": "hifp8"})
     assert config.quant_type == "mxfp4"
 
 
-def test_the_predecessors_counters_start_the_count() -> None:
+def test_tensor_savers_counters_start_the_count() -> None:
     config = load_config({"TENSOR_SAVER_ITERATION": "12", "CURRENT_SAMPLE_IDX": "3"})
     assert (config.iteration, config.sample_idx) == (12, 3)
 

@@ -86,7 +86,7 @@ def test_a_model_of_which_the_job_emulates_a_part_itself_is_left_alone(told: Mem
     own.remove()
 
 
-def test_the_predecessors_saver_takes_away_what_was_put_on(
+def test_tensor_savers_saver_takes_away_what_was_put_on(
     told: MemorySink, caplog: pytest.LogCaptureFixture
 ) -> None:
     from capd_client.tensor_saver.saver import TensorSaver

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from capd_client.emulation.job_quantisers import PREDECESSOR, own_quantiser
+from capd_client.emulation.job_quantisers import TENSOR_SAVER, own_quantiser
 from tests.kit.client.models import MLP
 
 
 class Saving(nn.Module):
-    """As the predecessor's patched layers do it: imported when it is called."""
+    """As tensor_saver's patched layers do it: imported when it is called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,16 +39,16 @@ def test_a_model_that_only_computes_has_no_quantiser() -> None:
 
 
 @pytest.mark.parametrize("name", ["capd_client.tensor_saver", "megatron.core.tensor_saver"])
-def test_who_has_imported_the_predecessors_calls_names_its_types(
+def test_who_has_imported_tensor_savers_calls_names_its_types(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, name, ModuleType(name))
 
-    assert own_quantiser([MLP()]) == PREDECESSOR
+    assert own_quantiser([MLP()]) == TENSOR_SAVER
 
 
 def test_calls_that_a_layer_imports_first_when_it_runs_are_seen_in_its_code() -> None:
-    assert own_quantiser([nn.Sequential(MLP(), Saving())]) == PREDECESSOR
+    assert own_quantiser([nn.Sequential(MLP(), Saving())]) == TENSOR_SAVER
     assert "capd_client.tensor_saver" not in sys.modules
 
 

@@ -1,4 +1,4 @@
-"""The preset `legacy` against the predecessor's rules, told in exact fractions, and its marks in bf16 arithmetic."""
+"""The preset `legacy` against tensor_saver's rules, told in exact fractions, and its marks in bf16 arithmetic."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_block_with_an_infinity_or_a_nan_is_nan(fmt: str, bad: float) -> None:
 
 
 def test_hifp8_differs_from_the_format_where_it_clamps_and_nowhere_else() -> None:
-    """Counted once with the predecessor's own function, over all values of bf16."""
+    """Counted once with tensor_saver's own function, over all values of bf16."""
     values = every_pattern(torch.bfloat16)
     finite = values.isfinite()
     right, found = qdq(values, "hifp8").float(), qdq(values, "hifp8", preset="legacy").float()

@@ -1,4 +1,4 @@
-"""Nothing that the predecessor's calls are given raises into the job, or costs another tensor."""
+"""Nothing that tensor_saver's calls are given raises into the job, or costs another tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the predecessor's calls take rank and sample from, and the state that is set by hand."""
+"""Where tensor_saver's calls take rank and sample from, and the state that is set by hand."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_all_five_of_the_state_reach_the_record_set_by_function_or_by_attribute(
     assert tensor_saver.get_current_rank_and_sample() == (6, 11)
 
 
-def test_a_fresh_state_reads_as_the_predecessors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fresh_state_reads_as_tensor_savers(monkeypatch: pytest.MonkeyPatch) -> None:
     state = TensorCollectionState()
 
     assert (state.current_rank, state.current_sample_idx) == (None, None)

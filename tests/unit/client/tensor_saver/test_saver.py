@@ -1,4 +1,4 @@
-"""The predecessor's calls: signatures, what reaches the record, sources of rank and sample, and that nothing raises."""
+"""tensor_saver's calls: signatures, what reaches the record, sources of rank and sample, and that nothing raises."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def defaults(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_functions_have_the_predecessors_signatures(name: str) -> None:
+def test_functions_have_tensor_savers_signatures(name: str) -> None:
     found = defaults(getattr(tensor_saver, name))
 
     assert list(found.items()) == list(SIGNATURES[name].items())
@@ -92,7 +92,7 @@ def test_functions_have_the_predecessors_signatures(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_methods_have_the_predecessors_signatures(name: str) -> None:
+def test_methods_have_tensor_savers_signatures(name: str) -> None:
     assert list(defaults(getattr(TensorSaver, name)).items()) == list(METHODS[name].items())
 
 
@@ -131,7 +131,7 @@ def test_a_tensor_is_recorded_under_the_names_it_is_given(on: Peer) -> None:
     assert (fields["layer"], fields["rank"], when["sample_idx"]) == (7, 3, 4)
 
 
-def test_what_is_not_said_is_recorded_as_the_predecessor_recorded_it(on: Peer) -> None:
+def test_what_is_not_said_is_recorded_as_tensor_saver_recorded_it(on: Peer) -> None:
     save()
 
     key = one(on).key

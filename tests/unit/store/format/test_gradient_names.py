@@ -1,4 +1,4 @@
-"""What the predecessor's calls recorded is found: dY under both of its names, a record by its reference."""
+"""What tensor_saver's calls recorded is found: dY under both of its names, a record by its reference."""
 
 from __future__ import annotations
 
