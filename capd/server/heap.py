@@ -1,5 +1,4 @@
-"""How the heap of the daemon, of an export or an import behaves: freed buffers are kept for the next ones, garbage is
-looked for rarely."""
+"""The heap of the daemon, of an export and of an import: freed buffers are kept, garbage is collected rarely."""
 
 from __future__ import annotations
 
@@ -12,25 +11,29 @@ from collections.abc import Iterator
 __all__ = ["settle_heap", "settled_heap"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_BUFFER_NBYTES = 32 << 20  # above it, allocations are mapped and unmapped alone; the most that glibc accepts
-_KEPT_NBYTES = 64 << 20  # free memory at the end of a heap before it is given back
-_YOUNG_OBJECTS = 50_000  # more than live at once between the arena and the disk
+# Larger allocations are mapped and unmapped one by one. This is the most that glibc accepts.
+_BUFFER_NBYTES = 32 << 20
+# Free memory at the end of a heap before it returns to the system.
+_KEPT_NBYTES = 64 << 20
+# More objects than live at once between the arena and the disk.
+_YOUNG_OBJECTS = 50_000
 
 
 def settle_heap() -> None:
-    """Call once, when everything is imported.
+    """Set up the heap of this process. Call it once, when everything is imported.
 
-    Records and their parts refer to each other in no cycles: reference counts free them, and Python's default of
-    looking through the youngest 700 objects again and again costs a seventh of what a small record takes.
+    Records and their parts refer to each other without cycles, so reference counts free them. Python's default is to
+    search the youngest 700 objects again and again. This search costs a seventh of the time of a small record.
     """
     _keep_freed_buffers()
-    gc.freeze()  # what is imported by now never becomes garbage
+    # The objects that exist by now never become garbage.
+    gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS, 20, 20)
 
 
 @contextlib.contextmanager
 def settled_heap() -> Iterator[None]:
-    """As `settle_heap`, for work that a process does for a while: afterwards garbage is looked for as before."""
+    """Do the same as `settle_heap` for a while. At the end the garbage collector is set as before."""
     before = gc.get_threshold()
     settle_heap()
     try:
@@ -41,10 +44,10 @@ def settled_heap() -> Iterator[None]:
 
 
 def _keep_freed_buffers() -> None:
-    """Let glibc serve buffers of a few MiB from its heaps; without effect where the C library is another one.
+    """Let glibc serve buffers of a few MiB from its heaps. No effect with another C library.
 
-    By default every chunk's buffers are mapped, faulted in page by page and unmapped again, which costs a
-    daemon that handles megabytes at a time a quarter of its CPU time.
+    By default the buffers of every chunk are mapped, faulted in page by page and unmapped again. In a daemon that
+    handles megabytes at a time, this costs a quarter of its CPU time.
     """
     if sys.platform != "linux":
         return

@@ -1,6 +1,6 @@
-"""What the daemon may use: disk space and inodes for records, memory on the way, threads for encoding, open files.
+"""The limits of the daemon: disk space and inodes, memory for captures in work, encode threads, open files.
 
-Limits are looked up before they are used and respect cgroups (v1 and v2), CPU affinity and RLIMITs.
+The limits respect cgroups (v1 and v2), CPU affinity and RLIMITs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ __all__ = [
 ]  # fmt: skip
 
 _REFRESH_S = 1.0
-_STAGING_SHARE = 4  # one of so many parts of the available memory, which others need as well
-_NEW_SERIES_INODES = 16  # groups, array, metadata, `.partial`, and what sealing it takes
-_SEAL_INODES = 8  # of these: directories of the shard, and metadata before it is renamed
+# The divisor of the available memory; other processes need some of it, too.
+_STAGING_SHARE = 4
+# For groups, array, metadata, the `.partial` file, and sealing.
+_NEW_SERIES_INODES = 16
+# A part of _NEW_SERIES_INODES: directories of the shard, and metadata before its rename.
+_SEAL_INODES = 8
 _MIN_KEPT_INODES = 512
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 class _Seen(NamedTuple):
-    """A look at the disk, in bytes. by_max_disk: it is nearer than keep_free."""
+    """The state of the disk at one look, in bytes. by_max_disk: max_disk is the nearer limit, not keep_free."""
 
     free: int = 0
     total: int = 0
@@ -41,41 +44,52 @@ class _Seen(NamedTuple):
 
 
 class DiskBudget:
-    """Says whether one more record may be written.
+    """The disk budget of one daemon: decides whether one more record may be written.
 
-    max_disk: bytes this daemon may add to the store, None for no limit; a restarted daemon begins anew.
-    keep_free: what must stay free on the file system, as a fraction of its size (a float up to 1) or in bytes (an
-    int); the same share of its inodes stays free, at least 512 of them, unless keep_free is 0.
-
-    The file system is asked at most once per second. In between every admitted record counts with its raw size,
-    and one that is still on its way to the disk counts beyond the next look, so the limits err on the safe side.
+    The file system is asked at most once per second. Between two looks every admitted record counts with its raw size.
+    A record that is not written yet counts after the next look, too. The limits therefore err on the safe side.
     """
 
     def __init__(
         self, root: Path, max_disk: int | None, keep_free: int | float, *, is_default: bool = False
     ) -> None:
-        """is_default: nobody has set max_disk."""
+        """Watch the file system of `root`.
+
+        Args:
+            root: The directory of the store.
+            max_disk: The bytes that this daemon may add to the store; None for no limit. A restarted daemon starts at
+                zero.
+            keep_free: The space that stays free on the file system: a fraction of its size (a float up to 1), or bytes
+                (an int). The same share of its inodes stays free, at least 512. With 0, no inodes are kept.
+            is_default: No user has set max_disk.
+        """
         self.root = root
         self._is_default = is_default
         self.max_disk = max_disk
         self.keep_free = keep_free
-        self.stored: Callable[[], int] = lambda: 0  # bytes stored so far; set by the daemon
-        self.unsealed: Callable[[], int] = lambda: 0  # series that are still to be sealed; set by the daemon
-        self.waiting: Callable[[], tuple[int, int]] = lambda: (0, 0)  # bytes and new series on their way
+        # The daemon sets all three: bytes stored so far; series not sealed yet; bytes and new series not written yet.
+        self.stored: Callable[[], int] = lambda: 0
+        self.unsealed: Callable[[], int] = lambda: 0
+        self.waiting: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._lock = threading.Lock()
         self._until = 0.0
         self._identity = self._identify()
         self._mount = mount_of(root)
-        self._room, self._pending = 0, 0  # pending: bytes being written at the last look, or admitted since
+        # `_pending` counts bytes that were being written at the last look or were admitted since.
+        self._room, self._pending = 0, 0
         self._seen = _Seen()
-        self._broken = ""  # why the store takes nothing, whatever is free
-        self._inode_room: int | None = None  # None: the file system has no inodes to count
+        # The reason why the store takes nothing, however much space is free.
+        self._broken = ""
+        # None if the file system has no inodes to count.
+        self._inode_room: int | None = None
         self._inode_why = ""
 
     def refusal(self, nbytes: int, *, new_series: int = 0) -> str | None:
-        """None if `nbytes` more may be written, else the text for the NACK, naming the limit and what to do.
+        """Admit `nbytes` and return None, or return the text of the NACK. The text names the limit and the remedy.
 
-        new_series: how many series open with it, which takes inodes.
+        Args:
+            nbytes: The bytes to write.
+            new_series: The number of series that these records open. Each takes inodes.
         """
         inodes = _NEW_SERIES_INODES * new_series
         with self._lock:
@@ -104,32 +118,35 @@ class DiskBudget:
                 f"max_disk refuses {what}: {used} of the {shown_size(self.max_disk)} that this daemon may add{default} "
                 f"are stored or being written, {free}; raise CAPD_MAX_DISK (--max-disk)"
             )
-        if seen.kept and nbytes < seen.free - pending:  # else it would not help to keep nothing free
+        # Otherwise it would not help to keep nothing free.
+        if seen.kept and nbytes < seen.free - pending:
             remedy = "make room there, or lower CAPD_KEEP_FREE (--keep-free)"
             return f"keep_free refuses {what}: {free}, {shown_size(seen.kept)} stay free; {remedy}"
         return f"the full disk refuses {what}: {free}; make room there, or use a store on another file system"
 
     def free_nbytes(self) -> int:
-        """Bytes a user may still write to the file system of the store."""
+        """Return the bytes that a user can still write to the file system of the store."""
         found = os.statvfs(self.root)
         return found.f_bavail * found.f_frsize
 
     def keep_free_nbytes(self) -> int:
-        """keep_free in bytes."""
+        """Return keep_free in bytes."""
         return self._kept_nbytes(os.statvfs(self.root))
 
     def _look(self) -> None:
         self._until = time.monotonic() + _REFRESH_S
-        nbytes, series = self.waiting()  # first: what is written meanwhile counts twice, never not at all
+        # Asked first: bytes written in the meantime then count twice, never zero times.
+        nbytes, series = self.waiting()
         try:
             found = os.statvfs(self.root)
         except OSError as error:
             self._room = -1
             self._broken = f"the store {self.root} does not answer: {error.strerror}; check its disk or mount"
             return
-        if self._identify() != self._identity:  # what is open lies in files that have no name any more
+        if self._identify() != self._identity:
+            # The open files have no names any more.
             self._room = -1
-            self._broken = f"the store {self.root} was removed and made anew; start `capd serve` again"
+            self._broken = f"the store {self.root} was removed and created again; restart `capd serve`"
             return
         self._broken = ""
         self._look_at_bytes(found, nbytes)
@@ -152,7 +169,8 @@ class DiskBudget:
         self._room, self._pending = room - waiting_nbytes, waiting_nbytes
 
     def _look_at_inodes(self, found: os.statvfs_result, waiting_series: int) -> None:
-        if found.f_files == 0:  # btrfs and others make them as needed
+        if found.f_files == 0:
+            # btrfs and other file systems create inodes as needed.
             self._inode_room = None
             return
         share = self._kept_nbytes(found) / max(1, found.f_blocks * found.f_frsize)
@@ -172,12 +190,12 @@ class DiskBudget:
 
 
 def staging_within(asked_nbytes: int) -> int:
-    """What of `asked_nbytes` the memory of the machine, or of the cgroup, allows between arenas and disk."""
+    """Return `asked_nbytes`, or less if the machine or the cgroup has too little memory for the staging buffers."""
     return min(asked_nbytes, available_nbytes() // _STAGING_SHARE)
 
 
 def usable_cpus() -> float:
-    """CPUs this process may use: its affinity, cut by the cgroup's quota (a fraction is possible)."""
+    """Return the CPUs that this process may use: its affinity, cut by the cgroup's quota (a fraction is possible)."""
     allowed = float(len(os.sched_getaffinity(0)))
     for quota in (_quota_v2(), _quota_v1()):
         if quota is not None:
@@ -186,12 +204,12 @@ def usable_cpus() -> float:
 
 
 def encode_threads() -> int:
-    """Encode threads of one daemon: a quarter of the usable CPUs, at least 1, at most 16."""
+    """Return the number of encode threads of one daemon: a quarter of the usable CPUs, from 1 to 16."""
     return max(1, min(16, round(usable_cpus() / 4)))
 
 
 def raise_open_files() -> int:
-    """Raise the soft limit of open files to the hard one; returns the limit that now holds."""
+    """Raise the soft limit of open files to the hard one. Return the limit that now holds."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(hard, 1 << 20) if hard != resource.RLIM_INFINITY else 1 << 20
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -207,7 +225,8 @@ def _quota_v2() -> float | None:
         return None
     quotas: list[float] = []
     here = _CGROUP / group
-    while True:  # an ancestor may be tighter
+    # An ancestor's quota may be tighter.
+    while True:
         with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
             quota, period = (here / "cpu.max").read_text().split()
             quotas.append(float(quota) / float(period))
@@ -227,7 +246,7 @@ def _quota_v1() -> float | None:
 
 
 def _cgroup_path(controller: str) -> str | None:
-    """This process's group below the mount of a v1 controller, or of v2 (controller "")."""
+    """Return this process's group below the mount of a v1 controller, or of v2 (controller "")."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)

@@ -1,4 +1,4 @@
-"""Whose turn it is on a busy node: the training's, but for the moments in which a rank is taken."""
+"""The priority of threads on a busy node: the training's comes first, except while a rank is admitted."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ _NICE = 10
 
 
 def yield_to_training() -> None:
-    """Lower the priority of the calling thread, and so of all that it starts."""
+    """Lower the priority of the calling thread, and so of all threads that it starts."""
     with contextlib.suppress(OSError):
-        os.nice(max(0, _NICE - os.nice(0)))  # Linux: of this thread alone
+        # On Linux this affects the calling thread alone.
+        os.nice(max(0, _NICE - os.nice(0)))
 
 
 class PromptThread:
-    """A thread with the priority of the process, made before `yield_to_training`: nobody can raise it afterwards.
+    """A thread with the priority of the process. It starts before `yield_to_training`, which nobody can undo.
 
-    A daemon that accepts ranks with the priority that it works with gets no turn among many that have begun to compute.
+    If the daemon accepted ranks with its lowered priority, it would get no turn once many ranks have begun to compute.
     """
 
     def __init__(self, name: str) -> None:
@@ -36,7 +37,7 @@ class PromptThread:
         self._begun.set()
 
     def dismiss(self) -> None:
-        """If no work has begun, none will."""
+        """End the thread if no work has begun."""
         self._begun.set()
 
     def join(self) -> None:

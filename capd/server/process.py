@@ -1,4 +1,4 @@
-"""Other processes, as far as the kernel tells of them: pidfds, where there are any."""
+"""The other processes that the daemon follows, through pidfds if the kernel has them."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ import time
 
 __all__ = ["RETURN_S", "OtherProcess", "RankProcess", "has_ended", "how_ended"]
 
-RETURN_S = 60.0  # a rank that lost its connection knocks again every 2 s
+# A rank that lost its connection tries to connect every 2 s.
+RETURN_S = 60.0
 _COLLECTED_S = 5.0
 
-# Linux 6.15, include/uapi/linux/pidfd.h: a mask of what is asked and answered, the process's ids, its wait status.
+# Linux 6.15, include/uapi/linux/pidfd.h: a mask of the fields asked and answered, the process's ids, its wait status.
 _PIDFD_INFO = struct.Struct("=Q52xi")
 _PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 _PIDFD_INFO_EXIT = 1 << 3
 
 
 def has_ended(handle: int) -> bool:
-    """Whether the process behind a pidfd is gone."""
+    """Return whether the process of a pidfd is gone."""
     poll = select.poll()
     poll.register(handle, select.POLLIN)
     return bool(poll.poll(0))
 
 
 def how_ended(handle: int) -> str | None:
-    """How the process of a pidfd ended: "SIGKILL", "exit code 3".
+    """Return how the process of a pidfd ended: "SIGKILL", "exit code 3".
 
-    None: its parent has not collected the exit code. "": the kernel does not tell (before Linux 6.15).
+    Returns:
+        None if the parent has not collected the exit code yet. "" if the kernel does not report it (before Linux
+            6.15).
     """
     info = bytearray(_PIDFD_INFO.size)
     _PIDFD_INFO.pack_into(info, 0, _PIDFD_INFO_EXIT, 0)
@@ -47,12 +50,13 @@ def how_ended(handle: int) -> str | None:
         return f"exit code {code}"
     try:
         return signal.Signals(-code).name
-    except ValueError:  # a real-time signal has no name
+    except ValueError:
+        # A real-time signal has no name.
         return f"signal {-code}"
 
 
 class OtherProcess:
-    """A process that need not be a child, followed from now on by a descriptor that is never closed."""
+    """A process that need not be a child. A descriptor follows it and is never closed."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -62,12 +66,13 @@ class OtherProcess:
             self._handle = os.pidfd_open(pid)
         except ProcessLookupError:
             self._gone = True
-        except OSError:  # no pidfds here: the number may be another process's later, then this one stays on
+        except OSError:
+            # There are no pidfds here. If another process later gets the number, this one counts as alive.
             pass
 
     @property
     def ended(self) -> bool:
-        """Whether it is gone."""
+        """Whether the process is gone."""
         if self._handle is not None:
             return has_ended(self._handle)
         if not self._gone:
@@ -81,21 +86,29 @@ class OtherProcess:
 
 
 class RankProcess:
-    """Tells whether a rank without a connection can still come back. Not thread-safe: its session holds a lock."""
+    """The process of a rank: tells whether a rank without a connection can still come back.
+
+    Not thread-safe: the session of the rank holds a lock.
+    """
 
     def __init__(self) -> None:
-        self.lost_at = time.monotonic()  # when its connection was last seen to go
+        # The time at which its connection was last lost.
+        self.lost_at = time.monotonic()
         self._handle: int | None = None
 
     def follow(self, handle: int | None) -> None:
-        """From now on the process behind `handle` (a pidfd, owned from here on; None: unknown)."""
+        """Follow the process of `handle` from now on.
+
+        Args:
+            handle: A pidfd, which this object now owns. None: the process is unknown.
+        """
         before, self._handle = self._handle, handle
         if before is not None:
             with contextlib.suppress(OSError):
                 os.close(before)
 
     def lost(self) -> None:
-        """Its connection is gone."""
+        """Note that its connection is gone."""
         self.lost_at = time.monotonic()
 
     @property
@@ -105,21 +118,24 @@ class RankProcess:
 
     @property
     def end(self) -> str:
-        """How the process ended, as `how_ended` says it; "" where that is not known."""
+        """How the process ended, in the words of `how_ended`; "" if that is not known."""
         return "" if self._handle is None else how_ended(self._handle) or ""
 
     @property
     def may_tell(self) -> bool:
-        """Whether it may soon be known how the process ended: a launcher collects exit codes now and then."""
+        """Whether the kernel may soon report how the process ended: a launcher collects exit codes now and then."""
         if self._handle is None or time.monotonic() - self.lost_at > _COLLECTED_S:
             return False
         return how_ended(self._handle) is None
 
     def is_given_up(self, grace_s: float | None, return_s: float) -> bool:
-        """Whether a rank without a connection counts as gone.
+        """Return whether a rank without a connection counts as gone.
 
-        A process that lives `return_s` without a connection is no rank any more: after exec it is another program.
-        Without a handle a rank is given up after `grace_s`. grace_s None: only the end of the process counts.
+        Args:
+            grace_s: Seconds without a connection after which a rank without a handle is given up. None: only the end
+                of the process counts.
+            return_s: Seconds without a connection after which a process with a handle is given up. If it still lives,
+                it has become another program through exec.
         """
         patience_s = grace_s if grace_s is None or self._handle is None else return_s
         waited_s = time.monotonic() - self.lost_at

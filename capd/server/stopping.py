@@ -1,4 +1,4 @@
-"""Turns SIGTERM, SIGHUP, Ctrl-C and a tool's word into one thing the main thread can wait for."""
+"""The requests to stop: turns SIGTERM, SIGHUP, Ctrl-C and a tool's request into one event for the main thread."""
 
 from __future__ import annotations
 
@@ -14,18 +14,23 @@ from typing import Any
 __all__ = ["StopRequests"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-_SAME_KEYPRESS_S = 0.3  # a second Ctrl-C sooner than this is the first one, delivered twice
+# A second Ctrl-C within this time is the first one, delivered twice.
+_SAME_KEYPRESS_S = 0.3
 
 
 class StopRequests:
-    """A context manager of the main thread: inside, signals no longer interrupt but are waited for.
+    """A context manager of the main thread. Within it, signals do not interrupt; the thread waits for them.
 
-    A hangup that is ignored (nohup) stays so. A pipe rather than an Event: a signal handler may run while the main
-    thread holds an Event's lock.
+    A hangup that was ignored (nohup) is still ignored. A pipe is used and not an Event, because a signal handler may
+    run while the main thread holds an Event's lock.
     """
 
     def __init__(self, force: Callable[[], None]) -> None:
-        """`force` is called, in the signal handler, on a second Ctrl-C."""
+        """Prepare the pipe.
+
+        Args:
+            force: Called in the signal handler on a second Ctrl-C.
+        """
         self._force = force
         self._interrupted_at: float | None = None
         self._before: dict[signal.Signals, Any] = {}
@@ -48,13 +53,14 @@ class StopRequests:
         os.close(self._write_end)
 
     def request(self, reason: str) -> None:
-        """Ask to stop; from any thread, also from a signal handler."""
+        """Ask to stop. Any thread and a signal handler may call it."""
         self.reason = self.reason or reason
-        with contextlib.suppress(OSError):  # full: asked often enough
+        # A full pipe already holds a request.
+        with contextlib.suppress(OSError):
             os.write(self._write_end, b"s")
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until a stop was asked for, at most `timeout_s`."""
+        """Wait at most `timeout_s` for a request to stop. Return whether there was one."""
         return bool(select.select([self._read_end], [], [], timeout_s)[0])
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:

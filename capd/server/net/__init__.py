@@ -1,1 +1,1 @@
-"""Sockets and the frames on them."""
+"""The sockets of the daemon and the frames on them."""

@@ -1,8 +1,8 @@
-"""Where the daemon listens: which path an endpoint means, and how the socket there is bound and removed.
+"""The endpoint of the daemon: which path it names, and how its socket is bound and removed.
 
-An endpoint is `unix:PATH`. Without one it is `$XDG_RUNTIME_DIR/capd/capd.sock`, else
-`<temporary directory>/capd-<uid>/capd.sock`. The directory of a default endpoint must belong to the user
-and be closed to everybody else; the socket is made with mode 0600. Abstract sockets are never used: they
+An endpoint is `unix:PATH`. The default is `$XDG_RUNTIME_DIR/capd/capd.sock`, or `<temporary
+directory>/capd-<uid>/capd.sock` if that variable names no directory. The directory of a default endpoint must belong
+to the user and be closed to everybody else. The socket has mode 0600. Abstract sockets are never used, because they
 accept any user.
 """
 
@@ -23,16 +23,19 @@ from capd.errors import ConfigError, EndpointError, StoreBusy
 
 __all__ = ["MAX_PATH_NBYTES", "BoundSocket", "bind", "default_path", "endpoint_path", "parse"]
 
-MAX_PATH_NBYTES = 107  # sun_path has 108 bytes, one of them the terminating NUL
+# sun_path has 108 bytes; one of them is the terminating NUL.
+MAX_PATH_NBYTES = 107
 _SCHEME = "unix:"
 _BACKLOG = 128
 _BIND_WAIT_S = 5.0
 
 
 def parse(endpoint: str) -> Path:
-    """The absolute socket path that `unix:PATH` names.
+    """Return the absolute socket path that `unix:PATH` names.
 
-    Raises ConfigError on another scheme or an empty path, and EndpointError on a path that is too long.
+    Raises:
+        ConfigError: the scheme is another one, or the path is empty.
+        EndpointError: the path is too long for a socket.
     """
     if not endpoint.startswith(_SCHEME) or len(endpoint) == len(_SCHEME) or "\0" in endpoint:
         raise ConfigError(f"endpoint {endpoint!r} is not usable; write unix:/path/to/capd.sock")
@@ -47,7 +50,7 @@ def parse(endpoint: str) -> Path:
 
 
 def default_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the daemon and the tools meet when nothing is said; nothing is created or checked."""
+    """Return the path where the daemon and the tools meet by default. Nothing is created or checked."""
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     if runtime.startswith("/") and os.path.isdir(runtime):
         return parse(f"{_SCHEME}{runtime}/capd/capd.sock")
@@ -55,7 +58,7 @@ def default_path(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def endpoint_path(endpoint: str | None, environ: Mapping[str, str] = os.environ) -> Path:
-    """The socket path of a configured endpoint, or the default one."""
+    """Return the socket path of a configured endpoint, or the default path. Raises as `parse` does."""
     return parse(endpoint) if endpoint else default_path(environ)
 
 
@@ -73,11 +76,11 @@ class BoundSocket:
 
     @property
     def endpoint(self) -> str:
-        """What a rank sets CAPD_ENDPOINT to."""
+        """The value of CAPD_ENDPOINT for a rank."""
         return f"{_SCHEME}{self.path}"
 
     def unlink(self) -> None:
-        """Remove the socket's path unless somebody else's socket stands there now."""
+        """Remove the socket's path, unless another socket now has it."""
         with contextlib.suppress(OSError):
             if _identity(self.path) == self._identity:
                 os.unlink(self.path)
@@ -90,20 +93,25 @@ class BoundSocket:
 
 def _identity(path: Path) -> tuple[int, int, int]:
     found = os.lstat(path)
-    return found.st_dev, found.st_ino, found.st_mtime_ns  # inode numbers are reused at once
+    # The time is part of it, because inode numbers are reused at once.
+    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 def bind(path: Path, *, private: bool, others_allowed: bool = False) -> BoundSocket:
-    """Listen on `path`.
+    """Listen on `path`. A socket that a dead daemon left there is replaced.
 
     Args:
-        path: absolute, at most MAX_PATH_NBYTES bytes.
-        private: the directory is a default one and must be the user's own, closed to everybody else.
-        others_allowed: users named by --allow-uid shall reach the socket, so its mode is 0666 (its peers
-            are still checked by uid) and a directory made here is 0711.
+        path: An absolute path of at most MAX_PATH_NBYTES bytes.
+        private: The directory is a default one. It must be the user's own and closed to everybody else.
+        others_allowed: Users named by --allow-uid can reach the socket. Its mode is 0666, and a directory created here
+            has mode 0711. The uid of each peer is still checked.
 
-    A socket left behind by a dead daemon is replaced. Raises StoreBusy when a live one listens there,
-    EndpointError when the path or its directory cannot be used.
+    Returns:
+        The socket, already listening.
+
+    Raises:
+        StoreBusy: A live daemon listens there.
+        EndpointError: The path or its directory cannot be used.
     """
     try:
         _make_directory(path.parent, 0o711 if others_allowed else 0o700)
@@ -124,7 +132,8 @@ def _make_directory(directory: Path, mode: int) -> None:
     for here in reversed(missing):
         with contextlib.suppress(FileExistsError):
             os.mkdir(here, 0o700)
-            os.chmod(here, mode)  # mkdir's mode is cut by the umask
+            # The umask cuts the mode of mkdir.
+            os.chmod(here, mode)
 
 
 def _check_private(directory: Path, forbidden: int) -> None:
@@ -173,7 +182,8 @@ def _remove_stale(path: Path) -> None:
             os.unlink(path)
             return
         except (TimeoutError, BlockingIOError):
-            pass  # its queue is full: somebody listens
+            # The socket's queue is full, so a daemon listens.
+            pass
         except OSError as error:
             if error.errno != errno.ENOENT:
                 raise

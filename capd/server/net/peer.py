@@ -1,7 +1,7 @@
-"""One accepted socket: who is on the other side, its first byte and descriptor, and frames both ways.
+"""An accepted socket: who is on the other side, its first byte and descriptor, and frames both ways.
 
-Frames are those of `multiprocessing.connection`, read without it: several that are there come in one call, and nothing
-is ever unpickled.
+The frames are those of `multiprocessing.connection`, but its code is not used. One call can read several frames, and
+nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -31,26 +31,29 @@ from capd_client.protocol.messages import (
 
 __all__ = ["SEND_TIMEOUT_S", "Credentials", "Peer", "PeerGone", "Refusal", "framed"]
 
-SEND_TIMEOUT_S = 5.0  # a peer that takes nothing for so long is disconnected
-_SO_PEERPIDFD = 77  # Linux 6.5; valid even where the peer's pid is not (other pid namespace)
+# A peer that takes nothing for this time is disconnected.
+SEND_TIMEOUT_S = 5.0
+# Linux 6.5. It is valid even if the peer's pid is not, as in another pid namespace.
+_SO_PEERPIDFD = 77
 _MAX_FDS = 4
 _READ_NBYTES = 64 << 10
-_HEADER = struct.Struct("!i")  # the length of a frame, as multiprocessing.connection writes it
+# The length of a frame, as multiprocessing.connection writes it.
+_HEADER = struct.Struct("!i")
 _UCRED = struct.Struct("iII")
 
 
 def framed(message: DaemonMessage) -> bytes:
-    """A message as it goes over a connection."""
+    """Return a message as it goes over a connection: its length, then its encoding."""
     frame = encode(message)
     return _HEADER.pack(len(frame)) + frame
 
 
 class PeerGone(Exception):
-    """The other side closed the connection, or it was shut down here."""
+    """The other side closed the connection, or this side shut it down."""
 
 
 class Refusal(Exception):
-    """A peer is sent away; `reject` says why."""
+    """A peer is sent away; `reject` holds the code and the reason."""
 
     def __init__(self, code: str, message: str, *, retry: bool = False) -> None:
         super().__init__(message)
@@ -59,14 +62,14 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Who connected, as the kernel says; pid is 0 for a process in another pid namespace."""
+    """The process that connected, as the kernel reports it; pid is 0 for a process in another pid namespace."""
 
     pid: int
     uid: int
 
 
 class Peer:
-    """Frames to and from one peer. One thread reads, one sends; `shutdown` may come from any thread."""
+    """The connection to one peer. One thread reads and one sends; any thread may call `shutdown`."""
 
     def __init__(self, sock: socket.socket) -> None:
         """Take over an accepted socket."""
@@ -74,33 +77,42 @@ class Peer:
         pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
         self.credentials = Credentials(pid, uid)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_TIMEOUT_S), 0))
-        self._unread = bytearray()  # of frames that are not taken yet
+        # Bytes of frames that are not taken yet.
+        self._unread = bytearray()
         self._poll: tuple[select.poll, tuple[int, ...]] | None = None
         self._closing = threading.Lock()
         self._closed = False
-        self.received_nbytes = 0  # length of the last frame
+        # The length of the last frame.
+        self.received_nbytes = 0
 
     def process_handle(self) -> int | None:
-        """A descriptor, readable once the process that connected is dead: a pidfd, where it lives; None: unknown.
+        """Return a descriptor that becomes readable when the process that connected is dead; None if there is none.
 
-        A forked child may hold the rank's socket open, so end of file alone does not show a rank's death.
+        A forked child may hold the rank's socket open. End of file alone therefore does not show a rank's death.
+
+        Returns:
+            A pidfd that the caller owns. For a process that is already gone it may be an eventfd that is readable at
+                once.
         """
         with contextlib.suppress(OSError):
             return self._sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
         if self.credentials.pid > 0:
             try:
                 return os.pidfd_open(self.credentials.pid)
-            except ProcessLookupError:  # it is gone: a descriptor that is readable, too
+            except ProcessLookupError:
+                # The process is gone. An eventfd that is already set is readable, as its pidfd would be.
                 return os.eventfd(1, os.EFD_CLOEXEC)
             except OSError:
                 pass
         return None
 
     def receive_first(self) -> int | None:
-        """The arena's descriptor that a rank's first byte brings; None from a tool.
+        """Read the first byte; return the arena's descriptor that it brings from a rank, None from a tool.
 
-        Raises ProtocolError when the byte is unknown or the number of descriptors is wrong (all are closed
-        then), PeerGone when the peer closed before sending anything, OSError where there is no room for a descriptor.
+        Raises:
+            ProtocolError: The byte is unknown or the number of descriptors is wrong. All of them are closed.
+            PeerGone: The peer closed the connection before it sent anything.
+            OSError: This process has no room for a descriptor.
         """
         try:
             first, fds, flags, _ = socket.recv_fds(self._sock, 1, _MAX_FDS)
@@ -114,7 +126,8 @@ class Peer:
             os.close(fd)
         if not first:
             raise PeerGone
-        if truncated and len(fds) < _MAX_FDS:  # the kernel had more to give than this process may have
+        # The kernel had more descriptors to deliver than this process may open.
+        if truncated and len(fds) < _MAX_FDS:
             raise OSError(errno.EMFILE, "no descriptor is free for the arena")
         if wanted is None:
             raise ProtocolError(f"a connection begins with {ARENA_BYTE!r} or {TOOL_BYTE!r}, not {first!r}")
@@ -122,14 +135,15 @@ class Peer:
         raise ProtocolError(f"{first!r} comes with {wanted} descriptors, {count} were passed")
 
     def fileno(self) -> int:
-        """For poll; only while the connection is open."""
+        """Return the descriptor for poll. Call it only while the connection is open."""
         return self._sock.fileno()
 
     def receive(self) -> ClientMessage:
-        """The next message. Raises PeerGone at its end, ProtocolError on anything that is not one."""
+        """Return the next message. Raises PeerGone at the end, ProtocolError if a frame is not a message."""
         while not self._has_frame():
             try:
-                chunk = self._sock.recv(_READ_NBYTES)  # several frames at once, where there are
+                # One call may return several frames.
+                chunk = self._sock.recv(_READ_NBYTES)
             except OSError:
                 raise PeerGone from None
             if not chunk:
@@ -143,7 +157,7 @@ class Peer:
             raise ProtocolError(f"a frame holds no message of the protocol: {error}") from None
 
     def _has_frame(self) -> bool:
-        """Whether a whole frame is unread; `received_nbytes` is its length then. Raises ProtocolError."""
+        """Return whether a whole frame is unread; `received_nbytes` is then its length. Raises ProtocolError."""
         if len(self._unread) < _HEADER.size:
             return False
         (self.received_nbytes,) = _HEADER.unpack_from(self._unread)
@@ -152,15 +166,16 @@ class Peer:
         return len(self._unread) >= _HEADER.size + self.received_nbytes
 
     def send(self, message: DaemonMessage) -> None:
-        """Send one message. Raises PeerGone when the peer is away or takes nothing for SEND_TIMEOUT_S."""
+        """Send one message. Raises PeerGone if the peer is gone or takes nothing for SEND_TIMEOUT_S."""
         try:
             self._sock.sendall(framed(message))
         except OSError:
-            self.shutdown()  # a frame may be half sent: nothing sensible can follow
+            # A frame may be half sent, so no other frame can follow.
+            self.shutdown()
             raise PeerGone from None
 
     def send_some(self, frames: memoryview) -> int:
-        """Send as much of `frames` as the socket takes at once; returns how much. Raises PeerGone."""
+        """Send as many bytes of `frames` as the socket takes at once, and return their number. Raises PeerGone."""
         try:
             return self._sock.send(frames, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -169,7 +184,11 @@ class Peer:
             raise PeerGone from None
 
     def wait(self, *others: int, timeout_s: float | None = None) -> set[int]:
-        """Descriptors among this connection and `others` that are readable; empty when the time is over."""
+        """Return the readable descriptors among this connection and `others`; an empty set after `timeout_s`.
+
+        A frame that is already read from the socket counts as readable. Without `timeout_s` the call waits as long as
+        needed.
+        """
         if self._poll is None or self._poll[1] != others:
             poll = select.poll()
             for fd in (self.fileno(), *others):
@@ -180,7 +199,7 @@ class Peer:
         return here | {fd for fd, _ in self._poll[0].poll(timeout_ms)}
 
     def has_sent(self) -> bool:
-        """Whether the socket holds something that is not received yet, or the end. From any thread."""
+        """Return whether the socket holds unread bytes or the end of the connection. Any thread may call it."""
         with self._closing:
             if self._closed:
                 return False
@@ -189,13 +208,13 @@ class Peer:
             return bool(poll.poll(0))
 
     def shutdown(self, how: int = socket.SHUT_RDWR) -> None:
-        """Wake the reader (SHUT_RD) or both sides with the end of the connection."""
+        """Signal the end of the connection to the reader (SHUT_RD), or to both sides."""
         with self._closing, contextlib.suppress(OSError):
             if not self._closed:
                 self._sock.shutdown(how)
 
     def close(self) -> None:
-        """Close the connection; called by its reader, once nobody sends any more."""
+        """Close the connection. The reader calls it when nobody sends any more."""
         with self._closing:
             if not self._closed:
                 self._closed = True

@@ -1,7 +1,7 @@
-"""Sends to all connections from one thread, which waits for none of them: a slow peer costs only itself.
+"""The thread that sends to all connections. It never waits for one peer, so a slow peer delays only itself.
 
-Replies collect in the sessions; a wake-up is followed by a pause of at most COALESCE_S, in which further
-acknowledgements, of whatever rank, join the same round. A peer that takes nothing for SEND_TIMEOUT_S is disconnected.
+Replies collect in the sessions. After a wake-up the thread pauses for at most COALESCE_S, so that acknowledgements of
+other ranks join the same round. A peer that takes nothing for SEND_TIMEOUT_S is disconnected.
 """
 
 from __future__ import annotations
@@ -24,34 +24,33 @@ __all__ = ["COALESCE_S", "MAX_POSTED", "SendLoop", "Sender"]
 logger = logging.getLogger(__name__)
 
 COALESCE_S = 0.002
-MAX_POSTED = 1024  # answers waiting for a peer that asks without reading
+# Answers that may wait for a peer that asks without reading.
+MAX_POSTED = 1024
 
 
 class SendLoop:
-    """The thread, and who has something to send. One for all connections of a daemon."""
+    """The sending thread, and the connections that have something to send. A daemon has one."""
 
     def __init__(self) -> None:
-        self._called: dict[
-            Sender, None
-        ] = {}  # since the last round; used without a lock, by single operations
+        # The senders that called since the last round. Single operations use it without a lock.
+        self._called: dict[Sender, None] = {}
         self._woken = False
         self._stopping = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._full: dict[
-            Sender, float
-        ] = {}  # whose sockets take nothing more → until when they are waited for
+        # Senders whose sockets are full → the time at which their peers are given up.
+        self._full: dict[Sender, float] = {}
         self._thread = threading.Thread(target=self._run, name="capd-send", daemon=True)
         self._thread.start()
 
     def call(self, sender: Sender) -> None:
-        """`sender` has something to send. Never blocks."""
+        """Note that `sender` has something to send. Never blocks."""
         self._called[sender] = None
         if not self._woken:
             self._woken = True
             os.eventfd_write(self._wake_fd, 1)
 
     def stop(self) -> None:
-        """End the thread; all senders are closed, nobody calls any more."""
+        """End the thread. All senders are closed by then, and nobody calls any more."""
         self._stopping = True
         os.eventfd_write(self._wake_fd, 1)
         self._thread.join()
@@ -60,7 +59,8 @@ class SendLoop:
     def _run(self) -> None:
         while not self._stopping:
             self._wait()
-            self._woken = False  # first: whoever comes from here on wakes this thread again
+            # This comes first, so that a call from now on wakes this thread again.
+            self._woken = False
             due = dict.fromkeys(self._full)
             while self._called:
                 due[self._called.popitem()[0]] = None
@@ -68,7 +68,7 @@ class SendLoop:
                 self._serve(sender)
 
     def _wait(self) -> None:
-        """Until somebody has something to send, and a pause for others to join; or a full socket takes more."""
+        """Wait for a call and then pause for others to join; or wait until a full socket takes more."""
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
         for sender in self._full:
@@ -92,7 +92,8 @@ class SendLoop:
                 raise PeerGone
         except PeerGone:
             self._drop(sender)
-        except Exception:  # outermost loop of the thread: one connection must not end the others
+        except Exception:
+            # This is the outermost loop of the thread: an error of one connection must not end the others.
             logger.exception("nothing more can be sent to a connection")
             self._drop(sender)
 
@@ -105,52 +106,61 @@ class Sender:
     """The sending side of one connection."""
 
     def __init__(self, peer: Peer, loop: SendLoop, take: Callable[[], list[DaemonMessage]]) -> None:
-        """`take` hands over the replies that have collected; it is called from the loop's thread."""
+        """Bind a connection to the loop.
+
+        Args:
+            peer: The connection.
+            loop: The thread that sends.
+            take: Hands over the collected replies. The thread of `loop` calls it.
+        """
         self.peer = peer
         self._loop = loop
         self._take = take
         self._posted: deque[DaemonMessage] = deque()
         self._unsent = memoryview(b"")
         self._closing = False
-        self._over = threading.Event()  # the loop does not touch this connection any more
+        # Set when the loop no longer touches this connection.
+        self._over = threading.Event()
 
     @property
     def unsent(self) -> int:
-        """Bytes that the socket did not take."""
+        """The number of bytes that the socket has not taken."""
         return len(self._unsent)
 
     def wake(self) -> None:
-        """Replies wait to be taken. Never blocks; called from the pipeline's threads."""
+        """Note that replies wait. Never blocks; the threads of the pipeline call it."""
         self._loop.call(self)
 
     def post(self, message: DaemonMessage) -> None:
-        """Send `message` behind the replies that wait now. Raises ProtocolError past MAX_POSTED."""
+        """Send `message` after the replies that wait now. Raises ProtocolError if MAX_POSTED answers already wait."""
         if len(self._posted) >= MAX_POSTED:
             raise ProtocolError(f"{MAX_POSTED} answers wait because the peer does not read")
         self._posted.append(message)
         self.wake()
 
     def disconnect(self) -> None:
-        """End the connection at once; its reader notices and closes."""
+        """End the connection at once; its reader notices and closes it."""
         self.peer.shutdown()
 
     def close(self, last: DaemonMessage | None = None) -> None:
-        """Send what waits, then `last`; waits at most a little over SEND_TIMEOUT_S."""
+        """Send everything that waits, then `last`. Takes at most a little more than SEND_TIMEOUT_S."""
         if last is not None:
             self._posted.append(last)
         self._closing = True
         self.wake()
-        if not self._over.wait(SEND_TIMEOUT_S + 1):  # the peer takes a little at a time
+        if not self._over.wait(SEND_TIMEOUT_S + 1):
+            # The peer takes a few bytes at a time and never comes to an end.
             self.disconnect()
             self._over.wait()
 
     # The loop's thread
 
     def send(self) -> bool:
-        """Send what there is, as far as the socket takes it at once; whether it took all. Raises PeerGone."""
+        """Send as much as the socket takes at once. Return whether it took everything. Raises PeerGone."""
         if self._over.is_set():
             return True
-        closing = self._closing  # whoever closes from here on calls the loop again
+        # A later `close` calls the loop again.
+        closing = self._closing
         if not self._unsent:
             self._unsent = memoryview(self._gather())
         while self._unsent:
@@ -165,13 +175,14 @@ class Sender:
         return True
 
     def _gather(self) -> bytes:
-        """The frames of everything that waits."""
-        posted = len(self._posted)  # before the replies are taken: a posted answer comes after them
+        """Return the frames of all messages that wait."""
+        # Counted before the replies are taken, because a posted answer comes after them.
+        posted = len(self._posted)
         messages = self._take()
         messages += [self._posted.popleft() for _ in range(posted)]
         return b"".join(framed(message) for message in messages)
 
     def give_up(self) -> None:
-        """The peer is gone, or takes nothing: the reader notices."""
+        """Disconnect a peer that is gone or takes nothing. The reader notices."""
         self.peer.shutdown()
         self._over.set()

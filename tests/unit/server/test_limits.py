@@ -200,7 +200,7 @@ def test_a_store_that_is_gone_or_was_made_anew_refuses(tmp_path: Path, clock: Cl
     assert "does not answer: No such file" in str(limit.refusal(1))
     root.mkdir()
     clock.now += 1.1
-    assert "start `capd serve` again" in str(limit.refusal(1))
+    assert "restart `capd serve`" in str(limit.refusal(1))
     root.rmdir()
     (tmp_path / "elsewhere").rename(root)
     clock.now += 1.1
