@@ -1,9 +1,13 @@
-"""The daemon's life: own the store root, listen, keep the clock, and leave in order.
+"""The daemon: owns the store root, listens, runs the clock, and stops in order.
 
-start: limits → root lock → socket → pipeline → "listening on unix:…" → take up what was left unsealed.
-stop (SIGTERM, SIGHUP, Ctrl-C, or a tool's CONTROL): stop accepting → let ranks finish what they sent → persist
-counters → drain and seal, what is still being taken up included → say what is left → release the root. A second
-Ctrl-C leaves at once; what was acknowledged is kept either way, and the next start takes up the rest.
+Start: limits → root lock → socket → pipeline → "listening on unix:…" → recover the runs that an earlier daemon left
+unsealed.
+
+Stop (SIGTERM, SIGHUP, Ctrl-C, or a tool's CONTROL): stop accepting → let ranks finish sending → persist counters →
+drain and seal → report the rest → release the root. Runs in recovery are sealed, too.
+
+A second Ctrl-C ends the daemon at once. Acknowledged records are kept either way, and the next start recovers the
+rest.
 """
 
 from __future__ import annotations
@@ -52,29 +56,33 @@ logger = logging.getLogger(__name__)
 _TICK_S = 0.25
 _LINGER_S = 2.0
 _RESERVED_FILES = 64
-_FILES_PER_CONNECTION = 5  # socket, process handle, two of the arena, and one more while it is checked
+# Its socket, the process handle, two descriptors of the arena, and one more during its check.
+_FILES_PER_CONNECTION = 5
 _MAX_CONNECTIONS = 1024
 
 
 def node_name(configured: str | None) -> str:
-    """The node's name in the store: as configured, else the host name with unusual characters replaced."""
+    """Return the node's name in the store: as configured, else the host name with unusual characters replaced."""
     name = configured or socket.gethostname()
     safe = "".join(char if char.isascii() and (char.isalnum() or char in "._-") else "-" for char in name)
     return safe.strip("._-")[:128] or "node"
 
 
 class Daemon:
-    """One `capd serve`; `run` blocks until it is told to stop."""
+    """One `capd serve`; `run` blocks until a stop is requested."""
 
     def __init__(self, settings: DaemonSettings, parent: int | None = None) -> None:
-        """Only remembers what it is told; nothing is touched before `run`.
+        """Remember the settings. Nothing is touched before `run`.
 
-        parent: pid of a process that started this daemon for itself. Once it is gone and no rank has been here for
-        _LINGER_S, the daemon stops, and removes the directory of its socket.
+        Args:
+            settings: The settings of `capd serve`.
+            parent: The pid of a process that started this daemon for itself. The daemon stops when that process is
+                gone and no rank has been here for _LINGER_S. It then removes the directory of its socket.
         """
         self._settings = settings
         self._parent = None if parent is None else OtherProcess(parent)
-        self._quiet_since: float | None = None  # without parent and ranks
+        # Since when there has been neither a parent nor a rank.
+        self._quiet_since: float | None = None
         self._root = Path(settings.store).absolute()
         self._node = node_name(settings.node)
         self._threads = settings.threads or encode_threads()
@@ -84,13 +92,17 @@ class Daemon:
         self._drained_by = 0.0
 
     def run(self) -> int:
-        """Serve until SIGTERM, SIGHUP, Ctrl-C or a tool's shutdown; returns the exit code.
+        """Serve until SIGTERM, SIGHUP, Ctrl-C or a tool's shutdown. Call it from the main thread.
 
-        It is 0 when everything is sealed, EXIT_UNSEALED when records are left that plain Zarr readers do not see, 1
-        when only captures were left that nobody had acknowledged.
+        Returns:
+            The exit code. 0: everything is sealed. EXIT_UNSEALED: some records are not visible to plain Zarr readers.
+                1: only captures that nobody had acknowledged are left.
 
-        Raises StoreBusy when another daemon owns the store or the socket, StoreError or EndpointError when
-        either cannot be used, ConfigError on a bad run id. Call it from the main thread.
+        Raises:
+            StoreBusy: Another daemon owns the store or the socket.
+            StoreError: The store cannot be used.
+            EndpointError: The socket cannot be used.
+            ConfigError: The run id is not valid.
         """
         with self._stop, contextlib.ExitStack() as stack:
             self._start(stack)
@@ -99,7 +111,7 @@ class Daemon:
             return self._shut_down()
 
     def stats(self, run_id: str | None = None) -> DaemonStats:
-        """What STATS answers: one run, or all."""
+        """Return the answer to STATS: the counters of one run, or of all."""
         return DaemonStats(
             version=__version__,
             pid=os.getpid(),
@@ -124,7 +136,8 @@ class Daemon:
         self._started = time.monotonic()
         accepting = PromptThread("capd-accept")
         stack.callback(accepting.dismiss)
-        yield_to_training()  # before any other thread is started: they inherit it
+        # Before any other thread starts, because threads inherit the priority.
+        yield_to_training()
         settle_heap()
         open_files = raise_open_files()
         self._closing = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -216,21 +229,24 @@ class Daemon:
             self._budget.keep_free_nbytes() / 1e9,
             os.getpid(),
         )
-        logger.info("listening on %s", bound.endpoint)  # capd run and tests wait for this line
+        # `capd run` and the tests wait for this line.
+        logger.info("listening on %s", bound.endpoint)
 
     # Life and end
 
     def _tick(self) -> None:
         try:
             self._registry.tick()
-        except Exception:  # outermost loop: the ranks must not suffer from a failed look at the clock
+        except Exception:
+            # This is the outermost loop: ranks must not suffer from one failed tick.
             logger.exception("the daemon's clock failed once")
         if self._parent is None or not self._parent.ended or not self._registry.is_quiet():
             self._quiet_since = None
         elif self._quiet_since is None:
-            self._quiet_since = time.monotonic()  # a rank that found this daemon listening may be on its way
+            # A rank that found this daemon listening may be about to connect.
+            self._quiet_since = time.monotonic()
         elif time.monotonic() - self._quiet_since > _LINGER_S:
-            self._stop.request("the process it was started for is gone")
+            self._stop.request("the process that started this daemon is gone")
 
     def _shut_down(self) -> int:
         timeout_s = self._settings.shutdown_timeout_s
@@ -239,7 +255,8 @@ class Daemon:
         logger.info("stopping (%s), %d connections", self._stop.reason, self._listener.connections)
         self._registry.refuse_new()
         self._taking_up.hurry(until)
-        self._drained_by = began + timeout_s / 2  # the other half is for sealing
+        # The other half is for sealing.
+        self._drained_by = began + timeout_s / 2
         os.eventfd_write(self._closing, 1)
         self._listener.join_accept()
         self._close_socket()
@@ -250,7 +267,8 @@ class Daemon:
         except TimeoutError:
             logger.warning("%.0f s were not enough to write all that ranks had sent", timeout_s / 2)
         self._registry.save_all(timeout_s=2.0)
-        self._pipeline.seal_all(until)  # first what is open: what is taken up meanwhile may take all the time
+        # Open runs come first, because the recovery of runs may take all the time.
+        self._pipeline.seal_all(until)
         self._taking_up.join(max(0.0, until - time.monotonic()))
         complete = self._pipeline.close(max(0.1, until - time.monotonic()))
         left = find_unsealed(self._root, self._node, self._pipeline.unsealed_records)
@@ -268,6 +286,6 @@ class Daemon:
 
     def _leave_at_once(self) -> None:
         self._close_socket()
-        way_on = f"`capd serve --store {self._root}` takes it up"
+        way_on = f"`capd serve --store {self._root}` seals the rest"
         os.write(2, os.fsencode(f"capd: interrupted again, leaving without sealing; {way_on}\n"))
         os._exit(130)

@@ -1,1 +1,1 @@
-"""One thread for each peer."""
+"""The connections of the daemon: one thread for each peer."""

@@ -1,8 +1,9 @@
-"""Accepts connections and gives each a thread; a silent, slow or hostile peer costs only its own.
+"""The listener: accepts connections and gives each peer its own thread.
 
-Per connection: the peer's uid is checked, its first byte tells rank from tool, and its first message must
-arrive within HANDSHAKE_TIMEOUT_S of the accept, however slowly it trickles. Refusals are answered with
-REJECT, counted by code, and logged at most every few seconds per code.
+A silent, slow or hostile peer therefore delays only itself.
+The uid of each peer is checked. Its first byte tells rank from tool. Its first message must arrive within
+HANDSHAKE_TIMEOUT_S of the accept, however slowly its bytes come. Each refusal is answered with REJECT and counted by
+code. It is logged at most every few seconds per code.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _EXPIRY_CHECK_S = 0.25
 
 
 class Listener:
-    """The accept loop and the connections it started."""
+    """The accept loop and the connections that it started."""
 
     def __init__(
         self,
@@ -49,35 +50,38 @@ class Listener:
         self._max_connections = max_connections
         self._lock = threading.Lock()
         self._open: dict[Peer, threading.Thread] = {}
-        self._greeting: dict[Peer, float] = {}  # peers that have not spoken yet → until when they may wait
+        # Peers that have sent no message yet → the time until which they may wait.
+        self._greeting: dict[Peer, float] = {}
         self._late: set[Peer] = set()
-        self._arriving: set[Peer] = set()  # neither a rank that has its place, nor a tool, yet
+        # Peers of which it is not known yet whether they are a tool or an admitted rank.
+        self._arriving: set[Peer] = set()
         self._logged_at: dict[str, float] = {}
-        self.refused: dict[str, int] = {}  # connections sent away, by code
+        # The number of connections sent away, by code.
+        self.refused: dict[str, int] = {}
         self._accepting: PromptThread | None = None
 
     @property
     def connections(self) -> int:
-        """Connections open now."""
+        """The number of open connections."""
         return len(self._open)
 
     @property
     def arriving(self) -> int:
-        """Connections open now of which it is not known yet which rank they bring, or that they bring none."""
+        """The number of open connections that are neither known to be a tool nor an admitted rank."""
         return len(self._arriving)
 
     def start(self, accepting: PromptThread) -> None:
-        """Begin to accept, in a thread whose priority the connections have until they are taken."""
+        """Begin to accept in the thread `accepting`. Connections have its priority until they are admitted."""
         self._accepting = accepting
         accepting.begin(self._accept_loop)
 
     def join_accept(self) -> None:
-        """Wait until nothing is accepted any more, after the closing descriptor was set."""
+        """Wait until nothing is accepted any more. The closing descriptor must be set before."""
         if self._accepting is not None:
             self._accepting.join()
 
     def stop(self, timeout_s: float) -> None:
-        """Wait for all connections to end by themselves; whoever is left after `timeout_s` is disconnected."""
+        """Wait for all connections to end by themselves. After `timeout_s` the rest are disconnected."""
         until = time.monotonic() + timeout_s
         with self._lock:
             threads = list(self._open.items())
@@ -102,23 +106,23 @@ class Listener:
             ready = {fd for fd, _ in poll.poll(_EXPIRY_CHECK_S * 1000 if self._greeting else None)}
             self._expire()
             if closing in ready:
-                while (
-                    self._accept()
-                ):  # who came in time may be gone since, and its arena is in the socket's queue
+                # A rank that connected in time may be gone by now, but its arena is in the socket's queue.
+                while self._accept():
                     pass
                 return
             if ready:
                 self._accept()
 
     def _accept(self) -> bool:
-        """Take the next connection; False where there is none, or no room for it."""
+        """Take the next connection. Return False if there is none, or if no resources are left for it."""
         try:
             sock, _ = self._sock.accept()
         except BlockingIOError:
             return False
         except ConnectionAbortedError:
             return True
-        except OSError as error:  # no descriptors or no memory left: those who are connected go on
+        except OSError as error:
+            # No descriptors or no memory are left. The open connections go on.
             self._count("resources", f"cannot accept a connection: {error}")
             select.select([self._tools.closing], [], [], 0.1)
             return False
@@ -135,7 +139,8 @@ class Listener:
             self._greeting[peer] = time.monotonic() + HANDSHAKE_TIMEOUT_S
         try:
             thread.start()
-        except RuntimeError as error:  # no further thread is allowed
+        except RuntimeError as error:
+            # The system allows no further thread.
             self._count("resources", f"cannot start a thread: {error}")
             self._forget(peer)
         return True
@@ -143,7 +148,7 @@ class Listener:
     def _expire(self) -> None:
         now = time.monotonic()
         with self._lock:
-            # What a peer has sent and nobody could read yet is this daemon's delay, not the peer's.
+            # A peer whose bytes wait unread is not late: the delay is this daemon's.
             late = [peer for peer, until in self._greeting.items() if until < now and not peer.has_sent()]
             for peer in late:
                 del self._greeting[peer]
@@ -172,9 +177,11 @@ class Listener:
             self._send_away(peer, refusal.reject)
         except ProtocolError as error:
             self._send_away(peer, Reject("malformed", str(error)))
-        except OSError as error:  # no descriptors or no memory left, which may pass
+        except OSError as error:
+            # No descriptors or no memory are left; the rank may try again later.
             self._send_away(peer, Reject("peer", f"the daemon cannot serve now: {error}", retry=True))
-        except Exception:  # outermost loop of the thread: one connection must not end the daemon
+        except Exception:
+            # This is the outermost loop of the thread: an error of one connection must not end the daemon.
             logger.exception("a connection failed")
             self._count("internal", "a connection failed")
         finally:

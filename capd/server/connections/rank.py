@@ -1,8 +1,8 @@
-"""One rank's connection, read by a thread of its own: HELLO, then messages until it ends.
+"""The connection of one rank, read by its own thread: HELLO, then messages until the connection ends.
 
-It ends with BYE, end of file, the death of the rank's process (a forked child may hold the socket open), a
-violation of the protocol, a takeover by a newer connection, or the daemon's shutdown. What the rank had
-sent before it died is still read. Whatever happens here stays with this connection.
+The connection ends with BYE, end of file, a violation of the protocol, a takeover by a newer connection, or the
+daemon's shutdown. It also ends with the rank's process, because a forked child may hold the socket open. Messages that
+the rank sent before its death are still read. An error affects only its own connection.
 """
 
 from __future__ import annotations
@@ -45,17 +45,20 @@ __all__ = ["ConnectionContext", "serve_rank"]
 
 logger = logging.getLogger(__name__)
 
-DRAIN_S = 2.0  # at shutdown, what a living rank had already sent is read for so long; it keeps the rest
+# At shutdown, messages that a living rank has already sent are read for this time. The rank keeps the rest.
+DRAIN_S = 2.0
 BYE_SAVE_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionContext:
-    """What every connection of one daemon works with.
+    """The objects that all connections of one daemon share.
 
-    closing: a descriptor that becomes readable when the daemon shuts down. drained_by: the moment
-    (monotonic) until which connections may wait for outcomes then. save: persists a rank's counters. hurry: has
-    records that somebody waits for go on at once.
+    Attributes:
+        closing: A descriptor that becomes readable when the daemon shuts down.
+        drained_by: Returns the time (monotonic) until which connections may wait for outcomes at shutdown.
+        save: Persists a rank's counters.
+        hurry: Ends the pause before records that somebody waits for.
     """
 
     registry: Registry
@@ -75,10 +78,19 @@ def serve_rank(
     greeted: Callable[[], None],
     admitted: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve a rank until its connection ends; `fd` is its arena's descriptor, closed here.
+    """Serve a rank until its connection ends.
 
-    Calls `greeted` once HELLO is there, `admitted` once the rank has its place. Raises Refusal or ProtocolError when
-    the rank must be sent away (no sender runs then: the caller answers), PeerGone when it went by itself.
+    Args:
+        context: The objects that all connections share.
+        peer: The accepted connection.
+        fd: The descriptor of the rank's arena. It is closed here.
+        greeted: Called when HELLO is here.
+        admitted: Called when the rank is admitted to its run.
+
+    Raises:
+        Refusal: The rank must be sent away. No sender runs yet, so the caller answers.
+        ProtocolError: The same, because the rank broke the protocol.
+        PeerGone: The rank closed the connection before it was welcomed.
     """
     process = peer.process_handle()
     try:
@@ -87,7 +99,8 @@ def serve_rank(
         if not isinstance(hello, Hello):
             raise ProtocolError(f"a rank begins with HELLO, not {type(hello).__name__}")
         rank = context.registry.admit(hello, fd, process)
-        watched, process = process, None  # the session's now
+        # The session owns the handle now.
+        watched, process = process, None
         admitted()
     finally:
         os.close(fd)
@@ -107,8 +120,10 @@ class _RankConnection:
         self._ordinal = hello.connection
         self._name = f"rank {hello.rank}"
         try:
-            peer.send(self._welcome())  # before the sender exists: nothing may come before it
-            take = partial(rank.take_replies, hello.connection)  # not through self: that would be a cycle
+            # Before the sender exists, because WELCOME must be the first message.
+            peer.send(self._welcome())
+            # Not a method of self, which would be a reference cycle.
+            take = partial(rank.take_replies, hello.connection)
             self._sender = Sender(peer, context.sending, take)
         except PeerGone:
             rank.disconnect(self._ordinal)
@@ -140,14 +155,15 @@ class _RankConnection:
             )
             last = Reject("malformed", str(error))
         finally:
-            self._sender.close(last)  # before the session forgets the replies that wait
+            # This comes first, because `disconnect` drops the replies that wait.
+            self._sender.close(last)
             self._rank.disconnect(self._ordinal)
             logger.info("%s disconnected", self._name)
 
     def _read(self, process: int | None) -> Reject | None:
-        """Handle messages until the connection ends; returns the last word to the rank, if there is one.
+        """Handle messages until the connection ends. Return the last message for the rank, if there is one.
 
-        A dead rank's messages are read to the end, however long that takes: nobody has them any more.
+        A dead rank's messages are read to the end, however long that takes, because nobody else has them.
         """
         closing = self._context.closing
         others = [closing] if process is None else [closing, process]
@@ -168,7 +184,7 @@ class _RankConnection:
         return None
 
     def _handle(self, message: ClientMessage) -> bool:
-        """Act on one message; False once the rank said BYE. Raises Refusal when it was taken over."""
+        """Act on one message. Return False after BYE. Raises Refusal if a newer connection took over."""
         rank, ordinal = self._rank, self._ordinal
         current = True
         if isinstance(message, Put):
@@ -200,14 +216,14 @@ class _RankConnection:
         return True
 
     def _hold_back(self) -> None:
-        """Stop reading while too much of this rank is in work; PONGs tell it that the daemon lives."""
+        """Stop reading while too much of this rank is in work. PONGs show the rank that the daemon lives."""
         while not self._rank.wait_for_room(PING_INTERVAL_S / 2):
             if self._peer.wait(self._context.closing, timeout_s=0) >= {self._context.closing}:
                 return
             self._sender.post(Pong())
 
     def _say_goodbye(self) -> None:
-        """Answer BYE once the final counters are on disk; without that, the connection just ends."""
+        """Answer BYE when the final counters are on disk. If they cannot be saved, the connection just ends."""
         until = time.monotonic() + BYE_SAVE_S
         self._rank.wait_idle(BYE_SAVE_S)
         try:

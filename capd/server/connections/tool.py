@@ -1,4 +1,4 @@
-"""A tool's connection: STATS, CONTROL and PING, answered one after the other."""
+"""The connection of a tool: STATS, CONTROL and PING, answered one after the other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ToolContext", "serve_tool"]
 
 @dataclass(frozen=True, slots=True)
 class ToolContext:
-    """What the tools' connections work with; `closing` becomes readable when the daemon shuts down."""
+    """The objects that all tools' connections share; `closing` becomes readable when the daemon shuts down."""
 
     stats: Callable[[str | None], DaemonStats]
     controller: Controller
@@ -25,9 +25,16 @@ class ToolContext:
 
 
 def serve_tool(context: ToolContext, peer: Peer, greeted: Callable[[], None]) -> None:
-    """Answer a tool until it leaves (PeerGone) or the daemon shuts down; `greeted` is called once it spoke.
+    """Answer a tool until the daemon shuts down.
 
-    Raises ProtocolError on a message that is not a tool's.
+    Args:
+        context: The objects that all tools' connections share.
+        peer: The accepted connection.
+        greeted: Called after each message; the first call shows that the tool has spoken.
+
+    Raises:
+        PeerGone: The tool closed the connection.
+        ProtocolError: A message is not one of a tool.
     """
     while peer.fileno() in peer.wait(context.closing):
         message = peer.receive()
@@ -51,7 +58,8 @@ def _stats_reply(stats: DaemonStats) -> StatsReply:
     reply = StatsReply(stats.model_dump(mode="json"))
     if len(encode(reply)) <= MAX_FRAME_NBYTES:
         return reply
-    for run in stats.runs:  # thousands of sessions: the runs' sums must do
+    # With thousands of sessions, only the sums of the runs fit in a frame.
+    for run in stats.runs:
         run.sessions = []
     reply = StatsReply(stats.model_dump(mode="json"))
     if len(encode(reply)) > MAX_FRAME_NBYTES:
