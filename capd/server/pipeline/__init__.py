@@ -1,1 +1,1 @@
-"""The way of a record from its descriptor to its commit."""
+"""The pipeline of a record, from its descriptor to its commit."""

@@ -1,4 +1,4 @@
-"""The append thread: commits tasks in dispatch order, writes the catalogs, seals. It owns all run stores."""
+"""The append thread: owns all run stores, commits tasks in dispatch order, writes the catalogs and seals."""
 
 from __future__ import annotations
 
@@ -30,27 +30,33 @@ __all__ = ["AppendThread"]
 logger = logging.getLogger(__name__)
 
 _CATALOG_INTERVAL_S = 0.5
-_GATHER = 256  # items taken from the inbox at once
-_TOGETHER_NBYTES = 4 << 20  # small records written at once
-_GROUP_S = 0.02  # the longest a record waits for others before a group sync
-_SAY_EVERY_S = 20.0  # a failing disk must not be filled with messages
+# Items taken from the inbox at once.
+_GATHER = 256
+# Bytes of small records written at once.
+_TOGETHER_NBYTES = 4 << 20
+# The longest time that a record waits for others before a group sync.
+_GROUP_S = 0.02
+# A failing disk must not be filled with messages.
+_SAY_EVERY_S = 20.0
 
 Item = Task | Callable[[], None] | None
 
 
 class AppendThread(threading.Thread):
-    """Takes tasks and actions from `inbox` until it is told to stop (None); closes the stores at the end."""
+    """The thread that takes tasks and actions from `inbox` until a None comes. It closes the stores at the end."""
 
     def __init__(
         self, runs: Mapping[str, RunStore], booked: Booked, tickets: Tickets, *, statistics: bool
     ) -> None:
         super().__init__(name="capd-append", daemon=True)
-        # tasks in dispatch order, or an action, or None
+        # Tasks in dispatch order, an action, or None.
         self.inbox: queue.SimpleQueue[list[Task] | Item] = queue.SimpleQueue()
         self._runs, self._booked, self._tickets, self._statistics = runs, booked, tickets, statistics
-        self._unsynced: list[Task] = []  # committed in durable stores, not acknowledged yet
+        # Tasks that are committed in durable stores but not acknowledged yet.
+        self._unsynced: list[Task] = []
         self._group_since = 0.0
-        self._said: dict[str, float] = {}  # when a run's failure was logged last
+        # The time at which a run's failure was last logged.
+        self._said: dict[str, float] = {}
 
     def run(self) -> None:
         """The thread's loop."""
@@ -60,14 +66,15 @@ class AppendThread(threading.Thread):
             items = self._take(max(0.0, next_catalog - time.monotonic()))
             running = None not in items
             self._work(items)
-            items.clear()  # while this thread waits, nothing may hold a dead rank's arena
+            # While this thread waits, nothing may hold a dead rank's arena.
+            items.clear()
             if time.monotonic() >= next_catalog or not running:
                 self._each_store(RunStore.flush_catalog)
                 next_catalog = time.monotonic() + _CATALOG_INTERVAL_S
         self._each_store(RunStore.close)
 
     def _take(self, timeout_s: float) -> list[Item]:
-        """What has gathered in the inbox, nothing only if the time is over; ends behind a None."""
+        """Return the items of the inbox, up to a None. The list is empty only if `timeout_s` passed."""
         items: list[Item] = []
         with contextlib.suppress(queue.Empty):
             found = self.inbox.get(timeout=timeout_s)
@@ -79,7 +86,7 @@ class AppendThread(threading.Thread):
         return items
 
     def _work(self, items: list[Item]) -> None:
-        """Commit the tasks in order, small neighbours together; actions run between them."""
+        """Commit the tasks in order, neighbouring small ones together. Actions run between them."""
         small: list[Task] = []
         room = _TOGETHER_NBYTES
         touched: set[str] = set()
@@ -112,22 +119,21 @@ class AppendThread(threading.Thread):
     def _safely(self, run_id: str, store: RunStore, action: Callable[[RunStore], None]) -> None:
         try:
             action(store)
-        except (
-            Exception
-        ) as error:  # outermost loop of the thread; the frames hold everything the catalog lacks
+        except Exception as error:
+            # This is the outermost loop of the thread. The frames hold everything that the catalog lacks.
             now = time.monotonic()
             if now - self._said.get(run_id, -_SAY_EVERY_S) >= _SAY_EVERY_S:
                 self._said[run_id] = now
                 expected = isinstance(error, (OSError, StoreError, sqlite3.Error))
                 why = if_full(error, store.path)
                 logger.error(
-                    "run %s: catalog or seal failed, trying again: %s", run_id, why, exc_info=not expected
+                    "run %s: catalog or seal failed, retrying: %s", run_id, why, exc_info=not expected
                 )
 
     # -- commits
 
     def _commit_small(self, tasks: list[Task]) -> None:
-        """Commit small records of one run in one write, or one by one if that fails; empties `tasks`."""
+        """Commit small records of one run in one write; if that fails, one by one. Empties `tasks`."""
         if not tasks:
             return
         run_id = tasks[0].job.run_id
@@ -142,7 +148,8 @@ class AppendThread(threading.Thread):
     def _attempt(self, run_id: str, work: Any, write: Callable[[Any], None]) -> Refusal | None:
         try:
             write(work)
-        except Exception as error:  # the job is refused and the daemon goes on
+        except Exception as error:
+            # The job is refused, and the daemon goes on.
             return refusal_of(error, self._runs[run_id].path)
         return None
 
@@ -157,7 +164,7 @@ class AppendThread(threading.Thread):
         self._runs[tasks[0].job.run_id].commit_small(records)
 
     def _summarised(self, tasks: list[Task], data: list[bytes]) -> list[StatsRow | None]:
-        """Statistics of small records: the rank's, where it computed them; None where nobody wants any."""
+        """Return the statistics of small records: the rank's own if it computed them, None if nobody wants any."""
         found = [task.job.known_statistics() for task in tasks]
         wanted = [
             at
@@ -184,7 +191,7 @@ class AppendThread(threading.Thread):
     # -- outcomes
 
     def _finish(self, tasks: list[Task], refusal: Refusal | None) -> None:
-        """Report tasks of one run, or let them wait for the group sync."""
+        """Report tasks of one run, or keep them for the group sync."""
         for task in tasks:
             if task.chunks is not None:
                 self._drain(task.chunks)
@@ -198,7 +205,7 @@ class AppendThread(threading.Thread):
             self._sync_group()
 
     def _sync_group(self) -> None:
-        """Sync what the waiting tasks wrote, then acknowledge them; a run that cannot be synced refuses its own."""
+        """Sync the writes of the waiting tasks, then acknowledge them. If the sync of a run fails, refuse its tasks."""
         waiting, self._unsynced = self._unsynced, []
         outcomes: dict[str, Refusal | None] = {}
         for task in waiting:
@@ -208,14 +215,14 @@ class AppendThread(threading.Thread):
             self._report([task], outcomes[run_id])
 
     def _merged(self, task: Task, row: RecordRow) -> Iterator[ChunkResult]:
-        """The task's chunks; their statistics gather in `row`, complete when its COMMIT is written."""
+        """Yield the task's chunks. Their statistics collect in `row`, which is complete when its COMMIT is written."""
         for chunk in self._results(task):
             if chunk.stats is not None and row.stats is not None:
                 row.stats = merge(row.stats, chunk.stats)
             yield chunk
 
     def _results(self, task: Task) -> Iterator[Any]:
-        """What the pool made of the task, in order."""
+        """Yield the results of the pool for the task, in order."""
         chunks = task.chunks
         assert chunks is not None  # noqa: S101 - the dispatch thread gives every task for the pool its queue
         while (entry := chunks.get()) is not None:
@@ -224,17 +231,18 @@ class AppendThread(threading.Thread):
                 yield future.result()
             finally:
                 self._booked.give(nbytes)
-        chunks.put(None)  # `_drain` finds the end
+        # `_drain` must find the end, too.
+        chunks.put(None)
 
     def _drain(self, chunks: Chunks) -> None:
-        """Wait for the chunks of a job that failed half-way: nothing may read its slot once it is refused."""
+        """Wait for the chunks of a job that failed half-way. After the refusal nothing may read its slot."""
         while (entry := chunks.get()) is not None:
             wait([entry[0]])
             self._booked.give(entry[1])
 
     def _report(self, tasks: list[Task], refusal: Refusal | None) -> None:
         tickets = [task.ticket for task in tasks]
-        # First: to a rank that has heard of it, the bytes must not count as stored and as on their way.
+        # This comes first. When the rank hears of it, the bytes must not count twice, as stored and as waiting.
         self._tickets.written(tickets)
         of_sink: dict[Sink, list[int]] = {}
         for task in tasks:
@@ -246,8 +254,9 @@ class AppendThread(threading.Thread):
                 else:
                     for sequence in sequences:
                         sink.refused(sequence, *refusal)
-            except Exception:  # a sink belongs to one session; the others must not suffer
-                logger.exception("the session of job %d could not be told", sequences[0])
+            except Exception:
+                # A sink belongs to one session; the other sessions must not suffer.
+                logger.exception("the outcome of job %d could not be reported to its session", sequences[0])
         self._tickets.done(tickets)
 
 

@@ -1,9 +1,11 @@
-"""Gathers records that come in parts: each in a scratch file, written by a thread of its own, until it is whole.
+"""The gather thread: collects records that come in parts, each in a scratch file until it is whole.
 
-A part is answered as soon as its bytes are in the file, which frees its slot. The whole record then goes the way of
-every other, read out of the file chunk by chunk. What a rank sends behind parts waits here for them, so that its
-records stay in the order of capture, and so do the parts of its next record while a whole one is not committed: a rank
-that is faster than the disk waits, and no other rank does.
+A part is answered when its bytes are in the file, which frees its slot. The whole record then takes the way of every
+other record. It is read from the file chunk by chunk.
+
+Captures that a rank sends after parts wait here for them, so its records stay in the order of capture. While a whole
+record of a rank is not committed, the parts of its next record wait, too. A rank that is faster than the disk
+therefore waits, and no other rank does.
 """
 
 from __future__ import annotations
@@ -25,23 +27,22 @@ from capd_client.protocol.counter_page import DropReason
 
 __all__ = ["MAX_SCRATCH_FILES", "GatherThread"]
 
-MAX_SCRATCH_FILES = 64  # of all ranks, from a record's first part to its commit
+# The scratch files of all ranks. A file lives from a record's first part to its commit.
+MAX_SCRATCH_FILES = 64
 
-_Key = tuple[bytes, int]  # client, record
+# The client and the sequence of its record.
+_Key = tuple[bytes, int]
 
 
 @dataclass(frozen=True, slots=True)
 class _Forget:
-    """A place in a client's lane behind which nothing of `record` will come; None: of no record."""
+    """The point in a client's lane after which no part of `record` comes. None: no part of any record."""
 
     record: int | None
 
 
 class GatherThread(threading.Thread):
-    """Takes parts, and what comes behind them, until it is told to stop.
-
-    directory: where a run's scratch files lie. submit: takes whole records, and what waited behind them.
-    """
+    """The thread that takes parts, and the captures that come after them, until it is stopped."""
 
     def __init__(
         self,
@@ -50,22 +51,30 @@ class GatherThread(threading.Thread):
         tickets: Tickets,
         budget: DiskGuard,
     ) -> None:
+        """Prepare the thread, which the caller starts.
+
+        Args:
+            directory: Returns the directory of a run's scratch files.
+            submit: Takes whole records, and captures that waited for them.
+            tickets: The tickets of the pipeline.
+            budget: The disk budget.
+        """
         super().__init__(name="capd-gather", daemon=True)
         self._directory, self._submit, self._tickets, self._budget = directory, submit, tickets, budget
-        self._files: dict[_Key, Scratch] = {}  # gathering; this thread's own
+        # Records that are not whole yet. Only this thread touches them.
+        self._files: dict[_Key, Scratch] = {}
         self._changed = threading.Condition()
-        # By client, never empty, in order. The client that was served last comes last.
+        # The tasks of each client, in order. No lane is empty; the client served last comes last.
         self._lanes: OrderedDict[bytes, deque[Task | _Forget]] = OrderedDict()
-        self._whole: dict[
-            bytes, int
-        ] = {}  # clients with a record that is whole and not committed, and how many
+        # Clients with whole records that are not committed → the number of these records.
+        self._whole: dict[bytes, int] = {}
         self._held_files, self._held_nbytes = 0, 0
         self._stopping = False
 
     # -- called by other threads
 
     def takes(self, task: Task) -> bool:
-        """Take the task if it is a part, or behind something of its client's that waits here."""
+        """Take the task if it is a part, or if earlier tasks of its client wait here. Return whether it was taken."""
         client = task.job.client
         if task.job.descriptor.part is None and client not in self._lanes:
             return False
@@ -73,16 +82,16 @@ class GatherThread(threading.Thread):
         return True
 
     def forget(self, client: bytes, record: int | None = None) -> None:
-        """Let go of a record that lacks parts, once what came before this is done; None: of all of this client's."""
+        """Release a record that lacks parts when all earlier tasks are done. None: all such records of the client."""
         self._put(client, _Forget(record))
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes of the scratch files, and as many are to come as records."""
+        """The bytes of the scratch files. The records made from them will take as many again."""
         return self._held_nbytes
 
     def stop(self, timeout_s: float) -> None:
-        """Work off what can be, and end."""
+        """Finish the tasks that can go on, and end the thread. Waits at most `timeout_s`."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -101,7 +110,8 @@ class GatherThread(threading.Thread):
                 self._submit(task)
             else:
                 self._take_part(task)
-            del task  # while this thread waits, nothing may hold a dead rank's arena
+            # While this thread waits, nothing may hold a dead rank's arena.
+            del task
             self._done(client)
         for key in list(self._files):
             self._discard(key)
@@ -112,7 +122,7 @@ class GatherThread(threading.Thread):
             self._changed.notify_all()
 
     def _next(self) -> bytes | None:
-        """The client whose turn it is, waiting for one; None at the end."""
+        """Wait for a client whose turn it is, and return it. None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopping or any(map(self._may_go_on, self._lanes)))
             return next(filter(self._may_go_on, self._lanes), None)
@@ -123,7 +133,7 @@ class GatherThread(threading.Thread):
         return part is None or part.first > 0 or client not in self._whole
 
     def _done(self, client: bytes) -> None:
-        """The client's foremost task is done; the others' turns come before its next one."""
+        """Remove the client's first task. The other clients' turns come before its next one."""
         with self._changed:
             lane = self._lanes[client]
             lane.popleft()
@@ -140,7 +150,8 @@ class GatherThread(threading.Thread):
             if refusal is None and job.descriptor.ends_record:
                 self._hand_on(key, task)
                 return
-        except Exception as error:  # outermost loop of the thread: one record must not end the daemon
+        except Exception as error:
+            # This is the outermost loop of the thread: an error of one record must not end the daemon.
             refusal = refusal_of(error, self._directory(job.run_id))
         if refusal is None:
             job.sink.committed([job.sequence])
@@ -151,7 +162,8 @@ class GatherThread(threading.Thread):
 
     def _gather(self, key: _Key, job: RecordJob) -> Refusal | None:
         item = job.descriptor
-        if not item.nbytes:  # the rank gave the record up
+        if not item.nbytes:
+            # The rank gave up the record.
             self._discard(key)
             return None
         if item.part is not None and item.part.first == 0:
@@ -166,7 +178,8 @@ class GatherThread(threading.Thread):
     def _begin(self, key: _Key, run_id: str, nbytes: int) -> Refusal | None:
         if self._held_files >= MAX_SCRATCH_FILES:
             return DropReason.STORE_ERROR, f"{MAX_SCRATCH_FILES} records in parts are gathered already"
-        refusal = self._budget.refusal(2 * nbytes)  # the file, and the record that is made of it
+        # Twice: the scratch file, and the record in the store.
+        refusal = self._budget.refusal(2 * nbytes)
         if refusal is not None:
             return DropReason.DISK_FULL, refusal
         self._files[key] = Scratch(self._directory(run_id), nbytes)
@@ -189,7 +202,7 @@ class GatherThread(threading.Thread):
         self._submit(Task(whole, task.ticket))
 
     def _settled(self, client: bytes, file: Scratch) -> None:
-        """The outcome of a whole record is known: nobody reads its file any more."""
+        """Close the file of a whole record whose outcome is known. Nobody reads it any more."""
         file.close()
         with self._changed:
             self._whole[client] -= 1
@@ -211,7 +224,7 @@ class GatherThread(threading.Thread):
 
 
 class _LastPart:
-    """Has the outcome of a whole record answer its last part."""
+    """The sink of a whole record: reports the record's outcome as the outcome of its last part."""
 
     def __init__(self, sink: Sink, sequence: int, done: Callable[[], None]) -> None:
         self._sink, self._sequence, self._done = sink, sequence, done

@@ -1,4 +1,4 @@
-"""What travels through the pipeline: a RecordJob from a session, wrapped as a Task from dispatch to commit."""
+"""The jobs of the pipeline: a RecordJob comes from a session and travels as a Task from dispatch to commit."""
 
 from __future__ import annotations
 
@@ -40,38 +40,44 @@ __all__ = [
 ]  # fmt: skip
 
 TURN_NBYTES = 1 << 20
-PAUSE_S = 0.05  # between two rounds of dispatch that find little
-PAUSE_TASKS = 512  # no longer little
+# The time between two rounds of dispatch, unless PAUSE_TASKS or PAUSE_NBYTES wait.
+PAUSE_S = 0.05
+PAUSE_TASKS = 512
 PAUSE_NBYTES = 2 << 20
-_TASK_NBYTES = 16 << 10  # what a record costs beside its bytes, in the time that bytes take
+# The fixed cost of a record, as the number of bytes that take the same time.
+_TASK_NBYTES = 16 << 10
 
 Refusal = tuple[DropReason, str]
 Chunks: TypeAlias = "queue.SimpleQueue[tuple[Future[Any], int] | None]"
 
 
 class Sink(Protocol):
-    """Where the outcome of a job goes; called from pipeline threads, must neither block nor raise."""
+    """The receiver of a job's outcome. The threads of the pipeline call it; it must neither block nor raise."""
 
     def committed(self, sequences: Sequence[int]) -> None:
-        """The records are committed; or parts, which are not the last ones, need not be sent again."""
+        """Report that records are committed, or that parts have arrived and need not be sent again."""
 
     def refused(self, sequence: int, reason: DropReason, message: str) -> None:
-        """The record will never be committed."""
+        """Report that the record will never be committed."""
 
 
 class DiskGuard(Protocol):
-    """Says why `nbytes` of records may not be written."""
+    """A limit on the disk: says why `nbytes` of records may not be written."""
 
     def refusal(self, nbytes: int, *, new_series: int = 0) -> str | None:
-        """Text for the rank, or None. new_series: how many series open with it."""
+        """Return a text for the rank, or None. new_series: the number of series that open with these records."""
 
 
 @dataclass(slots=True)
 class RecordJob:
-    """One descriptor to commit. `data`: exactly its bytes, in the arena, let go of when the job is done; or in a file.
+    """A descriptor to commit.
 
-    row: the statistics row of the rank, if it computed one; packed until the append thread needs it, because thousands
-    may wait. budgeted: the disk budget let it pass already.
+    Attributes:
+        data: Exactly the bytes of the descriptor, in the arena or in a file. A view of the arena is released when the
+            job is done.
+        row: The statistics row of the rank, if it computed one. It stays packed until the append thread needs it,
+            because thousands of jobs may wait.
+        budgeted: The disk budget has already admitted the record.
     """
 
     run_id: str
@@ -85,43 +91,47 @@ class RecordJob:
     budgeted: bool = False
 
     def read(self, limit: int | None = None) -> memoryview | bytes:
-        """Its bytes in C order, or the first ones as they lie. Raises OSError."""
+        """Return the bytes in C order, or the first `limit` bytes in their stored order. Raises OSError."""
         if limit is None and self.descriptor.order is not None:
             return self.tensor(np.dtype(f"u{ITEM_NBYTES[self.define.dtype]}"))[()].tobytes()
         nbytes = self.descriptor.nbytes if limit is None else min(limit, self.descriptor.nbytes)
         return self.data[:nbytes] if isinstance(self.data, memoryview) else bytes(self.data.read(0, nbytes))
 
     def as_array(self, stored: np.dtype[np.generic], shape: tuple[int, ...]) -> SliceSource:
-        """Its bytes, as they lie, as an array."""
+        """Return the bytes as an array of `shape`, in their stored order. No copy."""
         if isinstance(self.data, memoryview):
             return as_array(self.data, stored, shape)
         return self.data.as_array(stored, shape)
 
     def tensor(self, stored: np.dtype[np.generic]) -> SliceSource:
-        """The tensor in its shape; no copy."""
+        """Return the tensor in its own shape. No copy."""
         shape, order = self.descriptor.shape, self.descriptor.order
         if order is None or not isinstance(self.data, memoryview):
             return self.as_array(stored, shape)
         return as_array(self.data, stored, tuple(shape[axis] for axis in order)).transpose(np.argsort(order))
 
     def known_statistics(self) -> StatsRow | None:
-        """What the rank computed."""
+        """Return the statistics that the rank computed; None if it computed none."""
         return None if self.row is None else unpack(np.frombuffer(self.row, dtype="<f8"), self.define.dtype)
 
     def wants_statistics(self, usually: bool) -> bool:
-        """Whether they are kept; `usually`: of tensors that are kept, too, unless the rank says so."""
+        """Return whether statistics are kept. usually: also for records with a payload that did not ask for them."""
         return usually or self.descriptor.statistics or not self.descriptor.payload
 
     @property
     def kept_nbytes(self) -> int:
-        """Raw bytes of what the store keeps."""
+        """The raw bytes of the record that the store keeps."""
         return self.descriptor.nbytes if self.descriptor.payload else ROW_NBYTES
 
 
 @dataclass(slots=True)
 class Task:
-    """A job on its way. What the pool makes of a large tensor arrives in `chunks` as (future, booked bytes), closed
-    by None: ChunkResults, or the StatsRows of its parts where only statistics are kept."""
+    """A job on its way through the pipeline.
+
+    Attributes:
+        chunks: The pool's results for a large tensor, as (future, booked bytes), then None. They are ChunkResults, or
+            the StatsRows of its pieces if only statistics are kept.
+    """
 
     job: RecordJob
     ticket: int
@@ -131,25 +141,25 @@ class Task:
 
     @property
     def is_small(self) -> bool:
-        """Whether the append thread does all that is to do: a small record, of which only little must be read."""
+        """Whether the append thread does all the work: the record is small, and so are the bytes to read."""
         return self.plan is not None and self.plan.is_small and self.job.descriptor.nbytes < SMALL_NBYTES
 
 
 class Booked:
-    """Raw bytes between arena and disk; `take` waits until there is room (an oversized chunk passes alone)."""
+    """The raw bytes between arena and disk. `take` waits until there is room; an oversized chunk passes alone."""
 
     def __init__(self, limit_nbytes: int) -> None:
         self._limit, self._used = limit_nbytes, 0
         self._changed = threading.Condition()
 
     def take(self, nbytes: int) -> None:
-        """Book `nbytes`, waiting for room."""
+        """Book `nbytes`, and wait for room if needed."""
         with self._changed:
             self._changed.wait_for(lambda: self._used == 0 or self._used + nbytes <= self._limit)
             self._used += nbytes
 
     def give(self, nbytes: int) -> None:
-        """Return `nbytes`."""
+        """Return `nbytes` that were booked."""
         with self._changed:
             self._used -= nbytes
             self._changed.notify()
@@ -159,29 +169,35 @@ class Booked:
 class _Lane:
     client: bytes
     tasks: deque[Task]
-    credit: int = TURN_NBYTES  # below 1: the others' turn
+    # Below 1, it is the turn of the other clients.
+    credit: int = TURN_NBYTES
 
 
 class Lanes:
-    """One queue per client, emptied in turn, TURN_NBYTES at a time: neither many records nor large ones of one rank
-    starve the others (deficit round robin). A client whose queue is empty still owes what it took beyond its turn, else
-    large records that come one at a time would pass those of everybody. Unbounded; the slots that queued jobs occupy in
-    the ranks' arenas bound it."""
+    """The queues of the clients, emptied in turn, TURN_NBYTES at a time (deficit round robin).
+
+    Neither many records nor large ones of one rank starve the others. A client whose queue is empty still owes the
+    bytes that it took beyond its turn. Otherwise, large records that come one at a time would pass the records of
+    everybody else. The queues have no limit of their own: the queued jobs occupy slots in the ranks' arenas, which are
+    limited.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._changed = threading.Condition()
-        self._lanes: dict[bytes, _Lane] = {}  # of clients with tasks, or in debt
+        # The lanes of clients with tasks or debts.
+        self._lanes: dict[bytes, _Lane] = {}
         self._turns: deque[_Lane] = deque()
         self._waiting = 0
         self._waiting_nbytes = 0
         self._clock = clock
-        self._next_round = clock()  # until when little waits for more
+        # Until this time, a small amount of work waits for more.
+        self._next_round = clock()
         self._pausing = False
         self._hurried = False
         self._closed = False
 
     def put(self, tasks: Iterable[Task]) -> None:
-        """Queue tasks, each behind its client's others."""
+        """Queue tasks, each after its client's earlier ones."""
         with self._changed:
             for task in tasks:
                 client = task.job.client
@@ -196,17 +212,19 @@ class Lanes:
                 self._changed.notify()
 
     def hurry(self) -> None:
-        """Somebody waits for what is queued: no pause holds it back."""
+        """Note that somebody waits for the queued tasks. The pause ends."""
         with self._changed:
             self._hurried = True
             self._changed.notify()
 
     def get(self, limit: int = PAUSE_TASKS) -> list[Task]:
-        """The next tasks, waiting for one; empty once the lanes are closed and empty. At most `limit`, and none behind
-        PAUSE_NBYTES: however long these take, who comes meanwhile waits for them.
+        """Wait for tasks and return the next ones; an empty list when the lanes are closed and empty.
 
-        What is taken within PAUSE_S of the last tasks waits for the rest of this time, if it is little and nobody is
-        in a hurry: of many ranks that trickle, each would have its records written alone.
+        At most `limit` tasks are returned, and none after PAUSE_NBYTES, because tasks that come later must wait for
+        all of these.
+
+        After a round, the next one waits until PAUSE_S has passed, unless much work waits or somebody is in a hurry.
+        Without the pause, the records of many slow ranks would be written one by one.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
@@ -223,7 +241,7 @@ class Lanes:
             return tasks
 
     def _presses(self) -> bool:
-        """Whether what is queued goes on at once."""
+        """Return whether the queued tasks go on at once."""
         return (
             self._hurried
             or self._closed
@@ -247,49 +265,52 @@ class Lanes:
         return task
 
     def close(self) -> None:
-        """Let `get` return nothing once everything is taken."""
+        """Let `get` return an empty list when everything is taken."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
 
 class Tickets:
-    """Numbers jobs in the order of submission and tells when all up to some point are done."""
+    """The numbers of jobs in the order of submission. They tell when all jobs up to some point are done."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._last = 0
-        self._oldest = 1  # every ticket before it is done
-        self._done: set[int] = set()  # of the later ones
+        # Every ticket before this one is done.
+        self._oldest = 1
+        # The later tickets that are done.
+        self._done: set[int] = set()
         self._waiting: list[tuple[int, Future[None]]] = []
-        self._admitted: dict[int, tuple[int, bool]] = {}  # bytes, and whether they open a series
+        # Ticket → its bytes, and whether it opens a series.
+        self._admitted: dict[int, tuple[int, bool]] = {}
 
     def issue(self, count: int = 1) -> int:
-        """Tickets for so many new jobs, ascending; returns the first."""
+        """Issue ascending tickets for `count` new jobs, and return the first."""
         with self._lock:
             first = self._last + 1
             self._last += count
             return first
 
     def admit(self, held: Mapping[int, tuple[int, bool]]) -> None:
-        """The disk budget let these jobs pass. held: by ticket, bytes, and whether they open a series."""
+        """Note the jobs that the disk budget admitted. held: ticket → its bytes, and whether it opens a series."""
         with self._lock:
             self._admitted.update(held)
 
     def admitted(self) -> tuple[int, int]:
-        """(bytes, new series) of the jobs that the disk budget let pass and that are not written yet."""
+        """Return (bytes, new series) of the jobs that the disk budget admitted and that are not written yet."""
         with self._lock:
             held = list(self._admitted.values())
         return sum(nbytes for nbytes, _ in held), sum(new for _, new in held)
 
     def written(self, tickets: Iterable[int]) -> None:
-        """What these jobs were let pass for lies on the disk, or never will; their ranks may not know yet."""
+        """Note that the admitted bytes of these jobs are on the disk, or never will be. Ranks may not know yet."""
         with self._lock:
             for ticket in tickets:
                 self._admitted.pop(ticket, None)
 
     def done(self, tickets: Iterable[int]) -> None:
-        """The jobs with these tickets are committed or refused, and their ranks told."""
+        """Note that the jobs of these tickets are committed or refused, and that their ranks have been answered."""
         with self._lock:
             self._done.update(tickets)
             while self._oldest in self._done:
@@ -298,7 +319,7 @@ class Tickets:
         self._wake()
 
     def all_so_far(self) -> Future[None]:
-        """Resolves when every ticket issued until now is done."""
+        """Return a future that resolves when every ticket issued until now is done."""
         future: Future[None] = Future()
         with self._lock:
             self._waiting.append((self._last, future))

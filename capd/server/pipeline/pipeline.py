@@ -1,13 +1,13 @@
-"""From accepted descriptors to committed records: fair dispatch, a pool that encodes, one thread that appends.
+"""The pipeline from accepted descriptors to committed records: fair dispatch, an encode pool, one append thread.
 
     submit → lanes (one per client) → dispatch thread → encode pool (chunks, no GIL) ─┐
       │ parts        ▲                      └── inbox, in dispatch order ─────────────┴→ append thread → sink
       └→ gather thread ┘ whole records
 
-The dispatch thread takes jobs from the lanes in turn, so that ranks share the pool evenly, and books every
-chunk's bytes before it is encoded: at most `staging_nbytes` of raw chunks are between the arena and the disk.
-The append thread commits in dispatch order (per client: in capture order). A full pipeline never blocks
-`submit`; what waits in the lanes occupies only its slots in the ranks' arenas.
+The dispatch thread takes jobs from the lanes in turn, so that ranks share the pool evenly. It books the bytes of every
+chunk before the chunk is encoded. At most `staging_nbytes` of raw chunks are therefore between the arena and the disk.
+The append thread commits in dispatch order (per client: in capture order). A full pipeline never blocks `submit`: jobs
+in the lanes occupy only their slots in the ranks' arenas.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class Pipeline:
-    """Owns the runs below one store root on one node, and the threads that write them."""
+    """The runs below one store root on one node, and the threads that write them."""
 
     def __init__(
         self,
@@ -59,6 +59,16 @@ class Pipeline:
         staging_nbytes: int,
         budget: DiskGuard,
     ) -> None:
+        """Start the threads.
+
+        Args:
+            root: The store root.
+            node: The name of this node.
+            options: The options of the run stores.
+            threads: The number of encode threads.
+            staging_nbytes: The limit on raw bytes between the arena and the disk.
+            budget: The disk budget.
+        """
         self._root, self._node, self._options, self._budget = root, node, options, budget
         self._runs: dict[str, RunStore] = {}
         self._open_lock = threading.Lock()
@@ -74,7 +84,7 @@ class Pipeline:
             thread.start()
 
     def open_run(self, run_id: str) -> None:
-        """Open the run, creating or recovering it, unless it is open. Raises StoreError."""
+        """Open the run unless it is open. It is created or recovered if necessary. Raises StoreError."""
         with self._open_lock:
             if run_id in self._runs:
                 return
@@ -85,38 +95,38 @@ class Pipeline:
                 raise StoreError(f"cannot open run {run_id!r} in {self._root}: {why}") from error
 
     def open_runs(self) -> list[str]:
-        """Ids of the open runs."""
+        """Return the ids of the open runs."""
         return list(self._runs)
 
     def committed(self, run_id: str, client: bytes) -> list[tuple[int, int]]:
-        """Committed sequence ranges of a client that has no job in work."""
+        """Return the committed sequence ranges of a client. No job of it may be in work."""
         return self._runs[run_id].committed(client)
 
     def run_stats(self, run_id: str) -> Held:
-        """Totals of an open run; a snapshot that may be one record apart in its parts."""
+        """Return the totals of an open run. Its numbers may differ by one record from each other."""
         return self._runs[run_id].totals()
 
     def waiting(self) -> tuple[int, int]:
-        """(bytes, new series) of the records that the disk budget let pass and that are not written yet."""
+        """Return (bytes, new series) of the records that the disk budget admitted and that are not written yet."""
         nbytes, series = self._tickets.admitted()
         return nbytes + self._gathering.held_nbytes, series
 
     @property
     def scratch_nbytes(self) -> int:
-        """Bytes on the disk that belong to no record yet: parts that gather."""
+        """The bytes on the disk that belong to no record yet: the scratch files of records in parts."""
         return self._gathering.held_nbytes
 
     def beside_nbytes(self, run_id: str) -> int:
-        """Bytes that an open run holds beside its shards: small-record logs and catalog."""
+        """Return the bytes of an open run outside its shards: small-record logs and catalog."""
         return self._runs[run_id].beside_nbytes()
 
     def unsealed_records(self, run_id: str) -> int | None:
-        """Committed records of a run that no sealed shard holds; None where this daemon never opened it."""
+        """Return the committed records of a run that no sealed shard holds; None if this daemon never opened it."""
         store = self._runs.get(run_id)
         return None if store is None else store.unsealed_records
 
     def unsealed_series(self) -> int:
-        """Series of the open runs that are still to be sealed."""
+        """Return the number of series of the open runs that are not sealed yet."""
         return sum(store.unsealed_series for store in list(self._runs.values()))
 
     def submit(self, *jobs: RecordJob) -> None:
@@ -126,21 +136,21 @@ class Pipeline:
         self._lanes.put([task for task in tasks if not self._gathering.takes(task)])
 
     def hurry(self) -> None:
-        """Somebody waits for the outcome of what is submitted: it is not held back for others to join it."""
+        """Note that somebody waits for submitted jobs. They no longer wait for others to join them."""
         self._lanes.hurry()
 
     def forget(self, client: bytes, record: int | None = None) -> None:
-        """Let go of what there is of a record that lacks parts; None: of all of this client's."""
+        """Release the parts of a record that will not be whole. None: of all such records of this client."""
         self._gathering.forget(client, record)
 
     def flush(self) -> Future[None]:
-        """Resolves when everything submitted so far is committed or refused."""
+        """Return a future that resolves when everything submitted so far is committed or refused."""
         done = self._tickets.all_so_far()
         self.hurry()
         return done
 
     def post(self, run_id: str, action: Callable[[RunStore], Any]) -> Future[Any]:
-        """Run `action` with the run's store on the append thread. Its errors come as OSError or StoreError."""
+        """Run `action` with the run's store on the append thread. The future raises OSError or StoreError."""
         done: Future[Any] = Future()
 
         def call() -> None:
@@ -149,11 +159,13 @@ class Pipeline:
                 if store is None:
                     raise StoreError(f"run {run_id!r} was closed meanwhile", retry=True)
                 done.set_result(action(store))
-            except (OSError, StoreError) as error:  # it belongs to whoever waits for the result
+            except (OSError, StoreError) as error:
+                # The error belongs to the caller that waits for the result.
                 done.set_exception(if_full(error, self._root))
             except sqlite3.Error as error:
                 done.set_exception(StoreError(f"the catalog of run {run_id!r} failed: {error}"))
-            except Exception as error:  # as above, and the thread must go on
+            except Exception as error:
+                # As above, and the thread must go on.
                 logger.exception("an action on run %s failed", run_id)
                 done.set_exception(StoreError(f"internal error: {type(error).__name__}: {error}"))
 
@@ -161,11 +173,11 @@ class Pipeline:
         return done
 
     def seal(self, run_id: str) -> Future[None]:
-        """Flush, then seal all series of the run; resolves when plain Zarr readers see everything."""
+        """Flush, then seal all series of the run. The future resolves when plain Zarr readers see everything."""
         return _then(self.flush(), lambda: self.post(run_id, RunStore.seal))
 
     def close_run(self, run_id: str) -> Future[None]:
-        """Close a run that nobody writes to; a later `open_run` opens it again."""
+        """Close a run that nobody writes to. A later `open_run` opens it again."""
 
         def close(store: RunStore) -> None:
             del self._runs[run_id]
@@ -178,7 +190,7 @@ class Pipeline:
         return self.post(run_id, lambda store: store.save_session(row))
 
     def close(self, deadline_s: float) -> bool:
-        """Drain, seal and close. False if the deadline came first: `.partial` files stay for the next start."""
+        """Drain, seal and close. Return False after `deadline_s`: `.partial` files then stay for the next start."""
         complete = self.seal_all(time.monotonic() + deadline_s)
         self._gathering.stop(timeout_s=5.0)
         self._lanes.close()
@@ -189,7 +201,7 @@ class Pipeline:
         return complete
 
     def seal_all(self, until: float) -> bool:
-        """Drain, then seal every open run; False if the time (monotonic) came first, or a run could not be sealed."""
+        """Drain, then seal every open run. Return False if `until` (monotonic) passed or a run could not be sealed."""
         complete = True
         try:
             self.flush().result(timeout=max(0.0, until - time.monotonic()))
@@ -200,7 +212,8 @@ class Pipeline:
                     if isinstance(error, TimeoutError):
                         raise
                     if run_id not in self._runs:
-                        continue  # closed meanwhile, sealed
+                        # It was sealed and closed in the meantime.
+                        continue
                     logger.error("run %s could not be sealed: %s", run_id, error)
                     complete = False
         except TimeoutError:
@@ -218,41 +231,46 @@ class Pipeline:
                 ready.append(task)
                 if task.refusal is None and not task.is_small:
                     task.chunks = queue.SimpleQueue()
-                    # before its chunks: they are booked in the order they are written
+                    # The task goes before its chunks, so that chunks are booked in the order of writing.
                     self._appending.inbox.put(ready)
                     ready = []
                     self._encode(task)
             if ready:
                 self._appending.inbox.put(ready)
-            del tasks, task, ready  # while this thread waits, nothing may hold a dead rank's arena
+            # While this thread waits, nothing may hold a dead rank's arena.
+            del tasks, task, ready
 
     def _plan(self, tasks: list[Task]) -> None:
-        """Say of each task where its record goes, or why nowhere."""
+        """Decide for each task where its record goes, or why it is refused."""
         planned: list[tuple[Task, Plan]] = []
         for task in tasks:
             try:
                 task.plan = plan_of(self._runs[task.job.run_id], task.job)
                 planned.append((task, task.plan))
-            except Exception as error:  # outermost loop of the thread: one job must not end the daemon
+            except Exception as error:
+                # This is the outermost loop of the thread: an error of one job must not end the daemon.
                 task.refusal = refusal_of(error, self._root)
-        if self._admit(planned) is not None:  # then one by one: there may be room for some
+        if self._admit(planned) is not None:
+            # There may be room for some of them.
             for one in planned:
                 one[0].refusal = self._admit([one])
 
     def _admit(self, planned: list[tuple[Task, Plan]]) -> Refusal | None:
-        """Let all of them pass to the disk, or none, and say why."""
+        """Let all of these tasks pass to the disk, or none of them. Return why not."""
         held: dict[int, tuple[int, bool]] = {}
-        opened: set[int] = set()  # the plans before: one record opens the series, not all
+        # The plans of earlier tasks: one record opens the series, not all.
+        opened: set[int] = set()
         try:
             for task, plan in planned:
-                # A small one is written to the log first, then to a shard.
+                # A small record is written to the log first, then to a shard.
                 copies = 0 if task.job.budgeted else 2 if plan.is_small else 1
                 opens = plan.series is None and id(plan) not in opened
                 held[task.ticket] = (task.job.kept_nbytes * copies, opens)
                 opened.add(id(plan))
             nbytes, series = sum(one for one, _ in held.values()), sum(new for _, new in held.values())
             refusal = self._budget.refusal(nbytes, new_series=series)
-        except Exception as error:  # as above
+        except Exception as error:
+            # As in `_plan`.
             return refusal_of(error, self._root)
         if refusal is not None:
             return DropReason.DISK_FULL, refusal
@@ -264,7 +282,8 @@ class Pipeline:
         try:
             for chunk in self._submitted(task):
                 task.chunks.put(chunk)
-        except Exception as error:  # as above; the append thread meets the error among the chunks
+        except Exception as error:
+            # As in `_plan`. The append thread meets the error among the chunks.
             logger.exception("job %d could not be encoded", task.job.sequence)
             failed: Future[ChunkResult] = Future()
             failed.set_exception(StoreError(f"internal error: {error}"))
@@ -273,7 +292,7 @@ class Pipeline:
             task.chunks.put(None)
 
     def _submitted(self, task: Task) -> Iterator[tuple[Future[Any], int]]:
-        """The task's chunks as they enter the encode pool, with the bytes booked for them."""
+        """Yield the task's chunks as they enter the encode pool, with their booked bytes."""
         plan, job = task.plan, task.job
         assert plan is not None  # noqa: S101 - a task without a plan was refused
         if not job.descriptor.payload:
@@ -298,7 +317,10 @@ class Pipeline:
 
 
 def plan_of(store: RunStore, job: RecordJob) -> Plan:
-    """Which series the record goes to: one of tensors, or one of statistics, whose codec no sample decides."""
+    """Return the series of the job's record: one of tensors, or one of statistics.
+
+    The codec of a statistics series depends on no sample.
+    """
     define, shape = job.define, job.descriptor.shape
     if job.descriptor.payload:
         return store.plan(define.key, define.dtype, define.attributes, shape, job.read(SAMPLE_NBYTES))
@@ -306,7 +328,7 @@ def plan_of(store: RunStore, job: RecordJob) -> Plan:
 
 
 def _then(first: Future[None], follow: Callable[[], Future[None]]) -> Future[None]:
-    """The result of `follow()`, called when `first` is done."""
+    """Return a future for the result of `follow()`, which is called when `first` is done."""
     done: Future[None] = Future()
 
     def pass_on(future: Future[None]) -> None:

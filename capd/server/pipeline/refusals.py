@@ -1,4 +1,4 @@
-"""What a rank is told of an error that keeps its record from the store."""
+"""The refusals of the pipeline: the reason and text for an error that keeps a record from the store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ logger = logging.getLogger(__name__)
 
 
 def refusal_of(error: Exception, place: Path) -> Refusal:
-    """Reason and text; an error that nobody expects is logged, too. place: what was written to."""
+    """Return the reason and text of an error. An unexpected error is also logged.
+
+    Args:
+        error: The error that was caught.
+        place: The path whose file system was written to.
+    """
     error = if_full(error, place)
     if isinstance(error, StoreFull):
         return DropReason.DISK_FULL, f"the full disk refuses a record: {error}"
