@@ -205,7 +205,7 @@ class AppendThread(threading.Thread):
             self._sync_group()
 
     def _sync_group(self) -> None:
-        """Sync the writes of the waiting tasks, then acknowledge them. If the sync of a run fails, refuse its tasks."""
+        """Sync the writes of the waiting tasks, then acknowledge them. If a run's sync fails, refuse its tasks."""
         waiting, self._unsynced = self._unsynced, []
         outcomes: dict[str, Refusal | None] = {}
         for task in waiting:

@@ -1,1 +1,1 @@
-"""What the daemon knows of one rank."""
+"""The daemon's knowledge of one rank."""

@@ -1,12 +1,12 @@
-"""Puts a rank's own counters and the daemon's knowledge together so that they add up. Pure.
+"""The accounting of one rank: merges its own counters with the daemon's knowledge so that they add up. Pure.
 
-The rank counts what it offered and dropped in its arena's counter page; the daemon knows what it committed
-and refused. While the rank lives, each side is right about its own part. Once it is gone, the two are
-reconciled so that offered = committed + in work + Σ dropped holds exactly:
+The rank counts its offered and dropped captures in the counter page of its arena. The daemon knows the committed and
+refused ones. While the rank lives, each side is right about its own part. When the rank is gone, both are reconciled
+so that offered = committed + in work + Σ dropped holds exactly:
 
-- a refusal the rank never heard of is counted from the daemon's side (the larger of both counts);
-- a capture the rank gave up at exit although the daemon took it counts as taken, not as dropped;
-- what is then still missing was captured by the rank and never handed over: `rank_died`.
+- A refusal that the rank never received is counted by the daemon (the larger of both counts).
+- A capture that the rank gave up at exit, although the daemon took it, counts as taken and not as dropped.
+- A capture that is still missing then was never handed over: it counts as `rank_died`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from capd_client.protocol.counter_page import DropReason
 __all__ = ["DAEMON_REASONS", "MAX_COUNT", "PageCounters", "SessionTotals", "reconcile", "settled"]
 
 MAX_COUNT = 1 << 48
-"""A larger counter is that of a hostile or broken rank. Sums over tens of thousands of ranks still fit 64 bits."""
+"""A larger counter comes from a hostile or broken rank. Sums over tens of thousands of ranks still fit 64 bits."""
 
 DAEMON_REASONS = frozenset(
     {DropReason.BAD_DESCRIPTOR, DropReason.DISK_FULL, DropReason.STORE_ERROR, DropReason.PARTS_LOST}
 )
-"""Reasons that only the daemon gives (in a NACK); a rank counts them when the NACK arrives."""
+"""The reasons that only the daemon gives (in a NACK). A rank counts them when the NACK arrives."""
 
-# A rank counts these for everything still unacknowledged when it gives up; part of it may be committed.
+# A rank that gives up counts these for all unacknowledged captures, some of which may be committed.
 _GIVEN_UP = (DropReason.NOT_CONNECTED, DropReason.REJECTED)
 
 
@@ -42,7 +42,7 @@ class PageCounters:
 
 @dataclass(frozen=True, slots=True)
 class SessionTotals:
-    """Counters of one session; at rest, offered = committed + in_flight + Σ dropped."""
+    """The counters of one session; at rest, offered = committed + in_flight + Σ dropped."""
 
     offered: int
     committed: int
@@ -53,14 +53,14 @@ class SessionTotals:
 def reconcile(
     page: PageCounters, committed: int, refused: Mapping[DropReason, int], *, in_work: int | None
 ) -> SessionTotals:
-    """Merge both sides' counters.
+    """Merge the counters of both sides.
 
     Args:
-        page: the last reading of the counter page.
-        committed: records of this client in the store, over all its connections and daemons.
-        refused: refusals this daemon answered, by reason (all in DAEMON_REASONS).
-        in_work: captures of a rank that is gone whose outcome is still open; None while the rank lives
-            (then `in_flight` is what the rank counts).
+        page: The last reading of the counter page.
+        committed: The records of this client in the store, over all its connections and daemons.
+        refused: The refusals of this daemon, by reason (all in DAEMON_REASONS).
+        in_work: For a rank that is gone, the captures whose outcome is still open. None while the rank lives;
+            `in_flight` is then the rank's own count.
     """
     dropped = {reason: count for reason, count in page.dropped.items() if count}
     for reason, count in refused.items():
@@ -81,10 +81,11 @@ def reconcile(
 
 
 def settled(row: SessionRow, committed: int) -> SessionRow:
-    """The final counters of a rank that is gone, as a daemon left them that was killed with captures of it in work.
+    """Return the final counters of a rank that is gone, from a row that a killed daemon left with captures in work.
 
-    committed: records of this client in the store. What is not among them was not acknowledged, and nobody has it any
-    more.
+    Args:
+        row: The row as the killed daemon left it.
+        committed: The records of this client in the store. Any other capture was not acknowledged and is lost.
     """
     page = PageCounters(row.offered, 0, {DropReason(reason): count for reason, count in row.dropped.items()})
     totals = reconcile(page, committed, {}, in_work=0)

@@ -1,10 +1,11 @@
-"""A rank's shared memory as the daemon sees it: checked before it is mapped, mapped read-only.
+"""The arena of a rank as the daemon sees it: shared memory, checked before it is mapped, and mapped read-only.
 
-The memfd must be sealed against shrinking, growing and further sealing, have the announced size, and consist of
-ordinary pages: then no later act of the rank can turn a read into SIGBUS. (A hole in huge pages is filled from a
-pool that may be empty.) Where the kernel knows FUTURE_WRITE, that seal is demanded, too: with it nobody can take pages
-away, so that what `is_written` said of a range stays true. The mapping lives as long as anything (the session, a job's
-memoryview) refers to it, and is unmapped with the last reference.
+The memfd must be sealed against shrinking, growing and further sealing. It must have the announced size and consist of
+ordinary pages. Then no later act of the rank can turn a read into SIGBUS. (A hole in huge pages is filled from a pool
+that may be empty.)
+
+Where the kernel knows FUTURE_WRITE, that seal is required, too. With it nobody can remove pages, so an answer of
+`is_written` stays true. The mapping lives as long as anything refers to it (the session, a job's memoryview).
 """
 
 from __future__ import annotations
@@ -32,9 +33,12 @@ from capd_client.protocol.journal_layout import JOURNAL_START
 
 __all__ = ["MAX_ARENA_NBYTES", "Arena"]
 
-MAX_ARENA_NBYTES = 1 << 44  # 16 TiB: above any node's memory, below where offsets could overflow
-_MAX_ITERATIONS = 1 << 62  # the protocol's integers have 63 bits
-_FUTURE_WRITE = 0x10  # fcntl has the name from Python 3.13 on
+# 16 TiB: above any node's memory, and below the point where offsets could overflow.
+MAX_ARENA_NBYTES = 1 << 44
+# The protocol's integers have 63 bits.
+_MAX_ITERATIONS = 1 << 62
+# The module fcntl has the name from Python 3.13 on.
+_FUTURE_WRITE = 0x10
 _REQUIRED_SEALS = {"SHRINK": fcntl.F_SEAL_SHRINK, "GROW": fcntl.F_SEAL_GROW, "SEAL": fcntl.F_SEAL_SEAL}
 
 
@@ -42,16 +46,21 @@ class Arena:
     """A read-only mapping of a rank's sealed memfd."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        """Check and map `fd`, which stays the caller's to close.
+        """Check and map a memfd.
 
-        Raises ArenaError when it is not a memfd of exactly `nbytes` in ordinary pages, sealed SHRINK|GROW|SEAL, and
-        FUTURE_WRITE where the kernel knows it, or when its counter page does not begin with the expected word.
+        Args:
+            fd: The descriptor of the memfd. The caller closes it.
+            nbytes: The announced size.
+
+        Raises:
+            ArenaError: `fd` is not a memfd of exactly `nbytes` in ordinary pages; a required seal is missing; or its
+                counter page does not begin with the expected word.
         """
         seals = _check(fd, nbytes)
         self.identity = _identity(fd)
         self.nbytes = nbytes
-        written = WrittenPages(fd, lasting=bool(seals & _FUTURE_WRITE))
-        self.is_written, self.read = written.holds, written.read  # see there
+        written = Written(fd, lasting=bool(seals & _FUTURE_WRITE))
+        self.is_written, self.read = written.holds, written.read
         try:
             self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
         except (OSError, ValueError) as error:
@@ -64,30 +73,30 @@ class Arena:
             raise ArenaError(f"the counter page begins with {self._words[0]:#x}, expected {COUNTER_MAGIC:#x}")
 
     def slice(self, offset: int, nbytes: int) -> memoryview:
-        """Read-only bytes of one capture; keeps the mapping alive. The caller has checked the range."""
+        """Return the read-only bytes of one capture. They keep the mapping alive. The caller has checked the range."""
         return self._bytes[offset : offset + nbytes] if nbytes else memoryview(b"")
 
     def fills_up(self, offset: int) -> bool:
-        """Whether a slot at `offset` says that little room is left: slots are taken from the front."""
+        """Return whether a slot at `offset` shows that little room is left. Slots are taken from the front."""
         first = min(self._words[JOURNAL_START], self.nbytes)
         return offset > first + (self.nbytes - first) // 4
 
     def journal(self) -> Journal | None:
-        """The rank's journal as its counter page tells of it; None where there is none, or none that is possible."""
+        """Return the rank's journal as its counter page describes it; None if there is none or it is impossible."""
         return Journal.of(self._words, self.nbytes, self.read)
 
     def counters(self) -> PageCounters:
-        """Read the rank's counters. Not one atomic reading: exact once the rank is at rest or gone."""
+        """Read the rank's counters. The reading is not atomic: it is exact once the rank is at rest or gone."""
         words = [min(word, MAX_COUNT) for word in self._words[: COUNTER_DROPS + len(DROP_REASONS)]]
         dropped = {reason: words[COUNTER_DROPS + at] for at, reason in enumerate(DROP_REASONS)}
         return PageCounters(words[COUNTER_OFFERED], words[COUNTER_IN_FLIGHT], dropped)
 
     def begun(self) -> int:
-        """Iterations that the rank has begun: 1 + the current one, 0 before the first."""
+        """Return the number of iterations that the rank has begun: 1 + the current one, 0 before the first."""
         return min(self._words[COUNTER_STEPS], _MAX_ITERATIONS)
 
     def is_same_memory(self, fd: int) -> bool:
-        """Whether `fd` refers to the memory that is mapped here already."""
+        """Return whether `fd` refers to the memory that is already mapped here."""
         return _identity(fd) == self.identity
 
 
@@ -98,14 +107,15 @@ def _identity(fd: int) -> tuple[int, int, int]:
 
 @functools.cache
 def _demanded_seals() -> dict[str, int]:
-    """By name: FUTURE_WRITE, too, if the kernel knows it."""
+    """Return the required seals by name, with FUTURE_WRITE if the kernel knows it."""
     try:
         fd = os.memfd_create("capd-seals", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
-        raise ArenaError(f"no memfd can be made: {error}") from error
+        raise ArenaError(f"cannot create a memfd: {error}") from error
     try:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FUTURE_WRITE)
-    except OSError:  # before Linux 5.1: a rank may take pages away once they were looked at
+    except OSError:
+        # Before Linux 5.1, a rank may remove pages after their check.
         return _REQUIRED_SEALS
     finally:
         os.close(fd)
@@ -113,7 +123,7 @@ def _demanded_seals() -> dict[str, int]:
 
 
 def _check(fd: int, nbytes: int) -> int:
-    """The seals that it has."""
+    """Check the memfd and return its seals."""
     if not PAGE_NBYTES < nbytes <= MAX_ARENA_NBYTES:
         raise ArenaError(f"an arena of {nbytes} bytes is outside {PAGE_NBYTES + 1} … {MAX_ARENA_NBYTES}")
     found = os.fstat(fd)

@@ -1,7 +1,7 @@
-"""Decides whether what a rank wrote, in a descriptor or a statistics row, can be believed. Pure: no I/O, no state.
+"""The checks of a rank's descriptors and statistics rows: whether they can be believed. Pure: no I/O, no state.
 
-A descriptor comes from another process and decides which bytes of its arena are read and how they are
-interpreted, so each of its numbers is checked with Python ints before anything is touched.
+A descriptor comes from another process. It decides which bytes of the arena are read and how they are interpreted.
+Each of its numbers is therefore checked as a Python int before anything is read.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from capd_client.protocol.statistics_row import NO_ROW_DTYPES, ROW_FIELDS, ROW_N
 
 __all__ = ["MAX_METADATA_DEPTH", "believes_row", "define_problem", "descriptor_problem"]
 
-MAX_METADATA_DEPTH = 64  # deeper JSON could exhaust a reader's recursion limit
+# Deeper JSON could exceed a reader's recursion limit.
+MAX_METADATA_DEPTH = 64
 _ROW_ALIGNMENT = 8
-_MAX_WHOLE = 1 << 32  # integers of 32 bits and fewer have rows
+# Only integers of at most 32 bits have rows.
+_MAX_WHOLE = 1 << 32
 
 _json_object = msgspec.json.Decoder(dict[str, Any])
 
 
 def define_problem(define: Define) -> str | None:
-    """Why no record under `define` can be stored, for the NACKs' text; None when nothing is wrong with it."""
+    """Return why no record under `define` can be stored, as the NACKs' text; None if nothing is wrong with it."""
     try:
         json.dumps(define.attributes, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -41,12 +43,12 @@ def define_problem(define: Define) -> str | None:
 
 
 def descriptor_problem(item: Descriptor, define: Define | None, arena_nbytes: int) -> str | None:
-    """What is wrong with `item`, for the NACK's text; None when every field is consistent.
+    """Return the error in `item`, as the NACK's text; None if every field is consistent.
 
     Args:
-        item: the descriptor as decoded (field limits are already checked by the protocol's types).
-        define: what its key_id stands for on this connection, None where nothing was defined.
-        arena_nbytes: size of the sender's arena in bytes, counter page included.
+        item: The descriptor as decoded. The protocol's types have already checked the limits of its fields.
+        define: The definition of its key_id on this connection; None if there is none.
+        arena_nbytes: The size of the sender's arena in bytes, counter page included.
     """
     if define is None:
         return f"key id {item.key_id} was never defined on this connection"
@@ -99,14 +101,15 @@ def _order_problem(item: Descriptor, order: tuple[int, ...]) -> str | None:
     return None if item.part is None else "a part brings no order of axes"
 
 
-@np.errstate(invalid="ignore")  # any bit pattern may come
+# Any bit pattern may come.
+@np.errstate(invalid="ignore")
 def believes_row(row: bytes, dtype: str, shape: tuple[int, ...]) -> bool:
-    """Whether a row that a rank computed of a tensor contradicts neither the tensor nor itself.
+    """Return whether a rank's statistics row contradicts neither the tensor nor itself.
 
     Args:
-        row: ROW_NBYTES bytes, a copy: the rank can still change what lies in its arena.
-        dtype: the tensor's, one that this daemon stores.
-        shape: the tensor's.
+        row: ROW_NBYTES bytes. They are a copy, because the rank can still change its arena.
+        dtype: The tensor's dtype, which this daemon stores.
+        shape: The tensor's shape.
     """
     values = np.frombuffer(row, dtype="<f8")
     elements = math.prod(shape) * (2 if dtype == "float4_e2m1fn_x2" else 1)

@@ -1,8 +1,8 @@
-"""Reads the journal in the arena of a rank that is gone: the descriptors of its ready slots, and their definitions.
+"""The journal in the arena of a rank that is gone: the descriptors of its ready slots, and their definitions.
 
-Everything here was written by another process. Only what is complete by its commit word and decodes as the protocol's
-types is handed on, and that is checked further as a PUT and a DEF are. What says nothing sensible is left out: the
-captures behind it are counted as lost.
+All of it was written by another process. An entry is used only if its commit word shows that it is complete and if it
+decodes as a type of the protocol. It is then checked like a PUT or a DEF. All other entries are skipped, and their
+captures count as lost.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from capd_client.protocol.messages import MAX_BATCH, MAX_FRAME_NBYTES, Define, D
 
 __all__ = ["FoundCells", "Journal"]
 
-_BLOCK_NBYTES = 2 * MAX_FRAME_NBYTES  # so that every definition is whole in one block
+# Every definition then fits in one block.
+_BLOCK_NBYTES = 2 * MAX_FRAME_NBYTES
 _LENGTH = (1 << 32) - 1
 
 _descriptors = msgspec.msgpack.Decoder(Descriptor)
@@ -61,10 +62,14 @@ class _Cells:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundCells:
-    """Sequence, offset and size of each cell that holds a descriptor, by the sequence; and the ids of their keys.
+class Found:
+    """The cells that hold a descriptor.
 
-    The descriptors are read again when their turn comes: a million of them would take a gigabyte here.
+    The descriptors themselves are read again at their turn, because a million of them would take a gigabyte here.
+
+    Attributes:
+        places: One row per cell: sequence, offset in the arena, size in bytes. The rows ascend by sequence.
+        keys: The key ids of the descriptors.
     """
 
     places: NDArray[np.int64]
@@ -72,11 +77,18 @@ class FoundCells:
 
 
 class Journal:
-    """What a rank's journal held when it was opened; read anew at every call, through `read(offset, nbytes)`."""
+    """The journal of a rank, with its extent as of its opening. Every call reads the cells again."""
 
     def __init__(
         self, layout: JournalLayout, used: tuple[int, int, int], read: Callable[[int, int], bytes]
     ) -> None:
+        """Prepare the reading.
+
+        Args:
+            layout: Where the tables are in the arena.
+            used: How many cells, large cells and bytes of definitions were ever used.
+            read: Returns bytes of the arena for an offset and a size.
+        """
         cells, large, self._defined_nbytes = used
         self._layout, self._read = layout, read
         self._cells = (
@@ -86,7 +98,13 @@ class Journal:
 
     @classmethod
     def of(cls, words: memoryview, arena_nbytes: int, read: Callable[[int, int], bytes]) -> Journal | None:
-        """The journal that a counter page tells of, if such a one can be in the arena; None where nothing was used."""
+        """Return the journal that a counter page describes; None if the arena cannot hold it or it was never used.
+
+        Args:
+            words: The counter page as 64-bit words.
+            arena_nbytes: The size of the arena.
+            read: Returns bytes of the arena for an offset and a size.
+        """
         start, cells, large = words[JOURNAL_START], words[JOURNAL_CELLS], words[JOURNAL_LARGE]
         if not 0 < cells <= MAX_CELLS or not 0 < large <= MAX_LARGE:
             return None
@@ -99,8 +117,8 @@ class Journal:
         defined = min(words[JOURNAL_DEFINED_NBYTES], DEFINITIONS_NBYTES)
         return cls(layout, (used_cells, used_large, defined), read)
 
-    def find(self) -> FoundCells:
-        """Look through all cells that were ever used."""
+    def find(self) -> Found:
+        """Search all cells that were ever used."""
         tables, keys = [np.empty((0, 3), dtype=np.int64)], set[int]()
         for cells in self._cells:
             per_block = _BLOCK_NBYTES // cells.nbytes
@@ -120,14 +138,15 @@ class Journal:
         table = np.concatenate(tables)
         return FoundCells(table[np.argsort(table[:, 0], kind="stable")], keys)
 
-    def batches(self, found: FoundCells) -> Iterator[list[Descriptor]]:
-        """The descriptors by ascending sequence, in batches that one PUT could have. A sequence comes once."""
+    def batches(self, found: Found) -> Iterator[list[Descriptor]]:
+        """Yield the descriptors by ascending sequence, in batches of the size of one PUT. Each sequence comes once."""
         batch: list[Descriptor] = []
         previous = -1
         for _, at, nbytes in found.places:
             item = _decoded(self._read(int(at), int(nbytes)))
             if item is None or item.sequence <= previous:
-                continue  # it has changed since: that is no rank of ours
+                # The cell changed after `find`, which a sound rank that is gone cannot do.
+                continue
             previous = item.sequence
             batch.append(item)
             if len(batch) == MAX_BATCH:
@@ -137,7 +156,7 @@ class Journal:
             yield batch
 
     def definitions(self, wanted: Set[int]) -> Iterator[tuple[Define, int]]:
-        """The definitions of these ids and the bytes that each takes, up to the first that makes no sense."""
+        """Yield the wanted definitions and the bytes of each. The first definition that cannot be read ends them."""
         at, end = self._layout.definitions_at, self._layout.definitions_at + self._defined_nbytes
         while at + WORD_NBYTES <= end:
             block = self._read(at, min(_BLOCK_NBYTES, end - at))
@@ -156,7 +175,7 @@ class Journal:
 
 
 def _decoded(cell: bytes) -> Descriptor | None:
-    """The descriptor in a cell; None where it is torn, or no descriptor."""
+    """Return the descriptor in a cell; None if it is incomplete or not a descriptor."""
     word = int.from_bytes(cell[-WORD_NBYTES:], sys.byteorder)
     usual, length = word & USUAL and not word >> 32, word & _LENGTH
     data = _usual(cell, length) if usual else cell[: min(length, len(cell) - WORD_NBYTES)]
@@ -170,7 +189,7 @@ def _decoded(cell: bytes) -> Descriptor | None:
 
 
 def _usual(cell: bytes, flags: int) -> bytes:
-    """A usual capture's words as a message-packed descriptor, whose decoding checks every number."""
+    """Return the words of a usual capture as an encoded descriptor. Decoding it then checks every number."""
     ndim = flags & USUAL_NDIM
     if ndim > MAX_USUAL_NDIM:
         return b""
@@ -194,7 +213,7 @@ def _usual(cell: bytes, flags: int) -> bytes:
 
 
 def _frame(block: bytes, at: int) -> bytes | None:
-    """The definition's message at `at`; None where it is not whole in the block, or torn."""
+    """Return the definition's message at `at`; None if it is incomplete or does not fit in the block."""
     word = int.from_bytes(block[at : at + WORD_NBYTES], sys.byteorder)
     nbytes = word & _LENGTH
     if not 0 < nbytes <= MAX_FRAME_NBYTES:

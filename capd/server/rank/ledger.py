@@ -15,26 +15,30 @@ from capd_client.protocol.messages import Define, Descriptor, DropRow
 
 __all__ = ["MAX_LEDGER_NBYTES", "Ledger"]
 
-MAX_LEDGER_NBYTES = 16 << 20  # of one session, over all its connections: some 40,000 rows
-_ROW_NBYTES = 256  # of a row beside its key
-_MAX_NBYTES = 1 << 62  # with MAX_COUNT: what a row adds up to can always be encoded
+# The limit for one session, over all its connections: some 40,000 rows.
+MAX_LEDGER_NBYTES = 16 << 20
+# The size of a row without its key.
+_ROW_NBYTES = 256
+# Together with MAX_COUNT, the sums of a row can always be encoded.
+_MAX_NBYTES = 1 << 62
 
 
 class Ledger:
-    """Cumulative rows, the larger count winning: the rank reports its rows and may repeat or lag.
+    """The cumulative drop rows of one session. The larger count wins, because the rank may repeat rows or lag.
 
-    Refusals the daemon gave are entered here too, so that they are known per key even if the rank dies
-    before it can report them. Rows beyond MAX_LEDGER_NBYTES are left out: what they would count stands in the
-    session's counters, without its key. Not thread-safe.
+    The daemon's own refusals are entered here, too. They are then known per key even if the rank dies before it can
+    report them. Rows beyond MAX_LEDGER_NBYTES are left out: their drops still count in the session's counters, without
+    a key. Not thread-safe.
     """
 
     def __init__(self) -> None:
         self._rows: dict[tuple[Key, str, str], LedgerRow] = {}
-        self.version = 0  # grows with every change
+        # Grows with every change.
+        self.version = 0
         self._room_nbytes = MAX_LEDGER_NBYTES
 
     def report(self, define: Define, row: DropRow) -> None:
-        """Take a row as the rank sent it."""
+        """Enter a row of the rank."""
         reason = DROP_REASONS[row.reason].value
         entry = LedgerRow(
             define.key, define.dtype, reason, min(row.count, MAX_COUNT), min(row.nbytes, _MAX_NBYTES),
@@ -43,7 +47,7 @@ class Ledger:
         self._enter(entry)
 
     def refuse(self, item: Descriptor, define: Define, reason: DropReason) -> None:
-        """Count one refusal of the daemon's own, with the bytes of its tensor, as the rank does."""
+        """Count one refusal of the daemon, with the bytes of its tensor, as the rank does."""
         iteration = item.moment.iteration
         known = self._rows.get((define.key, define.dtype, reason.value))
         count, first, last = 1, iteration, iteration
@@ -55,7 +59,7 @@ class Ledger:
         self._enter(LedgerRow(define.key, define.dtype, reason.value, count, nbytes, first, last))
 
     def rows(self) -> list[LedgerRow]:
-        """All rows."""
+        """Return all rows."""
         return list(self._rows.values())
 
     def _enter(self, entry: LedgerRow) -> None:

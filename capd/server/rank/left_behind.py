@@ -1,7 +1,8 @@
-"""Takes what a rank that is gone had ready in its arena and had not sent, exactly as if it had been PUT.
+"""The recovery of a rank that is gone: submits the ready captures of its arena as if the rank had PUT them.
 
-The journal says which slots those are (`capd.server.rank.journal`). What was sent already is committed, refused or in
-work, and a repeated PUT is no second record; so nothing needs to be known here of how far the rank had come.
+The journal names the ready slots (`capd.server.rank.journal`). A capture that was already sent is committed, refused
+or in work, and a repeated PUT creates no second record. The recovery therefore need not know how far the rank had
+come.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _ROOM_S = 1.0
 
 
 class LostRank(Protocol):
-    """The rank that is gone, as far as a recovery speaks for it: `capd.server.rank.rank.RankSession`."""
+    """The rank that is gone, as a recovery uses it: `capd.server.rank.rank.RankSession`."""
 
     session: Session
     hello: Hello
@@ -38,15 +39,19 @@ class LostRank(Protocol):
 
 
 def begin_recovery(rank: LostRank, connection: int, journal: Journal, *, parts: bool) -> None:
-    """Recover in a thread of its own, as long as it takes; `LostRank.end_recovery` is called at the end.
+    """Recover in a separate thread, for as long as it takes. `LostRank.end_recovery` is called at the end.
 
-    connection: the one that spoke for the rank last; what another one takes over is left to that. parts: take parts of
-    large records, too.
+    Args:
+        rank: The rank that is gone.
+        connection: The ordinal of the rank's last connection. The recovery ends if another connection takes over.
+        journal: The journal in the rank's arena.
+        parts: Also take parts of large records.
     """
     work = partial(_recover, rank, connection, journal, parts)
     try:
         threading.Thread(target=work, name=f"capd-recover-{rank.hello.rank}", daemon=True).start()
-    except RuntimeError:  # no further thread is allowed
+    except RuntimeError:
+        # The system allows no further thread.
         work()
 
 
@@ -56,7 +61,8 @@ def _recover(rank: LostRank, connection: int, journal: Journal, parts: bool) -> 
         _hand_on(rank, connection, journal, parts)
     except (ProtocolError, OSError) as error:
         logger.warning("the journal of rank %d cannot be read further: %s", rank.hello.rank, error)
-    except Exception:  # outermost loop of the thread: the session must not wait for ever
+    except Exception:
+        # This is the outermost loop of the thread: the session must not wait forever.
         logger.exception("the journal of rank %d cannot be read further", rank.hello.rank)
     finally:
         rank.end_recovery(connection, rank.taken - before)

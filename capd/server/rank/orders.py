@@ -1,6 +1,6 @@
-"""What one rank is to be told on behalf of tools, and what it answered. Pure; its RankSession holds a lock around it.
+"""The orders of tools to one rank, and its answers. Pure; the RankSession calls it under a lock.
 
-Never a queue: of each kind only the newest is kept, so a rank that does not read costs nothing.
+There is no queue. Only the newest order of each kind is kept, so a rank that does not read costs nothing.
 """
 
 from __future__ import annotations
@@ -13,46 +13,52 @@ __all__ = ["Orders"]
 
 
 class Orders:
-    """STEER and DRAIN to one rank, over its reconnects."""
+    """The orders STEER and DRAIN to one rank, over its reconnects."""
 
     def __init__(self, steering: RunSteering) -> None:
-        self.steered: Steered | None = None  # as the rank told it last; None: never steered
-        self.drained = 0  # id of the last DRAIN that it answered
+        # The rank's last report; None: never steered.
+        self.steered: Steered | None = None
+        # The id of the last DRAIN that it answered.
+        self.drained = 0
         self._steering = steering
-        self._steer: Steer | None = None  # to be sent
-        self._sent = 0  # id of the last STEER for this connection
-        self._drain: Drain | None = None  # to be sent
-        self._draining: Drain | None = None  # the last one, asked anew on a new connection
+        # The STEER to send.
+        self._steer: Steer | None = None
+        # The id of the last STEER on this connection.
+        self._sent = 0
+        # The DRAIN to send.
+        self._drain: Drain | None = None
+        # The last DRAIN, which a new connection must repeat.
+        self._draining: Drain | None = None
 
     @property
     def waiting(self) -> bool:
-        """Something is to be sent."""
+        """Whether an order is to be sent."""
         return self._steer is not None or self._drain is not None
 
     def connected(self) -> None:
-        """A new connection knows nothing."""
+        """Prepare the orders for a new connection, on which none was sent yet."""
         self._steer, self._sent = None, 0
         self.steer()
         self._drain = self._draining
 
     def steer(self) -> None:
-        """Tell the rank what is wanted of it, unless it knows or was told on this connection."""
+        """Send the rank the wanted state, unless it knows it or got it on this connection."""
         steer = self._steering.for_rank(self.steered)
         if steer is not None and steer.id != self._sent:
             self._steer, self._sent = steer, steer.id
 
     def drain(self, drain: Drain) -> None:
-        """Ask the rank to answer once everything that it captured is settled."""
+        """Ask the rank to answer when all of its captures are settled."""
         self._drain = self._draining = drain
 
     def take(self) -> list[Steer | Drain]:
-        """Hand over what is to be sent."""
+        """Hand over the orders to send."""
         messages = [message for message in (self._steer, self._drain) if message is not None]
         self._steer = self._drain = None
         return messages
 
     def answered(self, message: Steered | Drained) -> None:
-        """The rank answers. Raises ProtocolError on a selection that cannot be."""
+        """Take an answer of the rank. Raises ProtocolError if its selection is impossible."""
         if isinstance(message, Drained):
             self.drained = message.id
             return

@@ -1,7 +1,7 @@
-"""How fast a run's iterations begin, and so from which one on every rank can still follow a change together.
+"""The pace of a run: how fast its iterations begin, and so the first one at which all ranks can follow a change.
 
-Ranks of one job are in step, but a message reaches each at its own moment. A change that names an iteration which
-some rank has begun when it hears of it would hold there one iteration later than elsewhere.
+The ranks of one job are in step, but a message reaches each of them at its own time. Suppose that a change names an
+iteration that some rank has already begun. This rank would then apply it one iteration later than the others.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from itertools import pairwise
 
 __all__ = ["LEAD_S", "MAX_AHEAD", "Pace", "leading"]
 
-# From the order to the last rank's knowing: the daemon's clock, the ranks' idle tick, a busy machine.
+# The time until the last rank knows an order: the daemon's clock, the ranks' idle tick, a busy machine.
 LEAD_S = 0.5
-MAX_AHEAD = 1000  # iterations in front of the other ranks that a rank can be and still lead them
+# A rank may be this many iterations ahead of the others and still lead them.
+MAX_AHEAD = 1000
 _LOOKS = 9
-_FASTEST_STEP_S = 5e-4  # iterations that begin faster are a jump (set_moment), not steps
+# Iterations that begin faster are a jump (set_moment), not steps.
+_FASTEST_STEP_S = 5e-4
 
 
 def leading(begun: Iterable[int]) -> int:
-    """Iterations that the leading rank has begun, of the ranks' counts; 0 before the first.
+    """Return the iterations that the leading rank has begun, from the counts of all ranks; 0 before the first.
 
-    A rank further than MAX_AHEAD in front of at least half of those that have begun leads nobody: its count is
-    nonsense, or it counts in another way. It follows a change at its own next iteration.
+    A rank more than MAX_AHEAD ahead of at least half of the ranks leads nobody: its count is wrong, or it counts in
+    another way. It follows a change at its own next iteration.
     """
     counts = sorted(count for count in begun if count)
     if not counts:
@@ -34,13 +36,18 @@ def leading(begun: Iterable[int]) -> int:
 
 
 class Pace:
-    """The times at which the leading rank was seen to have begun further iterations. Not thread-safe."""
+    """The times at which the leading rank had begun further iterations. Not thread-safe."""
 
     def __init__(self) -> None:
         self._looks: deque[tuple[float, int]] = deque(maxlen=_LOOKS)
 
     def look(self, begun: int, now: float) -> None:
-        """`begun`: iterations that the leading rank has begun, 0 before the first. now: monotonic seconds."""
+        """Note the leading rank's progress.
+
+        Args:
+            begun: The iterations that it has begun, 0 before the first.
+            now: Monotonic seconds.
+        """
         if not begun:
             return
         if self._looks:
@@ -52,15 +59,16 @@ class Pace:
         self._looks.append((now, begun))
 
     def step_s(self) -> float | None:
-        """Seconds from one iteration to the next, the median over the last looks; None when not known."""
+        """Return the seconds from one iteration to the next, the median over the last looks; None if not known."""
         steps = [(now - then) / (begun - before) for (then, before), (now, begun) in pairwise(self._looks)]
         return statistics.median(steps) if steps else None
 
     def next_iteration(self, begun: int, now: float) -> int:
-        """The first iteration that no rank will have begun when all have heard of it, LEAD_S from `now`."""
+        """Return the first iteration that no rank will have begun at `now` + LEAD_S, when all ranks know the order."""
         self.look(begun, now)
         step_s = self.step_s()
         if step_s is None:
             return begun
-        into_step_s = min(now - self._looks[-1][0], step_s)  # a step that takes longer may end any moment
+        # A step that takes longer than usual may end at any moment.
+        into_step_s = min(now - self._looks[-1][0], step_s)
         return begun + int((into_step_s + LEAD_S) / step_s)

@@ -1,7 +1,7 @@
-"""Which bytes of records in parts have come from one rank, over all its connections. Pure.
+"""The unfinished records of one rank: which bytes of records in parts have come, over all connections. Pure.
 
-Parts of a record come in order, also when a reconnect repeats some of them: what is known to have come is not taken
-twice, and a gap means that the parts before it went to another daemon.
+The parts of a record come in order, even if a reconnect repeats some of them. A part that has already come is not
+taken twice. A gap means that earlier parts went to another daemon.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from capd_client.protocol.messages import Descriptor
 
 __all__ = ["MAX_UNFINISHED", "PartRefused", "Unfinished"]
 
-MAX_UNFINISHED = 16  # records of one session that lack parts
+# Records of one session that may lack parts.
+MAX_UNFINISHED = 16
 
 
 class PartRefused(Exception):
-    """The record that a part belongs to will never be."""
+    """The record of a part will never be committed."""
 
     def __init__(self, reason: DropReason, message: str) -> None:
         super().__init__(message)
@@ -23,16 +24,17 @@ class PartRefused(Exception):
 
 
 class Unfinished:
-    """The records of one session that are not committed yet."""
+    """The records in parts of one session that are not committed yet."""
 
     def __init__(self) -> None:
-        self._records: dict[int, tuple[int, int]] = {}  # bytes that have come, from the front, of how many
+        # Record → the bytes that have come, from the front, and the bytes of the whole.
+        self._records: dict[int, tuple[int, int]] = {}
 
     def __contains__(self, record: int) -> bool:
         return record in self._records
 
     def take(self, item: Descriptor) -> bool:
-        """Whether the part is new; False for one that has come before. Raises PartRefused."""
+        """Return whether the part is new. Raises PartRefused."""
         part = item.part
         assert part is not None  # noqa: S101 - the caller looked
         come, nbytes = self._records.get(part.record, (0, part.nbytes))
@@ -41,10 +43,12 @@ class Unfinished:
                 DropReason.BAD_DESCRIPTOR,
                 f"the record had {nbytes} bytes in a part before, not {part.nbytes}",
             )
-        if come == nbytes:  # whole, or given up
+        # The record is whole, or given up.
+        if come == nbytes:
             return False
-        if not item.nbytes:  # the rank gives the record up, whether or not anything of it came here
-            # until that is done, parts that are repeated are not begun anew
+        if not item.nbytes:
+            # The rank gives up the record, even if none of its parts came here. Until the pipeline has settled this,
+            # repeated parts must not start the record again.
             self._records[part.record] = (nbytes, nbytes)
             return True
         if part.first + item.nbytes <= come:
@@ -62,5 +66,5 @@ class Unfinished:
         return True
 
     def forget(self, record: int) -> bool:
-        """The record is committed, refused, or given up. Whether it was known."""
+        """Forget a record that is committed, refused, or given up. Return whether it was known."""
         return self._records.pop(record, None) is not None

@@ -1,4 +1,4 @@
-"""Checks one PUT against what its rank has defined, and against the rank's arena, before anything of it is taken."""
+"""The check of one PUT against the rank's definitions and arena, before any capture is taken."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from capd_client.protocol.statistics_row import ROW_NBYTES
 
 __all__ = ["Checked", "check_put", "problem_of"]
 
-Checked = tuple[Descriptor, "Define | None", "str | None"]  # a descriptor, its definition, what is wrong
+# A descriptor, its definition, and its error.
+Checked = tuple[Descriptor, "Define | None", "str | None"]
 
 
 def check_put(
     message: Put, keys: Mapping[int, Define], key_problems: Mapping[int, str], arena: Arena
 ) -> tuple[list[Checked], dict[int, bytes]]:
-    """Check a batch. Asks the kernel about pages, so it runs before the rank's lock is taken.
+    """Check a batch. It asks the kernel about pages, so it runs before the rank's lock is taken.
 
     Args:
-        message: the batch as it came.
-        keys: what the rank has defined on this connection, by key id.
-        key_problems: which of these cannot be stored, and why.
-        arena: the sender's.
+        message: The batch as received.
+        keys: The rank's definitions on this connection, by key id.
+        key_problems: The key ids that cannot be stored, and why.
+        arena: The sender's arena.
 
     Returns:
-        Each descriptor with its definition and what is wrong with it; and the rank's statistics rows, by sequence.
+        Each descriptor with its definition and its error; and the rank's statistics rows, by sequence.
 
     Raises:
-        ProtocolError: the batch's sequences do not ascend.
+        ProtocolError: The sequences of the batch do not ascend.
     """
     items: list[Checked] = []
     rows: dict[int, bytes] = {}
@@ -52,7 +53,7 @@ def check_put(
 
 
 def problem_of(item: Descriptor, define: Define | None, arena: Arena) -> str | None:
-    """What is wrong with a descriptor of `arena`, for the NACK's text; None: its bytes may be read."""
+    """Return the error in a descriptor of `arena`, as the NACK's text; None: its bytes may be read."""
     problem = descriptor_problem(item, define, arena.nbytes)
     if problem is None and not arena.is_written(item.offset, item.nbytes):
         problem = f"not all of the {item.nbytes} bytes at offset {item.offset} were ever written"

@@ -1,8 +1,8 @@
-"""The shell around one rank's Session: its lock, its arena, the pipeline behind it, the sender before it.
+"""The shell of one rank's Session: its lock and its arena, between the pipeline and the sender.
 
-Reader threads call in from one side, the pipeline's threads from the other (`committed`, `refused`), and
-the daemon's clock asks for rows to persist. The pipeline's calls hold the state lock for microseconds and
-never wait for a peer.
+Three kinds of threads call it: readers of connections, the threads of the pipeline (`committed`, `refused`), and the
+daemon's clock, which asks for rows to persist. The pipeline's calls hold the state lock for microseconds and never
+wait for a peer.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from capd_client.protocol.messages import DaemonMessage, Descriptor, Hello, Put,
 
 __all__ = ["MAX_IN_WORK_NBYTES", "RankSession"]
 
-# Memory of one rank's captures in the pipeline (8192 plain ones); beyond it the rank's socket is not read.
+# The memory of one rank's captures in the pipeline (8192 plain ones). At this limit, the rank's socket is not read.
 MAX_IN_WORK_NBYTES = 16 << 20
 
 
 class RankSession:
-    """One client uuid: the pipeline's sink for its captures."""
+    """The rank of one client uuid, and the pipeline's sink for its captures."""
 
     def __init__(
         self,
@@ -49,25 +49,33 @@ class RankSession:
         self.orders = Orders(steering)
         self.started_ns = started_ns
         self.ended_ns: int | None = None
-        self.why_full = ""  # what the last refusal as disk_full said
+        # The text of the last refusal as disk_full.
+        self.why_full = ""
         self._submit, self._forget = submit, forget
         self._arena: Arena | None = arena
-        self._last_page = PageCounters()  # once the arena is released
+        # Used once the arena is released.
+        self._last_page = PageCounters()
         self._sender: Sender | None = None
         self._recovering = False
-        self.taken = 0  # captures that came here and were submitted
-        self.recovered = 0  # of these, by the journal in the arena of a rank that was gone
+        # Captures that arrived and were submitted.
+        self.taken = 0
+        # The captures among them that came from the journal of a rank that was gone.
+        self.recovered = 0
         self.process = RankProcess()
-        self._intake = threading.Lock()  # one connection at a time hands captures on
+        # One connection at a time submits captures.
+        self._intake = threading.Lock()
         self._lock = threading.Lock()
         self._outcome = threading.Condition(self._lock)
 
     # From the rank's connections
 
     def connect(self, hello: Hello, arena: Arena, process: int | None) -> Reject | None:
-        """Let a connection speak for the session, or say why not.
+        """Let a connection speak for the session, or return why not. An older connection is ended.
 
-        The connection it takes over from is ended. On success the session owns `process` (a pidfd).
+        Args:
+            hello: The connection's HELLO.
+            arena: The rank's arena.
+            process: A pidfd, which the session owns on success. None: the process is unknown.
         """
         with self._intake, self._lock:
             reject = self.session.connect(hello)
@@ -90,19 +98,21 @@ class RankSession:
                 self._wake_sender()
 
     def arena_of(self, fd: int, nbytes: int) -> Arena:
-        """The arena behind `fd`: the mapping there is, if it is the same memory. Raises ArenaError."""
+        """Return the arena of `fd`: the current mapping if it is the same memory, else a new one. Raises ArenaError"""
         arena = self._arena
         known = arena is not None and arena.nbytes == nbytes and arena.is_same_memory(fd)
         return arena if arena is not None and known else Arena(fd, nbytes)
 
     def put(self, connection: int, message: Put) -> bool:
-        """Check a batch and submit what is new; False when another connection took over.
+        """Check a batch and submit its new captures. Return False if another connection took over.
 
-        Raises ProtocolError when the batch's sequences do not ascend.
+        Raises:
+            ProtocolError: The sequences of the batch do not ascend.
         """
         arena = self._arena
+        # None: the rank was released.
         if arena is None:
-            return False  # released
+            return False
         items, rows = check_put(message, self.session.keys, self.session.key_problems, arena)
         with self._intake:
             with self._lock:
@@ -123,12 +133,12 @@ class RankSession:
         return True
 
     def is_pressed(self, items: Sequence[Descriptor]) -> bool:
-        """Whether these show that the rank's arena fills up."""
+        """Return whether these descriptors show that the rank's arena fills up."""
         arena = self._arena
         return arena is not None and arena.fills_up(max((item.offset for item in items), default=0))
 
     def tell(self, connection: int, act: Callable[[Session], None]) -> bool:
-        """Apply `act` to the state; False when another connection took over."""
+        """Apply `act` to the state. Return False if another connection took over."""
         with self._lock:
             if connection != self.session.connection:
                 return False
@@ -137,32 +147,32 @@ class RankSession:
             return True
 
     def wait_for_room(self, timeout_s: float) -> bool:
-        """Wait until less than half of MAX_IN_WORK_NBYTES is in work, if the limit was reached."""
+        """If MAX_IN_WORK_NBYTES is reached, wait until half of it is free. Return whether there is room."""
         with self._lock:
             if self.session.in_work_nbytes < MAX_IN_WORK_NBYTES:
                 return True
             return self._outcome.wait_for(self._has_room, timeout_s)
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until nothing of this rank is in work."""
+        """Wait until no capture of this rank is in work. Return whether that is so."""
         with self._lock:
             return self._outcome.wait_for(lambda: not self.session.in_work, timeout_s)
 
     def take_replies(self, connection: int) -> list[DaemonMessage]:
-        """Replies that wait for `connection`; none once another one took over."""
+        """Hand over the replies that wait for `connection`; none if another connection took over."""
         with self._lock:
             mine = connection == self.session.connection
             return [*self.session.take_replies(), *self.orders.take()] if mine else []
 
     def end(self, connection: int) -> bool:
-        """BYE; False when another connection took over."""
+        """Take a BYE. Return False if another connection took over."""
         ended = self.tell(connection, Session.end)
         if ended:
             self.ended_ns = time.time_ns()
         return ended
 
     def disconnect(self, connection: int) -> None:
-        """The connection is gone; whether the rank is, its process tells."""
+        """Note that the connection is gone. The process decides whether the rank is."""
         with self._lock:
             if connection == self.session.connection:
                 self._sender = None
@@ -173,37 +183,37 @@ class RankSession:
     # From tools
 
     def order(self, act: Callable[[Orders], None]) -> None:
-        """Apply `act` to what the rank is to be told. Without a connection it hears of it on the next."""
+        """Apply `act` to the rank's orders. A rank without a connection gets them on its next one."""
         with self._lock:
             act(self.orders)
             self._wake_sender()
 
     @property
     def begun(self) -> int:
-        """Iterations that it has begun: 1 + the current one, 0 before the first."""
+        """The number of iterations that the rank has begun: 1 + the current one, 0 before the first."""
         return 0 if (arena := self._arena) is None else arena.begun()
 
     @property
     def alive(self) -> bool:
-        """The rank is there, as far as is known, with a connection or between two."""
+        """Whether the rank is there, with a connection or between two of them."""
         return self.session.phase in (Phase.LIVE, Phase.ORPHANED)
 
     @property
     def died(self) -> bool:
-        """Its process is gone without a goodbye."""
+        """Whether the process is gone without a BYE."""
         return self.session.phase is Phase.DIED
 
     # From the pipeline's threads
 
     def committed(self, sequences: Sequence[int]) -> None:
-        """The records are real; their slots are free."""
+        """Note that the records are committed and their slots free."""
         with self._lock:
             for sequence in sequences:
                 self.session.committed(sequence)
             self._after_outcome()
 
     def refused(self, sequence: int, reason: DropReason, message: str) -> None:
-        """The record will never be; its slot is free."""
+        """Note that the record will never be committed and its slot is free."""
         with self._lock:
             self.session.refused(sequence, reason, message)
             if reason is DropReason.DISK_FULL:
@@ -213,10 +223,10 @@ class RankSession:
     # From the daemon's clock
 
     def check_process(self, grace_s: float | None, return_s: float = RETURN_S) -> None:
-        """Note the death of a rank, as far as `RankProcess.is_given_up` knows; one that comes back is taken in again.
+        """Note the death of a rank, as `RankProcess.is_given_up` decides. A rank that comes back is accepted again.
 
-        One that still has a connection is disconnected first: its reader takes what had arrived, and does not
-        wait for the rest of a frame that will never come, because a forked child keeps the socket open.
+        A rank that still has a connection is disconnected first. Its reader takes everything that arrived. It does not
+        wait for the rest of a frame, which may never come: a forked child can keep the socket open.
         """
         with self._lock:
             if self.session.phase is Phase.LIVE:
@@ -233,12 +243,17 @@ class RankSession:
                 self._die()
                 return
             self._recovering = True
-            # What is not known to be gone might still use the slot of a part again, but of nothing else.
+            # A process that may still live could reuse the slot of a part, but no other slot.
             parts = self.process.ended
         begin_recovery(self, connection, journal, parts=parts)
 
     def end_recovery(self, connection: int, count: int) -> None:
-        """What was ready in the arena is submitted, `count` captures that had not been sent: the rank is dead."""
+        """Note that the ready captures of the arena are submitted, and that the rank is dead.
+
+        Args:
+            connection: The connection for which the recovery began.
+            count: The number of captures that the rank had not sent.
+        """
         with self._lock:
             self._recovering = False
             self.recovered += count
@@ -247,12 +262,12 @@ class RankSession:
             self._outcome.notify_all()
 
     def wait_recovered(self, timeout_s: float) -> bool:
-        """Wait until no recovery is under way."""
+        """Wait until no recovery is in progress. Return whether that is so."""
         with self._lock:
             return self._outcome.wait_for(lambda: not self._recovering, timeout_s)
 
     def row(self) -> SessionRow:
-        """The session's counters as the catalog keeps them."""
+        """Return the session's counters as the catalog stores them."""
         with self._lock:
             session, gone = self.session, not self.alive
             in_work = session.records_in_work if gone else None
@@ -281,39 +296,40 @@ class RankSession:
 
     @property
     def run_id(self) -> str:
-        """The run it writes to."""
+        """The run of its records."""
         return self.session.run_id
 
     @property
     def ledger_version(self) -> int:
-        """Grows with every change of the drop ledger."""
+        """A number that grows with every change of the drop ledger."""
         return self.session.ledger.version
 
     @property
     def connected(self) -> bool:
-        """A connection speaks for the session now."""
+        """Whether a connection speaks for the session now."""
         return self.session.phase is Phase.LIVE
 
     @property
     def lost(self) -> bool:
-        """Its connection is gone, and it may come back."""
+        """Whether its connection is gone and may come back."""
         return self.session.phase is Phase.ORPHANED
 
     @property
     def busy(self) -> bool:
-        """Connected, or something of it is in work, or being recovered."""
+        """Whether the rank is connected, in recovery, or has captures in work."""
         return self.session.phase is Phase.LIVE or bool(self.session.in_work) or self._recovering
 
     @property
     def at_rest(self) -> bool:
-        """The rank is gone for good and the outcome of everything it sent is known."""
+        """Whether the rank is gone for good and the outcome of everything that it sent is known."""
         with self._lock:
             return self.session.at_rest
 
     def release(self) -> None:
-        """The rank is at rest and its last row is taken: give back its arena and process handle.
+        """Give back the arena and the process handle. The rank is at rest, and its last row is taken.
 
-        Whatever still refers to this object then (the pipeline's last job does) does not keep the memory.
+        Other objects may still refer to this one, such as the pipeline's last job. They then keep no memory of the
+        arena.
         """
         with self._lock:
             self._last_page = self._counters()

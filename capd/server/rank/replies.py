@@ -1,7 +1,7 @@
-"""What waits to be told to one rank: acknowledgements, refusals, and answers to its FLUSHes. Pure.
+"""The replies that wait for one rank: acknowledgements, refusals, and answers to its FLUSHes. Pure.
 
-Nothing is kept for a rank that does not listen (its session begins anew with none): one that reconnects PUTs again
-what it has no word on, and is answered then.
+Nothing is kept for a rank that does not listen; its session starts with no replies. A rank that reconnects repeats its
+unanswered PUTs, and is answered then.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from capd_client.protocol.messages import Ack, DaemonMessage, Flush, Flushed, Na
 
 __all__ = ["ACK_RANGES", "MAX_FLUSHES", "NACK_ROWS", "NACK_TEXT_CHARS", "Replies"]
 
-MAX_FLUSHES = 64  # unanswered FLUSHes of one session
-ACK_RANGES = 4096  # in one ACK message
-NACK_ROWS = 64  # in one NACK message
+# Unanswered FLUSHes of one session.
+MAX_FLUSHES = 64
+# Ranges in one ACK message.
+ACK_RANGES = 4096
+# Rows in one NACK message.
+NACK_ROWS = 64
 NACK_TEXT_CHARS = 1000
 
 
@@ -42,17 +45,18 @@ class Replies:
         return bool(self._nacks or self._answers or self._acks)
 
     def ack(self, sequence: int) -> None:
-        """The sequence is committed, or a part that is here."""
+        """Acknowledge a sequence that is committed, or a part that has arrived."""
         self._acks.add(sequence)
 
     def nack(self, sequence: int, reason: DropReason, message: str) -> None:
-        """The sequence will never be committed."""
+        """Refuse a sequence that will never be committed."""
         self._nacks.append(NackRow(sequence, DROP_REASONS.index(reason), message[:NACK_TEXT_CHARS]))
 
     def flush(self, message: Flush, in_work: Iterable[int]) -> None:
-        """Answer with FLUSHED once the sequences ≤ `upto` of those in work are settled.
+        """Answer with FLUSHED when the sequences ≤ `upto` among `in_work` are settled.
 
-        Raises ProtocolError when MAX_FLUSHES are waiting already.
+        Raises:
+            ProtocolError: MAX_FLUSHES are already waiting.
         """
         remaining = sum(1 for sequence in in_work if sequence <= message.upto)
         if not remaining:
@@ -63,7 +67,7 @@ class Replies:
         self._flushes.append(_WaitingFlush(message.id, message.upto, remaining))
 
     def settled(self, sequence: int) -> None:
-        """The outcome of a sequence that was in work is known, and stands among the replies already."""
+        """Note that a sequence is no longer in work. Its own reply is already here."""
         if not self._flushes:
             return
         for flush in self._flushes:
@@ -72,7 +76,7 @@ class Replies:
         self._flushes = [flush for flush in self._flushes if flush.remaining > 0]
 
     def take(self) -> list[DaemonMessage]:
-        """Hand over everything that waits: ACKs and NACKs first, so that FLUSHED comes after them."""
+        """Hand over all waiting replies: ACKs and NACKs first, so that FLUSHED comes after them."""
         ranges = self._acks.ranges()
         replies: list[DaemonMessage] = [
             Ack(ranges[at : at + ACK_RANGES]) for at in range(0, len(ranges), ACK_RANGES)

@@ -1,18 +1,18 @@
-"""What the daemon knows about one rank, across its reconnects: a pure state machine without I/O.
+"""The session of one rank, across its reconnects: a pure state machine without I/O.
 
-One Session per client uuid. Its shell (`capd.server.rank.rank`) feeds it messages and the pipeline's outcomes
-under a lock, hands the submissions it returns to the pipeline, and sends the replies it has collected.
+There is one Session per client uuid. Its shell (`capd.server.rank.rank`) passes it messages and the pipeline's
+outcomes under a lock. The shell hands the returned submissions to the pipeline and sends the collected replies.
 
     LIVE ── connection lost ──► ORPHANED ── process gone ──► DIED
      │  ◄──── newer connection of the same uuid ────┘            (a newer connection revives DIED, too)
      └──── BYE ──► ENDED
 
-A sequence is new, in work, committed or refused. New ones are submitted once; a repeated one joins the work, or is
-answered again from what is known. Parts of a record are in work until their bytes are here, the last one until the
-record is committed; what is committed or refused is the record's own sequence.
+A sequence is new, in work, committed or refused. A new one is submitted once. A repeated one joins the work in
+progress, or is answered again from its known outcome. A part is in work until its bytes are here, and the last part
+until the record is committed. The record's own sequence is committed or refused, not those of its parts.
 
-The connection ordinal decides which connection speaks for the session: an older or equal one is refused, and what a
-superseded connection still sends is ignored.
+The connection ordinal decides which connection speaks for the session. An older or equal one is refused, and messages
+of a superseded connection are ignored.
 """
 
 from __future__ import annotations
@@ -34,16 +34,18 @@ from capd_client.protocol.statistics_row import ROW_NBYTES
 
 __all__ = ["MAX_DEFINE_NBYTES", "MAX_REFUSED", "RECORD_NBYTES", "Phase", "Session"]
 
-MAX_DEFINE_NBYTES = 64 << 20  # DEF frames kept per connection
-# What a capture in work takes at most; its elements, metadata and statistics row left out.
+# Bytes of DEF frames kept per connection.
+MAX_DEFINE_NBYTES = 64 << 20
+# The most memory of a capture in work, without its elements, metadata and statistics row.
 RECORD_NBYTES = 2 << 10
-MAX_REFUSED = 65_536  # refusals remembered; a repeated PUT of an older one is tried again
+# The number of refusals that are remembered. If the PUT of an older one is repeated, the daemon tries it again.
+MAX_REFUSED = 65_536
 
 Submission = tuple[Descriptor, Define]
 
 
 class Phase(enum.Enum):
-    """Where a session stands."""
+    """The phase of a session's life."""
 
     LIVE = "live"
     ORPHANED = "orphaned"
@@ -52,30 +54,41 @@ class Phase(enum.Enum):
 
 
 class Session:
-    """State of one client uuid. Not thread-safe: the shell holds a lock around every call."""
+    """The state of one client uuid. Not thread-safe: the shell holds a lock around every call."""
 
     def __init__(self, client: bytes, run_id: str, committed: Iterable[tuple[int, int]] = ()) -> None:
+        """Start without a connection.
+
+        Args:
+            client: The client's uuid.
+            run_id: The run of its records.
+            committed: The sequence ranges of the client that are already in the store.
+        """
         self.client = client
         self.run_id = run_id
         self.phase = Phase.ORPHANED
         self.connection: int | None = None
         self.keys: dict[int, Define] = {}
-        self.key_problems: dict[int, str] = {}  # keys whose records cannot be stored, and why
+        # Key ids whose records cannot be stored, and why.
+        self.key_problems: dict[int, str] = {}
         self.done = RangeSet(committed)
         self.refused_counts: dict[DropReason, int] = {}
         self.in_work: dict[int, Submission] = {}
-        self.in_work_nbytes = 0  # of memory that they take here: their elements stay in the arena
+        # The memory of the captures in work here. Their elements stay in the arena.
+        self.in_work_nbytes = 0
         self.ledger = Ledger()
-        self._refused: dict[int, DropReason] = {}  # by record
+        # The reason of each refused record, by sequence.
+        self._refused: dict[int, DropReason] = {}
         self._unfinished = Unfinished()
-        self._abandoned: list[int] = []  # records of which parts are here and no more will be taken
+        # Records with some parts here, of which no more parts will be taken.
+        self._abandoned: list[int] = []
         self._define_nbytes = 0
         self._replies = Replies()
 
     # The connection
 
     def connect(self, hello: Hello) -> Reject | None:
-        """Let this connection speak for the session, or say why not. Takes over from an older one."""
+        """Let this connection speak for the session, or return why not. It takes over from an older connection."""
         if self.connection is not None and hello.connection <= self.connection:
             return Reject(
                 "superseded",
@@ -89,7 +102,7 @@ class Session:
         return None
 
     def disconnect(self, connection: int) -> bool:
-        """The connection is gone without BYE; False when it did not speak for the session any more."""
+        """Note that the connection is gone without BYE. Return False if it no longer spoke for the session."""
         if connection != self.connection or self.phase is not Phase.LIVE:
             return False
         self.phase = Phase.ORPHANED
@@ -97,26 +110,33 @@ class Session:
         return True
 
     def end(self) -> None:
-        """BYE: the rank left in order."""
+        """Take a BYE: the rank left in order."""
         self.phase = Phase.ENDED
 
     def die(self) -> None:
-        """The rank's process is gone without BYE."""
+        """Note that the rank's process is gone without BYE."""
         if self.phase is not Phase.ENDED:
             self.phase = Phase.DIED
             self._replies = Replies()
 
     @property
     def at_rest(self) -> bool:
-        """The rank is gone for good and the outcome of everything it sent is known."""
+        """Whether the rank is gone for good and the outcome of everything that it sent is known."""
         return self.phase in (Phase.ENDED, Phase.DIED) and not self.in_work
 
-    # What the rank sends
+    # Messages of the rank
 
     def define(self, message: Define, frame_nbytes: int) -> None:
-        """Intern a key. Raises ProtocolError on a changed redefinition or past MAX_DEFINE_NBYTES.
+        """Store a key's definition. A key whose records cannot be stored is kept, too.
 
-        A key that cannot be stored is kept, too: its records are refused, and counted under its name.
+        Its records are then refused, and counted under its name.
+
+        Args:
+            message: The definition.
+            frame_nbytes: The length of its frame, which counts towards MAX_DEFINE_NBYTES.
+
+        Raises:
+            ProtocolError: The key id was defined differently before, or MAX_DEFINE_NBYTES is exceeded.
         """
         known = self.keys.get(message.id)
         if known is not None:
@@ -132,10 +152,10 @@ class Session:
         self.keys[message.id] = message
 
     def put(self, items: Iterable[Checked]) -> list[Submission]:
-        """Take a batch; returns what must be submitted to the pipeline, in order.
+        """Take a batch and return the captures to submit to the pipeline, in order.
 
-        Known sequences are answered from knowledge, those in work are joined, and descriptors with a
-        problem are refused.
+        A known sequence is answered again. A sequence in work is ignored, because its answer will come. A descriptor
+        with an error is refused.
         """
         submit: list[Submission] = []
         for item, define, problem in items:
@@ -161,7 +181,7 @@ class Session:
         return submit
 
     def _is_new_part(self, item: Descriptor) -> bool:
-        """Whether the part must be gathered; if not, it is answered."""
+        """Return whether the part must be gathered. If not, it is answered."""
         try:
             new = self._unfinished.take(item)
         except PartRefused as refused:
@@ -172,18 +192,18 @@ class Session:
         return new
 
     def _turn_away(self, item: Descriptor, define: Define | None, reason: DropReason, message: str) -> None:
-        """Refuse what is not in work, and with a part all that is here of its record."""
+        """Refuse a capture that is not in work, and with a part everything here of its record."""
         self._refuse(item, define, reason, message)
         if self._unfinished.forget(item.record):
             self._abandoned.append(item.record)
 
     def take_abandoned(self) -> list[int]:
-        """Hand over the records that the pipeline must let go of, behind what `put` returned before."""
+        """Hand over the records that the pipeline must release, after the submissions that `put` returned earlier."""
         abandoned, self._abandoned = self._abandoned, []
         return abandoned
 
     def drops(self, message: Drops) -> None:
-        """Take cumulative rows of the rank's drop ledger. Raises ProtocolError on an undefined key."""
+        """Take cumulative rows of the rank's drop ledger. Raises ProtocolError if a key is not defined."""
         for row in message.rows:
             define = self.keys.get(row.key_id)
             if define is None:
@@ -191,13 +211,13 @@ class Session:
             self.ledger.report(define, row)
 
     def flush(self, message: Flush) -> None:
-        """Answer once every received sequence ≤ `upto` has its outcome. Raises ProtocolError on too many of them."""
+        """Answer when every received sequence ≤ `upto` has its outcome. Raises ProtocolError on too many FLUSHes."""
         self._replies.flush(message, self.in_work)
 
-    # What the pipeline reports
+    # Reports of the pipeline
 
     def committed(self, sequence: int) -> None:
-        """A record is real; or a part, not the last of its record, is here."""
+        """Note that a record is committed, or that a part has arrived that is not the last of its record."""
         item, _ = self.in_work[sequence]
         if item.ends_record:
             self.done.add(item.record)
@@ -207,8 +227,11 @@ class Session:
         self._settle(sequence)
 
     def refused(self, sequence: int, reason: DropReason, message: str) -> None:
-        """A record will never be. Counted under a reason only the daemon gives, so that the rank's own
-        drops under the same reason are not mistaken for it."""
+        """Note that a record will never be committed.
+
+        It counts under a reason that only the daemon gives. Otherwise it could be taken for a drop that the rank
+        counts itself under the same reason.
+        """
         if reason not in DAEMON_REASONS:
             message = f"{reason.value}: {message}"
             reason = DropReason.STORE_ERROR
@@ -219,25 +242,26 @@ class Session:
 
     @property
     def records_in_work(self) -> int:
-        """Captures that something is in work of, each counted once."""
+        """The number of records with captures in work. A record in parts counts once."""
         return len({item.record for item, _ in self.in_work.values()})
 
     # Replies
 
     @property
     def has_replies(self) -> bool:
-        """Something waits to be sent."""
+        """Whether replies wait to be sent."""
         return bool(self._replies)
 
     def take_replies(self) -> list[DaemonMessage]:
-        """Hand over everything that waits."""
+        """Hand over all waiting replies."""
         return self._replies.take()
 
     # Inside
 
     def _ack(self, sequence: int) -> None:
+        # Nobody listens in another phase. A rank that reconnects asks again.
         if self.phase is not Phase.LIVE:
-            return  # nobody listens; a reconnecting rank asks again
+            return
         self._replies.ack(sequence)
 
     def _nack(self, sequence: int, reason: DropReason, message: str) -> None:
@@ -245,8 +269,12 @@ class Session:
             self._replies.nack(sequence, reason, message)
 
     def _refuse(self, item: Descriptor, define: Define | None, reason: DropReason, message: str) -> None:
-        """Never to be committed. Of a record whose last part is not in work the rank may know an end of its own, given
-        up or refused by an earlier daemon: that one the rank counts alone, or it counts as `rank_died`."""
+        """Refuse a record for good.
+
+        If the last part of a record is not in work, the rank may already know another end of the record. It gave the
+        record up, or an earlier daemon refused it. The rank alone then counts this end, or the record counts as
+        `rank_died`.
+        """
         self._refused[item.record] = reason
         if len(self._refused) > MAX_REFUSED:
             del self._refused[next(iter(self._refused))]

@@ -1,7 +1,7 @@
-"""How the ranks of one run are steered: the state that `capd ctl` wants, given to every rank, now or later.
+"""The steering of one run: the state that `capd ctl` wants, for every rank, now or later.
 
-The state is kept in memory, here and in the ranks. Each rank tells what it holds on every connection, so a daemon that
-was started anew knows the newest again from any rank that was steered.
+The state is kept in memory, here and in the ranks. Each rank reports its state on every connection. A restarted daemon
+therefore learns the newest state from any rank that was steered.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ __all__ = ["RunSteering"]
 
 
 class RunSteering:
-    """The wanted state of one run. Called from tools', ranks' and the clock's threads."""
+    """The wanted state of one run. The threads of tools, of ranks and of the clock call it."""
 
     def __init__(self) -> None:
-        self.wanted: Steer | None = None  # None: never steered, as far as this daemon knows
+        # None: never steered, as this daemon knows.
+        self.wanted: Steer | None = None
         self._lock = threading.Lock()
         self._pace = Pace()
-        self._in_force = False  # some rank follows `wanted` already
+        # Whether some rank already follows `wanted`.
+        self._in_force = False
         self._last_id = 0
 
     def look(self, begun: Iterable[int]) -> None:
-        """The clock: the iterations that the run's ranks have begun by now."""
+        """Note the iterations that the run's ranks have begun. The clock calls it."""
         with self._lock:
             self._pace.look(leading(begun), time.monotonic())
 
@@ -42,7 +44,14 @@ class RunSteering:
         from_iteration: int | None,
         begun: Iterable[int],
     ) -> Steer:
-        """Make this the wanted state. `from_iteration` None: the next that the ranks can begin together."""
+        """Make this the wanted state.
+
+        Args:
+            capturing: Whether the ranks capture at all.
+            selection: The selection to follow; None: the job's own.
+            from_iteration: The iteration from which the order holds; None: the next that the ranks can begin together.
+            begun: The iterations that each rank has begun.
+        """
         with self._lock:
             if from_iteration is None:
                 from_iteration = self._pace.next_iteration(leading(begun), time.monotonic())
@@ -53,12 +62,12 @@ class RunSteering:
             return self.wanted
 
     def drain(self) -> Drain:
-        """A new question to the ranks."""
+        """Return a new DRAIN for the ranks."""
         with self._lock:
             return Drain(self._next_id())
 
     def told(self, steered: Steered) -> None:
-        """A rank tells what it holds, which may be news to this daemon. The clock hands it on to other ranks."""
+        """Take a rank's report of its state, which may be new to this daemon. The clock passes it to other ranks."""
         newest = steered.pending or steered.in_force
         with self._lock:
             known = 0 if self.wanted is None else self.wanted.id
@@ -70,7 +79,10 @@ class RunSteering:
             self._in_force |= newest is steered.in_force
 
     def for_rank(self, steered: Steered | None) -> Steer | None:
-        """What a rank that holds `steered` is still to be told: to follow at once, where others do so already."""
+        """Return the order that a rank in the state `steered` still needs; None if it needs none.
+
+        It holds at once if other ranks already follow it.
+        """
         with self._lock:
             wanted = self.wanted
             if wanted is None or (steered is not None and steered.id >= wanted.id):
@@ -78,6 +90,6 @@ class RunSteering:
             return replace(wanted, from_iteration=0) if self._in_force else wanted
 
     def _next_id(self) -> int:
-        """Above all before, also those of a daemon before this one."""
+        """Return an id above all earlier ones, also above those of an earlier daemon."""
         self._last_id = max(self._last_id + 1, time.time_ns())
         return self._last_id

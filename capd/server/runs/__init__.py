@@ -1,1 +1,1 @@
-"""The runs of a daemon, and which ranks may join them."""
+"""The runs of a daemon, and the ranks that may join them."""

@@ -1,6 +1,7 @@
-"""What a tool's CONTROL does to a run and its ranks, answered when it is done or the tool's patience is over.
+"""The effect of a tool's CONTROL on a run and its ranks. The answer comes when it is done or the tool's time is over.
 
-An order is a state that the run's ranks are to take on (`capd.server.rank.steering`); it stays when the tool goes away.
+An order is a state that the run's ranks will take on (`capd.server.rank.steering`). It remains in force when the tool
+disconnects.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from capd_client.protocol.selection import Ranges
 __all__ = ["Controller"]
 
 SEAL_TIMEOUT_S = 600.0
-_LOOK_S = 0.02  # and once a rank lets a tool wait, 5 % of that time, at most
+# The shortest time between two looks at the ranks. It grows to 5 % of the waited time, at most _MAX_LOOK_S.
+_LOOK_S = 0.02
 _MAX_LOOK_S = 1.0
 _NAMED_RANKS = 16
-_STANDS = "; the order stands, see `capd ctl status`"
+_STANDS = "; the order remains, see `capd ctl status`"
 
 
 class _Failed(Exception):
-    """The reply, where it is not "ok"."""
+    """A reply other than "ok"."""
 
     def __init__(self, reply: ControlReply) -> None:
         super().__init__(reply.message)
@@ -42,18 +44,24 @@ class _Failed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Controller:
-    """Carries out CONTROL messages. shutdown: asks the daemon to leave."""
+    """The executor of CONTROL messages. shutdown: asks the daemon to stop."""
 
     registry: Registry
     shutdown: Callable[[], None]
 
     def control(self, message: Control, wait: Callable[[float], bool]) -> ControlReply:
-        """Carry out `message`. `wait` waits some seconds, True when nobody is there for the answer any more."""
+        """Carry out `message` and return the reply.
+
+        Args:
+            message: The order of the tool.
+            wait: Waits for some seconds. Returns True if nobody waits for the reply any more.
+        """
         try:
             reply = self._control(message, wait)
         except _Failed as failed:
             reply = failed.reply
-        if len(reply.message) > MAX_TEXT_CHARS:  # many runs, or what a rank says of itself
+        # Many runs, or a long text of a rank.
+        if len(reply.message) > MAX_TEXT_CHARS:
             reply.message = reply.message[: MAX_TEXT_CHARS - 1] + "…"
         return reply
 
@@ -108,13 +116,15 @@ class Controller:
 
 
 class _Patience:
+    """The time for which a tool waits for the ranks."""
+
     def __init__(self, wait_s: float, wait: Callable[[float], bool]) -> None:
         self._began = time.monotonic()
         self._wait_s = wait_s
         self._wait = wait
 
     def wait_for(self, missing: Callable[[], list[RankSession]]) -> list[RankSession]:
-        """The ranks still missing when there are none, or the patience is over."""
+        """Wait until no rank is missing or the time is over, and return the missing ranks."""
         while found := missing():
             waited = time.monotonic() - self._began
             left, look_s = self._wait_s - waited, min(max(_LOOK_S, waited / 20), _MAX_LOOK_S)
@@ -148,7 +158,7 @@ def _steer(run: Run, message: Control, patience: _Patience) -> ControlReply:
 
 
 def _settled(rank: RankSession, steer: Steer) -> bool:
-    """Whether the rank follows `steer`, or said why it cannot."""
+    """Return whether the rank follows `steer`, or has reported why it cannot."""
     steered = rank.orders.steered
     if steered is None or steered.id < steer.id:
         return False
@@ -172,12 +182,12 @@ def _outcome(run: Run, steer: Steer) -> ControlReply:
 
 
 def _why_empty(ranks: list[RankSession], steer: Steer) -> str | None:
-    """Why a selection captures nothing on any rank; None where it does, or where there is none."""
+    """Return why a selection captures nothing on any rank; None if it captures something or there is none."""
     selection = steer.selection
     if selection is None or not steer.capturing:
         return None
     if selection.steps is not None and not Ranges(selection.steps).reaches(steer.from_iteration):
-        return f"steps {selection.steps} lie before iteration {steer.from_iteration}"
+        return f"steps {selection.steps} end before iteration {steer.from_iteration}"
     chosen = Ranges("all" if selection.ranks is None else selection.ranks)
     if not any(rank.hello.rank in chosen for rank in ranks):
         return f"no rank of this run here is in ranks {selection.ranks}"
@@ -225,6 +235,7 @@ def _where(rank: RankSession) -> str:
 def _reply(code: str, message: str, run: Run) -> ControlReply:
     ranks: list[RankControl] = [rank_control(rank, run.steering.wanted) for rank in run.alive()]
     reply = ControlReply(code, message, [rank.model_dump(mode="json") for rank in ranks])  # type: ignore[arg-type]
-    if len(encode(reply)) > MAX_FRAME_NBYTES:  # hundreds of ranks under long selections
+    # Hundreds of ranks with long selections.
+    if len(encode(reply)) > MAX_FRAME_NBYTES:
         reply.ranks = []
     return reply

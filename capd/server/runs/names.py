@@ -1,4 +1,4 @@
-"""Names of runs: which are allowed, and which run a rank without one writes to."""
+"""The names of runs: which are allowed, and which run a rank without a name writes to."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from capd.server.runs.root_lock import OwnerNote
 __all__ = ["MAX_RUN_ID_CHARS", "RunNames", "check_run_id", "new_run_id"]
 
 MAX_RUN_ID_CHARS = 128
-_MAX_RUN_ID_NBYTES = 240  # file names have at most 255 bytes, and `.zarr` and temporary suffixes follow
+# File names have at most 255 bytes, including `.zarr` and temporary suffixes.
+_MAX_RUN_ID_NBYTES = 240
 
 
 def check_run_id(run_id: str) -> str:
-    """Return `run_id` if it can name a directory of the store; raises ConfigError that says why not."""
+    """Return `run_id` if it can name a directory of the store. Otherwise raise a ConfigError with the reason."""
     problem = None
     if not run_id or not run_id.strip():
         problem = "it is empty"
@@ -35,7 +36,7 @@ def check_run_id(run_id: str) -> str:
 
 
 def new_run_id(root: Path) -> str:
-    """A name made of the local time, `YYYYmmdd-HHMMSS`, that no run below `root` has."""
+    """Return a name made from the local time, `YYYYmmdd-HHMMSS`, that no run below `root` has."""
     name = base = time.strftime("%Y%m%d-%H%M%S")
     number = 1
     while (root / f"{name}.zarr").exists():
@@ -45,10 +46,10 @@ def new_run_id(root: Path) -> str:
 
 
 class RunNames:
-    """Decides the run of each rank: its own word, else the daemon's run id, else one shared assigned name.
+    """The run of each rank: the name that the rank gives, else the daemon's run id, else one shared assigned name.
 
-    The assigned name is shared by all ranks that overlap, also when the daemon was killed and started again
-    (`previous` is the note it left). A rank that was told of it says it itself from then on. Not thread-safe.
+    All ranks that overlap share the assigned name, also after the daemon was killed and restarted: `previous` is the
+    note of the killed daemon. A rank that has received the name gives it itself from then on. Not thread-safe.
     """
 
     def __init__(self, root: Path, default: str | None, previous: OwnerNote) -> None:
@@ -57,7 +58,12 @@ class RunNames:
         self.assigned = previous.assigned_run
 
     def resolve(self, wanted: str | None, is_active: Callable[[str], bool]) -> str:
-        """The run of a rank; `is_active` tells whether a run has ranks. Raises ConfigError on a bad name."""
+        """Return the run of a rank. Raises ConfigError if its name is not allowed.
+
+        Args:
+            wanted: The name that the rank gives.
+            is_active: Tells whether a run has ranks.
+        """
         if wanted is not None:
             return check_run_id(wanted)
         if self._default is not None:

@@ -1,4 +1,4 @@
-"""Keeps the ranks' counters in the catalog current, without anybody waiting for the disk."""
+"""The rank counters in the catalog, kept current without anybody waiting for the disk."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ __all__ = ["SAVE_INTERVAL_S", "RowKeeper"]
 
 logger = logging.getLogger(__name__)
 
-SAVE_INTERVAL_S = 0.5  # with the clock's tick, counters on disk are less than a second old
+# With the clock's tick, counters on disk are less than a second old.
+SAVE_INTERVAL_S = 0.5
 
 
 @dataclass(slots=True)
 class _Saved:
-    mark: object = None  # what was handed to the catalog last
+    # The state that was last handed to the catalog.
+    mark: object = None
     at: float = -SAVE_INTERVAL_S
     future: Future[None] | None = None
 
 
 class RowKeeper:
-    """Hands a rank's row to the pipeline when it changed; used by the daemon's clock only."""
+    """The saved rows of the ranks. It hands a changed row to the pipeline; only the daemon's clock uses it."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._saved: dict[bytes, _Saved] = {}
 
     def update(self, rank: RankSession, now: float) -> bool:
-        """Save the rank's row if it changed; True when the catalog holds its present state.
+        """Save the rank's row if it changed. Return True if the catalog holds the current row.
 
-        A save in progress is never overtaken; a failed one is logged and tried again.
+        A new save never starts before the last one is done. A failed save is logged and retried.
         """
         row = rank.row()
         mark = (
@@ -52,7 +54,7 @@ class RowKeeper:
             error = saved.future.exception()
             saved.future = None
             if error is not None:
-                logger.error("counters of rank %d could not be saved: %s; trying again", row.rank, error)
+                logger.error("counters of rank %d could not be saved: %s; retrying", row.rank, error)
                 saved.mark = None
         if mark == saved.mark:
             return True
@@ -62,5 +64,5 @@ class RowKeeper:
         return False
 
     def forget(self, rank: RankSession) -> None:
-        """The rank is finished and saved."""
+        """Forget a rank that is finished and saved."""
         self._saved.pop(rank.client, None)

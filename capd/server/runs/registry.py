@@ -1,7 +1,7 @@
-"""The runs this daemon writes and the ranks in them: who may join, and when a run is sealed.
+"""The registry: the runs that this daemon writes, their ranks, who may join, and when a run is sealed.
 
-The daemon's clock calls `tick` a few times a second (`capd.server.runs.upkeep`). A run is sealed once its last rank has
-been gone for `idle_seal_s`; ranks that come later reopen it.
+The daemon's clock calls `tick` a few times a second (`capd.server.runs.upkeep`). A run is sealed when its last rank
+has been gone for `idle_seal_s`. Ranks that come later reopen it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,12 @@ __all__ = ["Registry"]
 
 logger = logging.getLogger(__name__)
 
-MAX_RUNS = 1024  # runs of one daemon; a rank that brings one more is refused
-MAX_QUIET_RUNS = 64  # sealed runs without ranks that STATS still shows
-_SCARCE = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE})  # there may be more of it later
+# The runs of one daemon. A rank that brings one more is refused.
+MAX_RUNS = 1024
+# Sealed runs without ranks that STATS still shows.
+MAX_QUIET_RUNS = 64
+# Errors of resources that may be available again later.
+_SCARCE = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE})
 
 
 class Registry:
@@ -63,11 +66,20 @@ class Registry:
     # From connections
 
     def admit(self, hello: Hello, fd: int, process: int | None) -> RankSession:
-        """Give a rank its place: its run is opened, its arena checked, older connections are superseded.
+        """Admit a rank: open its run, check its arena, and end older connections of it.
 
-        `fd` stays the caller's to close; `process` is the session's once this returns. Raises Refusal.
+        Args:
+            hello: The rank's HELLO.
+            fd: The descriptor of its arena. The caller closes it.
+            process: A pidfd, which the session owns on return. None: the process is unknown.
+
+        Returns:
+            The session of the rank.
+
+        Raises:
+            Refusal: The rank may not join, or not now.
         """
-        # What is gone cannot come back to the next daemon: its arena is taken in as long as there is a pipeline.
+        # A rank that is gone cannot come back to the next daemon. Its arena is accepted as long as a pipeline runs.
         gone = process is not None and has_ended(process)
         if hello.protocol != PROTOCOL_VERSION:
             raise Refusal(
@@ -88,13 +100,13 @@ class Registry:
             scarce = isinstance(error.__cause__, OSError) and error.__cause__.errno in _SCARCE
             raise Refusal("arena", str(error), retry=scarce) from error
         except StoreError as error:
-            # What is locked or what the operating system refused may work later; a foreign or newer store will not.
+            # A locked store or a refusal of the operating system may pass. A foreign or newer store will not.
             retry = error.retry or isinstance(error.__cause__, OSError)
             raise Refusal("run", str(error), retry=retry) from error
 
     @contextlib.contextmanager
     def _arriving(self, run: Run) -> Iterator[None]:
-        """While `run.arriving` was counted up: counts down again, and forgets the run if it could not be opened."""
+        """Count `run.arriving` down at the end, and forget the run if it could not be opened."""
         try:
             yield
         finally:
@@ -134,10 +146,11 @@ class Registry:
         return bool(run.ranks or run.arriving or quiet_s < self._idle_seal_s)
 
     def _open(self, run: Run) -> None:
-        """Open or recover the run; may take long, so it is called without the lock."""
+        """Open or recover the run. It may take long, so it is called without the lock."""
         if not self._root.is_dir():
-            raise StoreError(f"the store {self._root} is gone; start `capd serve` again")
-        self._forgotten.wait(run.run_id)  # else it would be closed just after it was found open
+            raise StoreError(f"the store {self._root} is gone; restart `capd serve`")
+        # Otherwise the run could be closed just after it was found open.
+        self._forgotten.wait(run.run_id)
         self._pipeline.open_run(run.run_id)
         if run.opened:
             return
@@ -164,7 +177,7 @@ class Registry:
             db.close()
 
     def _settled(self, run: Run, row: SessionRow) -> SessionRow:
-        """An earlier session; if it was over with captures in work when its daemon was killed, with final counters."""
+        """Return an earlier session's row with final counters, also if a killed daemon had captures of it in work."""
         if row.clean or row.state == "live":
             return row
         final = settled(row, len(RangeSet(self._pipeline.committed(run.run_id, row.client))))
@@ -180,7 +193,8 @@ class Registry:
             with self._lock:
                 rank = run.ranks.get(client)
                 if rank is None and known:
-                    continue  # it was finished in between: ask for what it committed
+                    # The rank was finished in between: ask for its committed records.
+                    continue
                 arena = rank.arena_of(fd, hello.arena_nbytes) if rank else Arena(fd, hello.arena_nbytes)
                 if rank is None:
                     before = run.finished.get(client)
@@ -200,14 +214,14 @@ class Registry:
                     raise Refusal(reject.code, reject.message)
                 run.ranks[client] = rank
                 run.finished.pop(client, None)
-            # In front of all that it will capture: a daemon killed at once leaves no records of an unknown session.
+            # Before any of its captures, so that a daemon killed now leaves no records of an unknown session.
             self._pipeline.save_session(run.run_id, rank.row())
             return rank
 
     # From tools and from the daemon
 
     def adopt(self, run_id: str) -> None:
-        """Open a run that a daemon before left unsealed; it is sealed unless ranks come. Raises StoreError."""
+        """Open a run that an earlier daemon left unsealed. It is sealed unless ranks come. Raises StoreError."""
         try:
             with self._lock:
                 run = self._run(run_id)
@@ -218,17 +232,18 @@ class Registry:
             self._open(run)
 
     def runs(self) -> list[Run]:
-        """All runs, the newest last."""
+        """Return all runs, the newest last."""
         with self._lock:
             return list(self._runs.values())
 
     def stats(self, run_id: str | None) -> list[RunStats]:
-        """Counters of one run, or of all, as they are now."""
+        """Return the current counters of one run, or of all."""
         found = []
         for run in self.runs():
             if run_id not in (None, run.run_id):
                 continue
-            with self._lock:  # a rank that is just finishing counts once, a run just forgotten is closed
+            # Under the lock, a rank that is just finishing counts once. A run that was just forgotten is closed.
+            with self._lock:
                 if run.opened and self._runs.get(run.run_id) is run:
                     run.totals = self._pipeline.run_stats(run.run_id)
                 ranks, finished = list(run.ranks.values()), list(run.finished.values())
@@ -236,7 +251,7 @@ class Registry:
         return found
 
     def stored_nbytes(self) -> int:
-        """Bytes this daemon added to the store: shards, small-record logs and catalogs."""
+        """Return the bytes that this daemon added to the store: shards, small-record logs and catalogs."""
         with self._lock:
             for run in self._runs.values():
                 if run.opened:
@@ -248,7 +263,7 @@ class Registry:
         run.beside_bytes = self._pipeline.beside_nbytes(run.run_id)
 
     def seal(self, run_id: str) -> Future[None]:
-        """Seal a run now. Raises StoreError when this daemon has no such run, or has not opened it yet."""
+        """Seal a run now. Raises StoreError if this daemon has not opened the run."""
         with self._lock:
             run = self._runs.get(run_id)
             if run is None or not run.opened:
@@ -256,18 +271,18 @@ class Registry:
             return self._tending.begin_seal(run)
 
     def is_quiet(self) -> bool:
-        """No rank is here or may come back, and everything is sealed."""
+        """Return whether no rank is here or may come back, and everything is sealed."""
         return all(run.sealed and not run.ranks and not run.arriving for run in self.runs())
 
     def refuse_new(self) -> None:
-        """No rank is admitted from now on."""
+        """Admit no rank from now on."""
         with self._lock:
             self._closing = True
 
     # The clock
 
     def tick(self) -> None:
-        """Note deaths, persist counters that changed, seal what has been quiet."""
+        """Note deaths, persist changed counters, and seal runs that have been quiet."""
         now = time.monotonic()
         for run in self.runs():
             if run.opened:
@@ -278,17 +293,17 @@ class Registry:
         self._forget_old_runs()
 
     def recover_all(self, timeout_s: float) -> None:
-        """Take what ranks that are gone left in their arenas, before the pipeline ends."""
+        """Recover the captures in the arenas of ranks that are gone, before the pipeline ends."""
         until = time.monotonic() + timeout_s
         ranks = [rank for run in self.runs() for rank in list(run.ranks.values())]
         for rank in ranks:
             rank.check_process(grace_s=None)
         for rank in ranks:
             if not rank.wait_recovered(max(0.0, until - time.monotonic())):
-                logger.warning("what rank %d left in its arena could not be taken in time", rank.hello.rank)
+                logger.warning("the arena of rank %d could not be recovered in time", rank.hello.rank)
 
     def save_all(self, timeout_s: float) -> None:
-        """Persist every rank's present counters; one that cannot be saved in time is logged, and ends it."""
+        """Persist the current counters of every rank. The first failure is logged and ends the call."""
         until = time.monotonic() + timeout_s
         for run in self.runs():
             for rank in list(run.ranks.values()):
@@ -299,14 +314,16 @@ class Registry:
                 except (TimeoutError, OSError, StoreError) as error:
                     logger.error("counters of rank %d could not be saved: %s", rank.hello.rank, error)
                     return
-                if rank.at_rest:  # the clock has not seen it
+                # The clock has not seen the end of this rank.
+                if rank.at_rest:
                     tell_end(rank, row)
 
     def _forget_old_runs(self) -> None:
         with self._lock:
             quiet = [run for run in self._runs.values() if run.sealed and not run.ranks and not run.arriving]
             for run in quiet[: max(0, len(quiet) - MAX_QUIET_RUNS)]:
-                self._measure(run)  # its seal may have ended after the clock counted
+                # Its seal may have ended after the last tick.
+                self._measure(run)
                 del self._runs[run.run_id]
                 self._forgotten.add(run, self._pipeline.close_run(run.run_id))
             self._forgotten.tend()

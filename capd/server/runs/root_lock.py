@@ -1,8 +1,8 @@
-"""One daemon per (store root, node): the root lock, and the note its owner leaves in it.
+"""The root lock: one daemon per (store root, node), and the note that the owner writes into the lock file.
 
-The lock is `flock` on `<root>/.capd-<node>.lock`, so the kernel releases it with its owner, however that
-ends. The file holds one JSON object: the owner's pid and endpoint for messages, and the run the daemon
-named by itself, so that after a crash ranks without a run of their own join those that go on in it.
+The lock is `flock` on `<root>/.capd-<node>.lock`. The kernel therefore releases it when its owner ends, however that
+happens. The file holds one JSON object: the owner's pid and endpoint for messages, and the run that the daemon named
+itself. After a crash, ranks without a run of their own join the running ranks in this run.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _MAX_NOTE_NBYTES = 1 << 20
 
 
 class OwnerNote(msgspec.Struct, kw_only=True):
-    """What the owner of a store root writes into the lock file.
+    """The note of a store root's owner in the lock file.
 
-    assigned_run: the run this daemon named, empty after an orderly shutdown.
+    Attributes:
+        assigned_run: The run that this daemon named; empty after an orderly shutdown.
     """
 
     pid: int = 0
@@ -35,13 +36,14 @@ class OwnerNote(msgspec.Struct, kw_only=True):
 
 
 class RootLock:
-    """Exclusive ownership of a store root on this node."""
+    """The exclusive ownership of a store root on this node."""
 
     def __init__(self, root: Path, node: str) -> None:
         """Create `root` if needed and lock it.
 
-        Raises StoreBusy when another daemon holds it (the message names its pid and endpoint) and
-        StoreError when the directory or the lock file cannot be used.
+        Raises:
+            StoreBusy: Another daemon holds the lock. The message names its pid and endpoint.
+            StoreError: The directory or the lock file cannot be used.
         """
         self.path = root / f".capd-{node}.lock"
         try:
@@ -56,8 +58,13 @@ class RootLock:
             os.close(self._fd)
             if not isinstance(error, BlockingIOError):
                 raise StoreError(f"cannot lock {self.path}: {error.strerror or error}") from error
-            raise _busy(root, note) from None
-        self.previous = _read_note(self._fd)  # what a daemon that did not end in order left behind
+            where = f" on {note.endpoint}" if note.endpoint else ""
+            raise StoreBusy(
+                f"store {root} is owned by another daemon (pid {note.pid or 'unknown'}{where}); "
+                f"use that one, stop it, or choose another --store"
+            ) from None
+        # The note of an earlier daemon that did not stop in order.
+        self.previous = self._read()
         self.note = OwnerNote(pid=os.getpid())
         try:
             self.write()
@@ -74,16 +81,19 @@ class RootLock:
         return StoreError(f"cannot use store {root}: {error.strerror or error}; choose another --store")
 
     def write(self) -> None:
-        """Write `note` to the file; a crash in between leaves the note, with a rest that is not read."""
+        """Write `note` to the file. A crash in between leaves the note and an unread rest of the old one."""
         payload = msgspec.json.encode(self.note) + b"\n"
         os.pwrite(self._fd, payload, 0)
         os.ftruncate(self._fd, len(payload))
 
     def release(self, *, keep_note: bool = False) -> None:
-        """End of an orderly shutdown: empty the file and give up the lock. The file itself stays, because
-        removing a lock file lets two owners lock two different files.
+        """Empty the file and release the lock, at the end of an orderly shutdown.
 
-        keep_note: leave the run that a daemon before had named, for the one that comes next."""
+        The file itself stays: if a lock file is removed, two owners can lock two different files.
+
+        Args:
+            keep_note: Keep the run that an earlier daemon named, for the next daemon.
+        """
         if self._fd >= 0:
             if keep_note and self.previous.assigned_run:
                 self.note = OwnerNote(assigned_run=self.previous.assigned_run)

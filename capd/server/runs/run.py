@@ -1,6 +1,6 @@
-"""What the registry keeps of one run: its ranks, its totals, and where its sealing stands.
+"""The registry's state of one run: its ranks, its totals, and the progress of its sealing.
 
-Of a run that it has forgotten only the bytes remain, which count against the disk budget.
+Only the bytes of a forgotten run remain, which count against the disk budget.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RATE_WINDOW_S = 5.0
 
 @dataclass(slots=True)
 class Run:
-    """One run: its ranks now (`ranks`) and the last counters of those that left (`finished`)."""
+    """A run: its current ranks (`ranks`) and the last counters of ranks that left (`finished`)."""
 
     run_id: str
     path: Path
@@ -35,31 +35,38 @@ class Run:
     finished: dict[bytes, SessionRow] = field(default_factory=dict)
     opened: bool = False
     totals: Held = field(default_factory=Held)
-    beside_bytes: int = 0  # catalog and small-record logs
-    stored_before: int = 0  # bytes in the store when this daemon opened the run
-    arriving: int = 0  # ranks between HELLO and WELCOME
-    quiet_since: float = field(default_factory=time.monotonic)  # no rank connected, arriving or in work
-    sealed_records: int = -1  # records at the last seal; -1: not sealed by this daemon
+    # Catalog and small-record logs.
+    beside_bytes: int = 0
+    # Bytes in the store when this daemon opened the run.
+    stored_before: int = 0
+    # Ranks between HELLO and WELCOME.
+    arriving: int = 0
+    # Since this time, no rank has been connected, arriving or in work.
+    quiet_since: float = field(default_factory=time.monotonic)
+    # Records at the last seal; -1: this daemon has not sealed the run.
+    sealed_records: int = -1
     sealing: Future[None] | None = None
     sealing_records: int = 0
-    why_full: str = ""  # why the disk took no record of a rank that is gone; the newest such reason
-    rates: deque[tuple[float, int]] = field(default_factory=deque)  # (time, raw bytes)
+    # The newest reason why the disk took no record of a rank that is gone.
+    why_full: str = ""
+    # Pairs of time and raw bytes.
+    rates: deque[tuple[float, int]] = field(default_factory=deque)
     steering: RunSteering = field(default_factory=RunSteering)
 
     def count(self, totals: Held, now: float) -> None:
-        """Take the run's totals as they are `now` (monotonic)."""
+        """Take the run's totals at `now` (monotonic)."""
         self.totals = totals
         self.rates.append((now, totals.raw_bytes))
         while self.rates[0][0] < now - RATE_WINDOW_S:
             self.rates.popleft()
 
     def alive(self) -> list[RankSession]:
-        """The ranks that are there, by rank."""
+        """Return the live ranks, by rank."""
         ranks = [rank for rank in list(self.ranks.values()) if rank.alive]
         return sorted(ranks, key=lambda rank: rank.hello.rank)
 
     def steer(self) -> None:
-        """Look where the ranks are, and tell those that do not know it what is wanted of them."""
+        """Note the progress of the ranks, and send the wanted state to ranks that do not know it."""
         ranks = self.alive()
         self.steering.look(rank.begun for rank in ranks)
         for rank in ranks:
@@ -67,16 +74,16 @@ class Run:
 
     @property
     def added_nbytes(self) -> int:
-        """Stored bytes that came since this daemon opened the run."""
+        """The stored bytes that came since this daemon opened the run."""
         return max(0, self.totals.stored_bytes + self.beside_bytes - self.stored_before)
 
     @property
     def sealed(self) -> bool:
-        """Nothing was committed since the last seal."""
+        """Whether nothing was committed since the last seal."""
         return self.sealing is None and self.sealed_records == self.totals.records
 
     def rate_mib_s(self) -> float:
-        """Raw MiB committed per second over the last RATE_WINDOW_S."""
+        """Return the raw MiB committed per second over the last RATE_WINDOW_S."""
         if len(self.rates) < 2:
             return 0.0
         (start, first), (end, last) = self.rates[0], self.rates[-1]
@@ -84,25 +91,26 @@ class Run:
 
 
 class Forgotten:
-    """The runs that the registry let go of. `add` and `tend` are called under its lock, `wait` is not."""
+    """The runs that the registry forgot. `add` and `tend` are called under its lock, `wait` is not."""
 
     def __init__(self) -> None:
-        self.added_nbytes = 0  # what this daemon had added to them
+        # The bytes that this daemon had added to them.
+        self.added_nbytes = 0
         self._closings: dict[str, Future[None]] = {}
 
     def add(self, run: Run, closing: Future[None]) -> None:
-        """Count a run; `closing` is done once its store is closed."""
+        """Count a run. `closing` is done when its store is closed."""
         self.added_nbytes += run.added_nbytes
         self._closings[run.run_id] = closing
 
     def wait(self, run_id: str) -> None:
-        """Return once the run can be opened again."""
+        """Return when the run can be opened again."""
         closing = self._closings.get(run_id)
         if closing is not None:
             wait([closing])
 
     def tend(self) -> None:
-        """Note which runs are closed, and say which could not be."""
+        """Remove closed runs, and log runs that could not be closed."""
         for run_id, closing in list(self._closings.items()):
             if closing.done():
                 del self._closings[run_id]

@@ -1,4 +1,4 @@
-"""Builds the replies to STATS and CONTROL: what the daemon knows right now, as `capd.metrics` models."""
+"""The replies to STATS and CONTROL: the daemon's current knowledge as `capd.metrics` models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["rank_control", "run_stats"]
 
 
 def run_stats(run: Run, ranks: list[RankSession], finished: list[SessionRow]) -> RunStats:
-    """Counters of one run: the sums over its sessions, here now or gone, and the sessions themselves."""
+    """Return the counters of one run: the sums over its sessions, current or finished, and the sessions themselves."""
     sessions = [_session(row, connected=False, clean=row.clean) for row in finished]
     sessions += [_session(rank.row(), connected=rank.connected, clean=True) for rank in ranks]
     dropped: Counter[str] = Counter()
@@ -64,7 +64,7 @@ def _session(row: SessionRow, *, connected: bool, clean: bool) -> SessionStats:
 
 
 def rank_control(rank: RankSession, wanted: Steer | None) -> RankControl:
-    """How a live rank is steered, and what of `wanted` it does not follow yet."""
+    """Return how a live rank is steered, and the part of `wanted` that it does not follow yet."""
     row, begun, steered = rank.row(), rank.begun, rank.orders.steered
     in_force = None if steered is None else steered.in_force
     behind = wanted is not None and (in_force is None or in_force.id < wanted.id)

@@ -1,4 +1,4 @@
-"""Takes up what a daemon before left unsealed, beside the ranks that come meanwhile."""
+"""The recovery of runs that an earlier daemon left unsealed. New ranks may come at the same time."""
 
 from __future__ import annotations
 
@@ -17,26 +17,29 @@ logger = logging.getLogger(__name__)
 
 
 class TakingUp(threading.Thread):
-    """Recovers one run after the other. The clock seals them unless their ranks come back."""
+    """The thread that recovers one run after the other. The clock seals each run unless its ranks come back."""
 
     def __init__(self, root: Path, node: str, registry: Registry) -> None:
         super().__init__(name="capd-recover", daemon=True)
         self._root, self._node, self._registry = root, node, registry
-        self._until: float | None = None  # the daemon is to stop by then
+        # The time by which the daemon must stop.
+        self._until: float | None = None
 
     def hurry(self, until: float) -> None:
-        """The daemon stops: go on until then (monotonic), and seal each run at once, as the clock stands still."""
+        """Go on until `until` (monotonic), and seal each run at once, because the daemon's clock has stopped."""
         self._until = until
 
     def run(self) -> None:
-        """The thread's work."""
+        """Recover the runs."""
         for run_id, _ in spools(self._root, self._node):
             if self._until is not None and time.monotonic() >= self._until:
-                return  # the next start goes on
-            logger.info("run %s was left unsealed, taking it up", run_id)
+                # The next start of the daemon goes on.
+                return
+            logger.info("run %s was left unsealed, recovering it", run_id)
             try:
                 self._registry.adopt(run_id)
                 if self._until is not None:
-                    self._registry.seal(run_id)  # what fails of it is said when the pipeline closes
+                    # A failure of the seal is reported when the pipeline closes.
+                    self._registry.seal(run_id)
             except (OSError, CapdError) as error:
-                logger.error("run %s cannot be taken up: %s", run_id, error)
+                logger.error("run %s cannot be recovered: %s", run_id, error)

@@ -1,6 +1,6 @@
-"""What a daemon leaves unsealed when it ends: which runs, how many records, and how to go on.
+"""The records that a daemon leaves unsealed when it ends: which runs, how many records, and how to go on.
 
-Nothing of it is lost: the records stand in the spool, and capd's own readers find them. Plain Zarr readers do not.
+Nothing is lost: the records are in the spool, and capd's own readers find them. Plain Zarr readers do not.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ __all__ = ["EXIT_UNSEALED", "describe_unsealed", "find_unsealed", "spools"]
 logger = logging.getLogger(__name__)
 
 EXIT_UNSEALED = 8
-_COUNT_S = 5.0  # beyond the time to shut down; a spool that takes longer to read stays uncounted
+# Added to the time to shut down. A spool that takes longer to read stays uncounted.
+_COUNT_S = 5.0
 _NAMED = 8
 
 
 def spools(root: Path, node: str) -> Iterator[tuple[str, Path]]:
-    """The node's spools below the store root that hold any file, with the ids of their runs."""
+    """Yield the run id and path of each spool of the node below the store root that holds any file."""
     for spool in sorted(root.glob(f"*.zarr/.capd/node={node}/spool")):
         try:
             if any(spool.iterdir()):
@@ -35,10 +36,16 @@ def spools(root: Path, node: str) -> Iterator[tuple[str, Path]]:
 def find_unsealed(
     root: Path, node: str, opened: Callable[[str], int | None], limit_s: float = _COUNT_S
 ) -> dict[str, int | None]:
-    """Runs with committed records that plain Zarr readers do not see, and how many; None where that is not known.
+    """Return the runs with committed records that plain Zarr readers do not see, and the number of these records.
 
-    opened: the number for a run that the daemon has opened itself; None where it has not. limit_s: for counting the
-    records of the others.
+    Args:
+        root: The store root.
+        node: The name of this node.
+        opened: Returns the number for a run that the daemon has opened itself; None for another run.
+        limit_s: The time to count the records of the other runs.
+
+    Returns:
+        Run id → records; None if the records could not be counted in time.
     """
     found: dict[str, int | None] = {}
     others: dict[str, Path] = {}
@@ -47,15 +54,15 @@ def find_unsealed(
         if found[run_id] is None:
             others[run_id] = spool
     if others:
-        # A thread that is given up: who stops this daemon waits for its end, and the disk may be why it is late.
+        # The thread may be abandoned: somebody waits for the daemon's end, and a slow disk may be why it is late.
         counting = threading.Thread(target=_count, args=(others, found), name="capd-count", daemon=True)
         counting.start()
         counting.join(limit_s)
     return {run_id: count for run_id, count in list(found.items()) if count != 0}
 
 
-def describe_unsealed(left: Mapping[str, int | None], root: Path, node: str) -> str:
-    """One line for people: what is left, and what seals it."""
+def describe_unsealed(left: Mapping[str, int | None], root: Path) -> str:
+    """Return one line for people: the rest that is not sealed, and the commands that seal it."""
     known = sum(count or 0 for count in left.values())
     total = f"{known:,} record{'' if known == 1 else 's'}"
     if None in left.values():
@@ -65,8 +72,7 @@ def describe_unsealed(left: Mapping[str, int | None], root: Path, node: str) -> 
     return (
         f"stopped before everything was sealed: plain Zarr readers do not see {total} yet, of "
         f"run{'' if len(names) == 1 else 's'} {', '.join(names[:_NAMED])}{more}. Nothing is lost: "
-        f"`capd serve --store {root}` takes them up and seals them, and `capd verify {root} --adopt {node}` "
-        "does it at once"
+        f"`capd serve --store {root}` recovers and seals them, and `capd verify {root} --repair` does it at once"
     )
 
 
@@ -80,6 +86,7 @@ def _count(spools: Mapping[str, Path], found: dict[str, int | None]) -> None:
             view = NodeView(spool.parents[2], spool.parent)
             found[run_id] = sum(max(0, row.records - row.sealed) for row in view.series.values())
         except NotAStore:
-            found[run_id] = 0  # a newer capd's, and not for this one to seal
+            # A newer capd wrote it, so this one must not seal it.
+            found[run_id] = 0
         except (OSError, CapdError) as error:
-            logger.warning("run %s: what it left cannot be counted: %s", run_id, error)
+            logger.warning("run %s: its unsealed records cannot be counted: %s", run_id, error)
