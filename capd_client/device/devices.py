@@ -1,4 +1,4 @@
-"""The devices of a session: one stager each, the arena's page lock, and the limit on their copies together."""
+"""The devices of a session: one stager for each, the arena's page lock, and the common limit on their copies."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ from capd_client.protocol.counter_page import DropReason
 
 __all__ = ["Devices"]
 
-_JOIN_S = 2.0  # compiling is left off between two looks at whether it is still wanted
-_FIRST_STEPS = 3  # in which the device loads modules of the job's own
+# The compiler checks at intervals whether its kernel is still wanted.
+_JOIN_S = 2.0
+# In these steps the device loads the job's own modules.
+_FIRST_STEPS = 3
 
 
 class Devices:
-    """Sets devices up when they are first needed, as the settings say. add: tells the client thread of a new stager."""
+    """The devices of a session, each set up when it is first needed."""
 
     def __init__(
         self,
@@ -40,7 +42,16 @@ class Devices:
         config: ClientConfig,
         add: Callable[[DeviceStager], None],
     ) -> None:
-        self._queue = queue
+        """Set up no device yet.
+
+        Args:
+            books: The in-flight captures of the session.
+            arena: The session's arena.
+            notices: The log of the session's warnings.
+            config: The settings.
+            add: Called with each new stager; the client thread serves it.
+        """
+        self._books = books
         self._arena = arena
         self._notices = notices
         self._config = config
@@ -51,23 +62,25 @@ class Devices:
         self._making = False
         self._stagers: dict[torch.device, Union[DeviceStager, DropReason]] = {}
         self._closing = threading.Event()
-        self._steps = 0  # that have begun
+        # The number of steps that have begun.
+        self._steps = 0
         self._compiling: list[threading.Thread] = []
 
     @property
     def pinned(self) -> bool:
-        """Whether all pages of the arena that were made ahead are page-locked."""
+        """Whether all pages of the arena that were created ahead are page-locked."""
         return self._pinning.pinned()
 
     def stager(self, device: torch.device) -> Union[DeviceStager, DropReason]:
-        """The stager of a device, or why there is none."""
+        """Return the stager of a device, or the reason why there is none."""
         found = self._stagers.get(device)
         if found is not None:
             return found
         with self._lock:
             if device not in self._stagers:
                 if is_capturing(device):
-                    return DropReason.STREAM_CAPTURE  # making one now would break the capture
+                    # Creating a stager now would break the capture of the graph.
+                    return DropReason.STREAM_CAPTURE
                 if self._making:
                     return DropReason.INTERNAL  # to a signal handler that interrupted this thread in `_make`
                 self._making = True
@@ -82,21 +95,21 @@ class Devices:
         return any(stager.inside() for stager in self._all())
 
     def prepare(self, devices: Iterable[torch.device]) -> None:
-        """Set up these devices, CUDA ones, now: rings are not allocated inside of a training step then."""
+        """Set up these CUDA devices now, so that no training step allocates a ring."""
         for device in devices:
             self.stager(device)
 
     def begin_step(self) -> None:
-        """A training step begins."""
+        """Note the beginning of a training step."""
         self._steps += 1
 
     def hurry(self) -> None:
-        """The session is closing: copies are not held back any more."""
+        """Lift the limit on copies, because the session closes."""
         self._pace.lift()
 
     @contextlib.contextmanager
     def unlocked(self) -> Iterator[bool]:
-        """See `Pinning.lifted`; no copy is issued meanwhile."""
+        """Undo the page lock as `Pinning.lifted` does. No copy is issued in the meantime."""
         with contextlib.ExitStack() as stack:
             stagers = self._all()
             for stager in stagers:
@@ -108,11 +121,14 @@ class Devices:
                     yield free
 
     def close(self, release: Callable[[], None]) -> None:
-        """When nothing writes to the arena any more: undo its page lock, then call `release`, maybe in a thread."""
+        """Undo the page lock, then call `release`, perhaps in a thread.
+
+        Call it when nothing writes to the arena any more.
+        """
         self._pinning.close(release)
 
     def stop(self) -> None:
-        """Wake whoever still waits for room, and have no more kernels compiled."""
+        """Wake every thread that waits for room, and end the compilation of kernels."""
         self._closing.set()
         for stager in self._all():
             stager.stop()
@@ -140,7 +156,7 @@ class Devices:
                 self._arena.buffer,
                 pace=self._pace,
                 max_block_s=config.max_block_s,
-                # Copies that are held back cannot be waited for on the device: they are not issued yet.
+                # The device cannot wait for copies that the pace holds back, because they are not issued yet.
                 ordered=config.ring_waits and not self._pace.limited,
                 holding=Holding(MAX_HELD_NBYTES if config.snapshot == "auto" else 0),
                 piece_nbytes=config.piece_bytes,
@@ -163,11 +179,11 @@ class Devices:
 
     @property
     def _keeps_rows(self) -> bool:
-        """Whether statistics are to be kept without their tensors: then a device computes them."""
+        """Whether statistics are kept without their tensors. The device computes them then."""
         return self._config.store == "stats" or any(rule.store == "stats" for rule in self._config.rules)
 
     def _compile_rows(self, gpu: CudaDevice) -> None:
-        """Have the kernel of the statistics compiled in a thread. Until it is there torch's operations compute them."""
+        """Compile the kernel of the statistics in a thread. Until it is ready, torch's operations compute them."""
         thread = threading.Thread(target=self._compile, args=(gpu,), name="capd-compile", daemon=True)
         self._compiling.append(thread)
         thread.start()
@@ -175,9 +191,10 @@ class Devices:
     def _compile(self, gpu: CudaDevice) -> None:
         try:
             gpu.prepare_rows(self._closing.is_set, self._may_load)
-        except Exception as error:  # a device error, which is the job's to tell
+        except Exception as error:
+            # The job will see a device error itself.
             self._notices.warn("compile", "statistics go on with torch's own operations: %s", error)
 
     def _may_load(self) -> bool:
-        """Whether a module may be loaded now: launches of the job wait for that until the device is idle."""
+        """Return whether a module may be loaded now. Loading blocks the job's launches until the device is idle."""
         return not 0 < self._steps <= _FIRST_STEPS

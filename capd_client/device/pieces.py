@@ -1,8 +1,8 @@
-"""What goes from a device to the arena in one copy: a piece of a large capture, or a run of small neighbours.
+"""The pieces that go from a device to the arena in one copy: a part of a large capture, or a run of small neighbours.
 
-Captures that wait together and are neighbours, in the ring as in the arena, are brought home by one copy with one
-event: for a tensor of some KiB the calls cost more than its bytes. No copy crosses a border of the page lock: a
-driver refuses one whose memory belongs to two registrations.
+Waiting captures that are neighbours both in the ring and in the arena share one copy with one event. For a tensor of
+some KiB, the calls cost more than its bytes. No copy crosses a border of the page lock, because a driver refuses a
+copy whose memory belongs to two registrations.
 """
 
 from __future__ import annotations
@@ -20,21 +20,26 @@ from capd_client.inflight.capture import Capture
 __all__ = ["PIECE_NBYTES", "Piece", "Segment", "Snapshot", "cut"]
 
 PIECE_NBYTES = 64 << 20
-# Of a piece: a smaller rest goes with the piece before it, and is not worth a copy of its own.
+# A share of a piece: a smaller rest is not worth its own copy, and joins the piece before it.
 _SLACK = 1 / 256
 
 Segment = tuple[torch.Tensor, torch.Tensor]
-"""A flat tensor on the device, and the place of its statistics row."""
+"""A flat tensor on the device, and the memory of its statistics row."""
 
 
 class Snapshot:
-    """The bytes of one capture on the device: `nbytes` of `memory` from `start` on, once the event `ready` happened.
+    """The bytes of one capture on the device: `nbytes` of `memory` from `start` on, valid after the event `ready`.
 
-    slot: the ring's, None where the captured tensor itself is held; then `version` is its version counter and
-    `address` its place at capture, by which a change is found out. lent: whether it is held undeclared. room: what goes
-    back to the ring in the end, or before, where another snapshot waits on the device for this one's copy. kept: what
-    goes back in the end alone. stream: number of the stream that `ready` is of. source: what the bytes are the
-    statistics row of, where that is still to be computed.
+    Attributes:
+        slot: The slot in the ring; None if the captured tensor itself is held.
+        version: The version counter of a held tensor at capture. A change of it or of `address` shows a write.
+        address: The address of a held tensor at capture.
+        lent: Whether the tensor is held although nobody declared it immutable.
+        room: The slots that return to the ring at the end. They return earlier if another snapshot waits on the device
+            for this copy.
+        kept: The slots that return only at the end.
+        stream: The number of the stream of `ready`.
+        source: The tensor whose statistics row the bytes will be; None if they are no row or already computed.
     """
 
     __slots__ = (
@@ -72,7 +77,7 @@ class Snapshot:
 
     @property
     def intact(self) -> bool:
-        """Whether a held tensor is still what it was; a slot of the ring always is."""
+        """Whether a held tensor is unchanged; always true for a slot of the ring."""
         memory = self.memory
         return self.slot is not None or (
             memory.data_ptr() == self.address and memory._version == self.version
@@ -80,11 +85,14 @@ class Snapshot:
 
 
 class Piece:
-    """One copy: `nbytes` of `memory` from `start` on go to `offset` of the arena, after the events `after`.
+    """A copy: `nbytes` of `memory` from `start` on go to `offset` of the arena, after the events `after`.
 
-    ends: what has arrived with it. pinned: whether its place in the arena is page-locked. streams: those that its bytes
-    are of. segments: what rows are to be computed of before the copy. done: an event after the copy; None until it is
-    issued.
+    Attributes:
+        ends: The snapshots that are complete with this copy.
+        pinned: Whether the place in the arena is page-locked.
+        streams: The streams of its bytes.
+        segments: The rows to compute before the copy.
+        done: An event after the copy; None until it is issued.
     """
 
     __slots__ = (
@@ -116,30 +124,36 @@ class Piece:
 
     @property
     def source(self) -> torch.Tensor:
-        """Its bytes on the device."""
+        """The bytes on the device."""
         return self.memory[self.start : self.start + self.nbytes]
 
     def target(self, arena: torch.Tensor) -> torch.Tensor:
-        """Its place in the arena."""
+        """Return the place in the arena."""
         return arena[self.offset : self.offset + self.nbytes]
 
 
 def cut(due: Sequence[Snapshot], issued: int, part_end: Callable[[int], int], piece_nbytes: int) -> Piece:
-    """The next piece of `due`, of whose first snapshot `issued` bytes are under way already.
+    """Return the next piece to copy.
 
-    part_end: where the page-locked part ends that an offset of the arena is in; 0 where that is not locked. The pieces
-    of a capture follow each other on one stream: only the first one has an event to wait for.
+    The pieces of one capture follow each other on one stream. Only the first has an event to wait for.
+
+    Args:
+        due: The snapshots to copy, in order.
+        issued: The bytes of the first snapshot that are already under way.
+        part_end: Returns the end of the page-locked part that holds an offset of the arena; 0 if it is not locked.
+        piece_nbytes: The usual size of a piece.
     """
     first = due[0]
     memory, start = first.memory, first.start + issued
     offset = first.capture.slot[0] + issued
     after: tuple[Any, ...] = () if issued else (first.ready,)
     streams: tuple[int, ...] = (first.stream,)
-    if not first.intact:  # nothing more is read of it; what is under way still writes to its slot
+    if not first.intact:
+        # Nothing more is read from it, but copies under way still write to its slot.
         return Piece(memory, 0, 0, first.capture.slot[0], after, (first,), streams=streams)
     end = part_end(offset)
     pinned = end > offset
-    # What is locked next begins at a multiple of STEP_NBYTES: a copy that ends there is never half locked.
+    # The next locked part begins at a multiple of STEP_NBYTES, so a copy that ends there is never half locked.
     border = end - offset if pinned else STEP_NBYTES - offset % STEP_NBYTES
     most = min(border, piece_nbytes + int(piece_nbytes * _SLACK))
     left = first.nbytes - issued
@@ -168,7 +182,7 @@ def _segments(run: Sequence[Snapshot]) -> list[Segment]:
 
 
 def _run(due: Sequence[Snapshot], room: int) -> list[Snapshot]:
-    """The first snapshot and those that continue it on both sides, `room` bytes in all at most."""
+    """Return the first snapshot and the neighbours that continue it on both sides, at most `room` bytes in all."""
     run: list[Snapshot] = []
     for snapshot in due:
         if run and not (
@@ -180,7 +194,7 @@ def _run(due: Sequence[Snapshot], room: int) -> list[Snapshot]:
 
 
 def _continues(before: Snapshot, snapshot: Snapshot) -> bool:
-    """Whether a snapshot is the next one in the ring, and its capture's slot in the arena as well."""
+    """Return whether a snapshot is the next one in the ring, and its capture's slot the next one in the arena."""
     ring, ring_before = snapshot.slot, before.slot
     arena, arena_before = snapshot.capture.slot, before.capture.slot
     return (

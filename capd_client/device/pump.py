@@ -1,8 +1,8 @@
 """The copy pump: the thread that finishes the copies of one device and issues those that are due.
 
-It waits for the oldest copy without the interpreter's lock, and issues more while enough is still under way: so the
-link does not wait for it. It does not hurry where nobody waits for it. What comes within 5 ms is brought home
-together, and no training thread has to wake it for that.
+The pump waits for the oldest copy without the interpreter's lock. It issues more copies while enough are still under
+way, so the link does not wait for the pump. It does not hurry if nobody waits for it. Captures that come within 5 ms
+are copied together, and no training thread has to wake the pump.
 """
 
 from __future__ import annotations
@@ -19,21 +19,28 @@ from capd_client.process.wakeup import Wakeup
 __all__ = ["LINGER_S", "Pump"]
 
 LINGER_S = 0.005
-_TICK_S = 0.001  # where what it waits for gives no sign
+# Used if the awaited thing gives no signal.
+_TICK_S = 0.001
 _IDLE_S = 1.0  # a signal handler that raises may keep a training thread from waking it
-_HURRY_S = 0.1  # longer than the client thread rests while somebody waits
+# Longer than the client thread rests while somebody waits.
+_HURRY_S = 0.1
 _JOIN_S = 1.0
 
 
 class Pump:
-    """Advances the transfers of one device in a thread of its own, until the device fails or `stop`.
-
-    ring: where it is half full somebody will soon wait for it. failed: called with the error of a device.
-    """
+    """The thread that advances the transfers of one device, until the device fails or `stop` is called."""
 
     def __init__(
         self, device: Device, transfers: Transfers, ring: Ring, failed: Callable[[Exception], None]
     ) -> None:
+        """Prepare the thread.
+
+        Args:
+            device: The device.
+            transfers: The copies of the device.
+            ring: The device's ring. When it is half full, somebody will soon wait for room.
+            failed: Called with an error of the device.
+        """
         self._device = device
         self._transfers = transfers
         self._ring = ring
@@ -45,22 +52,22 @@ class Pump:
         self._thread = threading.Thread(target=self._run, name="capd-copies", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Raises RuntimeError where no further one is allowed."""
+        """Start the thread. Raises RuntimeError if the system allows no further thread."""
         self._thread.start()
 
     def wake(self) -> None:
-        """Something was handed over. Cheap; ends a rest only where it is urgent, or long."""
+        """Note that a capture was handed over. Cheap; ends a rest only if it is urgent, or the rest is long."""
         if self._doze.dozing and (self._idle or self._pressed()):
             self._doze.wake()
 
     def hurry(self) -> None:
-        """Somebody waits for what is pending now, and says so again as long as that is so."""
+        """Note that somebody waits for pending captures. The caller repeats this while it waits."""
         if self._transfers.pending:
             self._hurried_until = time.monotonic() + _HURRY_S
             self._doze.end()
 
     def stop(self) -> None:
-        """End the thread, or leave it to the process where it hangs in the device."""
+        """End the thread. If it hangs in the device, it is left to the end of the process."""
         self._stopping.set()
         self._doze.end()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
@@ -90,7 +97,8 @@ class Pump:
                 self._linger()
         elif oldest is not None:
             self._device.wait(oldest)
-        else:  # copies that may not go yet
+        else:
+            # Copies are due that may not start yet.
             self._stopping.wait(_TICK_S)
 
     def _linger(self) -> None:
@@ -101,6 +109,6 @@ class Pump:
         return self._transfers.pending or self._stopping.is_set()
 
     def _pressed(self) -> bool:
-        """Whether more is to be done at once: somebody waits, or soon will."""
+        """Return whether work must be done at once, because somebody waits or soon will."""
         hurried = self._hurried_until and time.monotonic() < self._hurried_until
         return bool(hurried or self._transfers.waiting or not self._ring.roomy or self._stopping.is_set())

@@ -1,8 +1,9 @@
-"""Who waits for room in a device's ring: nobody, the capturing thread, or, where the ring is ordered, its stream.
+"""The room in a device's ring, and who waits for it: nobody, the capturing thread, or its stream (an ordered ring).
 
-In an ordered ring a snapshot takes the place of an older one whose copy to the arena is issued, and the job's stream
-waits on the device for that copy. So a host that is ahead of its device neither waits nor drops. A stream waits for its
-own captures alone, which it comes after anyway. Another's might be waiting for this one, by way of another rank.
+In an ordered ring a snapshot takes the place of an older one whose copy to the arena is issued. The job's stream waits
+on the device for that copy. A host that is ahead of its device therefore neither waits nor drops. A stream waits only
+for its own captures, which it follows anyway. Captures of another stream could be waiting for this stream, through
+another rank.
 """
 
 from __future__ import annotations
@@ -21,18 +22,28 @@ _POLL_S = 0.001
 
 
 class RingRoom:
-    """Room in `ring`, whose snapshots `transfers` bring home. ordered: whether streams wait for it."""
+    """The room in one device's ring."""
 
     def __init__(self, device: Device, ring: Ring, transfers: Transfers, *, ordered: bool) -> None:
+        """Watch one ring.
+
+        Args:
+            device: The device of the ring.
+            ring: The ring.
+            transfers: The copies that empty the ring.
+            ordered: Whether streams wait for room.
+        """
         self._device = device
         self._ring = ring
         self._transfers = transfers
         self.ordered = ordered
-        self._held_back = (0, 0)  # the number of a gate, and the stream that waits for it already
-        self._stalled = 0  # the number of a gate that a thread has waited for in vain
+        # The number of a gate, and the stream that already waits for it.
+        self._held_back = (0, 0)
+        # The number of a gate for which a thread has waited in vain.
+        self._stalled = 0
 
     def take(self, nbytes: int, deadline: float) -> Optional[tuple[Slot, RingMemory]]:
-        """A slot of `nbytes` and the memory that it is of; None where there is none until `deadline`."""
+        """Return a slot of `nbytes` and its memory; None if there is no room until `deadline` (time.monotonic)."""
         taken = self._ring.take(nbytes, 0.0)
         if not self.ordered or nbytes > self._ring.capacity:
             return taken or self._take_landed(nbytes) or self._ring.take(nbytes, deadline)
@@ -47,7 +58,8 @@ class RingRoom:
                             slots = [taken[0]]
                             self._hold_back(stream)
                             break
-                # Captures of another stream are pending: it may be waiting for this one, so only this thread waits.
+                # Captures of another stream are pending. That stream may be waiting for this one, so only this thread
+                # waits.
                 self._ring.give(slots)
                 taken = None
                 if self._transfers.gate is None:
@@ -70,21 +82,21 @@ class RingRoom:
         return taken
 
     def _hold_back(self, stream: int) -> None:
-        """Have the current stream wait for the gate, once."""
+        """Let the current stream wait for the gate, once."""
         gate, number = self._transfers.gate, self._transfers.gates
         if gate is not None and self._held_back != (number, stream):
             self._device.hold_back(gate.done)
             self._held_back = (number, stream)
 
     def _take_landed(self, nbytes: int) -> Optional[tuple[Slot, RingMemory]]:
-        """The place of snapshots whose copies are done, which a late pump has not seen yet."""
+        """Take the place of snapshots whose copies are done, although a late pump has not seen it yet."""
         taken = None
         while taken is None and self._transfers.free_landed():
             taken = self._ring.take(nbytes, 0.0)
         return taken
 
     def _take_over(self, nbytes: int, stream: int) -> Optional[tuple[Slot, RingMemory]]:
-        """The place of snapshots whose copies are issued but not done."""
+        """Take the place of snapshots whose copies are issued but not done."""
         self._transfers.issue_all()
         taken = None
         while taken is None and self._transfers.free_oldest(stream):

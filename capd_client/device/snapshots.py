@@ -1,9 +1,9 @@
-"""Captures of device tensors on the training thread: a snapshot into the device ring, or the tensor itself is held.
+"""The captures of device tensors on the training thread: a snapshot in the device ring, or the held tensor itself.
 
-The training thread issues one device-to-device copy on its current stream and one event: the snapshot removes races
+The training thread issues one device-to-device copy on its current stream and one event. The snapshot prevents races
 with in-place writes, freed storages and the caching allocator. A tensor declared immutable is held instead, and needs
-no copy; so is one that autograd keeps, where that is asked for (capd_client.device.holding). The copies to the arena
-are those of capd_client.device.transfers, in the order of the captures.
+no copy. A tensor that autograd keeps is held, too, if the settings allow it (capd_client.device.holding). The copies
+to the arena are made by capd_client.device.transfers, in the order of the captures.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from capd_client.protocol.statistics_row import ROW_NBYTES
 
 __all__ = ["DeviceStager"]
 
-# Room for statistics rows, apart from the ring: they are neighbours there as in the arena.
+# The room for statistics rows, separate from the ring. The rows are neighbours in it, as in the arena.
 _ROWS_NBYTES = 1 << 20
 
 
@@ -41,13 +41,7 @@ def _unsaid(_error: Exception) -> None:
 
 
 class DeviceStager:
-    """Takes captures of one device on training threads.
-
-    buffer: the arena's bytes. pace: limits the bytes per second, shared by the stagers of a rank. max_block_s: how
-    long a capture may wait for room (0: never). ordered: whether the device waits for room in the ring in its place.
-    holding: which tensors are held instead of copied, besides those declared immutable. piece_nbytes: of one copy to
-    the arena, None: as is best. on_failure: told of an error of the device, after which nothing of it is captured.
-    """
+    """The stager of one device: takes its captures on training threads."""
 
     def __init__(
         self,
@@ -62,9 +56,23 @@ class DeviceStager:
         piece_nbytes: Optional[int] = None,
         on_failure: Callable[[Exception], None] = _unsaid,
     ) -> None:
+        """Allocate the ring and prepare the copy pump.
+
+        Args:
+            device: The device.
+            books: The in-flight captures of the session.
+            buffer: The bytes of the arena.
+            pace: The limit on bytes per second, shared by the stagers of a rank.
+            max_block_s: How long a capture may wait for room (0: never).
+            ordered: Whether the device waits for room in the ring, and not the thread.
+            holding: The tensors that are held instead of copied, besides those declared immutable.
+            piece_nbytes: The bytes of one copy to the arena; None: the default.
+            on_failure: Called with an error of the device, after which the device is not captured any more.
+        """
         self._device = device
-        self._queue = queue
-        with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode
+        self._books = books
+        # An inference tensor could not be written outside of inference mode.
+        with torch.inference_mode(False):
             host = torch.frombuffer(buffer, dtype=torch.uint8)
             self._ring = Ring(device.allocate_ring(), max_block_s)
             self._rows = Ring(device.allocate(_ROWS_NBYTES), max_block_s)
@@ -77,7 +85,7 @@ class DeviceStager:
 
     @property
     def capacity(self) -> int:
-        """Largest tensor that the ring holds, in bytes."""
+        """The size of the largest tensor that fits in the ring, in bytes."""
         return self._ring.capacity
 
     @property
@@ -91,11 +99,11 @@ class DeviceStager:
         return self.transfers.failed
 
     def start(self) -> None:
-        """Start the copy pump. Raises RuntimeError where no further thread is allowed."""
+        """Start the copy pump. Raises RuntimeError if the system allows no further thread."""
         self._pump.start()
 
     def hurry(self) -> None:
-        """Somebody waits for what is pending."""
+        """Note that somebody waits for pending captures."""
         self._pump.hurry()
 
     def inside(self) -> bool:
@@ -103,11 +111,11 @@ class DeviceStager:
         return self._ring.inside() or self._rows.inside() or self.transfers.inside() or self.holding.inside()
 
     def deadline(self) -> float:
-        """Until when (time.monotonic) a capture that begins now may wait for room."""
+        """Return the time (time.monotonic) until which a capture that begins now may wait for room."""
         return time.monotonic() + self._max_block_s
 
     def is_capturing(self) -> bool:
-        """Whether a graph is being captured on the current stream: then nothing may be issued."""
+        """Return whether a graph is being captured on the current stream. Nothing may be issued then."""
         return self._device.is_capturing()
 
     # -- training threads -------------------------------------------------------------------------------
@@ -115,8 +123,7 @@ class DeviceStager:
     def snapshot(
         self, tensor: torch.Tensor, capture: Capture, dtype: torch.dtype, deadline: float
     ) -> Optional[DropReason]:
-        """Copy `tensor`, cast to `dtype`, into the ring on the current stream; a reason if that cannot be.
-
+        """Copy `tensor`, cast to `dtype`, into the ring on the current stream. Return a reason if that is impossible.
         Waits for room until `deadline`; a signal handler is refused `inside`. The capture becomes ready by the pump.
         """
         if self.inside():
@@ -140,10 +147,17 @@ class DeviceStager:
     def snapshot_row(
         self, tensor: torch.Tensor, capture: Capture, dtype: torch.dtype, nbytes: int, deadline: float
     ) -> Optional[DropReason]:
-        """Keep the statistics alone of `tensor` as `dtype`, which has `nbytes` then; else as `snapshot`.
+        """Keep only the statistics of `tensor` as `dtype`. Otherwise the call is like `snapshot`.
 
-        They are computed on the side stream, of a copy in the ring. A tensor without room there is computed on the
-        current stream, from where it is.
+        The statistics are computed on the side stream, from a copy in the ring. If the ring has no room for the copy,
+        they are computed on the current stream, from the tensor itself.
+
+        Args:
+            tensor: The tensor.
+            capture: The capture of its statistics row.
+            dtype: The dtype to which the tensor is cast before.
+            nbytes: The bytes of the tensor as `dtype`.
+            deadline: The time (time.monotonic) until which the call may wait for room.
         """
         if self.inside():
             return DropReason.INTERRUPTED
@@ -182,11 +196,12 @@ class DeviceStager:
             raise
 
     def hold(self, tensor: torch.Tensor, capture: Capture, *, lent: bool = False) -> Optional[DropReason]:
-        """Keep `tensor`, for which `can_hold` is true, until its bytes are copied; no room in the ring is needed.
+        """Hold `tensor` until its bytes are copied; no room in the ring is needed. `can_hold` must be true for it.
 
         lent: nobody declared it immutable, see `capd_client.device.holding`.
         """
-        with torch.inference_mode(False):  # there the view would have no version counter
+        # In inference mode the view would have no version counter.
+        with torch.inference_mode(False):
             memory = tensor.detach().reshape(-1).view(torch.uint8)
         event, stream = self._device.record(), self._device.stream()
         nbytes = capture.descriptor.nbytes
@@ -195,21 +210,23 @@ class DeviceStager:
                 self.holding.add(nbytes)
             return self._hand_over(Snapshot(capture, memory, nbytes, event, stream, lent=lent))
         except BaseException:
-            if lent and capture.thread:  # not handed over
+            # A thread shows that the capture was not handed over.
+            if lent and capture.thread:
                 self.holding.give(nbytes)
             raise
 
     @staticmethod
     def can_hold(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-        """Whether the tensor's memory is what is to be kept, and a change of it could be noticed.
+        """Return whether the tensor's memory holds the bytes to keep, and whether a change of it could be noticed.
 
-        Small ones are not worth a copy of their own: in the ring they share one.
+        A small tensor is not worth a copy of its own. In the ring it shares one.
         """
         return (
             tensor.dtype is dtype
             and tensor.is_contiguous()
             and not tensor.is_neg()
-            and not tensor.is_inference()  # these have no version counter
+            # Inference tensors have no version counter.
+            and not tensor.is_inference()
             and tensor.nbytes >= SMALL_NBYTES
         )
 
@@ -232,7 +249,7 @@ class DeviceStager:
         room: Sequence[Room],
         kept: Sequence[Room] = (),
     ) -> None:
-        """Drop a capture that is not handed over; what was issued may write to its room until the device is there."""
+        """Drop a capture that is not handed over. Issued work may still write to its room, which returns after it."""
         if capture.thread:
             self._queue.abort(capture, reason)
             event, stream = self._device.record(), self._device.stream()
@@ -241,13 +258,13 @@ class DeviceStager:
     # -- the copy pump ----------------------------------------------------------------------------------
 
     def advance(self) -> int:
-        """Finish the copies that are done, issue those that are due; returns how many captures became ready."""
+        """Finish copies that are done and issue due ones. Return the number of captures that became ready."""
         return self.transfers.advance()
 
     def fail(self) -> None:
-        """After a device error: drop everything under way and every later capture as internal errors, once each.
+        """After a device error, drop all copies and every later capture as internal errors, each once.
 
-        The rings' memory goes back.
+        The memory of the rings is released.
         """
         self.transfers.fail()
         self.stop()
@@ -257,7 +274,7 @@ class DeviceStager:
         self._on_failure(error)
 
     def stop(self) -> None:
-        """At the end of the session: whoever waits for room need not wait any longer, and the pump ends."""
+        """End the session's use of the device: wake every thread that waits for room, and end the pump."""
         self._ring.close()
         self._rows.close()
         self._pump.stop()

@@ -1,8 +1,8 @@
-"""The copies of one device: due, under way, done, in the order in which the captures were handed over.
+"""The copies of one device: due, under way or done, in the order in which the captures were handed over.
 
-A training thread issues copies itself where enough is due: the link need not wait for another thread then. The copy
-pump (capd_client.device.pump) issues the rest, and finishes what is done. One lock guards both; a training thread does
-not wait for the pump to issue.
+A training thread issues copies itself if enough is due, so the link does not wait for another thread. The copy pump
+(capd_client.device.pump) issues the rest and finishes copies that are done. One lock guards both. A training thread
+does not wait for the pump to issue.
 
 Each list is changed by one statement that calls nothing. So a signal handler that raises in a training thread finds a
 copy that is due, or one that is under way; what was not issued then is issued by the next who comes by.
@@ -29,20 +29,18 @@ from capd_client.protocol.counter_page import DropReason
 
 __all__ = ["AHEAD_NBYTES", "ISSUE_NBYTES", "Transfers"]
 
-# Pieces are issued while less than this is under way. A copy engine serves what is queued first: whoever else copies
-# waits for it (128 MiB: 2.4 ms at 55 GB/s). With less the link is idle where the pump comes late by a few milliseconds.
+# Pieces are issued while fewer bytes than this are under way. A copy engine serves its queue in order, so any other
+# copy waits for these bytes (128 MiB: 2.4 ms at 55 GB/s). With fewer bytes, the link is idle if the pump is a few
+# milliseconds late.
 AHEAD_NBYTES = 128 << 20
-_AHEAD_PIECES = 256  # with more the driver's queue may be full, and a call waits
-# A training thread issues what is due from so many bytes on: for less the calls cost it more than the link's time.
+# With more pieces, the driver's queue may be full and a call waits.
+_AHEAD_PIECES = 256
+# From this many due bytes on, a training thread issues them. For fewer, the calls cost it more than the link's time.
 ISSUE_NBYTES = 4 << 20
 
 
 class Transfers:
-    """Brings snapshots of one device home.
-
-    host: the arena, uint8 [bytes]. pace: limits the bytes per second. holding: is told of what it has lent.
-    piece_nbytes: of one copy, None: as is best.
-    """
+    """The copies that take the snapshots of one device to the arena."""
 
     def __init__(
         self,
@@ -53,6 +51,16 @@ class Transfers:
         holding: Holding,
         piece_nbytes: Optional[int] = None,
     ) -> None:
+        """Start without copies.
+
+        Args:
+            device: The device.
+            books: The in-flight captures of the session.
+            host: The arena, uint8 [bytes].
+            pace: The limit on bytes per second.
+            holding: Notified when tensors that it has lent are released.
+            piece_nbytes: The bytes of one copy; None: the default.
+        """
         self._device = device
         self._queue = queue
         self._host = host
@@ -62,22 +70,33 @@ class Transfers:
         self.lock = threading.RLock()
         self._handing = threading.RLock()  # a signal handler may capture, too
         self._due: list[Snapshot] = []
-        self._issued = 0  # bytes of the first due one that are under way
+        # The bytes of the first due snapshot that are under way.
+        self._issued = 0
         self._under_way: list[Piece] = []
-        # Of those under way: how many are known to be done and not finished yet, the oldest ones.
+        # The number of copies under way that are done but not finished yet. They are the oldest ones.
         self._landed = 0
-        self._ahead = 0  # bytes under way, without those
-        self._handed_nbytes = 0  # ever, as the next two
+        # The bytes under way, without the landed copies.
+        self._ahead = 0
+        # Sums over the whole life: the bytes handed over, and the bytes whose copies have begun.
+        self._handed_nbytes = 0
         self._begun_nbytes = 0
-        self._last: Optional[Snapshot] = None  # what was handed over last, as long as it is not home
-        self._other: Optional[Snapshot] = None  # the last one from before the stream changed, in the same way
-        self._freed = 0  # of those under way: how many have given their room back already, the oldest ones
-        self.gate: Optional[Piece] = None  # the last of those that have, as long as it is not done
-        self.gates = 0  # how often there was a new one
-        self._slow: Optional[Piece] = None  # one that the pump issues without the lock, as that takes a while
-        self.error: Optional[Exception] = None  # met on a training thread; the pump fails of it
+        # The last snapshot that was handed over, until its copy is finished.
+        self._last: Optional[Snapshot] = None
+        # The last snapshot from before the stream changed, until its copy is finished.
+        self._other: Optional[Snapshot] = None
+        # The number of copies under way whose room is already free. They are the oldest ones.
+        self._freed = 0
+        # The last of the copies whose room is already free, until it is done.
+        self.gate: Optional[Piece] = None
+        # How often there was a new gate.
+        self.gates = 0
+        # A piece that the pump issues without the lock, because that takes a while.
+        self._slow: Optional[Piece] = None
+        # An error of a training thread. The pump then fails with it.
+        self.error: Optional[Exception] = None
         self._pumping = False
-        self.paused = False  # training threads are to leave everything to the pump
+        # Training threads leave everything to the pump.
+        self.paused = False
         self.failed = False
 
     @property
@@ -86,7 +105,7 @@ class Transfers:
 
     @property
     def _most(self) -> int:
-        """Bytes that may be under way; two pieces in any case, or the link would be idle between them."""
+        """The bytes that may be under way. At least two pieces, because the link would be idle between two copies."""
         return max(AHEAD_NBYTES, 2 * (self._piece_nbytes or 0))
 
     @property
@@ -96,24 +115,24 @@ class Transfers:
 
     @property
     def waiting(self) -> bool:
-        """Whether enough is due to be issued at once, or an error to be told. A look without the lock."""
+        """Whether enough is due to be issued at once, or an error waits, as seen without the lock."""
         due_nbytes = self._handed_nbytes - self._begun_nbytes
         return (due_nbytes >= ISSUE_NBYTES and not self._pace.left_s) or self.error is not None
 
     @property
     def left_s(self) -> float:
-        """Seconds until the pace allows a copy; 0: now, or nothing waits for it."""
+        """The seconds until the pace allows a copy; 0: now, or nothing waits for the pace."""
         return self._pace.left_s if self._due else 0.0
 
     def oldest(self) -> Optional[Event]:
-        """What tells that the oldest copy is done; None where none is under way."""
+        """Return the event of the oldest copy; None if none is under way."""
         with self.lock:
             return self._under_way[0].done if self._under_way else None
 
     # -- training threads -------------------------------------------------------------------------------
 
     def add(self, snapshot: Snapshot) -> bool:
-        """Take a snapshot over; False once the device has failed: nobody would bring it home."""
+        """Take over a snapshot. Return False if the device has failed, because nobody would copy it."""
         with self._handing:
             if self.failed:
                 return False
@@ -126,17 +145,17 @@ class Transfers:
         return True
 
     def push(self) -> None:
-        """Issue what is due, if that is enough, and the pump is not at it."""
+        """Issue due copies if there are enough and the pump is not doing it."""
         if self.waiting and self.error is None and not (self._pumping or self.paused or self.inside()):
             self._issue_here(self._most, count=1)
 
     def follows(self, stream: int) -> bool:
-        """Whether all that is pending is of `stream`, which then comes after it anyway: it may wait for any of it."""
+        """Return whether all pending snapshots are of `stream`. It follows all of them then and may wait for any."""
         last = self._last
         return last is None or (last.stream == stream and self._other is None)
 
     def issue_all(self) -> None:
-        """Issue all that is due, however much is under way. With the lock held, on a training thread."""
+        """Issue all due copies, however much is under way. A training thread calls it with the lock held."""
         self._issue_here(1 << 62, count=1 << 62)
 
     def _issue_here(self, most: int, *, count: int) -> None:
@@ -149,13 +168,16 @@ class Transfers:
         except Exception as error:
             if is_interruption(error):
                 raise
-            self.error = error.with_traceback(None)  # which holds what the job's frames hold
+            # A traceback would keep the objects of the job's frames alive.
+            self.error = error.with_traceback(None)
 
     def free_oldest(self, stream: int) -> bool:
-        """Give the room of the oldest copy back that has not done so, though it may not be done: see `gate`.
+        """Free the room of the oldest copy that still has it, even if the copy is not done; see `gate`.
 
-        Whoever takes that room on `stream` has it wait for the gate. False where nothing is left that the stream comes
-        after anyway. With the lock held.
+        A stream that takes this room must wait for the gate. The caller holds the lock.
+
+        Returns:
+            False if no copy is left that `stream` follows anyway.
         """
         if self._freed == len(self._under_way):
             return False
@@ -169,7 +191,7 @@ class Transfers:
         return True
 
     def free_landed(self) -> bool:
-        """The same where the copy is done: nobody has to wait. A pump that is late has not done it."""
+        """Free the room of the oldest copy that is done. Nobody has to wait for it. A late pump has not freed it."""
         if self.paused:
             return False
         with self.lock:
@@ -189,7 +211,7 @@ class Transfers:
     # -- the pump ---------------------------------------------------------------------------------------
 
     def advance(self) -> int:
-        """Finish the copies that are done, issue those that are due; returns how many captures became ready."""
+        """Finish copies that are done and issue due ones. Return the number of captures that became ready."""
         if self.error is not None:
             raise self.error
         finished = 0
@@ -209,9 +231,9 @@ class Transfers:
         return finished
 
     def fail(self) -> None:
-        """After a device error: drop everything under way and every later capture as internal errors, once each.
+        """After a device error, drop all copies and every later capture as internal errors, each once.
 
-        Where copies may still be under way the slots are given to nobody else.
+        If a copy may still be under way, its slot is given to nobody else.
         """
         with self.lock, self._handing:
             self.failed = True
@@ -232,7 +254,7 @@ class Transfers:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Nothing is issued or finished as long as this lasts; training threads do not wait for its end."""
+        """Issue and finish nothing within this context. Training threads do not wait for its end."""
         self.paused = True
         try:
             with self.lock:
@@ -243,7 +265,7 @@ class Transfers:
     # -- both, with the lock held -----------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Count what is done and not finished yet: a pump that is late keeps nobody from issuing more."""
+        """Count copies that are done but not finished yet, so that a late pump keeps nobody from issuing more."""
         while self._landed < len(self._under_way):
             piece = self._under_way[self._landed]
             if piece.done is None or not self._device.query(piece.done):
@@ -253,9 +275,10 @@ class Transfers:
             self._landed += 1
 
     def _issue(self, most: int, count: int, *, pumping: bool) -> None:
-        """Start up to `count` pieces of what is due while less than `most` bytes are under way, and as the pace allows.
+        """Start up to `count` due pieces while fewer than `most` bytes are under way and the pace allows it.
 
-        Left to the pump are rows to be computed first, and copies to memory that is not locked: those wait.
+        Two kinds are left to the pump, because they wait: pieces with rows to compute first, and copies to memory that
+        is not locked.
         """
         newest = self._under_way[-1] if self._under_way else None
         if newest is not None and newest.pinned and newest.done is None:  # a signal handler has raised before
@@ -269,7 +292,7 @@ class Transfers:
                 break
             ends, nbytes = len(piece.ends), piece.nbytes
             issued = 0 if ends else self._issued + nbytes
-            # Of a held tensor that has changed nothing more is copied.
+            # Nothing more is copied from a held tensor that has changed.
             begun = nbytes or (piece.ends[0].nbytes - self._issued if ends else 0)
             self._under_way += (piece,)
             self._issued = issued
@@ -285,7 +308,7 @@ class Transfers:
 
     def _may_start(self, piece: Piece, pumping: bool) -> bool:
         if not piece.pinned:
-            # Until its tensor is there the thread would wait for all that is queued before it.
+            # Until its tensor is ready, the thread would wait for everything that is queued before it.
             return pumping and not self._under_way and all(self._device.query(event) for event in piece.after)
         return pumping or not piece.segments
 

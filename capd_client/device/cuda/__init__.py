@@ -1,1 +1,1 @@
-"""CUDA on the other side of the device's seam: streams, events, copies and page locks."""
+"""The CUDA implementation of the device's seam: streams, events, copies and page locks."""

@@ -1,7 +1,6 @@
-"""Brings bytes from a device into memory that is not page-locked, by way of two small buffers that are.
+"""The bounce buffers: bytes from a device reach memory that is not page-locked through two small buffers that are.
 
-A copy straight into pageable memory is the driver's: it makes the thread wait and may hold, meanwhile, a lock that the
-job's launches need.
+The driver's own copy to pageable memory makes the thread wait. It may also hold a lock that the job's launches need.
 """
 
 from __future__ import annotations
@@ -24,13 +23,7 @@ def _page_locked(nbytes: int) -> torch.Tensor:
 
 
 class Bounce:
-    """Two page-locked buffers, made at first need. One thread uses them.
-
-    Args:
-        notices: Says once that there are none.
-        nbytes: Bytes of one buffer.
-        allocate: Makes a page-locked uint8 tensor of so many bytes, or raises RuntimeError.
-    """
+    """Two page-locked buffers, created when they are first needed. Only one thread uses them."""
 
     def __init__(
         self,
@@ -39,6 +32,13 @@ class Bounce:
         nbytes: int = BUFFER_NBYTES,
         allocate: Callable[[int], torch.Tensor] = _page_locked,
     ) -> None:
+        """Allocate nothing yet.
+
+        Args:
+            notices: Receives one warning if there are no buffers.
+            nbytes: The bytes of one buffer.
+            allocate: Creates a page-locked uint8 tensor of a number of bytes, or raises RuntimeError.
+        """
         self._notices = notices
         self._nbytes = nbytes
         self._allocate = allocate
@@ -52,19 +52,20 @@ class Bounce:
         fetch: Callable[[torch.Tensor, torch.Tensor], Any],
         wait: Callable[[Any], None],
     ) -> bool:
-        """Copy `source` to `host`: while one part of it is moved from its buffer, the next one is on its way.
+        """Copy `source` to `host`. While one part is moved from its buffer, the next one is copied from the device.
 
         Args:
             source: uint8, one dimension, on the device.
-            host: As many bytes of host memory.
+            host: The same number of bytes of host memory.
             fetch: Issues an asynchronous copy of a part of `source` into a buffer and returns its event.
-            wait: Waits for such an event without the GIL. It is called once for each, in their order.
+            wait: Waits for such an event without the GIL. It is called once for each event, in order.
 
         Returns:
-            Whether it is done: False where no page-locked memory is to be had, and then nothing was copied.
+            True when the copy is done. False if there is no page-locked memory, and nothing was copied.
 
         Raises:
-            Exception: What `fetch` and `wait` raise. No buffer is used or let go after it: the device may still write.
+            Exception: `fetch` or `wait` raised it. No buffer is used or released after it, because the device may
+                still write.
         """
         if not self._ready():
             return False
@@ -76,7 +77,7 @@ class Bounce:
         for index, part in enumerate(slices):
             event, target = coming, host[part]
             if index + 1 < len(slices):
-                # Its buffer is the one that was emptied in the round before.
+                # The buffer of the next part was emptied in the previous round.
                 coming = self._issue(fetch, index + 1, source[slices[index + 1]])
             wait(event)
             move(target.data_ptr(), self._buffers[index % 2].data_ptr(), target.numel())
@@ -84,7 +85,7 @@ class Bounce:
         return True
 
     def let_go(self) -> None:
-        """Give the buffers back to torch, which keeps them for others; needed again, they are made again."""
+        """Give the buffers back to torch, which keeps them for others. If needed again, they are created again."""
         if self._usable:
             self._buffers = []
 

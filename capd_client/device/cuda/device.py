@@ -1,4 +1,7 @@
-"""The CUDA side of `capd_client.device.seam.Device`: one side stream, pooled events, no host synchronisation."""
+"""The CUDA implementation of `capd_client.device.seam.Device`.
+
+It has one side stream, pooled events, and no host synchronisation.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,7 @@ __all__ = ["CudaDevice"]
 
 
 class CudaDevice:
-    """One GPU.
-
-    part_end: as in the seam. busy: whether pages are being locked, in which time every call may wait. notices: where to
-    say what cannot be had. ring_bytes, raw: the settings.
-    """
+    """A GPU."""
 
     def __init__(
         self,
@@ -40,6 +39,16 @@ class CudaDevice:
         ring_bytes: Optional[int] = None,
         raw: bool = True,
     ) -> None:
+        """Bind to a GPU.
+
+        Args:
+            device: The device; without an index, the current one.
+            part_end: As in the seam.
+            busy: Returns whether pages are being locked. Every call may wait during this time.
+            notices: The log of the session's warnings.
+            ring_bytes: The setting.
+            raw: The setting `gpu_calls`: call the runtime directly where possible.
+        """
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", self._index)
         self._stream = side_stream(self._index)
@@ -47,20 +56,22 @@ class CudaDevice:
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._side = self._stream.cuda_stream
         self._raw_wanted = raw
-        self._raw: Optional[RawCalls] = None  # until the pump has tried them
+        # None until the pump has tried them.
+        self._raw: Optional[RawCalls] = None
         self._busy = busy
         self._ring_bytes = ring_bytes
         self._notices = notices
         self._bounce = Bounce(notices)
-        self._pump = 0  # the thread whose current stream is the side stream
+        # The thread whose current stream is the side stream.
+        self._pump = 0
         self.part_end = part_end
 
     def is_capturing(self) -> bool:
-        """Whether a CUDA graph is being captured on this device's current stream, whatever device is current."""
+        """Return whether a CUDA graph is being captured on this device's current stream. Any device may be current."""
         return is_capturing(self._device)
 
     def allocate_ring(self) -> torch.Tensor:
-        """The ring; empty when the device has no memory left for it."""
+        """Return the ring; empty if the device has no memory left for it."""
         for nbytes in ring_sizes(self._index, self._ring_bytes, self._notices):
             ring = self.allocate(nbytes)
             if ring.numel():
@@ -68,11 +79,11 @@ class CudaDevice:
         return ring
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Memory of the side stream's own pool; empty when the device has none left.
+        """Return memory of the side stream's own pool; empty if the device has none left.
 
-        A block that the job has freed could still be written by what it has queued. What this thread issues next comes
-        after what the side stream has in its queue: where algorithms are to be deterministic torch fills new memory
-        there.
+        Queued work of the job could still write to a block that the job has freed, so the job's pool is not used.
+        Later work of this thread waits for the side stream. In deterministic mode, torch fills new memory on that
+        stream.
         """
         # Without the first guard, the second would come back by way of GPU 0.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
@@ -84,22 +95,30 @@ class CudaDevice:
         return memory
 
     def warm(self, *, rows: bool) -> None:
-        """Run what captures run, and what rows take, once on the side stream: later it would wait for the device."""
-        # An error here is the job's to tell, or nobody's: without it the first captures are slower.
+        """Run the kernels of captures once on the side stream. Later, the first run would wait for the device.
+
+        rows: also run the kernels of statistics rows.
+        """
+        # The job will see a device error itself. After any other error, only the first captures are slower.
         with contextlib.suppress(Exception), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             warm(self._device, rows=rows)
 
     def prepare_rows(self, cancelled: Callable[[], bool], may_load: Callable[[], bool]) -> None:
-        """Have the kernels of the statistics made, in the calling thread, which is capd's own."""
+        """Compile the kernels of the statistics in the calling thread, which is capd's own.
+
+        Args:
+            cancelled: Returns whether the kernels are no longer wanted.
+            may_load: Returns whether a module may be loaded now.
+        """
         take_thread(self._device)
         prepare(self._device, cancelled, may_load=may_load, stream=self._stream)
 
     def stream(self) -> int:
-        """The handle of this thread's current stream: in a backward that is the autograd engine's choice."""
+        """Return the handle of this thread's current stream. In a backward, the autograd engine chooses it."""
         return _current_handle(self._index)
 
     def copy(self, memory: RingMemory, slot: Slot, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        """One copy on this thread's current stream; by the runtime itself where it is bytes to bytes."""
+        """Issue one copy on this thread's current stream, by the runtime itself if the bytes stay the same."""
         stream = self.stream()
         raw = self._calls(stream)
         if raw is not None and tensor.dtype is dtype and tensor.is_contiguous() and not _is_lazy(tensor):
@@ -108,7 +127,7 @@ class CudaDevice:
             memory.write(slot, tensor, dtype)
 
     def record(self) -> Event:
-        """An event on this thread's current stream."""
+        """Record an event on this thread's current stream."""
         return self._record(self.stream(), self._current)
 
     def _record(self, stream: int, by_torch: Callable[[], torch.cuda.Stream]) -> Event:
@@ -116,7 +135,7 @@ class CudaDevice:
         try:
             event = self._events.pop()
         except IndexError:
-            # Which torch makes at its first record.
+            # torch creates the event at its first record, so torch must record it.
             event, raw = torch.cuda.Event(blocking=True), None  # type: ignore[no-untyped-call]  # torch's own lack
         if raw is not None:
             raw.record(event.cuda_event, stream)
@@ -129,7 +148,7 @@ class CudaDevice:
         return self._calls(self._side) is not None
 
     def hold_back(self, event: Event) -> None:
-        """cudaStreamWaitEvent on this thread's current stream."""
+        """Call cudaStreamWaitEvent on this thread's current stream."""
         stream = self.stream()
         raw = self._calls(stream)
         if raw is not None:
@@ -138,30 +157,31 @@ class CudaDevice:
             self._current().wait_event(event)
 
     def enter_thread(self) -> None:
-        """See `take_thread`; and what this thread issues to the device goes to the side stream from now on."""
+        """Do the same as `take_thread`, and direct the work of this thread to the side stream from now on."""
         take_thread(self._device)
         torch.cuda.set_stream(self._stream)
         self._pump = threading.get_ident()
         self._try_raw_calls()
 
     def _try_raw_calls(self) -> None:
-        """In the thread of `enter_thread`, once, at a time at which the driver makes nobody wait."""
+        """Try the raw calls once, in the thread of `enter_thread`, when the driver makes nobody wait."""
         if self._raw_wanted and not self._busy():
             self._raw_wanted = False
             self._raw = find_raw_calls(self._device, self._stream)
 
     def compute(self, segments: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[Event]) -> None:
-        """In the thread of `enter_thread`."""
+        """Write the statistics rows, in the thread of `enter_thread`."""
         for event in after:
             self._stream.wait_event(event)
         fill_rows(segments)
 
     def fetch(self, piece: Piece, arena: torch.Tensor) -> None:
-        """Asynchronous where it is pinned. Otherwise the thread waits, which is that of `enter_thread`.
+        """Copy the piece, asynchronously if it is pinned. Otherwise the thread waits, which is that of `enter_thread`.
 
-        Never torch's own waiting: `set_sync_debug_mode("error")` holds for every thread, and would end all captures.
+        torch's own waiting is never used: `set_sync_debug_mode("error")` holds for every thread and would end all
+        captures.
         """
-        # Not `_calls` on a training thread: whether pages are locked may have changed since `can_issue`.
+        # A training thread does not ask `_calls`: page locking may have begun since `can_issue`.
         raw = self._calls(self._side) if threading.get_ident() == self._pump else self._raw
         if raw is not None and piece.pinned:
             for event in piece.after:
@@ -190,11 +210,11 @@ class CudaDevice:
         self.recycle(event)
 
     def fetched(self) -> Event:
-        """An event on the side stream."""
+        """Record an event on the side stream."""
         return self._record(self._side, lambda: self._stream)
 
     def query(self, event: Event) -> bool:
-        """cudaEventQuery; on another thread than the pump's only where that disturbs no graph capture."""
+        """Call cudaEventQuery. A thread other than the pump's calls it only if that disturbs no graph capture."""
         if threading.get_ident() == self._pump:
             self._try_raw_calls()
             return bool(event.query())
@@ -202,15 +222,15 @@ class CudaDevice:
         return raw is not None and raw.query(event.cuda_event)
 
     def wait(self, event: Event) -> None:
-        """cudaEventSynchronize, without the interpreter's lock; the thread sleeps, since its events are blocking."""
+        """Call cudaEventSynchronize without the interpreter's lock. The thread sleeps: the events are blocking."""
         event.synchronize()
 
     def recycle(self, event: Event) -> None:
-        """Creating events can be expensive while others do it too: they are kept."""
+        """Keep the event, because creating events can be expensive while others create some, too."""
         self._events.append(event)
 
     def _calls(self, stream: int) -> Optional[RawCalls]:
-        """What calls concerning a stream are made by; None: by torch."""
+        """Return the raw calls for a stream; None: torch makes the calls."""
         if self._raw is None or self._busy():
             return None
         # The runtime takes 0 for the default stream of the current device.
@@ -225,12 +245,13 @@ class CudaDevice:
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether its elements are not those in memory."""
+    """Return whether its elements differ from the bytes in memory."""
     return tensor.is_neg() or tensor.is_conj() or not tensor.data_ptr()
 
 
 def _current_handle(index: int) -> int:
-    """The handle of the current stream of a GPU, in a twentieth of the time that an object of it takes."""
-    ask = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # torch's own generated code calls it
+    """Return the handle of a GPU's current stream, in a twentieth of the time of a stream object."""
+    # torch's own generated code calls this function.
+    ask = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     handle: int = torch.cuda.current_stream(index).cuda_stream if ask is None else ask(index)
     return handle

@@ -1,4 +1,4 @@
-"""Page-locks a rank's arena for its GPUs as it grows, in a thread that neither training nor leaving waits for."""
+"""The page lock of a rank's arena for its GPUs. It grows with the arena, in a thread for which nobody waits."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ from capd_client.process.log import Notices
 
 __all__ = ["CHUNK_NBYTES", "Pinning"]
 
-_JOIN_S = 1.0  # registering cannot be interrupted
+# Nothing can stop a registration.
+_JOIN_S = 1.0
 CHUNK_NBYTES = 128 << 20
-# Linux 6.11 to 6.13 refuse 2 GB at once, whatever memory there is.
+# Linux 6.11 to 6.13 refuse 2 GB at once, however much memory there is.
 _MAX_CHUNK_NBYTES = 2 * 10**9 // STEP_NBYTES * STEP_NBYTES
 
 
 class Pinning:
-    """The page lock of `arena`, in parts, each usable as soon as it is locked. A copy may not cross from one part into
-    another (`part_end`). Until memory is locked, and where that fails, copies go another way, slower.
+    """The page lock of `arena`, in parts that are usable as soon as they are locked.
 
-    A part is at most `chunk_nbytes` (a multiple of STEP_NBYTES) and is followed by a pause as long as its locking took:
-    the driver holds locks meanwhile that other threads, and other ranks of the node, wait for.
+    A copy may not cross from one part into another (`part_end`). Copies to memory that is not locked take another way,
+    which is slower.
+
+    A part has at most `chunk_nbytes` (a multiple of STEP_NBYTES). After it comes a pause as long as its locking took.
+    While the driver locks pages, it holds locks for which other threads and other ranks of the node wait.
     """
 
     def __init__(self, arena: Arena, notices: Notices, *, chunk_nbytes: int = CHUNK_NBYTES) -> None:
@@ -38,29 +41,32 @@ class Pinning:
         self._lock = threading.RLock()  # a signal handler may close the session
         self._closed = threading.Event()
         self._thread: Optional[threading.Thread] = None
-        self._settled = True  # the thread is not there yet, or has nothing left to do
+        # The thread does not exist yet, or has nothing left to do.
+        self._settled = True
         self._release: Optional[Callable[[], None]] = None
         self._device: Optional[torch.device] = None
         self._registering = False
-        self._ends: list[int] = [arena.start]  # of the parts: each begins where another one ends
-        self._limit = arena.nbytes  # from here on the driver has refused
+        # The ends of the parts. Each part begins at the end of the part before it.
+        self._ends: list[int] = [arena.start]
+        # The driver has refused the pages from here on.
+        self._limit = arena.nbytes
 
     def pinned(self) -> bool:
-        """Whether all pages that were made ahead are page-locked."""
+        """Return whether all pages that were created ahead are page-locked."""
         return self._arena.start < self._arena.populated <= self._ends[-1]
 
     def part_end(self, offset: int) -> int:
-        """Where the locked part ends that `offset` of the arena lies in; 0 where it is not locked. Takes no lock."""
+        """Return the end of the locked part that holds `offset` of the arena; 0 if it is not locked. Takes no lock."""
         ends = self._ends
         at = bisect_right(ends, offset)
         return ends[at] if 0 < at < len(ends) else 0
 
     def busy(self) -> bool:
-        """Whether a part is being locked."""
+        """Return whether a part is being locked."""
         return self._registering
 
     def start(self, device: torch.device) -> None:
-        """Begin, at the first call. `device`: in whose context; the lock holds for all devices."""
+        """Begin at the first call. `device`: the device whose context is used; the lock holds for all devices."""
         with self._lock:
             if self._thread is None and not self._closed.is_set():
                 self._settled = False
@@ -70,10 +76,10 @@ class Pinning:
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[bool]:
-        """The lock undone, and none taken, as long as this lasts; False while a part is being locked.
+        """Undo the page lock within this context; yield False if a part is being locked.
 
-        For the client thread, with no copy under way. What is populated after it is locked again; where the driver
-        has refused a part, only what lies before that.
+        The client thread calls it while no copy is under way. Afterwards, pages that are populated are locked again,
+        but none after a part that the driver has refused.
         """
         try:
             with self._lock:
@@ -86,7 +92,10 @@ class Pinning:
                 self._arena.grown.notify_all()
 
     def close(self, release: Callable[[], None]) -> None:
-        """Unlock and call `release`: here, or, where the locking takes more than another second, at its end."""
+        """Undo the page lock and call `release`.
+
+        If the locking takes more than another second, its thread does both at the end.
+        """
         with self._lock:
             self._closed.set()
         with self._arena.grown:
@@ -121,8 +130,10 @@ class Pinning:
         self._notices.warn("unpinned", "%s pinned, copies from devices are slower: %s", pinned, problem)
 
     def _next_end(self) -> int:
-        """Wait until there are pages to lock: registering them then is faster, and holds a lock of the driver for
-        shorter. Where they end, and `_registering`; 0 once all is closed."""
+        """Wait until there are pages to lock; set `_registering` and return their end. 0 after `close`.
+
+        Locking pages that already exist is faster, and the driver holds its lock for a shorter time.
+        """
         while not self._closed.is_set():
             with self._arena.grown:
                 self._arena.grown.wait_for(lambda: self._closed.is_set() or self._unlocked_end())
@@ -134,8 +145,11 @@ class Pinning:
         return 0
 
     def _unlocked_end(self) -> int:
-        """Where the next part is to end: a whole chunk of pages is there, or the growth of the arena has ended, or the
-        driver refuses what comes next. 0: nothing to do now."""
+        """Return the end of the next part; 0: nothing to do now.
+
+        A part is due when a whole chunk of pages is there. A smaller part is due when the arena no longer grows, or
+        when the driver refuses the pages after it.
+        """
         begin = self._ends[-1]
         there = min(self._arena.populated, self._limit)
         if there >= begin + self._chunk_nbytes:
@@ -161,6 +175,7 @@ class Pinning:
     def _unlock(self) -> None:
         begins, self._ends = self._ends[:-1], [self._arena.start]
         for begin in reversed(begins):
-            assert self._device is not None  # noqa: S101 - as above
-            with contextlib.suppress(RuntimeError):  # a device error, which is the job's to tell
+            assert self._device is not None  # noqa: S101 - as in `_register`
+            # The job will see a device error itself.
+            with contextlib.suppress(RuntimeError):
                 unpin(self._arena.address + begin, self._device)

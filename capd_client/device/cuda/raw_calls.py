@@ -1,7 +1,7 @@
 """The calls of CUDA's runtime that a capture makes, without torch around them: a third of the host's time.
 
-They are used on a GPU only once a trial at its setup has shown that they do there what torch's do, and never while
-capd locks pages: they keep the interpreter's lock, and the driver makes every call wait meanwhile.
+On a GPU they are used only after a trial has shown that they do the same as torch's calls. They are never used while
+capd locks pages: they keep the interpreter's lock, and the driver makes every call wait during that time.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ DEVICE_TO_HOST, DEVICE_TO_DEVICE = 2, 3
 _CAPTURE_MODE_THREAD_LOCAL = 1
 _NOT_READY = 600
 _TRIAL_NBYTES = 4096
-_TRIAL_S = 1.0  # a device that is busy for longer at its setup is not tried
+# A device that is busy for longer at its setup is not tried.
+_TRIAL_S = 1.0
 
 _unfinished: list[tuple[torch.Tensor, torch.Tensor]] = []
 
 
 class RawCalls:
-    """Four functions of a runtime library; each raises RuntimeError where it reports an error.
+    """The functions of one runtime library. Each raises RuntimeError if it reports an error.
 
-    Handles are those of torch's streams and events (`cuda_stream`, `cuda_event`), addresses are bytes.
+    Handles are the numbers of torch's streams and events (`cuda_stream`, `cuda_event`). Addresses count bytes.
     """
 
     def __init__(self, runtime: Any) -> None:
@@ -47,25 +48,25 @@ class RawCalls:
         self._exchange = runtime.cudaThreadExchangeStreamCaptureMode
 
     def copy(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
-        """cudaMemcpyAsync of `nbytes`; kind: DEVICE_TO_HOST or DEVICE_TO_DEVICE."""
+        """Call cudaMemcpyAsync for `nbytes`. kind: DEVICE_TO_HOST or DEVICE_TO_DEVICE."""
         code = self._copy(target, source, nbytes, kind, stream)
         if code:
             self._fail("cudaMemcpyAsync", code)
 
     def record(self, event: int, stream: int) -> None:
-        """cudaEventRecord."""
+        """Call cudaEventRecord."""
         code = self._record(event, stream)
         if code:
             self._fail("cudaEventRecord", code)
 
     def wait(self, stream: int, event: int) -> None:
-        """cudaStreamWaitEvent."""
+        """Call cudaStreamWaitEvent."""
         code = self._wait(stream, event, 0)
         if code:
             self._fail("cudaStreamWaitEvent", code)
 
     def query(self, event: int) -> bool:
-        """cudaEventQuery, which would otherwise end a graph capture of another thread in torch's default mode."""
+        """Call cudaEventQuery. In torch's default capture mode, it would end a graph capture of another thread."""
         mode = ctypes.c_int(_CAPTURE_MODE_THREAD_LOCAL)
         self._exchange(ctypes.byref(mode))
         try:
@@ -79,7 +80,8 @@ class RawCalls:
         return not code
 
     def _fail(self, name: str, code: int) -> None:
-        self._last_error()  # or it surfaces at the job's next launch
+        # Otherwise the error would surface at the job's next launch.
+        self._last_error()
         raise RuntimeError(f"{name} failed with error {code}")
 
 
@@ -88,9 +90,14 @@ def find_raw_calls(
     stream: torch.cuda.Stream,
     runtimes: Optional[Callable[[], list[Any]]] = None,
 ) -> Optional[RawCalls]:
-    """Calls that have proved themselves on `device`, tried on `stream`; None where there are none. Never raises.
+    """Return calls that passed the trial on `device`; None if there are none. Never raises.
 
-    Not under TORCH_CUDA_SANITIZER, which would not see them.
+    They are not used under TORCH_CUDA_SANITIZER, which would not see them.
+
+    Args:
+        device: The GPU.
+        stream: The stream of the trial.
+        runtimes: Returns the runtime libraries to try; by default the mapped ones.
     """
     if os.environ.get("TORCH_CUDA_SANITIZER"):
         return None
@@ -100,24 +107,26 @@ def find_raw_calls(
             if _prove(calls, device, stream):
                 return calls
     except Exception:
-        return None  # a device error is the job's to tell; torch's calls go on
+        # The job will see a device error itself. torch's calls go on.
+        return None
     return None
 
 
 def _runtimes() -> list[Any]:
-    """Those that are mapped, so that their functions keep the interpreter's lock."""
+    """Return the mapped runtimes, opened so that their functions keep the interpreter's lock."""
     return [ctypes.PyDLL(runtime._name) for runtime in cuda_runtimes()]
 
 
 def _prove(calls: RawCalls, device: torch.device, stream: torch.cuda.Stream) -> bool:
-    """Whether bytes come home by these calls, in the order that their events ask for."""
+    """Return whether these calls copy bytes to the host, in the order that their events require."""
     with torch.cuda.device(device), torch.cuda.stream(stream):
         source = torch.arange(_TRIAL_NBYTES, dtype=torch.int64, device=device).mul_(167).to(torch.uint8)
         target = torch.zeros_like(source)
         host = torch.zeros(_TRIAL_NBYTES, dtype=torch.uint8, pin_memory=True)
         events: list[Any] = [torch.cuda.Event(blocking=True) for _ in range(2)]  # type: ignore[no-untyped-call]  # torch's own lack
         for event in events:
-            event.record(stream)  # torch makes an event at its first record
+            # torch creates an event at its first record.
+            event.record(stream)
     handle = stream.cuda_stream
     calls.copy(target.data_ptr(), source.data_ptr(), _TRIAL_NBYTES, DEVICE_TO_DEVICE, handle)
     calls.record(events[0].cuda_event, handle)
@@ -127,7 +136,8 @@ def _prove(calls: RawCalls, device: torch.device, stream: torch.cuda.Stream) -> 
     deadline = time.monotonic() + _TRIAL_S
     while not calls.query(events[1].cuda_event):
         if time.monotonic() > deadline:
-            _unfinished.append((target, host))  # the device may still write to them
+            # The device may still write to them.
+            _unfinished.append((target, host))
             return False
         time.sleep(0.001)
     expected = torch.arange(_TRIAL_NBYTES, dtype=torch.int64).mul_(167).to(torch.uint8)

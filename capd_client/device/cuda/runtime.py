@@ -1,4 +1,4 @@
-"""The CUDA side of `capd_client.device.seam.Device`: one side stream, pooled events, no host synchronisation."""
+"""The CUDA runtime as capd uses it: its own streams, capture modes, page locks, and the size of a ring."""
 
 from __future__ import annotations
 
@@ -19,27 +19,31 @@ __all__ = [
 ]  # fmt: skip
 
 _CAPTURE_MODE_THREAD_LOCAL = 1
-_STREAM_NON_BLOCKING = 1  # it does not wait for the default stream, nor that one for it
+# The stream and the default stream do not wait for each other.
+_STREAM_NON_BLOCKING = 1
 _REGISTER_PORTABLE = 1
-_MAX_REGISTER_NBYTES = 512 << 30  # from here on drivers of release 580 fail, and leave the error latched
+# From this size on, drivers of release 580 fail and leave the error latched.
+_MAX_REGISTER_NBYTES = 512 << 30
 
 
 def ring_sizes(
     device: int | torch.device, asked: int | None = None, notices: Notices | None = None
 ) -> tuple[int, ...]:
-    """The sizes that a ring on `device` may have, in the order in which they are to be tried; the last one is 0.
+    """Return the possible sizes of a ring on `device`, in the order of trial; the last one is 0.
 
-    What torch's allocator holds without using it counts as free: of a job that has run a while the driver has little
-    left. It may lie in pieces, so the second size is one by what the driver has.
+    Memory that torch's allocator holds but does not use counts as free. In a job that has run for a while, the driver
+    itself has little left. The allocator's memory may be fragmented. The second size therefore counts only the
+    driver's free memory.
 
     Args:
         device: The device, or its index.
         asked: The setting `ring_bytes`.
-        notices: Where to say that so much is not free.
+        notices: Receives a warning if the setting is more than half of the free memory.
     """
     free, total = torch.cuda.mem_get_info(device)
     unused = 0
-    with contextlib.suppress(RuntimeError):  # an allocator of the job's own has no statistics
+    # The job's own allocator may have no statistics.
+    with contextlib.suppress(RuntimeError):
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     usable = free + max(0, unused)
     largest = ring_nbytes(usable, total, asked)
@@ -55,20 +59,24 @@ def ring_sizes(
 
 
 def is_capturing(device: Optional[torch.device] = None) -> bool:
-    """Whether a CUDA graph is being captured on this thread's current stream of `device`, None: of the current one."""
+    """Return whether a CUDA graph is being captured on this thread's current stream of `device`.
+
+    None: of the current device.
+    """
     if device is None or device.index is None or torch.cuda.current_device() == device.index:
         return torch.cuda.is_current_stream_capturing()
-    with torch.cuda.device(device):  # torch asks the current device
+    # torch asks the current device.
+    with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
 
 
 def cuda_runtimes() -> list[Any]:
-    """Every CUDA runtime library mapped into this process; wheels give theirs a hashed name."""
+    """Return every CUDA runtime library that is mapped into this process. Wheels give theirs a hashed name."""
     return mapped_libraries("libcudart")
 
 
 def mapped_libraries(prefix: str) -> list[Any]:
-    """Every library mapped into this process whose file name begins so."""
+    """Return every library that is mapped into this process and whose file name begins with `prefix`."""
     paths: set[str] = set()
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         for line in maps:
@@ -77,7 +85,8 @@ def mapped_libraries(prefix: str) -> list[Any]:
                 paths.add("/" + path)
     libraries = []
     for path in sorted(paths):
-        with contextlib.suppress(OSError):  # its file is gone, or another one by now
+        # The file may be gone or replaced by now.
+        with contextlib.suppress(OSError):
             libraries.append(ctypes.CDLL(path))
     return libraries
 
@@ -86,13 +95,13 @@ _side_streams: dict[int, torch.cuda.Stream] = {}
 
 
 def side_stream(index: int) -> torch.cuda.Stream:
-    """The stream of capd's own on GPU `index`, one for the life of the process.
+    """Return capd's own stream on GPU `index`, one for the life of the process.
 
-    Of torch's streams, 32 that are shared out in turn, a job with many would get ours as well: its kernels would wait
-    for copies. Where none can be made it is one of those, and the reason is logged at DEBUG.
+    torch has 32 streams and hands them out in turn. A job with many streams would get ours as well, and its kernels
+    would wait for copies. If no stream can be created, one of torch's is returned, and the reason is logged at DEBUG.
     """
-    # Never destroyed. torch's allocator keeps the ring's memory for this stream when a session has ended, and may wait
-    # for the stream when it gives the memory back. The next session finds both.
+    # The stream is never destroyed. After a session, torch's allocator keeps the ring's memory for this stream. It may
+    # wait for the stream when it releases the memory. The next session finds both.
     found = _side_streams.get(index)
     if found is None:
         try:
@@ -100,29 +109,29 @@ def side_stream(index: int) -> torch.cuda.Stream:
                 handle = _new_stream(index)
             found = torch.cuda.ExternalStream(handle, device=index)  # type: ignore[no-untyped-call]  # torch's own lack
         except (OSError, RuntimeError) as error:
-            logger.debug("capd: a stream of torch's is used on GPU %d: %s", index, error)
+            logger.debug("capd: one of torch's streams is used on GPU %d: %s", index, error)
             return torch.cuda.Stream(index)  # type: ignore[no-untyped-call]  # torch's own lack
         _side_streams[index] = found
     return found
 
 
 def _new_stream(index: int) -> int:
-    """The handle of a new stream of the current device, which must be `index` for the runtime that makes it, too."""
+    """Return the handle of a new stream of the current device, which must be `index` for the runtime, too."""
     problem = "no runtime library with the functions for it is mapped"
     for get_device, create in _functions("GetDevice", "StreamCreateWithFlags"):
         current, handle = ctypes.c_int(-1), ctypes.c_void_p()
-        # A runtime of another library than torch's may be about another device in this thread.
+        # In this thread, the runtime of another library may have another current device than torch's.
         if get_device(ctypes.byref(current)) or current.value != index:
             problem = f"GPU {current.value} is the current one of a runtime library"
         elif code := create(ctypes.byref(handle), _STREAM_NON_BLOCKING):
-            problem = f"no stream could be made, error {int(code)}"
+            problem = f"no stream could be created, error {int(code)}"
         elif handle.value:
             return handle.value
     raise RuntimeError(problem)
 
 
 def _functions(*names: str) -> Iterator[tuple[Any, ...]]:
-    """These functions of every runtime that has them all: of CUDA's under cuda…, else of ROCm's under hip…"""
+    """Yield these functions of every runtime that has all of them: CUDA's as cuda…, else ROCm's as hip…."""
     runtimes = [("cuda", runtime) for runtime in cuda_runtimes()]
     for prefix, runtime in runtimes or [("hip", runtime) for runtime in mapped_libraries("libamdhip64")]:
         found = tuple(getattr(runtime, prefix + name, None) for name in names)
@@ -131,19 +140,20 @@ def _functions(*names: str) -> Iterator[tuple[Any, ...]]:
 
 
 def take_thread(device: torch.device) -> None:
-    """At the beginning of a thread of capd's own: its CUDA calls concern `device` and break nobody's graph capture.
+    """Prepare a thread of capd: its CUDA calls concern `device` and break nobody's graph capture.
 
-    A thread begins on GPU 0, where the first of its calls, if only the query of an event, would make a context: half
-    a gigabyte of a GPU that may be another rank's.
+    A thread starts on GPU 0. Its first call, even the query of an event, would create a context there: half a gigabyte
+    of a GPU that may be another rank's.
     """
     torch.cuda.set_device(device)
     _keep_out_of_captures()
 
 
 def _keep_out_of_captures() -> None:
-    """From now on nothing that this thread calls breaks a CUDA graph capture of another thread.
+    """Ensure that no later call of this thread breaks a CUDA graph capture of another thread.
 
-    In torch's default mode a capture forbids many calls to every thread of the process, and fails if one is made.
+    In torch's default mode a capture forbids many calls to every thread of the process. It fails if one of them is
+    made.
     """
     done = False
     for exchange in _exchanges_of_mode():
@@ -154,8 +164,10 @@ def _keep_out_of_captures() -> None:
 
 
 def _exchanges_of_mode() -> list[Any]:
-    """The functions that set a thread's capture mode, of all runtimes; of the driver, whose mode it is, where no
-    runtime is mapped because it is part of another library."""
+    """Return the functions that set a thread's capture mode, of all runtimes, else of the driver.
+
+    If no runtime is mapped, it is part of another library. The mode is the driver's in any case.
+    """
     name = "ThreadExchangeStreamCaptureMode"
     found = [exchange for (exchange,) in _functions(name)]
     return found or [
@@ -170,21 +182,22 @@ def _tell_of_captures() -> None:
     Notices().warn(
         "capture_mode",
         "capd's threads cannot keep out of the capture of CUDA graphs: neither a CUDA or HIP runtime library nor the "
-        "driver takes their capture mode. A graph that the job captures meanwhile may fail, unless with "
+        "driver takes their capture mode. A graph that the job captures at the same time may fail, unless with "
         'capture_error_mode="thread_local"',
     )
 
 
 def pin(address: int, nbytes: int, device: torch.device) -> str | None:
-    """Page-lock [address, address + nbytes) for `device` and all others; returns why not, or None.
+    """Page-lock [address, address + nbytes) for `device` and all others. Return None, or the reason of a failure.
 
-    No copy may cross from one registration into another. Takes about a second per GiB: call it in a thread of its own,
-    after the pages are made. RLIMIT_MEMLOCK does not count: the driver locks them, not
-    mlock(2). A failure leaves no latched CUDA error behind, which would surface at another's next kernel launch.
+    No copy may cross from one registration into another. The call takes about a second per GiB: make it in a separate
+    thread, after the pages are created. RLIMIT_MEMLOCK does not count, because the driver locks the pages, not
+    mlock(2). A failure leaves no latched CUDA error, which would otherwise surface at somebody's next kernel launch.
     """
     if nbytes >= _MAX_REGISTER_NBYTES:
         return f"{nbytes} bytes cannot be registered at once, the limit is {_MAX_REGISTER_NBYTES}"
-    with torch.cuda.device(device):  # so that no context is made on GPU 0
+    # Without the guard, a context would be created on GPU 0.
+    with torch.cuda.device(device):
         _keep_out_of_captures()
         code = int(_runtime().cudaHostRegister(address, nbytes, _REGISTER_PORTABLE))
         if code:
@@ -194,7 +207,7 @@ def pin(address: int, nbytes: int, device: torch.device) -> str | None:
 
 
 def unpin(address: int, device: torch.device) -> None:
-    """Undo `pin`; needed before the memory is unmapped."""
+    """Undo `pin`. Needed before the memory is unmapped."""
     with torch.cuda.device(device):
         _runtime().cudaHostUnregister(address)
 
