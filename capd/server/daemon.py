@@ -265,7 +265,7 @@ class Daemon:
         try:
             self._pipeline.flush().result(max(0.1, self._drained_by - time.monotonic()))
         except TimeoutError:
-            logger.warning("%.0f s were not enough to write all that ranks had sent", timeout_s / 2)
+            logger.warning("%.0f s were not enough to write everything that ranks had sent", timeout_s / 2)
         self._registry.save_all(timeout_s=2.0)
         # Open runs come first, because the recovery of runs may take all the time.
         self._pipeline.seal_all(until)

@@ -193,7 +193,7 @@ class Devices:
             gpu.prepare_rows(self._closing.is_set, self._may_load)
         except Exception as error:
             # The job will see a device error itself.
-            self._notices.warn("compile", "statistics go on with torch's own operations: %s", error)
+            self._notices.warn("compile", "torch's own operations still compute the statistics: %s", error)
 
     def _may_load(self) -> bool:
         """Return whether a module may be loaded now. Loading blocks the job's launches until the device is idle."""

@@ -171,13 +171,13 @@ class GatherThread(threading.Thread):
             if refusal is not None:
                 return refusal
         if key not in self._files:
-            return DropReason.STORE_ERROR, "a part before it was refused"
+            return DropReason.STORE_ERROR, "an earlier part was refused"
         self._files[key].append(memoryview(job.read()))
         return None
 
     def _begin(self, key: _Key, run_id: str, nbytes: int) -> Refusal | None:
         if self._held_files >= MAX_SCRATCH_FILES:
-            return DropReason.STORE_ERROR, f"{MAX_SCRATCH_FILES} records in parts are gathered already"
+            return DropReason.STORE_ERROR, f"{MAX_SCRATCH_FILES} records in parts are already being gathered"
         # Twice: the scratch file, and the record in the store.
         refusal = self._budget.refusal(2 * nbytes)
         if refusal is not None:

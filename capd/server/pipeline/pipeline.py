@@ -157,7 +157,7 @@ class Pipeline:
             try:
                 store = self._runs.get(run_id)
                 if store is None:
-                    raise StoreError(f"run {run_id!r} was closed meanwhile", retry=True)
+                    raise StoreError(f"run {run_id!r} was closed in the meantime", retry=True)
                 done.set_result(action(store))
             except (OSError, StoreError) as error:
                 # The error belongs to the caller that waits for the result.

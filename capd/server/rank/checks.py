@@ -36,7 +36,7 @@ def define_problem(define: Define) -> str | None:
     try:
         json.dumps(define.attributes, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        return f"attributes of key id {define.id} hold something that JSON does not: {error}"
+        return f"attributes of key id {define.id} hold a value that JSON cannot represent: {error}"
     if _depth(define.attributes) > MAX_METADATA_DEPTH:
         return f"attributes of key id {define.id} are nested more than {MAX_METADATA_DEPTH} levels deep"
     return None
@@ -79,7 +79,7 @@ def descriptor_problem(item: Descriptor, define: Define | None, arena_nbytes: in
 
 def _place_problem(offset: int, nbytes: int, arena_nbytes: int) -> str | None:
     if offset < PAGE_NBYTES:
-        return f"offset {offset} lies in the counter page (the first {PAGE_NBYTES} bytes)"
+        return f"offset {offset} is in the counter page (the first {PAGE_NBYTES} bytes)"
     if offset + nbytes > arena_nbytes:
         return f"{nbytes} bytes at offset {offset} pass the arena's end at {arena_nbytes}"
     return None

@@ -67,6 +67,6 @@ class Orders:
                 try:
                     steer.selection.check()
                 except ConfigError as error:
-                    raise ProtocolError(f"the rank follows a selection that cannot be: {error}") from None
+                    raise ProtocolError(f"the rank follows an impossible selection: {error}") from None
         self.steered = message
         self._steering.told(message)

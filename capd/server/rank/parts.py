@@ -41,7 +41,7 @@ class Unfinished:
         if part.nbytes != nbytes:
             raise PartRefused(
                 DropReason.BAD_DESCRIPTOR,
-                f"the record had {nbytes} bytes in a part before, not {part.nbytes}",
+                f"the record had {nbytes} bytes in an earlier part, not {part.nbytes}",
             )
         # The record is whole, or given up.
         if come == nbytes:
@@ -60,7 +60,7 @@ class Unfinished:
             )
         if not come and len(self._records) >= MAX_UNFINISHED:
             raise PartRefused(
-                DropReason.BAD_DESCRIPTOR, f"{MAX_UNFINISHED} records of this rank lack parts already"
+                DropReason.BAD_DESCRIPTOR, f"{MAX_UNFINISHED} records of this rank already lack parts"
             )
         self._records[part.record] = (come + item.nbytes, nbytes)
         return True

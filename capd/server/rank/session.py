@@ -171,7 +171,7 @@ class Session:
                 self._turn_away(item, define, DropReason.BAD_DESCRIPTOR, problem or "undefined key")
             elif record in (self._unfinished if item.part is None else self.in_work):
                 self._turn_away(
-                    item, None, DropReason.BAD_DESCRIPTOR, f"sequence {record} is in work already"
+                    item, None, DropReason.BAD_DESCRIPTOR, f"sequence {record} is already in work"
                 )
             elif item.part is None or self._is_new_part(item):
                 submission = (item, define)

@@ -193,7 +193,7 @@ def _why_empty(ranks: list[RankSession], steer: Steer) -> str | None:
         return f"no rank of this run here is in ranks {selection.ranks}"
     if not any(rank.orders.steered is not None and rank.orders.steered.modules for rank in ranks):
         return (
-            "no Linear module of a watched model is called like that"
+            "no Linear module of a watched model has such a name"
             if selection.modules
             else "no rank watches a model"
         )
@@ -218,7 +218,7 @@ def _flush(run: Run, patience: _Patience) -> ControlReply:
             "failed", f"rank {', '.join(dead[:_NAMED_RANKS])} died before it had sent everything", run
         )
     ranks = "1 rank" if len(asked) == 1 else f"{len(asked)} ranks"
-    return _reply("ok", f"{ranks}: what was captured is committed, or counted as dropped", run)
+    return _reply("ok", f"{ranks}: all captures are committed or counted as dropped", run)
 
 
 def _unanswered(late: list[RankSession], what: str) -> str:

@@ -126,7 +126,7 @@ class Pinning:
 
     def _tell(self, problem: str) -> None:
         nbytes = self._limit - self._arena.start
-        pinned = f"of the arena only the first {nbytes >> 20} MiB are" if nbytes else "the arena is not"
+        pinned = f"only the first {nbytes >> 20} MiB of the arena are" if nbytes else "the arena is not"
         self._notices.warn("unpinned", "%s pinned, copies from devices are slower: %s", pinned, problem)
 
     def _next_end(self) -> int:

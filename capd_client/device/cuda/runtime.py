@@ -50,7 +50,7 @@ def ring_sizes(
     if notices is not None and asked is not None and asked > usable // 2:
         notices.warn(
             "ring_bytes",
-            "a ring of %d bytes takes more than half of the memory that is free on the device, it has %d bytes. "
+            "a ring of %d bytes takes more than half of the memory that is free on the device. It has %d bytes. "
             "Lower CAPD_RING_BYTES",
             asked,
             largest,

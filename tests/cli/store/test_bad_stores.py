@@ -299,7 +299,7 @@ def test_a_store_that_vanishes_while_it_is_served_refuses_and_is_not_made_anew(
     store.mkdir()
     while "check its disk" in (message := refused()):
         pass
-    assert "start `capd serve` again" in message
+    assert "restart `capd serve`" in message
     rank.disconnect()
     assert daemon.stop() == 1  # what waited for its seal cannot be sealed
     assert "Traceback" not in daemon.text()

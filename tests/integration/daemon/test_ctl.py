@@ -365,7 +365,7 @@ def test_what_cannot_be_done_is_said_with_its_exit_code(
 
     for rank in ranks:
         rank.ask("run")
-    assert "called like that" in ctl("select", "--modules", "nowhere.*", code=5).err
+    assert "has such a name" in ctl("select", "--modules", "nowhere.*", code=5).err
     assert "ranks 7" in ctl("select", "--ranks", "7", code=5).err
     assert "end before" in ctl("select", "--steps", "0", code=5).err
     for rank in ranks:

@@ -151,7 +151,7 @@ def test_a_selection_that_matches_nothing_is_told_as_such(two: Ranks) -> None:
         message = Control("select", None, Selection(**selection), 7, 60.0)  # type: ignore[arg-type]
         return two.control(message, *(lambda n=n: two.follow(n, modules=0) for n in range(2)))
 
-    assert "called like that" in ask(modules=("nowhere",)).message
+    assert "has such a name" in ask(modules=("nowhere",)).message
     assert "steps 0-6 end before iteration 7" in ask(steps="0-6").message
     assert "ranks 2-" in ask(ranks="2-").message
     assert ask(tensors=("input",)).code == "nothing"

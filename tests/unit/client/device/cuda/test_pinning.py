@@ -302,7 +302,7 @@ def test_a_chunk_that_the_driver_refuses_is_one_notice_and_what_is_locked_stays_
     pin = Pinning(growing, Notices(), chunk_nbytes=CHUNK)
     pin.start(DEVICE)
     growing.have(3 * CHUNK, 3 * CHUNK)
-    wait_until(lambda: "of the arena only the first 64 MiB are pinned" in caplog.text)
+    wait_until(lambda: "only the first 64 MiB of the arena are pinned" in caplog.text)
     growing.have(4 * CHUNK, 4 * CHUNK)
     assert driver.locked == [(0, CHUNK)]
     assert (pin.part_end(start), pin.part_end(start + CHUNK)) == (start + CHUNK, 0)
