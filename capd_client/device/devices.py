@@ -45,13 +45,13 @@ class Devices:
         """Set up no device yet.
 
         Args:
-            books: The in-flight captures of the session.
+            queue: The in-flight captures of the session.
             arena: The session's arena.
             notices: The log of the session's warnings.
             config: The settings.
             add: Called with each new stager; the client thread serves it.
         """
-        self._books = books
+        self._queue = queue
         self._arena = arena
         self._notices = notices
         self._config = config

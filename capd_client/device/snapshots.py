@@ -60,7 +60,7 @@ class DeviceStager:
 
         Args:
             device: The device.
-            books: The in-flight captures of the session.
+            queue: The in-flight captures of the session.
             buffer: The bytes of the arena.
             pace: The limit on bytes per second, shared by the stagers of a rank.
             max_block_s: How long a capture may wait for room (0: never).
@@ -70,7 +70,7 @@ class DeviceStager:
             on_failure: Called with an error of the device, after which the device is not captured any more.
         """
         self._device = device
-        self._books = books
+        self._queue = queue
         # An inference tensor could not be written outside of inference mode.
         with torch.inference_mode(False):
             host = torch.frombuffer(buffer, dtype=torch.uint8)

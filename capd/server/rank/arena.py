@@ -59,7 +59,7 @@ class Arena:
         seals = _check(fd, nbytes)
         self.identity = _identity(fd)
         self.nbytes = nbytes
-        written = Written(fd, lasting=bool(seals & _FUTURE_WRITE))
+        written = WrittenPages(fd, lasting=bool(seals & _FUTURE_WRITE))
         self.is_written, self.read = written.holds, written.read
         try:
             self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)

@@ -62,7 +62,7 @@ class _Cells:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundCells:
     """The cells that hold a descriptor.
 
     The descriptors themselves are read again at their turn, because a million of them would take a gigabyte here.
@@ -117,7 +117,7 @@ class Journal:
         defined = min(words[JOURNAL_DEFINED_NBYTES], DEFINITIONS_NBYTES)
         return cls(layout, (used_cells, used_large, defined), read)
 
-    def find(self) -> Found:
+    def find(self) -> FoundCells:
         """Search all cells that were ever used."""
         tables, keys = [np.empty((0, 3), dtype=np.int64)], set[int]()
         for cells in self._cells:
@@ -138,7 +138,7 @@ class Journal:
         table = np.concatenate(tables)
         return FoundCells(table[np.argsort(table[:, 0], kind="stable")], keys)
 
-    def batches(self, found: Found) -> Iterator[list[Descriptor]]:
+    def batches(self, found: FoundCells) -> Iterator[list[Descriptor]]:
         """Yield the descriptors by ascending sequence, in batches of the size of one PUT. Each sequence comes once."""
         batch: list[Descriptor] = []
         previous = -1

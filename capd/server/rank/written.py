@@ -1,6 +1,6 @@
 """The written bytes of a rank's memfd, so that the daemon's reads never create a page.
 
-Reading a hole through a mapping creates the page and charges it to the reader. Written bytes stay written: the arena
+Reading a hole through a mapping creates the page and charges it to the reader. WrittenPages bytes stay written: the arena
 is sealed against SHRINK and FUTURE_WRITE, and with the latter the kernel punches no hole. Known ranges are therefore
 kept.
 """
@@ -19,7 +19,7 @@ __all__ = ["WrittenPages"]
 _MAX_KNOWN = 4096
 
 
-class Written:
+class WrittenPages:
     """The written ranges of one memfd, as the kernel reports them."""
 
     def __init__(self, fd: int, *, lasting: bool) -> None:

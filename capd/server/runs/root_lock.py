@@ -58,13 +58,9 @@ class RootLock:
             os.close(self._fd)
             if not isinstance(error, BlockingIOError):
                 raise StoreError(f"cannot lock {self.path}: {error.strerror or error}") from error
-            where = f" on {note.endpoint}" if note.endpoint else ""
-            raise StoreBusy(
-                f"store {root} is owned by another daemon (pid {note.pid or 'unknown'}{where}); "
-                f"use that one, stop it, or choose another --store"
-            ) from None
+            raise _busy(root, note) from None
         # The note of an earlier daemon that did not stop in order.
-        self.previous = self._read()
+        self.previous = _read_note(self._fd)
         self.note = OwnerNote(pid=os.getpid())
         try:
             self.write()

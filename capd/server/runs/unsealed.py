@@ -61,7 +61,7 @@ def find_unsealed(
     return {run_id: count for run_id, count in list(found.items()) if count != 0}
 
 
-def describe_unsealed(left: Mapping[str, int | None], root: Path) -> str:
+def describe_unsealed(left: Mapping[str, int | None], root: Path, node: str) -> str:
     """Return one line for people: the rest that is not sealed, and the commands that seal it."""
     known = sum(count or 0 for count in left.values())
     total = f"{known:,} record{'' if known == 1 else 's'}"
@@ -72,7 +72,8 @@ def describe_unsealed(left: Mapping[str, int | None], root: Path) -> str:
     return (
         f"stopped before everything was sealed: plain Zarr readers do not see {total} yet, of "
         f"run{'' if len(names) == 1 else 's'} {', '.join(names[:_NAMED])}{more}. Nothing is lost: "
-        f"`capd serve --store {root}` recovers and seals them, and `capd verify {root} --repair` does it at once"
+        f"`capd serve --store {root}` recovers and seals them, and `capd verify {root} --adopt {node}` "
+        "does it at once"
     )
 
 
