@@ -1,6 +1,6 @@
 """The written bytes of a rank's memfd, so that the daemon's reads never create a page.
 
-Reading a hole through a mapping creates the page and charges it to the reader. WrittenPages bytes stay written: the arena
+Reading a hole through a mapping creates the page and charges it to the reader. Written bytes stay written: the arena
 is sealed against SHRINK and FUTURE_WRITE, and with the latter the kernel punches no hole. Known ranges are therefore
 kept.
 """
