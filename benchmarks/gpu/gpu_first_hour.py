@@ -83,7 +83,7 @@ class Hour:
         with tempfile.TemporaryDirectory(prefix="capd-hour-") as directory:
             found = Path(directory) / "found.json"
             rate = self.results.get("numbers-transfer", {}).get("found", {}).get("link GB/s")
-            script = str(ROOT / "benchmarks" / step.script)
+            script = str(ROOT / "benchmarks" / "gpu" / step.script)
             command = [sys.executable, script, "--json", str(found), *step.command(self._quick, rate)]
             started = time.monotonic()
             code, shown, problem = _run(command, step.limit_s)

@@ -223,7 +223,7 @@ def test_a_store_that_cannot_be_written_is_one_line(
 
 def test_progress_is_shown_on_a_terminal_only(root: Path) -> None:
     program = (
-        "import sys\nfrom capd.cli import verify\nverify._STEP_NBYTES = 1\n"
+        "import sys\nfrom capd.cli.store import verify\nverify._STEP_NBYTES = 1\n"
         "from capd.cli.app import main\nmain(['verify', sys.argv[1]])"
     )
     terminal, side = pty.openpty()

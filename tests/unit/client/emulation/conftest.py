@@ -31,3 +31,8 @@ def _all_is_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert patched() == before
     assert not plans._modules
     assert emulation_label.current() == emulation_label.NONE
+
+
+@pytest.fixture(autouse=True)
+def _no_watch_left_behind(_all_is_restored: None, _no_watch_left_behind: None) -> None:
+    """Removes watches before the check that nothing of an emulation is left: both patch the same places of torch."""
