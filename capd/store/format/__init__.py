@@ -1,1 +1,1 @@
-"""Bytes on disk, as pure functions: frames, chunks, codecs and statistics."""
+"""The bytes on disk, as pure functions: frames, chunks, codecs and statistics."""

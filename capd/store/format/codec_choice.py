@@ -1,8 +1,8 @@
-"""Which codec a new series gets: a preset by dtype, or the best of a few, tried on its first record.
+"""The codec of a new series: a preset by dtype, or the best of a few candidates on its first record.
 
-Blosc needs the explicit 1 MiB block: its automatic block is smaller than zstd's 128 KiB literal blocks times
-the item size, so exponent and mantissa bytes would share one Huffman table (1.27x instead of 1.45x on bf16).
-Higher zstd levels are several times slower and no better on such data, so none is a candidate.
+Blosc needs the explicit block of 1 MiB. Its automatic block is smaller than zstd's literal blocks of 128 KiB times the
+item size. Exponent and mantissa bytes would then share one Huffman table (1.27x instead of 1.45x on bf16). Higher zstd
+levels are several times slower and no better on such data, so none of them is a candidate.
 """
 
 from __future__ import annotations
@@ -19,15 +19,23 @@ _PLANES = "blosc:zstd:1:shuffle:1048576"
 _BITS = "blosc:lz4:5:bitshuffle"
 _WIDE_FLOATS = frozenset({"bfloat16", "float16", "float32", "float64"})
 SAMPLE_NBYTES = 512 << 10
-_WORTH = 0.02  # of the raw size: what a slower candidate must save
-_DEGENERATE = 8.0  # a first record that shrinks this much (all zeros, say) tells nothing about the next ones
+# The share of the raw size that a slower candidate must save.
+_WORTH = 0.02
+# A first record that shrinks by this factor (all zeros, for example) does not predict the next ones.
+_DEGENERATE = 8.0
 
 
 def codec_name(setting: str, dtype: str, sample: memoryview | bytes, *, is_small: bool = False) -> str:
-    """The explicit codec name that `setting` (a preset or an explicit name) means for a series of `dtype`.
+    """Return the explicit codec name for a series of `dtype`.
 
-    sample: raw bytes of the series' first record; only `auto` looks at them. is_small: records share chunks, whose
-    empty part must shrink: no preset gives them `none`. Raises ConfigError for an unknown name.
+    Args:
+        setting: A preset (`auto`, `default`, `fast`) or an explicit codec name.
+        dtype: The series' dtype name.
+        sample: Raw bytes of the series' first record. Only `auto` reads them.
+        is_small: Whether records share chunks. The empty part of such a chunk must shrink, so no preset gives `none`.
+
+    Raises:
+        ConfigError: The codec name is unknown.
     """
     if setting == "auto":
         stored = stored_type(dtype).stored
@@ -50,13 +58,18 @@ def _preset(preset: str, dtype: str) -> str:
 
 
 def choose(sample: NDArray[np.generic], dtype: str) -> str:
-    """The cheapest codec whose result on `sample` is within 2 % of the raw size of the smallest result.
+    """Return the cheapest codec whose result on `sample` is nearly the smallest.
 
-    sample: stored bits of at most about 512 KiB. Deterministic: sizes decide, not times. An empty sample, or one
-    that nearly vanishes, gets the dtype's default.
+    The difference to the smallest result is at most 2 % of the raw size. The choice is deterministic: sizes decide, not
+    times. A sample that is empty or nearly vanishes gets the dtype's default.
+
+    Args:
+        sample: Stored bits of at most about 512 KiB.
+        dtype: The series' dtype name.
     """
     default = _preset("default", dtype)
-    candidates = dict.fromkeys(("none", _BITS, "zstd:1", default))  # from cheap to expensive
+    # From cheap to expensive.
+    candidates = dict.fromkeys(("none", _BITS, "zstd:1", default))
     sizes = {name: chain_for(name, dtype).encode(sample).nbytes for name in candidates} if sample.size else {}
     smallest = min(sizes.values(), default=0)
     if smallest * _DEGENERATE < sample.nbytes or not sizes:

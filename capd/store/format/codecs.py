@@ -1,8 +1,8 @@
-"""The codec chain of a series: how one inner chunk becomes bytes and back, and how zarr.json names it.
+"""The codec chain of a series: how an inner chunk becomes bytes and back, and the chain's entry in zarr.json.
 
-Only codecs that zarr-python, tensorstore and zarrs all decode, always followed by crc32c. A series' header
-holds the codec's explicit name (`none`, `zstd:1`, `blosc:zstd:1:shuffle:1048576`), never a preset's, so a store
-means the same whatever the presets become.
+zarr-python, tensorstore and zarrs can decode all of these codecs. crc32c always follows. A series' header holds the
+explicit name of the codec (`none`, `zstd:1`, `blosc:zstd:1:shuffle:1048576`), never the name of a preset. A store
+therefore keeps its meaning when the presets change.
 """
 
 from __future__ import annotations
@@ -33,42 +33,46 @@ _MAX_BLOCK_NBYTES = 64 << 20
 _FORMS = "none, zstd:LEVEL, or blosc:lz4|zstd:LEVEL:shuffle|bitshuffle|noshuffle[:BLOCK_BYTES]"
 
 
-# CRC-32C (Castagnoli) of a payload; releases the GIL for bytes only. Not wrapped: it is called thrice per small record.
+# CRC-32C (Castagnoli) of a payload. It releases the GIL for `bytes` only. It has no wrapper, because each small
+# record calls it three times.
 crc32c: Callable[[bytes], int] = google_crc32c.value
 
 
 class Encoded(NamedTuple):
-    """An encoded chunk. Its checksum lies apart: putting it behind the body would copy that."""
+    """An encoded chunk: its body and its checksum. They are separate, because joining them would copy the body."""
 
     body: bytes
     crc: int
 
     @classmethod
     def of(cls, payload: bytes) -> Encoded:
-        """What stands in a file, taken apart."""
+        """Split the stored payload of a chunk into body and checksum."""
         return cls(payload[:-4], int.from_bytes(payload[-4:], "little"))
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file, with the checksum."""
+        """The bytes in the file, including the checksum."""
         return len(self.body) + 4
 
     @property
     def parts(self) -> tuple[bytes, bytes]:
-        """What stands in the file: the body, and its crc32c as four bytes, little-endian."""
+        """The bytes in the file: the body, and its crc32c as four little-endian bytes."""
         return self.body, struct.pack("<I", self.crc)
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """One codec chain for one stored dtype: bytes → [compressor] → crc32c; `capd.store.format.decode` goes back.
+    """The codec chain of one stored dtype: bytes → [compressor] → crc32c. `capd.store.format.decode` reverses it.
 
-    name: the compressor's explicit name.
+    Attributes:
+        name: The explicit name of the compressor.
+        stored: The numpy dtype of the Zarr array.
+        compressor: A numcodecs codec, or None.
     """
 
     name: str
     stored: np.dtype[np.generic]
-    compressor: Any  # numcodecs codec, or None
+    compressor: Any
 
     def encode(self, chunk: NDArray[np.generic]) -> Encoded:
         """Encode a C-contiguous chunk of the stored dtype."""
@@ -76,7 +80,7 @@ class Chain:
         return Encoded(body, crc32c(body))
 
     def zarr_codecs(self) -> list[Any]:
-        """The bytes-to-bytes codecs as zarr-python objects, for writing array metadata."""
+        """Return the bytes-to-bytes codecs as zarr-python objects, for the array's metadata."""
         from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 
         codecs: list[Any] = []
@@ -99,12 +103,21 @@ class Chain:
 
 @cache
 def chain_for(codec: str, dtype: str) -> Chain:
-    """The chain of the explicit codec name `codec` for torch dtype `dtype`. Raises ConfigError for a wrong name."""
+    """Return the chain of an explicit codec name for a dtype name.
+
+    Raises:
+        ConfigError: The codec name is unknown.
+        StoreError: The dtype name is unknown.
+    """
     return Chain(codec, stored_type(dtype).stored, parse_codec(codec))
 
 
 def parse_codec(codec: str) -> Any:
-    """The compressor that an explicit name means, None for `none`. Raises ConfigError that lists the forms."""
+    """Return the compressor of an explicit codec name; None for `none`.
+
+    Raises:
+        ConfigError: The name is unknown. The message lists the possible forms.
+    """
     kind, *parts = codec.split(":")
     try:
         if kind == "none" and not parts:

@@ -1,9 +1,11 @@
-"""Per-record moments and shapes as columns: what a plain Zarr reader needs to crop and to order records.
+"""The moments and shapes of records as columns: a plain Zarr reader needs them to crop and to order records.
 
-Published in the series group's attributes under `capd.records`: {"count": n, column: list of n values, or one
-value where all are equal}. Columns: the Moment's fields and `shape`. Beyond MAX_INLINE records the attribute
-is {"count": n, "array": "moments"} and the columns stand in that array of the group: [record, column] int64,
-column names (shape as shape_0, shape_1, …) in its attributes, -1 = none.
+The series group's attributes publish them under `capd.records`: {"count": n, column: list of n values, or one value if
+all are equal}. The columns are the fields of Moment, and `shape`.
+
+For more than MAX_INLINE records the attribute is {"count": n, "array": "moments"}. The group's array `moments` then
+holds the columns as [record, column] int64, where -1 is none. Its attributes hold the column names (shape as shape_0,
+shape_1, …).
 """
 
 from __future__ import annotations
@@ -19,18 +21,25 @@ from capd_client.protocol.key import Moment
 __all__ = ["MAX_INLINE", "TABLE_ROWS", "ColumnRow", "Columns", "first_needed"]
 
 MAX_INLINE = 10_000
-TABLE_ROWS = 4096  # per chunk of the `moments` array; a shard has at most as many records
+# The rows of a chunk of the `moments` array. A shard has at most as many records.
+TABLE_ROWS = 4096
 _FIELDS = Moment.__struct_fields__
-ColumnRow = tuple[Any, ...]  # the Moment's fields, then the shape as a tuple
+# The fields of a Moment, followed by the shape as a tuple.
+ColumnRow = tuple[Any, ...]
 
 
 def first_needed(count: int, in_table: int) -> int:
-    """The first record whose row is needed to publish `count` records when the array holds `in_table` already."""
+    """Return the first record whose row is needed to publish `count` records.
+
+    Args:
+        count: The number of records to publish.
+        in_table: The number of rows that the `moments` array already has.
+    """
     return in_table // TABLE_ROWS * TABLE_ROWS if count > MAX_INLINE else 0
 
 
 class Columns:
-    """The columns of `first` + len(rows) records; the rows from `first` on are at hand."""
+    """The columns of `first` + len(rows) records. Only the rows from `first` on are available."""
 
     def __init__(self, first: int = 0, rows: Sequence[ColumnRow] = ()) -> None:
         self._first, self._rows = first, rows
@@ -40,16 +49,16 @@ class Columns:
 
     @property
     def first(self) -> int:
-        """The record of the first row at hand."""
+        """The number of the record of the first available row."""
         return self._first
 
     @property
     def is_long(self) -> bool:
-        """Whether the columns belong into the `moments` array."""
+        """Whether the columns belong in the `moments` array."""
         return len(self) > MAX_INLINE
 
     def table(self) -> tuple[list[str], NDArray[np.int64]]:
-        """Column names, and the rows at hand as [record, column]; -1 stands for none."""
+        """Return the column names, and the available rows as [record, column]. -1 is none."""
         *fields, shapes = zip(*self._rows, strict=True)
         moments = [
             [-1 if v is None else v for v in column] if None in column else column for column in fields
@@ -59,7 +68,7 @@ class Columns:
         return names, np.ascontiguousarray(np.array(columns, dtype=np.int64).T)
 
     def published(self) -> dict[str, Any]:
-        """The columns as the group's attributes hold them."""
+        """Return the columns in the form of the group's attributes."""
         if self.is_long:
             return {"count": len(self), "array": "moments"}
         folded: dict[str, Any] = {"count": len(self)}

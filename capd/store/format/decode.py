@@ -1,4 +1,4 @@
-"""Decodes one inner chunk straight into the array that wants it, after checking everything it claims."""
+"""Decodes one inner chunk directly into its destination array, after all its claims are checked."""
 
 from __future__ import annotations
 
@@ -13,22 +13,33 @@ from capd.store.format.codecs import Chain, crc32c
 
 __all__ = ["decode", "decode_into"]
 
-_RESIDUE = 0x48674BC7  # the crc32c of any bytes followed by their own little-endian crc32c
+# The crc32c of any bytes followed by their own little-endian crc32c.
+_RESIDUE = 0x48674BC7
 _BLOSC_HEADER_NBYTES = 16
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def decode(chain: Chain, payload: bytes, shape: tuple[int, ...]) -> NDArray[np.generic]:
-    """The elements of an encoded chunk, as a new array. Raises DamagedRecord as `decode_into` does."""
+    """Return the elements of an encoded chunk as a new array.
+
+    Raises:
+        DamagedRecord: The checksum or the decoded size is wrong.
+    """
     out = np.empty(shape, dtype=chain.stored)
     decode_into(chain, payload, out)
     return out
 
 
 def decode_into(chain: Chain, payload: bytes, out: NDArray[np.generic]) -> None:
-    """Fill `out`, C-contiguous and of the chain's stored dtype, with the elements of an encoded chunk.
+    """Decode a chunk into `out`.
 
-    Raises DamagedRecord if the checksum or the decoded size is wrong; `out` then holds nothing of use.
+    Args:
+        chain: The codec chain of the series.
+        payload: The stored bytes, including the checksum.
+        out: A C-contiguous array of the chain's stored dtype. Its content is undefined after an error.
+
+    Raises:
+        DamagedRecord: The checksum or the decoded size is wrong.
     """
     if len(payload) < 4 or crc32c(payload) != _RESIDUE:
         raise DamagedRecord("a chunk fails its checksum (crc32c)")
@@ -47,7 +58,10 @@ def decode_into(chain: Chain, payload: bytes, out: NDArray[np.generic]) -> None:
 
 
 def _decoded_nbytes(chain: Chain, body: memoryview) -> int | None:
-    """What the encoded bytes say they decode to; None if they do not say. The codecs fill a larger target in part."""
+    """Return the decoded size that the encoded bytes claim; None if they do not state it.
+
+    The check is necessary because the codecs accept a larger target and fill a part of it.
+    """
     if chain.compressor is None:
         return len(body)
     if isinstance(chain.compressor, Blosc):
@@ -58,7 +72,7 @@ def _decoded_nbytes(chain: Chain, body: memoryview) -> int | None:
 
 
 def _zstd_content_nbytes(body: memoryview) -> int | None:
-    """Frame_Content_Size of a Zstandard frame (RFC 8878, section 3.1.1.1)."""
+    """Return the Frame_Content_Size of a Zstandard frame (RFC 8878, section 3.1.1.1)."""
     if body[:4] != _ZSTD_MAGIC or len(body) < 6:
         return None
     descriptor = body[4]

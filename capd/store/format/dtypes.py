@@ -1,11 +1,17 @@
-"""How each torch dtype lies in Zarr, and what its bit patterns are worth.
+"""The stored form of each torch dtype in Zarr, and the numeric values of its bit patterns.
 
-Formats that some Zarr reader does not know are stored as bits: bfloat16 as uint16, every 8-bit float and
-packed fp4 as uint8 (`encoding` "bits"); the rest is stored natively. A series that keeps only the statistics of
-its tensors (`encoding` "statistics") has a name of its own, `statistics_of(dtype)`, and holds one statistics row per
-record (`capd_client.protocol.statistics_row`), whatever the tensor's shape. No torch here: values come from the
-formats' definitions (fp8: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; fnuz: Noune et al. 2022,
-"8-bit Numerical Formats"; e8m0, e2m1: OCP Microscaling Formats v1.0, sections 5.3-5.4).
+Some Zarr readers do not know every format. Formats that are not universal are stored as bits: bfloat16 as uint16, every
+8-bit float and packed fp4 as uint8 (`encoding` "bits"). All other dtypes are stored natively.
+
+A series can keep only the statistics of its tensors (`encoding` "statistics"). Its dtype name is
+`statistics_of(dtype)`. It holds one statistics row per record (`capd_client.protocol.statistics_row`), for any shape of
+the tensor.
+
+This module does not use torch. Values follow the formats' definitions:
+
+- fp8: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"
+- fnuz: Noune et al. 2022, "8-bit Numerical Formats"
+- e8m0, e2m1: OCP Microscaling Formats v1.0, sections 5.3-5.4
 """
 
 from __future__ import annotations
@@ -44,8 +50,13 @@ _BITS = {
 
 @dataclass(frozen=True, slots=True)
 class StoredType:
-    """torch: name of the captured dtype. stored: numpy dtype of the Zarr array. encoding: "bits", "native" or
-    "statistics"."""
+    """The stored form of a dtype name.
+
+    Attributes:
+        torch: The name of the captured dtype.
+        stored: The numpy dtype of the Zarr array.
+        encoding: "bits", "native" or "statistics".
+    """
 
     torch: str
     stored: np.dtype[np.generic]
@@ -56,30 +67,32 @@ _STATISTICS = "statistics:"
 
 
 def statistics_of(dtype: str) -> str:
-    """The dtype name of a series that keeps only the statistics of tensors of torch dtype `dtype`."""
+    """Return the dtype name of a series that keeps only the statistics of tensors of torch dtype `dtype`."""
     return f"{_STATISTICS}{dtype}"
 
 
 def is_statistics(name: str) -> bool:
-    """Whether a series of this dtype name keeps only statistics."""
+    """Return whether a series of this dtype name keeps only statistics."""
     return name.startswith(_STATISTICS)
 
 
 def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """What a tensor of `shape` takes of the array of a series of this dtype name."""
+    """Return the shape of a record of a series of dtype `name`, for a tensor of `shape`."""
     return (ROW_VALUES,) if is_statistics(name) else shape
 
 
 @cache
 def stored_type(name: str) -> StoredType:
-    """The stored form of a series' dtype name: that of a torch dtype, or of the statistics of one.
+    """Return the stored form of a series' dtype name: a torch dtype's name, or `statistics_of` one.
 
-    Raises StoreError for a name outside the table.
+    Raises:
+        StoreError: The name is not in the table, or the machine is not little-endian.
     """
     dtype = name.removeprefix(_STATISTICS)
     if dtype not in ITEM_NBYTES:
         raise StoreError(f"dtype {dtype!r} cannot be stored; known: {', '.join(sorted(ITEM_NBYTES))}")
-    if sys.byteorder != "little":  # the arena holds native bytes and the store is little-endian
+    # The arena holds native bytes, and the store is little-endian.
+    if sys.byteorder != "little":
         raise StoreError("capd stores little-endian bytes and runs on little-endian machines only")
     if is_statistics(name):
         return StoredType(dtype, np.dtype("float64"), "statistics")
@@ -103,13 +116,18 @@ def _with_nan(values: NDArray[np.float64], *codes: int) -> NDArray[np.float64]:
 
 @cache
 def value_table(name: str) -> NDArray[np.float64]:
-    """float64 values of all bit patterns of an 8- or 16-bit dtype, indexed by unsigned code.
+    """Return the float64 values of all bit patterns of an 8- or 16-bit dtype, indexed by unsigned code.
 
-    Shape [256] or [65536]; for float4_e2m1fn_x2 [256, 2], the low nibble first. Raises KeyError for wider dtypes.
+    Returns:
+        A read-only array [256] or [65536]. float4_e2m1fn_x2 has [256, 2], with the low nibble first.
+
+    Raises:
+        KeyError: The dtype is wider than 16 bits.
     """
     if ITEM_NBYTES[name] == 2:
         codes = np.arange(1 << 16, dtype=np.uint16)
-        with np.errstate(invalid="ignore"):  # signalling NaN patterns
+        # Some patterns are signalling NaNs.
+        with np.errstate(invalid="ignore"):
             if name == "bfloat16":
                 table = (codes.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
             else:
@@ -137,15 +155,17 @@ def value_table(name: str) -> NDArray[np.float64]:
 
 
 def to_values(bits: NDArray[np.generic], name: str) -> NDArray[np.generic]:
-    """Numbers of a stored array: float32 for formats kept as bits (exact), otherwise the array itself.
+    """Return the numbers of a stored array: float32 for formats stored as bits (exact), else the array itself.
 
-    float4_e2m1fn_x2 unpacks: the last axis doubles (a 0-d array becomes [2]).
+    float4_e2m1fn_x2 is unpacked: the last axis doubles (a 0-d array becomes [2]).
     """
     if name not in _BITS:
         return bits
     with np.errstate(invalid="ignore"):
-        values: NDArray[np.float32] = value_table(name)[bits].astype(np.float32)  # exact for 8 and 16 bits
+        # Exact, because the formats have 8 or 16 bits.
+        values: NDArray[np.float32] = value_table(name)[bits].astype(np.float32)
     if name == "float4_e2m1fn_x2":
         last = bits.shape[-1] if bits.ndim else 1
-        values = values.reshape(*bits.shape[:-1], 2 * last)  # not -1, which other axes of 0 leave open
+        # The length is explicit, because -1 is ambiguous if another axis is 0.
+        values = values.reshape(*bits.shape[:-1], 2 * last)
     return values

@@ -1,4 +1,4 @@
-"""From a record's bytes to encoded inner chunks and statistics: pure functions that the encode pool runs."""
+"""The encoding of a record's bytes into inner chunks and statistics: pure functions for the encode pool."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ __all__ = [
 
 
 class SliceSource(Protocol):
-    """A record as an array, in memory or on a disk."""
+    """A record as an array, in memory or on disk."""
 
     def __getitem__(self, slices: tuple[slice, ...], /) -> NDArray[np.generic]:
-        """The elements between the slices, one per axis. May raise OSError."""
+        """Return the elements between the slices, one slice per axis. May raise OSError."""
 
 
 class ChunkResult(NamedTuple):
-    """One encoded chunk of a record, and the statistics of the record's elements in it."""
+    """An encoded chunk of a record, and the statistics of the record's elements in it."""
 
     ordinal: int
     encoded: Encoded
@@ -46,18 +46,18 @@ class ChunkResult(NamedTuple):
 def as_array(
     data: memoryview | bytes, stored: np.dtype[np.generic], shape: tuple[int, ...]
 ) -> NDArray[np.generic]:
-    """A record's bytes (C order) as an array of its stored dtype; no copy."""
+    """Return a record's bytes (C order) as an array of its stored dtype, without a copy."""
     return np.frombuffer(data, dtype=stored).reshape(shape)
 
 
 def pieces(nbytes: int, itemsize: int) -> Iterator[tuple[slice]]:
-    """Slices of CHUNK_NBYTES, the last one shorter, into the elements of a record of `nbytes`."""
+    """Yield slices into the elements of a record of `nbytes`. A slice has CHUNK_NBYTES; the last one may be shorter."""
     elements, count = nbytes // itemsize, CHUNK_NBYTES // itemsize
     return ((slice(at, min(at + count, elements)),) for at in range(0, elements, count))
 
 
 def summarise_piece(record: SliceSource, slices: tuple[slice, ...], dtype: str) -> StatsRow:
-    """Statistics of a part of a record of torch dtype `dtype`."""
+    """Return the statistics of a part of a record of torch dtype `dtype`."""
     return summarise(record[slices], dtype)
 
 
@@ -69,19 +69,29 @@ def encode_chunk(
     chain: Chain,
     dtype: str | None,
 ) -> ChunkResult:
-    """Encode one inner chunk of a large record, padding it with zeros where the record ends inside it.
+    """Encode one inner chunk of a large record, padded with zeros where the record ends inside it.
 
-    dtype: torch dtype to compute statistics for, or None for none.
+    Args:
+        record: The record.
+        ordinal: The chunk's number in the record's grid.
+        slices: The record's elements in this chunk.
+        geometry: The chunk grid of the series.
+        chain: The codec chain of the series.
+        dtype: The torch dtype for the statistics, or None for no statistics.
+
+    Raises:
+        OSError: The record cannot be read.
     """
     block = record[slices]
     chunk = whole_chunk(block, geometry)
     if block.shape == chunk.shape:
-        block = chunk  # contiguous in any case
+        # The chunk is always contiguous.
+        block = chunk
     return ChunkResult(ordinal, chain.encode(chunk), chunk.nbytes, summarise(block, dtype) if dtype else None)
 
 
 def whole_chunk(block: NDArray[np.generic], geometry: Geometry) -> NDArray[np.generic]:
-    """`block` as a contiguous inner chunk, with zeros where the record ends inside it."""
+    """Return `block` as a contiguous inner chunk, padded with zeros where the record ends inside it."""
     if block.shape == geometry.chunk:
         return np.ascontiguousarray(block)
     chunk = np.zeros(geometry.chunk, dtype=block.dtype)
@@ -96,8 +106,15 @@ def encode_batch(
     geometry: Geometry,
     chain: Chain,
 ) -> Encoded:
-    """Encode the chunk that small records share. records: one array where each of them fills its part of the chunk.
-    held: the chunk so far, whose first `at` records stay."""
+    """Encode the chunk that several small records share.
+
+    Args:
+        records: The new records; one array if each of them fills its part of the chunk.
+        at: The position of the first new record in the chunk.
+        held: The current chunk, whose first `at` records are kept; None if there is none.
+        geometry: The chunk grid of the series.
+        chain: The codec chain of the series.
+    """
     if isinstance(records, np.ndarray) and len(records) == geometry.batch:
         return chain.encode(records)
     chunk = np.zeros((geometry.batch, *geometry.chunk), dtype=chain.stored)
@@ -113,7 +130,10 @@ def encode_batch(
 
 
 def summarise_small(records: Sequence[tuple[str, bytes]]) -> list[StatsRow]:
-    """Statistics of small records (torch dtype, raw bytes): one vectorised pass over all of one dtype and size."""
+    """Return the statistics of small records (torch dtype, raw bytes).
+
+    All records of one dtype and size share one vectorised pass.
+    """
     groups: dict[tuple[str, int], list[int]] = {}
     for position, (dtype, data) in enumerate(records):
         groups.setdefault((dtype, len(data)), []).append(position)

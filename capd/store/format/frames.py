@@ -1,24 +1,24 @@
-"""The frames that make a shard file, and the node's small log, their own journal. Format version 1.
+"""The frames of a shard file and of the node's small log: each file is its own journal. Format version 1.
 
-A shard is `[HEADER] ([CHUNK])* [COMMIT] … [index][crc32c]`: the Zarr v3 sharding index follows the last frame,
-and since index entries are absolute offsets, readers skip the frames as gaps. A small log is
+A shard is `[HEADER] ([CHUNK])* [COMMIT] … [index][crc32c]`. The Zarr v3 sharding index follows the last frame. Index
+entries are absolute offsets, so Zarr readers skip the frames as gaps. A small log is
 `[HEADER] ([SERIES] [RECORD] [COMMIT])*` and never becomes a Zarr file.
 
 Frame header, 48 bytes, little-endian (struct `<4sBBHIIQQQII`):
 
   magic "CPDF", version u8 = 1, kind u8, 2 zero bytes, payload bytes u32, ordinal u32, session u64, sequence u64,
-  raw bytes u64, payload crc32c u32, crc32c of the 44 bytes before it u32
+  raw bytes u64, payload crc32c u32, crc32c of the preceding 44 bytes u32
 
-kind     payload                                  ordinal
-HEADER   msgpack FileHeader                       0
-CHUNK    encoded inner chunk (ends in its crc)    chunk within the record (or batch)
-COMMIT   msgpack Commit                           series reference in a small log, else 0
-SERIES   msgpack SeriesHeader                     series reference, valid in this file
-RECORD   a small record's raw bytes               series reference
+  kind     payload                                  ordinal
+  HEADER   msgpack FileHeader                       0
+  CHUNK    encoded inner chunk (ends in its crc)    chunk within the record (or batch)
+  COMMIT   msgpack Commit                           series reference in a small log, else 0
+  SERIES   msgpack SeriesHeader                     series reference, valid in this file
+  RECORD   a small record's raw bytes               series reference
 
-`session` is the first 8 bytes of the client uuid, `sequence` the client's. A record exists once its COMMIT
-frame is whole; frames behind the last COMMIT are leftovers of an interrupted write. The payload crc of a
-CHUNK is the crc32c its payload ends with (it covers the rest); for the other kinds it covers the payload.
+`session` is the first 8 bytes of the client uuid. `sequence` is the client's sequence number. A record exists once its
+COMMIT frame is complete. Frames after the last COMMIT remain from an interrupted write. The payload crc of a CHUNK is
+the crc32c at the end of its payload, which covers the rest of it. For the other kinds it covers the whole payload.
 """
 
 from __future__ import annotations
@@ -48,16 +48,19 @@ __all__ = [
 FORMAT_VERSION = 1
 FRAME_NBYTES = 48
 MAX_PAYLOAD_NBYTES = 64 << 20
-UNKNOWN_CLIENT = bytes(16)  # of a record whose COMMIT is lost
-UNKNOWN_MOMENT = Moment(MAX_INDEX)  # of one whose published columns are lost, too
+# The client of a record whose COMMIT is lost.
+UNKNOWN_CLIENT = bytes(16)
+# The moment of a record whose published columns are lost, too.
+UNKNOWN_MOMENT = Moment(MAX_INDEX)
 _MAGIC = b"CPDF"
 _HEADER = struct.Struct("<4sBBHIIQQQII")
-_HEAD = struct.Struct("<4sBBHIIQQQI")  # without its own checksum
+# The header without its own checksum.
+_HEAD = struct.Struct("<4sBBHIIQQQI")
 _CRC = struct.Struct("<I")
 
 
 class FrameKind(IntEnum):
-    """What a frame holds."""
+    """The kind of a frame, which determines its payload."""
 
     HEADER = 1
     CHUNK = 2
@@ -70,7 +73,18 @@ _KINDS = {int(kind): kind for kind in FrameKind}
 
 
 class Frame(NamedTuple):
-    """A frame's header and where its payload lies in the file."""
+    """A frame's header and the place of its payload in the file.
+
+    Attributes:
+        kind: The kind of the payload.
+        nbytes: The bytes of the payload.
+        ordinal: The chunk within the record, or the series reference (see the module docstring).
+        session: The first 8 bytes of the client uuid.
+        sequence: The client's sequence number.
+        raw_nbytes: The bytes of the payload before encoding.
+        crc: The payload's checksum.
+        offset: The offset of the payload in the file.
+    """
 
     kind: FrameKind
     nbytes: int
@@ -79,14 +93,18 @@ class Frame(NamedTuple):
     sequence: int
     raw_nbytes: int
     crc: int
-    offset: int  # of the payload
+    offset: int
 
 
 Number = Union[int, float]
 
 
 class StatsRow(msgspec.Struct, array_like=True, gc=False):
-    """Statistics of one record, additive: see `capd.store.format.statistics`. exponents: sparse [bin, count, …]."""
+    """The statistics of one record, which are additive (see `capd.store.format.statistics`).
+
+    Attributes:
+        exponents: The sparse exponent histogram [bin, count, …].
+    """
 
     count: int = 0
     nan: int = 0
@@ -101,7 +119,7 @@ class StatsRow(msgspec.Struct, array_like=True, gc=False):
 
 
 class RecordHead(msgspec.Struct, array_like=True, gc=False):
-    """What identifies a record and its shape. Decoding one from a RecordRow's bytes skips the rest."""
+    """The identity and the shape of a record. Decoding it from the bytes of a RecordRow skips the other fields."""
 
     client: bytes
     sequence: int
@@ -111,29 +129,38 @@ class RecordHead(msgspec.Struct, array_like=True, gc=False):
 
     @property
     def capture(self) -> tuple[bytes, int, tuple[int, ...]]:
-        """Which capture this is: client, sequence and shape."""
+        """The identity of the capture: client, sequence and shape."""
         return self.client, self.sequence, self.shape
 
     @property
     def is_lost(self) -> bool:
-        """Whether nothing says what the record was: it keeps its number, and cannot be read."""
+        """Whether nothing identifies the record: it keeps its number and cannot be read."""
         return self.client == UNKNOWN_CLIENT and self.moment == UNKNOWN_MOMENT
 
 
 @lru_cache(1024)
 def session_of(client: bytes) -> int:
-    """What a client's frames bear as `session`."""
+    """Return the `session` of a client's frames."""
     return int.from_bytes(client[:8], "little")
 
 
 class RecordRow(RecordHead, array_like=True, gc=False):
-    """Everything about one record but its key, dtype and elements."""
+    """The description of one record without its key, dtype and elements.
+
+    Attributes:
+        device: The device of the captured tensor.
+        requires_grad: Whether the tensor required a gradient.
+        is_leaf: Whether the tensor was a leaf of the autograd graph.
+        metadata: A JSON object or empty.
+        attributes: The JSON of the capture's attributes if they differ from the series' attributes, else empty.
+        stats: The statistics of the elements, or None.
+    """
 
     device: str = "cpu"
     requires_grad: bool = False
     is_leaf: bool = False
-    metadata: str = ""  # JSON object or empty
-    attributes: str = ""  # JSON of the capture's attributes where they differ from the series'
+    metadata: str = ""
+    attributes: str = ""
     stats: Optional[StatsRow] = None
 
 
@@ -144,7 +171,7 @@ decode_head = msgspec.msgpack.Decoder(RecordHead).decode
 
 
 class Commit(msgspec.Struct, array_like=True):
-    """Makes the records first, first+1, … real. chunks: (index entry in the shard, offset, bytes)."""
+    """The commit of the records first, first+1, …, which makes them valid. chunks: (index entry, offset, bytes)."""
 
     first: int
     rows: list[RecordRow]
@@ -154,23 +181,32 @@ class Commit(msgspec.Struct, array_like=True):
 def encode_commit(
     first: int, rows: Sequence[Union[RecordRow, bytes]], chunks: Sequence[tuple[int, int, int]] = ()
 ) -> bytes:
-    """The payload of a Commit. Rows that are bytes were encoded before."""
+    """Return the payload of a Commit. Rows that are bytes are already encoded."""
     return _encode((first, [msgspec.Raw(row) if isinstance(row, bytes) else row for row in rows], chunks))
 
 
 class SeriesHeader(msgspec.Struct, array_like=True):
-    """What a series is: enough to rebuild its metadata and catalog rows."""
+    """The description of a series: sufficient to restore its metadata and catalog rows.
+
+    Attributes:
+        path: The path of the series' group below the run.
+        key: The key of the captured tensors.
+        dtype: The name of a torch dtype, or `statistics_of` one.
+        codec: The explicit codec name.
+        geometry: The chunk grid.
+        attributes: The attributes of the captures.
+    """
 
     path: str
     key: Key
-    dtype: str  # a torch dtype's name, or `statistics_of` one
+    dtype: str
     codec: str
     geometry: Geometry
     attributes: dict[str, Any] = {}
 
 
 class FileHeader(msgspec.Struct, array_like=True):
-    """First frame of a file. series and shard are set for shards, absent for small logs."""
+    """The first frame of a file. Only shards have a series and a shard number, small logs have none."""
 
     format: int
     run_id: str
@@ -187,7 +223,11 @@ def frame(
     sequence: int = 0,
     raw_nbytes: int = 0,
 ) -> bytes:
-    """The 48 header bytes for `payload` (written right behind them). Raises StoreError for one that is too large."""
+    """Return the 48 header bytes that precede `payload` in the file.
+
+    Raises:
+        StoreError: The payload is too large.
+    """
     return frame_header(kind, len(payload), crc32c(payload), ordinal, session, sequence, raw_nbytes)
 
 
@@ -200,7 +240,11 @@ def frame_header(
     sequence: int = 0,
     raw_nbytes: int = 0,
 ) -> bytes:
-    """The same for a payload of `nbytes` whose checksum is known."""
+    """Return the header of a payload of `nbytes` whose checksum is known.
+
+    Raises:
+        StoreError: The payload is too large.
+    """
     if nbytes > MAX_PAYLOAD_NBYTES:
         raise StoreError(f"a {kind.name} frame of {nbytes} bytes exceeds the limit of {MAX_PAYLOAD_NBYTES}")
     head = _HEAD.pack(_MAGIC, FORMAT_VERSION, kind, 0, nbytes, ordinal, session, sequence, raw_nbytes, crc)
@@ -208,9 +252,15 @@ def frame_header(
 
 
 def parse_frame(held: bytes, at: int, base: int = 0) -> Frame | None:
-    """The frame header at `at` in `held`, or None if no sound one stands there. base: where `held` begins in the file.
+    """Return the frame header at position `at` of `held`; None if there is no intact one.
 
-    Raises NotAStore for a sound frame of a newer format version.
+    Args:
+        held: Bytes of the file.
+        at: The position of the header in `held`.
+        base: The offset of `held` in the file.
+
+    Raises:
+        NotAStore: The frame is intact and has a newer format version.
     """
     head = held[at : at + FRAME_NBYTES]
     if len(head) < FRAME_NBYTES or head[:4] != _MAGIC or _CRC.unpack_from(head, 44)[0] != crc32c(head[:44]):
@@ -225,16 +275,17 @@ def parse_frame(held: bytes, at: int, base: int = 0) -> Frame | None:
 
 
 def read_frame(fd: int, offset: int, end: int) -> Frame | None:
-    """The frame at `offset` of the file, or None if no whole frame stands there before `end`.
+    """Return the frame at `offset` of the file; None if no complete frame begins there and ends before `end`.
 
-    Raises NotAStore for a sound frame of a newer format version.
+    Raises:
+        NotAStore: The frame is intact and has a newer format version.
     """
     found = parse_frame(os.pread(fd, FRAME_NBYTES, offset), 0, offset)
     return None if found is None or found.offset + found.nbytes > end else found
 
 
 def payload_is_sound(frame: Frame, payload: bytes) -> bool:
-    """Whether a payload read back matches its frame's checksum."""
+    """Return whether a payload matches its frame's length and checksum."""
     if len(payload) != frame.nbytes:
         return False
     covered = payload[:-4] if frame.kind is FrameKind.CHUNK else payload
@@ -242,7 +293,7 @@ def payload_is_sound(frame: Frame, payload: bytes) -> bool:
 
 
 def walk(fd: int, offset: int, end: int) -> Iterator[Frame]:
-    """Frames from `offset` on, until the first place where none stands."""
+    """Yield the frames from `offset` on. The walk ends at the first place without an intact frame."""
     while (found := read_frame(fd, offset, end)) is not None:
         yield found
         offset = found.offset + found.nbytes
@@ -256,12 +307,12 @@ _decoders: dict[FrameKind, msgspec.msgpack.Decoder[Any]] = {
 
 
 def decode_payload(fd: int, frame: Frame) -> Any:
-    """FileHeader, Commit or SeriesHeader of a frame, or None if its payload is damaged."""
+    """Return the FileHeader, Commit or SeriesHeader of a frame; None if its payload is damaged."""
     return _decode(frame, os.pread(fd, frame.nbytes, frame.offset))
 
 
 def decode_commit(frame: Frame, payload: bytes) -> Commit | None:
-    """The Commit that a COMMIT frame's payload holds, or None if it is damaged."""
+    """Return the Commit in the payload of a COMMIT frame; None if it is damaged."""
     found: Commit | None = _decode(frame, payload)
     return found
 

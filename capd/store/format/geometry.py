@@ -1,10 +1,13 @@
 """The chunk grid of a series: pure arithmetic from the first record's shape to chunks, shards and slots.
 
-Inner chunks are full from the right; the first axis whose inner product exceeds CHUNK_NBYTES is split into
-equal parts, axes left of it have chunk length 1. A chunk whose byte planes are not whole grows by up to an eighth:
-zstd codes literals in blocks of 128 KiB, and a block that holds two planes mixes what byte shuffle parted. Records
-smaller than SMALL_NBYTES share chunks of up to BATCH_NBYTES along the record axis. A record never spans two shard
-files; shard extents are the record's extents rounded up to whole chunks.
+Inner chunks are filled from the last axis. The first axis whose inner product exceeds CHUNK_NBYTES is split into equal
+parts. The axes to its left have chunk length 1.
+
+A chunk whose byte planes are not whole grows by up to an eighth. zstd codes literals in blocks of 128 KiB. A block that
+holds two planes mixes the bytes that byte shuffle has separated.
+
+Records smaller than SMALL_NBYTES share chunks of up to BATCH_NBYTES along the record axis. A record never spans two
+shard files. Shard extents are the record's extents, rounded up to whole chunks.
 """
 
 from __future__ import annotations
@@ -20,15 +23,20 @@ CHUNK_NBYTES = 4 << 20
 SMALL_NBYTES = 256 << 10
 BATCH_NBYTES = 1 << 20
 MAX_SHARD_RECORDS = 4096
-_PLANE_NBYTES = 128 << 10  # the planes of a chunk are multiples of this
+# The byte planes of a chunk are multiples of this.
+_PLANE_NBYTES = 128 << 10
 _GROWTH = 1 / 8
 
 
 class Geometry(msgspec.Struct, frozen=True, array_like=True):
-    """extents: shard extents per record axis. chunk: inner chunk per record axis (divides extents).
+    """The chunk grid of one series.
 
-    batch: records per chunk (1 unless records are small). shard_records: records per shard, a multiple of batch.
-    itemsize: bytes of a stored element.
+    Attributes:
+        extents: The shard's extent along each record axis.
+        chunk: The inner chunk's length along each record axis. It divides the extent.
+        batch: The records per chunk: 1 unless records are small.
+        shard_records: The records per shard, a multiple of `batch`.
+        itemsize: The bytes of a stored element.
     """
 
     extents: tuple[int, ...]
@@ -44,31 +52,31 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Chunks along each record axis."""
+        """The number of chunks along each record axis."""
         return tuple(extent // chunk for extent, chunk in zip(self.extents, self.chunk, strict=True))
 
     @property
     def chunks_per_batch(self) -> int:
-        """Chunks that one batch of records (one record, unless small) spans."""
+        """The number of chunks of one batch of records. A batch is one record unless records are small."""
         return prod(self.grid)
 
     @property
     def shard_slots(self) -> int:
-        """Entries of a shard's index."""
+        """The number of entries in a shard's index."""
         return self.shard_records // self.batch * self.chunks_per_batch
 
     def slot(self, record: int, ordinal: int) -> int:
-        """Index entry, in its shard, of chunk `ordinal` (C order in the record's grid) of `record`."""
+        """Return a chunk's index entry within its shard. `ordinal` counts the record's grid in C order."""
         return record % self.shard_records // self.batch * self.chunks_per_batch + ordinal
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether a record of this shape can be stored without a new variant."""
+        """Return whether a record of this shape can be stored without a new variant."""
         return shape == self.extents or (
             len(shape) == len(self.extents) and all(n <= e for n, e in zip(shape, self.extents, strict=True))
         )
 
     def chunks(self, shape: tuple[int, ...]) -> Iterator[tuple[int, tuple[slice, ...]]]:
-        """(ordinal, slices into the record) of every chunk that holds an element of a record of `shape`."""
+        """Yield (ordinal, slices into the record) of every chunk that holds an element of a record of `shape`."""
         if 0 in shape:
             return
         grid = self.grid
@@ -98,13 +106,18 @@ def _positions(counts: list[int]) -> Iterator[tuple[int, ...]]:
 def plan_geometry(
     shape: tuple[int, ...], itemsize: int, shard_nbytes: int, *, compressed: bool = True
 ) -> Geometry:
-    """The geometry that a series gets from the shape of its first record (or from grown extents).
+    """Return the geometry of a series from the shape of its first record (or from grown extents).
 
-    compressed: what is empty in a chunk takes next to no room, so that chunks may be shared and rounded up.
+    Args:
+        shape: The shape of the record as it is stored.
+        itemsize: The bytes of a stored element.
+        shard_nbytes: The desired raw size of a shard.
+        compressed: Whether the empty part of a chunk takes almost no space. Chunks may then be shared and rounded up.
     """
     extents = [max(1, n) for n in shape]
     chunk = list(extents)
-    inner = itemsize  # bytes of everything right of the axis in hand
+    # The bytes of one step along the current axis.
+    inner = itemsize
     for axis in reversed(range(len(extents))):
         if inner * extents[axis] > CHUNK_NBYTES:
             parts = ceil(extents[axis] / max(1, CHUNK_NBYTES // inner))
@@ -124,8 +137,10 @@ def plan_geometry(
 
 
 def _fill_planes(extents: list[int], chunk: list[int], itemsize: int) -> None:
-    """Lengthen the chunk along the axis where it takes least until its byte planes are whole, if that costs at most
-    an eighth."""
+    """Lengthen the chunk until its byte planes are whole, if that costs at most an eighth.
+
+    The axis with the least growth is lengthened.
+    """
     if itemsize == 1:
         return
     chunk_nbytes = prod(chunk) * itemsize
@@ -143,5 +158,5 @@ def _fill_planes(extents: list[int], chunk: list[int], itemsize: int) -> None:
 
 
 def grown(extents: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Extents for a variant that holds `shape`: axes that overflow go to the next power of two."""
+    """Return the extents of a variant that holds `shape`. An axis that overflows grows to the next power of two."""
     return tuple(e if n <= e else 1 << (n - 1).bit_length() for e, n in zip(extents, shape, strict=True))

@@ -1,4 +1,4 @@
-"""Where a small record waits in the node's log, and the names of the log's files."""
+"""The place of a small record in the node's log, and the names of the log's files."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from typing import NewType
 __all__ = ["LOG_GLOB", "LogPlace", "Waiting", "log_number", "log_of", "log_path", "log_place", "offset_of"]
 
 LOG_GLOB = "small-*.log"
-_OFFSET_BITS = 36  # logs are closed long before 64 GiB
+# Logs are closed long before 64 GiB.
+_OFFSET_BITS = 36
 
-# Where a small record waits: the number of its log, and behind it in 36 bits the offset of its RECORD frame.
+# The place of a pending small record: the number of its log, followed by the offset of its RECORD frame in 36 bits.
 LogPlace = NewType("LogPlace", int)
 
 
 def log_place(log: int, offset: int) -> LogPlace:
-    """The place of the record at `offset` of log `log`."""
+    """Return the place of the record at `offset` of log `log`."""
     return LogPlace(log << _OFFSET_BITS | offset)
 
 
 def log_of(place: LogPlace) -> int:
-    """The number of the log that a record waits in."""
+    """Return the number of the log that holds a record."""
     return place >> _OFFSET_BITS
 
 
 def offset_of(place: LogPlace) -> int:
-    """Where in its log a record waits."""
+    """Return the offset of a record in its log."""
     return place & (1 << _OFFSET_BITS) - 1
 
 
 class Waiting:
-    """Small records of one series that stand in no shard yet, in order; eight bytes each."""
+    """The small records of one series that are in no shard yet, in order. Each takes eight bytes."""
 
     __slots__ = ("_places",)
 
@@ -46,7 +47,7 @@ class Waiting:
         self._places.append(place)
 
     def first(self, count: int) -> list[LogPlace]:
-        """The places of the first `count` records."""
+        """Return the places of the first `count` records."""
         return self._places[:count].tolist()  # type: ignore[return-value]
 
     def drop(self, count: int) -> None:
@@ -55,10 +56,10 @@ class Waiting:
 
 
 def log_number(path: Path) -> int:
-    """The number in a log file's name."""
+    """Return the number in a log file's name."""
     return int(path.stem.removeprefix("small-"))
 
 
 def log_path(directory: Path, number: int) -> Path:
-    """The file of log `number`."""
+    """Return the file of log `number`."""
     return directory / f"small-{number:08d}.log"

@@ -1,4 +1,4 @@
-"""Statistics of a record as one statistics row (`capd_client.protocol.statistics_row`), and back."""
+"""The statistics of a record as one statistics row (`capd_client.protocol.statistics_row`): packing and unpacking."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BINS = len(ROW_FIELDS)
 
 
 def pack(stats: StatsRow) -> bytes:
-    """The row's bytes. Whole numbers beyond 2^53 are rounded."""
+    """Return the bytes of the row. Whole numbers beyond 2^53 are rounded."""
     row = np.zeros(ROW_VALUES, dtype="<f8")
     row[:_BINS] = [np.nan if (value := getattr(stats, name)) is None else value for name in ROW_FIELDS]
     row[_BINS + np.array(stats.exponents[::2], dtype=np.intp)] = stats.exponents[1::2]
@@ -23,7 +23,7 @@ def pack(stats: StatsRow) -> bytes:
 
 
 def unpack(row: NDArray[np.generic], dtype: str) -> StatsRow:
-    """The statistics in a consistent row of a tensor of torch dtype `dtype`."""
+    """Return the statistics in a consistent row of a tensor of torch dtype `dtype`."""
     count, nan, infinite, zero, low, high, largest, total, squares = row[:_BINS].tolist()
     low, high, largest = (
         None if end != end else int(end) if is_whole(dtype) else end for end in (low, high, largest)

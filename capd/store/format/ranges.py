@@ -1,4 +1,4 @@
-"""A set of integers as sorted, disjoint, inclusive ranges: committed sequences, mostly one range."""
+"""A set of integers as sorted, disjoint, inclusive ranges. Committed sequences mostly form one range."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["RangeSet"]
 
 
 class RangeSet:
-    """Supports add, membership and the list of (first, last) ranges."""
+    """A set of integers with add, membership and the list of (first, last) ranges."""
 
     __slots__ = ("_firsts", "_lasts")
 
@@ -31,9 +31,10 @@ class RangeSet:
         return sum(last - first + 1 for first, last in zip(self._firsts, self._lasts, strict=True))
 
     def add(self, number: int) -> None:
-        """Add one integer; neighbouring ranges join."""
+        """Add one integer. Adjacent ranges join."""
         firsts, lasts = self._firsts, self._lasts
-        if lasts and number == lasts[-1] + 1:  # nearly always
+        # This is nearly always the case.
+        if lasts and number == lasts[-1] + 1:
             lasts[-1] = number
             return
         at = bisect_right(firsts, number)
@@ -53,5 +54,5 @@ class RangeSet:
             lasts.insert(at, number)
 
     def ranges(self) -> list[tuple[int, int]]:
-        """The ranges in ascending order."""
+        """Return the ranges in ascending order."""
         return list(zip(self._firsts, self._lasts, strict=True))

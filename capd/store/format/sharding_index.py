@@ -1,6 +1,7 @@
-"""The index of a sealed shard: where each inner chunk lies, as the Zarr sharding codec defines it.
+"""The index of a sealed shard: the place of each inner chunk, as the Zarr sharding codec defines it.
 
-It ends the file: offset and length per chunk as little-endian u64, both 2^64-1 for an empty one, then its crc32c.
+The index ends the file. It holds offset and length of each chunk as little-endian u64, and then the crc32c of these
+entries. Both numbers are 2^64-1 for an empty chunk.
 """
 
 from __future__ import annotations
@@ -21,12 +22,17 @@ EMPTY = 2**64 - 1
 
 
 def index_nbytes(slots: int) -> int:
-    """Bytes of an index with `slots` entries."""
+    """Return the bytes of an index with `slots` entries."""
     return 16 * slots + 4
 
 
 def index_bytes(index: Mapping[int, tuple[int, int]], slots: int) -> bytes:
-    """The index of these chunks: entry → (offset, bytes)."""
+    """Return the encoded index of these chunks.
+
+    Args:
+        index: Entry → (offset, bytes).
+        slots: The number of entries. Entries that `index` lacks are empty.
+    """
     entries = np.full((slots, 2), EMPTY, dtype="<u8")
     for slot, place in index.items():
         entries[slot] = place
@@ -35,7 +41,7 @@ def index_bytes(index: Mapping[int, tuple[int, int]], slots: int) -> bytes:
 
 
 def index_entries(fd: int, slots: int) -> NDArray[np.uint64] | None:
-    """The entries [slots, 2] at the end of a file, or None if they are missing or fail their checksum."""
+    """Return the entries [slots, 2] at the end of a file; None if they are missing or fail their checksum."""
     nbytes, size = index_nbytes(slots), os.fstat(fd).st_size
     body = os.pread(fd, nbytes, size - nbytes) if size >= nbytes else b""
     if len(body) != nbytes or struct.unpack("<I", body[-4:])[0] != crc32c(body[:-4]):
@@ -44,7 +50,11 @@ def index_entries(fd: int, slots: int) -> NDArray[np.uint64] | None:
 
 
 def read_index(fd: int, slots: int) -> dict[int, tuple[int, int]]:
-    """The entries that are in use: entry → (offset, bytes). Raises DamagedRecord if the checksum is wrong."""
+    """Return the entries in use: entry → (offset, bytes).
+
+    Raises:
+        DamagedRecord: The index is missing or its checksum is wrong.
+    """
     entries = index_entries(fd, slots)
     if entries is None:
         raise DamagedRecord("the shard's index is missing or fails its checksum")

@@ -1,11 +1,17 @@
-"""Statistics of records: one definition, additive, so that any group of records merges exactly.
+"""The statistics of records: one definition, additive, so that any group of records merges exactly.
 
-count, nan, inf and zero count elements (-0 is a zero). min, max, absmax, sum and sum_sq cover the finite
-elements; sums accumulate in float64. mean and std derive from them: population std, sqrt(sum_sq/n - mean²).
-The exponent histogram has 256 bins: the biased exponent field of the value as float32 (bin 0: zeros and
-float32 subnormals; 1-254: 2^(bin-127) ≤ |x| < 2^(bin-126); 255: NaN and Inf; finite float64 beyond float32
-falls into 0 or 254). For 8- and 16-bit dtypes all of it follows from one histogram of the bit patterns.
-Packed fp4 counts both of its values. docs/statistics.md says it in full, with how exact each number is.
+count, nan, inf and zero count elements (-0 is a zero). min, max, absmax, sum and sum_sq cover the finite elements. Sums
+accumulate in float64. mean and std derive from them: population std, sqrt(sum_sq/n - mean²).
+
+The exponent histogram has 256 bins. A bin is the biased exponent field of the value as float32:
+
+- 0: zeros and float32 subnormals
+- 1-254: 2^(bin-127) ≤ |x| < 2^(bin-126)
+- 255: NaN and Inf
+
+A finite float64 beyond float32 falls into bin 0 or 254. For 8- and 16-bit dtypes all statistics derive from one
+histogram of the bit patterns. Packed fp4 counts both of its values. docs/statistics.md has the full definition and the
+exactness of each number.
 """
 
 from __future__ import annotations
@@ -28,15 +34,16 @@ __all__ = [
     "summarise_rows",
 ]  # fmt: skip
 
-# Any bit pattern may come: signalling NaNs make casts "invalid", squares of large float64 values overflow to Inf.
+# Any bit pattern is possible. Signalling NaNs make casts "invalid". Squares of large float64 values overflow to Inf.
 _quiet = np.errstate(over="ignore", under="ignore", invalid="ignore")
 _BINS = 256
-_BLOCK = 1 << 17  # elements handled at once: the working set stays in the L2 cache
+# The elements of one pass. The working set stays in the L2 cache.
+_BLOCK = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Statistics as users read them; None where no finite element exists."""
+    """The statistics as users read them. Extremes and mean are None if there is no finite element."""
 
     count: int
     nan: int
@@ -53,7 +60,7 @@ class Stats:
 
 
 def is_possible(row: StatsRow) -> bool:
-    """Whether a row's counts and bins are such as elements can have; a catalog may say anything."""
+    """Return whether a row's counts and bins are possible for any elements. A catalog may hold any numbers."""
     counts = (row.count, row.nan, row.inf, row.zero, *row.exponents[1::2])
     bins = row.exponents[::2]
     return (
@@ -66,7 +73,7 @@ def is_possible(row: StatsRow) -> bool:
 
 
 def public(row: StatsRow) -> Stats:
-    """The user's view of a stored row."""
+    """Return the user's view of a stored row."""
     finite = row.count - row.nan - row.inf
     mean = row.sum / finite if finite else None
     std = None if mean is None else _std(row.sum_sq / finite, mean)
@@ -88,7 +95,7 @@ def public(row: StatsRow) -> Stats:
 
 
 def _std(mean_square: float, mean: float) -> float:
-    """Population std; Inf where the squares exceed float64."""
+    """Return the population std; Inf if the squares exceed float64."""
     return math.sqrt(max(0.0, mean_square - mean * mean)) if math.isfinite(mean_square) else math.inf
 
 
@@ -101,7 +108,7 @@ def _pick(
 
 
 def merge(a: StatsRow, b: StatsRow) -> StatsRow:
-    """Statistics of two sets of elements together."""
+    """Return the statistics of the union of two sets of elements."""
     bins = dict(zip(a.exponents[::2], a.exponents[1::2], strict=True))
     for exponent, count in zip(b.exponents[::2], b.exponents[1::2], strict=True):
         bins[exponent] = bins.get(exponent, 0) + count
@@ -120,10 +127,10 @@ def merge(a: StatsRow, b: StatsRow) -> StatsRow:
 
 
 def merge_stats(group: Iterable[Stats]) -> Stats:
-    """Statistics of all elements of a group of records (layers, ranks, steps), from those of each.
+    """Return the statistics of all elements of a group of records (layers, ranks, steps).
 
-    The sums of the records are added without rounding, and rounded once, so their order makes no difference. Of no
-    records: a count of 0 and no extremes, as of an empty tensor.
+    The sums are added without rounding and rounded once, so the order of the records makes no difference. An empty
+    group has a count of 0 and no extremes, like an empty tensor.
     """
     rows = [
         StatsRow(
@@ -141,13 +148,14 @@ def _total(terms: Iterable[float]) -> float:
     known = list(terms)
     try:
         return math.fsum(known)
-    except (OverflowError, ValueError):  # beyond float64, or Inf of both signs
+    except (OverflowError, ValueError):
+        # The total exceeds float64, or Inf occurs with both signs.
         return sum(known)
 
 
 @_quiet
 def exponent_bins(values: NDArray[np.generic]) -> NDArray[np.uint16]:
-    """The exponent bin of each value (see the module docstring)."""
+    """Return the exponent bin of each value (see the module docstring)."""
     single = np.ascontiguousarray(values, dtype=np.float32)
     bins = (single.view(np.uint32) >> 23 & 0xFF).astype(np.uint16)
     if values.dtype.itemsize == 8:
@@ -157,7 +165,7 @@ def exponent_bins(values: NDArray[np.generic]) -> NDArray[np.uint16]:
 
 @dataclass(frozen=True, slots=True)
 class _Codes:
-    """What each bit pattern of an 8- or 16-bit dtype contributes; fp4 pairs appear as two columns."""
+    """The contribution of each bit pattern of an 8- or 16-bit dtype. fp4 pairs appear as two columns."""
 
     values: NDArray[np.float64]
     finite_values: NDArray[np.float64]
@@ -181,7 +189,8 @@ def _codes(dtype: str) -> _Codes:
 
 def _from_histogram(histogram: NDArray[np.int64], dtype: str) -> StatsRow:
     codes = _codes(dtype)
-    used = np.flatnonzero(histogram)  # a few thousand of the 65,536 codes
+    # Only a few thousand of the 65,536 codes occur.
+    used = np.flatnonzero(histogram)
     counts = histogram[used]
     if codes.values.ndim == 2:
         counts = np.stack([counts, counts], axis=-1)
@@ -199,7 +208,8 @@ def _from_histogram(histogram: NDArray[np.int64], dtype: str) -> StatsRow:
         _exact(low, dtype),
         _exact(high, dtype),
         None if low is None or high is None else _exact(max(abs(low), abs(high)), dtype),
-        float((weights * values).sum()),  # not a dot product: BLAS would start threads of its own
+        # This is no dot product: BLAS would start threads of its own.
+        float((weights * values).sum()),
         float((weights * np.square(values)).sum()),
         _sparse_rows(bins[None])[0],
     )
@@ -210,14 +220,15 @@ def _exact(number: Optional[Number], dtype: str) -> Optional[Number]:
 
 
 def is_whole(dtype: str) -> bool:
-    """Whether the extremes of this torch dtype are whole numbers, kept as such."""
+    """Return whether the extremes of this torch dtype are whole numbers, which are kept as ints."""
     return "int" in dtype or dtype == "bool"
 
 
 def summarise(bits: NDArray[np.generic], dtype: str) -> StatsRow:
-    """Statistics of one array of stored bits of torch dtype `dtype`, in one pass over blocks."""
+    """Return the statistics of one array of stored bits of torch dtype `dtype`, in one pass over blocks."""
     flat = bits.reshape(-1)
-    if flat.dtype.itemsize == 2 and flat.size < _BLOCK:  # 65,536 codes cost more than so few elements
+    if flat.dtype.itemsize == 2 and flat.size < _BLOCK:
+        # A histogram of 65,536 codes costs more than so few elements.
         return summarise_rows(flat[None], dtype)[0]
     if ITEM_NBYTES[dtype] <= 2:
         width = 1 << (8 * flat.dtype.itemsize)
@@ -231,7 +242,7 @@ def summarise(bits: NDArray[np.generic], dtype: str) -> StatsRow:
 
 
 def summarise_rows(bits: NDArray[np.generic], dtype: str) -> list[StatsRow]:
-    """Statistics of each row of [rows, elements] stored bits: one vectorised pass for many small records."""
+    """Return the statistics of each row of [rows, elements] stored bits: one vectorised pass for many small records."""
     rows = bits.shape[0]
     if bits.size == 0:
         return [StatsRow() for _ in range(rows)]
@@ -283,7 +294,7 @@ def _rows(bits: NDArray[np.generic], dtype: str) -> list[StatsRow]:
 
 
 def _histograms(exponents: NDArray[np.unsignedinteger[Any]]) -> NDArray[np.int64]:
-    """256 bins for each row of [rows, elements] exponents."""
+    """Return 256 bins for each row of [rows, elements] exponents."""
     rows = len(exponents)
     row = np.arange(rows, dtype=np.uint16 if rows <= 256 else np.intp)[:, None] * 256
     return np.bincount(np.add(exponents, row, dtype=row.dtype).ravel(), minlength=rows * 256).reshape(
@@ -296,7 +307,8 @@ def _where(some: list[bool], ends: list[Optional[Number]]) -> list[Optional[Numb
 
 
 def _sparse_rows(bins: NDArray[np.int64]) -> list[list[int]]:
-    present = np.flatnonzero(bins.any(axis=0))  # a few dozen of the 256
+    # Only a few dozen of the 256 bins occur.
+    present = np.flatnonzero(bins.any(axis=0))
     bins = bins[:, present]
     at, used = np.nonzero(bins)
     flat = np.stack([present[used], bins[at, used]], axis=-1).ravel().tolist()
