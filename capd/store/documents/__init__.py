@@ -1,1 +1,1 @@
-"""The zarr.json documents of a run and the names in its paths."""
+"""The zarr.json documents of a run, and the names in its paths."""

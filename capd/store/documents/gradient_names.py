@@ -1,4 +1,4 @@
-"""The gradient of an output under its two names: tensor_saver recorded dY as the `input` of a backward."""
+"""The two names of an output's gradient: tensor_saver recorded dY as the `input` of a backward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["answers"]
 
 
 class Named(Protocol):
-    """A key, or a line of a listing."""
+    """A key, or a row of a listing."""
 
     @property
     def tensor_name(self) -> str: ...
@@ -19,7 +19,7 @@ class Named(Protocol):
 
 
 def answers(row: Named, field: str, wanted: Container[Any]) -> bool:
-    """Whether a field of `row` has one of the wanted values; "grad_output" also wants a backward's `input`."""
+    """Return whether a field of `row` has one of the wanted values. "grad_output" also matches a backward's `input`."""
     if getattr(row, field) in wanted:
         return True
     if field != "tensor_name" or "grad_output" not in wanted:

@@ -1,4 +1,4 @@
-"""Whether a series' header can be worked with: it comes from a disk, and perhaps from somebody else's."""
+"""The checks of a series' header: it comes from a disk, and its file may come from anybody."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ from capd_client.protocol.key import MAX_NDIM
 
 __all__ = ["SERIES_PATH", "fits", "is_usable"]
 
-_MAX_SLOTS = 1 << 24  # an index of 256 MiB
+# An index of 256 MiB.
+_MAX_SLOTS = 1 << 24
 SERIES_PATH = re.compile(r"(?:[A-Za-z0-9_~\-][A-Za-z0-9_.~\-]*/){4}[A-Za-z0-9_~\-][A-Za-z0-9_.~\-]*\Z")
 
 
 def is_usable(header: SeriesHeader) -> bool:
-    """Whether everything that a header says can be: sizes, names, codec and attributes."""
+    """Return whether all claims of a header are possible: sizes, names, codec and attributes."""
     if not _is_possible(header.geometry) or not SERIES_PATH.match(header.path):
         return False
     if not is_shallow(header.attributes) or (is_statistics(header.dtype) and not _is_of_statistics(header)):
         return False
     try:
         chain = chain_for(header.codec, header.dtype)
-        json.dumps(header.attributes)  # msgpack knows more than JSON does
+        # msgpack has more types than JSON.
+        json.dumps(header.attributes)
     except (CapdError, KeyError, ValueError, TypeError, RecursionError):
         return False
     return chain.stored.itemsize == header.geometry.itemsize
 
 
 def fits(header: SeriesHeader, shape: tuple[int, ...], nbytes: int) -> bool:
-    """Whether a record of this shape and size can be one of the series."""
+    """Return whether a record of this shape and size can belong to the series."""
     stored = stored_shape(header.dtype, shape)
     if len(shape) > MAX_NDIM or min(shape, default=0) < 0 or not header.geometry.fits(stored):
         return False

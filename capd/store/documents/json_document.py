@@ -12,25 +12,28 @@ from capd.errors import NotAStore
 
 __all__ = ["MAX_LENGTH", "is_length", "is_shallow", "read_document"]
 
-MAX_LENGTH = 2**62  # of an array's axis; more is no number to calculate with
+# The largest length of an array's axis. Calculations with larger numbers could overflow.
+MAX_LENGTH = 2**62
 _MAX_DEPTH = 64
-_MAX_NBYTES = 64 << 20  # the columns of 10,000 records take some 4 MiB
+# The columns of 10,000 records take about 4 MiB.
+_MAX_NBYTES = 64 << 20
 
 
 def read_document(path: Path) -> dict[str, Any] | None:
-    """The object in a document, or None where there is no file.
+    """Return the JSON object in a document; None if there is no file.
 
     Raises:
-        NotAStore: it is no regular file, too large, or no JSON object with each name once.
-        OSError: it cannot be read.
+        NotAStore: The file is not regular, is too large, or is not a JSON object with unique names.
+        OSError: The file cannot be read.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for a writer
+        # Without O_NONBLOCK the open of a pipe would wait for a writer.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise NotAStore(f"{path} is no regular file")
+            raise NotAStore(f"{path} is not a regular file")
         with open(fd, "rb", closefd=False) as file:
             content = file.read(_MAX_NBYTES + 1)
     finally:
@@ -47,12 +50,12 @@ def read_document(path: Path) -> dict[str, Any] | None:
 
 
 def is_length(value: Any) -> bool:
-    """Whether a value of a document can be the length of an axis, or a count."""
+    """Return whether a value of a document can be the length of an axis, or a count."""
     return type(value) is int and 0 <= value <= MAX_LENGTH
 
 
 def is_shallow(document: Any) -> bool:
-    """Whether nothing that works through the document one call per level can run out of levels."""
+    """Return whether a document is shallow enough for functions that recurse into it."""
     level = [document]
     for _ in range(_MAX_DEPTH):
         members = (m for one in level for m in (one.values() if isinstance(one, dict) else one))
@@ -65,5 +68,5 @@ def is_shallow(document: Any) -> bool:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name stands twice in one object")
+        raise ValueError("a name occurs twice in one object")
     return found

@@ -1,9 +1,9 @@
-"""From names that users chose to paths in a store: the only place where that happens.
+"""The paths of a store, made from names that users chose. No other module converts such names to paths.
 
-A path component is the name itself when it is 1-100 characters of [a-z0-9_.-], does not start with a dot or
-"__", and is not reserved. Any other name becomes a readable slug plus "~" and 16 hex digits of its BLAKE2b
-hash. "~" is outside the safe alphabet, so two different names never share a component, not even on a file
-system that folds case or Unicode forms.
+A safe name is its own path component. It has 1-100 characters of [a-z0-9_.-], does not start with a dot or "__", and is
+not reserved. Any other name becomes a readable slug plus "~" and 16 hex digits of its BLAKE2b hash. "~" is not in the
+safe alphabet. Two different names therefore never share a component, even on a file system that folds case or Unicode
+forms.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _digest(payload: bytes) -> str:
 
 
 def component(name: str) -> str:
-    """One path component for `name`: injective, also under case folding and Unicode normalisation."""
+    """Return the path component of `name`: injective, also under case folding and Unicode normalisation."""
     if _SAFE.match(name) and name not in _RESERVED:
         return name
     slug = _UNSAFE_CHARACTER.sub("_", name)[:_SLUG_CHARACTERS].lstrip("._") or "x"
@@ -36,12 +36,12 @@ def component(name: str) -> str:
 
 
 def key_hash(key: Key) -> str:
-    """16 hex digits that stand for the whole key."""
+    """Return 16 hex digits that represent the whole key."""
     return _digest(msgspec.msgpack.encode(key))
 
 
 def series_path(key: Key) -> str:
-    """Group path of a series below the run: quant_type/rank/layer/phase/leaf."""
+    """Return the group path of a series below the run: quant_type/rank/layer/phase/leaf."""
     layer = "layerNA" if key.layer is None else f"layer{key.layer}"
     place = key.module or ".".join(filter(None, (key.layer_type, key.component))) or "tensor"
     leaf = component(f"{place}.{key.operation}.{key.tensor_name}")
@@ -49,10 +49,10 @@ def series_path(key: Key) -> str:
 
 
 def collided(path: str, key: Key) -> str:
-    """The path of `key` where `path` already belongs to another key."""
+    """Return the path of `key` if `path` already belongs to another key."""
     return f"{path}~k{key_hash(key)}"
 
 
 def variant(path: str, number: int) -> str:
-    """The path of the `number`-th variant of a series (0: the series itself)."""
+    """Return the path of the `number`-th variant of a series (0: the series itself)."""
     return path if number == 0 else f"{path}~v{number}"

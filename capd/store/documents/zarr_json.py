@@ -1,6 +1,6 @@
-"""What the zarr.json documents of a run say: written here, and read back with checks.
+"""The content of a run's zarr.json documents: how they are written, and how they are read with checks.
 
-zarr-python writes the array metadata (once per geometry; later arrays differ only in `shape`).
+zarr-python writes the array metadata once per geometry. Later arrays differ only in `shape`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ _MAY_BE_ABSENT = frozenset({"attributes", "storage_transformers"})
 
 
 def run_attributes(run: Path) -> dict[str, Any]:
-    """The `capd` attributes of a run; raises NotAStore for anything that is not a run this version can read."""
+    """Return the `capd` attributes of a run.
+
+    Raises:
+        NotAStore: The directory is not a run that this version can read.
+    """
     document = read_group(run)
     if document is None:
         inside = sorted(path.name for path in run.glob("*.zarr"))
@@ -58,12 +62,16 @@ def run_attributes(run: Path) -> dict[str, Any]:
 
 
 def read_group(path: Path) -> dict[str, Any] | None:
-    """The parsed zarr.json of a group, or None where there is none. Raises NotAStore if it is no JSON object."""
+    """Return the parsed zarr.json of a group; None if there is none.
+
+    Raises:
+        NotAStore: The file is not a JSON object.
+    """
     return read_document(path / "zarr.json")
 
 
 def series_document(header: SeriesHeader, node: str, columns: Columns) -> bytes:
-    """zarr.json of a series' group."""
+    """Return the zarr.json of a series' group."""
     stored = stored_type(header.dtype)
     capd = {
         "key": msgspec.to_builtins(header.key),
@@ -77,19 +85,19 @@ def series_document(header: SeriesHeader, node: str, columns: Columns) -> bytes:
 
 
 def array_document(header: SeriesHeader, shape: tuple[int, ...]) -> bytes:
-    """zarr.json of a series' array [record, *extents] with this shape."""
-    before, behind = _array_template(header.codec, header.dtype, header.geometry)
-    return f"{before}{json.dumps(shape)}{behind}".encode()
+    """Return the zarr.json of a series' array [record, *extents] with this shape."""
+    before, after = _array_template(header.codec, header.dtype, header.geometry)
+    return f"{before}{json.dumps(shape)}{after}".encode()
 
 
 def group_document(attributes: dict[str, Any]) -> bytes:
-    """zarr.json of a group."""
+    """Return the zarr.json of a group."""
     return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": attributes}).encode()
 
 
 @cache
 def _array_template(codec: str, dtype: str, geometry: Geometry) -> tuple[str, str]:
-    """zarr.json of an array before and behind its shape."""
+    """Return the zarr.json of an array as two parts: the text before and after its shape."""
     import zarr
     from zarr.storage import MemoryStore
 
@@ -108,33 +116,40 @@ def _array_template(codec: str, dtype: str, geometry: Geometry) -> tuple[str, st
         dimension_names=("record", *(f"dim_{axis}" for axis in range(len(geometry.extents)))),
     )
     document = json.loads(_bytes_of(store, "zarr.json"))
-    before, behind = json.dumps(document | {"shape": _SHAPE_HERE}, indent=2).split(json.dumps(_SHAPE_HERE))
-    return before, behind
+    before, after = json.dumps(document | {"shape": _SHAPE_HERE}, indent=2).split(json.dumps(_SHAPE_HERE))
+    return before, after
 
 
 def array_differences(found: dict[str, Any], expected: dict[str, Any]) -> Iterator[str]:
-    """How an array's document differs from the one that the writer would write, apart from shape and attributes."""
+    """Yield the differences between an array's document and the expected one, apart from shape and attributes.
+
+    Args:
+        found: The document in the run.
+        expected: The document that the writer would write.
+    """
     for name in expected.keys() - {"shape", *_MAY_BE_ABSENT}:
-        is_value = name == "fill_value"  # 0, 0.0 and false are one fill value
+        # 0, 0.0 and false are the same fill value.
+        is_value = name == "fill_value"
         if found.get(name) != expected[name] if is_value else not _same(found.get(name), expected[name]):
             yield f"{name} is {json.dumps(found.get(name))}, the shards say {json.dumps(expected[name])}"
     if not isinstance(found.get("attributes", {}), dict) or found.get("storage_transformers", []) != []:
-        yield "attributes or storage_transformers are not those of an array without any"
+        yield "attributes are not an object, or storage_transformers are not empty"
     if strange := found.keys() - expected.keys() - _MAY_BE_ABSENT:
-        yield f"unknown members {', '.join(sorted(strange))}"
+        yield f"unknown members: {', '.join(sorted(strange))}"
 
 
 def _same(found: Any, expected: Any) -> bool:
-    """Whether another version of zarr may write `found` for `expected`. Text tells 3 from 3.0 and true."""
+    """Return whether another version of zarr may write `found` for `expected`. As text, 3 differs from 3.0 and true."""
     text, wanted = (json.dumps(_shortest(value), sort_keys=True) for value in (found, expected))
-    if '"codecs": [{"name": "bytes"}' in wanted:  # single bytes: their order says nothing
+    # The byte order of single bytes has no meaning.
+    if '"codecs": [{"name": "bytes"}' in wanted:
         ordered = '"codecs": [{"configuration": {"endian": "little"}, "name": "bytes"}'
         text = text.replace(ordered, '"codecs": [{"name": "bytes"}')
     return text == wanted
 
 
 def _shortest(value: Any) -> Any:
-    """A member without the configurations that are empty."""
+    """Return a member without its empty configurations."""
     if isinstance(value, dict):
         kept = {name: member for name, member in value.items() if (name, member) != ("configuration", {})}
         return {name: _shortest(member) for name, member in kept.items()}
@@ -143,14 +158,14 @@ def _shortest(value: Any) -> Any:
 
 @cache
 def table_document(ndim: int) -> dict[str, Any]:
-    """The zarr.json that a `moments` array of records with `ndim` axes has, with one row."""
+    """Return the zarr.json of a `moments` array with one row, for records with `ndim` axes."""
     one = Columns(0, [(*msgspec.structs.astuple(Moment()), (0,) * ndim)])
     document: dict[str, Any] = json.loads(table_files(one)["zarr.json"])
     return document
 
 
 def table_files(columns: Columns) -> dict[str, bytes]:
-    """zarr.json of the `moments` array, and its chunks from that of the first row at hand on."""
+    """Return the files of the `moments` array: its zarr.json, and its chunks from the first available row on."""
     import zarr
     from zarr.codecs import Crc32cCodec, ZstdCodec
     from zarr.storage import MemoryStore
