@@ -1,1 +1,1 @@
-"""How bytes reach the disk."""
+"""The ways in which bytes reach the disk."""

@@ -1,8 +1,14 @@
-"""Named places in the store's protocols where a test can stop or fail the process.
+"""Failpoints: named places in the store's protocols where a test can stop or fail the process.
 
-`CAPD_FAILPOINTS="seal.after_rename=kill,commit.after_write=error"`: `kill` is SIGKILL to the process, `term`, `hup`
-and `int` are the signals that ask it to stop, `error` is an OSError EIO, `enospc` an OSError ENOSPC, and `hang` never
-goes on. `=kill@3` acts at the third pass; all but `kill` act once. Without the variable a failpoint costs one look
+Example: `CAPD_FAILPOINTS="seal.after_rename=kill,commit.after_write=error"`. The actions are:
+
+- `kill`: SIGKILL to the process
+- `term`, `hup`, `int`: the signal that asks the process to stop
+- `error`: an OSError EIO
+- `enospc`: an OSError ENOSPC
+- `hang`: never continue
+
+`=kill@3` acts at the third pass. All actions except `kill` happen once. Without the variable a failpoint costs one look
 into an empty dictionary.
 """
 
@@ -24,13 +30,13 @@ NAMES = (
     "commit.after_write",
     "log.before_write",  # small records
     "log.after_write",
-    "settle.before_append",  # small records from the log into a shard
+    "settle.before_append",  # pending small records, moved from the log to a shard
     "settle.after_append",
     "log.before_delete",
     "sync.before",  # the group sync of durable stores
     "sync.after",
-    "rewrite.before_rename",  # a file whose sync failed, copied
-    "reopen.before_rename",  # the copy of a sealed shard that goes on
+    "rewrite.before_rename",  # the copy of a file whose sync failed
+    "reopen.before_rename",  # the copy of a sealed shard that is continued
     "catalog.before_write",
     "catalog.after_write",
     "seal.before_index",
@@ -44,8 +50,8 @@ NAMES = (
     "recover.after_partials",
     "recover.after_seals",
     "recover.after_logs",
-    "mend.before_rename",  # a damaged journal, written anew without what it lost
-    "catalog.before_swap",  # a catalog made anew
+    "mend.before_rename",  # the intact part of a damaged journal, copied
+    "catalog.before_swap",  # a rebuilt catalog
 )
 _ERRORS = {"error": errno.EIO, "enospc": errno.ENOSPC}
 _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "hup": signal.SIGHUP, "int": signal.SIGINT}
@@ -67,7 +73,11 @@ _active = _parse(os.environ.get("CAPD_FAILPOINTS", ""))
 
 
 def failpoint(name: str) -> None:
-    """Act as CAPD_FAILPOINTS says for `name`; raises OSError for `error` and `enospc`, never returns for `hang`."""
+    """Perform the action of CAPD_FAILPOINTS for `name`, if there is one. `hang` never returns.
+
+    Raises:
+        OSError: The action is `error` or `enospc`.
+    """
     if not _active or name not in _active:
         return
     action, left = _active[name]

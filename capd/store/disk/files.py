@@ -1,7 +1,7 @@
-"""Everything that changes a store's files: atomically, with the modes and the syncs that the protocol asks for.
+"""All changes of a store's files: atomic, with the modes and the syncs that the protocol requires.
 
-The store's other modules open and read files themselves, but create, write, sync, rename and delete only
-through here, so that tests can put a file system with faults in their place.
+The store's other modules open and read files themselves. They create, write, sync, rename and delete only through this
+module. Tests can therefore substitute a file system with faults.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ __all__ = [
     "unlink", "write_file",
 ]  # fmt: skip
 
-GROUP_SYNC_ABOVE = 32  # more files than this are cheaper to sync with one syncfs
+# For more files than this, one syncfs is cheaper.
+GROUP_SYNC_ABOVE = 32
 _IOV_MAX = 1024
 _SYNC_FILE_RANGE_WRITE = 2
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -31,11 +32,11 @@ _syncfs_reports = tuple(int(part) for part in os.uname().release.split(".")[:2] 
 
 
 class FileSystemSyncFailed(OSError):
-    """syncfs failed: any file of the file system may have lost what was written to it and not synced."""
+    """A syncfs failed: any file of the file system may have lost its unsynced data."""
 
 
 def make_directory(path: Path) -> list[Path]:
-    """Create `path` and missing parents with mode 0700; returns the directories that gained an entry."""
+    """Create `path` and its missing parents with mode 0700. Return the directories that gained an entry."""
     touched: list[Path] = []
     missing: list[Path] = []
     here = path
@@ -49,7 +50,10 @@ def make_directory(path: Path) -> list[Path]:
 
 
 def replace_files(payloads: dict[Path, bytes], spool: Path) -> None:
-    """Replace many files, each in one step; all are written in `spool` and synced before the first rename."""
+    """Replace many files, each of them atomically.
+
+    All files are written in `spool` and synced before the first rename. Nothing is synced after the renames.
+    """
     temporaries = {path: spool / f"document-{number}.tmp" for number, path in enumerate(payloads)}
     try:
         for path, payload in payloads.items():
@@ -67,7 +71,7 @@ def replace_files(payloads: dict[Path, bytes], spool: Path) -> None:
 
 
 def new_file(path: Path, parts: Sequence[bytes]) -> int:
-    """Create a file, mode 0600, with these first bytes; returns its size. Nothing is left if it fails."""
+    """Create a file, mode 0600, with these first bytes. Return its size. After a failure no file remains."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         return pwrite_all(fd, parts, 0)
@@ -88,7 +92,7 @@ def write_file(path: Path, payload: bytes) -> None:
 
 
 def pwrite_all(fd: int, parts: Sequence[bytes | memoryview], offset: int) -> int:
-    """Write all parts as one contiguous run at `offset`; returns the offset behind it. Raises OSError."""
+    """Write all parts contiguously at `offset`. Return the offset after them. Raises OSError."""
     views = [memoryview(part).cast("B") for part in parts if len(part)]
     while views:
         written = os.pwritev(fd, views[:_IOV_MAX], offset)
@@ -101,31 +105,40 @@ def pwrite_all(fd: int, parts: Sequence[bytes | memoryview], offset: int) -> int
 
 
 def copy_range(source: int, target: int, nbytes: int) -> None:
-    """Copy the first `nbytes` of one file to another, in the kernel where the file system allows it."""
+    """Copy the first `nbytes` of one file to another, in the kernel if the file system allows it.
+
+    Raises:
+        StoreError: The source is shorter.
+    """
     done = 0
     while done < nbytes:
         try:
             count = os.copy_file_range(source, target, nbytes - done, done, done)
-        except OSError:  # EXDEV, EINVAL, ENOSYS: not on this file system
+        except OSError:
+            # EXDEV, EINVAL, ENOSYS: this file system does not support it.
             chunk = os.pread(source, min(8 << 20, nbytes - done), done)
             count = os.pwrite(target, chunk, done) if chunk else 0
         if count == 0:
-            raise StoreError(f"source ends after {done} of {nbytes} bytes while a shard is copied")
+            raise StoreError(f"the source ends after {done} of {nbytes} bytes while a shard is copied")
         done += count
 
 
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:
-    """Ask the kernel to start writing a range to disk; does not wait, and failing is harmless."""
+    """Ask the kernel to start writing a range to disk. It does not wait, and a failure is harmless."""
     _libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)
 
 
 def rename(source: Path, target: Path) -> None:
-    """Give `source` the name `target`, replacing a file that has it."""
+    """Rename `source` to `target`, replacing an existing file."""
     os.replace(source, target)
 
 
 def link(source: Path, target: Path) -> None:
-    """Give `source` the further name `target`; raises FileExistsError if that is taken."""
+    """Give `source` the additional name `target`.
+
+    Raises:
+        FileExistsError: The name is taken.
+    """
     os.link(source, target)
 
 
@@ -135,12 +148,12 @@ def unlink(path: Path, *, missing_ok: bool = False) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a directory with all that is in it; what cannot be deleted stays."""
+    """Delete a directory with its content. Files that cannot be deleted remain."""
     shutil.rmtree(path, ignore_errors=True)
 
 
 def truncate(file: int | Path, nbytes: int) -> None:
-    """Cut a file to `nbytes`."""
+    """Truncate a file to `nbytes`."""
     os.truncate(file, nbytes)
 
 
@@ -150,9 +163,9 @@ def sync_data(fd: int) -> None:
 
 
 def sync_paths(paths: Iterable[Path], root: Path) -> None:
-    """Make files and directories durable: one by one when few, else with one syncfs on the root's file system.
+    """Make files and directories durable: one by one if they are few, else with one syncfs on the root's file system.
 
-    After an error none of the files may be trusted: the kernel marks what it could not write as clean.
+    After an error none of the files may be trusted, because the kernel marks the lost pages as clean.
     """
     todo = set(paths)
     if len(todo) > GROUP_SYNC_ABOVE and _syncfs_reports:

@@ -5,7 +5,8 @@
     …/<series>/data/zarr.json, data/c/…                         array [record, *shape], sealed shards only
     .capd/node=<node>/                                          catalog, spool/*.partial, small-*.log
 
-A series directory is built aside and renamed into place, so that of two writers exactly one gets a name.
+A series directory is built in the spool and renamed to its final path. If two writers want the same name, exactly one
+of them gets it.
 """
 
 from __future__ import annotations
@@ -58,38 +59,38 @@ _OCCUPIED = frozenset({errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR})
 
 
 def node_directory(run: Path, node: str) -> Path:
-    """Where one node keeps its catalog and spool."""
+    """Return the directory of one node's catalog and spool."""
     return run / ".capd" / f"node={node}"
 
 
 def shard_path(run: Path, header: SeriesHeader, shard: int) -> Path:
-    """File of shard `shard` of a series (default chunk keys, "/" separated)."""
+    """Return the file of shard `shard` of a series (default chunk keys, "/" separated)."""
     return run.joinpath(header.path, "data", "c", str(shard), *["0"] * len(header.geometry.extents))
 
 
 def nodes_of(run: Path) -> list[str]:
-    """Names of the nodes that wrote to a run."""
+    """Return the names of the nodes that wrote to a run."""
     return sorted(path.name.removeprefix("node=") for path in (run / ".capd").glob("node=*"))
 
 
 def series_on_disk(run: Path) -> Iterator[str]:
-    """Paths of all series directories of a run, in order."""
+    """Yield the paths of all series directories of a run, in order."""
     for data in sorted(run.glob("*/rank*/layer*/*/*/data")):
         yield str(data.parent.relative_to(run))
 
 
 def partial_path(spool: Path, series_path: str, shard: int) -> Path:
-    """File of an unsealed shard."""
+    """Return the file of an unsealed shard."""
     return spool / f"{_digest(series_path)}-{shard:08d}.partial"
 
 
 def by_digest(headers: Iterable[SeriesHeader]) -> dict[str, SeriesHeader]:
-    """Series by what the names of their unsealed shards begin with."""
+    """Return the series by the digest that begins the file names of their unsealed shards."""
     return {_digest(header.path): header for header in headers}
 
 
 def named(path: Path, digests: Mapping[str, SeriesHeader]) -> tuple[SeriesHeader, int] | None:
-    """Series and number of an unsealed shard by its name, None if the series is not among `digests`."""
+    """Return series and number of an unsealed shard from its file name; None if the series is not in `digests`."""
     digest, _, number = path.stem.partition("-")
     return (digests[digest], int(number)) if digest in digests and number.isdecimal() else None
 
@@ -99,26 +100,46 @@ def _digest(series_path: str) -> str:
 
 
 def has_shards(series: Path) -> bool:
-    """Whether anything is sealed in the directory of a series; those of a shard are made when it is begun."""
+    """Return whether a series directory contains a sealed shard.
+
+    Directories alone are no evidence, because they are created when a shard is begun.
+    """
     return any(path.is_file() for path in (series / "data" / "c").rglob("*"))
 
 
 class Layout:
-    """Creates and updates the metadata of one run on behalf of one node; owned by the append thread."""
+    """The metadata of one run, created and updated on behalf of one node; owned by the append thread.
+
+    Attributes:
+        run: The directory of the run.
+        node: The name of the node.
+        spool: The node's spool directory.
+        dirty: Documents, and directories with entries, that are not synced yet.
+    """
 
     def __init__(self, run: Path, run_id: str, node: str) -> None:
+        """Open the run, or create its directories and its root document.
+
+        Raises:
+            NotAStore: The path is a file, or the directory is not a run.
+            OSError: The run cannot be created or synced.
+        """
         self.run = run
         self.node = node
         self.spool = node_directory(run, node) / "spool"
-        self.dirty: set[Path] = set()  # directories with entries, and documents, that were not synced yet
-        self._unsynced: dict[Path, Callable[[], bytes]] = {}  # new documents, and what they hold
-        self._doubtful = False  # whether a sync of those failed
+        self.dirty: set[Path] = set()
+        # New documents, and the functions that return their content.
+        self._unsynced: dict[Path, Callable[[], bytes]] = {}
+        # Whether a sync of the new documents failed.
+        self._doubtful = False
         if run.exists() and not run.is_dir():
             raise NotAStore(f"{run} is a file, not a run directory")
         if run.exists() and any(entry.name != ".capd" for entry in run.iterdir()):
-            run_attributes(run)  # nothing is written into a directory that is somebody else's
+            # Nothing is written into a directory that is not a run.
+            run_attributes(run)
         self._mkdir(self.spool)
-        self.dirty |= {run.parent, *self._down_to(self.spool)}  # another life may have made them
+        # A killed writer may have created these directories without a sync.
+        self.dirty |= {run.parent, *self._down_to(self.spool)}
         root = run / "zarr.json"
         if not root.exists():
             attributes: dict[str, Any] = {"capd": {"format": FORMAT_VERSION, "run_id": run_id}}
@@ -131,7 +152,7 @@ class Layout:
         self.dirty.update(make_directory(path))
 
     def _down_to(self, directory: Path) -> set[Path]:
-        """`directory`, the run, and what lies between."""
+        """Return `directory`, the run, and the directories between them."""
         found = {directory}
         while directory != self.run:
             directory = directory.parent
@@ -139,28 +160,35 @@ class Layout:
         return found
 
     def make_room(self, header: SeriesHeader, shard: int) -> None:
-        """Make the directories of a shard that is begun: at a shutdown thousands of shards may need theirs at once."""
-        if (self.run / header.path / "data").is_dir():  # a store that was removed stays removed
+        """Create the directories of a shard when it is begun.
+
+        A shutdown seals thousands of shards at once, which may all need their directories.
+        """
+        # A store that was removed is not created again.
+        if (self.run / header.path / "data").is_dir():
             self._mkdir(shard_path(self.run, header, shard).parent)
 
     def placed(self, shard: Path) -> None:
-        """A shard bears its final name: nothing is published before that is durable."""
+        """Note that a shard has its final name. The name must be durable before the shard is published."""
         self.dirty |= self._down_to(shard.parent)
 
     def _ensure_document(self, path: Path, payload: bytes, *, durable: bool = False) -> None:
-        """Create `path` with `payload` unless a document stands there; one that power loss emptied is replaced."""
+        """Create `path` with `payload` unless a document exists. A document that a power loss emptied is replaced."""
         with contextlib.suppress(NotAStore):
             if read_group(path.parent) is not None:
-                self._new_document(path, partial(bytes, path.read_bytes()))  # another life may have made it
+                # A killed writer may have created this document without a sync.
+                self._new_document(path, partial(bytes, path.read_bytes()))
                 return
         temporary = self.spool / "group.tmp"
         write_file(temporary, payload)
-        if durable:  # before it has a name: who tries again after an error finds nothing to trust
+        # The sync precedes the name. After a failed sync, a retry must not find a document and trust it.
+        if durable:
             sync_paths([temporary], self.run)
         if path.exists():
             rename(temporary, path)
         else:
-            with contextlib.suppress(FileExistsError):  # another node was faster; its document says the same
+            # If another node was faster, its document is the same.
+            with contextlib.suppress(FileExistsError):
                 link(temporary, path)
             unlink(temporary)
         self._new_document(path, partial(bytes, payload))
@@ -172,7 +200,8 @@ class Layout:
     def sync(self) -> None:
         """Make all new documents and directory entries durable. Raises OSError.
 
-        The kernel may have given up then what the documents hold: the next call writes them anew.
+        After a failure the kernel may have lost the content of the documents. The next call therefore writes them
+        again.
         """
         if self._doubtful:
             documents = {path: make() for path, make in self._unsynced.items() if path.parent.is_dir()}
@@ -188,18 +217,25 @@ class Layout:
         self._doubtful = False
 
     def claim(self, header: SeriesHeader, owned: Callable[[str], Key | None]) -> SeriesHeader:
-        """Create the groups and the empty array of a new series; returns the header with the path it got.
+        """Create the groups and the empty array of a new series. Return the header with its final path.
 
-        `header.path` is the wish. A name held by a variant of the same key leads to the next "~v" number, a
-        name held by another key to "~k<hash>". owned: the key of this node's series at a path, on disk or not; a
-        claim that it does not know, left by a kill before its first record, is taken again.
+        `header.path` is the desired path. If a variant of the same key has it, the next "~v" number is tried. If
+        another key has it, "~k<hash>" is appended. A claim that a killed writer left before its first record is reused.
+
+        Args:
+            header: The new series.
+            owned: Returns the key of this node's series at a path, on disk or not; None for an unknown path.
+
+        Raises:
+            StoreError: The series has too many variants.
+            OSError: The series cannot be created.
         """
         base = header.path
         self.ensure_groups((self.run / base).parent)
         for number in count():
             if number > _MAX_VARIANTS:
                 raise StoreError(
-                    f"series {base} has more than {_MAX_VARIANTS} variants; captures vary too much in shape"
+                    f"series {base} has more than {_MAX_VARIANTS} variants; the shapes of its captures vary too much"
                 )
             path = names.variant(base, number)
             candidate = msgspec.structs.replace(header, path=path)
@@ -213,7 +249,7 @@ class Layout:
         raise AssertionError("unreachable")
 
     def _build_again(self, header: SeriesHeader) -> bool:
-        """Take a claim of this key again that was given up before its first record."""
+        """Reuse a claim of this key that was abandoned before its first record."""
         holder = self._holder(header.path)
         if holder and holder.get("key") != msgspec.to_builtins(header.key):
             return False
@@ -223,7 +259,7 @@ class Layout:
         return self._build(header)
 
     def _holder(self, path: str) -> dict[str, Any]:
-        """What the group at `path` says of its series; empty where that cannot be read."""
+        """Return the attributes of the series at `path`; empty if they cannot be read."""
         try:
             found = (read_group(self.run / path) or {}).get("attributes", {}).get("capd", {})
         except NotAStore:
@@ -231,7 +267,7 @@ class Layout:
         return found if isinstance(found, dict) else {}
 
     def ensure_groups(self, directory: Path) -> None:
-        """Create the groups from the run down to `directory` where they are missing."""
+        """Create the missing groups from the run down to `directory`."""
         missing = []
         while directory not in self._groups:
             missing.append(directory)
@@ -239,7 +275,8 @@ class Layout:
         for group in reversed(missing):
             self._mkdir(group)
             self._ensure_document(group / "zarr.json", group_document({}))
-            self.dirty |= {group.parent, group}  # another life may have made them
+            # A killed writer may have created these directories without a sync.
+            self.dirty |= {group.parent, group}
             self._groups.add(group)
 
     def _build(self, header: SeriesHeader) -> bool:
@@ -257,9 +294,11 @@ class Layout:
             rename(aside, target)
         except OSError as error:
             remove_tree(aside)
-            if error.errno in _OCCUPIED:  # somebody else's series stands there now
+            # Another writer created a series at this path in the meantime.
+            if error.errno in _OCCUPIED:
                 return False
-            raise  # under another name it would fail as well
+            # The same error would occur at any other path.
+            raise
         failpoint("claim.after_rename")
         self.dirty |= {target.parent, target, target / "data"}
         for name, make in documents.items():
@@ -267,20 +306,20 @@ class Layout:
         return True
 
     def _empty_documents(self, header: SeriesHeader) -> dict[str, Callable[[], bytes]]:
-        """The documents of a series without sealed records."""
+        """Return the documents of a series without sealed records: name → function that returns the content."""
         return {
             "data/zarr.json": partial(array_document, header, (0, *header.geometry.extents)),
             "zarr.json": partial(series_document, header, self.node, Columns()),
         }
 
     def restore(self, header: SeriesHeader) -> None:
-        """Write the documents of a series of which nothing is sealed anew, durably."""
+        """Write the documents of a series without sealed records again, durably."""
         place = self.run / header.path
         self._mkdir(place / "data")
         self._replace({place / name: make() for name, make in self._empty_documents(header).items()})
 
     def table_length(self, header: SeriesHeader) -> int:
-        """Rows that the `moments` array of a series holds; 0 where there is none, or none to go on with."""
+        """Return the number of rows in a series' `moments` array; 0 if there is none that can be continued."""
         with contextlib.suppress(NotAStore, LookupError, TypeError):
             document = read_document(self.run / header.path / "moments" / "zarr.json")
             if document is not None and is_length(document["shape"][0]):
@@ -288,17 +327,21 @@ class Layout:
         return 0
 
     def publish(self, series: Sequence[tuple[SeriesHeader, Columns, tuple[int, ...]]]) -> None:
-        """Let plain Zarr readers see the sealed records of many series, durably: moments, then array shapes.
+        """Make the sealed records of many series visible to plain Zarr readers, durably: moments, then array shapes.
 
-        Readers use the smaller of both counts, so the two documents of a series need one sync; only the chunks
-        and the length of a `moments` array must be on disk before a document says that they are.
+        Readers use the smaller of both counts, so the two documents of a series need only one sync. The chunks and the
+        length of a `moments` array must be on disk before a document refers to them.
+
+        Args:
+            series: The header, the columns and the array's new shape of each series.
         """
         chunks: dict[Path, bytes] = {}
         lengths: dict[Path, bytes] = {}
         documents: dict[Path, bytes] = {}
         for header, columns, shape in series:
             place = self.run / header.path
-            self._mkdir(place / "data")  # power loss may have taken it
+            # A power loss may have removed the directory.
+            self._mkdir(place / "data")
             if columns.is_long:
                 for name, payload in table_files(columns).items():
                     path = place / "moments" / name

@@ -1,8 +1,8 @@
-"""The spool's open files: few descriptors for thousands of files, and what of them is not yet durable.
+"""The open files of a spool: few descriptors for thousands of files, and the record of unsynced writes.
 
-In a durable store every write is noted until the next group sync. A file whose sync failed is never trusted
-again, because the kernel marks what it could not write as clean: its frames are checked, copied to a new file
-and synced there, and that file takes the name.
+In a durable store every write is noted until the next group sync. A file whose sync failed is never trusted again,
+because the kernel marks lost pages as clean. Its frames are checked, copied to a new file and synced there. The new
+file then takes the name.
 """
 
 from __future__ import annotations
@@ -34,25 +34,29 @@ logger = logging.getLogger(__name__)
 
 
 class LostWrites(StoreError):
-    """A file does not hold what was written to it any more, after its sync failed; a restart reads what there is."""
+    """A file lost data after its sync failed. A restart reads the remaining data."""
 
 
 class OpenFiles:
-    """Keeps at most `limit` files open for reading and writing, least recently used closed first.
-
-    durable: remember what was written since the last `sync`.
-    """
+    """The open files of one spool, at most `limit` of them. The least recently used one is closed first."""
 
     def __init__(self, limit: int, *, durable: bool) -> None:
+        """Start without open files.
+
+        Args:
+            limit: The largest number of open files, at least 1.
+            durable: Whether to note the writes since the last `sync`.
+        """
         self._limit, self.durable = max(1, limit), durable
         self._open: OrderedDict[Path, int] = OrderedDict()
-        self._unsynced: dict[Path, tuple[int, int]] = {}  # durable up to … written up to
+        # Path → (end of the durable bytes, end of the written bytes).
+        self._unsynced: dict[Path, tuple[int, int]] = {}
         self._directories: set[Path] = set()
-        # Their sync failed: what the kernel calls clean need not be on disk.
+        # The sync of these files failed: their clean pages are perhaps not on disk.
         self._doubtful: set[Path] = set()
 
     def get(self, path: Path) -> int:
-        """A descriptor of `path`, opened if need be (never created)."""
+        """Return a descriptor of `path`. The file is opened if necessary, but never created."""
         fd = self._open.get(path)
         if fd is None:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -64,46 +68,50 @@ class OpenFiles:
         return fd
 
     def created(self, path: Path, end: int) -> None:
-        """`path` is new, or has a new file behind its name, written up to `end`."""
+        """Note a file that is new, or that replaced another file of this name, and is written up to `end`."""
         if self.durable:
             self._unsynced[path] = (0, end)
             self._directories.add(path.parent)
 
     def adopted(self, path: Path, end: int) -> None:
-        """`path` stood there at the start: it may not be durable, and nothing of it is ever cut off."""
+        """Note a file that existed at the start. It may not be durable, and it is never truncated."""
         if self.durable:
             self._unsynced[path] = (end, end)
             self._directories.add(path.parent)
 
     def wrote(self, path: Path, start: int, end: int) -> None:
-        """`path` was appended to from `start` up to `end`."""
+        """Note that bytes from `start` to `end` were appended to `path`."""
         if self.durable:
             self._unsynced[path] = (self._unsynced.get(path, (start, end))[0], end)
 
     def distrust(self, paths: Iterable[Path]) -> None:
-        """The sync of these files failed: they are written anew before anything relies on them."""
+        """Note that the sync of these files failed. They are written again before anything relies on them."""
         self._doubtful.update(paths)
 
     def distrust_unsynced(self) -> None:
-        """The same of everything that was noted."""
+        """Distrust all files that have unsynced writes."""
         self._doubtful.update(self._unsynced)
 
     def is_doubtful(self, path: Path) -> bool:
-        """Whether a sync of the file failed that bears this name."""
+        """Return whether a sync of the file of this name failed."""
         return path in self._doubtful
 
     def sync(self, root: Path) -> None:
-        """Make everything that was noted durable: one by one when few, else with one syncfs.
+        """Make all noted writes durable: one by one if they are few, else with one syncfs.
 
-        After a failure all of the files are written anew. Raises OSError or StoreError if that fails, too;
-        then what was written since the last sync is cut off, as far as the disk still obeys.
+        After a failure all of the files are written again. If that fails, too, the writes since the last sync are cut
+        off, as far as the disk allows it.
+
+        Raises:
+            OSError: The new files cannot be written.
+            StoreError: A file lost data.
         """
         if not self._unsynced:
             return
         try:
             self._sync(root)
         except OSError as error:
-            logger.warning("sync failed (%s): writing %d files anew", error, len(self._unsynced))
+            logger.warning("sync failed (%s): writing %d files again", error, len(self._unsynced))
             try:
                 rewrite({path: end for path, (_, end) in self._unsynced.items()}, self, root)
             except (OSError, StoreError):
@@ -121,7 +129,8 @@ class OpenFiles:
         else:
             for path in self._unsynced:
                 sync_data(self.get(path))
-        self._raise_doubts()  # a file may have made room for another one meanwhile
+        # `get` may have closed a file in the meantime.
+        self._raise_doubts()
         sync_paths(self._directories, root)
 
     def _raise_doubts(self) -> None:
@@ -129,42 +138,50 @@ class OpenFiles:
             raise OSError(errno.EIO, "a file could not be synced when it was closed")
 
     def cut_back(self) -> None:
-        """Cut off what was written since the last sync, as far as the disk still obeys."""
+        """Cut off the writes since the last sync, as far as the disk allows it."""
         for path, (start, _) in self._unsynced.items():
             with contextlib.suppress(OSError):
                 truncate(path, start)
 
     def forget(self, path: Path) -> None:
-        """Close the descriptor of `path`, if open, without a sync; the file goes or gets another name."""
+        """Close the descriptor of `path` without a sync, because the file will be deleted or renamed."""
         self._unsynced.pop(path, None)
         self.replaced(path)
 
     def replaced(self, path: Path) -> None:
-        """Another file stands behind the name `path` now, durable, or none."""
+        """Note that `path` now names a different, durable file, or none."""
         self._doubtful.discard(path)
         if (fd := self._open.pop(path, None)) is not None:
             os.close(fd)
 
     def close(self) -> None:
-        """Close everything."""
+        """Close all files."""
         while self._open:
             self._close(*self._open.popitem())
 
     def _close(self, path: Path, fd: int) -> None:
         try:
-            if path in self._unsynced:  # an error in writing back later could go unseen
+            # A later write error could remain unnoticed.
+            if path in self._unsynced:
                 sync_data(fd)
         except OSError as error:
-            logger.warning("%s: %s", path, error)
+            logger.warning("%s cannot be synced: %s", path, error)
             self._doubtful.add(path)
         finally:
             os.close(fd)
 
 
 def rewrite(ends: Mapping[Path, int], files: OpenFiles, root: Path) -> None:
-    """Copy the frames of journals up to `ends` to new files, durably, and let these take the names.
+    """Copy the frames of journals to new files, durably, and give these the names of the journals.
 
-    Raises LostWrites if a frame does not match its checksum any more, OSError if the new files cannot be made.
+    Args:
+        ends: Path → the number of bytes to copy.
+        files: The open files of the spool.
+        root: A directory of the same file system.
+
+    Raises:
+        LostWrites: A frame does not match its checksum any more.
+        OSError: The new files cannot be written.
     """
     for path, end in ends.items():
         temporary = path.with_suffix(".tmp")
@@ -196,4 +213,4 @@ def _check(fd: int, path: Path, end: int) -> None:
             break
         at = frame.offset + frame.nbytes
     if at != end:
-        raise LostWrites(f"{path} lost what was written to it behind byte {at} when a sync failed")
+        raise LostWrites(f"{path} lost the data after byte {at} when a sync failed")

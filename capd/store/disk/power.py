@@ -1,4 +1,4 @@
-"""Tells whether the power may have failed since a store's files were last known to be whole."""
+"""The detection of a power loss: whether one is possible since a store's files were last known to be intact."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def mount_of(path: Path) -> str:
-    """A text that stays the same while nothing but processes ends: the boot of the machine and the mount of `path`.
+    """Return a text that stays the same until a reboot or a new mount of `path`.
 
-    What a killed process wrote stands in the page cache until either changes; then any part of what was not synced
-    may be missing. Where /proc does not tell, the text is empty.
+    The text names the boot of the machine and the mount. While both are the same, the page cache holds everything that
+    a killed process wrote. After a change, any part of the unsynced writes may be missing. If /proc does not name them,
+    the text is empty.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -1,8 +1,8 @@
-"""A file without a name that bytes gather in before they are a record: it goes with the last that holds it.
+"""A file without a name that collects the bytes of a record before its commit. Its last descriptor deletes it.
 
-Its space is taken when it is made, so that a full disk is an error then, and no write or read of it fails for want
-of space later. It is read, not mapped: where the disk fails, a read is an error, and a page of a mapping is the end of
-the process.
+Its space is allocated when it is created. A full disk is therefore an error at that point, and no later access fails
+for lack of space. The file is read, not mapped. If the disk fails, a read raises an error, but an access to a mapped
+page would kill the process.
 """
 
 from __future__ import annotations
@@ -19,11 +19,16 @@ from capd.store.disk.files import pwrite_all, unlink
 
 __all__ = ["Scratch", "ScratchArray"]
 
-_NOT_HERE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL})  # file systems without O_TMPFILE
+# The errors of file systems without O_TMPFILE.
+_NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL})
 
 
 class Scratch:
-    """`nbytes` ≥ 1 in `directory`, mode 0600, filled from the front. Raises OSError where there is no room."""
+    """A file of `nbytes` ≥ 1 in `directory`, mode 0600, filled from the start.
+
+    Raises:
+        OSError: There is not enough space.
+    """
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -36,12 +41,12 @@ class Scratch:
             raise
 
     def append(self, data: memoryview) -> None:
-        """Add bytes behind those that are there. Raises OSError; then nothing of them counts."""
+        """Append bytes. Raises OSError; no byte of `data` counts then."""
         pwrite_all(self._fd, [data], self.filled)
         self.filled += len(data)
 
     def read(self, first: int, nbytes: int) -> bytearray:
-        """A copy of some of it. Raises OSError, also where the file is shorter than it was made."""
+        """Return a copy of `nbytes` from offset `first`. Raises OSError, also if the file has become shorter."""
         data = bytearray(nbytes)
         view, done = memoryview(data), 0
         while done < nbytes:
@@ -52,25 +57,27 @@ class Scratch:
         return data
 
     def as_array(self, stored: np.dtype[np.generic], shape: tuple[int, ...]) -> ScratchArray:
-        """Its bytes (C order) as an array of their stored dtype, of which slices are read when they are taken."""
+        """Return the bytes (C order) as an array of their stored dtype. A slice is read when it is taken."""
         return ScratchArray(self, stored, shape)
 
     def close(self) -> None:
-        """Let go of the file. Idempotent."""
+        """Close the file. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 class ScratchArray:
-    """A record in a scratch file. Of a slice everything from its first element to its last is read, which for a
-    chunk of a series is the chunk."""
+    """A record in a scratch file.
+
+    A slice reads everything from its first element to its last. For a chunk of a series this is exactly the chunk.
+    """
 
     def __init__(self, file: Scratch, stored: np.dtype[np.generic], shape: tuple[int, ...]) -> None:
         self._file, self._stored, self._shape = file, stored, shape
 
     def __getitem__(self, slices: tuple[slice, ...]) -> NDArray[np.generic]:
-        """A copy of the block between non-empty slices without strides, one per axis. Raises OSError."""
+        """Return a copy of the block between non-empty slices without strides, one per axis. Raises OSError."""
         if not slices:
             return np.frombuffer(self._file.read(0, self._stored.itemsize), self._stored).reshape(())
         split = next((at for at, part in enumerate(slices) if part.stop - part.start > 1), len(slices) - 1)
@@ -90,9 +97,10 @@ def _nameless(directory: Path) -> int:
     try:
         return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        if error.errno not in _NOT_HERE:
+        if error.errno not in _NO_TMPFILE:
             raise
-    path = directory / "scratch.tmp"  # recovery deletes it should the process end between the two steps
+    # Recovery deletes this file if the process ends before the unlink.
+    path = directory / "scratch.tmp"
     unlink(path, missing_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     unlink(path)

@@ -1,7 +1,7 @@
-"""How a durable run store gets its files to the disk, and what it does about a disk that lost what was written.
+"""The syncs of a durable run store, and its response to a disk that lost writes.
 
-After a failed sync the kernel calls the pages clean: what was written must be written again, to other files, or the
-store takes nothing any more.
+After a failed sync the kernel marks the pages as clean. The lost data must be written again to other files. If that
+fails, the store accepts no more records.
 """
 
 from __future__ import annotations
@@ -22,19 +22,35 @@ logger = logging.getLogger(__name__)
 
 
 class Syncing:
-    """The syncs of one run store; owned by the append thread. open_shards: paths of its shards that are not sealed."""
+    """The syncs of one run store; owned by the append thread.
+
+    Attributes:
+        failed: The reason why no more records are accepted; empty if there is none.
+    """
 
     def __init__(self, layout: Layout, files: OpenFiles, open_shards: Callable[[], Iterable[Path]]) -> None:
-        self.failed = ""  # why nothing is written any more
+        """Start without failures.
+
+        Args:
+            layout: The run's directories and documents.
+            files: The run's open files.
+            open_shards: Returns the paths of the run's unsealed shards.
+        """
+        self.failed = ""
         self._layout, self._files, self._open_shards = layout, files, open_shards
 
     def check(self) -> None:
-        """Raise StoreError once writes were lost."""
+        """Raise StoreError if the disk has lost writes."""
         if self.failed:
             raise StoreError(self.failed)
 
     def sync(self) -> None:
-        """Make everything durable. Raises OSError or StoreError when that failed, on new files, too; see `fail`."""
+        """Make everything durable.
+
+        Raises:
+            OSError: The sync failed, and so did the sync of new files. The store is then marked as failed.
+            StoreError: A file lost data that was written to it.
+        """
         try:
             self._sync_tree()
             self._files.sync(self._layout.run)
@@ -43,7 +59,10 @@ class Syncing:
             raise
 
     def _sync_tree(self) -> None:
-        """New directories and documents. One failure is tried again: documents can be written anew, entries cannot."""
+        """Sync new directories and documents. A failed sync is retried once.
+
+        The retry can write documents again, but not directory entries.
+        """
         try:
             with self.doubting():
                 self._layout.sync()
@@ -56,18 +75,19 @@ class Syncing:
 
     @contextlib.contextmanager
     def doubting(self) -> Iterator[None]:
-        """A sync of the whole file system that fails in here casts doubt on every open shard and log."""
+        """Distrust every open shard and log if a sync of the whole file system fails in this context."""
         try:
             yield
         except FileSystemSyncFailed:
-            self._files.distrust(path for path in self._open_shards() if path.exists())  # not renamed yet
+            # A shard without its file is already renamed.
+            self._files.distrust(path for path in self._open_shards() if path.exists())
             self._files.distrust_unsynced()
             raise
 
     def fail(self, error: Exception) -> None:
-        """The disk lost writes: nothing more is taken."""
+        """Record that the disk lost writes: no more records are accepted."""
         self.failed = (
-            f"{self._layout.run} takes no more records: the disk lost what could not be synced ({error}); "
-            f"check it, then restart `capd serve`"
+            f"{self._layout.run} accepts no more records: the disk lost unsynced data ({error}); "
+            f"check the disk, then restart `capd serve`"
         )
         logger.error("%s", self.failed)

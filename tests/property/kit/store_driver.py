@@ -128,7 +128,7 @@ class StoreDriver:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the store takes nothing any more because the disk lost what could not be synced."""
+        """Whether the store accepts no more records because the disk lost unsynced data."""
         return self._store is not None and bool(self._store._syncing.failed)
 
     def _next_root(self) -> Path:

@@ -194,7 +194,7 @@ def test_where_no_sync_succeeds_nothing_more_is_acknowledged(
     assert not writer.pipeline.close(10)
 
     assert [(s, r.value) for s, r, _ in writer.outcomes.refusals] == [(4, "store_error"), (5, "store_error")]
-    assert "lost what could not be synced" in writer.outcomes.refusals[1][2]
+    assert "the disk lost unsynced data" in writer.outcomes.refusals[1][2]
     drop_refused(writer)
     again = Writer(root)
     assert again.pipeline.committed("run", CLIENT) == [(1, 3)]
