@@ -1,4 +1,4 @@
-"""The file of a catalog: opened or created with its tables, and told apart from one that a kill or a disk damaged."""
+"""The file of a catalog: it is opened or created with its tables, and damage by a kill or a disk is detected."""
 
 from __future__ import annotations
 
@@ -14,16 +14,23 @@ from capd.store.catalog.opening import CATALOG_VERSION, SCHEMA, check_version, d
 
 __all__ = ["guarded", "open_file"]
 
-_CACHE_KIB = 8192  # a transaction changes the last pages of thousands of series
+# A transaction changes the last pages of thousands of series.
+_CACHE_KIB = 8192
 
 
 def open_file(path: Path) -> tuple[sqlite3.Connection, bool]:
-    """Open or create the catalog; with it, whether whoever wrote it before closed it in order.
+    """Open or create the catalog.
 
-    Raises sqlite3.DatabaseError if the file is damaged, StoreError (retry) if it is locked or the disk is full,
-    NotAStore if it is newer.
+    Returns:
+        The connection, and whether the previous writer closed the catalog in order.
+
+    Raises:
+        sqlite3.DatabaseError: The file is damaged.
+        StoreError: The file is locked or the disk is full (retry).
+        NotAStore: A newer capd wrote the file.
     """
-    if not path.exists():  # sqlite would follow the umask
+    # SQLite would create the file with the mode of the umask.
+    if not path.exists():
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     was_closed = _is_folded(path)
     if _is_cut(path):
@@ -32,7 +39,8 @@ def open_file(path: Path) -> tuple[sqlite3.Connection, bool]:
     try:
         with guarded(db, path):
             version = db.execute("PRAGMA user_version").fetchone()[0]
-            check_version(version, path)  # a newer capd's file is not touched
+            # The file of a newer capd is not changed.
+            check_version(version, path)
             distrust_schema(db)
             problem = schema_problem(db)
             if problem:
@@ -51,13 +59,15 @@ def open_file(path: Path) -> tuple[sqlite3.Connection, bool]:
 
 
 class _Strange(Exception):
-    """The tables are not those that capd makes: nothing may be written, a trigger would run."""
+    """The tables differ from those of capd. Nothing may be written, because a trigger would run."""
 
 
 @contextlib.contextmanager
 def guarded(db: sqlite3.Connection, path: Path) -> Iterator[None]:
-    """Turn what passes (a lock, a full disk) into StoreError; damage stays sqlite3.DatabaseError, and the next
-    start makes the catalog anew."""
+    """Convert temporary errors (a lock, a full disk) to StoreError.
+
+    Damage remains sqlite3.DatabaseError. The next start then rebuilds the catalog.
+    """
     try:
         yield
     except sqlite3.OperationalError as error:
@@ -71,20 +81,26 @@ def guarded(db: sqlite3.Connection, path: Path) -> Iterator[None]:
 
 
 def _is_folded(path: Path) -> bool:
-    """Whether the file stands for itself: no part of it is, or was, in a write-ahead log beside it."""
+    """Return whether the file is complete: no part of it is, or was, in a write-ahead log."""
     with path.open("rb") as file:
-        return file.read(20)[18:] != b"\x02\x02"  # the read and write versions of the SQLite file format
+        # Bytes 18 and 19 are the write and read versions of the SQLite file format; 2 is WAL.
+        return file.read(20)[18:] != b"\x02\x02"
 
 
 def _is_cut(path: Path) -> bool:
-    """Whether the end of the file is missing; SQLite notices when it needs a page from there. Pages may stand in a
-    write-ahead log instead."""
+    """Return whether the end of the file is missing.
+
+    SQLite notices that only when it needs a page from there. If a write-ahead log exists, it may hold the missing
+    pages.
+    """
     log = path.with_name(f"{path.name}-wal")
     if log.exists() and log.stat().st_size:
         return False
     with path.open("rb") as file:
         header = file.read(100)
-    is_valid = len(header) == 100 and header[24:28] == header[92:96]  # the size is of the last change
-    page_nbytes = int.from_bytes(header[16:18], "big")  # 1: 65,536
+    # If both change counters are equal, the size in the header is valid.
+    is_valid = len(header) == 100 and header[24:28] == header[92:96]
+    # The value 1 is 65,536 bytes.
+    page_nbytes = int.from_bytes(header[16:18], "big")
     pages = int.from_bytes(header[28:32], "big")
     return is_valid and pages * (page_nbytes if page_nbytes > 1 else 1 << 16) > path.stat().st_size

@@ -1,8 +1,8 @@
-"""Opens a catalog that may come from anybody: the one way in for every reader.
+"""Opens a catalog that may come from anybody. Every reader opens catalogs through this module.
 
-A catalog is an SQLite file, and such a file can hold more than rows: views, triggers, or pages that form a circle.
-Nothing of it is asked before its schema is found to be the one that capd makes. Each statement may then take as many
-steps, and each cell as many bytes, as a file of this size can need.
+An SQLite file can hold more than rows: views, triggers, or pages that form a circle. No query runs before the schema
+equals the one of capd. The steps of each statement and the bytes of each cell are limited. Both limits grow with the
+size of the file.
 """
 
 from __future__ import annotations
@@ -43,11 +43,15 @@ CREATE TABLE sessions (client BLOB PRIMARY KEY, body BLOB NOT NULL) WITHOUT ROWI
 """
 
 _BESIDE = ("-wal", "-shm", "-journal")
-_CALLBACK_STEPS = 10_000  # of SQLite's virtual machine, between two looks at the allowance
-_MIN_STEPS = 20_000_000  # about a second
-_STEPS_PER_BYTE = 16  # a row has some 100 bytes and takes some 20 steps
+# The steps of SQLite's virtual machine between two checks of the limit.
+_CALLBACK_STEPS = 10_000
+# About one second.
+_MIN_STEPS = 20_000_000
+# A row has about 100 bytes and takes about 20 steps.
+_STEPS_PER_BYTE = 16
 _MAX_CELL_NBYTES = 256 << 20
-_MIN_CELL_NBYTES = 4 << 20  # a live catalog grows while it is read
+# A live catalog grows while it is read.
+_MIN_CELL_NBYTES = 4 << 20
 
 _LIMITS = (
     (sqlite3.SQLITE_LIMIT_SQL_LENGTH, 100_000),
@@ -63,21 +67,21 @@ _LIMITS = (
 
 
 class DamagedCatalog(StoreError):
-    """The file is no catalog of capd's any more; the shards' journals still hold what it held."""
+    """The file is not a catalog of capd any more. The shards' journals still hold its content."""
 
 
 class EmptyCatalog(DamagedCatalog):
-    """The file has no tables: the first start of a run was killed before it made them."""
+    """The file has no tables: the first start of a run was killed before it created them."""
 
 
 class _Bounded(sqlite3.Connection):
-    """A connection whose statements end after a number of steps, with sqlite3.OperationalError ("interrupted")."""
+    """A connection that interrupts a statement after a number of steps, with sqlite3.OperationalError."""
 
     _left = 0
     _allowed = _MIN_STEPS
 
     def bound(self, nbytes: int) -> None:
-        """Allow what a file of `nbytes` can need."""
+        """Set the limits for a file of `nbytes`."""
         self._allowed = _MIN_STEPS + _STEPS_PER_BYTE * nbytes
         self.set_progress_handler(self._is_spent, _CALLBACK_STEPS)
         cell = min(_MAX_CELL_NBYTES, _MIN_CELL_NBYTES + nbytes)
@@ -85,7 +89,7 @@ class _Bounded(sqlite3.Connection):
             self.setlimit(limit, value)
 
     def execute(self, *given: Any) -> sqlite3.Cursor:
-        """As in the base class; the allowance is that of one statement."""
+        """Execute a statement with the full number of steps."""
         self._left = self._allowed
         return super().execute(*given)
 
@@ -95,16 +99,17 @@ class _Bounded(sqlite3.Connection):
 
 
 def connect_read_only(path: Path) -> sqlite3.Connection:
-    """Open a catalog for reading beside a live daemon.
+    """Open a catalog for reading. A daemon may write to it at the same time.
 
     Raises:
-        StoreError: it cannot be read, with the reason.
-        DamagedCatalog: the file itself is the reason, or its tables are not those that capd makes.
-        EmptyCatalog: it has no tables at all.
-        NotAStore: a newer capd wrote it.
+        StoreError: The catalog cannot be read. The message has the reason.
+        DamagedCatalog: The file itself is the reason, or its tables differ from those of capd.
+        EmptyCatalog: The catalog has no tables.
+        NotAStore: A newer capd wrote the catalog.
     """
     nbytes = regular_nbytes(path)
-    for options in ("mode=ro", "mode=ro&immutable=1"):  # immutable: a read-only medium without a -shm file
+    # `immutable` is necessary on a read-only medium without a -shm file.
+    for options in ("mode=ro", "mode=ro&immutable=1"):
         try:
             db = sqlite3.connect(
                 f"{path.absolute().as_uri()}?{options}", uri=True, check_same_thread=False, factory=_Bounded
@@ -137,23 +142,27 @@ def _look(db: _Bounded, path: Path, nbytes: int) -> None:
     if not problem:
         raise EmptyCatalog(f"the catalog {path} has no tables yet")
     raise DamagedCatalog(
-        f"the catalog {path} is not as capd makes it: {problem}; `capd verify --rebuild-catalog` makes it again"
+        f"the catalog {path} is not one of capd's: {problem}; `capd verify --rebuild-catalog` rebuilds it"
     )
 
 
 def regular_nbytes(path: Path) -> int:
-    """Bytes of the file and its write-ahead log. Raises DamagedCatalog where SQLite would wait for a pipe."""
+    """Return the bytes of the file and of the files beside it, such as its write-ahead log.
+
+    Raises:
+        DamagedCatalog: One of them is not a regular file. SQLite would wait for a pipe.
+    """
     nbytes = 0
     for place in (path, *(path.with_name(path.name + suffix) for suffix in _BESIDE)):
         if place.is_file():
             nbytes += place.stat().st_size
         elif place.exists():
-            raise DamagedCatalog(f"{place} is no regular file")
+            raise DamagedCatalog(f"{place} is not a regular file")
     return nbytes
 
 
 def check_version(version: int, path: Path) -> None:
-    """Raise NotAStore for a catalog that a newer capd wrote."""
+    """Raise NotAStore if a newer capd wrote the catalog."""
     if version > CATALOG_VERSION:
         raise NotAStore(
             f"{path} has catalog version {version}, this capd reads up to {CATALOG_VERSION}; upgrade capd"
@@ -161,20 +170,20 @@ def check_version(version: int, path: Path) -> None:
 
 
 def distrust_schema(db: sqlite3.Connection) -> None:
-    """Let nothing that a schema says call functions, and check each page that is read."""
+    """Prevent the schema from calling functions, and check each page when it is read."""
     db.execute("PRAGMA trusted_schema=OFF")
     db.execute("PRAGMA cell_size_check=ON")
 
 
 def schema_problem(db: sqlite3.Connection) -> str | None:
-    """How the tables of a catalog differ from those that capd makes; None for not at all, "" for no tables."""
+    """Return how the tables of a catalog differ from those of capd; None if they do not, "" if there are none."""
     found = {(kind, name): _plain(sql) for kind, name, sql in db.execute(_SELECT_SCHEMA)}
     known = _own_schema()
     if not found:
         return ""
     for kind, name in found:
         if (kind, name) not in known:
-            return f"it has a {kind} {str(name)!r} that capd does not make"
+            return f"it has a {kind} {str(name)!r} that capd does not create"
     for (kind, name), sql in known.items():
         if (kind, name) not in found:
             return f"its {kind} {name!r} is missing"
@@ -197,5 +206,5 @@ def _own_schema() -> dict[tuple[str, str], str]:
 
 
 def _plain(sql: Any) -> str:
-    """The text of a definition without its line breaks; empty for the indexes that SQLite makes itself."""
+    """Return a definition without its line breaks; empty for the indexes that SQLite creates itself."""
     return " ".join(str(sql or "").split())

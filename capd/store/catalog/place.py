@@ -1,10 +1,14 @@
-"""Where a node's catalog is written: beside its spool, or on local disk when the store is on a network file system.
+"""The place of a node's catalog: beside its spool, or on a local disk if the store is on a network file system.
 
-SQLite's write-ahead log needs memory and locks that all its readers share, which network file systems do not give.
-There the daemon works on a local copy and publishes snapshots into the store, each replacing the one before in
-one step. Readers, on any machine, see the snapshot; the spool, which they also read, holds whatever is newer,
-provided that a snapshot is published before a shard leaves the spool. A daemon always starts from the published
-snapshot, never from a local copy that one before it left: the node may have run elsewhere meanwhile.
+All users of SQLite's write-ahead log need shared memory and locks, which network file systems do not provide. For such
+a store the daemon works on a local copy and publishes snapshots into the store. Each snapshot replaces the previous one
+atomically.
+
+Readers on any machine see the snapshot. They also read the spool, which holds all newer records. A snapshot must
+therefore be published before a shard leaves the spool.
+
+A daemon always starts from the published snapshot, never from a local copy of an earlier daemon. The node may have run
+on another machine in the meantime.
 """
 
 from __future__ import annotations
@@ -34,9 +38,10 @@ _COPY_NBYTES = 8 << 20
 
 
 def is_network(path: Path, mounts: Path = _MOUNTS) -> bool:
-    """Whether `path` lies on a network, cluster or FUSE file system, as far as the mount table tells.
+    """Return whether `path` is on a network, cluster or FUSE file system, according to the mount table.
 
-    mounts: a file in the format of /proc/self/mountinfo.
+    Args:
+        mounts: A file in the format of /proc/self/mountinfo.
     """
     real = path.resolve()
     kind, depth = "", -1
@@ -46,17 +51,18 @@ def is_network(path: Path, mounts: Path = _MOUNTS) -> bool:
             if not mark:
                 continue
             point = Path(_unescaped(fields.split(" ")[4]))
-            # of two at one place the later one counts
+            # If two file systems are mounted at one place, the later one counts.
             if real.is_relative_to(point) and len(point.parts) >= depth:
                 kind, depth = source.split(" ")[0], len(point.parts)
     return kind in _NETWORK or kind.startswith("fuse.")
 
 
 def live_catalog(node_directory: Path) -> Path:
-    """Where the catalog of this node's part of a run is written.
+    """Return the path where the catalog of this node's part of a run is written.
 
-    In the node's directory; where that is on a network file system, below $XDG_STATE_HOME (else ~/.local/state),
-    or the temporary directory if that is on the network, too. With no local disk at all it stays in place.
+    This is the node's directory unless it is on a network file system. Then it is a directory below $XDG_STATE_HOME
+    (else ~/.local/state). If that is on the network, too, it is the temporary directory. Without any local disk it is
+    the node's directory.
     """
     published = node_directory / CATALOG_NAME
     if not is_network(node_directory):
@@ -73,19 +79,28 @@ def live_catalog(node_directory: Path) -> Path:
 
 
 def publish_snapshot(db: sqlite3.Connection, scratch: Path, target: Path, spool: Path) -> None:
-    """Let `target` be what the open catalog `db` holds now, in one step and durably.
+    """Replace `target` by a snapshot of the open catalog `db`, atomically and durably.
 
-    scratch: a local file to make the snapshot in; SQLite itself never writes to the network. Raises OSError or
-    sqlite3.Error; then the snapshot before stays.
+    Args:
+        db: The live catalog.
+        scratch: A local file for the snapshot. SQLite itself never writes to the network.
+        target: The published catalog.
+        spool: The node's spool directory, on the file system of `target`.
+
+    Raises:
+        OSError: The snapshot cannot be written. The previous one remains.
+        sqlite3.Error: The catalog cannot be copied. The previous snapshot remains.
     """
     temporary = spool / "catalog.tmp"
     unlink(scratch, missing_ok=True)
     try:
-        write_file(scratch, b"")  # sqlite would follow the umask
+        # SQLite would create the file with the mode of the umask.
+        write_file(scratch, b"")
         copy = sqlite3.connect(scratch, isolation_level=None)
         try:
             db.backup(copy)
-            copy.execute("PRAGMA journal_mode=DELETE")  # readers of a snapshot make no files beside it
+            # In this mode the readers of a snapshot create no other files.
+            copy.execute("PRAGMA journal_mode=DELETE")
         finally:
             copy.close()
         write_file(temporary, b"")
@@ -101,7 +116,12 @@ def publish_snapshot(db: sqlite3.Connection, scratch: Path, target: Path, spool:
 
 
 class CatalogPlace:
-    """The catalog of one node's part of a run: `live` is written, `published` is what readers find."""
+    """The two places of the catalog of one node's part of a run.
+
+    Attributes:
+        published: The catalog that readers find.
+        live: The catalog that the daemon writes; often the same file.
+    """
 
     def __init__(self, node_directory: Path, name: str = CATALOG_NAME) -> None:
         self.published = node_directory / name
@@ -110,11 +130,11 @@ class CatalogPlace:
 
     @property
     def is_apart(self) -> bool:
-        """Whether the live catalog lies on local disk and snapshots are published."""
+        """Whether the live catalog is on a local disk and snapshots are published."""
         return self.live != self.published
 
     def fetch(self) -> None:
-        """Begin with what is published: the local copy becomes the snapshot, or goes if there is none."""
+        """Replace the local copy by the published snapshot, or delete it if there is no snapshot."""
         if not self.is_apart:
             return
         self.discard()
@@ -124,19 +144,19 @@ class CatalogPlace:
                 shutil.copyfileobj(source, sink, _COPY_NBYTES)
 
     def publish(self, db: sqlite3.Connection) -> None:
-        """Publish a snapshot, if the live catalog lies apart. Raises OSError or sqlite3.Error."""
+        """Publish a snapshot if the live catalog is on a local disk. Raises OSError or sqlite3.Error."""
         if self.is_apart:
             publish_snapshot(db, self.live.with_suffix(".snapshot"), self.published, self._spool)
 
     def discard(self) -> None:
-        """Remove the local copy, which nobody has open."""
+        """Delete the local copy. No process may have it open."""
         if self.is_apart:
             for suffix in ("", "-wal", "-shm", "-journal"):
                 unlink(self.live.with_name(self.live.name + suffix), missing_ok=True)
 
 
 def _is_private(root: Path) -> bool:
-    """Whether `root` is, or becomes, a directory of this user that nobody else can change."""
+    """Return whether `root` is a directory of this user that nobody else can change. It is created if it is missing."""
     make_directory(root)
     found = root.lstat()
     return (
@@ -145,5 +165,5 @@ def _is_private(root: Path) -> bool:
 
 
 def _unescaped(field: str) -> str:
-    """A path of the mount table, where blanks, tabs, newlines and backslashes are octal."""
+    """Return a path of the mount table, in which blanks, tabs, newlines and backslashes are octal."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)

@@ -1,4 +1,4 @@
-"""Rows of a catalog: what they hold, and how they are read beside a live daemon."""
+"""The rows of a catalog: their types, and how they are read while a daemon may be writing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ H = TypeVar("H", RecordHead, RecordRow)
 
 @dataclass(slots=True)
 class LedgerRow:
-    """Cumulative drops of one key under one reason in one session."""
+    """The cumulative drops of one key for one reason in one session."""
 
     key: Key
     dtype: str
@@ -51,9 +51,11 @@ class LedgerRow:
 
 @dataclass(slots=True)
 class SessionRow:
-    """Counters of one rank's session.
+    """The counters of one rank's session.
 
-    state: "live", "ended" (left in order) or "died". end: how the process of one that died ended, "" if unknown.
+    Attributes:
+        state: "live", "ended" (left in order) or "died".
+        end: How the process ended, for a session that died; "" if unknown.
     """
 
     client: bytes
@@ -73,14 +75,17 @@ class SessionRow:
 
     @property
     def clean(self) -> bool:
-        """Whether the counters are final; those of a session cut off by the daemon's death are not, nor of one that was
-        over with captures still in work."""
+        """Whether the counters are final.
+
+        They are not final if the daemon died during the session. They are not final if captures were still in work at
+        the end of the session.
+        """
         return self.state != "live" and not self.in_flight
 
 
 @dataclass(slots=True)
 class SeriesRow:
-    """One series as the catalog knows it. stored_bytes: encoded payload and frames."""
+    """One series in the catalog. stored_bytes: the encoded payloads and the frames."""
 
     id: int
     header: SeriesHeader
@@ -97,13 +102,18 @@ _decode_header = msgspec.msgpack.Decoder(SeriesHeader).decode
 
 
 def read_series(db: sqlite3.Connection, path: str | None = None) -> list[SeriesRow]:
-    """All series of a catalog, or the one at `path`. Raises sqlite3.DatabaseError where one makes no sense."""
+    """Return all series of a catalog, or the one at `path`.
+
+    Raises:
+        sqlite3.DatabaseError: A row is not valid.
+    """
     where, given = ("", ()) if path is None else (" WHERE path=?", (path,))
     found: list[SeriesRow] = []
     for row in db.execute(_SELECT_SERIES + where, given):
         found.append(_series_row(row))
-        if len(found) > 1 and found[-2].id >= found[-1].id:  # pages that form a circle
-            raise sqlite3.DatabaseError(f"series {found[-1].id} stands there twice")
+        # Pages that form a circle give a row again.
+        if len(found) > 1 and found[-2].id >= found[-1].id:
+            raise sqlite3.DatabaseError(f"series {found[-1].id} occurs twice")
     return found
 
 
@@ -117,28 +127,32 @@ def _series_row(row: tuple[Any, ...]) -> SeriesRow:
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
         raise sqlite3.DatabaseError(f"the row of series {identity!r} cannot be read: {error}") from error
     if not is_usable(found.header):
-        raise sqlite3.DatabaseError(f"what it says of {found.header.path!r} makes no sense")
+        raise sqlite3.DatabaseError(f"the header of series {found.header.path!r} is not valid")
     counts = (identity, records, sealed, raw, stored, *shape)
     if not all(type(n) is int and 0 <= n <= MAX_INDEX for n in counts) or not _is_within(found):
-        raise sqlite3.DatabaseError(f"its totals of {found.header.path} make no sense")
+        raise sqlite3.DatabaseError(f"the totals of series {found.header.path} are not valid")
     return found
 
 
 def _is_within(row: SeriesRow) -> bool:
-    """Whether records of the largest shape fit the series."""
+    """Return whether records of the largest shape fit the series."""
     anything = is_statistics(row.header.dtype) or not row.records
     return len(row.max_shape) <= MAX_NDIM if anything else row.header.geometry.fits(row.max_shape)
 
 
 def read_captures(database: sqlite3.Connection) -> Iterator[tuple[bytes, int]]:
-    """Client and sequence of every record."""
+    """Yield client and sequence of every record."""
     for (body,) in database.execute("SELECT body FROM records"):
         head = head_of(body)
         yield head.client, head.sequence
 
 
 def read_acked(db: sqlite3.Connection) -> dict[bytes, list[tuple[int, int]]]:
-    """Committed sequence ranges per client uuid."""
+    """Return the committed sequence ranges of each client uuid.
+
+    Raises:
+        sqlite3.DatabaseError: A row is not valid.
+    """
     try:
         found = {bytes(client): _decode_ranges(ranges) for client, ranges in db.execute(_SELECT_ACKED)}
     except (msgspec.MsgspecError, TypeError) as error:
@@ -162,19 +176,23 @@ _SELECT_ROWS = (
 def read_records(
     db: sqlite3.Connection, series: int, first: int = 0, last: int = 2**62
 ) -> Iterator[tuple[int, RecordRow]]:
-    """Records first ≤ number < last of a series, from any connection. Raises sqlite3.DatabaseError."""
+    """Yield the records first ≤ number < last of a series, from any connection.
+
+    Raises:
+        sqlite3.DatabaseError: A row is not valid.
+    """
     return _rows(db, series, first, last, decode_row)
 
 
 def read_heads(
     db: sqlite3.Connection, series: int, first: int, last: int
 ) -> Iterator[tuple[int, RecordHead]]:
-    """The first fields of the same records; a fraction of the cost of their rows."""
+    """Yield the first fields of the same records, for a fraction of the cost of their rows."""
     return _rows(db, series, first, last, decode_head)
 
 
 class _Column(msgspec.Struct, array_like=True, gc=False):
-    """Shape and moment of a RecordRow, the latter as a plain tuple."""
+    """The shape and the moment of a RecordRow. The moment is a plain tuple."""
 
     client: msgspec.Raw
     sequence: msgspec.Raw
@@ -187,7 +205,7 @@ _decode_column = msgspec.msgpack.Decoder(_Column).decode
 
 
 def read_columns(db: sqlite3.Connection, series: int, first: int, last: int) -> list[ColumnRow]:
-    """Moments and shapes of the same records; half the cost of their heads."""
+    """Return the moments and shapes of the same records, for half the cost of their heads."""
     bodies = db.execute(
         "SELECT body FROM records WHERE series=? AND record>=? AND record<? ORDER BY record",
         (series, first, last),
@@ -195,7 +213,7 @@ def read_columns(db: sqlite3.Connection, series: int, first: int, last: int) -> 
     try:
         return [(*found.moment, found.shape) for (body,) in bodies for found in (_decode_column(body),)]
     except (msgspec.MsgspecError, TypeError) as error:
-        raise sqlite3.DatabaseError(f"the rows of series {series}: {error}") from error
+        raise sqlite3.DatabaseError(f"the rows of series {series} cannot be read: {error}") from error
 
 
 def _rows(
@@ -206,17 +224,21 @@ def _rows(
         for number, attempt, body in db.execute(_SELECT_ROWS, (series, first, last)):
             row = decode(body)
             if type(number) is not int or number <= before:
-                raise msgspec.ValidationError("its number is none, or out of order")
+                raise msgspec.ValidationError("its number is not an integer, or is out of order")
             before = number
             if row.moment.attempt != attempt:
-                raise msgspec.ValidationError(f"attempt {row.moment.attempt} is filed under {attempt}")
+                raise msgspec.ValidationError(f"its attempt {row.moment.attempt} is filed under {attempt}")
             yield number, row
     except (msgspec.MsgspecError, TypeError) as error:
-        raise sqlite3.DatabaseError(f"record {number} of series {series}: {error}") from error
+        raise sqlite3.DatabaseError(f"record {number} of series {series} cannot be read: {error}") from error
 
 
 def head_of(body: bytes) -> RecordHead:
-    """The first fields of a row's body. Raises sqlite3.DatabaseError."""
+    """Return the first fields of a row's body.
+
+    Raises:
+        sqlite3.DatabaseError: The body is not valid.
+    """
     try:
         return decode_head(body)
     except (msgspec.MsgspecError, TypeError) as error:
@@ -224,7 +246,7 @@ def head_of(body: bytes) -> RecordHead:
 
 
 def read_attempts(db: sqlite3.Connection, series: int) -> tuple[int, int] | None:
-    """The first and the last attempt that a series has records of, or None without records."""
+    """Return the first and the last attempt with records of a series; None if it has no records."""
     first, last = db.execute(
         "SELECT MIN(attempt), MAX(attempt) FROM records WHERE series=?", (series,)
     ).fetchone()
@@ -232,7 +254,7 @@ def read_attempts(db: sqlite3.Connection, series: int) -> tuple[int, int] | None
 
 
 def has_attempt(db: sqlite3.Connection, attempt: int) -> set[int]:
-    """Ids of the series that have a record of this attempt."""
+    """Return the ids of the series that have a record of this attempt."""
     return {
         series for (series,) in db.execute("SELECT DISTINCT series FROM records WHERE attempt=?", (attempt,))
     }

@@ -1,4 +1,4 @@
-"""The sessions' counters in a catalog, which stand in no frame."""
+"""The counters of the sessions in a catalog. They are in no frame."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ _decode = msgspec.msgpack.Decoder(SessionRow).decode
 
 
 def read_sessions(db: sqlite3.Connection) -> list[SessionRow]:
-    """All sessions of a catalog. Raises sqlite3.DatabaseError for one that makes no sense."""
+    """Return all sessions of a catalog.
+
+    Raises:
+        sqlite3.DatabaseError: A row is not valid.
+    """
     return [_session(client, body) for client, body in db.execute("SELECT client, body FROM sessions")]
 
 
@@ -28,9 +32,9 @@ def _session(client: bytes, body: bytes) -> SessionRow:
     if row.client != client:
         raise sqlite3.DatabaseError(f"the session of client {row.client.hex()} is filed under another")
     if row.state not in _STATES:
-        raise sqlite3.DatabaseError(f"the session of client {row.client.hex()} is in no state that there is")
+        raise sqlite3.DatabaseError(f"the session of client {row.client.hex()} has an unknown state")
     counters = (row.rank, row.attempt, row.offered, row.committed, row.in_flight, *row.dropped.values())
     drops = (n for drop in row.drops for n in (drop.count, drop.nbytes))
     if not all(0 <= n <= MAX_INDEX for n in (*counters, *drops)):
-        raise sqlite3.DatabaseError(f"the counters of client {row.client.hex()} make no sense")
+        raise sqlite3.DatabaseError(f"the counters of client {row.client.hex()} are not valid")
     return row

@@ -1,4 +1,4 @@
-"""Looks into a catalog that recovery and `capd verify` need beside what queries ask for. Read-only."""
+"""The catalog queries of recovery and `capd verify`, in addition to the readers' queries. Read-only."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ __all__ = [
 
 
 class Slice(msgspec.Struct):
-    """Rows of one series in a range of record numbers, and the acknowledged ranges, as one snapshot."""
+    """The rows of one series in a range of record numbers, and the acknowledged ranges, as one snapshot."""
 
     rows: dict[int, RecordRow]
     acked: dict[bytes, RangeSet]
 
 
 class RecordSums(msgspec.Struct):
-    """What the record rows of one series add up to. shapes: the distinct ones."""
+    """The sums over the record rows of one series. shapes: the distinct ones."""
 
     records: int = 0
     last: int = -1
@@ -47,7 +47,12 @@ class RecordSums(msgspec.Struct):
 
 
 def series_now(catalog: Path, path: str) -> SeriesRow | None:
-    """The row of a series as it is now. Raises StoreError or sqlite3.DatabaseError."""
+    """Return the current row of a series; None if there is none.
+
+    Raises:
+        StoreError: The catalog cannot be opened.
+        sqlite3.DatabaseError: A row is not valid.
+    """
     with contextlib.closing(connect_read_only(catalog)) as database:
         return next((row for row in read_series(database, path)), None)
 
@@ -55,9 +60,14 @@ def series_now(catalog: Path, path: str) -> SeriesRow | None:
 def catalog_problems(
     database: sqlite3.Connection, sums: Mapping[int, RecordSums]
 ) -> Iterator[tuple[str, str]]:
-    """How a catalog differs from one rebuilt from its own headers and record rows: series path ("" for none), and how.
+    """Yield how a catalog differs from one that is rebuilt from its own headers and record rows.
 
-    sums: of the same snapshot, by series id.
+    Args:
+        database: The catalog.
+        sums: The sums of the same snapshot, by series id.
+
+    Yields:
+        A series path ("" for none) and the difference.
     """
     for row in read_series(database):
         said = database.execute(_SELECT_DERIVED, (row.id,)).fetchone()
@@ -66,16 +76,17 @@ def catalog_problems(
                 where = f"table series, row {row.id}"
                 yield (
                     row.header.path,
-                    f"{where}: {name} is {found!r}, its header and records say {expected!r}",
+                    f"{where}: {name} is {found!r}, but its header and records give {expected!r}",
                 )
     held = Counter(client for client, _ in read_captures(database))
     if UNKNOWN_CLIENT in held:
-        return  # some records have lost their names
+        # Some records have lost their client, so the counts per client cannot be checked.
+        return
     for client, ranges in read_acked(database).items():
         claimed = sum(last - first + 1 for first, last in ranges)
         if claimed != held[client]:
             where = f"table acked, client {client.hex()}"
-            yield "", f"{where}: {claimed} captures are acknowledged, {held[client]} are in the records"
+            yield "", f"{where}: {claimed} captures are acknowledged, but the records hold {held[client]}"
 
 
 _KEY_FIELDS = Key.__struct_fields__
@@ -84,7 +95,7 @@ _SELECT_DERIVED = f"SELECT {', '.join(_DERIVED)} FROM series WHERE id=?"  # noqa
 
 
 def _derived(row: SeriesRow, sums: Mapping[int, RecordSums]) -> tuple[Any, ...]:
-    """The columns of a series as a rebuilt catalog has them."""
+    """Return the columns of a series as in a rebuilt catalog."""
     header, sum_ = row.header, sums.get(row.id, RecordSums())
     said = (header.path, *(getattr(header.key, name) for name in _KEY_FIELDS), header.dtype)
     if sum_.records != sum_.last + 1:
@@ -99,7 +110,12 @@ def _derived(row: SeriesRow, sums: Mapping[int, RecordSums]) -> tuple[Any, ...]:
 
 
 def read_slice(catalog: Path, series: int, first: int, last: int) -> Slice:
-    """Records first ≤ number < last with their histograms. Raises StoreError or sqlite3.DatabaseError."""
+    """Return the records first ≤ number < last with their histograms.
+
+    Raises:
+        StoreError: The catalog cannot be opened.
+        sqlite3.DatabaseError: A row is not valid.
+    """
     database = connect_read_only(catalog)
     try:
         database.execute("BEGIN")
@@ -111,7 +127,7 @@ def read_slice(catalog: Path, series: int, first: int, last: int) -> Slice:
 
 
 def series_of_record(database: sqlite3.Connection, client: bytes, sequence: int) -> int | None:
-    """Id of the series that the record with this client and sequence belongs to."""
+    """Return the id of the series of the record with this client and sequence; None if there is none."""
     for series, body in database.execute("SELECT series, body FROM records"):
         head = head_of(body)
         if (head.client, head.sequence) == (client, sequence):
@@ -120,17 +136,23 @@ def series_of_record(database: sqlite3.Connection, client: bytes, sequence: int)
 
 
 def read_sums(database: sqlite3.Connection) -> dict[int, RecordSums]:
-    """Per series id what its record rows add up to."""
+    """Return the sums over the record rows of each series id.
+
+    Raises:
+        sqlite3.DatabaseError: A row is not valid.
+    """
     found: dict[int, RecordSums] = {}
     for series, record, stored, body in database.execute(
         "SELECT series, record, stored_nbytes, body FROM records ORDER BY series, record"
     ):
         head = head_of(body)
         if not all(type(number) is int and number >= 0 for number in (series, record, stored)):
-            raise sqlite3.DatabaseError(f"record {record!r} of series {series!r} has no numbers")
+            raise sqlite3.DatabaseError(
+                f"record {record!r} of series {series!r} has fields that are not numbers"
+            )
         sums = found.setdefault(series, RecordSums())
         if record <= sums.last:
-            raise sqlite3.DatabaseError(f"record {record} of series {series} stands there twice")
+            raise sqlite3.DatabaseError(f"record {record} of series {series} occurs twice")
         sums.records += 1
         sums.last = record
         sums.raw_nbytes += head.nbytes

@@ -1,4 +1,4 @@
-"""What a run holds on one node: in its series, as their catalog rows tell, and in the files beside its shards."""
+"""The totals of a run on one node: of its series, from their catalog rows, and of the files beside its shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ __all__ = ["Held", "beside_nbytes", "held_by"]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Committed records, and those of which statistics alone are kept. raw_bytes: of what is kept."""
+    """The totals of some series.
+
+    Attributes:
+        records: The committed records.
+        statistics_records: The records that consist of statistics alone.
+        raw_bytes: The bytes of the kept elements or statistics before encoding.
+        stored_bytes: The bytes of the encoded payloads and the frames.
+    """
 
     records: int = 0
     statistics_records: int = 0
@@ -25,7 +32,7 @@ class Held:
 
 
 def held_by(rows: Iterable[SeriesRow]) -> Held:
-    """The sums over some series."""
+    """Return the totals of some series."""
     rows = list(rows)
     return Held(
         records=sum(row.records for row in rows),
@@ -36,9 +43,10 @@ def held_by(rows: Iterable[SeriesRow]) -> Held:
 
 
 def beside_nbytes(spool: Path) -> int:
-    """Bytes of the small-record logs and the catalog."""
+    """Return the bytes of the small-record logs and of the catalog."""
     total = 0
     for path in [*spool.glob(LOG_GLOB), *spool.parent.glob(f"{CATALOG_NAME}*")]:
-        with contextlib.suppress(FileNotFoundError):  # emptied meanwhile
+        # An emptied log may be deleted in the meantime.
+        with contextlib.suppress(FileNotFoundError):
             total += path.stat().st_size
     return total

@@ -1,8 +1,13 @@
-"""The catalog of one node's part of a run: SQLite rows derived from COMMIT frames, for queries.
+"""The catalog of one node's part of a run: SQLite rows for queries, derived from COMMIT frames.
 
-Tables: `series` (one row per Zarr array, with running totals), `records` (one row per record, its body as in the
-COMMIT frame), `acked` (committed sequence ranges per client) and `sessions` (the ranks' counters). Rows are
-written in batches, each one transaction; the truth stands in the shard files.
+The tables are:
+
+- `series`: one row per Zarr array, with running totals
+- `records`: one row per record; its body is the one of the COMMIT frame
+- `acked`: committed sequence ranges per client
+- `sessions`: the ranks' counters
+
+Rows are written in batches, each in one transaction. The authoritative copy is in the shard files.
 """
 
 from __future__ import annotations
@@ -41,7 +46,8 @@ from capd_client.protocol.key import Key
 __all__ = ["Catalog", "NewRow", "new_row"]
 
 _PUBLISH_INTERVAL_S = 10.0
-_PUBLISH_SHARE = 20.0  # at most a twentieth of the append thread's time goes into snapshots
+# Snapshots take at most a twentieth of the append thread's time.
+_PUBLISH_SHARE = 20.0
 _KEY_FIELDS = Key.__struct_fields__
 
 # A row of `records`: series id, record, attempt, stored bytes, and the RecordRow as its COMMIT frame holds it.
@@ -49,20 +55,29 @@ NewRow: TypeAlias = tuple[int, int, int, int, bytes]
 
 
 def new_row(series: int, record: int, row: RecordRow, stored_nbytes: int) -> NewRow:
-    """The row of a record that is not encoded yet."""
+    """Return the catalog row of a record that is not encoded yet."""
     return (series, record, row.moment.attempt, stored_nbytes, encode_row(row))
 
 
 class Catalog:
-    """Read-write access to one catalog; owned by the append thread."""
+    """Read-write access to one catalog; owned by the append thread.
+
+    Attributes:
+        path: The file of the catalog.
+        was_closed: Whether the previous writer closed the catalog in order.
+    """
 
     def __init__(self, path: Path, place: CatalogPlace | None = None) -> None:
-        """Open or create the catalog. place: given when it lies apart from the store and is published there.
+        """Open or create the catalog.
 
-        `was_closed` then tells whether whoever wrote it before closed it in order.
+        Args:
+            path: The file of the catalog.
+            place: The place where snapshots are published; None if the catalog is in the store itself.
 
-        Raises sqlite3.DatabaseError if the file is damaged, StoreError (retry) if it is locked or the disk is
-        full, NotAStore if it is newer.
+        Raises:
+            sqlite3.DatabaseError: The file is damaged.
+            StoreError: The file is locked or the disk is full (retry).
+            NotAStore: A newer capd wrote the file.
         """
         self.path = path
         self._place = place
@@ -75,12 +90,12 @@ class Catalog:
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything that stood in the frames when it was made has been read into it."""
+        """Whether all frames that existed when the catalog was created have been read into it."""
         with self._guard():
             return self._db.execute("SELECT 1 FROM meta WHERE name='complete'").fetchone() is not None
 
     def clear(self) -> None:
-        """Forget series, records and acknowledged ranges (not the sessions), to read the frames again."""
+        """Delete series, records and acknowledged ranges, but not the sessions. The frames can then be read again."""
         with self._guard():
             self._db.executescript(
                 "BEGIN; DELETE FROM series; DELETE FROM records; DELETE FROM acked; COMMIT;"
@@ -88,34 +103,37 @@ class Catalog:
 
     @property
     def mounted(self) -> str:
-        """Under which mount (`capd.store.disk.power`) the files were last known to be whole."""
+        """The mount (`capd.store.disk.power`) under which the files were last known to be intact."""
         with self._guard():
             found = self._db.execute("SELECT value FROM meta WHERE name='mounted'").fetchone()
         return "" if found is None else str(found[0])
 
     def mark_complete(self, mounted: str) -> None:
-        """Say that the frames have been read, and under which mount."""
+        """Record that the frames have been read, and under which mount."""
         with self._guard():
             self._db.executemany(
                 "INSERT OR REPLACE INTO meta VALUES (?, ?)", [("complete", "1"), ("mounted", mounted)]
             )
 
     def mark_incomplete(self) -> None:
-        """Say that the frames have to be read."""
+        """Record that the frames have to be read."""
         with self._guard():
             self._db.execute("DELETE FROM meta WHERE name='complete'")
 
     def distrust(self) -> None:
-        """Say that the disk lost writes: the next start checks what only a loss of power damages otherwise."""
+        """Record that the disk lost writes.
+
+        The next start then makes the checks that are otherwise necessary only after a power loss.
+        """
         with self._guard():
             self._db.execute("DELETE FROM meta WHERE name='mounted'")
 
     def abandon(self) -> None:
-        """Close without touching the file any more."""
+        """Close without changing the file any more."""
         self._db.close()
 
     def publish(self) -> None:
-        """Where the catalog lies apart: let readers see what it holds now. Raises StoreError (retry)."""
+        """Publish a snapshot if the catalog is not in the store itself. Raises StoreError (retry)."""
         if self._place is None:
             return
         began = time.monotonic()
@@ -124,21 +142,22 @@ class Catalog:
         except (OSError, sqlite3.Error) as error:
             why: object = if_full(error, self._place.published)
             if isinstance(error, sqlite3.OperationalError) and "full" in str(error):
-                why = full_database(self._place.live)  # whose file system need not be the store's
+                # The live catalog and the store may be on different file systems.
+                why = full_database(self._place.live)
             raise StoreError(f"catalog {self._place.published}: {why}", retry=True) from error
         self._unpublished = False
         now = time.monotonic()
         self._publish_at = now + max(_PUBLISH_INTERVAL_S, _PUBLISH_SHARE * (now - began))
 
     def publish_if_due(self) -> None:
-        """`publish` now and then; the larger the catalog, the more rarely."""
+        """Publish a snapshot if enough time has passed. A larger catalog is published less often."""
         if self._unpublished and time.monotonic() >= self._publish_at:
             self.publish()
 
     def close(self) -> None:
-        """Fold the write-ahead log into the file and close; one that lies apart is published and removed.
+        """Checkpoint the write-ahead log and close. A catalog outside the store is published and removed.
 
-        Without a reader at work the file leaves WAL mode, so that reading a finished store creates no files.
+        If no reader is active, the file leaves WAL mode. Reading a finished store then creates no files.
         """
         try:
             self.publish()
@@ -154,7 +173,7 @@ class Catalog:
         return read_series(self._db)
 
     def add_series(self, header: SeriesHeader) -> int:
-        """Insert a series without records; returns its id."""
+        """Insert a series without records. Return its id."""
         columns = ("path", *_KEY_FIELDS, "dtype", "header")
         values = (header.path, *(getattr(header.key, name) for name in _KEY_FIELDS), header.dtype)
         marks = ", ".join("?" * len(columns))
@@ -174,10 +193,14 @@ class Catalog:
         *,
         durable: bool = False,
     ) -> None:
-        """One transaction: record rows, series totals and acknowledged ranges.
+        """Write record rows, series totals and acknowledged ranges in one transaction.
 
-        moved: (series id, first, end, stored bytes) of small records that stand in a shard now; bytes of each.
-        durable: it must be on disk when this returns, because a rename that follows relies on it.
+        Args:
+            records: The new record rows.
+            totals: The series with new totals.
+            acked: The acknowledged ranges of each changed client.
+            moved: Small records that are in a shard now: (series id, first, end, stored bytes of each).
+            durable: Whether the transaction must be on disk on return, because a subsequent rename depends on it.
         """
         with self._guard():
             self._unpublished = True
@@ -202,7 +225,8 @@ class Catalog:
         acked: dict[bytes, list[tuple[int, int]]],
         moved: Iterable[tuple[int, int, int, int]],
     ) -> None:
-        together = sorted(records, key=itemgetter(0))  # a series' rows lie side by side
+        # The rows of a series are adjacent in the table.
+        together = sorted(records, key=itemgetter(0))
         self._db.executemany("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?)", together)
         self._db.executemany(
             "UPDATE records SET stored_nbytes=? WHERE series=? AND record>=? AND record<?",
@@ -221,13 +245,14 @@ class Catalog:
         )
 
     def sequences(self) -> Iterator[tuple[bytes, int]]:
-        """Client and sequence of every record."""
+        """Return client and sequence of every record."""
         return read_captures(self._db)
 
     def forget_from(self, row: SeriesRow, first: int) -> None:
-        """Delete the rows of records `first` and later, and bring the series' totals in `row` in line.
+        """Delete the rows of records `first` and later, and correct the series' totals in `row`.
 
-        Until `mark_complete` the catalog counts as incomplete: totals and acknowledged ranges still tell of them.
+        The catalog counts as incomplete until `mark_complete`, because acknowledged ranges still include the deleted
+        records.
         """
         with self._guard(), self._transaction():
             self.mark_incomplete()
@@ -242,16 +267,16 @@ class Catalog:
         row.records, row.stored_bytes = first, int(stored)
 
     def rows(self, series: int, first: int, last: int) -> Iterator[tuple[int, RecordRow]]:
-        """Records first ≤ number < last of a series."""
+        """Return the records first ≤ number < last of a series."""
         return read_records(self._db, series, first, last)
 
     def columns(self, series: int, first: int, last: int) -> list[ColumnRow]:
-        """Moments and shapes of records first ≤ number < last of a series."""
+        """Return the moments and shapes of records first ≤ number < last of a series."""
         with self._guard():
             return read_columns(self._db, series, first, last)
 
     def stored(self, series: int, first: int, last: int) -> dict[int, tuple[bytes, int, int]]:
-        """Client, sequence and stored bytes of records first ≤ number < last of a series."""
+        """Return client, sequence and stored bytes of records first ≤ number < last of a series."""
         sizes = dict(
             self._db.execute(
                 "SELECT record, stored_nbytes FROM records WHERE series=? AND record>=? AND record<?",
@@ -262,7 +287,7 @@ class Catalog:
         return {number: (head.client, head.sequence, sizes[number]) for number, head in heads}
 
     def acked(self) -> dict[bytes, list[tuple[int, int]]]:
-        """Committed sequence ranges per client uuid."""
+        """Return the committed sequence ranges of each client uuid."""
         return read_acked(self._db)
 
     def save_session(self, row: SessionRow) -> None:
@@ -276,5 +301,5 @@ class Catalog:
 
 @lru_cache(4096)
 def _shape_text(shape: tuple[int, ...]) -> str:
-    """A shape as the catalog keeps it."""
+    """Return a shape in the form of the catalog."""
     return json.dumps(shape)
