@@ -131,7 +131,7 @@ def array_differences(found: dict[str, Any], expected: dict[str, Any]) -> Iterat
         # 0, 0.0 and false are the same fill value.
         is_value = name == "fill_value"
         if found.get(name) != expected[name] if is_value else not _same(found.get(name), expected[name]):
-            yield f"{name} is {json.dumps(found.get(name))}, the shards say {json.dumps(expected[name])}"
+            yield f"{name} is {json.dumps(found.get(name))}, but the shards give {json.dumps(expected[name])}"
     if not isinstance(found.get("attributes", {}), dict) or found.get("storage_transformers", []) != []:
         yield "attributes are not an object, or storage_transformers are not empty"
     if strange := found.keys() - expected.keys() - _MAY_BE_ABSENT:

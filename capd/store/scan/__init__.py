@@ -1,1 +1,1 @@
-"""What the files of a run say; changes nothing."""
+"""The readers of a run's files without their catalog. They change nothing."""

@@ -1,4 +1,4 @@
-"""Tells what a series is from its published metadata, and how that differs from what the writer would write."""
+"""The identity of a series from its published metadata, and how that metadata differs from the writer's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ __all__ = ["array_problems", "described", "group_problems"]
 
 
 def described(run: Path, path: str) -> tuple[SeriesHeader, str] | None:
-    """Header and node of the series at `path` by its documents; None unless they are exactly what capd writes."""
+    """Return header and node of the series at `path`, from its documents.
+
+    None if the documents are not exactly those that capd writes.
+    """
     try:
         published, array = read_published(run / path), read_array(run / path)
         capd = published.document["attributes"]["capd"]
@@ -43,29 +46,30 @@ def described(run: Path, path: str) -> tuple[SeriesHeader, str] | None:
             and not any(array_problems(array, header))
             and not any(group_problems(published.document, header, published.node))
         )
-    except (CapdError, LookupError, TypeError, ValueError):  # msgspec's errors are ValueErrors
+    except (CapdError, LookupError, TypeError, ValueError):
+        # The errors of msgspec are ValueErrors.
         return None
     return (header, published.node) if sound else None
 
 
 def group_problems(document: dict[str, Any], header: SeriesHeader, node: str) -> Iterator[str]:
-    """How a series group's metadata differs from what the writer would write, apart from its records."""
+    """Yield how a series group's metadata differs from the writer's, apart from its records."""
     expected = json.loads(series_document(header, node, Columns()))
     if any(document.get(name) != expected[name] for name in ("zarr_format", "node_type")):
         yield "is not the metadata of a Zarr group"
     found, wanted = document["attributes"]["capd"], expected["attributes"]["capd"]
     for name in wanted.keys() - {"records"}:
         if found.get(name) != wanted[name]:
-            yield f"{name} is {found.get(name)!r}, the shards say {wanted[name]!r}"
+            yield f"{name} is {found.get(name)!r}, but the shards give {wanted[name]!r}"
 
 
 def array_problems(document: dict[str, Any], header: SeriesHeader) -> Iterator[str]:
-    """How an array's metadata differs from what the writer would write; its shape only must hold the records."""
+    """Yield how an array's metadata differs from the writer's. Its shape may be smaller than the shards' extents."""
     extents = list(header.geometry.extents)
     yield from array_differences(document, json.loads(array_document(header, (0, *extents))))
     shape = document["shape"]
     if len(shape) != 1 + len(extents) or any(n > e for n, e in zip(shape[1:], extents, strict=False)):
-        yield f"shape is {shape}, the shards hold records of up to {extents}"
+        yield f"shape is {shape}, but the shards hold records of up to {extents}"
 
 
 def _geometry(array: dict[str, Any], dtype: str) -> Geometry:
@@ -76,7 +80,7 @@ def _geometry(array: dict[str, Any], dtype: str) -> Geometry:
 
 
 def _codec(array: dict[str, Any]) -> str:
-    """The explicit name of the codec between the array's bytes and their checksum."""
+    """Return the explicit name of the codec between the array's bytes and their checksum."""
     _, *compressors, _ = array["codecs"][0]["configuration"]["codecs"]
     if not compressors:
         return "none"

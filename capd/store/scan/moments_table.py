@@ -1,4 +1,4 @@
-"""The `moments` array of a long series, read back: only what this format writes there is taken for one."""
+"""The `moments` array of a long series, read back. Only an array that matches this format is accepted."""
 
 from __future__ import annotations
 
@@ -24,13 +24,21 @@ _MAX_CHUNK_NBYTES = 1 << 20
 
 
 class MomentsTable:
-    """Rows [moment fields, shape] of records 0 ≤ i < count.
+    """The rows [moment fields, shape] of records 0 ≤ i < count.
 
-    Raises DamagedRecord where the documents are not such as `capd.store.documents.zarr_json.table_files` writes;
-    NotAStore or OSError where they cannot be read.
+    Attributes:
+        count: The number of rows.
+        ndim: The number of axes of the shapes.
     """
 
     def __init__(self, place: Path) -> None:
+        """Open the array in the directory `place`.
+
+        Raises:
+            DamagedRecord: The array is missing or differs from `capd.store.documents.zarr_json.table_files`.
+            NotAStore: The document is not a JSON object.
+            OSError: The document cannot be read.
+        """
         document = read_document(place / "zarr.json")
         if document is None:
             raise DamagedRecord("the `moments` array is missing")
@@ -38,10 +46,10 @@ class MomentsTable:
         self.count, self.ndim = _layout(document)
         held = sum(1 for _ in (place / "c").glob("*/0")) * TABLE_ROWS
         if self.count > held:
-            raise DamagedRecord(f"the `moments` array claims {self.count} rows and holds at most {held}")
+            raise DamagedRecord(f"the `moments` array claims {self.count} rows, but holds at most {held}")
 
     def rows(self, first: int, last: int) -> list[list[int]]:
-        """Rows first ≤ i < last, as far as there are any. Raises DamagedRecord."""
+        """Return the existing rows in first ≤ i < last. Raises DamagedRecord."""
         last = min(last, self.count)
         if first >= last:
             return []
@@ -53,13 +61,13 @@ class MomentsTable:
     def _chunk(self, number: int) -> NDArray[np.generic]:
         path = self._place / "c" / str(number) / "0"
         if not path.is_file() or path.stat().st_size > _MAX_CHUNK_NBYTES:
-            raise DamagedRecord(f"chunk {number} of the `moments` array is missing, or too large")
+            raise DamagedRecord(f"chunk {number} of the `moments` array is missing or too large")
         shape = (TABLE_ROWS, len(_FIELDS) + self.ndim)
         return decode(chain_for("zstd:1", "int64"), path.read_bytes(), shape)
 
 
 def _layout(document: dict[str, Any]) -> tuple[int, int]:
-    """Rows, and axes of the shapes, of the array that a document describes. Raises DamagedRecord."""
+    """Return the number of rows and of the shapes' axes from an array's document. Raises DamagedRecord."""
     try:
         rows, width = document["shape"]
         ndim = width - len(_FIELDS)
@@ -67,9 +75,9 @@ def _layout(document: dict[str, Any]) -> tuple[int, int]:
             raise DamagedRecord(f"the `moments` array has the shape {document['shape']}")
         expected = table_document(ndim)
         is_ours = document["attributes"]["columns"] == expected["attributes"]["columns"]
-        problem = next(array_differences(document, expected), None if is_ours else "its columns are others")
+        problem = next(array_differences(document, expected), None if is_ours else "it has other columns")
     except (LookupError, TypeError, ValueError) as error:
-        raise DamagedRecord(f"the `moments` array is described wrongly: {error!r}") from error
+        raise DamagedRecord(f"the metadata of the `moments` array is not valid: {error!r}") from error
     if problem is not None:
-        raise DamagedRecord(f"the `moments` array is not the one that capd writes: {problem}")
+        raise DamagedRecord(f"the `moments` array is not one of capd's: {problem}")
     return rows, ndim

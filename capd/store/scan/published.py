@@ -1,6 +1,7 @@
-"""What a series shows to plain Zarr readers: the shape of its array, and the moments and shapes of its records.
+"""The published metadata of a series: the shape of its array, and the moments and shapes of its records.
 
-Read to check it against the frames, and to know a record whose COMMIT is lost.
+Plain Zarr readers see this metadata. capd reads it to check it against the frames, and to identify a record whose
+COMMIT is lost.
 """
 
 from __future__ import annotations
@@ -24,8 +25,13 @@ _MOMENT = Moment.__struct_fields__
 
 
 class Published:
-    """Moments and shapes of records 0 ≤ i < count; node: who wrote them; document: the group's. Made by
-    `read_published`."""
+    """The moments and shapes of records 0 ≤ i < count. `read_published` creates it.
+
+    Attributes:
+        count: The number of records.
+        node: The node that wrote them.
+        document: The zarr.json of the series' group.
+    """
 
     def __init__(self, document: dict[str, Any], columns: dict[str, Any], table: MomentsTable | None) -> None:
         self.count: int = columns["count"]
@@ -34,7 +40,11 @@ class Published:
         self._columns, self._table = columns, table
 
     def rows(self, first: int, last: int) -> Sequence[tuple[Moment, tuple[int, ...]]]:
-        """Moment and shape of records first ≤ i < last. Raises DamagedRecord where they cannot be read."""
+        """Return moment and shape of records first ≤ i < last.
+
+        Raises:
+            DamagedRecord: The columns cannot be read.
+        """
         last = min(last, self.count)
         try:
             if self._table is None:
@@ -69,19 +79,23 @@ def _of_table(row: list[int]) -> tuple[Moment, tuple[int, ...]]:
 
 
 def read_published(series: Path) -> Published:
-    """The columns of the series group at `series`; raises DamagedRecord if its zarr.json is missing or damaged."""
+    """Return the columns of the series group at `series`.
+
+    Raises:
+        DamagedRecord: The zarr.json of the group is missing or damaged.
+    """
     try:
         document = read_group(series)
         if document is None:
-            raise DamagedRecord("zarr.json of the series is missing")
+            raise DamagedRecord("the zarr.json of the series is missing")
         columns = document["attributes"]["capd"]["records"]
         count, table = columns["count"], None
         if "array" in columns:
             table = MomentsTable(series / "moments")
         elif not is_length(count) or count > MAX_INLINE or not _are_full(columns):
-            raise DamagedRecord(f"the columns are not those of {count!r} records")
+            raise DamagedRecord(f"the columns do not have {count!r} records")
         if not is_length(count) or (table is not None and count > table.count):
-            raise DamagedRecord(f"the `moments` array lacks some of {count!r} records")
+            raise DamagedRecord(f"the `moments` array lacks some of the {count!r} records")
         return Published(document, columns, table)
     except DamagedRecord:
         raise
@@ -90,7 +104,7 @@ def read_published(series: Path) -> Published:
 
 
 def _are_full(columns: dict[str, Any]) -> bool:
-    """Whether each column has one value, or one for each record."""
+    """Return whether each column has one value, or one for each record."""
     count, shape = columns["count"], columns["shape"]
     lists = [columns[name] for name in _MOMENT if isinstance(columns[name], list)]
     if shape and isinstance(shape[0], list):
@@ -99,7 +113,11 @@ def _are_full(columns: dict[str, Any]) -> bool:
 
 
 def read_array(series: Path) -> dict[str, Any]:
-    """The array document of the series at `series`; raises DamagedRecord if it is missing or damaged."""
+    """Return the array document of the series at `series`.
+
+    Raises:
+        DamagedRecord: The document is missing or damaged.
+    """
     try:
         document = read_document(series / "data" / "zarr.json")
     except (OSError, NotAStore) as error:
@@ -113,5 +131,9 @@ def read_array(series: Path) -> dict[str, Any]:
 
 
 def read_shape(series: Path) -> tuple[int, ...]:
-    """The shape that plain Zarr readers see; raises DamagedRecord where the document cannot be read."""
+    """Return the shape that plain Zarr readers see.
+
+    Raises:
+        DamagedRecord: The document is missing or damaged.
+    """
     return tuple(read_array(series)["shape"])

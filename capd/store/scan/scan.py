@@ -1,10 +1,11 @@
-"""Reads the journals back: which records a `.partial`, a shard or a small log holds. Changes nothing.
+"""Reads the journals back: the records of a `.partial`, a shard or a small log. Changes nothing.
 
-Damage costs what it touched. Where no sound frame stands, the walk searches for the next one and goes on; a
-record counts if its COMMIT is sound, agrees with the series' geometry, and points at chunks in front of it.
-Whether those chunks' bytes are sound is found out when they are read. What stands behind the last COMMIT is
-the leftover of an interrupted write, or the index of a sealed shard. A HEADER inside a file begins another
-journal that somebody appended: nothing from there on counts.
+Damage costs only the damaged parts. If there is no intact frame at an offset, the walk searches for the next one and
+continues from it. A record counts if its COMMIT is intact, agrees with the series' geometry, and refers to earlier
+chunks. The bytes of these chunks are checked when they are read.
+
+Bytes after the last COMMIT remain from an interrupted write, or are the index of a sealed shard. A HEADER inside a file
+begins another journal that somebody appended. Nothing from there on counts.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ __all__ = [
 
 
 class CommitRun(NamedTuple):
-    """One sound COMMIT and the bytes [start, end) of the chunks and frames that belong to it."""
+    """One intact COMMIT, and the bytes [start, end) of its chunks and frames."""
 
     commit: Commit
     start: int
@@ -56,15 +57,23 @@ class CommitRun(NamedTuple):
 
     @property
     def share(self) -> int:
-        """Stored bytes of each of its records."""
+        """The stored bytes of each of its records."""
         return (self.end - self.start) // len(self.commit.rows)
 
 
 @dataclass(slots=True)
 class ScannedShard:
-    """A shard file's journal. file: its HEADER, None where that is lost and the caller knew the series.
+    """The journal of a shard file.
 
-    end: offset behind the last COMMIT. index: slot → (offset, bytes). gaps: byte ranges without a sound frame.
+    Attributes:
+        header: The series of the shard.
+        shard: The number of the shard.
+        end: The offset after the last COMMIT.
+        file: The HEADER; None if it is lost and the caller knew the series.
+        index: Slot → (offset, bytes).
+        rows: Record number → row.
+        runs: The commits, in order.
+        gaps: The byte ranges without an intact frame.
     """
 
     header: SeriesHeader
@@ -77,9 +86,13 @@ class ScannedShard:
     gaps: list[tuple[int, int]] = field(default_factory=list)
 
     def covering(self, count: int) -> dict[int, tuple[int, int]]:
-        """The index without chunks that lack some of the small records below number `count` which share them.
+        """Return the index without the chunks that are older than some of their small records.
 
-        Where the newest COMMIT of such a chunk is lost, the one before names an older copy.
+        If the newest COMMIT of a shared chunk is lost, the previous COMMIT refers to an older copy. That copy lacks
+        records.
+
+        Args:
+            count: The number of the first record that need not be covered.
         """
         geometry = self.header.geometry
         index = dict(self.index)
@@ -97,13 +110,22 @@ class ScannedShard:
 
     @property
     def newest(self) -> int:
-        """The highest record number, -1 for none."""
+        """The highest record number; -1 if there is no record."""
         return self.runs[-1].commit.first + len(self.runs[-1].commit.rows) - 1 if self.runs else -1
 
 
 @dataclass(slots=True)
 class LoggedRecord:
-    """One record of a small log. header: None where its SERIES frame is lost. is_sound: its bytes match."""
+    """One record of a small log.
+
+    Attributes:
+        header: The series; None if its SERIES frame is lost.
+        record: The record's number in the series.
+        row: The record's row.
+        place: The place of the record in the log.
+        reference: The series reference of its frames.
+        is_sound: Whether the bytes match their checksum, if the caller asked for the check.
+    """
 
     header: SeriesHeader | None
     record: int
@@ -115,9 +137,14 @@ class LoggedRecord:
 
 @dataclass(slots=True)
 class ScannedLog:
-    """A small log's journal. file: its HEADER, None where that is lost. end: offset behind the last COMMIT.
+    """The journal of a small log.
 
-    headers: of its series, by reference.
+    Attributes:
+        file: The HEADER; None if it is lost.
+        records: The records, in order.
+        gaps: The byte ranges without an intact frame.
+        end: The offset after the last COMMIT.
+        headers: The log's series, by reference.
     """
 
     file: FileHeader | None
@@ -132,10 +159,15 @@ def scan_shard(
     known: tuple[SeriesHeader, int] | None = None,
     visit: Callable[[int, Frame], None] | None = None,
 ) -> ScannedShard | None:
-    """The journal of a shard or `.partial`; None if that is no regular file, or nobody knows its series.
+    """Return the journal of a shard or `.partial`; None if it is not a regular file or its series is unknown.
 
-    known: series and shard number, for a file whose HEADER is lost. visit: called with the descriptor and every
-    CHUNK frame. Raises OSError.
+    Args:
+        path: The file.
+        known: Series and shard number, for a file whose HEADER is lost.
+        visit: Called with the descriptor and every CHUNK frame.
+
+    Raises:
+        OSError: The file cannot be read.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -149,7 +181,7 @@ def read_shard(
     known: tuple[SeriesHeader, int] | None = None,
     visit: Callable[[int, Frame], None] | None = None,
 ) -> ScannedShard | None:
-    """`scan_shard` of an open file."""
+    """Return the journal of an open file, as `scan_shard` does."""
     size = _regular_nbytes(fd) or 0
     begin, file = _read_header(fd, size)
     if file is not None and file.series is not None and is_usable(file.series):
@@ -163,7 +195,11 @@ def read_shard(
 
 
 def read_further_shard(fd: int, known: ScannedShard) -> ScannedShard:
-    """The journal of a file that grew since it was scanned; reads on from the last known COMMIT. Raises OSError."""
+    """Return the journal of a file that has grown since its scan. Only bytes after the last known COMMIT are read.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
     found = replace(
         known,
         index=dict(known.index),
@@ -178,7 +214,8 @@ def read_further_shard(fd: int, known: ScannedShard) -> ScannedShard:
 def _read_commits(
     fd: int, begin: int, size: int, found: ScannedShard, visit: Callable[[int, Frame], None] | None
 ) -> None:
-    chunks = dict(found.index.values())  # offset → bytes; a COMMIT may name one of the record before
+    # Offset → bytes. A COMMIT may refer to a chunk of the previous record.
+    chunks = dict(found.index.values())
     start = begin
     for piece in pieces(fd, begin, size):
         if not isinstance(piece, Frame):
@@ -202,7 +239,7 @@ def _read_commits(
 
 
 def _fits(commit: Commit, at: int, found: ScannedShard, chunks: dict[int, int]) -> bool:
-    """Whether a COMMIT at offset `at` can be the next one of this shard."""
+    """Return whether a COMMIT at offset `at` can be the next one of this shard."""
     geometry, dtype, rows = found.header.geometry, found.header.dtype, commit.rows
     last = commit.first + len(rows) - 1
     if not rows or commit.first <= found.newest or commit.first < 0:
@@ -234,9 +271,14 @@ def _in_a_gap(gaps: list[tuple[int, int]], start: int, end: int) -> bool:
 
 
 def read_log(path: Path, *, check: bool = False) -> ScannedLog | None:
-    """The journal of a small log; None if it is no regular file of a log's name, or holds nothing sound.
+    """Return the journal of a small log; None if it is not a log file or contains nothing intact.
 
-    check: read every record's bytes and compare them with their checksum. Raises OSError.
+    Args:
+        path: The file. A regular file with the name of a log is accepted.
+        check: Whether to read the bytes of every record and compare them with their checksum.
+
+    Raises:
+        OSError: The file cannot be read.
     """
     if not path.stem.removeprefix("small-").isdecimal():
         return None
@@ -252,7 +294,13 @@ def read_log(path: Path, *, check: bool = False) -> ScannedLog | None:
 
 
 def read_further_log(fd: int, number: int, known: ScannedLog) -> ScannedLog:
-    """The journal of log `number`, which grew since it was read, from the last known COMMIT on. Raises OSError."""
+    """Return the journal of log `number`, which has grown since it was read.
+
+    Only bytes after the last known COMMIT are read.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
     found = replace(
         known,
         records=list(known.records),
@@ -298,7 +346,10 @@ def _read_records(fd: int, begin: int, size: int, number: int, found: ScannedLog
 
 
 def _read_header(fd: int, size: int) -> tuple[int, FileHeader | None]:
-    """The offset behind the HEADER (0 where no frame begins the file), and its payload, None if that is damaged."""
+    """Return the offset after the HEADER, and its payload.
+
+    The offset is 0 if the file does not begin with a HEADER. The payload is None if it is damaged.
+    """
     head = read_frame(fd, 0, size)
     if head is None or head.kind is not FrameKind.HEADER:
         return 0, None

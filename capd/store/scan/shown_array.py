@@ -1,4 +1,4 @@
-"""The array that plain Zarr readers see, checked before a library works with the numbers in its metadata."""
+"""The check of the array that plain Zarr readers see. It runs before a library uses the numbers in its metadata."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ __all__ = ["check_array"]
 
 
 def check_array(run: Path, header: SeriesHeader) -> None:
-    """Raise DamagedRecord where the array of a series is not the one that its header and shards make."""
+    """Check that the metadata of a series' array matches its header and shards.
+
+    Raises:
+        DamagedRecord: The metadata does not match, or cannot be read.
+    """
     document = read_array(run / header.path)
     held = header.geometry.shard_records * len(shard_files(run / header.path))
     problem = next(array_problems(document, header), None)
     if problem is None and document["shape"][0] > held:
-        problem = f"it claims {document['shape'][0]} records, the shards hold at most {held}"
+        problem = f"it claims {document['shape'][0]} records, but the shards hold at most {held}"
     if problem is not None:
         raise DamagedRecord(f"{header.path}: data/zarr.json: {problem}; `capd verify` lists all damage")

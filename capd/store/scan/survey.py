@@ -1,8 +1,8 @@
-"""Reads the sealed shards of a run back into rows: for a new catalog, for a reader without one, and for a repair.
+"""Reads rows back from the sealed shards of a run: for a new catalog, for a reader without one, and for a repair.
 
-Rows come from COMMIT frames. Where a COMMIT is lost, or a Zarr tool wrote a shard again and its frames vanished, the
-published moments and shapes name the record: it stays readable, without its statistics and metadata. Slower than a
-catalog, since every frame header of every shard is read.
+Rows come from COMMIT frames. A COMMIT can be lost, or a Zarr tool can rewrite a shard without its frames. The published
+moments and shapes then identify the record. It stays readable, but without its statistics and metadata. A survey is
+slower than a catalog, because it reads every frame header of every shard.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Sealed:
-    """A record in a sealed shard. stored_nbytes: its share of the bytes that its commit wrote."""
+    """A record in a sealed shard. stored_nbytes: its share of the bytes of its commit."""
 
     row: RecordRow
     stored_nbytes: int
@@ -47,7 +47,14 @@ class Sealed:
 
 @dataclass(slots=True)
 class SurveyedSeries:
-    """A series' sealed records by number. stored_nbytes: of all. lost: numbers below the newest without a row."""
+    """The sealed records of a series by number.
+
+    Attributes:
+        header: The series.
+        records: Record number → record.
+        stored_nbytes: The stored bytes of all records.
+        lost: The numbers below the newest record without a row.
+    """
 
     header: SeriesHeader
     records: dict[int, Sealed] = field(default_factory=dict)
@@ -55,18 +62,21 @@ class SurveyedSeries:
     lost: list[int] = field(default_factory=list)
 
     def keep_numbers(self) -> None:
-        """Give lost records a row that says so: the others keep their numbers, and plain readers see no hole."""
+        """Give each lost record a row that marks it as lost.
+
+        The other records then keep their numbers, and plain readers see no gap.
+        """
         axes = len(next((sealed.row.shape for sealed in self.records.values()), self.header.geometry.extents))
         row = row_from_columns(self.header, (UNKNOWN_MOMENT, (0,) * axes))
         self.records.update((number, Sealed(row, 0)) for number in self.lost)
 
     @property
     def rows(self) -> dict[int, RecordRow]:
-        """Rows by record number, those that nothing names absent."""
+        """The rows by record number. Records that nothing identifies are absent."""
         return {number: sealed.row for number, sealed in sorted(self.records.items())}
 
     def as_row(self) -> SeriesRow:
-        """The series as a catalog would count it."""
+        """Return the row that a catalog would have for the series."""
         rows = self.rows
         count = max(rows, default=-1) + 1
         return SeriesRow(
@@ -82,9 +92,12 @@ class SurveyedSeries:
 
 
 def survey(run: Path, node: str, known: Mapping[str, SeriesHeader]) -> Iterator[SurveyedSeries]:
-    """Every series of `node` with sealed shards; of every node if that is empty.
+    """Yield every series of a node with sealed shards.
 
-    known: headers by path, for series whose HEADERs are all lost.
+    Args:
+        run: The directory of the run.
+        node: The node; "" for every node.
+        known: Headers by path, for series whose HEADERs are all lost.
     """
     for path in series_on_disk(run):
         found = survey_series(run, path, node, known.get(path))
@@ -93,7 +106,14 @@ def survey(run: Path, node: str, known: Mapping[str, SeriesHeader]) -> Iterator[
 
 
 def survey_series(run: Path, path: str, node: str, header: SeriesHeader | None) -> SurveyedSeries | None:
-    """One series, or None if it belongs to another node or nothing says what it is. node: "" for any."""
+    """Return one series; None if it belongs to another node or nothing identifies it.
+
+    Args:
+        run: The directory of the run.
+        path: The path of the series.
+        node: The node; "" for any node.
+        header: The series' header if it is known; necessary if all of its HEADERs are lost.
+    """
     is_given = header is not None
     files = shard_files(run / path)
     scans = {number: scan_if_readable(file, None) for number, file in files.items()}
@@ -108,12 +128,13 @@ def survey_series(run: Path, path: str, node: str, header: SeriesHeader | None) 
         header = scanned.header
     published = _published(run / path)
     if not files and (published is None or published.count == 0):
-        return None  # the directories of a shard that was begun
+        # There are only the directories of a shard that was begun.
+        return None
     if header is None and (documents := described(run, path)) is not None and node in ("", documents[1]):
         header = documents[0]
     is_own = is_given if published is None else node in ("", published.node)
     if header is None or not (own or is_own):
-        logger.warning("%s: nothing says what the series is; `capd verify` lists the damage", path)
+        logger.warning("%s: nothing identifies the series; `capd verify` lists the damage", path)
         return None
     for number, before in scans.items():
         if before is None and (again := scan_if_readable(files[number], (header, number))) is not None:
@@ -129,23 +150,23 @@ def survey_series(run: Path, path: str, node: str, header: SeriesHeader | None) 
 
 
 def shard_files(series: Path) -> dict[int, Path]:
-    """Sealed shard files by number: whatever stands where a shard of that number belongs."""
+    """Return the sealed shard files of a series by number. Any file at the place of a shard counts."""
     found: dict[int, Path] = {}
     for entry in (series / "data" / "c").iterdir() if (series / "data" / "c").is_dir() else ():
         if not entry.name.isdecimal() or str(int(entry.name)) != entry.name:
             continue
         place = entry
-        for _ in range(MAX_NDIM + 1):  # links may form a circle
+        # The loop is bounded, because links may form a circle.
+        for _ in range(MAX_NDIM + 1):
             place = place / "0" if place.is_dir() else place
-        if (
-            place.exists() and not place.is_dir()
-        ):  # made since the last look: a shard that is begun gets its room
+        # A shard that is begun has only directories, which may be newer than the loop's last look.
+        if place.exists() and not place.is_dir():
             found[int(entry.name)] = place
     return dict(sorted(found.items()))
 
 
 def scan_if_readable(file: Path, known: tuple[SeriesHeader, int] | None) -> ScannedShard | None:
-    """Its journal, or None with a warning where the file cannot be read."""
+    """Return the journal of a shard; None, with a warning, if the file cannot be read."""
     try:
         return scan_shard(file, known)
     except OSError as error:
@@ -154,7 +175,7 @@ def scan_if_readable(file: Path, known: tuple[SeriesHeader, int] | None) -> Scan
 
 
 def log_if_readable(file: Path) -> ScannedLog | None:
-    """The journal of a small log, or None with a warning where the file cannot be read."""
+    """Return the journal of a small log; None, with a warning, if the file cannot be read."""
     try:
         return read_log(file)
     except OSError as error:
@@ -171,7 +192,7 @@ def _published(series: Path) -> Published | None:
 
 
 def _fill(found: SurveyedSeries, published: Published | None) -> None:
-    """Name the records whose COMMIT is lost from the published columns."""
+    """Identify the records whose COMMIT is lost from the published columns."""
     count = max(max(found.records, default=-1) + 1, published.count if published else 0)
     missing = [number for number in range(count) if number not in found.records]
     if missing and published is not None:
@@ -192,13 +213,13 @@ def _fill(found: SurveyedSeries, published: Published | None) -> None:
     named = len(missing) - len(found.lost)
     if missing:
         logger.warning(
-            "%s: the commits of %d records are lost; %d of them are known from the published moments",
+            "%s: the commits of %d records are lost; the published moments identify %d of the records",
             found.header.path, len(missing), named,
         )  # fmt: skip
 
 
 def row_from_columns(header: SeriesHeader, columns: tuple[Moment, tuple[int, ...]]) -> RecordRow:
-    """What the published columns tell about a record; its client is unknown."""
+    """Return the row of a record from the published columns. Its client is unknown."""
     moment, shape = columns
     nbytes = prod(stored_shape(header.dtype, shape)) * header.geometry.itemsize
     return RecordRow(UNKNOWN_CLIENT, 0, shape, nbytes, moment)

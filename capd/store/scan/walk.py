@@ -1,4 +1,4 @@
-"""Walks a journal past damage: frames, and between them the byte ranges in which no sound frame stands."""
+"""Walks a journal and skips damage: yields frames, and the byte ranges between them without an intact frame."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BLOCK_NBYTES = 1 << 20
 
 
 def pieces(fd: int, offset: int, end: int) -> Iterator[Frame | tuple[int, int]]:
-    """Frames from `offset` on, and the byte ranges [start, end) in which none stands."""
+    """Yield frames from `offset` on, and the byte ranges [start, end) without an intact frame."""
     while offset < end:
         found = read_frame(fd, offset, end)
         if found is None or found.kind is FrameKind.HEADER:
@@ -29,7 +29,7 @@ def pieces(fd: int, offset: int, end: int) -> Iterator[Frame | tuple[int, int]]:
 
 
 def _search(fd: int, offset: int, end: int) -> int | None:
-    """Where the next sound frame header begins."""
+    """Return the offset of the next intact frame header."""
     while end - offset >= FRAME_NBYTES:
         block = os.pread(fd, min(_BLOCK_NBYTES, end - offset), offset)
         at = block.find(_MAGIC)
