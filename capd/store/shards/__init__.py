@@ -1,1 +1,1 @@
-"""Shard files and small-record logs while they are written."""
+"""The shard files and small-record logs of a node while they are written."""

@@ -1,7 +1,7 @@
 """The steps of a seal between the two catalog marks, for a group of series at once.
 
-index → sync → rename → sync directories → attributes → shape → sync. Each can be repeated: a series whose
-file already bears its final name goes straight on to publishing.
+index → sync → rename → sync directories → attributes → shape → sync. Each step can be repeated. A series whose file
+already has its final name is only published.
 """
 
 from __future__ import annotations
@@ -24,9 +24,15 @@ __all__ = ["finish_files", "publish"]
 
 
 def finish_files(layout: Layout, group: Sequence[SeriesState], files: OpenFiles) -> None:
-    """Give the open shard of every series in `group` its index and its final name, durably. Raises OSError.
+    """Give the open shard of every series in `group` its index and its final name, durably.
 
-    Shards whose sync fails are copied to new files before the error is raised: the next attempt uses those.
+    Args:
+        layout: The run's directories and documents.
+        group: The series to seal.
+        files: The run's open files.
+
+    Raises:
+        OSError: A step failed. Shards whose sync failed are already copied to new files, which the next attempt uses.
     """
     moves: list[tuple[ShardWriter, Path]] = []
     failpoint("seal.before_index")
@@ -35,14 +41,17 @@ def finish_files(layout: Layout, group: Sequence[SeriesState], files: OpenFiles)
     for series in group:
         shard = series.shard
         if shard is None or not shard.path.exists():
-            continue  # renamed by an attempt that failed later
-        layout.ensure_groups((layout.run / series.header.path).parent)  # power loss may have taken them
+            # A previous attempt renamed it and failed later.
+            continue
+        # A power loss may have removed the groups.
+        layout.ensure_groups((layout.run / series.header.path).parent)
         shard.write_index(series.geometry.shard_slots)
         moves.append((shard, shard_path(layout.run, series.header, shard.number)))
     failpoint("seal.after_index")
     try:
         sync_paths((shard.path for shard, _ in moves), layout.run)
-        if any(files.is_doubtful(shard.path) for shard, _ in moves):  # its descriptor made room meanwhile
+        # A shard's descriptor may have been closed in the meantime.
+        if any(files.is_doubtful(shard.path) for shard, _ in moves):
             raise OSError(errno.EIO, "a shard could not be synced when it was closed")
     except OSError:
         files.distrust(shard.path for shard, _ in moves)
@@ -58,7 +67,7 @@ def finish_files(layout: Layout, group: Sequence[SeriesState], files: OpenFiles)
 
 
 def publish(layout: Layout, catalog: Catalog, group: Sequence[SeriesState]) -> None:
-    """Publish moments, then the new shapes, of series whose records all stand in sealed shards. Raises OSError."""
+    """Publish the moments and the new shapes of series whose records are all in sealed shards. Raises OSError."""
     layout.publish(
         [(series.header, _columns(layout, catalog, series), _array_shape(series)) for series in group]
     )
@@ -66,7 +75,7 @@ def publish(layout: Layout, catalog: Catalog, group: Sequence[SeriesState]) -> N
 
 
 def _array_shape(series: SeriesState) -> tuple[int, ...]:
-    """Without any record, as behind the loss of all of them, that of the claim."""
+    """Return the new shape of a series' array. If all records are lost, it is the shape of the claim."""
     shape = series.row.max_shape or series.geometry.extents
     return (series.in_shards, *stored_shape(series.header.dtype, shape))
 

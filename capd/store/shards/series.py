@@ -1,4 +1,4 @@
-"""The writing state of one series: its next record number, its open shard, its waiting small records."""
+"""The writing state of one series: its next record number, its open shard, its pending small records."""
 
 from __future__ import annotations
 
@@ -16,16 +16,23 @@ __all__ = ["Plan", "SeriesState"]
 
 @dataclass(slots=True)
 class SeriesState:
-    """Owned by the append thread. `row` holds the totals that the catalog mirrors."""
+    """The writing state of one series; owned by the append thread.
+
+    Attributes:
+        row: The totals that the catalog mirrors.
+        in_shards: The number of records in shard files. All later records are pending in the small log.
+        waiting: The places of the pending records.
+        shard: The open shard, if there is one.
+    """
 
     row: SeriesRow
-    in_shards: int = 0  # records that stand in shard files; the rest waits in the small log
+    in_shards: int = 0
     waiting: Waiting = field(default_factory=Waiting)
     shard: ShardWriter | None = None
 
     @property
     def header(self) -> SeriesHeader:
-        """Key, dtype, geometry and path."""
+        """The key, dtype, geometry and path."""
         return self.row.header
 
     @property
@@ -40,12 +47,12 @@ class SeriesState:
 
     @property
     def is_full(self) -> bool:
-        """Whether the open shard holds all the records it can."""
+        """Whether the open shard has reached its number of records."""
         shard = self.shard
         return shard is not None and self.in_shards == (shard.number + 1) * self.geometry.shard_records
 
     def count(self, record: RecordRow) -> None:
-        """Count a record that was committed just now."""
+        """Count a newly committed record."""
         row = self.row
         row.records += 1
         row.raw_bytes += record.nbytes
@@ -56,9 +63,15 @@ class SeriesState:
 
 @dataclass(slots=True)
 class Plan:
-    """How records of one key, dtype and range of shapes are encoded; known before the series exists on disk."""
+    """The encoding of records of one key, dtype and range of shapes. It is known before the series exists on disk.
 
-    header: SeriesHeader  # its path is a wish until `series` is set
+    Attributes:
+        header: The series. Its path is only desired until `series` is set.
+        series: The state of the series, once it exists on disk.
+        is_small: Whether records go through the small log.
+    """
+
+    header: SeriesHeader
     series: SeriesState | None = None
     is_small: bool = field(init=False)
 

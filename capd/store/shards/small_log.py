@@ -1,7 +1,7 @@
-"""The node's log of small records: appended raw with their COMMIT, kept until a shard holds them.
+"""The node's log of small records: they are appended raw with their COMMIT and kept until a shard holds them.
 
-One log per run and node, in files of limited size. A file is deleted once every record in it stands in a
-shard file's COMMIT; recovery reads whatever is left.
+Each run has one log per node, in files of limited size. A file is deleted once every record in it is in a shard file's
+COMMIT. Recovery reads the remaining files.
 """
 
 from __future__ import annotations
@@ -41,13 +41,22 @@ __all__ = ["Small", "SmallLog", "read_small"]
 
 logger = logging.getLogger(__name__)
 
-_READ_NBYTES = 8 << 10  # a record of a few KiB with its COMMIT in one read
+# One read covers a record of a few KiB and its COMMIT.
+_READ_NBYTES = 8 << 10
 _COMMIT_NBYTES = 1 << 10
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class Small(msgspec.Struct, gc=False):
-    """A small record in memory. session: of its frames. row: its RecordRow, encoded. data: its elements, C order."""
+    """A small record in memory.
+
+    Attributes:
+        session: The session of its frames.
+        sequence: The client's sequence number.
+        shape: The shape of the tensor.
+        row: The encoded RecordRow.
+        data: The elements, C order.
+    """
 
     session: int
     sequence: int
@@ -57,33 +66,44 @@ class Small(msgspec.Struct, gc=False):
 
     @classmethod
     def of(cls, row: RecordRow, data: bytes) -> Small:
-        """The record that `row` describes."""
+        """Return the record that `row` describes."""
         return cls(session_of(row.client), row.sequence, row.shape, encode_row(row), data)
 
 
 class SmallLog:
-    """Appends small records; owned by the append thread."""
+    """The small-record log of one run on one node; owned by the append thread."""
 
     def __init__(self, directory: Path, header: FileHeader, file_nbytes: int, files: OpenFiles) -> None:
         self._directory, self._header, self._file_nbytes, self._files = directory, header, file_nbytes, files
         self._number = max((log_number(path) for path in directory.glob(LOG_GLOB)), default=-1)
-        self._open = False  # whether log `_number` takes more records
+        # Whether log `_number` accepts more records.
+        self._open = False
         self._end = 0
         self._references: dict[str, int] = {}
-        self._waiting: dict[int, int] = {}  # log number → records not yet in a shard
+        # Log number → number of records that are not in a shard yet.
+        self._waiting: dict[int, int] = {}
 
     def path(self, number: int) -> Path:
-        """The file of log `number`."""
+        """Return the file of log `number`."""
         return log_path(self._directory, number)
 
     @property
     def oldest(self) -> int | None:
-        """Number of the oldest file that still holds records, if more than eight are held back."""
+        """The number of the oldest file with pending records; None unless more than eight files have some."""
         return min(self._waiting) if len(self._waiting) > 8 else None
 
     def append(self, records: Sequence[tuple[SeriesHeader, int, Small]]) -> list[LogPlace]:
-        """Append records (with their series and number), each with its COMMIT, in one write. Raises OSError; then
-        nothing of them remains."""
+        """Append records, each with its COMMIT, in one write.
+
+        Args:
+            records: The series, the record number and the record.
+
+        Returns:
+            The places of the records in the log.
+
+        Raises:
+            OSError: The write failed. None of the records remains.
+        """
         path = self._file()
         parts: list[bytes] = []
         places: list[LogPlace] = []
@@ -118,17 +138,20 @@ class SmallLog:
         return places
 
     def adopt(self, number: int, count: int = 1) -> None:
-        """Count records that wait in log `number` (recovery does this for those it finds)."""
+        """Count pending records of log `number`. Recovery calls this for the records that it finds."""
         self._waiting[number] = self._waiting.get(number, 0) + count
 
     def release(self, number: int, count: int) -> None:
-        """So many records of log `number` stand in a shard now; an emptied, finished file is deleted."""
+        """Note that `count` records of log `number` are in a shard now.
+
+        A finished file without pending records is deleted.
+        """
         self._waiting[number] -= count
         if self._waiting[number] == 0 and not (self._open and number == self._number):
             self._delete(number)
 
     def rotate(self) -> None:
-        """Finish the current file; it is deleted as soon as nothing waits in it."""
+        """Finish the current file. It is deleted as soon as it has no pending records."""
         if self._open:
             self._open = False
             if not self._waiting.get(self._number):
@@ -140,7 +163,8 @@ class SmallLog:
         try:
             failpoint("log.before_delete")
             unlink(self.path(number), missing_ok=True)
-        except OSError as error:  # its records stand in shards: the next start removes it
+        except OSError as error:
+            # All of its records are in shards, so the next start removes it.
             logger.warning("cannot remove %s: %s", self.path(number), error)
 
     def _file(self) -> Path:
@@ -158,23 +182,27 @@ class SmallLog:
 
 
 def read_small(fd: int, offset: int) -> tuple[bytes, Commit, Frame]:
-    """Raw bytes, COMMIT and RECORD frame of the record at `offset`; raises DamagedRecord if either is damaged."""
+    """Return raw bytes, COMMIT and RECORD frame of the record at `offset`.
+
+    Raises:
+        DamagedRecord: The record or its COMMIT is damaged.
+    """
     held = os.pread(fd, _READ_NBYTES, offset)
     record = parse_frame(held, 0, offset)
     if record is None or record.kind is not FrameKind.RECORD or record.nbytes > SMALL_NBYTES:
         raise DamagedRecord(f"no record frame at byte {offset} of the small log")
-    behind = FRAME_NBYTES + record.nbytes
-    if len(held) < behind + _COMMIT_NBYTES:
-        held = os.pread(fd, behind + _COMMIT_NBYTES, offset)
-    raw = held[FRAME_NBYTES:behind]
-    follower = parse_frame(held, behind)
-    if follower is None or follower.kind is not FrameKind.COMMIT or not payload_is_sound(record, raw):
+    commit_at = FRAME_NBYTES + record.nbytes
+    if len(held) < commit_at + _COMMIT_NBYTES:
+        held = os.pread(fd, commit_at + _COMMIT_NBYTES, offset)
+    raw = held[FRAME_NBYTES:commit_at]
+    commit_frame = parse_frame(held, commit_at)
+    if commit_frame is None or commit_frame.kind is not FrameKind.COMMIT or not payload_is_sound(record, raw):
         raise DamagedRecord(f"the record at byte {offset} of the small log fails its checksum")
-    at = behind + FRAME_NBYTES
-    payload = held[at : at + follower.nbytes]
-    if len(payload) < follower.nbytes:
-        payload = os.pread(fd, follower.nbytes, offset + at)
-    commit = decode_commit(follower, payload)
+    at = commit_at + FRAME_NBYTES
+    payload = held[at : at + commit_frame.nbytes]
+    if len(payload) < commit_frame.nbytes:
+        payload = os.pread(fd, commit_frame.nbytes, offset + at)
+    commit = decode_commit(commit_frame, payload)
     if commit is None:
-        raise DamagedRecord(f"the commit behind byte {offset} of the small log fails its checksum")
+        raise DamagedRecord(f"the commit after byte {offset} of the small log fails its checksum")
     return raw, commit, record

@@ -1,7 +1,7 @@
-"""One open shard file: frames appended to a `.partial` in the spool until it gets its index and final name.
+"""An open shard file: frames are appended to a `.partial` in the spool until it gets its index and final name.
 
-A ShardWriter is owned by the append thread. It keeps the index in memory; descriptors come from an LRU, so
-thousands of open shards need few of them.
+The append thread owns a ShardWriter. It keeps the index in memory. Descriptors come from an LRU cache, so thousands of
+open shards need only few of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class EncodedChunk(NamedTuple):
-    """One encoded inner chunk on its way into a shard. slot: index entry; ordinal: chunk within the record."""
+    """One encoded inner chunk for a shard. slot: the index entry. ordinal: the chunk within the record."""
 
     slot: int
     ordinal: int
@@ -40,14 +40,14 @@ class EncodedChunk(NamedTuple):
 
 
 class _Run:
-    """Gathers frames and writes them behind each other in large pieces."""
+    """A contiguous run of frames, which are collected and written in large pieces."""
 
     def __init__(self, fd: int, offset: int) -> None:
         self._fd, self._at, self._end = fd, offset, offset
         self._parts: list[bytes] = []
 
     def add(self, head: bytes, *payload: bytes) -> int:
-        """Append a frame; returns the offset of its payload."""
+        """Append a frame. Return the offset of its payload."""
         self._parts += [head, *payload]
         at = self._end + len(head)
         self._end = at + sum(map(len, payload))
@@ -56,14 +56,14 @@ class _Run:
         return at
 
     def finish(self) -> int:
-        """Write what is gathered; returns the offset behind it."""
+        """Write the collected frames. Return the offset after them."""
         self._at = pwrite_all(self._fd, self._parts, self._at)
         self._parts = []
         return self._at
 
 
 class ShardWriter:
-    """Appends records to one `.partial` file; `seal` turns it into a shard that Zarr readers understand."""
+    """The writer of one `.partial` file. `write_index` and `rename` turn it into a shard that Zarr readers understand."""
 
     def __init__(
         self,
@@ -76,7 +76,17 @@ class ShardWriter:
         has_records: bool,
         replaces: bool = False,
     ) -> None:
-        """number: of the shard. end: offset to append at. replaces: a sealed file of this shard stands already."""
+        """Continue an existing `.partial` file.
+
+        Args:
+            path: The file.
+            files: The run's open files.
+            number: The number of the shard.
+            end: The offset at which the next frame is appended.
+            index: The index entries so far: slot → (offset, bytes).
+            has_records: Whether the file has a record.
+            replaces: Whether a sealed file of this shard exists, which the `.partial` replaces.
+        """
         self.path = path
         self.number = number
         self.end = end
@@ -90,7 +100,7 @@ class ShardWriter:
 
     @classmethod
     def create(cls, path: Path, files: OpenFiles, header: FileHeader) -> ShardWriter:
-        """Start an empty shard file with its HEADER frame."""
+        """Create an empty shard file with its HEADER frame."""
         payload = _encode(header)
         failpoint("create.before_header")
         end = new_file(path, [frame(FrameKind.HEADER, payload), payload])
@@ -102,9 +112,18 @@ class ShardWriter:
     def reopen(
         cls, path: Path, files: OpenFiles, number: int, sealed: Path, slots: int, record: int
     ) -> ShardWriter:
-        """Continue a sealed, partly filled shard with record `record`: all but its index is copied to `path`.
+        """Continue a sealed shard that is not full. Everything except its index is copied to `path`.
 
-        Raises DamagedRecord where nothing sound says which copies of its chunks are the newest.
+        Args:
+            path: The new `.partial` file.
+            files: The run's open files.
+            number: The number of the shard.
+            sealed: The sealed file.
+            slots: The number of entries in the shard's index.
+            record: The number of the next record.
+
+        Raises:
+            DamagedRecord: Nothing intact identifies the newest copies of the chunks.
         """
         source = os.open(sealed, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -116,7 +135,8 @@ class ShardWriter:
             finally:
                 os.close(target)
             failpoint("reopen.before_rename")
-            rename(temporary, path)  # a half-copied file never bears a name that recovery trusts
+            # An incomplete copy must never have a name that recovery trusts.
+            rename(temporary, path)
         finally:
             os.close(source)
         files.created(path, end)
@@ -131,11 +151,20 @@ class ShardWriter:
         session: int,
         sequence: int,
     ) -> int:
-        """Append the chunks and the COMMIT of records first, first+1, … as one contiguous run. Returns bytes written.
+        """Append chunks and the COMMIT of records first, first+1, … as one contiguous run.
 
-        rows: looked at behind the last chunk; bytes are encoded already. Chunks are written as they come, so a
-        record larger than memory passes through. A chunk equal to the same chunk of the record before is stored
-        once. If anything fails the file is cut back and the error raised: nothing of the record remains.
+        Chunks are written as they arrive, so a record can be larger than memory. A chunk that equals the same chunk of
+        the previous record is stored once. After any error the file is truncated, and nothing of the record remains.
+
+        Args:
+            chunks: The encoded chunks.
+            first: The number of the first record.
+            rows: The rows of the records, or their encoded bytes. They are read after the last chunk.
+            session: The session of the frames.
+            sequence: The client's sequence number.
+
+        Returns:
+            The number of written bytes.
         """
         fd = self._files.get(self.path)
         run = _Run(fd, self.end)
@@ -168,20 +197,20 @@ class ShardWriter:
         return written
 
     def _start_writeback(self, fd: int) -> None:
-        """Ask the kernel to write early, without waiting: a seal then finds little left to sync."""
+        """Ask the kernel to write early, without waiting. A seal then has little left to sync."""
         if self.end - self._written_back >= _WRITEBACK_NBYTES:
             start_writeback(fd, self._written_back, self.end - self._written_back)
             self._written_back = self.end
 
     def _twin(self, fd: int, chunk: EncodedChunk) -> int | None:
-        """Where the record before has the same chunk."""
+        """Return the offset of the same chunk of the previous record; None if it differs."""
         encoded, known = chunk.encoded, self._previous.get(chunk.ordinal)
         if known is None or known[:2] != (encoded.nbytes, encoded.crc):
             return None
         return known[2] if os.pread(fd, known[0], known[2]) == b"".join(encoded.parts) else None
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Bytes of a chunk that was written before."""
+        """Return the bytes of a chunk that is already written."""
         return os.pread(self._files.get(self.path), nbytes, offset)
 
     def write_index(self, slots: int) -> None:
@@ -191,21 +220,33 @@ class ShardWriter:
         truncate(fd, end)
 
     def rename(self, target: Path) -> None:
-        """Give the indexed file its final name. Raises StoreError rather than replace a shard it did not continue."""
+        """Give the indexed file its final name.
+
+        Raises:
+            StoreError: The name belongs to a shard that this file does not continue. Both files are kept.
+        """
         if target.exists() and not self.replaces:
-            raise StoreError(f"{target} stands already and is not what {self.path} continues; both are kept")
+            raise StoreError(f"{target} already exists, and {self.path} does not continue it; both are kept")
         self._files.forget(self.path)
         rename(self.path, target)
 
     def discard(self) -> None:
-        """Give up a file without records."""
+        """Delete a file without records."""
         self._files.forget(self.path)
         unlink(self.path, missing_ok=True)
 
 
 def _index_and_end(fd: int, slots: int, records: int) -> tuple[dict[int, tuple[int, int]], int]:
-    """Of a sealed shard with the records below number `records`: its index and where that begins, by the frames if the
-    index is damaged."""
+    """Return the index of a sealed shard and its offset; from the frames if the index is damaged.
+
+    Args:
+        fd: The sealed shard.
+        slots: The number of entries in its index.
+        records: The number after its last record.
+
+    Raises:
+        DamagedRecord: The index is damaged, and the frames do not cover all records.
+    """
     try:
         return read_index(fd, slots), os.fstat(fd).st_size - index_nbytes(slots)
     except DamagedRecord:
@@ -214,6 +255,6 @@ def _index_and_end(fd: int, slots: int, records: int) -> tuple[dict[int, tuple[i
             raise
         if scanned.covering(records) != scanned.index:
             raise DamagedRecord(
-                "the shard lost its index and a COMMIT; `capd verify RUN --repair -o NEW` saves the rest"
+                "the shard lost its index and a COMMIT; `capd verify RUN --repair -o NEW` saves the other records"
             ) from None
         return scanned.index, scanned.end
