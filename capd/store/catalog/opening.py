@@ -142,7 +142,7 @@ def _look(db: _Bounded, path: Path, nbytes: int) -> None:
     if not problem:
         raise EmptyCatalog(f"the catalog {path} has no tables yet")
     raise DamagedCatalog(
-        f"the catalog {path} is not one of capd's: {problem}; `capd verify --rebuild-catalog` rebuilds it"
+        f"the catalog {path} does not have the schema of capd: {problem}; `capd verify --rebuild-catalog` rebuilds it"
     )
 
 
@@ -165,7 +165,7 @@ def check_version(version: int, path: Path) -> None:
     """Raise NotAStore if a newer capd wrote the catalog."""
     if version > CATALOG_VERSION:
         raise NotAStore(
-            f"{path} has catalog version {version}, this capd reads up to {CATALOG_VERSION}; upgrade capd"
+            f"{path} has catalog version {version}, but this capd reads up to {CATALOG_VERSION}; upgrade capd"
         )
 
 

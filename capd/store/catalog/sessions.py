@@ -30,7 +30,7 @@ def _session(client: bytes, body: bytes) -> SessionRow:
     except (msgspec.MsgspecError, TypeError, RecursionError) as error:
         raise sqlite3.DatabaseError(f"a session's row cannot be read: {error}") from error
     if row.client != client:
-        raise sqlite3.DatabaseError(f"the session of client {row.client.hex()} is filed under another")
+        raise sqlite3.DatabaseError(f"the session of client {row.client.hex()} is filed under another client")
     if row.state not in _STATES:
         raise sqlite3.DatabaseError(f"the session of client {row.client.hex()} has an unknown state")
     counters = (row.rank, row.attempt, row.offered, row.committed, row.in_flight, *row.dropped.values())

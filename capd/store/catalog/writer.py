@@ -169,7 +169,7 @@ class Catalog:
             self._place.discard()
 
     def series(self) -> list[SeriesRow]:
-        """All series."""
+        """Return all series."""
         return read_series(self._db)
 
     def add_series(self, header: SeriesHeader) -> int:
@@ -245,7 +245,7 @@ class Catalog:
         )
 
     def sequences(self) -> Iterator[tuple[bytes, int]]:
-        """Return client and sequence of every record."""
+        """Yield client and sequence of every record."""
         return read_captures(self._db)
 
     def forget_from(self, row: SeriesRow, first: int) -> None:
@@ -267,7 +267,7 @@ class Catalog:
         row.records, row.stored_bytes = first, int(stored)
 
     def rows(self, series: int, first: int, last: int) -> Iterator[tuple[int, RecordRow]]:
-        """Return the records first ≤ number < last of a series."""
+        """Yield the records first ≤ number < last of a series."""
         return read_records(self._db, series, first, last)
 
     def columns(self, series: int, first: int, last: int) -> list[ColumnRow]:

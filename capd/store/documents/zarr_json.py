@@ -55,7 +55,9 @@ def run_attributes(run: Path) -> dict[str, Any]:
         raise NotAStore(f"{run} is a Zarr hierarchy, but not one that capd wrote")
     version = attributes["format"]
     if type(version) is not int or not 0 < version <= FORMAT_VERSION:
-        raise NotAStore(f"{run} has format {version!r}, this capd reads up to {FORMAT_VERSION}; upgrade capd")
+        raise NotAStore(
+            f"{run} has format {version!r}, but this capd reads up to {FORMAT_VERSION}; upgrade capd"
+        )
     if not isinstance(attributes.get("run_id", ""), str):
         raise NotAStore(f"{run / 'zarr.json'} does not name the run")
     return attributes

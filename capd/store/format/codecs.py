@@ -24,7 +24,7 @@ from capd.store.format.dtypes import stored_type
 
 __all__ = ["Chain", "Encoded", "chain_for", "crc32c", "parse_codec"]
 
-# Chunks are encoded in parallel by the pool; blosc's own threads would only contend.
+# The pool encodes chunks in parallel. Blosc's own threads would only compete with it.
 numcodecs.blosc.use_threads = False
 
 _SHUFFLES = {"noshuffle": Blosc.NOSHUFFLE, "shuffle": Blosc.SHUFFLE, "bitshuffle": Blosc.BITSHUFFLE}

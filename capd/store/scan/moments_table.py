@@ -79,5 +79,5 @@ def _layout(document: dict[str, Any]) -> tuple[int, int]:
     except (LookupError, TypeError, ValueError) as error:
         raise DamagedRecord(f"the metadata of the `moments` array is not valid: {error!r}") from error
     if problem is not None:
-        raise DamagedRecord(f"the `moments` array is not one of capd's: {problem}")
+        raise DamagedRecord(f"the `moments` array differs from the one that capd writes: {problem}")
     return rows, ndim

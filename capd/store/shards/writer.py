@@ -63,7 +63,10 @@ class _Run:
 
 
 class ShardWriter:
-    """The writer of one `.partial` file. `write_index` and `rename` turn it into a shard that Zarr readers understand."""
+    """The writer of one `.partial` file.
+
+    `write_index` and `rename` turn the file into a shard that Zarr readers understand.
+    """
 
     def __init__(
         self,
@@ -95,7 +98,7 @@ class ShardWriter:
         self.replaces = replaces
         self._files = files
         self._written_back = end
-        # ordinal → (bytes, crc, offset) of the last record's chunks
+        # Ordinal → (bytes, crc, offset) of the last record's chunks.
         self._previous: dict[int, tuple[int, int, int]] = {}
 
     @classmethod

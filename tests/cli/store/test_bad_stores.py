@@ -93,9 +93,9 @@ def a_file(root: Path) -> None:
 
 
 BAD: dict[Callable[[Path], None], str] = {
-    newer_format: r"run\.zarr has format 99, this capd reads up to 1; upgrade capd",
+    newer_format: r"run\.zarr has format 99, but this capd reads up to 1; upgrade capd",
     strange_format: r"run\.zarr .*format 'next'.*upgrade capd",
-    newer_catalog: r"catalog\.sqlite has catalog version 99, this capd reads up to 1; upgrade capd",
+    newer_catalog: r"catalog\.sqlite has catalog version 99, but this capd reads up to 1; upgrade capd",
     newer_frames: r"frame format 99 is newer than 1; use a newer capd",
     foreign_hierarchy: r"run\.zarr is a Zarr hierarchy, but not one that capd wrote",
     attributes_of_another_kind: r"run\.zarr is a Zarr hierarchy, but not one that capd wrote",
