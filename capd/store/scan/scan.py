@@ -5,7 +5,7 @@ continues from it. A record counts if its COMMIT is intact, agrees with the seri
 chunks. The bytes of these chunks are checked when they are read.
 
 Bytes after the last COMMIT remain from an interrupted write, or are the index of a sealed shard. A HEADER inside a file
-begins another journal that somebody appended. Nothing from there on counts.
+begins a foreign journal that was appended later. Nothing from there on counts.
 """
 
 from __future__ import annotations
