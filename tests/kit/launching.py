@@ -33,9 +33,9 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 
 def run_ranks(
-    job: str, ranks: int, directory: Path, *arguments: str, package: str = "", **settings: str
+    job: Path, ranks: int, directory: Path, *arguments: str, package: str = "", **settings: str
 ) -> Path:
-    """Run a script of this directory on `ranks` ranks; returns the store of what it captured.
+    """Run the script `job` on `ranks` ranks; returns the store of what it captured.
 
     The script is given a file name that no one else has, and `arguments`. package: see `directories_of`. settings:
     environment.
@@ -45,7 +45,7 @@ def run_ranks(
     done = forking.run(
         [sys.executable, "-m", "capd", "run", "--store", str(directory), "--run-id", "job", "--policy", "block", "--",
          sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
-         str(Path(__file__).with_name(job)), str(directory / "told"), *arguments],
+         str(job), str(directory / "told"), *arguments],
         env={**environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **settings},
         capture_output=True, text=True, timeout=380, inner=forking.TRAINING,
     )  # fmt: skip

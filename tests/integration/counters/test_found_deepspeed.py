@@ -17,6 +17,7 @@ from tests.kit.launching import needs, run_ranks
 
 RANKS, WIDTH, ROWS, STEPS, MICRO_BATCHES = 2, 8, 2, 2, 3  # as in found_deepspeed_job.py
 
+JOB = Path(__file__).with_name("found_deepspeed_job.py")
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(500), needs("deepspeed")]
 
 
@@ -25,7 +26,7 @@ def captures(request: pytest.FixtureRequest) -> Iterator[Captures]:
     """What is captured of a ZeRO stage."""
     with tempfile.TemporaryDirectory(prefix="capd-deepspeed-") as name:
         settings = {"package": "deepspeed", "DS_ACCELERATOR": "cpu", "CAPD_STEPS": "all"}
-        store = run_ranks("found_deepspeed_job.py", RANKS, Path(name), str(request.param), **settings)
+        store = run_ranks(JOB, RANKS, Path(name), str(request.param), **settings)
         yield Captures.of_store(store)
 
 

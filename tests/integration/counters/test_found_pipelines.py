@@ -19,6 +19,7 @@ from tests.kit.expected import Expected
 from tests.kit.launching import run_ranks
 
 RANKS, LAYERS = 2, 2
+JOB = Path(__file__).with_name("found_pipeline_job.py")
 TENSORS = ("input", "weight", "output", "grad_output", "grad_weight")
 SCHEDULES = {"ScheduleGPipe": 1, "ScheduleInterleavedZeroBubble": 2}
 """Schedule → stages of each rank."""
@@ -44,7 +45,7 @@ def trained(name: str, directory: Path) -> Path:
     rules = directory / "rules.toml"
     rules.write_text(f"[[rule]]\ntensors = {list(TENSORS)}\n")
     settings = {"CAPD_STEPS": "all", "CAPD_SELECT": str(rules)}
-    return run_ranks("found_pipeline_job.py", RANKS, directory, name, str(SCHEDULES[name]), **settings)
+    return run_ranks(JOB, RANKS, directory, name, str(SCHEDULES[name]), **settings)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

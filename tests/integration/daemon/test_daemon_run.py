@@ -15,14 +15,15 @@ from pathlib import Path
 import pytest
 
 from tests.kit.daemon import DaemonProcess, stored_payloads, wait_for
+from tests.kit.paths import REPOSITORY
 from tests.kit.processes import command_line
 
-HERE = str(Path(__file__).parent)
+HERE = str(REPOSITORY)
 CAPTURING_JOB = f"""
     import json, os, sys
     sys.path.insert(0, {HERE!r})
     from pathlib import Path
-    from daemon_kit import Rank
+    from tests.kit.daemon import Rank
     rank = Rank(Path(os.environ["CAPD_ENDPOINT"].removeprefix("unix:")), run_id=os.environ["CAPD_RUN_ID"])
     rank.connect()
     rank.put(1, 2, 3)

@@ -37,6 +37,7 @@ from tests.kit.daemon import (
     tool,
     wait_for,
 )
+from tests.kit.paths import REPOSITORY
 from tests.kit.processes import pause
 
 
@@ -175,7 +176,7 @@ def test_ranks_without_a_run_name_share_one(daemon: DaemonProcess, ranks: list[R
 RANK_PROCESS = """
     import os, sys, time
     sys.path.insert(0, {here!r})
-    from daemon_kit import Rank
+    from tests.kit.daemon import Rank
     from pathlib import Path
     rank = Rank(Path({path!r}), run_id={run_id!r})
     rank.connect()
@@ -197,9 +198,7 @@ def test_a_killed_rank_keeps_what_it_sent_and_the_rest_is_counted_as_rank_died(
     daemon: DaemonProcess, fork: bool
 ) -> None:
     run_id = f"killed-{fork}"
-    script = RANK_PROCESS.format(
-        here=str(Path(__file__).parent), path=str(daemon.path), run_id=run_id, fork=fork
-    )
+    script = RANK_PROCESS.format(here=str(REPOSITORY), path=str(daemon.path), run_id=run_id, fork=fork)
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE)
     assert process.stdout is not None
     child = int(process.stdout.readline())

@@ -18,7 +18,7 @@ from tests.kit import forking
 from tests.kit.launching import assert_trained
 from tests.kit.paths import REPOSITORY
 
-JOB = str(REPOSITORY / "tests" / "integration" / "emulated_job.py")
+JOB = str(Path(__file__).with_name("emulated_job.py"))
 MXFP8 = Recipe.of("mxfp8").text()
 
 pytestmark = pytest.mark.timeout(240)

@@ -18,6 +18,7 @@ from tests.kit.expected import Expected
 from tests.kit.launching import needs, run_ranks
 from tests.kit.models.sharded_models import LAYERS, LINEARS, MICRO_BATCHES, STEPS, expect
 
+JOB = Path(__file__).with_name("deepspeed_job.py")
 RANKS_OF = {"zero3_before": 2, "zero3_after": 2, "zero3_rehooked": 1, "zero3_init": 2, "zero2": 2}
 """The ways of deepspeed_job.py, and how many ranks watch."""
 
@@ -30,9 +31,7 @@ def captures() -> Iterator[Captures]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="capd-deepspeed-") as name:
-        store = run_ranks(
-            "deepspeed_job.py", max(RANKS_OF.values()), Path(name), package="deepspeed", DS_ACCELERATOR="cpu"
-        )
+        store = run_ranks(JOB, max(RANKS_OF.values()), Path(name), package="deepspeed", DS_ACCELERATOR="cpu")
         yield Captures.of_store(store)
     torch.set_num_threads(threads)
 

@@ -21,6 +21,7 @@ from tests.kit.models.sharded_models import HEADS, LINEARS, ROWS, STEPS, TOKENS,
 from tests.kit.tiers import rows, rows_wanted
 
 RANKS, CHUNKS = 2, 4
+JOB = Path(__file__).with_name("pipeline_job.py")
 STAGES = {"gpipe": 1, "one_f_one_b": 1, "interleaved": 2, "zero_bubble": 2, "zero_bubble_v": 2}
 """Schedule → stages of each rank, as in pipeline_job.py, in its order."""
 CHECKPOINTED = {
@@ -53,7 +54,7 @@ def trained(all_schedules: Iterable[str], request: pytest.FixtureRequest) -> Ite
     schedules = [name for name in all_schedules if name in wanted]
     begins.update({name: STEPS * number for number, name in enumerate(schedules)})
     with tempfile.TemporaryDirectory(prefix="capd-pipelines-") as name:
-        yield Captures.of_store(run_ranks("pipeline_job.py", RANKS, Path(name), *schedules))
+        yield Captures.of_store(run_ranks(JOB, RANKS, Path(name), *schedules))
 
 
 begins: dict[str, int] = {}

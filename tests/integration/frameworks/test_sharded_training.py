@@ -41,6 +41,7 @@ from tests.kit.models.sharded_models import (
 )
 from tests.kit.tiers import rows, rows_wanted
 
+JOB = Path(__file__).with_name("sharded_job.py")
 ON_TWO = (
     "ddp", "ddp_compiled", "fsdp1", "fsdp2", "fsdp2_bf16", "fsdp2_compiled", "tp", "tp_sequence", "tp_compiled",
     "fsdp2_tp",
@@ -69,7 +70,7 @@ def trained(ranks: int, all_ways: tuple[str, ...], request: pytest.FixtureReques
     ways = [way for way in all_ways if way in wanted]
     begins.update({way: STEPS * number for number, way in enumerate(ways)})
     with tempfile.TemporaryDirectory(prefix="capd-sharded-") as name:
-        yield Captures.of_store(run_ranks("sharded_job.py", ranks, Path(name), *ways))
+        yield Captures.of_store(run_ranks(JOB, ranks, Path(name), *ways))
 
 
 begins: dict[str, int] = {}

@@ -31,6 +31,7 @@ from tests.kit.expected import Expected
 from tests.kit.launching import needs, run_ranks
 
 WIDTH, HEADS, HIDDEN, CHUNKS = 256, 16, 768, 8  # of the debug model and its loss
+JOB = Path(__file__).with_name("torchtitan_job.py")
 RANKS_OF = {way: ranks for ranks, ways in WAYS.items() for way in ways}
 LINEARS = {
     "attention.qkv_linear.wqkv": (3 * WIDTH, WIDTH),
@@ -52,7 +53,7 @@ def captures() -> Iterator[Captures]:
     entries = []
     for ranks in WAYS:
         with tempfile.TemporaryDirectory(prefix="capd-torchtitan-") as name:
-            store = run_ranks("torchtitan_job.py", ranks, Path(name), package="torchtitan")
+            store = run_ranks(JOB, ranks, Path(name), package="torchtitan")
             entries += Captures.of_store(store).entries
     yield Captures(entries)
     torch.set_num_threads(threads)
@@ -63,7 +64,7 @@ def found() -> Iterator[Captures]:
     """What is captured of a script that knows nothing of capd, and keeps a method of its trainer."""
     with tempfile.TemporaryDirectory(prefix="capd-torchtitan-") as name:
         settings = {"package": "torchtitan", "CAPD_STEPS": "all"}
-        yield Captures.of_store(run_ranks("torchtitan_job.py", 1, Path(name), "found", **settings))
+        yield Captures.of_store(run_ranks(JOB, 1, Path(name), "found", **settings))
 
 
 def expected(way: str, *, tensors: Any = LINEAR.tensors, attention: Any = ATTENTION.tensors) -> Expected:

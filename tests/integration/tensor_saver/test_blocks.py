@@ -25,7 +25,7 @@ from tests.kit import forking
 from tests.kit.paths import REPOSITORY
 from tests.kit.processes import Daemon
 
-JOB = Path(__file__).with_name("seed_job.py")
+JOB = Path(__file__).with_name("saver_job.py")
 OUTPUT = ("linear", "forward", "post", "linear", "output")
 ELIDED = ("linear", "forward", "unknown", "unknown", "elided")
 ATTENTION = [("attention", "forward", "pre", "FA", name) for name in ("query", "key", "value")]

@@ -15,7 +15,7 @@ import capd
 from tests.integration.collections.collect_job import MICRO_BATCHES
 from tests.kit.paths import REPOSITORY
 
-JOB = REPOSITORY / "tests" / "integration" / "collect_job.py"
+JOB = REPOSITORY / "tests" / "integration" / "collections" / "collect_job.py"
 DATA = "dataset/wikipedia_processed/wikipedia_processed_text_document"
 TRAIN = f"""set -eu
 mkdir -p "$1" "$2"

@@ -13,7 +13,7 @@ import pytest
 import capd
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "megatron" / "run_tensor_draw.sh"
-JOB = Path(__file__).with_name("collect_job.py")
+JOB = Path(__file__).parents[1] / "collections" / "collect_job.py"
 NAMES = {"global_statistics.json", "global_statistics_report.txt", "quant_types.png", "overflow.png"}
 
 pytestmark = pytest.mark.timeout(300)

@@ -17,7 +17,7 @@ from tests.kit import forking
 from tests.kit.paths import REPOSITORY
 from tests.kit.processes import daemons_on, until
 
-JOB = Path(__file__).with_name("seed_job.py")
+JOB = Path(__file__).with_name("saver_job.py")
 TYPES = {"hifp8": 3, "mxfp8": 2, "mxfp4": 8}  # files of each that the blocks give
 WITHOUT_CAPD = "import sys\nsys.modules['capd'] = sys.modules['capd_client'] = None\n"
 

@@ -19,7 +19,7 @@ from tests.kit.processes import Daemon
 
 __all__ = ["Ran", "Read", "trained"]
 
-JOB = REPOSITORY / "tests" / "integration" / "transformers_job.py"
+JOB = Path(__file__).with_name("transformers_job.py")
 
 Read = Callable[[str], oracle.Captured]
 
