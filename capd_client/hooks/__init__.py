@@ -1,1 +1,1 @@
-"""Taps on modules and functions."""
+"""Taps: hooks on modules and patched functions that capture the tensors of matrix products."""

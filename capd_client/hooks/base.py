@@ -1,6 +1,6 @@
-"""The base of the callables that torch stores in a watched model: picklable, and inert in copies.
+"""The base class of the hooks that torch stores in a watched model.
 
-A deepcopy or an unpickled model carries `_inert` in their place: it computes the same and is not captured.
+A deepcopied or unpickled model has `_inert` in place of each hook. It computes the same and is not captured.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ __all__ = ["Hook"]
 
 
 def _inert(*_args: Any, **_kwargs: Any) -> None:
-    """What a hook becomes in a copy of its model."""
+    """Do nothing. It replaces a hook in a copy of its model."""
 
 
 def _make_inert() -> Callable[..., None]:
@@ -20,10 +20,11 @@ def _make_inert() -> Callable[..., None]:
 
 
 class Hook:
-    """Base of the hook objects: a deepcopy or a pickle of one does nothing."""
+    """A hook that can be deepcopied and pickled; its copy does nothing."""
 
     __slots__ = ()
-    __torch_unserializable__ = True  # saving a tensor that carries one warns otherwise
+    # Without this attribute, torch warns when a tensor with such a hook is saved.
+    __torch_unserializable__ = True
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
         return _make_inert, ()

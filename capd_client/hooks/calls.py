@@ -1,4 +1,4 @@
-"""The calls of one product: which of them are captured, and how they are numbered."""
+"""The calls of one product: decides which calls are captured, and numbers them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,25 @@ __all__ = ["Call", "CapturedCalls", "ParameterGradient"]
 
 
 class ParameterGradient(Protocol):
-    """The hook that the gradient of a call's parameter comes through. number: what compiled graphs know it by."""
+    """The hook that receives the gradient of a call's parameter. `number` identifies it in compiled graphs."""
 
     @property
     def number(self) -> int: ...
 
     def expect(self, call: Call) -> None:
-        """The gradient of the call's output has come, so that of its parameter follows."""
+        """Note that the gradient of the call's output has arrived. The gradient of its parameter follows."""
 
 
 class Call(msgspec.Struct, frozen=True):
-    """One call of a tapped product that is captured, while it runs.
+    """A captured call of a tapped product, while it runs.
 
-    rules: those that captured its moment, as bits; its gradients follow them. rank: that it is captured as.
-    metadata: JSON object, or empty. hook: on the parameter that it uses, if its gradient is wanted and comes by itself.
+    Attributes:
+        moment: The moment of its records.
+        rules: The rules that captured this moment, as bits. The call's gradients follow the same rules.
+        rank: The rank of its records.
+        recomputing: Whether activation checkpointing runs the call again.
+        metadata: A JSON object, or empty.
+        hook: The hook on the call's parameter. None if its gradient is not wanted, or if only this call uses it.
     """
 
     moment: Moment
@@ -40,7 +45,7 @@ class Call(msgspec.Struct, frozen=True):
 
     @property
     def hook_number(self) -> int:
-        """What compiled graphs know the hook by; -1: there is none."""
+        """Return the number of the hook in compiled graphs; -1 without a hook."""
         return -1 if self.hook is None else self.hook.number
 
 
@@ -51,11 +56,19 @@ class CapturedCalls:
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
-        self._counts: dict[int, int] = {}  # in each micro-batch of the iteration `at`
-        self.at = -1  # the last iteration in which a call was captured
+        # The calls in each micro-batch of the iteration `at`.
+        self._counts: dict[int, int] = {}
+        # The last iteration in which a call was captured.
+        self.at = -1
 
     def next(self, rules: int) -> Optional[Call]:
-        """The call about to run, or None if it is not captured. rules: those of the product, as bits."""
+        """Return the call that is about to run, or None if it is not captured.
+
+        In a backward, activation checkpointing runs the call again. The result is then the call of the first pass.
+
+        Args:
+            rules: The rules of the product, as bits.
+        """
         if checkpointing.in_backward():
             first: Optional[Call] = checkpointing.take(self)
             return None if first is None else msgspec.structs.replace(first, recomputing=True)
@@ -72,5 +85,5 @@ class CapturedCalls:
         return Call(context.moment(call=number, recompute=False), rules, rank)
 
     def keep(self, call: Call) -> None:
-        """Remember it for its recompute, if it lies in a checkpointed segment."""
+        """Remember the call for its recompute, if it runs in a checkpointed segment."""
         checkpointing.keep(self, call)

@@ -1,9 +1,10 @@
-"""A watched or emulated model is pickled and copied without what capd keeps on it.
+"""Keeps capd's hooks out of pickles and copies of a watched or emulated model.
 
-torch keeps hooks in a module's own dictionary, and pickles them with it. A model saved whole would then be read only
-where capd is installed, and not at all by `torch.load` with `weights_only`, its default. So while something is watched,
-modules leave capd's hooks out of what they tell pickle and copy of themselves. So they do with the attribute by which
-emulated modules are known.
+torch keeps hooks in a module's own dictionary and pickles them with the module. A pickled model could then be read only
+where capd is installed. `torch.load` with `weights_only`, its default, could not read it at all.
+
+So `nn.Module.__reduce_ex__` is patched while something is watched. The patch leaves out capd's hooks, and the attribute
+that marks emulated modules.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ _ABOUT_HOOKS = (
 
 _lock = threading.Lock()
 _users = 0
-_original: Callable[..., Any] = nn.Module.__reduce_ex__  # what ours calls, never cleared
+# `_reduce` calls this method. It is never cleared, because a patch of another library may still call `_reduce`.
+_original: Callable[..., Any] = nn.Module.__reduce_ex__
 
 
 def install() -> None:
-    """Have modules pickled without what capd keeps on them. Calls nest; see `uninstall`."""
+    """Make modules leave out capd's hooks when they are pickled or copied. Calls nest; see `uninstall`."""
     global _users, _original
     with _lock:
         _users += 1
@@ -45,7 +47,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo one `install`. Where somebody patched the method after us, ours stays below theirs."""
+    """Undo one `install`. If another library has patched the method since, capd's patch stays below it."""
     global _users
     with _lock:
         _users -= 1

@@ -1,4 +1,7 @@
-"""Functions of libraries whose calls are products: patched while a watch needs them, tapped under their owner."""
+"""Library functions whose calls are products: they are patched while a watch needs them.
+
+A call is captured by the tap of its owner, the module whose forward makes the call.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +30,21 @@ _lock = threading.RLock()
 
 
 class FunctionSite:
-    """One function, or several that do the same.
-
-    Args:
-        role: what an owner knows its taps by.
-        kind: of the product; its operands, then its parameter, are `arguments`.
-        arguments: names of the function's arguments that hold them, one after the other.
-        skip: number of arguments before them.
-        asks: whether compiled graphs that do not know the owner of a call ask for it whenever they run. A function
-            that is called everywhere does not.
-    """
+    """A patched function, or several functions that do the same. A subclass says where it is found."""
 
     def __init__(
         self, role: str, kind: Kind, arguments: tuple[str, ...], *, skip: int = 0, asks: bool = True
     ) -> None:
+        """Describe the function; `install` patches it.
+
+        Args:
+            role: The name under which an owner keeps the function's taps.
+            kind: The kind of the product.
+            arguments: The names of the arguments that hold the kind's operands and its parameter, in this order.
+            skip: The number of arguments before them.
+            asks: Whether compiled graphs look up the owner when they run, if it was unknown when they were traced.
+                A function that is called everywhere sets it to False.
+        """
         self.role = role
         self.kind = kind
         self._arguments = arguments
@@ -48,15 +52,22 @@ class FunctionSite:
         self._asks = asks
         self._users = 0
         self._undo: list[Callable[[], None]] = []
-        self._asked: Optional[Tensor] = None  # what graphs pass that do not know the owner,
-        self._gradients = 0  # and what they pass it: those that any tap wants
+        # Graphs that do not know the owner of a call pass this number.
+        self._asked: Optional[Tensor] = None
+        # The gradients that any tap wants, as bits. The same graphs put hooks on them.
+        self._gradients = 0
 
     def patches(self) -> list[tuple[Any, str]]:
-        """Where the function is found when it is called: objects and the names of their attributes."""
+        """Return the places where callers find the function: objects and the names of their attributes."""
         raise NotImplementedError
 
     def install(self, kind: Kind, tensors: frozenset[str]) -> None:
-        """Patch the function for a tap on a product of this kind that captures these tensors. See `uninstall`."""
+        """Patch the function for one more tap. Calls nest; see `uninstall`.
+
+        Args:
+            kind: The kind of the tap's product.
+            tensors: The names of the tensors that the tap captures.
+        """
         with _lock:
             self._users += 1
             self._gradients |= gradients_of(kind, tensors)
@@ -67,7 +78,7 @@ class FunctionSite:
                 self._undo = [patch(*place, self.wrap) for place in self.patches()]
 
     def uninstall(self) -> None:
-        """Undo one `install`; the last one puts the function back, where nobody has patched it after us."""
+        """Undo one `install`. The last call restores the function, unless another library has patched it since."""
         with _lock:
             self._users -= 1
             if not self._users:
@@ -76,24 +87,24 @@ class FunctionSite:
                 self._undo, self._gradients = [], 0
 
     def current(self) -> Optional[Tap]:
-        """The tap that calls on this thread belong to; None where none is captured, or their arguments must say it."""
+        """Return the tap of calls on this thread. None if no call is captured, or if the tap depends on arguments."""
         return current_tap(self.role)
 
     def tap_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optional[Tap]:
-        """The tap that a call on this thread with these arguments belongs to."""
+        """Return the tap of a call on this thread with these arguments; None if the call is not captured."""
         return self.current()
 
     def role_in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """What the owner of a call that is being compiled knows its tap by."""
+        """Return the role under which the owner finds the tap of a call that is being compiled."""
         return self.role
 
     def operands(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """The operands of a call and its parameter, None where the kind has none."""
+        """Return the operands of a call, then its parameter. The last is None if the kind has no parameter."""
         given = operands_of(self._arguments, args[self._skip :], kwargs)
         return given if self.kind.parameter else (*given, None)
 
     def wrap(self, function: _Function) -> _Function:
-        """`function` with taps on its calls."""
+        """Return `function` with taps on its calls."""
 
         def in_graph(*args: Any, **kwargs: Any) -> Any:
             if self._asked is None:

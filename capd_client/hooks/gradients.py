@@ -1,10 +1,10 @@
-"""The hooks that gradients come through: of one call's tensors, and of a product's parameter.
+"""The gradient hooks: on the tensors of one call, and on a product's parameter.
 
-The gradient of a parameter comes once per backward, as the sum over the calls in it. It does not say which calls these
-were. So the gradient of each output, which comes before it, leaves its call with the hook of the parameter.
+The gradient of a parameter arrives once per backward, as the sum over the calls in it. It does not name these calls.
+The gradient of each output arrives before it, and leaves its call with the hook of the parameter.
 
-The parameter may be another tensor in every forward: FSDP makes new views of a flat parameter, and a packed weight is
-split again for every call. Each tensor keeps its hook until its own backward, however many forwards come in between.
+The parameter may be another tensor in every forward. FSDP creates new views of a flat parameter, and a packed weight is
+split again for every call. Each tensor keeps its hook until its own backward. Other forwards may run before it.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class TakesGradient(Protocol):
 
     @property
     def kind(self) -> Kind:
-        """The kind of the product."""
+        """Return the kind of the product."""
 
     def gradient(
         self, tensor_name: str, gradient: Tensor, call: Call, shape: Optional[torch.Size] = None
     ) -> None:
-        """Capture the gradient of a tensor of this call, as a tensor of `shape`."""
+        """Capture the gradient of a tensor of this call. `shape`: the shape of its record; None: its own."""
 
     def failed(self, where: str, error: Exception) -> None:
         """Count an error inside capd."""
 
 
 class GradHook(Hook):
-    """Tensor hook that carries a call's moment into its backward."""
+    """A tensor hook that carries a call's moment into its backward."""
 
     __slots__ = ("_call", "_shape", "_tap", "_tensor_name")
 
@@ -57,7 +57,8 @@ class GradHook(Hook):
         self._tensor_name = tensor_name
         self._call = call
 
-    @untraced  # compiled autograd traces hooks
+    # Compiled autograd would trace the hook.
+    @untraced
     def __call__(self, gradient: Tensor) -> None:
         try:
             self._tap.gradient(self._tensor_name, gradient, self._call, self._shape)
@@ -66,9 +67,10 @@ class GradHook(Hook):
 
 
 class ParameterHook(Hook):
-    """Tensor hook on a parameter: one call per backward, before the gradient is accumulated.
+    """A tensor hook on a parameter. It runs once per backward, before the gradient is accumulated.
 
-    number: what compiled graphs know it by.
+    Attributes:
+        number: The hook's number in compiled graphs.
     """
 
     __slots__ = ("_deferred", "_expected", "_tap", "number")
@@ -76,17 +78,23 @@ class ParameterHook(Hook):
     def __init__(self, tap: TakesGradient) -> None:
         self._tap = tap
         self.number = next(_numbers)
-        self._expected: tuple[int, Optional[Call]] = (-1, None)  # graph task and call of the last dY
-        self._deferred: dict[int, Call] = {}  # micro-batch → call whose dW a later backward computes
+        # The graph task of the last dY, and the first call of that backward.
+        self._expected: tuple[int, Optional[Call]] = (-1, None)
+        # micro-batch → the call whose dW a later backward computes.
+        self._deferred: dict[int, Call] = {}
 
     def expect(self, call: Call) -> None:
-        """The gradient of the call's output has come. Calls come in reverse order, so the first one stays."""
+        """Note that the gradient of the call's output has arrived.
+
+        A backward visits calls in reverse order. The first call is noted last and stays.
+        """
         if split_backward.only_inputs():
             self._deferred[call.moment.micro_batch] = call
         else:
             self._expected = (torch._C._current_graph_task_id(), call)
 
-    @untraced  # compiled autograd traces hooks
+    # Compiled autograd would trace the hook.
+    @untraced
     def __call__(self, gradient: Tensor) -> None:
         tap = self._tap
         try:
@@ -97,7 +105,7 @@ class ParameterHook(Hook):
             tap.failed(f"grad_{tap.kind.parameter} hook", error)
 
     def _take(self) -> Optional[Call]:
-        """The first call of the backward under way; None if it is not captured."""
+        """Return the first call of the current backward; None if it is not captured."""
         micro_batch = split_backward.weights_of()
         if micro_batch is not None:
             return self._deferred.pop(micro_batch, None)
@@ -106,7 +114,7 @@ class ParameterHook(Hook):
 
 
 class ParameterHooks:
-    """The hooks of one tap, on all tensors that are or were its parameter."""
+    """The hooks of one tap on all tensors that are or were its parameter."""
 
     __slots__ = ("_hanging",)
 
@@ -114,7 +122,15 @@ class ParameterHooks:
         self._hanging: list[tuple[RemovableHandle, ParameterHook]] = []
 
     def on(self, parameter: Any, tap: TakesGradient) -> Optional[ParameterHook]:
-        """The hook on what a call is about to use; None where it gets no gradient."""
+        """Return the hook on the parameter of a call that is about to run; put one on if there is none.
+
+        Args:
+            parameter: The call's parameter, or None.
+            tap: The receiver of its gradient.
+
+        Returns:
+            The hook. None if `parameter` gets no gradient.
+        """
         if not isinstance(parameter, Tensor) or not parameter.requires_grad:
             return None
         self._hanging = [one for one in self._hanging if one[0].hooks_dict_ref() is not None]
@@ -125,11 +141,11 @@ class ParameterHooks:
         return found
 
     def numbered(self, number: int) -> Optional[ParameterHook]:
-        """The hook that a call in a compiled graph left its gradient's place to."""
+        """Return the hook with this number, which a compiled graph passes; None if it is gone."""
         return next((hook for _, hook in self._hanging if hook.number == number), None)
 
     def remove(self) -> None:
-        """Take them all off, also those waiting in a graph for its backward."""
+        """Remove all hooks, also hooks that wait for the backward of a graph."""
         for handle, _ in self._hanging:
             handle.remove()
         self._hanging = []

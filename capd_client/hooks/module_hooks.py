@@ -1,7 +1,7 @@
 """The hooks on the modules of a watched model: small, picklable, inert in copies, never raising.
 
-Code that moves them to another module (quantisation in place does) may call them without keyword arguments. Then they
-do nothing. Each hook first asks whether this step is captured; in other steps that is all it costs.
+Quantisation in place moves hooks to another module and may call them without keyword arguments. They then do nothing.
+Each hook first asks whether this step is captured. In other steps, the hook costs only this question.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PreHookResult = Optional[tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 class PreHook(Hook):
-    """Forward pre-hook (with kwargs) of a module whose arguments are the operands of a product."""
+    """A forward pre-hook (with kwargs) on a module whose arguments are the operands of a product."""
 
     __slots__ = ("_aliased", "_arguments", "_gate", "_parameter", "_tap")
 
@@ -51,12 +51,13 @@ class PreHook(Hook):
         self._arguments = site.arguments
         self._parameter = site.kind.parameter
         wanted = gradients_of(tap.kind, tap.tensors) if tap.number >= 0 else 0
-        self._aliased = wanted & ~GRAD_OUTPUT  # those of the operands
+        # The bits of the operands.
+        self._aliased = wanted & ~GRAD_OUTPUT
 
     def in_graph(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Optional[dict[str, Any]] = None
     ) -> PreHookResult:
-        """What is compiled in its place: only the aliases of the operands whose gradients are wanted."""
+        """Replace operands whose gradients are wanted by aliases. The compiler traces this in place of the hook."""
         if not self._aliased or not module.training or kwargs is None:
             return None
         operands = operands_of(self._arguments, args, kwargs)
@@ -88,7 +89,7 @@ class PreHook(Hook):
 
 
 class ForwardHook(Hook):
-    """Forward hook (with kwargs) of a module whose arguments are the operands of a product."""
+    """A forward hook (with kwargs) on a module whose arguments are the operands of a product."""
 
     __slots__ = ("_arguments", "_gradients", "_number", "_parameter", "_tap")
 
@@ -102,7 +103,7 @@ class ForwardHook(Hook):
     def in_graph(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
     ) -> None:
-        """What is compiled in its place: the whole of a call."""
+        """Put the whole call into the graph. The compiler traces this in place of the hook."""
         number, product = self._number, output_of(output)
         if number is None or not module.training or not isinstance(product, Tensor):
             return
@@ -126,10 +127,10 @@ class ForwardHook(Hook):
 
 
 class RootHook(Hook):
-    """Forward pre-hook of the watched model: every training forward begins a micro-batch.
+    """A forward pre-hook on the watched model: every training forward begins a micro-batch.
 
-    A forward without gradients is an evaluation, also where the job left the model in training mode: nothing in it
-    is captured. The first pass of a checkpointed segment is none.
+    A forward without gradients is an evaluation and is not captured, even if the job left the model in training mode.
+    The first pass of a checkpointed segment runs without gradients, too, but is no evaluation.
     """
 
     __slots__ = (
@@ -146,22 +147,30 @@ class RootHook(Hook):
         before: Callable[[], None],
         begun: Callable[[], None],
     ) -> None:
-        """before, begun: called before and after a training forward begins its micro-batch. They must not raise."""
+        """Claim a number for compiled graphs.
+
+        Args:
+            root: The watched model.
+            clock: Counts iterations and micro-batches.
+            sink: Counts errors inside capd.
+            before: Called before a training forward begins its micro-batch. Must not raise.
+            begun: Called after a training forward has begun its micro-batch. Must not raise.
+        """
         self._root = weakref.ref(root)
         self._clock = clock
         self._sink = sink
         self._trial = Trial(root)
         self._before = before
         self._begun = begun
-        self.forwards = 0  # the training forwards that it has seen
-        self._outer: Optional[bool] = (
-            None  # whether the forward under way lies in an evaluation; None: there is none
-        )
+        # The training forwards that this hook has seen.
+        self.forwards = 0
+        # Whether the current forward is inside an evaluation; None outside of a forward.
+        self._outer: Optional[bool] = None
         self._number = claim(self)
         self._input = graph_input(self._number)
 
     def in_graph(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """What is compiled in its place."""
+        """Put the beginning of the forward into the graph. The compiler traces this in place of the hook."""
         if self._input is not None and module.training:
             trace_root(self._input, torch.is_grad_enabled())
 
@@ -171,7 +180,7 @@ class RootHook(Hook):
             self.begin(torch.is_grad_enabled())
 
     def begin(self, with_gradients: bool) -> None:
-        """A forward of the root in training mode starts."""
+        """Begin a forward of the root in training mode. Without gradients, it is an evaluation."""
         try:
             if in_backward() or trying() or self._trial.begins():
                 return
@@ -184,14 +193,14 @@ class RootHook(Hook):
             self.failed("root forward pre-hook", error)
 
     def end(self) -> None:
-        """The forward ends, or has raised."""
+        """End the forward, also if it has raised."""
         self._trial.end()
         if self._outer is not None:
             self._clock.context.evaluating, self._outer = self._outer, None
             self._clock.context.end_forward()
 
     def end_in_graph(self, module: nn.Module) -> None:
-        """What is compiled in the place of `end`."""
+        """Put the end of an evaluation into the graph. The compiler traces this in place of `end`."""
         if self._input is not None and module.training and not torch.is_grad_enabled():
             trace_root_end(self._input)
 
@@ -200,12 +209,12 @@ class RootHook(Hook):
         self._sink.drop_internal(where, error)
 
     def remove(self) -> None:
-        """Stop for good, in compiled graphs too."""
+        """Stop permanently, also in compiled graphs."""
         release(self._number)
 
 
 class RootEnd(Hook):
-    """Forward hook of the watched model; it also runs when the forward raises."""
+    """A forward hook on the watched model. It also runs when the forward raises."""
 
     __slots__ = ("_root",)
 
@@ -213,7 +222,7 @@ class RootEnd(Hook):
         self._root = root
 
     def in_graph(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """What is compiled in its place."""
+        """Put the end of the forward into the graph. The compiler traces this in place of the hook."""
         self._root.end_in_graph(module)
 
     @traced_as(in_graph)

@@ -1,7 +1,7 @@
-"""Names of a model's modules: the qualified name without wrappers, and the layer and stack it lies in.
+"""The names of a model's modules: the qualified name without wrappers, the layer and the stack.
 
-Wrappers (torch.compile, FSDP, activation checkpointing, DDP, PEFT) put parts into qualified names that say
-nothing about the model; they are removed so that a key stays the same whichever wrapper a job uses.
+Wrappers (torch.compile, FSDP, activation checkpointing, DDP, PEFT) add parts to qualified names that say nothing about
+the model. These parts are removed, so a key is the same with every wrapper.
 """
 
 from __future__ import annotations
@@ -14,23 +14,27 @@ from torch import nn
 
 __all__ = ["Place", "clean_name", "place_modules", "place_of"]
 
+# The last one belongs to Lightning Fabric.
 _WRAPPER_PARTS = frozenset(
     {
         "_orig_mod",
         "_fsdp_wrapped_module",
         "_checkpoint_wrapped_module",
         "_forward_module",
-    }  # the last is Fabric's
+    }
 )
 _PEFT = ["base_model", "model"]
 _LAYER_IN_NAME = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block|resblocks)\.(\d+)(?=\.|$)")
 
 
 class Place(NamedTuple):
-    """Where a module lies in its model.
+    """The place of a module in its model.
 
-    module: qualified name without wrappers. layer: 0-based, None outside any layer list. stack: qualified
-    name of the module that owns the layer list ("encoder", "vision_model.encoder"; "" for the root).
+    Attributes:
+        module: The qualified name without wrappers.
+        layer: The number of the layer, 0-based; None outside of a layer list.
+        stack: The qualified name of the module that owns the layer list ("encoder", "vision_model.encoder"; "" for
+            the root).
     """
 
     module: str
@@ -38,7 +42,7 @@ class Place(NamedTuple):
     stack: str
 
     def of(self, suffix: str) -> Place:
-        """The place of one of several products of the module."""
+        """Return the place of one of the module's several products."""
         return self._replace(module=_join(self.module, suffix)) if suffix else self
 
 
@@ -55,10 +59,17 @@ def clean_name(qualified: str) -> str:
 def place_modules(model: nn.Module, qualified_names: list[str], *, prefix: str = "") -> dict[str, Place]:
     """Find the place of each named module of `model`.
 
-    `prefix` (the name given to `watch`) goes before every module and stack name. Where removing
-    wrapper parts would give two modules one name, those keep their full names. A model that is itself
-    the watched module (its qualified name is empty) is named after its class. The layers of a pipeline
-    stage, whose list starts at 0 on every rank, have the names that they have in the whole model.
+    If two modules have the same name without wrapper parts, both keep their full names. A model that is itself a named
+    module has an empty qualified name; its class names it. The layer list of a pipeline stage starts at 0 on every
+    rank; its layers get the numbers that they have in the whole model.
+
+    Args:
+        model: The model.
+        qualified_names: The names of modules, as `named_modules` returns them.
+        prefix: The name given to `watch`. It precedes every module and stack name.
+
+    Returns:
+        The place of each module by its qualified name.
     """
     cleaned = {name: clean_name(_in_whole_model(model, name)) for name in qualified_names}
     uses = Counter(cleaned.values())
@@ -74,7 +85,7 @@ def place_modules(model: nn.Module, qualified_names: list[str], *, prefix: str =
 
 
 def place_of(qualified: str) -> Place:
-    """The place of a module of which only the name is known."""
+    """Return the place of a module whose name alone is known."""
     name = clean_name(qualified)
     return Place(name, *_layer_in_name(name))
 
@@ -84,7 +95,7 @@ def _join(prefix: str, name: str) -> str:
 
 
 def _layer_and_stack(model: nn.Module, qualified: str) -> tuple[Optional[int], str]:
-    """The layer number and the qualified name of the layer list's owner; (None, "") where there is none."""
+    """Return the layer number and the qualified name of the layer list's owner; (None, "") outside of a layer list."""
     module, path = model, qualified.split(".")
     for depth, part in enumerate(path):
         child = module._modules.get(part)
@@ -102,7 +113,7 @@ def _layer_in_name(name: str) -> tuple[Optional[int], str]:
 
 
 def _in_whole_model(model: nn.Module, qualified: str) -> str:
-    """The name with the number that a pipeline stage's layer has in all of the model."""
+    """Return the name with the number that a pipeline stage's layer has in the whole model."""
     module, path = model, qualified.split(".")
     for depth, part in enumerate(path):
         child = module._modules.get(part)
@@ -115,14 +126,16 @@ def _in_whole_model(model: nn.Module, qualified: str) -> str:
 
 
 def _global_number(layer: nn.Module) -> Optional[int]:
-    number = getattr(layer, "layer_number", None)  # Megatron: global, 1-based
+    # Megatron's number is global and 1-based.
+    number = getattr(layer, "layer_number", None)
     return number - 1 if type(number) is int and number >= 1 else None
 
 
 def _declared_layer(layer: nn.Module, position: int) -> int:
-    """The number a framework gives its layer, which pipeline stages need: their lists all start at 0."""
+    """Return the framework's number of the layer, or its position. The lists of pipeline stages all start at 0."""
     number = _global_number(layer)
     if number is not None:
         return number
-    index = getattr(layer, "layer_idx", None)  # transformers: 0-based
+    # The index of transformers is 0-based.
+    index = getattr(layer, "layer_idx", None)
     return index if type(index) is int and index >= 0 else position

@@ -1,4 +1,4 @@
-"""What is kept of one product's tensors, and the keys and attributes under which they are handed to the session."""
+"""The tensors of one product on their way to the session: the rules' parts of them, their keys and attributes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ __all__ = ["Offers"]
 
 
 class _Named(NamedTuple):
-    """What a tensor of one name, dtype and rank is handed over as."""
+    """The key and the attributes of all tensors of one name, dtype and rank."""
 
     key: Key
-    attributes: dict[str, Any]  # one dict for all of them: the session knows it again
+    # The session recognises the dict by identity, so all these tensors share one.
+    attributes: dict[str, Any]
 
 
 class _KeptByRules(dict[int, dict[str, Kept]]):
-    """By the rules that captured a call, as bits: what they want of each tensor, by name. Filled in as it is asked."""
+    """A table from the rules that captured a call, as bits, to the kept parts of its tensors, by name.
+
+    Entries are computed when they are first asked for.
+    """
 
     def __init__(self, wanted: Mapping[str, Wanted]) -> None:
         super().__init__()
@@ -44,8 +48,11 @@ class _KeptByRules(dict[int, dict[str, Kept]]):
 class Offers:
     """The tensors of one tap, as they are offered to the session.
 
-    tensors: names of the tensors that are captured, in some step. rules: those that want any of them, as bits. kept:
-    what each call is to keep: `kept[call.rules]` is asked several times per capture, and costs no call.
+    Attributes:
+        tensors: The names of the tensors that are captured in some step.
+        rules: The rules that want any of these tensors, as bits.
+        kept: The parts that each call keeps: `kept[call.rules]`, by tensor name. Every capture asks several times, so
+            the lookup makes no Python call.
     """
 
     __slots__ = (
@@ -63,31 +70,33 @@ class Offers:
         self._common = site.attributes
         self._of_tensor = dict(site.of_tensor)
         self._lacks = frozenset(name for name, _ in site.lacks)
-        self._wanted: Mapping[str, Wanted] = {}  # by tensor name
+        # By tensor name.
+        self._wanted: Mapping[str, Wanted] = {}
         self.kept: Mapping[int, Mapping[str, Kept]] = {}
         self.tensors: frozenset[str] = frozenset()
         self.rules = 0
         self.want(wanted)
-        # by name, dtype, dtype that it is cast to, and rank
+        # By tensor name, dtype, the dtype that autocast casts it to, and rank.
         self._named: dict[tuple[str, torch.dtype, Optional[torch.dtype], int], _Named] = {}
-        self._parameter_at = (-1, False)  # the iteration whose parameter is captured, and whether all of it
+        # The last iteration whose parameter was captured, and whether more than its statistics was.
+        self._parameter_at = (-1, False)
 
     def want(self, wanted: Mapping[str, Wanted]) -> None:
-        """Capture these tensors from now on, by their names."""
+        """Capture these tensors from now on. `wanted`: by tensor name."""
         had = {name: one for name, one in wanted.items() if name not in self._lacks}
         self._wanted, self.tensors, self.rules = had, frozenset(had), rules_of(had)
         self.kept = _KeptByRules(had)
 
     def wanted(self, tensor_name: str) -> Wanted:
-        """What is wanted of one of `tensors`."""
+        """Return what the rules want of one of `tensors`."""
         return self._wanted[tensor_name]
 
     def forget_names(self) -> None:
-        """Make the keys and attributes of the tensors again when they are asked for next."""
+        """Forget the keys and attributes. The next capture computes them again."""
         self._named.clear()
 
     def shape_of(self, tensor_name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of what is kept of a tensor of this shape."""
+        """Return the shape of the kept part of a tensor of this shape."""
         wanted = self._wanted[tensor_name]
         kept = wanted.of(wanted.mask)
         return shape if kept is None or kept.take is None else kept.take.shape_of(shape)
@@ -95,14 +104,22 @@ class Offers:
     def parameter(
         self, parameter: Tensor, module: Optional[nn.Module], call: Call, cast_to: Optional[torch.dtype]
     ) -> None:
-        """Capture the parameter that the call uses, once per iteration; one that is computed, with every call."""
+        """Capture the call's parameter once per iteration. A computed parameter is captured with every call.
+
+        Args:
+            parameter: The parameter.
+            module: The module that holds it; None if the module is gone.
+            call: The call.
+            cast_to: The dtype that autocast gives the parameter; None without autocast.
+        """
         kept, iteration = self.kept[call.rules].get(self._kind.parameter), call.moment.iteration
         if kept is None:
             return
         whole = kept.store != "stats"
+        # A rule that wants the tensor captures it even after another rule has captured its statistics.
         if self._parameter_at in ((iteration, True), (iteration, whole)):
-            return  # otherwise another rule has kept its statistics alone, if anything
-        # Otherwise it comes with the first call that is kept.
+            return
+        # A parameter whose call is not kept is captured with the next call.
         if not self._computed and self._sink.keeps(call.moment):
             self._parameter_at = (iteration, whole)
         if self._state is None or module is None:
@@ -111,7 +128,7 @@ class Offers:
             self._quantised(parameter, self._state(module), call, kept)
 
     def _quantised(self, parameter: Tensor, state: QuantisedState, call: Call, kept: Kept) -> None:
-        """Capture a quantised parameter, and what it is read by: whole, whatever is kept of the parameter."""
+        """Capture a quantised parameter and its state. A slice applies to the parameter, never to the state."""
         name = self._kind.parameter
         tensors = {
             name: parameter,
@@ -137,7 +154,15 @@ class Offers:
         cast_to: Optional[torch.dtype] = None,
         moment: Optional[Moment] = None,
     ) -> None:
-        """Capture a tensor if it is wanted; `moment`: other than the call's."""
+        """Capture a tensor of the call if it is wanted.
+
+        Args:
+            tensor: The tensor.
+            tensor_name: Its name in the kind of the product.
+            call: The call.
+            cast_to: The dtype that autocast gives the tensor; None without autocast.
+            moment: The moment of the record. Default: the call's.
+        """
         kept = self.kept[call.rules].get(tensor_name)
         if kept is None:
             return

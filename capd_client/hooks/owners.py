@@ -1,7 +1,7 @@
-"""Which module a patched function runs for: the innermost one with owner hooks on this thread.
+"""Owners: modules whose forward calls patched functions.
 
-A function does not know its caller, and its product is captured under the module whose forward calls it. Such modules
-get a pair of hooks that keep a stack per thread.
+A function does not know its caller, but its product is captured under the module whose forward calls it. A pair of
+hooks on this module keeps a stack per thread. The owner of a call is the innermost module on the stack.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _owners: weakref.WeakKeyDictionary[nn.Module, Owner] = weakref.WeakKeyDictionary
 
 
 def owner_of(module: nn.Module) -> Owner:
-    """The module as an owner; all watches share it."""
+    """Return the owner object of a module. All watches share it."""
     found = _owners.get(module)
     if found is None:
         found = _owners[module] = Owner(module)
@@ -42,27 +42,27 @@ def owner_of(module: nn.Module) -> Owner:
 
 
 def current_tap(role: str) -> Optional[Tap]:
-    """The tap on the function `role` of the module whose forward this thread is in; None where nothing is captured."""
+    """Return the current owner's tap on the function `role`; None if nothing is captured."""
     stack = _local.stack
     owner = stack[-1] if stack else None
     return None if owner is None else owner.tap(role)
 
 
 def is_owned() -> bool:
-    """Whether this thread is in the forward of an owner, of a step that is captured."""
+    """Return whether this thread is in the forward of an owner, in a step that is captured."""
     stack = _local.stack
     return bool(stack) and stack[-1] is not None
 
 
 def current_module() -> Optional[nn.Module]:
-    """The module with taps on functions whose forward this thread is in, unless what runs is a product of it."""
+    """Return the module of the current owner; None inside one of its products, or outside of an owner's forward."""
     stack = _local.stack
     owner = stack[-1] if stack else None
     return None if owner is None else owner.module()
 
 
 class Hidden:
-    """Context manager: what runs inside is part of a product that is tapped already, and has no owner."""
+    """A context that has no owner, because the code inside is part of a product that is already tapped."""
 
     __slots__ = ()
 
@@ -78,13 +78,15 @@ class Owner:
 
     def __init__(self, module: nn.Module) -> None:
         self.module: weakref.ref[nn.Module] = weakref.ref(module)
-        self.traced: tuple[tuple[str, Optional[Tensor], int], ...] = ()  # role, number, gradients of each
-        self.gates: tuple[Gate, ...] = ()  # of the taps, each once
+        # The role, the number and the gradients of each tap, as compiled graphs use them.
+        self.traced: tuple[tuple[str, Optional[Tensor], int], ...] = ()
+        # The gates of the taps, each once.
+        self.gates: tuple[Gate, ...] = ()
         self._taps: list[tuple[str, Tap]] = []
         self._handles: tuple[RemovableHandle, ...] = ()
 
     def add(self, role: str, tap: Tap) -> None:
-        """Let calls of the function `role` in the module's forward be those of `tap`. The first puts the hooks on."""
+        """Let `tap` capture the module's calls of the function `role`. The first tap puts the hooks on."""
         module = self.module()
         if not self._handles and module is not None:
             self._handles = (
@@ -94,7 +96,7 @@ class Owner:
         self._changed([*self._taps, (role, tap)])
 
     def discard(self, tap: Tap) -> None:
-        """Undo `add`; the last one takes the hooks off."""
+        """Undo `add`. The last tap removes the hooks."""
         self._changed([(role, other) for role, other in self._taps if other is not tap])
         if not self._taps:
             for handle in self._handles:
@@ -102,7 +104,7 @@ class Owner:
             self._handles = ()
 
     def tap(self, role: str) -> Optional[Tap]:
-        """The tap that captures calls of this function just now."""
+        """Return the tap that currently captures calls of this function; None if no tap does."""
         for of, tap in self._taps:
             if of == role and tap.tensors:
                 return tap
@@ -119,7 +121,7 @@ class Owner:
 
 
 class _Enter(Hook):
-    """Forward pre-hook of an owner."""
+    """A forward pre-hook on an owner."""
 
     __slots__ = ("_owner",)
 
@@ -127,7 +129,7 @@ class _Enter(Hook):
         self._owner = owner
 
     def in_graph(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """What is compiled in its place."""
+        """Put the owner on the stack of the trace. The compiler traces this in place of the hook."""
         if module.training:
             trace_enter(self._owner.traced)
 
@@ -142,7 +144,7 @@ class _Enter(Hook):
 
 
 class _Leave(Hook):
-    """Forward hook of an owner; it also runs when the forward raises."""
+    """A forward hook on an owner. It also runs when the forward raises."""
 
     __slots__ = ("_owner",)
 
@@ -150,7 +152,7 @@ class _Leave(Hook):
         self._owner = owner
 
     def in_graph(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """What is compiled in its place."""
+        """Take the owner off the stack of the trace. The compiler traces this in place of the hook."""
         if module.training:
             trace_leave()
 

@@ -1,4 +1,4 @@
-"""What taps need of the session that they hand their captures to."""
+"""The sink of taps: the part of the session that taps use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Sink"]
 
 
 class Sink(Protocol):
-    """Where taps put their captures: `capd_client.session.session.Session`, or a list in tests."""
+    """The receiver of captures: `capd_client.session.session.Session`, or a list in tests."""
 
     @property
     def config(self) -> ClientConfig: ...

@@ -1,4 +1,4 @@
-"""Where in a model products can be tapped, as the integrations find them."""
+"""Sites: the products of a model that can be tapped, as the integrations find them."""
 
 from __future__ import annotations
 
@@ -23,41 +23,44 @@ Attributes = tuple[tuple[str, Any], ...]
 
 
 class QuantisedState(NamedTuple):
-    """What a module keeps besides a quantised parameter to read it by: tensors by name, and JSON values."""
+    """The tensors, by name, and the JSON values without which a quantised parameter cannot be read."""
 
     tensors: dict[str, Tensor]
     attributes: dict[str, Any]
 
 
 class TappedFunction(Protocol):
-    """A function of a library whose calls are products. role: what an owner knows its taps by."""
+    """A library function whose calls are products. `role`: the name under which an owner keeps the function's taps."""
 
     @property
     def role(self) -> str: ...
 
     def install(self, kind: Kind, tensors: frozenset[str]) -> None:
-        """Patch the function for a tap on a product of this kind that captures these tensors."""
+        """Patch the function for one more tap, on a product of this kind that captures these tensors."""
 
     def uninstall(self) -> None:
         """Undo one `install`."""
 
 
 class Site(NamedTuple):
-    """One product of one module.
+    """One product of one module: the module's own forward, or a call of `function` in its forward.
 
-    Either the module's own arguments are the operands, and `arguments` names them: they are the first of its forward,
-    in the order of `kind.operands`. Or the product is a call of `function` somewhere in the module's forward.
-
-    suffix: after the module's name, where a module holds several products.
-    instead_of: suffixes of products of the module that run where this one does not, as a call decides.
-    role: what the module's owner knows the tap by, where it has several on one function.
-    parameter: the module's attribute that holds it, or what it is a part of, where it is not called as in the kind.
-    attributes: what is constant about its tensors (layout, coordinates): JSON values that can be hashed.
-    of_tensor: the same, for single tensors by their names.
-    describe: given a call's args and kwargs, what its records say in their metadata.
-    lacks: tensors that this product does not have, each with the reason.
-    computed: the parameter is computed again for every call.
-    state: what is captured with the parameter.
+    Attributes:
+        module: The module.
+        kind: The kind of the product.
+        arguments: Without `function`, the names of the operands. They are the first arguments of the forward, in the
+            order of `kind.operands`.
+        function: The function whose calls are the product. None: the module's own forward.
+        suffix: The text after the module's name in keys, if a module has several products.
+        instead_of: The suffixes of the module's other products, if a call runs either this product or these.
+        role: The name under which the owner keeps the tap, if it has several taps on one function.
+        parameter: The attribute that holds the parameter, or a tensor that contains it. Default: the kind's name.
+        attributes: Constants of the tensors (layout, coordinates), as hashable JSON values.
+        of_tensor: Constants of single tensors, by tensor name.
+        describe: Returns the metadata of a call's records from its args and kwargs.
+        lacks: The tensors that this product does not have, each with the reason.
+        computed: Whether the parameter is computed again for every call.
+        state: Returns the state that is captured with a quantised parameter.
     """
 
     module: nn.Module
@@ -79,7 +82,7 @@ class Site(NamedTuple):
 def operands_of(
     arguments: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """The values given for the first arguments of a call, by position or by name; None for those not given."""
+    """Return the values of a call's first arguments, by position or by name; None for a missing argument."""
     if len(args) >= len(arguments):
         return args[: len(arguments)]
     return tuple(
@@ -90,7 +93,7 @@ def operands_of(
 def with_operands(
     arguments: tuple[str, ...], operands: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with others in the place of its operands."""
+    """Return the arguments of a call with its operands replaced by `operands`."""
     if len(args) >= len(operands):
         return (*operands, *args[len(operands) :]), kwargs
     named = zip(arguments[len(args) :], operands[len(args) :], strict=True)
@@ -99,5 +102,5 @@ def with_operands(
 
 
 def output_of(result: Any) -> Any:
-    """The product's output in what a module or function returns: the first of several."""
+    """Return the product's output from a result of a module or function: the first of several values."""
     return result[0] if isinstance(result, tuple) and result else result

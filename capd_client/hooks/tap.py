@@ -1,14 +1,14 @@
-"""A tap on one product of a model: its operands in the forward, its gradients in the backward.
+"""A tap on one product of a model: captures its operands in the forward and its gradients in the backward.
 
-Rules these taps keep, each for a way in which a simpler hook goes wrong:
+A tap follows these rules, because a simpler hook would fail:
 
-* `register_full_backward_hook` is never used: it makes the output a view, and an in-place consumer fails.
-* The micro-batch is bound when the forward runs; gradient hooks carry that moment and never ask for the time.
-* dY is the gradient of the output as the product made it, also where something changes it in place later.
-* dX is taken from an alias of the operand: the operand itself gets the sum over all its consumers.
-* A recompute is not captured again; it only hangs the gradient hooks that its first pass could not.
-* A hook returns None, except that the pre-hook hands aliased operands on when their gradients were asked for.
-* A module is recognised by identity: copies of it, shallow ones and replicas too, are not captured.
+* `register_full_backward_hook` is never used. It makes the output a view, and an in-place consumer fails.
+* The forward binds the micro-batch. Gradient hooks carry this moment and never ask the clock.
+* dY is the gradient of the output as the product computed it, even if the job changes the output in place later.
+* dX is taken from an alias of the operand. The operand itself gets the sum over all its consumers.
+* A recompute is not captured again. It only adds the gradient hooks that its first pass could not add.
+* A hook returns None. Only the pre-hook returns aliased operands, if their gradients are wanted.
+* A module is recognised by identity. Its copies are not captured, including shallow copies and replicas.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["Tap"]
 
 
 class Tap:
-    """Captures one product. Its methods may raise; callers hand errors on to `failed`."""
+    """A tap on one product. Its methods may raise; callers pass the errors to `failed`."""
 
     __slots__ = (
         "__weakref__", "_calls", "_computed", "_describe", "_gradients", "_offers", "_parameter", "_parameter_gradient",
@@ -56,6 +56,15 @@ class Tap:
         sink: Sink,
         gate: Gate,
     ) -> None:
+        """Claim a number for compiled graphs if any tensor is wanted.
+
+        Args:
+            site: The product.
+            place: The place of the product in the model.
+            wanted: The wishes of the rules, by tensor name.
+            sink: Receives the captures.
+            gate: Says which steps are captured.
+        """
         self.module: weakref.ref[nn.Module] = weakref.ref(site.module)
         self.kind: Kind = site.kind
         self.gate = gate
@@ -68,55 +77,58 @@ class Tap:
         self._gradients = tuple(f"grad_{name}" for name in site.kind.operands)
         self._parameter_gradient = f"grad_{site.kind.parameter}"
         self._offers = Offers(site, place, wanted, sink)
-        self.uses_parameter = self._uses_parameter()  # whether calls have to tell it
+        # Whether callers have to pass the parameter.
+        self.uses_parameter = self._uses_parameter()
         self._parameter_hooks = ParameterHooks()
-        self.bound: Optional[Call] = None  # between the pre-hook and the forward hook of one call
-        self.number = claim(self) if self.tensors else -1  # what compiled graphs know it by; -1: not at all
+        # The call between its pre-hook and its forward hook.
+        self.bound: Optional[Call] = None
+        # The tap's number in compiled graphs; -1: graphs do not use it.
+        self.number = claim(self) if self.tensors else -1
 
     def current(self) -> Optional[Tap]:
-        """The tap that graphs mean by `number`: this one."""
+        """Return the tap that graphs use under `number`: this one."""
         return self
 
     @property
     def closed(self) -> bool:
-        """Whether the current iteration is known not to be captured."""
+        """Return whether the current iteration is known not to be captured."""
         return self.gate.closed_at == self.gate.context.iteration
 
     @property
     def name(self) -> str:
-        """The module's name, as the keys carry it."""
+        """Return the module's name, as in the keys."""
         return self.place.module
 
     @property
     def tensors(self) -> frozenset[str]:
-        """The names of the tensors that are captured, in some step."""
+        """Return the names of the tensors that are captured in some step."""
         return self._offers.tensors
 
     @property
     def rules(self) -> int:
-        """The rules that want any of these tensors, as bits."""
+        """Return the rules that want any of these tensors, as bits."""
         return self._offers.rules
 
     def shape_of(self, tensor_name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of what is kept of a tensor of this shape."""
+        """Return the shape of the kept part of a tensor of this shape."""
         return self._offers.shape_of(tensor_name, shape)
 
     def keeps_tensor(self, tensor_name: str) -> bool:
-        """Whether more than its statistics is kept, in some step."""
+        """Return whether more than the tensor's statistics is kept in some step."""
         return self._offers.wanted(tensor_name).keeping != 0
 
     def steps_of(self, tensor_name: str) -> str:
-        """The steps in which the job itself has most of this tensor kept."""
+        """Return the steps in which the job's own rules keep most of this tensor."""
         wanted = self._offers.wanted(tensor_name)
         return self.gate.steps_of(wanted.keeping or wanted.mask)
 
     def emulation_changed(self) -> None:
-        """The records say which emulation is active: another one from now on."""
+        """Note that another emulation is active from now on. The attributes of the records name it."""
         self._offers.forget_names()
 
     @property
     def captured_at(self) -> int:
-        """The last iteration in which a call was captured; -1 before the first."""
+        """Return the last iteration in which a call was captured; -1 before the first."""
         return self._calls.at
 
     def begin(
@@ -127,9 +139,17 @@ class Tap:
         args: tuple[Any, ...] = (),
         kwargs: Optional[dict[str, Any]] = None,
     ) -> Optional[Call]:
-        """Bind the moment of a call that is about to run, and capture its operands; None if it is not captured.
+        """Bind the moment of a call that is about to run, and capture its operands.
 
-        args, kwargs: what the module or the function was called with, where the site describes calls.
+        Args:
+            module: The module of the product.
+            operands: The operands, in the order of the kind.
+            parameter: The parameter; None if there is none or `uses_parameter` is False.
+            args: The arguments of the module or the function. Only sites that describe calls need them.
+            kwargs: The keyword arguments.
+
+        Returns:
+            The call, or None if it is not captured.
         """
         if not module.training or self.module() is not module or is_tracing():
             return None
@@ -141,12 +161,17 @@ class Tap:
                 metadata = msgspec.json.encode(self._describe(args, kwargs or {})).decode()
                 call = msgspec.structs.replace(call, metadata=metadata)
             self._capture_operands(operands, parameter, call, autocast_dtype(operands[0].device.type))
+        # A recompute needs the hook, too, because FSDP creates another weight for it.
         if self.uses_parameter:
-            call = self._with_hook(call, parameter)  # in a recompute, too: there FSDP makes another weight
+            call = self._with_hook(call, parameter)
         return call
 
     def aliases(self, call: Call, operands: tuple[Any, ...]) -> Optional[tuple[Any, ...]]:
-        """Replace every operand whose gradient is captured by a view with its own gradient. None: there is none."""
+        """Replace every operand whose gradient is captured by a view with its own gradient.
+
+        Returns:
+            The operands, or None if no gradient is captured.
+        """
         if not torch.is_grad_enabled():
             return None
         kept = self._offers.kept[call.rules]
@@ -160,14 +185,15 @@ class Tap:
         return None if aliased is None else tuple(aliased)
 
     def wants(self, tensor_name: str, call: Call) -> bool:
-        """Whether the rules of this call want a tensor."""
+        """Return whether the rules of this call want a tensor."""
         return tensor_name in self._offers.kept[call.rules]
 
     def end(self, call: Call, result: Any) -> None:
-        """Capture the output of the call and hang the gradient hooks on it."""
+        """Capture the output of the call and put the gradient hook on it."""
         output = output_of(result)
+        # A call of another iteration is left over from a forward that raised.
         if call.moment.iteration != self.gate.context.iteration or not isinstance(output, Tensor):
-            return  # a call of another iteration is left over from a forward that raised
+            return
         if not call.recomputing:
             self._offers.tensor(output, "output", call)
         self._calls.keep(call)
@@ -180,10 +206,15 @@ class Tap:
     def graph_call(
         self, tensors: Sequence[Any], autocast: Optional[torch.dtype], *, made: bool
     ) -> Optional[Call]:
-        """Capture one call that ran inside a compiled graph; returns it if it is a captured one.
+        """Capture one call that ran inside a compiled graph.
 
-        tensors: the operands, the parameter (or None) and the output. made: the graph computes the parameter, and
-        has the hook of its gradient.
+        Args:
+            tensors: The operands, the parameter (or None) and the output.
+            autocast: The dtype of autocast when the graph was traced; None without autocast.
+            made: Whether the graph computes the parameter. It then contains the hook on the parameter's gradient.
+
+        Returns:
+            The call, or None if it is not captured.
         """
         *operands, parameter, output = tensors
         module = self.module()
@@ -202,10 +233,18 @@ class Tap:
     def gradient(
         self, tensor_name: str, gradient: Tensor, call: Call, shape: Optional[torch.Size] = None
     ) -> None:
-        """Capture a gradient under the moment of the forward it belongs to, as a tensor of `shape`."""
+        """Capture a gradient under the moment of its own forward.
+
+        Args:
+            tensor_name: The name of the gradient, as in "grad_output".
+            gradient: The gradient.
+            call: The call of the forward.
+            shape: The shape of the record. Default: the shape of `gradient`.
+        """
         if tensor_name == "grad_output":
+            # In a split backward, dY has already come in the part that computes the inputs' gradients.
             if split_backward.weights_of() is not None:
-                return  # it came in the first part
+                return
             if call.hook is not None:
                 call.hook.expect(call)
         if tensor_name not in self._offers.kept[call.rules]:
@@ -220,8 +259,12 @@ class Tap:
     ) -> None:
         """Capture a gradient that came out of a compiled graph.
 
-        place: of the operand; after the last operand comes the parameter; None: the output. hook: number of the
-        parameter's hook.
+        Args:
+            place: The index of the operand. The parameter has the index after the last operand. None: the output.
+            gradient: The gradient.
+            moment: The moment of the forward.
+            rules: The rules that captured the call, as bits.
+            hook: The number of the hook on the parameter; -1 without a hook.
         """
         names = (*self.kind.operands, self.kind.parameter)
         name = "grad_output" if place is None else f"grad_{names[place]}"
@@ -229,18 +272,18 @@ class Tap:
         self.gradient(name, gradient, Call(moment, rules, rank, hook=self._parameter_hooks.numbered(hook)))
 
     def failed(self, where: str, error: Exception) -> None:
-        """Count an error inside capd and go on: nothing leaves a tap."""
+        """Count an error inside capd and go on. No error leaves a tap."""
         self._sink.drop_internal(f"{where} of {self.place.module}", error)
 
     def select(self, wanted: Mapping[str, Wanted]) -> None:
-        """Capture these tensors from now on; none of them: gradients still under way are not captured either."""
+        """Capture these tensors from now on. Without any, pending gradients are not captured either."""
         self._offers.want(wanted)
         self.uses_parameter = self._uses_parameter()
         if self._parameter_gradient not in self.tensors:
             self._parameter_hooks.remove()
 
     def remove(self) -> None:
-        """Stop for good, in compiled graphs too."""
+        """Stop permanently, also in compiled graphs."""
         self.select({})
         release(self.number)
 
@@ -258,18 +301,22 @@ class Tap:
         return self.kind.parameter in self.tensors or self._parameter_gradient in self.tensors
 
     def _with_hook(self, call: Call, parameter: Any) -> Call:
-        """The call with the hook that the gradient of its parameter comes through, if it is wanted."""
+        """Return the call with the hook on its parameter, if the parameter's gradient is wanted."""
         if not self.wants(self._parameter_gradient, call):
             return call
         if self._computed and isinstance(parameter, Tensor) and parameter.grad_fn is not None:
-            if parameter.requires_grad and torch.is_grad_enabled():  # only this call uses it
+            # Only this call uses a computed parameter, so its gradient needs no other hook.
+            if parameter.requires_grad and torch.is_grad_enabled():
                 hang(parameter, GradHook(self, self._parameter_gradient, call))
             return call
         return msgspec.structs.replace(call, hook=self._parameter_hooks.on(parameter, self))
 
 
 def _held(module: Any, name: str) -> Any:
-    """The parameter as the module has it, None where that computes it: a read would move it on."""
+    """Return the parameter that the module stores; None if the module computes it.
+
+    A read would compute it again, which could change the job's random numbers.
+    """
     *inside, name = name.split(".")
     for part in inside:
         module = getattr(module, part, None)
