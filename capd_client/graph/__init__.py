@@ -1,1 +1,1 @@
-"""Taps inside compiled graphs; knows no hook."""
+"""Taps inside compiled graphs. This package imports no hooks."""

@@ -1,9 +1,11 @@
 """Operators that compiled graphs keep: capd's own functions as torch operators with an ordered effect.
 
-torch.compile traces Python away and removes operators without a used result. An operator with a registered effect
-stays, is called once per run, and keeps its place among its like. It reaches the graph through a function that Dynamo
-does not look into (`allow_in_graph`), so that everything around it is plain Python at trace time and cannot fail the
-compilation: AOTAutograd runs that function, with autograd on, whenever it traces.
+torch.compile traces Python away and removes operators without a used result. An operator with a registered effect stays
+in the graph. Each run calls it once, in order with the other effects.
+
+An operator reaches the graph through a function that Dynamo does not trace (`allow_in_graph`). AOTAutograd runs this
+function, with autograd on, whenever it traces. So the code around the operator is plain Python at trace time and cannot
+fail the compilation.
 """
 
 from __future__ import annotations
@@ -31,16 +33,18 @@ __all__ = [
     "usable",
 ]
 
-_Library: Any = torch.library.Library  # untyped, like allow_in_graph
+# torch has no types for it, as for `allow_in_graph`.
+_Library: Any = torch.library.Library
 _lock = threading.Lock()
 _library: Any = None
 _usable: Optional[bool] = None
 
 
 def usable() -> bool:
-    """Whether this torch lets operators have effects, in public. Loads the compiler, as any optimizer does.
+    """Return whether torch.library can register effects. Loads the compiler, as any optimizer does.
 
-    Older ones have parts of it, which fail in the backward or under activation checkpointing: they would fail the job.
+    Older versions of torch have parts of it. These parts fail in the backward or under activation checkpointing, and
+    would fail the job.
     """
     global _usable
     with _lock:
@@ -55,22 +59,23 @@ def usable() -> bool:
 
 
 class Operator:
-    """`capd::<name>`: defined with its effect at the first call, which lies in a trace.
-
-    Args:
-        signature: the schema without namespace. It has no tensors that alias or are written to.
-        body: runs with the real tensors whenever a compiled graph comes by. Must not raise.
-        fake: what tracing sees in place of `body`.
-    """
+    """The torch operator `capd::<name>`. Its first call, which happens in a trace, defines it with its effect."""
 
     def __init__(self, signature: str, body: Callable[..., Any], fake: Callable[..., Any]) -> None:
+        """Define nothing yet.
+
+        Args:
+            signature: The schema without namespace. No tensor in it is an alias or is written to.
+            body: Runs with the real tensors in every run of a compiled graph. Must not raise.
+            fake: Replaces `body` at trace time.
+        """
         self._signature = signature
         self._body = body
         self._fake = fake
         self._overload: Any = None
 
     def __call__(self, *args: Any) -> Any:
-        """Call the operator; what this adds to a graph is never recomputed."""
+        """Call the operator. Activation checkpointing never recomputes the nodes that this adds to a graph."""
         overload = self._overload or self._define()
         from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
@@ -87,10 +92,9 @@ class Operator:
         global _library
         with _lock:
             if self._overload is None:
+                # The library is never removed, because graphs may run at any time.
                 if _library is None:
-                    _library = _Library(
-                        "capd", "FRAGMENT"
-                    )  # never taken down: graphs may come by at any time
+                    _library = _Library("capd", "FRAGMENT")
                 name = self._signature.partition("(")[0]
                 _library.define(self._signature, tags=_tags())
                 _library.impl(name, self._body, "CompositeExplicitAutograd")
@@ -106,9 +110,10 @@ class Operator:
 
 
 def _pass_selective_checkpoints() -> None:
-    """Let graphs that are run node by node (aot_eager, some vendors' backends) lie in selectively checkpointed parts.
+    """Allow graphs that run node by node (aot_eager, some vendors' backends) under selective checkpointing.
 
-    The modes of these see every node, and torch has no rule for effects there. Effects compute nothing to be saved.
+    The modes of selective checkpointing see every node, and torch has no rule for effects there. An effect computes
+    nothing that could be saved.
     """
     from torch._higher_order_ops.effects import with_effects
     from torch.utils import checkpoint
@@ -126,19 +131,19 @@ def _without_mode(_mode: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def in_graphs(function: Callable[..., Any]) -> None:
-    """Let Dynamo put calls of `function` into its graphs as they are, instead of tracing into it."""
+    """Make Dynamo put calls of `function` into its graphs unchanged, without tracing into it."""
     allow: Any = torch.compiler.allow_in_graph
     allow(function)
 
 
 def exporting() -> bool:
-    """Whether the trace is one of torch.export, whose product leaves this process."""
+    """Return whether torch.export is tracing. Its program may run in another process."""
     is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
     return is_exporting()
 
 
 def obstacle() -> str:
-    """Why torch could not compile an effect in the graph that is being traced; empty where it can, or traces none."""
+    """Return why torch cannot compile an effect in the graph that is being traced; empty if it can or traces none."""
     context = torch._guards.TracingContext.try_get()
     if context is None:
         return ""
@@ -150,7 +155,7 @@ def obstacle() -> str:
 
 
 def _region_budget() -> float:
-    """What `torch.autograd.graph.region_activation_memory_budget` says of the place that is being traced."""
+    """Return `torch.autograd.graph.region_activation_memory_budget` of the region that is being traced."""
     trace: Any = torch.fx.traceback
     noted = trace.current_meta.get("custom") or {}
     budget: float = noted.get(getattr(trace, "MEMORY_BUDGET_ANNOTATION_KEY", None), 1.0)
@@ -158,23 +163,23 @@ def _region_budget() -> float:
 
 
 def is_final_trace() -> bool:
-    """Whether this is the trace that makes the graph; torch runs a function before, to see what it does."""
+    """Return whether this trace creates the graph. torch runs the function once before, to inspect its effects."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     return get_proxy_mode() is not None
 
 
 def is_made_in_graph(tensor: torch.Tensor) -> bool:
-    """Whether the graph that is traced computes this from its inputs.
+    """Return whether the graph that is being traced computes this tensor from its inputs.
 
-    AOTAutograd gives an input a node that only raises, where it would have one outside.
+    An input that has a grad_fn outside of the graph gets a node from AOTAutograd that only raises.
     """
     made_by = tensor.grad_fn
     return made_by is not None and made_by.name() != "torch::autograd::Error"
 
 
 def flags_of(*tensors: Optional[torch.Tensor]) -> int:
-    """requires_grad and is_leaf of each tensor, two bits each: inside the graph they are not known any more."""
+    """Return requires_grad and is_leaf of each tensor, two bits each. The running graph does not know them."""
     flags = 0
     for place, tensor in enumerate(tensors):
         if tensor is not None:
@@ -183,7 +188,13 @@ def flags_of(*tensors: Optional[torch.Tensor]) -> int:
 
 
 def restored(tensor: Optional[torch.Tensor], flags: int, placements: str = "") -> Any:
-    """`tensor` with what `flags_of` and `placements_of` noted of it; the values are shared."""
+    """Return `tensor` with the flags and placements that were noted at trace time. It shares the values.
+
+    Args:
+        tensor: A tensor of a running graph, or None.
+        flags: The result of `flags_of`; the two lowest bits count.
+        placements: The result of `placements_of`.
+    """
     if tensor is None:
         return None
     if not flags & 1 or not tensor.is_floating_point():
@@ -194,19 +205,20 @@ def restored(tensor: Optional[torch.Tensor], flags: int, placements: str = "") -
 
 
 def _tags() -> tuple[torch.Tag, ...]:
-    """Not to be recorded into CUDA graphs, whose replays would not call it; content with any strides.
+    """Return the tags of capd's operators: keep it out of CUDA graphs, and pass tensors with any strides.
 
-    Where Inductor makes the CUDA graphs that does not suffice (capd_client.graph.partitions).
+    A replay of a CUDA graph would not call the operator. For CUDA graphs of Inductor, the tag is not enough
+    (`capd_client.graph.partitions`).
     """
     names = ("cudagraph_unsafe", "flexible_layout")
     return tuple(tag for name in names if (tag := getattr(torch.Tag, name, None)) is not None)
 
 
 def _keep(nodes: Any) -> None:
-    """Take new nodes out of the checkpointed region that they were traced in.
+    """Take new nodes out of the checkpointed region in which they were traced.
 
-    Its tags would have the partitioner repeat the effect in the backward, which the effect's own bookkeeping does
-    not survive.
+    The tags of the region would make the partitioner repeat the effect in the backward. torch's bookkeeping of effects
+    fails on a repeated effect.
     """
     from torch.utils.checkpoint import CheckpointPolicy
 

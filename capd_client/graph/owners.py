@@ -1,8 +1,10 @@
-"""Owners inside compiled graphs: a stack that lives while one graph is traced.
+"""Owners inside compiled graphs: a stack that exists while one graph is traced.
 
-Dynamo puts calls of the `trace_*` functions into its graph as they are; they run, in order, whenever the graph is
-traced, so what a module's hooks left on the stack is found by the functions that are called in its forward. Hooks of a
-module that is itself compiled, or has a graph end in its forward, run uncompiled: then operators find the owner.
+Dynamo puts calls of the `trace_*` functions into its graph unchanged. They run, in order, whenever the graph is traced.
+A module's hooks put its taps on the stack, and functions that its forward calls find them there.
+
+Hooks run uncompiled if their module is itself compiled, or if a graph ends in its forward. The operators then find the
+owner at run time.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ _notices = Notices()
 
 
 class _Known(NamedTuple):
-    """A tap as graphs know it: its number, as an input of the graph, and the gradients that it wants."""
+    """A tap inside a graph: its number, as an input of the graph, and the gradients that it wants, as bits."""
 
     number: Tensor
     gradients: int
@@ -30,17 +32,18 @@ class _Known(NamedTuple):
 
 _Frame = dict[str, _Known]
 _frames: list[_Frame] = []
-_of: Any = None  # the trace that the frames belong to
+# The trace of the frames.
+_of: Any = None
 
 
 def prepare() -> None:
-    """Make Dynamo put the functions below into its graphs."""
+    """Make Dynamo put the functions below into its graphs unchanged."""
     for function in (trace_enter, trace_leave, trace_begin, trace_end, trace_unseen):
         in_graphs(function)
 
 
 def _stack() -> list[_Frame]:
-    """The frames of the trace under way; one that was broken off leaves none to the next."""
+    """Return the frames of the current trace. Frames of an aborted trace are removed."""
     global _of
     context = torch._guards.TracingContext.try_get()
     if context is not _of:
@@ -50,21 +53,28 @@ def _stack() -> list[_Frame]:
 
 
 def trace_enter(taps: tuple[tuple[str, Optional[Tensor], int], ...]) -> None:
-    """The forward of an owner begins: role, number and gradients of each of its taps."""
+    """Begin the forward of an owner. `taps`: the role, the number and the gradients of each of its taps."""
     _stack().append({role: _Known(number, wanted) for role, number, wanted in taps if number is not None})
 
 
 def trace_leave() -> None:
-    """The forward of an owner ends."""
+    """End the forward of an owner."""
     stack = _stack()
     if stack:
         stack.pop()
 
 
 def trace_begin(role: str, asked: Optional[Tensor], gradients: int, *operands: Any) -> tuple[Any, ...]:
-    """A call of the function `role` begins: the operands to call it with.
+    """Begin a call of a patched function.
 
-    asked, gradients: the number of who knows the owner at run time, if somebody does, and what any owner may want.
+    Args:
+        role: The role of the function's taps.
+        asked: The number that finds the owner at run time, if the trace does not know it; None: nothing finds it.
+        gradients: The gradients that any owner may want, as bits.
+        operands: The operands of the call.
+
+    Returns:
+        The operands for the call. Operands whose gradients are wanted are replaced by views.
     """
     stack = _stack()
     known = stack[-1].get(role) if stack else None if asked is None else _Known(asked, gradients)
@@ -73,7 +83,7 @@ def trace_begin(role: str, asked: Optional[Tensor], gradients: int, *operands: A
 
 
 def trace_end(*tensors: Optional[Tensor]) -> None:
-    """The call has run: what `trace_call` takes."""
+    """End the call. `tensors`: as for `trace_call`."""
     stack = _stack()
     known = stack.pop().get(_CALL) if stack else None
     if known is not None:
@@ -81,10 +91,16 @@ def trace_end(*tensors: Optional[Tensor]) -> None:
 
 
 def trace_unseen(role: str, message: str) -> None:
-    """A product runs that graphs do not show: say so, once, unless the owner wants nothing of it."""
+    """Report once that a wanted product runs inside graphs unseen. Without a tap for it, report nothing.
+
+    Args:
+        role: The role of the product's taps.
+        message: The warning.
+    """
     stack = _stack()
     if not stack or role in stack[-1]:
         _notices.warn(role, message)
 
 
-_CALL = ""  # the role under which a call keeps its own tap; inside it no function finds one
+# The role under which a call keeps its own tap. A function inside the call finds no tap.
+_CALL = ""

@@ -1,7 +1,7 @@
-"""CUDA graphs that Inductor makes are cut at capd's operators, whose bodies a replay would not call.
+"""Cuts Inductor's CUDA graphs at capd's operators, because a replay would not call their bodies.
 
-Inductor cuts where it finds the tag `cudagraph_unsafe`, but looks for it at the higher-order operator that carries an
-effect through the graph, not at the operator with the effect. So capd's operators are named in its configuration.
+Inductor cuts at operators with the tag `cudagraph_unsafe`. For an effect, it checks only the higher-order operator that
+carries the effect through the graph. So capd adds its operators' names to Inductor's configuration.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ __all__ = ["cuts_at", "missing_cuts"]
 
 
 def cuts_at(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """`fake` of the operator `name`, which also has Inductor cut there, wherever that comes by to lower the operator.
+    """Return a fake of the operator that also makes Inductor cut at the operator.
 
-    Inductor's configuration is of one thread (torch 2.13), and of the call of torch.compile that brought options along.
-    A backward is compiled when it runs first, on the thread that it runs on. There, and right before the decision,
-    Inductor asks the fake what the operator returns.
+    Inductor's configuration belongs to one thread (torch 2.13), and to one call of torch.compile with options. A
+    backward is compiled at its first run, on the thread that runs it. On the same thread, right before it decides to
+    cut, Inductor calls the fake. So the fake changes the configuration.
+
+    Args:
+        name: The name of the operator.
+        fake: The operator's own fake.
     """
 
     def asked(*args: Any, **kwargs: Any) -> Any:
@@ -30,15 +34,17 @@ def cuts_at(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
 
 def _cut_at(name: str) -> None:
     config = _config()
+    # The setting is part of the keys of Inductor's caches. Without CUDA graphs the keys stay unchanged.
     if not _makes_cuda_graphs(config):
-        return  # what is set stands in the keys of Inductor's caches: those of other jobs stay as they are
+        return
     names = getattr(config, "custom_should_partition_ops", None)
+    # The list is copied, because it may belong to the job.
     if names is not None and name not in names:
-        config.custom_should_partition_ops = [*names, name]  # the list may be the job's own
+        config.custom_should_partition_ops = [*names, name]
 
 
 def missing_cuts() -> str:
-    """Why operators of the graph that is traced would land inside CUDA graphs; empty where they do not."""
+    """Return why operators of the graph that is being traced would be inside CUDA graphs; empty if they would not."""
     config = _config()
     if not _makes_cuda_graphs(config):
         return ""
@@ -53,7 +59,10 @@ def missing_cuts() -> str:
 
 
 def _config() -> Any:
-    """Inductor's, if it compiles at all: importing it takes a second that other backends do not need."""
+    """Return Inductor's configuration, or None if Inductor is not imported.
+
+    An import takes a second, and other backends do not need it.
+    """
     return sys.modules.get("torch._inductor.config")
 
 

@@ -1,11 +1,11 @@
-"""Taps inside compiled graphs: what the hooks put there, and what runs whenever the graph comes by.
+"""Taps inside compiled graphs: the hooks put operators into the graph, and each run of the graph calls them.
 
-Graphs hold no objects: a tap is a number, and the number an input of the graph, so that equal blocks share one graph as
-they do unwatched. Whether a step is captured is asked when the graph runs, so no step compiles anything again, and a
-graph that outlives its watch finds nobody under its numbers and does nothing.
+A graph holds no objects. It takes the number of a tap as an input, so equal blocks share one graph, as without a watch.
+The operators ask at run time whether a step is captured, so no step compiles a graph again. A graph that outlives its
+watch finds no tap for its numbers and does nothing.
 
-The forward's operator returns the moment of its call as a small tensor, which autograd keeps for the backward. So a
-gradient belongs to its own forward, in whatever order backwards come.
+The forward's operator returns the moment of its call as a small tensor. Autograd keeps it for the backward. So a
+gradient belongs to its own forward, in any order of backwards.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ __all__ = [
 ]  # fmt: skip
 
 GRAD_OUTPUT = 1
-"""The bit of dY in `gradients_of`; the operands follow, in their order, and the parameter."""
+"""The bit of dY in `gradients_of`. The next bits are the operands, in order, and the parameter."""
 
 _FIELDS = ("iteration", "micro_batch", "call", "sample_idx", "batch_idx", "sequence_idx", "attempt")
 _NOT_CAPTURED = (-1,) * (3 + len(_FIELDS))
-"""Stands for the numbers of a call's tap and of the hook on its parameter, for its rules and for its moment."""
+"""The moment tensor of a call that is not captured: no tap, no hook on the parameter, no rules, no moment."""
 
 _notices = Notices()
-_targets: dict[int, Callable[[], Any]] = {}  # number → weak reference to a tap or a root hook
+# number → weak reference to a tap, a function or a root hook.
+_targets: dict[int, Callable[[], Any]] = {}
 _numbers = itertools.count()
 _refused = False
 
@@ -57,7 +58,7 @@ _refused = False
 class GraphCall(Protocol):
     """A captured call that runs inside a compiled graph.
 
-    rules: the rules that captured it, as bits. hook_number: of the hook on its parameter, -1 without one.
+    `rules`: the rules that captured it, as bits. `hook_number`: the hook on its parameter; -1 without a hook.
     """
 
     @property
@@ -71,7 +72,7 @@ class GraphCall(Protocol):
 class GraphTap(Protocol):
     """A tap as compiled graphs use it.
 
-    number: what graphs know it by. closed: whether the current iteration is known not to be captured.
+    `number`: its number in graphs. `closed`: whether the current iteration is known not to be captured.
     """
 
     @property
@@ -82,7 +83,7 @@ class GraphTap(Protocol):
     def graph_call(
         self, tensors: Sequence[Any], autocast: Optional[torch.dtype], *, made: bool
     ) -> Optional[GraphCall]:
-        """Capture one call; returns it if it is a captured one."""
+        """Capture one call and return it; None if it is not captured."""
 
     def graph_gradient(
         self, place: Optional[int], gradient: Tensor, moment: Moment, rules: int, hook: int
@@ -94,24 +95,24 @@ class GraphTap(Protocol):
 
 
 class FindsTap(Protocol):
-    """A number's owner: a tap, or a function that belongs to a tap while it runs."""
+    """The target of a number: a tap, or a patched function that finds the tap of its current call."""
 
     def current(self) -> Optional[GraphTap]:
-        """The tap to capture with now, if any."""
+        """Return the tap that captures now, if any."""
 
 
 class GraphRoot(Protocol):
     """The watched model as compiled graphs use it."""
 
     def begin(self, with_gradients: bool) -> None:
-        """A forward of the model starts."""
+        """Begin a forward of the model."""
 
     def end(self) -> None:
-        """The forward ends."""
+        """End the forward."""
 
 
 def claim(target: object) -> int:
-    """The number under which graphs know `target`; -1 where this torch cannot capture inside graphs."""
+    """Return a new number for `target` in graphs; -1 if this torch cannot capture inside graphs."""
     if not usable():
         return -1
     in_graphs(trace_call)
@@ -123,9 +124,9 @@ def claim(target: object) -> int:
 
 
 def graph_input(number: int) -> Optional[Tensor]:
-    """`number` as graphs take it in; None where this torch cannot capture inside graphs.
+    """Return `number` as an input of graphs; None if this torch cannot capture inside graphs.
 
-    A plain number would be a constant of the graph, and every block of a model would be compiled for itself.
+    A plain number would be a constant of the graph, and every block of a model would be compiled separately.
     """
     if number < 0:
         return None
@@ -134,7 +135,7 @@ def graph_input(number: int) -> Optional[Tensor]:
 
 
 def gradients_of(kind: Kind, tensors: frozenset[str]) -> int:
-    """Which gradients get hooks in the graph if these tensors are captured: GRAD_OUTPUT, and a bit for each other."""
+    """Return the gradients that get hooks in the graph if these tensors are captured, as bits; see GRAD_OUTPUT."""
     wanted = GRAD_OUTPUT * (not tensors.isdisjoint(("grad_output", f"grad_{kind.parameter}")))
     for place, name in enumerate((*kind.operands, kind.parameter)):
         wanted |= _bit(place) * (f"grad_{name}" in tensors)
@@ -146,7 +147,7 @@ def _bit(place: int) -> int:
 
 
 def graph_aliases(wanted: int, operands: tuple[Any, ...]) -> tuple[Any, ...]:
-    """At trace time: operands with those of `wanted` as views that have a gradient of their own."""
+    """Replace operands by views with their own gradients, at trace time. `wanted`: their bits."""
     return tuple(
         operand.view_as(operand) if wanted & _bit(place) and _has_gradient(operand) else operand
         for place, operand in enumerate(operands)
@@ -158,12 +159,12 @@ def _has_gradient(operand: Any) -> bool:
 
 
 def release(number: int) -> None:
-    """Make what graphs hold for `number` inert for good."""
+    """Make the operators with this number permanently inert."""
     _targets.pop(number, None)
 
 
 def refused() -> bool:
-    """Whether a graph of this process was compiled without taps that it should have, which was said."""
+    """Return whether a graph of this process lacks taps that it should have. A warning has reported it."""
     return _refused
 
 
@@ -191,7 +192,7 @@ def trace_root(number: Tensor, with_gradients: bool) -> None:
 
 
 def trace_root_end(number: Tensor) -> None:
-    """Put the end of a root's forward into the graph. Only that of an evaluation needs it."""
+    """Put the end of a root's forward into the graph. Only an evaluation needs it."""
     try:
         if _takes_operators():
             _END(number)
@@ -200,9 +201,12 @@ def trace_root_end(number: Tensor) -> None:
 
 
 def trace_call(number: Tensor, gradients: int, *tensors: Optional[Tensor]) -> None:
-    """Put one call of a tapped product into the graph, with hooks on its `gradients`.
+    """Put one call of a tapped product into the graph.
 
-    tensors: the operands (aliases of those whose gradients are wanted), the parameter or None, and the output.
+    Args:
+        number: The number of the tap.
+        gradients: The gradients that get hooks, as bits.
+        tensors: The operands, the parameter or None, and the output. Operands whose gradients are wanted are aliases.
     """
     try:
         if _takes_operators():
@@ -222,23 +226,25 @@ def _takes_operators() -> bool:
 
 def _trace_call(number: Tensor, gradients: int, *tensors: Any) -> None:
     *operands, parameter, output = tensors
+    # No operator accepts such a parameter. The tap finds it in its module instead.
     if parameter is not None and is_taken_apart(parameter):
-        parameter = None  # no operator takes it; the tap knows the module that has it
+        parameter = None
     if torch._C._functorch.is_batchedtensor(output):
-        _refuse("vmap", "inside vmap nothing is captured in compiled graphs")
+        _refuse("vmap", "nothing is captured inside vmap in compiled graphs")
         return
     autocast = autocast_dtype(operands[0].device.type)
     tensors = (*operands, parameter, output)
     placements = [placements_of(t) for t in tensors]
     local = [local_part(t) for t in tensors]
-    made = parameter is not None and is_made_in_graph(parameter)  # then its gradient stays in the graph
+    # The gradient of a computed parameter stays in the graph.
+    made = parameter is not None and is_made_in_graph(parameter)
     flags = flags_of(*tensors) | made << 2 * len(tensors)
     moment = _TAP(local, number, flags, autocast, placements if any(placements) else [])
     if not torch.is_grad_enabled():
         return
     if torch._dynamo.config.compiled_autograd:
         _notices.warn(
-            "compiled_autograd", "under compiled autograd the gradients of compiled graphs are not captured"
+            "compiled_autograd", "gradients of compiled graphs are not captured under compiled autograd"
         )
     for place, operand in enumerate(operands):
         if gradients & _bit(place) and operand is not None and operand.requires_grad:
@@ -320,7 +326,7 @@ def _gradient(gradient: Tensor, moment: Tensor, which: int, placements: str) -> 
 
 
 def _place_of(which: int) -> Optional[int]:
-    """The operand whose gradient it is; after the last operand comes the parameter; None for dY."""
+    """Return the index of the operand with this bit; None for dY. The parameter follows the last operand."""
     return None if which == GRAD_OUTPUT else which.bit_length() - 2
 
 
