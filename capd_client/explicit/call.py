@@ -1,4 +1,4 @@
-"""`capture()`: one tensor that the job itself hands over. It neither raises nor waits by default."""
+"""`capture()`: captures one tensor that the job passes. By default it neither raises nor waits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from capd_client.steps.trial_runs import trying
 
 __all__ = ["capture"]
 
-_graph_task = torch._C._current_graph_task_id  # -1 outside of a backward; see recompute
+# -1 outside of a backward; see `capd_client.steps.checkpointing`.
+_graph_task = torch._C._current_graph_task_id
 
 
 @traced_as(in_graph.capture_in_graph)
@@ -46,27 +47,53 @@ def capture(
     sequence_idx: Optional[int] = None,
     immutable: bool = False,
 ) -> None:
-    """Capture one tensor as it is now; taken whatever steps `watch` selects.
+    """Capture one tensor as it is now, in any step.
 
-    CAPD_MODE=sample:1/N leaves calls out, CAPD_COLLECT the micro-batches after those that are collected.
-    The names say what the tensor is and make its series (capd_client.protocol.key.Key). `quant_type` is a label,
-    default CAPD_QUANT_TYPE, else the tensor's dtype. metadata: a small JSON object (4096 bytes). slice: the rows to
-    record, as in "first:64" (capd_client.rules.slices). `iteration` to `sequence_idx` override the current moment for
-    this capture.
-    immutable: nothing writes to the tensor's memory, nor frees it, before `flush()`; on a GPU it is then held and
-    copied from where it is, without a snapshot on the device. When there is no room the capture is dropped and
-    counted, or waits up to CAPD_MAX_BLOCK_MS under CAPD_POLICY=block; nothing is ever raised.
+    The steps that `watch` selects do not matter here. CAPD_MODE=sample:1/N skips calls. CAPD_COLLECT skips
+    micro-batches after its quota.
+
+    If there is no room, the capture is dropped and counted. Under CAPD_POLICY=block it first waits up to
+    CAPD_MAX_BLOCK_MS.
+
+    Args:
+        tensor: The tensor. It may change after the call.
+        tensor_name: The name of the tensor, as in "query". All names together are the key of a series of records
+            (`capd_client.protocol.key.Key`).
+        layer_type: The type of the layer, as in "attention".
+        component: The part of the layer.
+        operation: "forward" or "backward".
+        phase: "pre" or "post".
+        layer: The number of the layer, 0-based.
+        module: The qualified name of the module.
+        stack: The name of the stack of layers, as in "encoder".
+        quant_type: A label. Default: CAPD_QUANT_TYPE, else the tensor's dtype.
+        metadata: A JSON object of at most 4096 bytes.
+        slice: The rows to record, as in "first:64" (`capd_client.rules.slices`).
+        iteration: Replaces the current iteration for this capture.
+        micro_batch: Replaces the current micro-batch.
+        sample_idx: Replaces the current sample.
+        batch_idx: Replaces the current batch.
+        sequence_idx: Replaces the current sequence.
+        immutable: A promise that nothing writes to the tensor's memory or frees it before `flush()`. On a GPU, the
+            tensor is then copied without a snapshot on the device.
+
+    Raises:
+        ConfigError: A name, an index, the metadata or the slice is unusable. Only with CAPD_STRICT=1; otherwise the
+            call counts as a drop.
+        TypeError: A name cannot be hashed. Also only with CAPD_STRICT=1.
     """
     current = process.session()
     if current is None:
         return
     in_backward = _graph_task() != -1
+    # When activation checkpointing runs the call again, its first pass has captured the tensor already.
     if in_backward and repeating():
-        return  # what activation checkpointing runs again was captured the first time
+        return
     if trying():
         return
     try:
-        offered: object = tensor  # whatever the job passes
+        # The job may pass anything.
+        offered: object = tensor
         if not isinstance(offered, torch.Tensor):
             problem = f"a {type(tensor).__name__} is not a torch tensor"
             current.drop_invalid(problem, DropReason.UNSUPPORTED)
@@ -78,7 +105,7 @@ def capture(
         )  # fmt: skip
         key = KEYS.get(names) or key_of(names, current.quant_type)
         if iteration is micro_batch is sample_idx is batch_idx is sequence_idx is None:
-            # A backward belongs to the iteration of its forward, also where an optimizer steps in it.
+            # A backward belongs to the iteration of its forward, even if an optimizer steps in it.
             if context.dirty and not in_backward:
                 context.begin_if_dirty()
             call = context.next_call(id(key), context.iteration, context.micro_batch)
@@ -89,7 +116,8 @@ def capture(
         take = None if slice is None else parse_slice(slice)
         if current.config.collect is not None and not within_quota(current.config, context, moment):
             return
-    except (ConfigError, TypeError) as error:  # TypeError: a name that cannot be hashed
+    # TypeError: a name that cannot be hashed.
+    except (ConfigError, TypeError) as error:
         current.drop_invalid(str(error))
         if current.config.strict:
             raise

@@ -1,8 +1,8 @@
-"""`capture()` inside compiled graphs: an operator in the place of the call, which breaks no graph.
+"""`capture()` inside compiled graphs: an operator replaces the call and breaks no graph.
 
-Its names and numbers are constants of the graph, unless the compiler itself makes a number an input. Calls whose names
-differ too often are left out and counted (`capd_client.explicit.recompiles`). Metadata that the compiler does not know
-as constant breaks the graph. Then the call runs after the break, as it does outside of graphs.
+The names and numbers of the call are constants of the graph, unless the compiler makes a number an input. Calls whose
+names differ too often are skipped and counted (`capd_client.explicit.recompiles`). Metadata breaks the graph if the
+compiler does not know it as constant. The call then runs eagerly after the break.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _capture: Optional[Callable[..., None]] = None
 
 
 def bind(capture: Callable[..., None]) -> None:
-    """Say which function the operator calls when its graph runs: `capture`, which needs this module itself."""
+    """Set the function that the operator calls at run time: `capture`. Its module imports this one, so it is passed."""
     global _capture
     _capture = capture
 
@@ -51,7 +51,7 @@ def _take(tensor: Any, **arguments: Any) -> None:
 
 
 def _at_trace_time(function: _Function) -> _Function:
-    """Have the compiler run `function` once, with constants, as `torch.compiler.assume_constant_result` does."""
+    """Make the compiler run `function` once, with constants, as `torch.compiler.assume_constant_result` does."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -77,9 +77,9 @@ def capture_in_graph(
     sequence_idx: Optional[int] = None,
     immutable: bool = False,
 ) -> None:
-    """What is compiled in the place of `capd_client.capture`; the same arguments.
+    """Capture one tensor inside a graph. The compiler traces this in place of `capd_client.capture`.
 
-    immutable: without effect, for the graph may use the tensor's memory again.
+    The arguments are the same. `immutable` has no effect, because the graph may reuse the tensor's memory.
     """
     way = _way()
     if way == "off":
@@ -93,7 +93,7 @@ def capture_in_graph(
         )  # fmt: skip
         return
     if not isinstance(tensor, torch.Tensor):
-        _refuse("what is captured in a compiled graph is not a torch tensor")
+        _refuse("in a compiled graph: the captured value is not a torch tensor")
         return
     if way == "left out":
         trace_left_out(tensor)
@@ -107,14 +107,19 @@ def capture_in_graph(
 
 @_at_trace_time
 def _way() -> str:
-    """Whether a call vanishes from the graph, becomes an operator of it, is left out of it, or breaks it."""
+    """Return how the graph treats the call.
+
+    "off": the call disappears. "operator": an operator captures. "left out": an operator counts the missing capture.
+    "outside": the call breaks the graph and runs eagerly.
+    """
     if session() is None:
         return "off"
     if not usable():
         return "outside"
     in_graphs(trace_capture)
     in_graphs(trace_left_out)
-    with suppress(Exception):  # the compiler's own numbers, which may move in its next version
+    # It reads the compiler's private counters, which may change in another version.
+    with suppress(Exception):
         if crowded():
             return "left out"
     return "operator"
@@ -125,7 +130,8 @@ def _as_json(metadata: Any) -> str:
     try:
         return msgspec.json.encode(metadata).decode()
     except Exception as error:
-        return msgspec.json.encode(str(error)).decode()  # no mapping: refused when it is captured
+        # The text is no mapping, so the capture is refused at run time.
+        return msgspec.json.encode(str(error)).decode()
 
 
 @_at_trace_time
@@ -142,7 +148,8 @@ def trace_capture(tensor: torch.Tensor, *arguments: Any) -> None:
     try:
         problem = obstacle()
         if problem:
-            if is_final_trace():  # once for each graph: what runs can count nothing
+            # The graph cannot count drops at run time, so each graph counts once when it is traced.
+            if is_final_trace():
                 _refuse(f"in a compiled graph: {problem}", DropReason.UNSUPPORTED)
             return
         note(arguments)
@@ -152,7 +159,7 @@ def trace_capture(tensor: torch.Tensor, *arguments: Any) -> None:
 
 
 def trace_left_out(tensor: torch.Tensor) -> None:
-    """Put into the graph that a capture is missing in it."""
+    """Put an operator into the graph that counts a missing capture."""
     try:
         if not exporting() and not obstacle():
             _LEFT_OUT(local_part(tensor))
@@ -167,7 +174,7 @@ def _left_out(_: torch.Tensor) -> None:
 
 
 def _captured(tensor: torch.Tensor, flags: int, placements: str, *arguments: Any) -> None:
-    """The operator at run time."""
+    """Capture at run time, as the operator's body."""
     named = dict(zip(_ARGUMENTS, arguments, strict=True))
     if named["metadata"] is not None:
         named["metadata"] = msgspec.json.decode(named["metadata"])
@@ -175,9 +182,9 @@ def _captured(tensor: torch.Tensor, flags: int, placements: str, *arguments: Any
 
 
 _CROWDED = (
-    "its function was compiled again and again, for captures of other names or numbers each time. Compile the blocks "
+    "its function was compiled too often: its captures had other names or numbers each time. Compile the blocks "
     "together, give their captures the same names, or set torch._dynamo.config.recompile_limit to four times the "
-    "number of blocks; for numbers of modules, torch._dynamo.config.allow_unspec_int_on_nn_module = True does, too"
+    "number of blocks. For numbers of modules, torch._dynamo.config.allow_unspec_int_on_nn_module = True helps, too"
 )
 
 _ARGUMENTS = (

@@ -1,4 +1,4 @@
-"""What a call says itself of one tensor, as names and numbers, becomes its key, its moment and its metadata."""
+"""The key, the moment and the metadata of an explicit capture, from the names and numbers of the call."""
 
 from __future__ import annotations
 
@@ -14,18 +14,24 @@ from capd_client.steps.context import MOMENT_FIELDS, Context, as_index
 
 __all__ = ["KEYS", "key_of", "metadata_text", "moment_of"]
 
-_graph_task = torch._C._current_graph_task_id  # -1 outside of a backward; see recompute
+# -1 outside of a backward; see `capd_client.steps.checkpointing`.
+_graph_task = torch._C._current_graph_task_id
 _MAX_KEYS = 1 << 16
 
 KEYS: dict[tuple[Any, ...], Key] = {}
-"""The keys that `key_of` made, by what it was given."""
+"""The results of `key_of`, by its `names`."""
 
 
 def key_of(names: tuple[Any, ...], label_of: Callable[[torch.dtype], str]) -> Key:
-    """The key of these names, the same object every time. Raises ConfigError for names that cannot be used.
+    """Return the key of these names, the same object every time.
 
-    names: tensor_name, layer_type, component, operation, phase, layer, module, stack, the label, which is
-    `label_of(dtype)` where it is None, the tensor's dtype and the rank.
+    Args:
+        names: tensor_name, layer_type, component, operation, phase, layer, module, stack, quant_type, the tensor's
+            dtype and the rank.
+        label_of: Returns the quant_type of a dtype. It is called if the quant_type in `names` is None.
+
+    Raises:
+        ConfigError: A name is unusable.
     """
     found = KEYS.get(names)
     if found is not None:
@@ -35,7 +41,7 @@ def key_of(names: tuple[Any, ...], label_of: Callable[[torch.dtype], str]) -> Ke
     )
     for name in (tensor_name, layer_type, component, operation, phase, module, stack):
         if not isinstance(name, str):
-            raise ConfigError(f"a name is a str, not {name!r:.80}")
+            raise ConfigError(f"a name must be a str, not {name!r:.80}")
     key = Key(
         quant_type=label_of(dtype) if quant_type is None else quant_type,
         rank=rank,
@@ -48,14 +54,24 @@ def key_of(names: tuple[Any, ...], label_of: Callable[[torch.dtype], str]) -> Ke
         module=module,
         stack=stack,
     )
-    if len(KEYS) >= _MAX_KEYS:  # a caller that makes up new names all the time
+    # A caller may invent new names all the time.
+    if len(KEYS) >= _MAX_KEYS:
         KEYS.clear()
     KEYS[names] = key
     return key
 
 
 def moment_of(context: Context, key: Key, overrides: tuple[Any, ...]) -> Moment:
-    """The moment of a capture that gives some of MOMENT_FIELDS itself; None leaves one to the context."""
+    """Return the moment of a capture that overrides the context.
+
+    Args:
+        context: The current moment of the job.
+        key: The key of the capture.
+        overrides: A value for each of MOMENT_FIELDS; None: the value of the context.
+
+    Raises:
+        ConfigError: A value is no index.
+    """
     iteration, micro_batch, sample_idx, batch_idx, sequence_idx = [
         value if value is None else as_index(name, value)
         for name, value in zip(MOMENT_FIELDS, overrides, strict=True)
@@ -79,10 +95,10 @@ def moment_of(context: Context, key: Key, overrides: tuple[Any, ...]) -> Moment:
 
 
 def metadata_text(metadata: Mapping[str, Any]) -> str:
-    """The metadata as it is sent. Raises ConfigError for what JSON does not hold."""
+    """Return the metadata as JSON. Raises ConfigError if JSON cannot express it."""
     if not isinstance(metadata, Mapping):
-        raise ConfigError(f"metadata is a mapping of JSON values, not a {type(metadata).__name__}")
+        raise ConfigError(f"metadata must be a mapping of JSON values, not a {type(metadata).__name__}")
     try:
         return msgspec.json.encode(dict(metadata)).decode()
     except (TypeError, ValueError, RecursionError, OverflowError) as error:
-        raise ConfigError(f"metadata holds something that JSON does not: {error}") from None
+        raise ConfigError(f"metadata has a value that JSON cannot express: {error}") from None

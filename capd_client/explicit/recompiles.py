@@ -1,9 +1,9 @@
 """Keeps captures from using up the compilations that torch allows a function.
 
-The names and numbers of a capture are constants of its graph, guarded by comparisons. So `capture(x, layer=self.index)`
-in 40 blocks that are compiled one by one would make 40 graphs of one. torch gives up after eight, or raises with
-`fullgraph=True`. A function that used half of that limit for other names goes on without captures in its graph. The
-other half belongs to the job.
+The names and numbers of a capture are constants of its graph, guarded by comparisons. With
+`capture(x, layer=self.index)`, 40 blocks that are compiled one by one need 40 graphs instead of one. torch stops
+compiling after eight, or raises with `fullgraph=True`. Captures may use half of this limit for different names. After
+it, the function is compiled without captures, and the other half is left for the job.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 
 __all__ = ["crowded", "note"]
 
-_ENOUGH = 2  # sets of names: two may be a number that is a constant in the first graph and then an input
+# The sets of names that are allowed. A number may be a constant in the first graph and an input in the next one.
+_ENOUGH = 2
 
 
 class _Compilation(NamedTuple):
-    """The compilation under way. frame: the function. number: how often it was compiled before."""
+    """The current compilation. `frame`: the function. `number`: how often the function was compiled before."""
 
     frame: int
     number: int
 
 
-_named: dict[
-    int, dict[int, set[tuple[Any, ...]]]
-] = {}  # function → its compilation → what was captured in it
+# function → number of its compilation → the names that were captured in it.
+_named: dict[int, dict[int, set[tuple[Any, ...]]]] = {}
 
 
 def note(arguments: tuple[Any, ...]) -> None:
@@ -38,12 +38,13 @@ def note(arguments: tuple[Any, ...]) -> None:
 
 
 def crowded() -> bool:
-    """Whether the function that is being traced was compiled too often already, with other names each time."""
+    """Return whether the function that is being traced was already compiled too often, with other names each time."""
     now = _now()
     if now is None:
         return False
+    # After torch.compiler.reset(), a function is compiled for the first time again.
     if not now.number:
-        _named.pop(now.frame, None)  # of a function before torch.compiler.reset()
+        _named.pop(now.frame, None)
     if now.number < torch._dynamo.config.recompile_limit // 2:
         return False
     before = (names for number, names in _named.get(now.frame, {}).items() if number < now.number)

@@ -1,4 +1,4 @@
-"""Captures out of CUDA graphs: a fixed buffer that the graph fills, and a capture of it after each replay.
+"""A static tap: a fixed buffer that a CUDA graph fills, and a capture of it after each replay.
 
     tap = capd_client.static_tap(y, tensor_name="y")     # before the graph is captured
     with torch.cuda.graph(graph):
@@ -9,9 +9,9 @@
         graph.replay()
         tap.after_replay()                                # on the stream of the replay
 
-Replays run no Python, so an ordinary capture inside the graph would be taken once, at the wrong time: it is skipped
-and counted (`stream_capture`). Without capture a tap holds nothing and does nothing. No call raises, but for the name
-of an argument that does not exist, with and without capture.
+Replays run no Python, so an ordinary capture inside the graph would happen once, at the wrong time. It is skipped and
+counted (`stream_capture`). With capture off, a tap holds no memory and does nothing. No call raises, except for an
+unknown argument name, which raises even with capture off.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["StaticTap", "static_tap"]
 
 
 class StaticTap:
-    """One buffer and the names under which it is captured; made by `static_tap`."""
+    """A buffer and the names under which it is captured. `static_tap` creates it."""
 
     def __init__(self, buffer: Optional[torch.Tensor], names: dict[str, Any]) -> None:
         self._buffer = buffer
@@ -41,9 +41,10 @@ class StaticTap:
 
     @untraced
     def copy(self, tensor: torch.Tensor) -> None:
-        """Copy `tensor` into the buffer on the current stream: call it while the graph is captured.
+        """Copy `tensor` into the buffer on the current stream. Call it while the graph is captured.
 
-        Shape, dtype and device are those that the tap was made for; anything else is not copied, and counted.
+        Args:
+            tensor: A tensor of the buffer's shape, dtype and device. Any other tensor is counted and not copied.
         """
         buffer, current = self._buffer, session()
         if buffer is None or current is None:
@@ -76,7 +77,7 @@ class StaticTap:
         batch_idx: Optional[int] = None,
         sequence_idx: Optional[int] = None,
     ) -> None:
-        """Capture what the last replay left in the buffer, on the current stream, as `capture` does."""
+        """Capture the buffer on the current stream, after a replay has filled it. The arguments are as in `capture`."""
         if self._buffer is None or not self._filled:
             return
         capture(
@@ -103,14 +104,18 @@ def static_tap(
     dtype: Optional[torch.dtype] = None,
     device: Union[torch.device, str, None] = None,
 ) -> StaticTap:
-    """A tap for a tensor inside a CUDA graph; make it before the graph is captured.
+    """Return a tap for a tensor inside a CUDA graph. Call it before the graph is captured.
+
+    The other arguments are as in `capture`.
 
     Args:
-        like: a tensor of the shape, dtype and device to capture, or a shape.
-        tensor_name, …, slice: as in `capture`.
-        dtype, device: for a shape. Default: torch's.
+        like: A tensor of the shape, dtype and device to capture, or a shape.
+        dtype: The dtype, if `like` is a shape. Default: torch's default dtype.
+        device: The device, if `like` is a shape. Default: torch's default device.
 
-    The buffer takes as much device memory as the tensor. A tap that cannot be made is counted and does nothing.
+    Returns:
+        A tap. Its buffer takes as much device memory as the tensor. If the buffer cannot be created, the failure is
+        counted and the tap does nothing.
     """
     current = session()
     if current is None:
@@ -138,7 +143,7 @@ def _buffer(
 
     at = like.device if isinstance(like, torch.Tensor) else torch.device(device or "cpu")
     if torch.cuda.is_initialized() and is_capturing(at if at.type == "cuda" else None):  # type: ignore[no-untyped-call]  # torch's own lack
-        problem = "a static tap made while a CUDA graph is captured would live in the graph's own memory"
+        problem = "a static tap needs a buffer outside of the graph's memory; create it before the graph is captured"
         current.drop_invalid(problem, DropReason.STREAM_CAPTURE)
         return None
     with without_modes(), torch.inference_mode(False):
