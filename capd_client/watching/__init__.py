@@ -1,1 +1,1 @@
-"""`watch(model)`, and what it puts on a model."""
+"""`watch(model)` and `plan(model)`: find the products of a model and put taps on them."""

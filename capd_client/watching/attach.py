@@ -1,4 +1,4 @@
-"""What a watch puts on the modules of a model, and takes away again."""
+"""Attaches a watch to the modules of a model, and removes it again."""
 
 from __future__ import annotations
 
@@ -39,7 +39,11 @@ _notices = Notices()
 
 
 class WatchHandle:
-    """What `watch` put on a model. `modules`: names of the tapped modules, as the keys carry them."""
+    """The hooks that one `watch` put on a model.
+
+    Attributes:
+        modules: The names of the tapped modules, as in the keys.
+    """
 
     def __init__(self) -> None:
         self.modules: tuple[str, ...] = ()
@@ -56,11 +60,11 @@ class WatchHandle:
 
     @property
     def taps(self) -> list[Tap]:
-        """Those that capture."""
+        """Return the taps that capture."""
         return [] if self._watched is None else self._watched.taps
 
     def attach_roots(self, models: Sequence[nn.Module], watched: Watched, sink: Sink) -> None:
-        """Let the forwards of the models begin micro-batches. First, so that it runs before the taps."""
+        """Make the forwards of the models begin micro-batches. Call it before any tap, so its hooks run first."""
         copies.install()
         checkpointing.install()
         graphed_callables.install()
@@ -76,14 +80,20 @@ class WatchHandle:
             ]
 
     def follow(self, steering: Watches, modules: Sequence[str], what: str) -> None:
-        """Let `capd ctl` change what is captured, now that everything is tapped. what: that, in words."""
+        """Let `capd ctl` change the captured tensors. Call it after everything is tapped.
+
+        Args:
+            steering: Passes the orders of `capd ctl` to the watches.
+            modules: The names of the tapped modules.
+            what: The captured tensors, in words.
+        """
         self.modules, self._what = tuple(modules), what
         if self._watched is not None:
             self._steering = steering
             steering.add(self._watched)
 
     def look_for_late_watch(self, models: Sequence[nn.Module]) -> None:
-        """Have it said if graphs compiled before now keep the taps from seeing anything."""
+        """Warn later if the taps miss calls in graphs that were compiled before the watch."""
         watched, clock = self._watched, self._clock
         if watched is None or clock is None:
             return
@@ -94,7 +104,7 @@ class WatchHandle:
                 self._late.append(LateWatch(model, root, watched.gate, clock, taps))
 
     def remove(self) -> None:
-        """Take every hook off again, also those waiting in a graph for its backward. May be called twice."""
+        """Remove every hook, also hooks that wait for the backward of a graph. May be called twice."""
         for late in self._late:
             late.cancel()
         if self._watched is not None:
@@ -123,7 +133,21 @@ def attached(
     name: Optional[str],
     **choice: Any,
 ) -> WatchHandle:
-    """`attach` as `what` was asked for it; choice: the arguments of WatchPlan. Raises ConfigError if CAPD_STRICT=1."""
+    """Call `attach` for a public call, and count errors instead of raising them.
+
+    Args:
+        sink: Receives the captures and the errors.
+        model: One model, or several.
+        what: The name of the public call, for the log.
+        name: The prefix of the module names.
+        choice: The arguments of WatchPlan.
+
+    Returns:
+        The handle; inert after an error.
+
+    Raises:
+        ConfigError: An argument is unusable. Only with CAPD_STRICT=1.
+    """
     handle = WatchHandle()
     try:
         models = (model,) if isinstance(model, nn.Module) else tuple(model)
@@ -148,18 +172,28 @@ def attach(
 ) -> None:
     """Put the hooks of `plan` on the models and note them in `handle`.
 
-    roots: where nobody asked for this watch by name, those parts of the models whose forwards begin the
-    micro-batches; then nothing is said of what is watched already, or has nothing to watch.
+    Args:
+        sink: Receives the captures.
+        models: The models.
+        handle: Removes the hooks later.
+        plan: The rules.
+        name: The prefix of the module names.
+        roots: The modules whose forwards begin the micro-batches. Default: the models. They are given for models that
+            the job itself does not watch. Nothing is then reported about models without products, or about products
+            that are already watched.
     """
     products = find_products(models, name)
     resolved = resolve(plan.rules, [target_of(site, place) for site, place in products])
     found = [(*product, wanted) for product, wanted in zip(products, resolved.wanted, strict=True)]
     chosen = [product for product in found if product[2]]
     fresh = [product for product in chosen if not is_tapped(product[0])]
-    told = ", ".join(dict.fromkeys(type(model).__name__ for model in models))
+    model_names = ", ".join(dict.fromkeys(type(model).__name__ for model in models))
     whole = roots is not None
     if roots is None or (products and len(fresh) == len(chosen)):
-        whole = _say_problems(sink, told, plan, resolved, len(chosen) - len(fresh), asked=not whole) or whole
+        whole = (
+            _report_problems(sink, model_names, plan, resolved, len(chosen) - len(fresh), asked=not whole)
+            or whole
+        )
     if not products or (whole and not fresh):
         return
     watched = Watched(sink, plan.rules, plan.default)
@@ -175,43 +209,55 @@ def attach(
         handle.look_for_late_watch(models)
     count = len(run_together([target_of(site, place) for site, place, _ in fresh]))
     what, in_full = in_words(
-        f"{count} of {len(run_together(resolved.targets))} products of {told}",
+        f"{count} of {len(run_together(resolved.targets))} products of {model_names}",
         resolved,
         simple=plan.is_simple,
     )
     handle.follow(sink.steering, [place.module for _, place, _ in fresh], what)
-    _say_what_lacks([(site, wanted) for site, _, wanted in fresh])
+    _report_missing_tensors([(site, wanted) for site, _, wanted in fresh])
     graphed_callables.say_replayed(models)
     _notices.info("watching %s", in_full)
     without = rank_left_out(resolved, sink.context.rank)
     if without:
         _notices.info("%s", without)
-    _say_what_is_left_out([name for model in models for name in left_out(model, products)])
+    _report_left_out([name for model in models for name in left_out(model, products)])
 
 
-def _say_problems(
+def _report_problems(
     sink: Sink,
-    told: str,
+    model_names: str,
     plan: WatchPlan,
     resolved: Resolved,
     watched: int,
     *,
     asked: bool,
 ) -> bool:
-    """Report what cannot be meant as it is written; returns whether the model is known to be whole.
+    """Report the rules that cannot work as written.
 
-    watched: of the modules that are wanted, those that another watch has. asked: somebody called `watch`.
+    Args:
+        sink: The session.
+        model_names: The names of the models.
+        plan: The rules.
+        resolved: The products that the rules chose.
+        watched: The number of chosen modules that another watch has.
+        asked: Whether the job called `watch`.
+
+    Returns:
+        Whether the model is known to be whole, not one stage of a pipeline.
     """
     info = sink.context.rank_info
     whole = not may_be_a_stage([target.layer for target in resolved.targets], info.world_size)
     problems = rank_problems(plan.rules, info.world_size)
     if resolved.targets:
-        problems += [f"{told}: {text}" for text in _rule_problems(sink, told, plan, resolved, whole=whole)]
+        problems += [
+            f"{model_names}: {text}"
+            for text in _rule_problems(sink, model_names, plan, resolved, whole=whole)
+        ]
         if asked and whole and plan.shared and not any(resolved.chosen):
-            problems.append(f"{told}: no rule matches any of its {len(resolved.targets)} products")
+            problems.append(f"{model_names}: no rule matches any of its {len(resolved.targets)} products")
     else:
         problems.append(
-            f"{told or 'nothing'} has no product that capd knows; use capd_client.capture() for its tensors"
+            f"{model_names or 'nothing'} has no product that capd knows; use capd_client.capture() for its tensors"
         )
     if watched:
         problems.append(
@@ -222,26 +268,31 @@ def _say_problems(
     return whole
 
 
-def _rule_problems(sink: Sink, told: str, plan: WatchPlan, resolved: Resolved, *, whole: bool) -> list[str]:
-    """What is said now of the rules on this model. What it lacks of rules that other models share is said later."""
+def _rule_problems(
+    sink: Sink, model_names: str, plan: WatchPlan, resolved: Resolved, *, whole: bool
+) -> list[str]:
+    """Return the problems of the rules on this model that are reported now.
+
+    Other models may share the rules. A rule part that this model does not meet is reported later, if none meets it.
+    """
     found = problems_of(resolved, whole=whole)
     if plan.shared:
         shared = shared_rules_of(sink.context)
         found = shared.unmet(found, met_by(resolved, found))
         if not plan.strict:
-            shared.hold(told, found)
+            shared.hold(model_names, found)
             found = [problem for problem in found if problem.part is None]
     return [problem.text for problem in found]
 
 
-def _say_what_lacks(products: list[tuple[Site, Mapping[str, Wanted]]]) -> None:
+def _report_missing_tensors(products: list[tuple[Site, Mapping[str, Wanted]]]) -> None:
     asked = Counter(lack for site, wanted in products for lack in site.lacks if lack[0] in wanted)
     for (tensor, reason), count in asked.items():
         _notices.warn(f"lacks {tensor}", "%s of %d products is not captured: %s", tensor, count, reason)
 
 
-def _say_what_is_left_out(names: Sequence[str]) -> None:
+def _report_left_out(names: Sequence[str]) -> None:
     if names:
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         shown = ", ".join(names[:_SHOWN])
-        _notices.info("not captured, for they multiply in ways of their own: %s%s", shown, more)
+        _notices.info("not captured, because they multiply in ways of their own: %s%s", shown, more)

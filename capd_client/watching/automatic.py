@@ -1,6 +1,6 @@
 """Watches the models that `capd run` finds when a job never calls `watch` itself.
 
-An explicit `watch` ends them, at whatever time it comes: the job is captured exactly as it says.
+An explicit `watch` ends the automatic watches at any time. The job is then captured exactly as its own calls say.
 """
 
 from __future__ import annotations
@@ -23,12 +23,19 @@ _handles: list[WatchHandle] = []
 
 
 def watch_found(model: nn.Module, *, called: nn.Module, name: str) -> str:
-    """Watch `model`, which is about to train: the forwards of `called`, a part of it or itself, are its micro-batches.
+    """Watch `model`, which is about to train.
 
-    Where one of Megatron's schedules runs several chunks of it, they are one watch, with the names of the whole model.
-    Returns "watched"; "empty" where there is nothing in it to capture, or nothing that is not captured already; "off"
-    where nothing is captured in this process, or not without being asked (CAPD_WATCH=off). What CAPD_EMULATE asks for
-    is put on the model first: it stays for the whole job, whatever is captured of it.
+    If a schedule of Megatron runs several chunks of the model, they form one watch with the names of the whole model.
+    The emulation of CAPD_EMULATE is put on the model first. It stays for the whole job, even if nothing is captured.
+
+    Args:
+        model: The model.
+        called: The model, or the part of it whose forwards begin the micro-batches.
+        name: The prefix of the module names.
+
+    Returns:
+        "watched". "empty": the model has nothing to capture, or nothing that is not captured already. "off": nothing is
+        captured in this process, or only on an explicit call (CAPD_WATCH=off).
     """
     sink = session()
     if sink is None:
@@ -53,7 +60,11 @@ def watch_found(model: nn.Module, *, called: nn.Module, name: str) -> str:
 
 
 def emulate_found(model: nn.Module) -> str:
-    """The same where `model` is not to be watched: "empty", or "off" where capture is off, and emulation with it."""
+    """Put the emulation of CAPD_EMULATE on a model that is not watched.
+
+    Returns:
+        "empty". "off": capture is off, and so is emulation.
+    """
     sink = running()
     config = load_config() if sink is None else sink.config
     if not config.enabled:
@@ -65,7 +76,7 @@ def emulate_found(model: nn.Module) -> str:
 
 
 def give_way() -> None:
-    """The job calls `watch` itself: take away what is watched without its asking, and search no more."""
+    """Remove the automatic watches and stop the search, because the job calls `watch` itself."""
     roots = sys.modules.get("_capd_roots")
     if roots is not None:
         roots.end()

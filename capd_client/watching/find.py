@@ -1,4 +1,4 @@
-"""Every product of one model or several, with the place that its records are kept under."""
+"""The products of one model or several, and the place of each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ Products = list[tuple[Site, Place]]
 
 
 def find_products(models: Sequence[nn.Module], prefix: str) -> Products:
-    """Finds the products; `prefix` goes before every name, then a model's number where models have names in common."""
+    """Find the products of the models.
+
+    Args:
+        models: The models.
+        prefix: The text before every name. If two models have a name in common, each model's number follows it.
+
+    Returns:
+        Every product and its place, in the order of the models.
+    """
     found = [_products_of(model, prefix) for model in models]
     names = Counter(name for products in found for name in {place.module for _, place in products})
     if any(uses > 1 for uses in names.values()):
@@ -33,7 +41,7 @@ def _products_of(model: nn.Module, prefix: str) -> Products:
 
 
 def left_out(model: nn.Module, products: Products) -> list[str]:
-    """What multiplies in `model` and is none of these products: "name (class)"."""
+    """Return the modules that multiply in `model` but have none of these products, as "name (class)"."""
     known = {id(site.module) for site, _ in products}
     found = {
         name: type(m).__name__ for name, m in model.named_modules() if multiplies(m) and id(m) not in known

@@ -1,9 +1,10 @@
-"""Modules that become CUDA graphs of their own: `make_graphed_callables` of torch and of TransformerEngine.
+"""Modules that become CUDA graphs: `make_graphed_callables` of torch and of TransformerEngine.
 
-Both refuse modules with hooks, and run them some times before they record them. So capd's hooks step aside for that
-call, and what runs in it is a trial. Afterwards the hooks of a graphed module run around its replays. The hooks of the
-modules inside it never run again, which is said. A graph that was made before a watch is known by the
-forward that it put on its module.
+Both functions refuse modules with hooks, and run a module a few times before they record it. So capd removes its hooks
+during the call and treats the runs as trials. After the call, the hooks of a graphed module run around its replays. The
+hooks of modules inside it never run again, and a warning reports this.
+
+If the graph was created before the watch, the module's own forward attribute shows it.
 """
 
 from __future__ import annotations
@@ -27,21 +28,22 @@ from capd_client.watching.watched import is_heard
 __all__ = ["GRAPHING", "install", "say_replayed", "uninstall"]
 
 GRAPHING = ("make_graphed_callables", ("torch.cuda.graphs", "transformer_engine.pytorch.graph"))
-"""The function, and the modules that have one of their own; as `bootstrap/_capd_trials.py` knows them."""
+"""The name of the function and the modules that define it, as in `bootstrap/_capd_trials.py`."""
 
 _NAME, _HOMES = GRAPHING
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 _Function = Callable[..., Any]
 
-_lock = threading.RLock()  # re-entrant: a signal handler of the job may watch, too
+# Re-entrant, because a signal handler of the job may watch, too.
+_lock = threading.RLock()
 _users = 0
 _undo: list[Callable[[], None]] = []
 _notices = Notices()
 
 
 def install() -> None:
-    """Have capd's hooks step aside where modules are made into CUDA graphs. Calls nest; see `uninstall`."""
+    """Remove capd's hooks whenever modules are turned into CUDA graphs. Calls nest; see `uninstall`."""
     global _users
     with _lock:
         _users += 1
@@ -50,7 +52,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo one `install`; the last one puts the libraries' own functions back."""
+    """Undo one `install`. The last call restores the libraries' own functions."""
     global _users
     with _lock:
         _users -= 1
@@ -59,7 +61,7 @@ def uninstall() -> None:
 
 
 def _holders() -> list[Any]:
-    """Every module that has such a function: the library's own, and those that have imported it from there."""
+    """Return every Python module that has the function: the library's module, and modules that import it."""
     return [
         module
         for module in tuple(sys.modules.values())
@@ -79,14 +81,14 @@ def _stepping_aside(function: _Function) -> _Function:
         modules = _modules_of(args, kwargs)
         with trial(), _without_hooks(modules):
             made = function(*args, **kwargs)
-        _say({module: _replays_training(module) for module in modules if module.training})
+        _report({module: _replays_training(module) for module in modules if module.training})
         return made
 
     return graphed
 
 
 def _modules_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[nn.Module]:
-    """Those that are to be graphed: the first argument, `callables` of torch's and `modules` of TransformerEngine's."""
+    """Return the modules that the call graphs: its first argument, `callables` in torch, `modules` elsewhere."""
     given = args[0] if args else kwargs.get("callables", kwargs.get("modules"))
     callables = given if isinstance(given, (tuple, list)) else (given,)
     return [each for each in callables if isinstance(each, nn.Module)]
@@ -94,7 +96,7 @@ def _modules_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[nn.Module
 
 @contextmanager
 def _without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Take capd's hooks off these modules and all inside them, and put them back where they were."""
+    """Remove capd's hooks from these modules and all modules inside, and put them back in the same order."""
     taken = [
         (hooks, list(hooks.items()))
         for module in dict.fromkeys(inner for module in modules for inner in module.modules())
@@ -113,7 +115,10 @@ def _without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _put_back(hooks: dict[int, Any], before: list[tuple[int, Any]]) -> None:
-    """In place, for the handles of all hooks know the dictionary. What the job added meanwhile comes last."""
+    """Restore the hooks in place, because the handles of all hooks refer to the dictionary.
+
+    Hooks that the job added during the call come last.
+    """
     now = dict(hooks)
     hooks.clear()
     hooks.update((number, hook) for number, hook in before if isinstance(hook, Hook) or number in now)
@@ -121,16 +126,16 @@ def _put_back(hooks: dict[int, Any], before: list[tuple[int, Any]]) -> None:
 
 
 def say_replayed(models: Iterable[nn.Module]) -> None:
-    """Say what of these models is watched in vain, for it is replayed already, or is just being made into a graph.
+    """Report modules whose hooks never run, because a graph replays them already or is being created now.
 
-    `capd run` finds a model in its first forward, which may be the one that warms the graph up.
+    `capd run` finds a model in its first forward, which may be a warm-up run of the graph.
     """
     graphed = [module for model in models for module in model.modules() if _replays_training(module)]
-    _say(dict.fromkeys((*graphed, *_under_way()), True))
+    _report(dict.fromkeys((*graphed, *_under_way()), True))
 
 
 def _under_way() -> list[nn.Module]:
-    """What this thread is making into graphs."""
+    """Return the modules that this thread is turning into graphs."""
     frame: Optional[FrameType] = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == _NAME and frame.f_globals.get("__name__") in _HOMES:
@@ -139,8 +144,12 @@ def _under_way() -> list[nn.Module]:
     return []
 
 
-def _say(graphed: Mapping[nn.Module, bool]) -> None:
-    """Say what replays of these modules leave out. Each: whether the module itself is still called around them."""
+def _report(graphed: Mapping[nn.Module, bool]) -> None:
+    """Report the modules that the replays do not call.
+
+    Args:
+        graphed: For each graphed module, whether its own hooks still run around its replays.
+    """
     silent = dict.fromkeys(
         inner
         for module, called in graphed.items()
@@ -150,15 +159,15 @@ def _say(graphed: Mapping[nn.Module, bool]) -> None:
     if silent:
         _notices.warn(
             "graphed",
-            "%d watched modules give nothing: %s is replayed as a CUDA graph, which calls no hooks inside it. "
-            "Take its tensors with capd_client.static_tap",
+            "%d watched modules are not captured: %s is replayed as a CUDA graph, which calls no hooks inside it. "
+            "Capture its tensors with capd_client.static_tap",
             len(silent),
             ", ".join(dict.fromkeys(type(module).__name__ for module in graphed)),
         )
 
 
 def _replays_training(module: nn.Module) -> bool:
-    """Whether the forward of this module is one that replays a graph, and does so in training mode."""
+    """Return whether the forward of this module replays a graph in training mode."""
     forward: Any = vars(module).get("forward")
     if not _is_of_home(forward):
         return False

@@ -1,8 +1,8 @@
-"""Says so when a watch came too late: compiled graphs do not see hooks that were put on after they were compiled.
+"""The check for a late watch: a compiled graph does not call hooks that were put on after its compilation.
 
-Nothing tells at the time of the watch whether a graph exists already, and whether it is the one that will run. So the
-first optimizer steps are looked at: has the root's forward been seen, and in a captured iteration every module of a
-compiled region? One look decides, and then nobody looks any more.
+At the time of the watch, nothing shows whether a graph already exists, or whether it will run. So the check runs at the
+first optimizer steps. It asks whether the root's hook has run, and in a captured iteration the hooks of every module in
+a compiled region. The first answer ends the check.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from capd_client.steps.gate import Gate
 
 __all__ = ["LateWatch"]
 
-_STEPS_WITHOUT_FORWARD = 2  # the watch may lie between a forward and its step
+# The watch may come between a forward and its step.
+_STEPS_WITHOUT_FORWARD = 2
 
 _TOO_LATE = (
-    "if they ran, then in graphs compiled before the watch, which do not see it. Call watch() before the first "
+    "if they ran, they ran in graphs that were compiled before the watch. Call watch() before the first "
     "compiled step, or torch.compiler.reset() after watch()"
 )
-_TOO_OLD = "inside compiled graphs this torch can capture nothing; use a newer one, or no torch.compile"
+_TOO_OLD = "this torch cannot capture inside compiled graphs. Use a newer torch, or do not use torch.compile"
 
 _notices = Notices()
 
 
 class LateWatch:
-    """Watches over one watch until it has seen a captured iteration, or warned."""
+    """A check of one watch. It ends after a captured iteration, or with a warning."""
 
     def __init__(self, model: nn.Module, root: RootHook, gate: Gate, clock: Clock, taps: list[Tap]) -> None:
         self._name = type(model).__name__
@@ -48,7 +49,7 @@ class LateWatch:
         clock.after_step.append(self._stepped)
 
     def cancel(self) -> None:
-        """Look no more."""
+        """Stop the check."""
         if self._stepped in self._clock.after_step:
             self._clock.after_step.remove(self._stepped)
 
@@ -71,9 +72,8 @@ class LateWatch:
         if due:
             self.cancel()
             heard = {id(tap.module()) for tap in due if tap.captured_at == iteration}
-            silent = [
-                tap for tap in due if id(tap.module()) not in heard
-            ]  # not every product of a module runs
+            # A module counts as heard if one of its products ran, because not every product runs in every call.
+            silent = [tap for tap in due if id(tap.module()) not in heard]
             all_in_one_graph = len(silent) == len(due) and _something_is_compiled()
             count = sum(all_in_one_graph or tap.module() in self._compiled for tap in silent)
             if count:
@@ -81,11 +81,12 @@ class LateWatch:
 
     def _warn(self, silent: int) -> None:
         self.cancel()
+        # An earlier warning has already reported that graphs were compiled without taps, and why.
         if refused():
-            return  # that graphs are compiled without taps, and why, was said when it happened
+            return
         _notices.warn(
             "late",
-            "%d of the %d watched modules of %s give nothing: %s",
+            "%d of the %d watched modules of %s are not captured: %s",
             silent,
             len(self._taps),
             self._name,
@@ -94,7 +95,7 @@ class LateWatch:
 
 
 def _compiled_modules(model: nn.Module) -> weakref.WeakSet[nn.Module]:
-    """The modules that lie in regions marked as compiled (`torch.compile(module)`, `module.compile()`)."""
+    """Return the modules in regions that are marked as compiled (`torch.compile(module)`, `module.compile()`)."""
     inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
     for module in model.modules():
         if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
@@ -103,6 +104,6 @@ def _compiled_modules(model: nn.Module) -> weakref.WeakSet[nn.Module]:
 
 
 def _something_is_compiled() -> bool:
-    """Whether this process has compiled anything, as far as the compiler tells."""
+    """Return whether this process has compiled anything, as far as the compiler knows."""
     compiler = sys.modules.get("torch._dynamo.convert_frame")
     return bool(getattr(getattr(compiler, "output_codes", None), "seen", False))

@@ -1,4 +1,4 @@
-"""`capd_client.plan(model)`: what `watch(model)` would capture, in the job or a notebook, without a daemon."""
+"""`capd_client.plan(model)`: shows what `watch(model)` would capture, in a job or a notebook, without a daemon."""
 
 from __future__ import annotations
 
@@ -30,17 +30,19 @@ __all__ = ["Plan", "plan"]
 
 
 class Plan:
-    """What a `watch` of the same arguments would capture. Prints as a table.
+    """A preview of a `watch` with the same arguments. It prints as a table.
 
-    Before a training step: modules, tensors and dtypes, the shapes of parameters, and how wide activations are. The
-    steps that run under it, three at most, give shapes, records and bytes. A context manager; at its end, by
-    `remove()`, or when nothing refers to the plan any more, every hook is taken off again; what was seen stays.
+    Before a training step, the plan shows modules, tensors and dtypes, the shapes of parameters, and the widths of
+    activations. At most three steps that run under the plan add shapes, records and bytes.
+
+    A plan is a context manager. Its hooks are removed at the end of the context, by `remove()`, or when nothing refers
+    to the plan. The results stay.
     """
 
     def __init__(self, sink: PlanSink, handle: WatchHandle) -> None:
         self._sink = sink
         self._handle = handle
-        # Of `print(plan(model))` nothing stays on the model.
+        # After `print(plan(model))`, no hook must stay on the model.
         weakref.finalize(self, handle.remove).atexit = False
         self._expected = [row for tap in handle.taps for row in _expected(tap, sink)]
 
@@ -56,15 +58,16 @@ class Plan:
         self.remove()
 
     def remove(self) -> None:
-        """Take every hook off again. May be called twice."""
+        """Remove every hook. May be called twice."""
         self._sink.stop_clock()
         self._sink.enabled = False
         self._handle.remove()
 
     def as_dict(self) -> dict[str, Any]:
-        """As `capd plan --json` (docs/json.md), of this process; `expected`: what is known before a step has run.
+        """Return the plan of this process in the form of `capd plan --json` (docs/json.md).
 
-        Measures the link, which takes some milliseconds, and on a GPU waits for it.
+        The entry `expected` has the tensors that are known before the first step. The call measures the link, which
+        takes some milliseconds, and waits for the GPU.
         """
         host, sink = socket.gethostname(), self._sink
         disk, problems = None, []
@@ -92,13 +95,13 @@ def plan(
     select: Optional[Select] = None,
     slices: Union[str, Mapping[str, str], None] = None,
 ) -> Plan:
-    """Say what `watch` with these arguments would capture; nothing is captured, and no daemon is needed.
+    """Return a preview of `watch` with these arguments. It captures nothing and needs no daemon.
 
         with capd_client.plan(model, steps="all") as plan:
             model(x).sum().backward()  # gives shapes and bytes
         print(plan)
 
-    Modules that are watched already are left out. Arguments and errors as for `watch`: nothing is raised without
+    Modules that are already watched are left out. Arguments and errors are as for `watch`: nothing is raised without
     CAPD_STRICT=1.
     """
     sink = PlanSink(load_config())
@@ -110,14 +113,14 @@ def plan(
 
 
 def _is_linear(parameter: Any, module: Any) -> TypeGuard[Tensor]:
-    """Whether the parameter is [out, in]; a sharded one may be flat, a quantised one packed."""
+    """Return whether the parameter's shape is [out, in]. A sharded parameter may be flat, a quantised one packed."""
     if not isinstance(module, nn.Linear) or not isinstance(parameter, Tensor):
         return False
     return parameter.ndim == 2 and parameter.is_floating_point()
 
 
 def _expected(tap: Any, sink: PlanSink) -> list[dict[str, Any]]:
-    """What one tap would capture, as far as its module tells."""
+    """Return the tensors that one tap would capture, as far as its module shows."""
     module, kind = tap.module(), tap.kind
     parameter = local_part(getattr(module, kind.parameter, None)) if kind.parameter else None
     widths = (

@@ -1,7 +1,7 @@
 """`watch(model)`: puts taps on the matrix products of a model.
 
-Nothing here raises into the job: what cannot be used is reported once through the logger, and the default is
-used instead (CAPD_STRICT=1 raises). With capture off, `watch` returns at once and touches nothing.
+Nothing here raises into the job without CAPD_STRICT=1. The logger reports an unusable argument once, and the default
+replaces it. With capture off, `watch` returns at once and touches nothing.
 """
 
 from __future__ import annotations
@@ -29,35 +29,38 @@ def watch(
     select: Optional[Select] = None,
     slices: Union[str, Mapping[str, str], None] = None,
 ) -> WatchHandle:
-    """Capture the operands of the matrix products of `model`: of a Linear X, W (once per step), Y and dY; of attention
-    query, key, value, the output and its gradient.
+    """Capture the tensors of the matrix products of `model`.
 
-    Call it on the model that the training loop calls, before or after wrapping, sharding or parallelising it. Only
-    training forwards are captured, recomputes never. Under CAPD_EMULATE the model computes in that number format from
-    now on, also once the handle is removed (`capd_client.emulate`).
+    For a Linear, these are X, W (once per step), Y and dY. For attention, they are query, key, value, the output and
+    its gradient. Only training forwards are captured, never recomputes.
+
+    Call `watch` on the model that the training loop calls. The model may be wrapped, sharded or parallelised before or
+    after the call. Under CAPD_EMULATE, the model computes in the emulated number format from now on. Removing the
+    handle does not change this (`capd_client.emulate`).
 
     Args:
-        model: its forwards begin the micro-batches. Or several: the chunks of a virtual pipeline, as Megatron's
-            `get_model` returns them.
-        name: put in front of the module names; tells several watched models apart.
-        steps: iterations to capture, as in "0-2,100-:100" or "all". Default: CAPD_STEPS, else [when] steps
-            in capd.toml, else "0".
-        tensors: any of "input", "weight", "query", "key", "value", "output", "grad_output" (the default), and with
-            "grad_" in front what the backward computes: "grad_input", "grad_weight", "grad_query", ...
-        select: which modules and tensors, in place of CAPD_SELECT and of the [[rule]]s in capd.toml: a glob, or globs,
-            over qualified module names without wrappers ("*.mlp.*"); a rule, or rules, as mappings with the fields of
-            [[rule]] (docs/configuration.md); or the path of a .toml file of [[rule]]s. What a rule does not say is as
-            the other arguments have it.
-        slices: the rows to record, as in "first:64", "stride:8" or "tokens:0-127" (capd_client.rules.slices): one for
-            all but the weight and its gradient, or by tensor name, as in {"input": "first:64", "weight":
-            "stride:8"}. Default: CAPD_SLICE, else slice in capd.toml, else whole tensors.
+        model: A model whose forwards begin the micro-batches. Or several models: the chunks of a virtual pipeline, as
+            Megatron's `get_model` returns them.
+        name: The prefix of the module names. It distinguishes several watched models.
+        steps: The iterations to capture, as in "0-2,100-:100" or "all". Default: CAPD_STEPS, else [when] steps in
+            capd.toml, else "0".
+        tensors: Any of "input", "weight", "query", "key", "value", "output", "grad_output" (the default). The prefix
+            "grad_" selects the gradients that the backward computes: "grad_input", "grad_weight", "grad_query", ...
+        select: The modules and tensors to capture. It replaces CAPD_SELECT and the [[rule]]s in capd.toml. It is a
+            glob, or several, over qualified module names without wrappers ("*.mlp.*"). Or it is a rule, or several, as
+            mappings with the fields of [[rule]] (docs/configuration.md). Or it is the path of a .toml file of
+            [[rule]]s. The other arguments fill fields that a rule leaves out.
+        slices: The rows to record, as in "first:64", "stride:8" or "tokens:0-127" (`capd_client.rules.slices`). One
+            slice applies to all tensors but the weight and its gradient. A mapping has a slice per tensor name, as in
+            {"input": "first:64", "weight": "stride:8"}. Default: CAPD_SLICE, else slice in capd.toml, else whole
+            tensors.
 
     Returns:
-        A handle with `remove()`. Inert when capture is off, and where nothing could be attached.
+        A handle with `remove()`. It is inert if capture is off or if nothing could be attached.
 
     Raises:
-        ConfigError: only with CAPD_STRICT=1, for an unknown tensor name, an unreadable range or slice, or a
-            selection that matches nothing. Otherwise these are one warning each.
+        ConfigError: Only with CAPD_STRICT=1: an unknown tensor name, an unreadable range or slice, or a selection that
+            matches nothing. Otherwise each of these is one warning.
     """
     give_way()
     sink = session()

@@ -1,8 +1,8 @@
 """The taps of one watched model, which `capd ctl select` narrows and widens while the job runs.
 
-Every product of the model gets its hooks once, also those that `watch(select=...)` leaves out. The compiler guards
+Every product of the model gets its hooks once, also a product that `watch(select=...)` leaves out. The compiler guards
 hooks that exist, not hooks that are missing. A graph compiled for an unwatched block would be reused for an identical
-watched block, and nothing would be captured there. Steering only says what each tap captures.
+watched block, and nothing would be captured there. Steering only changes which tensors each tap captures.
 """
 
 from __future__ import annotations
@@ -37,22 +37,27 @@ _tapped: weakref.WeakKeyDictionary[nn.Module, dict[_Product, Tap]] = weakref.Wea
 
 
 def is_tapped(site: Site) -> bool:
-    """Whether some watch captures this product."""
+    """Return whether a watch captures this product."""
     return _product(site) in _tapped.get(site.module, {})
 
 
 def is_heard(module: nn.Module, *, called: bool) -> bool:
-    """Whether all of its products are seen where it is `called`, or not, but its own forward does not run."""
+    """Return whether taps still see all products of a module whose own forward does not run.
+
+    Args:
+        module: A module of a replayed graph.
+        called: Whether the module's own hooks still run around the replay.
+    """
     return all(called and function is None for function, _ in _tapped.get(module, ()))
 
 
 def _product(site: Site) -> _Product:
-    """What tells the products of one module apart."""
+    """Return the part of a site that distinguishes the products of one module."""
     return site.function, site.suffix
 
 
 def target_of(site: Site, place: Place) -> Target:
-    """The product as rules see it."""
+    """Return the product as rules see it."""
     kind, owner = site.kind, place.module.removesuffix(site.suffix)
     instead_of = tuple(owner + suffix for suffix in site.instead_of)
     default = frozenset(kind.default_tensors)
@@ -63,30 +68,39 @@ class _Tapped(NamedTuple):
     tap: Tap
     product: _Product
     target: Target
-    wanted: Mapping[str, Wanted]  # by tensor name: what the job's own rules want
+    # The wishes of the job's own rules, by tensor name.
+    wanted: Mapping[str, Wanted]
 
 
 class Watched:
-    """One `watch`: its products as `rules` want them.
-
-    default: stands for every rule that `capd ctl` lets capture what the job's own leave out.
-    """
+    """One `watch`, and the taps of its products."""
 
     def __init__(self, sink: Sink, rules: Sequence[Rule], default: Rule) -> None:
+        """Tap nothing yet.
+
+        Args:
+            sink: Receives the captures.
+            rules: The job's own rules.
+            default: The rule for products that the job's own rules leave out and `capd ctl` selects.
+        """
         self._sink = sink
         self._rules = (*rules, default)
         quota = quota_of(sink.config, sink.context)
         self.gate = Gate(sink.context, [rule.when for rule in rules], quota)
         self._own: list[_Tapped] = []
-        self._left: list[_Tapped] = []  # those that the job's own rules left out
-        self._undo: list[Callable[[], None]] = []  # takes away what was put on modules and functions
-        self._last: list[RemovableHandle] = []  # hooks that are to run last before a forward
-        self._settled = False  # whether a forward has begun
+        # The products that the job's own rules left out.
+        self._left: list[_Tapped] = []
+        # Removes the hooks from modules and functions.
+        self._undo: list[Callable[[], None]] = []
+        # The hooks that must run last before a forward.
+        self._last: list[RemovableHandle] = []
+        # Whether a forward has begun.
+        self._settled = False
         emulation_label.follow(self._emulation_changed)
 
     @property
     def taps(self) -> list[Tap]:
-        """Those of the products that the job selected."""
+        """Return the taps of the products that the job selected."""
         return [own.tap for own in self._own]
 
     def attach(self, site: Site, place: Place, wanted: Mapping[str, Wanted]) -> None:
@@ -94,14 +108,15 @@ class Watched:
         _claim(self._tap(site, place, wanted, self._own))
 
     def leave_out(self, site: Site, place: Place) -> None:
-        """Put hooks where the job selected nothing; they trace nothing into graphs."""
+        """Put hooks on a product that the job did not select. They trace nothing into graphs."""
         self._tap(site, place, {}, self._left)
 
     def settle(self) -> None:
-        """A forward begins: hooks that were put on the modules since may change the operands, so taps go after them.
+        """Move the taps after all other hooks of their modules. It runs when a forward has begun.
 
-        Tensor parallelism, and parameters that are gathered for each forward, work by hooks on the modules. Such a
-        hook may be put on again during training. A read of the parameter before its gather would start the gather.
+        Other hooks may be newer and may change the operands. Tensor parallelism uses hooks on the modules, and so do
+        parameters that are gathered for each forward. They may add a hook again during training. A tap that read the
+        parameter before its gather would start the gather.
         """
         gate = self.gate
         if self._settled and (gate.closed_at == gate.context.iteration or not gate.admits()):
@@ -113,7 +128,11 @@ class Watched:
                 hooks.move_to_end(handle.id)
 
     def steer(self, steer: Steer) -> int:
-        """Capture as told from now on, the thread that trains calling; returns how many products that are."""
+        """Capture as `capd ctl` orders from now on. Only the training thread may call it.
+
+        Returns:
+            The number of products that are captured.
+        """
         selection = steer.selection or Selection()
         whens = [rule.when.steered(selection) for rule in self._rules]
         if selection.modules is None:
@@ -136,7 +155,10 @@ class Watched:
         return len(run_together(chosen)) if takes_part else 0
 
     def _steered(self, tapped: _Tapped, tensors: Optional[Iterable[str]]) -> Mapping[str, Wanted]:
-        """What is captured of a product as told; a tensor that no rule names as all the rules of its product say."""
+        """Return what a product captures with these tensors; None: the tensors of its own rules.
+
+        A tensor that no rule names is captured as all rules of its product say.
+        """
         default, kind = len(self._rules) - 1, tapped.tap.kind
         if tensors is None:
             if tapped.wanted:
@@ -151,19 +173,22 @@ class Watched:
         }
 
     def steps_of(self, key: Key) -> Optional[tuple[str, str]]:
-        """The steps in which the job itself has this watch keep most of what has this key; None: it does not.
+        """Return the steps in which the job's own rules keep this key.
 
-        After them the steps of rules that want its statistics alone, where others want more; else "".
+        Returns:
+            Two texts, or None if the rules do not keep the key. First: the steps of rules that keep most of the tensor.
+            Second: the steps of other rules, which want only its statistics; else "".
         """
         for own in self._own:
-            wanted = own.wanted.get(key.tensor_name.partition(".")[0])  # "weight.absmax": of a quantised one
+            # A quantised weight has further tensors, as in "weight.absmax".
+            wanted = own.wanted.get(key.tensor_name.partition(".")[0])
             if own.target.module == key.module and own.tap.kind.component == key.component and wanted:
                 kept = wanted.keeping or wanted.mask
                 return self.gate.steps_of(kept), self.gate.steps_of(wanted.mask & ~kept)
         return None
 
     def remove(self) -> None:
-        """Take every hook off again."""
+        """Remove every hook."""
         for undo in self._undo:
             undo()
         for tapped in (*self._own, *self._left):
@@ -179,7 +204,8 @@ class Watched:
         module = site.module
         tap = Tap(site, place, wanted, self._sink, self.gate)
         tapped = _Tapped(tap, _product(site), target_of(site, place), wanted)
-        taps.append(tapped)  # first: what fails half-way is removed with the rest
+        # It comes before the hooks, so `remove` also cleans up after a failure half-way.
+        taps.append(tapped)
         if site.function is None:
             before = module.register_forward_pre_hook(PreHook(tap, site), with_kwargs=True)
             self._undo.append(before.remove)
@@ -196,7 +222,7 @@ class Watched:
 
 
 def _claim(tapped: _Tapped) -> bool:
-    """Whether a tap may capture its product: no other watch does."""
+    """Claim a product for a tap. Return False if another watch captures it."""
     module = tapped.tap.module()
     if module is None:
         return False

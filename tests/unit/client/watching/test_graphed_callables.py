@@ -24,7 +24,7 @@ from tests.kit.client import fake_graphs
 from tests.kit.client.sink import MemorySink
 from tests.kit.paths import TE_STAND_IN
 
-LOST = "watched modules give nothing"
+LOST = "watched modules are not captured"
 
 
 class Net(nn.Module):
