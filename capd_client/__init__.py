@@ -1,11 +1,11 @@
-"""Captures tensors out of a running training job: the public names, imported lazily.
+"""Captures tensors from a running training job: the public names, imported lazily.
 
     import capd_client
     capd_client.watch(model)
     capd_client.capture(t, tensor_name="query", layer_type="attention", layer=3)
 
-Importing this package, or its `protocol`, `key` and `select` modules, imports no torch; the names below
-load what they need at first use. Nothing here ever raises into the training process.
+Importing this package or `capd_client.protocol` imports no torch. The names below load their modules at first use.
+Nothing here ever raises into the training process, unless CAPD_STRICT=1 is set.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(home), name)
-    globals()[name] = value  # the next access does not come through here
+    # The next access finds the name without this function.
+    globals()[name] = value
     return value
 
 

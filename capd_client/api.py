@@ -1,4 +1,4 @@
-"""The calls that a training script makes, under one name."""
+"""The public calls of a training script, in one module."""
 
 from __future__ import annotations
 
