@@ -60,9 +60,9 @@ def capture(
         tensor_name: The name of the tensor, as in "query". All names together are the key of a series of records
             (`capd_client.protocol.key.Key`).
         layer_type: The type of the layer, as in "attention".
-        component: The part of the layer.
+        component: The part of the layer, as in "FA".
         operation: "forward" or "backward".
-        phase: "pre" or "post".
+        phase: "pre" for an operand of a product, "post" for its result.
         layer: The number of the layer, 0-based.
         module: The qualified name of the module.
         stack: The name of the stack of layers, as in "encoder".

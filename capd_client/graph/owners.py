@@ -91,7 +91,7 @@ def trace_end(*tensors: Optional[Tensor]) -> None:
 
 
 def trace_unseen(role: str, message: str) -> None:
-    """Report once that a wanted product runs inside graphs unseen. Without a tap for it, report nothing.
+    """Report once that a product runs inside graphs unseen. If its owner is known and has no tap, report nothing.
 
     Args:
         role: The role of the product's taps.

@@ -54,7 +54,7 @@ class Site(NamedTuple):
         suffix: The text after the module's name in keys, if a module has several products.
         instead_of: The suffixes of the module's other products, if a call runs either this product or these.
         role: The name under which the owner keeps the tap, if it has several taps on one function.
-        parameter: The attribute that holds the parameter, or a tensor that contains it. Default: the kind's name.
+        parameter: The attribute that holds the parameter, or a tensor that contains it. Default: `kind.parameter`.
         attributes: Constants of the tensors (layout, coordinates), as hashable JSON values.
         of_tensor: Constants of single tensors, by tensor name.
         describe: Returns the metadata of a call's records from its args and kwargs.
