@@ -1,1 +1,1 @@
-"""Every capture from offer to acknowledgement, counted exactly."""
+"""The in-flight queue: every capture from its offer to its acknowledgement, counted exactly."""

@@ -1,7 +1,7 @@
 """The accounts of one rank's captures: the lock, the counters and the ledger of drops, exact whenever the lock is free.
 
-The lock is re-entrant, so that a signal handler cannot deadlock the thread that it interrupted. What the handler
-captures while that thread is `inside` is a drop: slots and counters are half changed under it.
+The lock is re-entrant, so that a signal handler cannot deadlock the thread that it interrupted. If that thread is
+`inside`, slots and counters may be half changed. A capture of the handler is then dropped.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def _nobody(_: Define) -> None:
 
 
 class Accounts:
-    """Counts offers and drops, under `lock`. Any thread may call it.
+    """The counts of offers and drops, guarded by `lock`. Any thread may call the methods.
 
     Args:
-        counters: The words that are counted in.
-        lock: Of everything that is counted; None makes one.
+        counters: The words to count in.
+        lock: Guards everything that is counted. None makes a lock.
         interned: Called with every new definition.
     """
 
@@ -44,17 +44,22 @@ class Accounts:
         interned: Callable[[Define], None] = _nobody,
     ) -> None:
         self.lock = lock or threading.RLock()
-        # Whether this thread holds the lock already: then it runs a signal handler that interrupted it there.
-        self.inside: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]  # not in its stubs
+        # Whether this thread holds the lock already. If so, it runs a signal handler that interrupted it there.
+        # The stubs of RLock lack the method.
+        self.inside: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
         self.counters = counters
         self.ledger = Ledger()
         self.definitions = Definitions(interned)
-        # The reason under which every offer is dropped; None: captures are taken.
+        # The reason for which every offer is dropped. None: captures are taken.
         self.refusing: Optional[DropReason] = None
         emulation_label.follow(self._emulation_changed)
 
     def define(self, key: Key, dtype: torch.dtype, attributes: Optional[dict[str, Any]]) -> Definition:
-        """The definition of what is about to be offered. Raises ConfigError for what the protocol does not carry."""
+        """Return the definition of a tensor that is about to be offered.
+
+        Raises:
+            ConfigError: The protocol cannot carry the key or the attributes.
+        """
         found = self.definitions.find(key, dtype, attributes)
         if found is not None:
             return found
@@ -66,28 +71,32 @@ class Accounts:
             self.definitions.found.clear()
 
     def refuse(self, refused: Refused) -> None:
-        """Count an offer that is dropped before it was admitted."""
+        """Count an offer that is dropped before it is admitted."""
         with self.lock:
             reason = self.refusing or refused.reason
             self.count(refused.definition, reason, refused.nbytes, refused.iteration)
             self.counters.words[COUNTER_OFFERED] += 1
-            refused.counted = True  # beside the count: no signal handler runs between two plain statements
+            # Directly after the count, because no signal handler runs between two plain statements.
+            refused.counted = True
 
     def refuse_inside(self, reason: DropReason) -> None:
-        """Count the capture of a signal handler that runs `inside`, without its key: the ledger may be half changed."""
+        """Count the capture of a signal handler that runs `inside`.
+
+        The capture is counted without its key, because the ledger may be half changed.
+        """
         words = self.counters.words
         words[COUNTER_DROPS + REASON_INDEX[reason]] += 1
         words[COUNTER_OFFERED] += 1
 
     def snapshot(self) -> CounterValues:
-        """The counters; exact, because the lock is held."""
+        """Return the counters at one instant. They are exact, because the lock is held."""
         with self.lock:
             return self.counters.snapshot()
 
     def count(
         self, definition: Optional[Definition], reason: DropReason, nbytes: int, iteration: int
     ) -> None:
-        """Count a drop. With the lock held."""
+        """Count a drop. The caller holds the lock."""
         word = COUNTER_DROPS + REASON_INDEX[reason]
         if definition is not None:
             self.ledger.add(definition.id, reason, nbytes, iteration)
@@ -95,5 +104,5 @@ class Accounts:
 
 
 def reason_of(error: BaseException) -> DropReason:
-    """The reason of a capture that `error` broke off: an error of capd's own, or one of the job's signal handlers."""
+    """Return the drop reason of a capture that `error` ended: INTERRUPTED for a job's signal handler, else INTERNAL."""
     return DropReason.INTERRUPTED if is_interruption(error) else DropReason.INTERNAL

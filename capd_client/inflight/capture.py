@@ -1,7 +1,7 @@
-"""One capture in flight, its states, and the word for an offer that does not become one.
+"""The capture in flight, its states, and the refusal of an offer that does not become a capture.
 
-COPYING (its thread or device still writes the slot) → READY (may be sent) → gone (settled). ABORTED ones are settled
-already and only wait to be taken out of the queue.
+COPYING (its thread or device still writes the slot) → READY (may be sent) → gone (settled). An ABORTED capture is
+settled already and only waits for its removal from the queue.
 """
 
 from __future__ import annotations
@@ -22,11 +22,18 @@ COPYING, READY, ABORTED = 0, 1, 2
 
 
 class Capture(msgspec.Struct, eq=False):
-    """An admitted offer. `descriptor` is sent to the daemon, `budgeted` counts its bytes of the step's budget.
+    """An admitted offer.
 
-    thread: the one whose call is not over yet; 0 once the capture waits for nothing but its device.
-    cell: its place in the journal, as words; None where it has none.
-    kept: "payload" for the tensor's bytes, "row" for its statistics alone, "parts" for bytes that travel in parts.
+    Args:
+        descriptor: The message that the daemon gets.
+        definition: The key, dtype and attributes of the tensor.
+        slot: The place of the bytes in the arena.
+        state: COPYING, READY or ABORTED.
+        sent: Whether the descriptor was sent on some connection.
+        budgeted: The bytes that the capture takes of its step's budget.
+        thread: The thread whose call is not over yet; 0 if the capture only waits for its device.
+        cell: The capture's cell in the journal, as words; None if it has no cell.
+        kept: "payload" for the tensor's bytes, "row" for its statistics alone, "parts" for bytes that travel in parts.
     """
 
     descriptor: Descriptor
@@ -42,12 +49,19 @@ class Capture(msgspec.Struct, eq=False):
 
 @dataclass(eq=False)
 class Refused:
-    """An offer that is dropped, and why. The log line of the drop is written from this.
+    """An offer that is dropped, with the facts for the log line of the drop.
 
-    No Struct, whose metaclass makes `isinstance` several times as slow: every capture is asked.
+    Not a Struct: every capture passes through `isinstance`, which is several times as slow with a Struct's metaclass.
 
-    nbytes, iteration: of the tensor. capacity: bytes of the place that had no room. problem, name: of a tensor that
-    cannot be captured as it is. counted: whether the accounts have it.
+    Args:
+        reason: The reason of the drop.
+        definition: The definition of the tensor, if it has one.
+        nbytes: The bytes of the tensor.
+        iteration: The iteration of the tensor.
+        capacity: The bytes of the place that had no room.
+        problem: The reason why the tensor cannot be captured as it is, in words.
+        name: The name of such a tensor.
+        counted: Whether the accounts have counted the drop.
     """
 
     reason: DropReason

@@ -1,8 +1,8 @@
-"""Exact accounting of one rank: the counter words, and the ledger of drops by key and reason.
+"""The counters of one rank: the counter words, and the ledger of drops by key and reason.
 
-The words live in the arena's counter page, where the daemon reads them after the rank is dead; before there is
-an arena, and after it is gone, they are a plain list. Every method is called under the session's lock, which is
-what makes `offered = committed + dropped + in flight` hold whenever the lock is free.
+The words are in the arena's counter page, where the daemon can read them after the rank has died. Before the arena
+exists, and after it is gone, they are a plain list. The caller of every method holds the session's lock. So
+`offered = committed + dropped + in flight` is true whenever the lock is free.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CounterValues:
 
 
 class Counters:
-    """The words of the counter page. `words` may be written directly on the capture path."""
+    """The words of the counter page. The capture path writes `words` directly."""
 
     __slots__ = ("words",)
 
@@ -47,22 +47,22 @@ class Counters:
         self.words: Union[list[int], memoryview] = [0] * _WORDS
 
     def attach(self, page: memoryview) -> None:
-        """Move into the counter page, a writable view of u64 words; the magic is written last."""
+        """Move into the counter page, a writable view of u64 words. The magic is written last."""
         for index in range(1, _WORDS):
             page[index] = self.words[index]
         page[0] = COUNTER_MAGIC
         self.words = page
 
     def detach(self) -> None:
-        """Move back into plain memory: the arena is about to be unmapped."""
+        """Move back into plain memory, before the arena is unmapped."""
         self.words = [int(word) for word in self.words[:_WORDS]]
 
     def reset(self) -> None:
-        """Start from zero in plain memory without touching the page (a forked child cannot)."""
+        """Start from zero in plain memory. The page is not touched, because a forked child cannot access it."""
         self.words = [0] * _WORDS
 
     def snapshot(self) -> CounterValues:
-        """All counters; `dropped` holds the reasons that occurred."""
+        """Return all counters. `dropped` holds only the reasons that occurred."""
         words = self.words
         dropped = {
             reason.value: int(words[COUNTER_DROPS + index])
@@ -78,13 +78,14 @@ class Counters:
 
 
 class Ledger:
-    """Cumulative drops per (key id, reason), and which rows the daemon has not been told yet."""
+    """The cumulative drops per (key id, reason), and the rows that the daemon does not have yet."""
 
     __slots__ = ("_changed", "_rows")
 
     def __init__(self) -> None:
         self._rows: dict[tuple[int, int], DropRow] = {}
-        self._changed: dict[tuple[int, int], None] = {}  # an ordered set
+        # Used as an ordered set.
+        self._changed: dict[tuple[int, int], None] = {}
 
     def add(self, key_id: int, reason: DropReason, nbytes: int, iteration: int) -> None:
         """Count one drop of a key."""
@@ -95,7 +96,8 @@ class Ledger:
         else:
             row.count += 1
             row.nbytes += nbytes
-            if iteration > row.last_iteration:  # min and max would cost as much as the rest
+            # `min` and `max` would cost as much as the rest of the method.
+            if iteration > row.last_iteration:
                 row.last_iteration = iteration
             elif iteration < row.first_iteration:
                 row.first_iteration = iteration
@@ -103,11 +105,11 @@ class Ledger:
 
     @property
     def changed(self) -> bool:
-        """Whether there is something to tell."""
+        """Whether the daemon lacks some rows."""
         return bool(self._changed)
 
     def take(self, limit: int) -> list[DropRow]:
-        """Up to `limit` changed rows, copied, now regarded as told."""
+        """Return copies of up to `limit` changed rows, and regard them as reported."""
         rows: list[DropRow] = []
         while self._changed and len(rows) < limit:
             row = self._rows[self._changed.popitem()[0]]
@@ -119,9 +121,9 @@ class Ledger:
         return rows
 
     def forget_told(self) -> None:
-        """Regard every row as changed: a new connection's peer may know none of them."""
+        """Regard every row as changed, because the peer of a new connection may know none of them."""
         self._changed = dict.fromkeys(self._rows)
 
     def row(self, key_id: int, reason: DropReason) -> Optional[DropRow]:
-        """One row, for tests and tools."""
+        """Return one row, for tests and tools."""
         return self._rows.get((key_id, REASON_INDEX[reason]))

@@ -1,7 +1,8 @@
-"""Interns what is constant about captures: key, dtype and attributes become one small number on the wire.
+"""The definitions of captures: key, dtype and attributes are constant and become one small number on the wire.
 
-A number is given once per process and means the same on every connection; the transport sends the DEF that
-explains it before its first use on each. Whatever a peer would refuse is refused here, with a reason.
+A number is assigned once per process and means the same on every connection. The transport sends the DEF that
+explains it before its first use on each connection. A definition that a peer would refuse is refused here, with a
+reason.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from capd_client.tensors import emulation_label
 __all__ = ["Definition", "Definitions", "dtype_name", "short_name"]
 
 MAX_ATTRIBUTES_NBYTES = 64 << 10
-_MAX_REMEMBERED = 1 << 16  # key objects whose definition is found by identity
+# Key objects whose definition is found by identity.
+_MAX_REMEMBERED = 1 << 16
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name on the wire: what torch prints, without its prefix."""
+    """Return the dtype's name on the wire: torch's name without the prefix."""
     return str(dtype).removeprefix("torch.")
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """The default quant_type of a tensor: bf16, fp16, fp32, fp64, fp8, fp4, otherwise torch's name."""
+    """Return the default quant_type of a tensor: bf16, fp16, fp32, fp64, fp8, fp4, otherwise torch's name."""
     name = dtype_name(dtype)
     for family in ("float8", "float4"):
         if name.startswith(family):
@@ -50,19 +52,21 @@ class Definition:
         self.define = define
         self.id = define.id
         self.item_nbytes = ITEM_NBYTES.get(define.dtype, 0)
-        self.key = key  # the caller's object: kept, so that its identity stays its own
+        # The caller's object is kept alive, so that no other object can get its id.
+        self.key = key
         self.attributes = attributes
 
 
 class Definitions:
-    """All definitions of a session. Called under the session's lock, except `find`.
+    """All definitions of a session. The caller holds the session's lock, except for `find`.
 
-    interned: called with every new definition.
+    Args:
+        interned: Called with every new definition.
     """
 
     def __init__(self, interned: Callable[[Define], None] = lambda _: None) -> None:
         self._interned = interned
-        # By (id of the key object, dtype, id of the attributes), or their items in its place.
+        # By (id of the key object, dtype, id of the attributes); or with the attributes' items instead of their id.
         self.found: dict[Any, Definition] = {}
         self._by_content: dict[tuple[Key, str, bytes], Definition] = {}
         self._all: list[Definition] = []
@@ -76,22 +80,27 @@ class Definitions:
     def find(
         self, key: Key, dtype: torch.dtype, attributes: Optional[dict[str, Any]]
     ) -> Optional[Definition]:
-        """The definition last made for this very key object, or None."""
+        """Return the definition last made for this very key object, or None."""
         found = self.found.get((id(key), dtype, id(attributes)))
         if found is not None or attributes is None:
             return found
         try:
             found = self.found.get((id(key), dtype, tuple(attributes.items())))
-        except TypeError:  # an unhashable value
+        except TypeError:
+            # An attribute has an unhashable value.
             return None
-        if found is not None and found.attributes is attributes:  # the same object again, held since
+        # The same object came again. The definition holds it, so its id is unique.
+        if found is not None and found.attributes is attributes:
             self.found[id(key), dtype, id(attributes)] = found
         return found
 
     def make(self, key: Key, dtype: torch.dtype, attributes: Optional[dict[str, Any]]) -> Definition:
-        """Find by content or intern. Raises ConfigError for what the protocol does not carry.
+        """Find a definition by its content, or intern a new one.
 
-        Attributes that do not say which emulation is active get the one that is.
+        Attributes that do not name an emulation get the one that is active.
+
+        Raises:
+            ConfigError: The protocol cannot carry the key or the attributes, or the process has too many keys.
         """
         try:
             packed = msgspec.msgpack.encode(
@@ -120,12 +129,14 @@ class Definitions:
             )
         attributes = msgspec.msgpack.decode(packed)
         try:
-            json.dumps(attributes, allow_nan=False)  # the store keeps them as JSON
+            # The store keeps attributes as JSON.
+            json.dumps(attributes, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"attributes hold something that JSON does not: {error}") from None
         define = Define(id=len(self._all), key=key, dtype=dtype, attributes=attributes)
         try:
-            decode_client(encode(define))  # exactly what the daemon will check
+            # The daemon does exactly this check.
+            decode_client(encode(define))
         except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"the key cannot be sent: {error}") from None
         definition = Definition(define, key, None)
@@ -136,7 +147,8 @@ class Definitions:
     def _remember(
         self, key: Key, dtype: torch.dtype, attributes: Optional[dict[str, Any]], definition: Definition
     ) -> None:
-        if len(self.found) >= _MAX_REMEMBERED:  # a caller that makes new key objects all the time
+        # A caller may make new key objects all the time.
+        if len(self.found) >= _MAX_REMEMBERED:
             self.found.clear()
         held = Definition(definition.define, key, attributes)
         at: Any = (id(key), dtype, id(None) if attributes is None else tuple(attributes.items()))

@@ -1,10 +1,10 @@
-"""The journal in a rank's arena: which slots are ready, so that their captures outlive the rank.
+"""The journal in a rank's arena: it lists the slots that are ready, so that their captures outlive the rank.
 
-A capture gets a cell when its bytes are in its slot, and loses it when it is settled. Whatever ends the process in
-between, the daemon has the arena mapped, reads the cells once the process is gone, and takes each as if it had been
-sent (`capd.server.rank.left_behind`). Writing one takes no lock and makes no system call.
+A capture gets a cell when its bytes are in its slot, and loses the cell when it is settled. The process may die in
+between. The daemon has the arena mapped and reads the cells after the process is gone. It takes each capture as if
+it had been sent (`capd.server.rank.left_behind`). Writing a cell takes no lock and makes no system call.
 
-A capture for which no cell is free is captured all the same: only its rank's death would cost it.
+A capture is also taken if no cell is free. It is lost only if its rank dies.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ __all__ = ["Journal"]
 
 _ROOM = CELL_NBYTES - WORD_NBYTES
 _LARGE_ROOM = LARGE_NBYTES - WORD_NBYTES
-_AT_ONCE = 64  # cells that are brought into use together
+# Cells that are brought into use together.
+_AT_ONCE = 64
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class _Cells:
-    """Cells of one size, as words. Those used last are used next, so that few pages are touched.
+    """The cells of one size, as words. The cell freed last is used next, so that few pages are touched.
 
-    write: puts a descriptor and, behind it, the commit word into a cell.
+    `write` puts a descriptor into a cell, and the commit word after it.
     """
 
     __slots__ = ("_at", "_count", "_used_word", "_words", "_words_per_cell", "free", "used", "write")
@@ -61,7 +62,7 @@ class _Cells:
         self.write = struct.Struct(f"={nbytes - WORD_NBYTES}sQ").pack_into
 
     def take(self, lock: Any) -> Optional[memoryview]:
-        """A free cell, None where there is none."""
+        """Return a free cell, or None if all cells are in use."""
         while True:
             try:
                 return self.free.pop()
@@ -78,13 +79,17 @@ class _Cells:
                 self.free += cells
 
     def restart(self) -> None:
-        """Begin with the first cell: the views of many would stay for the life of the job."""
+        """Begin with the first cell again. Otherwise the views of many cells would stay for the life of the job."""
         self.free.clear()
         self.used = self._words[self._used_word] = 0
 
 
 class Journal:
-    """The cells and definitions of one arena; of none until `attach`. lock: the queue's."""
+    """The cells and definitions of one arena. The journal has no arena before `attach`.
+
+    Args:
+        lock: The queue's lock.
+    """
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
@@ -98,7 +103,7 @@ class Journal:
         self._defined_nbytes = 0
 
     def attach(self, buffer: Any, layout: JournalLayout) -> None:
-        """Begin, in an arena that is zero from its counter page to its slots."""
+        """Begin in an arena whose bytes between the counter page and the slots are zero."""
         with self._lock:
             self._bytes = memoryview(buffer).cast("B")
             self._words = words = self._bytes[: len(self._bytes) // 8 * 8].cast("Q")
@@ -112,11 +117,11 @@ class Journal:
             self._open = True
 
     def close(self) -> None:
-        """Write nothing any more. What stands there stays, for the daemon."""
+        """Stop writing. The cells stay in the arena for the daemon."""
         self._open = False
 
     def restart(self) -> None:
-        """Forget all cells, which nothing is in. With the lock held."""
+        """Forget all cells. They must be empty, and the caller holds the lock."""
         for cells in (self._small, self._large):
             cells.restart()
 
@@ -133,7 +138,7 @@ class Journal:
             self._words[JOURNAL_DEFINED_NBYTES] = self._defined_nbytes = after
 
     def keep(self, capture: Capture) -> None:
-        """The bytes of a capture are in its slot, and it is about to be ready. No effect on one that was given up."""
+        """Write the cell of a capture whose bytes are in its slot. No effect on a capture that was given up."""
         if capture.state != COPYING or not self._open:
             return
         data = _encode(capture.descriptor)
@@ -142,13 +147,20 @@ class Journal:
         if cell is not None:
             capture.cell = cell
             cells.write(cell, 0, data, cell_word(len(data), capture.descriptor.sequence))
-            if capture.state != COPYING:  # given up by another thread, or a signal handler, meanwhile
+            # Another thread or a signal handler may have given the capture up in the meantime.
+            if capture.state != COPYING:
                 self.clear(capture)
 
     def keep_usual(self, capture: Capture, shape: tuple[int, ...], moment: Moment, flags: int) -> None:
-        """`keep` of a whole CPU tensor without metadata, in C order, whose row the daemon computes. flags: USUAL ones.
+        """Do the same as `keep`, for a whole CPU tensor in C order without metadata, whose row the daemon computes.
 
-        Word by word: the first capture after a pause finds cold caches, in which an encoder takes 8 µs.
+        The cell is written word by word. An encoder takes 8 µs with the cold caches of the first capture after a pause.
+
+        Args:
+            capture: The capture.
+            shape: The tensor's shape.
+            moment: The capture's moment.
+            flags: The USUAL bits of `capd_client.protocol.journal_layout`.
         """
         whole_step = moment.sample_idx is moment.batch_idx is moment.sequence_idx is None
         if not whole_step or moment.recompute or len(shape) > MAX_USUAL_NDIM:
@@ -157,7 +169,8 @@ class Journal:
         if capture.state != COPYING or not self._open:
             return
         try:
-            cell = self._free.pop()  # as `take` does, without its call
+            # The same as in `take`, without the call.
+            cell = self._free.pop()
         except IndexError:
             if (found := self._small.take(self._lock)) is None:
                 return
@@ -177,20 +190,26 @@ class Journal:
         for size in shape:
             cell[axis] = size
             axis += 1
-        cell[-1] = flags | len(shape)  # last
-        if capture.state != COPYING:  # as above
+        # The commit word comes last: a reader ignores a cell without it.
+        cell[-1] = flags | len(shape)
+        # As in `keep`.
+        if capture.state != COPYING:
             self.clear(capture)
 
     def clear(self, capture: Capture) -> None:
-        """The capture is settled: its slot may become another's. With the lock held, or by the capturing thread."""
+        """Free the cell of a settled capture, whose slot may then go to another capture.
+
+        The caller holds the lock, or is the capturing thread.
+        """
         cell = capture.cell
         if cell is None or not self._open:
             return
         cell[-1] = 0
-        capture.cell = None  # first: at worst, a signal handler's error costs a cell
+        # Before the cell is free again: an error of a signal handler then costs at most one cell.
+        capture.cell = None
         (self._small if len(cell) == CELL_NBYTES // WORD_NBYTES else self._large).free.append(cell)
 
     @property
     def lasting(self) -> list[tuple[int, int]]:
-        """Offsets and sizes of what stays while nothing is in flight: the counter page, and the definitions."""
+        """The offset and size of each area that stays while nothing is in flight: counter page and definitions."""
         return [(0, PAGE_NBYTES), (self._layout.definitions_at, self._defined_nbytes)]

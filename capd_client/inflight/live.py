@@ -1,4 +1,4 @@
-"""The offers in flight, and what the beginning and each end of one changes: its slot, its budget and the counters."""
+"""The offers in flight. Each beginning and end of an offer changes its slot, its budget and the counters here."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ from capd_client.protocol.messages import Descriptor
 
 __all__ = ["Live"]
 
-_DROPPED = -1  # the sequence of an offer that got none
-_CALM_SHARE = 8  # captures of less than this part of the arena can wait for the client thread's next tick
+# The sequence of an offer that was dropped without one.
+_DROPPED = -1
+# Captures that take less than one part in _CALM_SHARE of the arena can wait for the client thread's next tick.
+_CALM_SHARE = 8
 
 
 class Live:
-    """Offers by sequence, ascending. Every method is called with the lock of `accounts` held.
+    """The offers by sequence, ascending. The caller of every method holds the lock of `accounts`.
 
-    wake: called where an offer takes room that is running out. `calm_nbytes`: at least so much of the arena is free
-    until then.
+    `wake` is called when an offer leaves less than `calm_nbytes` of the arena free.
     """
 
     def __init__(
@@ -57,12 +58,13 @@ class Live:
         self._step_budget = step_budget
         self._outbox = outbox
         self._wake = wake
-        self._abandoned: list[Slot] = []  # a device may still write to them: nobody gets them again
+        # Slots that a device may still write to. No capture gets them again.
+        self._abandoned: list[Slot] = []
 
     def enter(self, capture: Capture, *, queued: bool = True) -> Capture:
-        """Count an offer as in flight, under a sequence and with a place in the outbox of its own.
+        """Count an offer as in flight. It gets a sequence and, if `queued`, a place in the outbox.
 
-        What is needed is computed first. No signal handler runs between the statements that then change it.
+        All values are computed first. No signal handler runs between the statements that change the state afterwards.
         """
         words, in_flight, descriptor = self._counters.words, len(self.offers) + 1, capture.descriptor
         descriptor.offset = capture.slot[0]
@@ -81,7 +83,7 @@ class Live:
     def refuse(
         self, definition: Definition, descriptor: Descriptor, reason: DropReason, nbytes: int
     ) -> Refused:
-        """Count an offer as a drop. nbytes: for which there was no room."""
+        """Count an offer as a drop. `nbytes` is the room that it asked for."""
         refused = Refused(
             reason, definition, nbytes, descriptor.moment.iteration, self._slots.capacity, counted=True
         )
@@ -91,15 +93,17 @@ class Live:
         return refused
 
     def give_back(self, capture: Capture, nbytes: int) -> None:
-        """The capture will not send `nbytes` of the bytes that its step's budget counts for it."""
+        """Return `nbytes` of a capture to the budget of its step, because they will not be sent."""
         capture.budgeted -= nbytes
         self._step_budget.give(capture.descriptor.moment.iteration, nbytes)
 
     def drop(self, capture: Capture, reason: DropReason) -> None:
         """Count a drop and free the slot."""
-        self._journal.clear(capture)  # before anybody else may get its slot
+        # Before another capture can get the slot.
+        self._journal.clear(capture)
         self._slots.give(capture.slot)
-        capture.slot = (capture.slot[0], 0, None)  # a device may copy to it still: its place stays
+        # The offset stays, because a device may still copy to it.
+        capture.slot = (capture.slot[0], 0, None)
         in_flight = len(self.offers) - 1
         self._count_drop(capture.definition, capture.descriptor, reason)
         del self.offers[capture.descriptor.sequence]
@@ -108,7 +112,7 @@ class Live:
         self._waiting.given()
 
     def commit(self, capture: Capture) -> None:
-        """Count a record and free the slot."""
+        """Count a committed record and free the slot."""
         words = self._counters.words
         self._journal.clear(capture)
         words[COUNTER_ACKED] += 1
@@ -118,14 +122,14 @@ class Live:
         self._waiting.give(capture.slot)
 
     def abandon_slot(self, capture: Capture) -> None:
-        """Nobody gets the slot again; its place stays, as a copy to it may still be due."""
+        """Take the slot out of use. The capture keeps the offset, because a copy to it may still be due."""
         self._abandoned.append(capture.slot)
         capture.slot = (capture.slot[0], 0, None)
 
     def recover(self, parts: Iterable[Capture]) -> None:
-        """Make slots and counters right again, from what is in flight: an error may have come between two changes.
+        """Repair slots and counters from the captures in flight, because an error may have come between two changes.
 
-        parts: own slots, too.
+        `parts` are the captures that have slots and are not offers.
         """
         owned = [capture.slot for capture in (*self.offers.values(), *parts)]
         self._slots.keep([*self._abandoned, *owned])
@@ -136,6 +140,6 @@ class Live:
         self._waiting.given()
 
     def _count_drop(self, definition: Definition, descriptor: Descriptor, reason: DropReason) -> None:
-        """A drop has its tensor's bytes, also where only statistics would have travelled."""
+        """Count a drop with the bytes of the tensor, also if only statistics would have been sent."""
         nbytes = math.prod(descriptor.shape) * definition.item_nbytes
         self._accounts.count(definition, reason, nbytes, descriptor.moment.iteration)

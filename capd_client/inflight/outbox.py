@@ -1,4 +1,4 @@
-"""The captures and parts that are to be sent, in their order."""
+"""The outbox: the captures and parts that wait to be sent, in their order."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ __all__ = ["Outbox"]
 
 
 class Outbox:
-    """Two lines: `unsent` by sequence, and before it `resend`, sent on an earlier connection and not settled.
+    """Two lines of captures. The resend line goes first.
 
-    Called with the queue's lock held, but for `__len__`.
+    The resend line holds captures that were sent on an earlier connection and are not settled. `unsent` holds all
+    others, by sequence. The caller holds the queue's lock, except for `__len__`.
     """
 
     def __init__(self) -> None:
@@ -24,7 +25,7 @@ class Outbox:
         return len(self.unsent) + len(self._resend)
 
     def next_batch(self, limit: int) -> list[Capture]:
-        """Up to `limit` captures to send now, oldest first; one that is still being copied holds up the rest."""
+        """Return up to `limit` captures to send now, oldest first. One that is still being copied stops the batch."""
         batch: list[Capture] = []
         while self._resend and len(batch) < limit:
             capture = self._resend.popleft()
@@ -39,16 +40,16 @@ class Outbox:
         return batch
 
     def send_again(self, captures: Iterable[Capture]) -> None:
-        """Everything that was sent and is not settled is due again."""
+        """Put every sent and unsettled capture into the resend line."""
         sent = [capture for capture in captures if capture.sent]
         self._resend = deque(sorted(sent, key=lambda capture: capture.descriptor.sequence))
 
     def all_sent(self, upto: int) -> bool:
-        """Whether nothing up to a sequence is here."""
+        """Return whether no capture up to the sequence `upto` waits."""
         waiting = [line[0].descriptor.sequence for line in (self._resend, self.unsent) if line]
         return min(waiting, default=upto + 1) > upto
 
     def clear(self) -> None:
-        """Nothing is sent any more."""
+        """Empty both lines."""
         self.unsent.clear()
         self._resend.clear()

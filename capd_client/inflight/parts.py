@@ -1,8 +1,9 @@
-"""The parts of tensors larger than the arena, which travel one after the other (policy block).
+"""The parts of tensors larger than the arena, which are sent one after the other (policy block).
 
-The record is offered, in flight and committed or dropped once, like any capture, but never sent itself. Its parts
-have slots and sequences of their own. An ACK of a part frees its slot, that of the last one commits the record, and
-a NACK of any of them drops it. A part without bytes takes a record back of which the daemon holds parts.
+A record is offered, in flight, and committed or dropped once, like any capture. It is never sent itself. Its parts
+have their own slots and sequences. An ACK of a part frees the slot of that part. The ACK of the last part commits the
+record. A NACK of any part drops the record. A part without bytes makes the daemon discard the earlier parts of its
+record.
 """
 
 from __future__ import annotations
@@ -28,16 +29,20 @@ _MAX_PART_NBYTES = 64 << 20
 
 
 def part_nbytes(arena_nbytes: int) -> int:
-    """The most that one part takes of slots of `arena_nbytes`: a quarter, so that the next one is copied while the
-    daemon works on those before; at most 64 MiB, whole granules."""
+    """Return the largest size of a part, for slots of `arena_nbytes`: a quarter, at most 64 MiB, in whole granules.
+
+    With a quarter, the next part is copied while the daemon works on the earlier ones.
+    """
     return max(GRANULE_NBYTES, min(_MAX_PART_NBYTES, arena_nbytes // 4 // GRANULE_NBYTES * GRANULE_NBYTES))
 
 
 class Record(Capture):
-    """A capture that goes in parts. It has no slot; it is COPYING until its last part is cut.
+    """A capture that is sent in parts. It has no slot, and it is COPYING until its last part is cut.
 
-    patience_s: the rest of the time that it may wait. cut_nbytes: bytes in parts so far. dropped: why it was given up
-    or refused.
+    Args:
+        patience_s: The rest of the time that it may wait for room.
+        cut_nbytes: The bytes in parts until now.
+        dropped: The reason why it was given up or refused.
     """
 
     patience_s: float = 0.0
@@ -46,13 +51,13 @@ class Record(Capture):
 
 
 class PartCapture(Capture, kw_only=True):
-    """One part on its way. It outlives a dropped record for as long as somebody may write or read its slot."""
+    """One part in flight. It outlives a dropped record while somebody may write or read its slot."""
 
     record: Record
 
 
 class Parts:
-    """The parts that own slots, by sequence, ascending. Every method is called with the queue's lock held."""
+    """The parts that have slots, by sequence, ascending. The caller of every method holds the queue's lock."""
 
     def __init__(
         self, slots: SlotAllocator, journal: Journal, waiting: Waiting, live: Live, outbox: Outbox
@@ -65,7 +70,7 @@ class Parts:
         self._waiting = waiting
 
     def add(self, record: Record, nbytes: int, slot: Slot) -> PartCapture:
-        """The record's next part, in its place in the outbox."""
+        """Make the next part of a record and put it into the outbox."""
         whole = record.descriptor
         sequence = self._records.last_sequence = self._records.last_sequence + 1
         part = Part(whole.sequence, record.cut_nbytes, whole.nbytes)
@@ -79,18 +84,18 @@ class Parts:
         return piece
 
     def unsent(self, record: Record) -> list[PartCapture]:
-        """Those of a record that are not sent yet."""
+        """Return the parts of a record that are not sent yet."""
         return [piece for piece in self.live.values() if piece.record is record and not piece.sent]
 
     def give_up(self, record: Record, reason: DropReason) -> None:
-        """Drop a record of our own accord: the daemon, which may hold parts of it, is told to let them go."""
+        """Drop a record from this side. The daemon may hold parts of it, so it is asked to discard them."""
         if record.state != ABORTED:
             self.drop(record, reason)
             if record.cut_nbytes:
                 self.add(record, 0, EMPTY).state = READY
 
     def drop(self, record: Record, reason: DropReason) -> None:
-        """Count the drop of a record, once; parts that nobody writes or reads give their slots back."""
+        """Count the drop of a record, once, and free the slots of parts that nobody writes or reads."""
         if record.state == ABORTED:
             return
         record.dropped = reason
@@ -103,7 +108,7 @@ class Parts:
                 self.let_go(piece)
 
     def acknowledged(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Free the slots of acknowledged parts; the last one commits its record."""
+        """Free the slots of acknowledged parts. The last part commits its record."""
         for piece in list(self.live.values()):
             sequence = piece.descriptor.sequence
             if piece.sent and any(first <= sequence <= last for first, last in ranges):
@@ -119,20 +124,22 @@ class Parts:
             self.drop(piece.record, reason)
 
     def let_go(self, piece: PartCapture) -> None:
-        """Nobody writes or reads the slot of a part any more."""
+        """Free the slot of a part that nobody writes or reads any more."""
         if self.live.pop(piece.descriptor.sequence, None) is not None:
             self._journal.clear(piece)
-            slot, piece.slot = piece.slot, (piece.slot[0], 0, None)  # a device may copy to it still
+            # The offset stays, because a device may still copy to it.
+            slot, piece.slot = piece.slot, (piece.slot[0], 0, None)
             piece.state = ABORTED
             self._slots.give(slot)
             self._waiting.given()
 
     def close(self) -> bool:
-        """Let all go. Returns whether one of them may still be written."""
+        """Free all parts. Return whether one of their slots may still be written."""
         pieces = list(self.live.values())
         for piece in pieces:
             if piece.state == READY:
-                piece.cell = None  # it stays in the journal, for the daemon
+                # The journal keeps the cell for the daemon.
+                piece.cell = None
         copying = any(piece.state == COPYING for piece in pieces)
         for piece in pieces:
             self.let_go(piece)

@@ -20,17 +20,17 @@ _FULL = frozenset({DropReason.ARENA_FULL, DropReason.STEP_BUDGET})
 
 
 class Room(NamedTuple):
-    """Where offers find room."""
+    """The two places where an offer needs room: the slots, and the budget of its step."""
 
     slots: SlotAllocator
     budget: StepBudget
 
 
 class Drop:
-    """Policies drop and thin: an offer without room is dropped. Under thin, later calls are thinned out.
+    """The policies drop and thin: an offer without room is dropped. Under thin, later calls are thinned out.
 
-    max_block_s: how long one capture may wait for room, over all its parts; 0: not at all. As text it is what follows a
-    full buffer. Methods are called with the queue's lock held.
+    `max_block_s` is the longest time that one capture waits for room, over all its parts; 0: no wait. `str` gives the
+    consequence of a full buffer, for log lines. The caller of every method holds the queue's lock.
     """
 
     max_block_s = 0.0
@@ -44,28 +44,31 @@ class Drop:
         return f"policy thin keeps one of {self.thinning.one_of} calls from the next one on"
 
     def no_room(self, wanted: Capture, reason: DropReason, room: Room) -> Union[Capture, DropReason]:
-        """The capture that takes the place of one without room, or the reason of the drop.
+        """Return the capture that replaces one without room, or the reason of the drop.
 
-        wanted: without a slot.
+        Args:
+            wanted: The capture without room. It has no slot.
+            reason: The reason why there was no room.
+            room: The slots and the budget.
         """
         if self.thinning is not None and reason in _FULL:
             self.thinning.refused(wanted.descriptor.moment)
         return reason
 
     def reduces(self, capture: Capture) -> bool:
-        """Whether an admitted capture without room on its device now stands for its statistics alone."""
+        """Reduce an admitted capture without room on its device to its statistics. Return whether that was possible."""
         return False
 
 
 class KeepRows(Drop):
-    """Policy stats: an offer without room becomes one of a statistics row.
+    """The policy stats: an offer without room becomes a capture of its statistics row.
 
-    A row is small enough to find a place nearly always. Where it does not, and for 64-bit integers, whose statistics no
-    row holds, the offer is dropped. Rows do not count against `max_mb_per_step`.
+    A row is so small that it nearly always finds room. Without room even for the row, the offer is dropped. 64-bit
+    integers are dropped as well, because no row holds their statistics. Rows do not count against `max_mb_per_step`.
     """
 
     def no_room(self, wanted: Capture, reason: DropReason, room: Room) -> Union[Capture, DropReason]:
-        """The capture of the row, in a slot of its own."""
+        """Return the capture of the row, in its own slot."""
         reducible = reason in _FULL or reason is DropReason.TOO_LARGE
         slot = room.slots.take(ROW_NBYTES) if reducible and _has_row(wanted.definition) else None
         if slot is None:
@@ -74,7 +77,7 @@ class KeepRows(Drop):
         return _reduced(wanted)
 
     def reduces(self, capture: Capture) -> bool:
-        """The row takes the place of the payload, where that is not smaller."""
+        """Replace the payload by the row, unless the payload is smaller than a row."""
         if capture.slot[1] < ROW_NBYTES or not _has_row(capture.definition):
             return False
         _reduced(capture)
@@ -82,14 +85,14 @@ class KeepRows(Drop):
 
 
 class Block(Drop):
-    """Policy block: captures wait for room. A tensor larger than the arena becomes a Record, which goes in parts."""
+    """The policy block: captures wait for room. A tensor larger than the arena becomes a Record, sent in parts."""
 
     def __init__(self, max_block_s: float) -> None:
         super().__init__()
         self.max_block_s = max_block_s
 
     def no_room(self, wanted: Capture, reason: DropReason, room: Room) -> Union[Capture, DropReason]:
-        """A Record of what is too large, where the budget of its step has room for all of it."""
+        """Return a Record for a tensor that is too large, if the budget of its step has room for all of it."""
         descriptor = wanted.descriptor
         nbytes, iteration = descriptor.nbytes, descriptor.moment.iteration
         if reason is not DropReason.TOO_LARGE:
@@ -104,7 +107,7 @@ class Block(Drop):
 
 
 def policy_of(config: ClientConfig) -> Drop:
-    """The policy that the settings name."""
+    """Return the policy that the settings name."""
     if config.max_block_s > 0:
         return Block(config.max_block_s)
     if config.policy == "stats":
@@ -117,7 +120,7 @@ def _has_row(definition: Definition) -> bool:
 
 
 def _reduced(capture: Capture) -> Capture:
-    """The same capture, now of the row at its slot."""
+    """Turn the capture into one of the row at its slot, and return it."""
     descriptor, capture.kept = capture.descriptor, "row"
     descriptor.nbytes, descriptor.payload, descriptor.row_offset = 0, False, capture.slot[0]
     return capture

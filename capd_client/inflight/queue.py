@@ -1,11 +1,11 @@
 """The in-flight queue of one rank: every capture from the offer to its acknowledgement, in order and exactly counted.
 
-Training threads admit captures and mark them ready. The client thread sends the ready ones in order and settles
-them when the daemon answers. One lock guards everything and is held for microseconds; no call into torch, the
-kernel or a log handler happens under it.
+Training threads admit captures and mark them ready. The client thread sends the ready captures in order and settles
+them when the daemon answers. One lock guards everything and is held for microseconds. No call into torch, the
+kernel or a log handler happens under the lock.
 
-A signal handler of the job may raise inside of it. `settle` then makes slots and counters right again from what is
-in flight, so that nothing here must be undone by hand.
+A signal handler of the job may raise inside the queue. `settle` then repairs slots and counters from the captures in
+flight. So no method has to undo its own changes.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def _nothing() -> None:
 
 
 class Queue(Accounts):
-    """Slots, the order of captures, and their accounts, under one lock.
+    """The slots of one rank, the order of its captures, and their accounts, under one lock.
 
     Args:
-        slots: Of the arena.
-        counters: The words that are counted in.
-        policy: Asked once about every offer without room.
-        step_nbytes: The most that the captures of one iteration may take together; None: no limit.
-        wake: Called when the client thread has something to do.
+        slots: The slots of the arena.
+        counters: The words to count in.
+        policy: Decides once about every offer without room.
+        step_nbytes: The limit in bytes for all captures of one iteration; None: no limit.
+        wake: Called when the client thread has work to do.
     """
 
     def __init__(
@@ -66,7 +66,8 @@ class Queue(Accounts):
         self.step_budget = StepBudget(step_nbytes)
         self.waiting = Waiting(lock, slots, self.policy.max_block_s, wake)
         self.part_nbytes = part_nbytes(slots.capacity)
-        self.copying = False  # some thread may still write to a slot that was given up
+        # Whether some thread may still write to a slot that was given up.
+        self.copying = False
         self._outbox = Outbox()
         self._live = Live(self, slots, self.journal, self.waiting, self.step_budget, self._outbox, wake)
         self.parts = Parts(slots, self.journal, self.waiting, self._live, self._outbox)
@@ -79,12 +80,13 @@ class Queue(Accounts):
         """Count an offer and give it a slot, a sequence and a place in the queue, or count the drop.
 
         Args:
-            definition: Of the tensor.
-            descriptor: Its sequence and offset are filled in.
-            behind_nbytes: Room in the slot behind the tensor's bytes, for its statistics row.
+            definition: The definition of the tensor.
+            descriptor: The queue fills in its sequence and offset.
+            behind_nbytes: The room after the tensor's bytes in the slot, for its statistics row.
 
         Returns:
-            The capture, whose `kept` says what of the tensor it is; or why the offer was dropped.
+            The capture, or the refusal with the reason of the drop. The capture's `kept` names the part of the tensor
+            that is kept.
         """
         nbytes = descriptor.nbytes + behind_nbytes
         with self.lock:
@@ -108,14 +110,17 @@ class Queue(Accounts):
     def turn_away(
         self, definition: Definition, descriptor: Descriptor, reason: DropReason
     ) -> Union[Capture, Refused]:
-        """Count an offer that has no room on its device: a drop, or a capture of what is kept instead."""
+        """Count an offer that has no room on its device. Return the refusal, or the capture that the policy keeps."""
         with self.lock:
             return self._no_room(definition, descriptor, self.refusing or reason, descriptor.nbytes)
 
     def cut(self, record: Record, nbytes: int) -> Optional[PartCapture]:
-        """A slot, a sequence and a place in the queue for the record's next `nbytes`.
+        """Return the next part of a record, with a slot for `nbytes`, a sequence and a place in the queue.
 
-        Waits for room while the record has patience; then it is dropped. None if it is, for whatever reason.
+        Waits for room until the record's patience is used up, then drops the record.
+
+        Returns:
+            The part, or None if the record is dropped for any reason.
         """
         with self.lock:
             if record.state == ABORTED:
@@ -125,7 +130,8 @@ class Queue(Accounts):
                 began = monotonic()
                 slot = self.waiting.take(nbytes, record.patience_s)
                 record.patience_s -= monotonic() - began
-            if record.state == ABORTED:  # refused during the wait, or everything was closed
+            # The record was refused during the wait, or the queue was closed.
+            if record.state == ABORTED:
                 if slot is not None:
                     self.waiting.give(slot)
                 return None
@@ -135,7 +141,7 @@ class Queue(Accounts):
             return self.parts.add(record, nbytes, slot)
 
     def reduce(self, capture: Capture) -> bool:
-        """Whether an admitted capture without room on its device now stands for its statistics alone."""
+        """Reduce an admitted capture without room on its device to its statistics. Return whether that was possible."""
         with self.lock:
             if not self.policy.reduces(capture):
                 return False
@@ -143,24 +149,21 @@ class Queue(Accounts):
             return True
 
     def ready(self, capture: Capture) -> None:
-        """The slot holds the bytes: the capture may be sent. No effect on one that was given up in the meantime."""
+        """Mark a capture as ready to be sent: its slot holds the bytes. No effect on a capture that was given up."""
         if capture.state != COPYING:
             return
         with self.lock:
             if capture.state != COPYING:
                 return
-            if (
-                self.parts.live  # most queues have none, and `isinstance` of a Struct is slow
-                and isinstance(capture, PartCapture)
-                and capture.record.state == ABORTED
-            ):
+            # Most queues have no parts, and `isinstance` of a Struct is slow.
+            if self.parts.live and isinstance(capture, PartCapture) and capture.record.state == ABORTED:
                 self.parts.let_go(capture)
                 return
             self.journal.keep(capture)
             capture.state = READY
 
     def abort(self, capture: Capture, reason: DropReason) -> None:
-        """Give up an admitted capture that cannot be completed, or the record that it is a part of."""
+        """Give up an admitted capture that cannot be completed. For a part, give up its record."""
         with self.lock:
             if isinstance(capture, Record):
                 self.parts.give_up(capture, reason)
@@ -176,14 +179,14 @@ class Queue(Accounts):
                     thinning.refused(capture.descriptor.moment)
 
     def abandon(self, capture: Capture, reason: DropReason) -> None:
-        """Give up an admitted capture whose slot may still be written: nobody gets that slot again."""
+        """Give up an admitted capture whose slot may still be written. No capture gets that slot again."""
         with self.lock:
             if capture.state == COPYING:
                 self._live.abandon_slot(capture)
                 self.abort(capture, reason)
 
     def settle(self, definition: Definition, descriptor: Descriptor, reason: DropReason) -> None:
-        """End an offer that an error broke off: it is dropped, unless it is ready or in the care of its device."""
+        """End an offer that an error interrupted. It is dropped, unless it is ready or its device still copies it."""
         with self.lock:
             self._live.recover(self.parts.live.values())
             capture = self._live.offers.get(descriptor.sequence)
@@ -198,7 +201,7 @@ class Queue(Accounts):
                 self._live.refuse(definition, descriptor, reason, 0)
 
     def interrupted_here(self) -> bool:
-        """Whether this thread is in the middle of a capture: a signal handler that asks can wait for nothing."""
+        """Return whether this thread is in the middle of a capture. If so, a signal handler in it must not wait."""
         if self.inside():
             return True
         with self.lock:
@@ -208,12 +211,12 @@ class Queue(Accounts):
     # -- the client thread's side ---------------------------------------------------------------------
 
     def next_batch(self, limit: int) -> list[Capture]:
-        """Up to `limit` captures to send now, oldest first; one that is still being copied holds up the rest."""
+        """Return up to `limit` captures to send now, oldest first. One that is still being copied stops the batch."""
         with self.lock:
             return self._outbox.next_batch(limit)
 
     def reconnected(self) -> None:
-        """A new connection knows nothing: everything sent and not settled is due again, and every ledger row."""
+        """Prepare for a new connection. Every sent and unsettled capture is due again, and every ledger row."""
         with self.lock:
             self._outbox.send_again([*self._live.offers.values(), *self.parts.live.values()])
             self.ledger.forget_told()
@@ -221,7 +224,7 @@ class Queue(Accounts):
                 self.policy.thinning.restart()
 
     def acknowledged(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Settle committed sequences, given as [first, last] ranges. Unknown ones are answered already."""
+        """Settle committed sequences, given as [first, last] ranges. Unknown sequences are settled already."""
         ranges = list(ranges)
         with self.lock:
             for sequence in self._sequences(ranges):
@@ -232,7 +235,7 @@ class Queue(Accounts):
                 self.parts.acknowledged(ranges)
 
     def refused(self, rows: Iterable[NackRow]) -> None:
-        """Settle sequences that the daemon will never commit, each under its reason."""
+        """Settle sequences that the daemon will never commit, each with its reason."""
         with self.lock:
             for row in rows:
                 reason, capture = DROP_REASONS[row.reason], self._live.offers.get(row.sequence)
@@ -241,15 +244,15 @@ class Queue(Accounts):
                     self._live.drop(capture, reason)
 
     def take_offers(self, taken: bool) -> None:
-        """Whether captures are taken from now on, or each dropped as `stopped`. What is in flight goes on."""
+        """Take offers from now on, or drop each as `stopped`. Captures in flight continue."""
         with self.lock:
             if not self.waiting.closed:
                 self.refusing = None if taken else DropReason.STOPPED
 
     def close(self, reason: DropReason) -> int:
-        """Drop everything in flight and every later offer under `reason`; returns how many were in flight.
+        """Drop everything in flight and every later offer for `reason`. Return the number of captures in flight.
 
-        What is ready stays in the journal: a daemon that has the arena takes it once this process is gone.
+        Ready captures stay in the journal. A daemon that has the arena takes them after this process is gone.
         """
         with self.lock:
             self.refusing = reason
@@ -268,7 +271,7 @@ class Queue(Accounts):
 
     @property
     def last_sequence(self) -> int:
-        """The sequence given last; 0 before the first."""
+        """The newest sequence; 0 before the first."""
         return self._live.last_sequence
 
     @property
@@ -278,44 +281,45 @@ class Queue(Accounts):
 
     @property
     def roomy(self) -> bool:
-        """Whether more than half of the arena is free and nobody waits for room. A look without the lock."""
+        """Whether more than half of the arena is free and nobody waits for room. Read without the lock."""
         return not self.waiting.count and 2 * self.slots.free_nbytes > self.slots.capacity
 
     @property
     def calm(self) -> bool:
-        """Whether so little of the arena is taken that what comes can wait to be sent. A look without the lock."""
+        """Whether so little of the arena is taken that new captures can wait to be sent. Read without the lock."""
         return not self.waiting.count and self.slots.free_nbytes >= self._live.calm_nbytes
 
     @property
     def behind(self) -> bool:
-        """Whether more waits to be sent than one message takes. A look without the lock."""
+        """Whether more captures wait to be sent than one message takes. Read without the lock."""
         return len(self._outbox) > MAX_BATCH
 
     @property
     def busy(self) -> bool:
-        """Whether anything is in flight, parts of dropped records among it."""
+        """Whether anything is in flight, including parts of dropped records."""
         return bool(self._live.offers or self.parts.live)
 
     def settled(self, upto: int) -> bool:
-        """Whether every sequence ≤ `upto` is committed or dropped."""
+        """Return whether every sequence ≤ `upto` is committed or dropped."""
         with self.lock:
             return next(iter(self._live.offers), upto + 1) > upto
 
     def all_sent(self, upto: int) -> bool:
-        """Whether every sequence ≤ `upto` that is in flight was sent on this connection."""
+        """Return whether every sequence ≤ `upto` that is in flight was sent on this connection."""
         with self.lock:
             return self._outbox.all_sent(upto)
 
     # -- with the lock held ----------------------------------------------------------------------------
 
     def _wait_for_room(self, nbytes: int, iteration: int) -> Union[Slot, DropReason]:
-        """A slot where there was none, after a wait that the policy allows; or why there is none."""
+        """Wait for a slot as long as the policy allows. Return the slot, or the reason why there is none."""
         if nbytes > self.slots.capacity:
             return DropReason.TOO_LARGE
         slot = self.waiting.take(nbytes, self.waiting.max_s)
         if slot is None:
             return self.refusing or DropReason.ARENA_FULL
-        if not self.step_budget.has_room(iteration, nbytes):  # others have taken it during the wait
+        # Other captures may have used up the budget during the wait.
+        if not self.step_budget.has_room(iteration, nbytes):
             self.waiting.give(slot)
             return DropReason.STEP_BUDGET
         return slot
@@ -333,5 +337,6 @@ class Queue(Accounts):
         for first, last in ranges:
             if last - first < len(self._live.offers):
                 yield from range(first, last + 1)
-            else:  # a range may be wider than anything that is in flight
+            else:
+                # A range may be much wider than the captures in flight.
                 yield from [sequence for sequence in self._live.offers if first <= sequence <= last]

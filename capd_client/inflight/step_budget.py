@@ -1,4 +1,4 @@
-"""How many bytes the captures of one iteration may take together (`max_mb_per_step`)."""
+"""The budget of a step: the bytes that all captures of one iteration may take (`max_mb_per_step`)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from typing import Optional
 
 __all__ = ["StepBudget"]
 
-_ITERATIONS = 8  # counted side by side: a backward may still belong to an iteration before
+# Iterations that are counted at the same time: a backward pass may still belong to an earlier iteration.
+_ITERATIONS = 8
 
 
 class StepBudget:
-    """Bytes taken per iteration, against one limit. Not thread-safe.
+    """The bytes taken per iteration, with one limit. Not thread-safe.
 
-    Captures are taken in the order in which they come, as long as they fit; a smaller one behind one that did not fit
-    still may. `nbytes` None is no limit.
+    Captures are taken in the order of their arrival, if they fit. After one that did not fit, a smaller one may fit.
+    `nbytes` None means no limit.
     """
 
     def __init__(self, nbytes: Optional[int]) -> None:
@@ -21,7 +22,7 @@ class StepBudget:
         self._taken: dict[int, int] = {}
 
     def has_room(self, iteration: int, nbytes: int) -> bool:
-        """Whether `nbytes` more of this iteration fit."""
+        """Return whether `nbytes` more of this iteration fit."""
         return self.nbytes is None or self._taken.get(iteration, 0) + nbytes <= self.nbytes
 
     def take(self, iteration: int, nbytes: int) -> None:
@@ -30,10 +31,11 @@ class StepBudget:
             return
         taken = self._taken
         if iteration not in taken and len(taken) >= _ITERATIONS:
-            del taken[next(iter(taken))]  # the one that was begun first
+            # The iteration that began first.
+            del taken[next(iter(taken))]
         taken[iteration] = taken.get(iteration, 0) + nbytes
 
     def give(self, iteration: int, nbytes: int) -> None:
-        """Count so much less: it will not be sent."""
+        """Return `nbytes` that will not be sent."""
         if iteration in self._taken:
             self._taken[iteration] -= nbytes

@@ -1,8 +1,8 @@
-"""Policy `thin`: while there is no room, fewer calls are captured, each of them whole.
+"""The policy `thin`: while there is no room, fewer calls are captured, each of them whole.
 
-A call is (iteration, micro-batch, call). At factor F those are kept whose sum of the three is a multiple of F (of N·F
-behind mode sample:1/N), so that a full buffer costs every Fth call instead of random tensors of all of them. The
-factor doubles when a call of the present factor met a full buffer, and halves after CALM kept calls that met none.
+A call is (iteration, micro-batch, call). At factor F, a call is kept if the sum of these three is a multiple of F
+(of N·F with mode sample:1/N). So a full buffer leaves every Fth call whole, instead of random tensors of all calls.
+The factor doubles when a call of the present factor met a full buffer. It halves after CALM kept calls without one.
 """
 
 from __future__ import annotations
@@ -13,27 +13,31 @@ __all__ = ["CALM", "MAX_FACTOR", "REMEMBERED", "Thinning"]
 
 MAX_FACTOR = 1024
 CALM = 64
-REMEMBERED = (
-    1024  # calls whose fate is remembered: their gradients come later, when the factor may be another
-)
+# Calls whose factor is remembered: their gradients come later, when the present factor may be different.
+REMEMBERED = 1024
 
 
 class Thinning:
-    """Which calls are kept. `factor` is that of a call which begins now. Used under the queue's lock.
+    """The choice of calls that are kept. `factor` applies to a call that begins now. Used under the queue's lock.
 
-    every: N of the sampling in front. A call's factor is that of the time when its first capture is offered. A refusal
-    takes effect from the next call on, and doubles the factor once however many captures of a call it hits.
+    The factor of a call is fixed when its first capture is offered. A refusal takes effect with the next call. It
+    doubles the factor only once, however many captures of a call were refused.
+
+    Args:
+        every: N of the sampling before it (sample:1/N).
     """
 
     def __init__(self, every: int = 1) -> None:
         self.factor = 1
         self._every = every
-        self._full = False  # a call of the present factor met a full buffer
-        self._calm = 0  # kept calls begun since the last refusal or change
+        # Whether a call of the present factor met a full buffer.
+        self._full = False
+        # Kept calls that began after the last refusal or change.
+        self._calm = 0
         self._factors: dict[tuple[int, int, int], int] = {}
 
     def keeps(self, moment: Moment) -> bool:
-        """Whether the captures of this call are kept; the same answer for all of them."""
+        """Return whether the captures of this call are kept. The answer is the same for all of them."""
         at = (moment.iteration, moment.micro_batch, moment.call)
         factor = self._factors.get(at)
         if factor is None:
@@ -41,18 +45,18 @@ class Thinning:
         return self._is_kept(at, factor)
 
     def refused(self, moment: Moment) -> None:
-        """A capture of this call met a full buffer."""
+        """Note that a capture of this call met a full buffer."""
         self._calm = 0
         if self._factors.get((moment.iteration, moment.micro_batch, moment.call)) == self.factor:
             self._full = True
 
     def restart(self) -> None:
-        """Begin anew at factor 1: the daemon is another, or back."""
+        """Begin at factor 1 again, because the daemon is back or was replaced."""
         self.factor, self._full, self._calm = 1, False, 0
 
     @property
     def one_of(self) -> int:
-        """Of how many calls the next one to begin is one, as things stand."""
+        """The N of "one of N calls", for the next call that begins."""
         return self._every * (min(2 * self.factor, MAX_FACTOR) if self._full else self.factor)
 
     def _begin(self, at: tuple[int, int, int]) -> int:
