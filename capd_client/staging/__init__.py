@@ -1,1 +1,1 @@
-"""The training thread's one copy of a tensor into the arena."""
+"""The staging of a tensor: it is described, then the training thread copies it once into the arena."""

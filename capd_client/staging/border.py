@@ -1,4 +1,4 @@
-"""The border between the job and capd: takes what hooks and `capture()` offer, and lets no error of capd through."""
+"""The border between the job and capd. It takes the offers of hooks and of `capture()`, and stops errors of capd."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _PENDING = (
 
 
 class Puts(Protocol):
-    """The place that described tensors are put to: a `Stager`, or under a plan a list."""
+    """The taker of described tensors: a `Stager`, or in a plan the sum of the tensors."""
 
     def put_known(
         self,
@@ -56,19 +56,19 @@ class Puts(Protocol):
 
 
 class Border:
-    """Everything that hooks need of a session, but for devices. Never raises, except under `config.strict`.
+    """The part of a session that hooks need, except for devices. Never raises, except under `config.strict`.
 
-    An error of capd costs one capture, counted as `internal`. An error that a signal handler of the job raises in the
-    middle of a capture costs that one, counted as `interrupted`, and goes on to the job.
+    An error of capd costs one capture, counted as `internal`. A signal handler of the job may raise in the middle of a
+    capture. This costs that capture, counted as `interrupted`, and the error reaches the job.
 
     Args:
         config: The settings.
-        context: Where the job is.
+        context: The position of the job.
         notices: The log.
-        accounts: Count what is offered.
-        stager: Takes what is described.
-        policy: What follows a drop, for the log.
-        sampling: Which calls are left out; None: none is.
+        accounts: Counts the offers.
+        stager: Takes the described tensors.
+        policy: Names the consequence of a drop, for the log.
+        sampling: Chooses the calls that are left out; None: no call is left out.
     """
 
     def __init__(
@@ -106,20 +106,20 @@ class Border:
         immutable: bool = False,
         store: Optional[str] = None,
     ) -> None:
-        """Take one tensor as it is now. Counted exactly once, whatever happens.
+        """Take one tensor with its present values. It is counted exactly once in every case.
 
         Args:
-            tensor: Of any class, dtype, layout and device; what capd does not keep is a counted drop.
-            key: What it is.
-            moment: When it is.
-            cast_to: Record it in this dtype (the copy casts).
-            attributes: What is constant for the key, the same small dict every time; those of a distributed tensor
-                are added.
+            tensor: A tensor of any class, dtype, layout and device. One that capd cannot keep is a counted drop.
+            key: The tensor's key.
+            moment: The moment of the capture.
+            cast_to: The dtype to record it in (the copy casts).
+            attributes: The constant attributes of the key, the same small dict every time. The attributes of a
+                distributed tensor are added.
             metadata: A JSON object, or empty.
             take: The rows to record, None for all.
-            immutable: Nothing writes to the tensor's memory before the capture is done, so that on a device no
-                snapshot of it is needed.
-            store: What is kept (`capd_client.rules.schema.STORES`), None: what the mode says.
+            immutable: Nothing writes to the tensor's memory before the capture is done. A device then needs no
+                snapshot of it.
+            store: The things to keep (one of `capd_client.rules.schema.STORES`); None: as the mode says.
         """
         if not self.enabled:
             return
@@ -134,7 +134,7 @@ class Border:
             elif self._sampling is None and take is None and not metadata and tensor.is_cpu:
                 dtype = tensor.dtype if cast_to is None else cast_to
                 known = self._known.get((id(key), dtype, id(attributes)))
-                # In a trace numbers of elements are tensors.
+                # During a trace, the numbers of elements are tensors.
                 if (
                     known is not None
                     and not is_tracing()
@@ -168,7 +168,7 @@ class Border:
             self._stager.put(one)
 
     def _broken(self, error: BaseException, at: Union[Described, Refused, None]) -> None:
-        """Count the capture that an error broke off, unless it is counted, and log the error or raise it."""
+        """Count the capture that an error ended, unless it is counted already. Log the error, or raise it."""
         if isinstance(at, Described):
             self._stager.settle(at, reason_of(error))
         elif not (getattr(error, COUNTED, False) or (at is not None and at.counted)):
@@ -176,7 +176,7 @@ class Border:
         self._hand_on("a capture", error)
 
     def _refuse_inside(self) -> None:
-        """A signal handler captures, and has interrupted this very thread inside of the queue."""
+        """Drop the capture of a signal handler that interrupted this very thread inside the queue."""
         self._accounts.refuse_inside(DropReason.INTERRUPTED)
         self.notices.warn(
             DropReason.INTERRUPTED.value,
@@ -184,41 +184,41 @@ class Border:
         )
 
     def keeps(self, moment: Moment) -> bool:
-        """Whether mode and policy keep the captures of this call; those of others are counted drops."""
+        """Return whether mode and policy keep the captures of this call. The captures of other calls are drops."""
         return self._sampling is None or self._sampling.refusal(moment) is None
 
     def quant_type(self, dtype: torch.dtype) -> str:
-        """The label of a capture that was given none: the configured one, else the dtype's short name."""
+        """Return the label of a capture without one: the configured label, else the dtype's short name."""
         return self.config.quant_type or short_name(dtype)
 
     def drop_internal(self, where: str, error: BaseException) -> None:
-        """Count a capture that an error inside capd prevented, and log it.
+        """Count a capture that an error inside capd prevented, and log the error.
 
-        Raises it under CAPD_STRICT=1, and always what a signal handler of the job raised while capd ran.
+        Raises the error under CAPD_STRICT=1. An error of a job's signal handler is always raised.
         """
         if self.enabled and not getattr(error, COUNTED, False):
             self._refuse(Refused(reason_of(error)))
         self._hand_on(where, error)
 
     def drop_invalid(self, problem: str, reason: DropReason = DropReason.INVALID_KEY) -> None:
-        """Count a capture whose arguments cannot be used, and log why."""
+        """Count a capture whose arguments cannot be used, and log the problem."""
         if self.enabled:
             self._refuse(Refused(reason))
             self.notices.warn(reason.value, "a capture was not taken: %s", problem)
 
     def snapshot(self) -> CounterValues:
-        """The counters now."""
+        """Return the counters at this instant."""
         return self._accounts.snapshot()
 
     def _refuse(self, refused: Refused) -> None:
-        """Count a capture that did not come as far as being offered."""
+        """Count a capture that ended before it was offered."""
         if self._accounts.inside():
             self._accounts.refuse_inside(refused.reason)
         else:
             self._accounts.refuse(refused)
 
     def _hand_on(self, where: str, error: BaseException) -> None:
-        """Log an error of a capture that is counted, or raise it; taps that it passes must not count it again."""
+        """Log the error of a counted capture, or raise it. Taps on its way must not count it again."""
         if self.config.strict or is_interruption(error):
             setattr(error, COUNTED, True)
             raise error from None

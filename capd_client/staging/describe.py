@@ -1,6 +1,6 @@
-"""The description of an offered tensor as a record: its definition and descriptor, or the reason why it is none.
+"""The description of an offered tensor: its definition and descriptor, or the reason why it cannot be a record.
 
-The stager copies into the arena what is described here, a plan only writes it down: so the two cannot differ.
+The stager copies described tensors into the arena, and a plan only notes them. So a plan and a capture cannot differ.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from capd_client.tensors.subclasses import context_of, inner_tensors
 __all__ = ["Described", "Makers", "Offer", "describe", "descriptor_makers", "key_of_part", "unfit"]
 
 Makers = Mapping[Optional[str], Callable[..., Descriptor]]
-"""What makes the descriptor of a capture, by its `store`."""
+"""The function that makes a capture's descriptor, by the `store` of the capture."""
 
 
 class Offer(msgspec.Struct, eq=False):
-    """A tensor as a hook or the job offers it; fields as the arguments of `Border.offer`."""
+    """A tensor as a hook or the job offers it. The fields are the arguments of `Border.offer`."""
 
     tensor: Any
     key: Key
@@ -44,7 +44,7 @@ class Offer(msgspec.Struct, eq=False):
 
 
 class Described(msgspec.Struct, eq=False):
-    """A plain tensor that is to be kept as `dtype`. The descriptor has neither offset nor sequence yet."""
+    """A plain tensor to be kept as `dtype`. The descriptor has neither offset nor sequence yet."""
 
     source: torch.Tensor
     dtype: torch.dtype
@@ -54,7 +54,11 @@ class Described(msgspec.Struct, eq=False):
 
 
 def descriptor_makers(*, payload: bool) -> Makers:
-    """Makers by `capd_client.rules.schema.STORES`. payload: whether tensors are kept unless a capture says so."""
+    """Return the makers by `store` (`capd_client.rules.schema.STORES`).
+
+    Args:
+        payload: Whether the tensor itself is kept if a capture does not name its store.
+    """
     statistics = partial(Descriptor, payload=False)
     return {
         None: Descriptor if payload else statistics,
@@ -67,15 +71,15 @@ def descriptor_makers(*, payload: bool) -> Makers:
 def describe(
     offer: Offer, define: Callable[..., Definition], makers: Makers
 ) -> list[Union[Described, Refused]]:
-    """Describe a tensor, or each of the plain ones inside of it. Nothing is counted or copied.
+    """Describe a tensor, or each of the plain tensors inside it. Nothing is counted or copied.
 
     Args:
-        offer: The tensor, and what is known of it.
-        define: As `Accounts.define`.
-        makers: Of descriptors.
+        offer: The tensor with its facts.
+        define: Same as `Accounts.define`.
+        makers: The makers of descriptors.
 
     Returns:
-        One entry for a plain tensor, one for each inner tensor of another.
+        One entry for a plain tensor, or one entry per inner tensor of any other tensor.
     """
     plain = type(offer.tensor) in PLAIN_TYPES
     inner = [] if plain else list(inner_tensors(offer.tensor))
@@ -83,7 +87,8 @@ def describe(
         return [_one(offer, define, makers, plain=plain)]
     context = {**(offer.attributes or {}), **context_of(offer.tensor)}
     found: list[Union[Described, Refused]] = []
-    for name, part in inner:  # each as it is: neither cast nor cut
+    # Inner tensors are neither cast nor cut.
+    for name, part in inner:
         key = key_of_part(offer.key, offer.tensor, name, part)
         own = Offer(
             part,
@@ -100,7 +105,7 @@ def describe(
 
 
 def unfit(offer: Offer, problem: str, reason: DropReason = DropReason.UNSUPPORTED) -> Refused:
-    """The refusal of an offer that has no definition."""
+    """Return the refusal of an offer without a definition."""
     return Refused(
         reason, iteration=offer.moment.iteration, problem=problem, name=str(offer.key.tensor_name)[:80]
     )
@@ -145,13 +150,13 @@ def _one(
 
 
 def key_of_part(key: Key, tensor: torch.Tensor, name: str, part: torch.Tensor) -> Key:
-    """The key of a tensor inside `tensor`, labelled with its own dtype where the key has that of the whole."""
+    """Return the key of a tensor inside `tensor`. If the label is the dtype of `tensor`, the part gets its own."""
     label = short_name(part.dtype) if key.quant_type == short_name(tensor.dtype) else key.quant_type
     return msgspec.structs.replace(key, tensor_name=f"{key.tensor_name}{name}", quant_type=label)
 
 
 def _utf8(metadata: str) -> bytes:
-    """The metadata as it is sent. Raises ConfigError above the limit, and for text that has no UTF-8."""
+    """Return the metadata as bytes to send. Raises ConfigError above the limit, and for text without UTF-8."""
     with contextlib.suppress(UnicodeEncodeError):
         text = metadata.encode()
         if len(text) <= MAX_METADATA_NBYTES:

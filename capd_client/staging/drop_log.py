@@ -1,4 +1,4 @@
-"""The log of drops: what was not captured, why, and which setting to raise; each reason at most every 20 s."""
+"""The drop log: the dropped captures, the reason, and the setting to raise; each reason at most every 20 s."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ __all__ = ["DropLog"]
 
 
 class DropLog:
-    """Writes lines from what the queue has decided; nothing is asked again."""
+    """A writer of log lines about the queue's decisions. It does not decide anything itself."""
 
     def __init__(self, notices: Notices, policy: Drop) -> None:
         self._notices = notices
-        self._policy = policy  # as text: what follows, put together only for a line that is written
+        # Its text names the consequence. The text is made only for a line that is written.
+        self._policy = policy
 
     def unfit(self, refused: Refused) -> None:
-        """A tensor cannot be captured as it is."""
+        """Report a tensor that cannot be captured as it is."""
         name = refused.name if refused.definition is None else refused.definition.key.tensor_name
         self._notices.warn(refused.reason.value, "%s is not captured: %s", name, refused.problem)
 
     def no_room(self, refused: Refused) -> None:
-        """The queue has refused an offer. The end of a session, and `capd ctl stop`, have lines of their own."""
+        """Report an offer that the queue refused. The end of a session and `capd ctl stop` have their own lines."""
         reason = refused.reason
         if reason is DropReason.STEP_BUDGET:
             self._notices.warn(
@@ -54,7 +55,7 @@ class DropLog:
             )
 
     def ring_full(self, capacity: int) -> None:
-        """A device's snapshot ring had no room."""
+        """Report that a device's snapshot ring of `capacity` bytes had no room."""
         self._notices.warn(
             DropReason.RING_FULL.value,
             "the device ring of %d bytes is full; %s. Set CAPD_RING=wait, raise CAPD_RING_BYTES, or capture fewer "
@@ -64,7 +65,7 @@ class DropLog:
         )
 
     def too_large_for_ring(self, definition: Definition, nbytes: int, capacity: int) -> None:
-        """A capture that no device ring of this size can ever hold."""
+        """Report a capture that can never fit into a device ring of this size."""
         self._notices.warn(
             DropReason.TOO_LARGE.value,
             "%s is not captured: its %d bytes exceed the device ring of %d bytes; CAPD_POLICY=block sends it in parts",
@@ -74,7 +75,7 @@ class DropLog:
         )
 
     def reduced(self, nbytes: int) -> None:
-        """Policy stats kept the statistics of a tensor of so many bytes."""
+        """Report that policy stats kept only the statistics of a tensor of `nbytes`."""
         self._notices.warn(
             "reduced",
             "there was no room for a tensor of %d bytes; policy stats kept its statistics. "
@@ -83,7 +84,7 @@ class DropLog:
         )
 
     def end_of_parts(self, record: Record, part_nbytes: int) -> None:
-        """A record in parts is cut, or given up: then, if it was for want of room, there is a line."""
+        """Report a record in parts that was given up for lack of room. Called at the end of every such record."""
         if record.dropped in (DropReason.ARENA_FULL, DropReason.RING_FULL):
             self._notices.warn(
                 "gave_up",

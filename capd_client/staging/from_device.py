@@ -1,4 +1,4 @@
-"""The way of a described device tensor: finds room for it, then a snapshot, a hold, or parts."""
+"""The staging of device tensors: finds room for a tensor, then takes a snapshot, a hold, or parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ __all__ = ["FromDevice"]
 
 
 class FromDevice:
-    """Captures of device tensors. devices: makes the DeviceStager of a device at its first capture, or says why not."""
+    """The stager of device tensors.
+
+    Args:
+        queue: Gives slots.
+        log: The drop log.
+        devices: Makes the DeviceStager of a device at its first capture, or returns the reason of the failure.
+    """
 
     def __init__(
         self,
@@ -38,7 +44,7 @@ class FromDevice:
         self._devices = devices
 
     def take(self, described: Described) -> None:
-        """Capture it; a normal return has counted the offer once."""
+        """Capture a described device tensor. After a normal return, the offer is counted once."""
         stager = self._stager(described)
         if stager is None:
             return
@@ -49,14 +55,14 @@ class FromDevice:
             self._take_tensor(stager, described)
 
     def _stager(self, described: Described) -> Optional[DeviceStager]:
-        """The stager of a device that takes captures now; else None, and the offer is refused."""
+        """Return the stager of the tensor's device. If the device takes no captures now, refuse the offer: None."""
         stager = self._devices(described.source.device)
         capturing = isinstance(stager, DeviceStager) and stager.is_capturing()
         if isinstance(stager, DeviceStager) and not capturing and not stager.failed:
             return stager
         if capturing or stager is DropReason.STREAM_CAPTURE:
             reason = DropReason.STREAM_CAPTURE
-            problem = "a CUDA graph is being captured, whose replays would not come by here"
+            problem = "a CUDA graph is being captured, and its replays would not be captured"
         else:
             reason, problem = DropReason.INTERNAL, "its device could not be set up, or failed"
         refused = self._queue.turn_away(described.definition, described.descriptor, reason)
@@ -66,10 +72,11 @@ class FromDevice:
         return None
 
     def _take_row(self, stager: DeviceStager, described: Described) -> None:
-        """Keep the statistics alone, computed here."""
+        """Keep only the statistics, computed on the device."""
         descriptor = described.descriptor
         nbytes, descriptor.nbytes = descriptor.nbytes, 0
-        deadline = stager.deadline()  # waiting for the arena and for the ring counts together
+        # One deadline for both waits, for the arena and for the ring.
+        deadline = stager.deadline()
         capture = self._queue.admit(described.definition, descriptor, ROW_NBYTES)
         if isinstance(capture, Refused):
             self._log.no_room(capture)
@@ -80,7 +87,8 @@ class FromDevice:
     def _take_tensor(self, stager: DeviceStager, described: Described) -> None:
         source, dtype, descriptor = described.source, described.dtype, described.descriptor
         order = None if source.is_contiguous() else order_of(source.shape, source.stride())
-        dense = source if order is None else source.permute(order)  # its elements as they are in memory
+        # The elements in their order in memory.
+        dense = source if order is None else source.permute(order)
         lent = not described.immutable and stager.holding.wants(described.definition.key, descriptor.nbytes)
         hold = (described.immutable or lent) and descriptor.payload and stager.can_hold(dense, dtype)
         nbytes = descriptor.nbytes
@@ -90,7 +98,8 @@ class FromDevice:
             return
         if isinstance(capture, Record):
             self._take_parts(stager, source, dtype, capture, hold=hold and order is None, lent=lent)
-        elif capture.kept == "row":  # there was no room but for the statistics
+        elif capture.kept == "row":
+            # There was only room for the statistics.
             self._take_reduced(stager, described, capture, nbytes, deadline)
         elif not nbytes:
             self._queue.ready(capture)
@@ -107,7 +116,7 @@ class FromDevice:
                 self._conclude(stager, capture, reason)
 
     def _admit(self, stager: DeviceStager, described: Described, *, hold: bool) -> Optional[Capture]:
-        """The capture, or None where there is no room for it, in the arena or ever in the ring."""
+        """Return the capture, or None if the arena has no room or the ring is too small."""
         definition, descriptor = described.definition, described.descriptor
         nbytes = descriptor.nbytes
         if hold or nbytes <= stager.capacity:
@@ -132,7 +141,7 @@ class FromDevice:
         hold: bool,
         lent: bool,
     ) -> None:
-        """Send what is too large for the arena or the ring in parts."""
+        """Send a tensor in parts that is too large for the arena or the ring."""
         if not hold and stager.capacity < GRANULE_NBYTES:
             self._queue.abort(record, DropReason.TOO_LARGE)
             self._log.too_large_for_ring(record.definition, record.descriptor.nbytes, stager.capacity)
@@ -152,14 +161,14 @@ class FromDevice:
     def _take_reduced(
         self, stager: DeviceStager, described: Described, capture: Capture, nbytes: int, deadline: float
     ) -> None:
-        """Under policy stats, where there is no room for a tensor: its statistics."""
+        """Keep the statistics of a tensor without room (policy stats)."""
         reason = stager.snapshot_row(described.source, capture, described.dtype, nbytes, deadline)
         if reason is None:
             self._log.reduced(described.source.nbytes)
         self._conclude(stager, capture, reason)
 
     def _conclude(self, stager: DeviceStager, capture: Capture, reason: Optional[DropReason]) -> None:
-        """Drop a capture that was not handed over, for `reason`."""
+        """Drop a capture if it has a `reason`. None: the device has taken it."""
         if reason is not None:
             self._queue.abort(capture, reason)
         if reason is DropReason.RING_FULL:
@@ -169,7 +178,7 @@ class FromDevice:
 def _snapshot_part(
     stager: DeviceStager, dtype: torch.dtype, view: torch.Tensor, piece: PartCapture
 ) -> Optional[DropReason]:
-    """Put a piece of a device tensor into the ring; waiting for room there takes of the record's patience."""
+    """Put a piece of a device tensor into the ring. A wait for room there uses up the record's patience."""
     record, began = piece.record, time.monotonic()
     reason = stager.snapshot(view, piece, dtype, began + record.patience_s)
     record.patience_s -= time.monotonic() - began

@@ -1,4 +1,4 @@
-"""The pieces of a tensor that goes in parts: its bytes in C order, one after the other, none made whole."""
+"""The pieces of a tensor that is sent in parts: its bytes in C order. The whole tensor is never copied at once."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["blocks", "pieces"]
 
 
 def blocks(tensor: torch.Tensor, numel: int) -> Iterator[torch.Tensor]:
-    """Views that are all of `tensor` one after the other in C order, each of at most `numel` ≥ 1 elements.
+    """Yield views that cover `tensor` in C order, each of at most `numel` ≥ 1 elements. Nothing is copied.
 
-    A contiguous tensor is cut anywhere, any other one along its leading axes; nothing is copied.
+    A contiguous tensor is cut anywhere, any other tensor along its leading axes.
     """
     if tensor.numel() <= numel:
         if tensor.numel():
@@ -35,16 +35,16 @@ def blocks(tensor: torch.Tensor, numel: int) -> Iterator[torch.Tensor]:
 def pieces(
     queue: Queue, record: Record, source: torch.Tensor, nbytes: int
 ) -> Iterator[tuple[torch.Tensor, PartCapture]]:
-    """Pieces of `source`, each with its capture, until all are there or the record is dropped.
+    """Yield the pieces of `source`, each with its capture, until the end or until the record is dropped.
 
     Args:
         queue: Gives each piece its slot, and waits for it.
-        record: Of the whole tensor.
+        record: The capture of the whole tensor.
         source: A plain tensor of any device and layout.
-        nbytes: The most of one piece, in the record's dtype.
+        nbytes: The largest size of one piece, in the record's dtype.
 
     Yields:
-        A view, and the capture that its bytes are to be copied into.
+        A view, and the capture for its bytes.
     """
     item_nbytes = record.definition.item_nbytes
     for view in blocks(source.detach(), nbytes // item_nbytes):

@@ -1,7 +1,8 @@
-"""The sampling before description: leaves out calls that mode `sample:1/N` or policy `thin` does not keep.
+"""The sampling before the description: leaves out calls that mode `sample:1/N` or policy `thin` does not keep.
 
-A call is one moment: (iteration, micro-batch, call). What belongs together (X, W, Y, dY) stays together, under
-sampling on every rank alike. What is left out is counted and costs nothing besides: no copy, no slot, no wait.
+A call is one moment: (iteration, micro-batch, call). All tensors of a call (X, W, Y, dY) are kept or left out
+together. Mode `sample` chooses the same calls on every rank. A tensor left out costs only its count: no copy, no
+slot, no wait.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ __all__ = ["Sampling"]
 
 
 class Sampling:
-    """Says which calls are left out, as `sampled` or `thinned`.
+    """The choice of calls that are left out, as `sampled` or `thinned`.
 
-    sample_every: N; kept is where (iteration + micro_batch + call) mod N == 0. Of these, `thinning` keeps all or fewer.
+    Args:
+        accounts: Defines the tensors, and has the lock for `thinning`.
+        sample_every: N. A call is kept if (iteration + micro_batch + call) mod N == 0.
+        thinning: Keeps all or fewer of these calls; None: keeps all.
     """
 
     def __init__(self, accounts: Accounts, sample_every: int, thinning: Optional[Thinning]) -> None:
@@ -36,7 +40,7 @@ class Sampling:
         self._thinning = thinning
 
     def refusal(self, moment: Moment) -> Optional[DropReason]:
-        """Why the captures of this call are left out, None where they are kept."""
+        """Return the reason why the captures of this call are left out, or None if they are kept."""
         if (moment.iteration + moment.micro_batch + moment.call) % self._sample_every:
             return DropReason.SAMPLED
         if self._thinning is not None:
@@ -46,21 +50,22 @@ class Sampling:
         return None
 
     def left_out(self, offer: Offer) -> Optional[Refused]:
-        """The refusal of an offer whose call is left out; None where it is kept."""
+        """Return the refusal of an offer whose call is left out, or None if it is kept."""
         reason = self.refusal(offer.moment)
         if reason is None:
             return None
         dtype = offer.tensor.dtype if offer.cast_to is None else offer.cast_to
         try:
             definition = self._accounts.define(offer.key, dtype, offer.attributes)
-        except ConfigError:  # a key that cannot be kept is refused at every moment, when it is described
+        except ConfigError:
+            # The key cannot be kept at any moment. The description refuses it.
             return None
         nbytes = _numel_of(offer.tensor, offer.take) * definition.item_nbytes
         return Refused(reason, definition, nbytes, offer.moment.iteration)
 
 
 def _numel_of(tensor: torch.Tensor, take: Optional[Slice]) -> int:
-    """Elements of what would be recorded; 0 where they are known only once the tensor is unwrapped."""
+    """Return the number of elements to record; 0 if only an unwrapped tensor would show it."""
     if type(tensor) not in PLAIN_TYPES:
         return 0
     return tensor.numel() if take is None else math.prod(take.shape_of(tensor.shape))

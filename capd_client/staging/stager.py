@@ -1,8 +1,8 @@
 """The stager: puts one copy of a described tensor into the arena, and marks the capture ready.
 
-CPU tensors are copied by `capd_client.arena.host_copy`, device tensors go by `capd_client.staging.from_device`, and
-what is too large for either goes in parts (`capd_client.staging.in_parts`). Errors are caught in
-`capd_client.staging.border`; none reaches the job.
+`capd_client.arena.host_copy` copies CPU tensors, and `capd_client.staging.from_device` takes device tensors. A tensor
+too large for either goes in parts (`capd_client.staging.in_parts`). `capd_client.staging.border` catches all errors,
+so none reaches the job.
 """
 
 from __future__ import annotations
@@ -49,19 +49,20 @@ from capd_client.tensors.inspect import DTYPES, modes_active, without_modes
 
 __all__ = ["Stager"]
 
-_NO_OFFSET = 1 << 40  # bytes: no tensor begins so far inside of its storage
+# In bytes. No tensor begins so far inside its storage.
+_NO_OFFSET = 1 << 40
 
 
 class Stager:
-    """The way of one described tensor into the arena.
+    """The stager of a session.
 
     Args:
         queue: Gives slots.
-        arena: Their memory.
+        arena: The memory of the slots.
         notices: The log.
-        devices: Makes the DeviceStager of a device at its first capture, or says why not.
-        payload: Whether tensors are kept, or their statistics alone, unless a capture names its store. The bytes of
-            CPU tensors go to the daemon in either case, which computes the statistics.
+        devices: Makes the DeviceStager of a device at its first capture, or returns the reason of the failure.
+        payload: Whether tensors are kept, or only their statistics, if a capture does not name its store. The bytes of
+            CPU tensors go to the daemon in both cases, and the daemon computes the statistics.
     """
 
     def __init__(
@@ -97,27 +98,32 @@ class Stager:
         cast_to: Optional[torch.dtype],
         store: Optional[str],
     ) -> bool:
-        """Capture a small plain CPU tensor by the short way; False, and nothing done, where it does not have one.
+        """Capture a small plain CPU tensor by the short way.
 
-        It repeats `describe` and `put` on purpose, with as few calls as there can be: most captures are of this kind,
-        and each call costs the job's thread a tenth of the whole.
+        The method repeats `describe` and `put` on purpose, with as few calls as possible. Most captures are of this
+        kind, and each call costs the job's thread a tenth of the whole capture.
+
+        Returns:
+            False if the tensor is not of this kind. Then nothing has changed.
         """
         try:
             address, shape, size = tensor.data_ptr(), tensor.shape, definition.item_nbytes
             nbytes = tensor.nbytes if size and cast_to is None else tensor.numel() * size
-            # A freed storage has its data at null, so the tensor's data pointer is its offset and nothing more.
+            # A freed storage has its data at null, so the tensor's data pointer equals its offset.
             freed = address < _NO_OFFSET and address == tensor.storage_offset() * tensor.element_size()
             contiguous = tensor.is_contiguous()
             order = None if contiguous else order_of(shape, tensor.stride())
             same = cast_to is None or tensor.dtype is cast_to
             movable = same and (contiguous or order is not None) and not tensor.is_neg()
-        except (RuntimeError, NotImplementedError):  # not dense, or inside a function transform
+        except (RuntimeError, NotImplementedError):
+            # The tensor is not dense, or inside a function transform.
             return False
         if freed or not 0 < nbytes <= self._small_nbytes or len(shape) > MAX_NDIM:
             return False
         if not movable and (tensor.dtype not in DTYPES or modes_active()):
             return False
-        differentiable = tensor.requires_grad  # what is not is a leaf: asking torch takes time
+        differentiable = tensor.requires_grad
+        # A tensor that is not differentiable is a leaf. A question to torch takes time.
         is_leaf = not differentiable or tensor.is_leaf
         descriptor = self._makers[store](
             0, 0, nbytes, definition.id, shape, moment, "cpu", differentiable, is_leaf
@@ -147,21 +153,22 @@ class Stager:
             else:
                 self._journal.keep(capture)
             capture.state = READY
-        except BaseException as error:  # the border does not know the descriptor
+        except BaseException as error:
+            # The border does not know the descriptor, so the offer is settled here.
             self._queue.settle(definition, descriptor, reason_of(error))
             setattr(error, COUNTED, True)
             raise
         return True
 
     def put(self, described: Described) -> None:
-        """Capture a described tensor. A normal return has counted it once."""
+        """Capture a described tensor. After a normal return, it is counted once."""
         if described.source.is_cpu:
             self._from_host(described)
         else:
             self._from_device.take(described)
 
     def settle(self, described: Described, reason: DropReason) -> None:
-        """End a capture that an error broke off, counted once."""
+        """End a capture that an error interrupted, and count it once."""
         self._queue.settle(described.definition, described.descriptor, reason)
 
     def _from_host(self, described: Described) -> None:
@@ -184,14 +191,14 @@ class Stager:
             capture.state = READY
 
     def _fill(self, source: torch.Tensor, dtype: torch.dtype, descriptor: Descriptor) -> None:
-        """Copy its elements in the order in which they lie, which is several times faster than another one."""
+        """Copy the elements in their order in memory, which is several times faster than any other order."""
         order = None if source.is_contiguous() else order_of(source.shape, source.stride())
         if order is not None:
             descriptor.order, source = order, source.permute(order)
         self._host.fill(source, dtype, descriptor.offset, descriptor.nbytes)
 
     def _keep_row(self, source: torch.Tensor, dtype: torch.dtype, descriptor: Descriptor) -> None:
-        """Write the statistics of a CPU tensor that found no room to its slot."""
+        """Write the statistics of a CPU tensor without room into the slot of its row."""
         place = torch.frombuffer(
             self._buffer, dtype=torch.float64, count=ROW_VALUES, offset=descriptor.offset
         )
