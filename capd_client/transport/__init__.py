@@ -1,1 +1,1 @@
-"""The client thread and its conversation with the daemon."""
+"""The client thread of a rank, and its conversation with the daemon."""

@@ -1,11 +1,10 @@
-"""The client thread of a rank: keeps a conversation with the daemon going, for as long as the job lives.
+"""The client thread of a rank: keeps a conversation with the daemon for the whole life of the job.
 
-States: DISCONNECTED (tries again after 50 ms … 2 s, for ever) → HANDSHAKE (HELLO sent) → RUNNING → DISCONNECTED …,
-and ENDED after BYE or a refusal without retry. The thread never waits for a state: it looks around once per
-tick. How long a tick is says `capd_client.transport.rests`. Training threads wake it only when they begin to wait
-themselves, or
-when the arena fills up: else that would cost them the GIL. Copies from devices go on beside it
-(capd_client.device.pump).
+States: DISCONNECTED (tries again after 50 ms … 2 s, without end) → HANDSHAKE (HELLO sent) → RUNNING → DISCONNECTED …,
+and ENDED after BYE or a refusal without retry. The thread never waits for a state. It looks at everything once per
+tick. `capd_client.transport.rests` chooses the length of a tick. Training threads wake the thread only when they begin
+to wait themselves, or when the arena fills up. More wake-ups would cost them the GIL. Copies from devices continue
+independently (`capd_client.device.pump`).
 """
 
 from __future__ import annotations
@@ -34,11 +33,12 @@ from capd_client.transport.rests import Rests
 __all__ = ["State", "Transport"]
 
 _BACKOFF_S = (0.05, 2.0)
-_PATIENCE_S = 60.0  # for WELCOME, on one connection
+# The time for WELCOME, on one connection.
+_PATIENCE_S = 60.0
 
 
 class State(enum.Enum):
-    """Where the session stands; see the module."""
+    """The states of a session; see the module."""
 
     DISCONNECTED = "disconnected"
     HANDSHAKE = "handshake"
@@ -47,17 +47,20 @@ class State(enum.Enum):
 
 
 class Transport:
-    """Owns the client thread and its connection.
+    """The client thread with its connection.
 
     Args:
-        connect: Makes the n-th connection of this process (n from 1), HELLO sent; raises OSError when it cannot,
-            within so many seconds.
-        queue: Of captures.
+        connect: Makes the n-th connection of this process (n from 1) within so many seconds, and sends HELLO. Raises
+            OSError if it cannot.
+        queue: The in-flight queue.
         notices: The log.
         steering: Follows `capd ctl`.
-        wakeup: Ends a rest of the thread; the queue has it, too.
-        stagers: Of the devices whose copies go to the arena. More may come.
-        growth: Of the arena; None leaves it as it is.
+        wakeup: Ends a rest of the thread. The queue uses it, too.
+        stagers: The stagers of the devices whose copies go to the arena. The list may grow.
+        growth: Grows and shrinks the arena; None: the arena keeps its size.
+        ping_s: The silence of the daemon after which it gets a PING.
+        handshake_timeout_s: The time after HELLO until the daemon's answer is overdue.
+        name: The name of the thread.
     """
 
     def __init__(
@@ -89,31 +92,41 @@ class Transport:
         self._connections = 0
         self._backoff_s = _BACKOFF_S[0]
         self._next_attempt = 0.0
-        self._deadline = 0.0  # of the handshake
-        self._outage_told = "CAPD_RUN_NO_DAEMON" in os.environ  # `capd run` has said so
+        # The end of the handshake's time.
+        self._deadline = 0.0
+        # Whether the outage was reported. With this variable, `capd run` has reported it.
+        self._outage_told = "CAPD_RUN_NO_DAEMON" in os.environ
         self._leaving = False
         self._renew = False
         self._stop = threading.Event()
         self._rests = Rests(queue, lambda: any(stager.pending for stager in self._stagers))
         self._wakeup = wakeup
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.bye_ok = threading.Event()  # the daemon has the final counters
-        self.refused = threading.Event()  # the last attempt to connect failed, or is overdue
-        self.welcome: Optional[Welcome] = None  # the newest one: None if never connected
+        # Set when the daemon has the final counters.
+        self.bye_ok = threading.Event()
+        # Set while the last attempt to connect has failed or is overdue.
+        self.refused = threading.Event()
+        # The newest WELCOME; None if the rank was never connected.
+        self.welcome: Optional[Welcome] = None
         self.state = State.DISCONNECTED
 
     # -- called by other threads ------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Connect, where that takes no waiting, and start the client thread.
+        """Connect, if that needs no wait, and start the client thread.
 
-        A daemon that has the arena before the first capture can commit those of a job that ends within milliseconds.
+        The daemon then has the arena before the first capture. So it can commit the captures of a job that ends within
+        milliseconds.
+
+        Raises:
+            RuntimeError: The system allows no further thread.
         """
-        with contextlib.suppress(OSError):  # the thread tries again, and says what is wrong
+        # After an error, the thread tries again and reports the problem.
+        with contextlib.suppress(OSError):
             self._begin(0.0)
         try:
             self._thread.start()
-        except RuntimeError:  # no further thread is allowed
+        except RuntimeError:
             self._drop_link()
             raise
 
@@ -123,7 +136,7 @@ class Transport:
         return any(stager.pending or stager.failed for stager in self._stagers)
 
     def flush(self, upto: int, timeout_s: float) -> bool:
-        """Wait until every sequence ≤ `upto` is committed or dropped; False when the time is up before."""
+        """Wait until every sequence ≤ `upto` is committed or dropped. Return False if the time is up before."""
         if self._queue.settled(upto) or not self._thread.is_alive():
             return self._queue.settled(upto)
         with self._queue.lock:
@@ -137,16 +150,16 @@ class Transport:
         return self._queue.settled(upto)
 
     def reconnect(self) -> None:
-        """Take the session over with a new HELLO: something that it says has changed."""
+        """Continue the session on a new connection, because a fact in HELLO has changed."""
         self._renew = True
 
     def leave(self) -> None:
-        """Say BYE as soon as nothing is in flight; `bye_ok` is set by the answer."""
+        """Send BYE as soon as nothing is in flight. The answer sets `bye_ok`."""
         self._leaving = True
         self._wakeup.wake()
 
     def stop(self, timeout_s: float) -> bool:
-        """End the thread and close the connection; False if it did not end in time."""
+        """End the thread and close the connection. Return False if the thread did not end in time."""
         self._stop.set()
         self._wakeup.wake()
         if self._thread.ident is not None:
@@ -154,7 +167,7 @@ class Transport:
         return not self._thread.is_alive()
 
     def close_in_child(self) -> None:
-        """After fork, in the child: the thread is not there, and the socket must not be."""
+        """Close the socket in a forked child. The thread does not exist there."""
         talk, self._talk = self._talk, None
         if talk is not None:
             talk.link.close_in_child()
@@ -209,7 +222,7 @@ class Transport:
         self._await_welcome(self._connect(self._connections, connect_s))
 
     def _await_welcome(self, link: Link) -> None:
-        """Go on with a connection on which HELLO was sent."""
+        """Continue with a connection on which HELLO was sent."""
         self._talk = Conversation(
             link, self._queue, self._steering, ping_s=self._ping_s, refused=self._nacked
         )
@@ -217,7 +230,7 @@ class Transport:
         self.state = State.HANDSHAKE
 
     def _tend_arena(self) -> None:
-        """Let the arena grow; when it may be smaller, take the session over with the new one."""
+        """Let the arena grow. If it may be smaller, continue the session with a smaller arena."""
         growth = self._growth
         if growth is None or not growth.look() or self.state is not State.RUNNING:
             return
@@ -230,7 +243,7 @@ class Transport:
             self._await_welcome(link)
 
     def _rest(self, worked: bool) -> None:
-        """Wait for an answer or the next tick, whichever is first, and take the answers."""
+        """Wait for an answer or the next tick, and take the answers."""
         calm = not (self._flushes or self._leaving) and self.state is State.RUNNING
         easy_s = self._rests.easy_s() if calm else 0.0
         tick_s = self._rests.next_tick_s(worked, easy_s)
@@ -239,7 +252,8 @@ class Transport:
             self._stop.wait(tick_s)
             return
         if easy_s:
-            self._wakeup.rest(max(tick_s, easy_s), self._called)  # what comes meanwhile is taken together
+            # All answers that arrive during the rest are taken together.
+            self._wakeup.rest(max(tick_s, easy_s), self._called)
         elif not talk.link.wait(tick_s):
             return
         verdict = talk.hear()
@@ -247,7 +261,7 @@ class Transport:
             self._judge(verdict, talk)
 
     def _called(self) -> bool:
-        """Whether there is what `wake` is called for."""
+        """Return whether there is a reason to call `wake`."""
         waiting = self._flushes or self._leaving or self._stop.is_set() or self._queue.waiting.count
         return bool(waiting)
 
@@ -286,7 +300,7 @@ class Transport:
         self._notices.warn(f"nack {row.reason}", "the daemon refused a capture: %s", reason_text(row))
 
     def _disconnected(self, error: BaseException) -> None:
-        """Close, and try again later: twice as late each time, with jitter so that ranks do not come in step."""
+        """Close the connection and try again later. The delay doubles, with jitter to spread the ranks."""
         self._drop_link()
         if self.state is State.ENDED:
             return
@@ -295,13 +309,13 @@ class Transport:
         self.refused.set()
         self._next_attempt = time.monotonic() + self._backoff_s * self._random.uniform(0.5, 1.0)
         self._backoff_s = min(self._backoff_s * 2, _BACKOFF_S[1])
-        # EOFError says nothing
+        # An EOFError has no text.
         self._tell_outage("lost" if was_running else "cannot reach", str(error) or "it closed the connection")
 
     def _overdue(self, now: float) -> None:
-        """Say that HELLO is not answered in time, and go on waiting.
+        """Report that HELLO is not answered in time, and continue to wait.
 
-        On a busy node the daemon answers late; a second HELLO would have it do twice what it has no time for.
+        On a busy node the daemon answers late. A second HELLO would double the work that it has no time for.
         """
         if now > self._deadline + _PATIENCE_S:
             raise TimeoutError("it did not answer HELLO")

@@ -1,8 +1,8 @@
-"""What a rank and the daemon say to each other on one connection: pure order of messages, no reconnecting.
+"""The conversation of a rank with the daemon on one connection: only the order of messages, no reconnects.
 
-A new Conversation is made for every connection: keys are interned anew, everything unacknowledged is due again.
-Methods raise OSError or EOFError when the connection is lost; nothing is ever sent to a peer that does not read,
-so a stopped daemon holds up nothing and no frame is left half sent.
+Every connection has a new Conversation. Keys are defined again, and every unacknowledged capture is due again.
+Methods raise OSError or EOFError if the connection is lost. Nothing is sent to a peer that does not read. So a stopped
+daemon delays nothing, and no frame is left half sent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ __all__ = ["Conversation", "FlushRequest", "Verdict"]
 
 _DROPS_INTERVAL_S = 1.0
 _MAX_DROP_ROWS = 1024
-_MAX_PUTS = 16  # in a row, before answers are looked at
+# PUTs in a row, before the thread looks at answers.
+_MAX_PUTS = 16
 _MISSED_PINGS = 3
 
 Verdict = Union[Welcome, Reject, ByeOk]
@@ -57,7 +58,16 @@ class FlushRequest:
 
 
 class Conversation:
-    """One connection's state. `refused` is told of every NACK, for a log line."""
+    """The state of one connection.
+
+    Args:
+        link: The connection. HELLO was sent.
+        queue: The in-flight queue.
+        steering: Follows `capd ctl`.
+        ping_s: The silence of the daemon after which it gets a PING.
+        refused: Called with every row of a NACK, for a log line.
+        clock: A monotonic clock.
+    """
 
     def __init__(
         self,
@@ -75,21 +85,25 @@ class Conversation:
         self._ping_s = ping_s
         self._refused = refused
         self._clock = clock
-        self._defined = bytearray()  # by key id: 1 where this connection knows it
-        self._flushed: set[int] = set()  # ids of the FLUSHes sent
-        self._drains: list[tuple[int, int]] = []  # DRAINs to be answered: id, and the last sequence before it
-        self._told: Optional[Steered] = None  # how this rank is steered, as this connection knows it
+        # By key id: 1 if the definition was sent on this connection.
+        self._defined = bytearray()
+        # The ids of the FLUSHes sent.
+        self._flushed: set[int] = set()
+        # The DRAINs to answer: the id, and the last sequence before it.
+        self._drains: list[tuple[int, int]] = []
+        # The last STEERED sent on this connection.
+        self._told: Optional[Steered] = None
         self._bye_sent = False
         self._unanswered = 0
         self._last_drops = float("-inf")
         self._last_heard = self._last_ping = clock()
 
     def begin(self) -> None:
-        """After WELCOME: everything sent on earlier connections is due again."""
+        """Begin after WELCOME: everything sent on earlier connections is due again."""
         self._queue.reconnected()
 
     def send_ready(self) -> bool:
-        """Send captures that are ready, oldest first; returns whether there were any."""
+        """Send the ready captures, oldest first. Return whether there were any."""
         for count in range(_MAX_PUTS):
             if not self._queue.unsent or not self.link.writable():
                 return count > 0
@@ -123,7 +137,7 @@ class Conversation:
             self.link.send(Drops(rows))
 
     def send_answers(self) -> None:
-        """Answer what `capd ctl` asked: how this rank is steered, when that changed, and what is drained."""
+        """Answer `capd ctl`: send the steering of this rank if it changed, and the finished drains."""
         answer = self._steering.answer
         if answer is not None and answer is not self._told and self.link.writable():
             self.link.send(answer)
@@ -132,9 +146,10 @@ class Conversation:
             self.link.send(Drained(self._drains.pop(0)[0]))
 
     def say_bye(self) -> None:
-        """Say BYE once, when nothing is in flight any more; the counter page is final by then.
+        """Send BYE once, when nothing is in flight any more. The counter page is final by then.
 
-        Not where the rank gave up what was in flight: the daemon takes that once the rank is gone without goodbye.
+        A rank that gave up captures in flight sends no BYE. The daemon takes these captures from the arena of a rank
+        that leaves without BYE.
         """
         if not self._bye_sent and not self._queue.busy and not self._queue.waiting.closed:
             self.send_drops(at_once=True)
@@ -142,7 +157,7 @@ class Conversation:
             self._bye_sent = True
 
     def keep_alive(self) -> None:
-        """PING a silent daemon; raises TimeoutError after three that went unanswered."""
+        """Send PING to a silent daemon. Raises TimeoutError after three unanswered PINGs."""
         now = self._clock()
         if now - max(self._last_ping, self._last_heard) < self._ping_s:
             return
@@ -154,9 +169,10 @@ class Conversation:
             self.link.send(Ping())
 
     def hear(self) -> Optional[Verdict]:
-        """Take the answers that are there; returns the first that changes the session's standing."""
+        """Take the answers that have arrived. Return the first that changes the session's state."""
         verdict: Optional[Verdict] = None
-        acked: list[tuple[int, int]] = []  # by ACKs in a row
+        # The ranges of ACKs in a row are settled together.
+        acked: list[tuple[int, int]] = []
         messages = self.link.receive()
         if messages:
             self._last_heard = self._clock()
@@ -201,5 +217,5 @@ class Conversation:
 
 
 def reason_text(row: NackRow) -> str:
-    """A NACK as one line of a log."""
+    """Return a row of a NACK as one line of a log."""
     return f"{DROP_REASONS[row.reason].value}: {row.message}"

@@ -1,9 +1,9 @@
-"""How much of the arena is there: what its highest use needs and a part ahead, and less again after a long quiet.
+"""The growth of the arena: its pages follow the highest use, and become fewer after a long quiet time.
 
-Pages are made ahead of their use, twice as many as were ever in use at once; most jobs need a small part of what the
-arena may take. Sealed memory gives no page back, so less of it means fresh memory in its place, which the daemon is
-given by a HELLO. That happens at a moment at which nothing is in flight, and HELLO is in the socket before the first
-capture goes to the new memory: of a rank that dies then, counters and captures are found there.
+Pages are made before their use, twice as many as were ever in use at once. Most jobs need only a small part of the
+arena's limit. Sealed memory gives no page back. So a smaller arena is new memory, and a HELLO hands it to the daemon.
+This happens while nothing is in flight. HELLO is in the socket before the first capture goes to the new memory. So
+the daemon finds counters and captures there if the rank dies.
 """
 
 from __future__ import annotations
@@ -23,14 +23,22 @@ from capd_client.transport.link import Link
 __all__ = ["FIRST_NBYTES", "Growth"]
 
 FIRST_NBYTES = 32 << 20
-QUIET_S = 60.0  # what was not in use for so long is given back
-_WORTH_NBYTES = 64 << 20  # less is not worth a HELLO
+# Pages that were unused for this time are given back.
+QUIET_S = 60.0
+# Fewer bytes are not worth a HELLO.
+_WORTH_NBYTES = 64 << 20
 
 
 class Growth:
-    """Keeps an arena as large as it must be. `look` and `shrink` are the client thread's.
+    """The size control of one arena. Only the client thread calls `look` and `shrink`.
 
-    hello: of the n-th connection.
+    Args:
+        arena: The arena.
+        queue: The in-flight queue.
+        devices: The devices that copy to the arena.
+        endpoint: The socket of the daemon.
+        hello: Makes the HELLO of the n-th connection.
+        clock: A monotonic clock.
     """
 
     def __init__(
@@ -49,17 +57,19 @@ class Growth:
         self._endpoint = endpoint
         self._hello = hello
         self._clock = clock
-        self._peak = 0  # bytes in use at once since `_since`
+        # The most bytes in use at once since `_since`.
+        self._peak = 0
         self._since = clock()
 
     def look(self) -> bool:
-        """Have pages made ahead of the highest use; whether a long quiet has left many more than it needed."""
+        """Let pages be made before the use reaches them. Return whether a quiet time needed far fewer pages."""
         slots, arena = self._queue.slots, self._arena
         used = slots.capacity - slots.free_nbytes
         if used > self._peak:
             self._peak = used
         if arena.start + 2 * used > arena.target or arena.populated < arena.target:
-            with contextlib.suppress(RuntimeError):  # no further thread is allowed: pages come at first touch
+            # If the system allows no further thread, pages are made at the first touch.
+            with contextlib.suppress(RuntimeError):
                 arena.grow(max(FIRST_NBYTES, 2 * used))
         now = self._clock()
         if now - self._since < QUIET_S:
@@ -70,11 +80,19 @@ class Growth:
         return False
 
     def shrink(self, connection: int) -> Optional[Link]:
-        """Go on with fresh memory, if nothing is in flight and no device copies: its connection, HELLO sent."""
+        """Replace the arena's memory by new memory, if nothing is in flight and no device copies.
+
+        Args:
+            connection: The number of the new connection.
+
+        Returns:
+            The new connection with HELLO sent, or None if nothing has changed.
+        """
         if not self._is_idle() or not self._arena.prefaulted(0):
             return None
         needed = max(FIRST_NBYTES, 2 * self._peak)
-        self._peak, self._since = 0, self._clock()  # whatever comes of it, not again at once
+        # The next attempt is later, also if this one fails.
+        self._peak, self._since = 0, self._clock()
         try:
             link = Link(self._endpoint)
         except OSError:
@@ -89,7 +107,8 @@ class Growth:
                         self._queue.journal.restart()
                         replaced = True
         except (ArenaError, OSError):
-            pass  # as it was; a daemon that has the HELLO already is told so by the next one
+            # Nothing has changed. If the daemon has this HELLO already, the next HELLO corrects it.
+            pass
         if not replaced:
             link.close()
             return None
@@ -99,5 +118,5 @@ class Growth:
         return link
 
     def _is_idle(self) -> bool:
-        """Whether nothing writes to the arena, nor anybody reads it."""
+        """Return whether nobody writes to the arena or reads it."""
         return not self._queue.busy and not self._queue.copying and self._queue.slots.empty

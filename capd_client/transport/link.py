@@ -1,7 +1,7 @@
-"""One connection to the daemon: connect, hand over the arena, then framed messages in both directions.
+"""One connection to the daemon: connects, hands over the arena, then carries framed messages in both directions.
 
-Nothing here waits longer than IO_TIMEOUT_S, and that only to send to a peer that stopped in the middle of a frame.
-After any OSError or EOFError the connection is unusable (a frame may be half sent) and is closed by its owner.
+No call waits longer than IO_TIMEOUT_S. Only a send to a peer that stopped in the middle of a frame waits at all.
+After any OSError or EOFError the connection is unusable, because a frame may be half sent. Its owner closes it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,19 @@ __all__ = ["IO_TIMEOUT_S", "Link"]
 
 IO_TIMEOUT_S = 2
 _READ_NBYTES = 64 << 10
-_HEADER = struct.Struct("!i")  # the length of a frame, as multiprocessing.connection writes it
+# The length of a frame, as multiprocessing.connection writes it.
+_HEADER = struct.Struct("!i")
 
 
 class Link:
-    """A connected socket; first of all `greet` is called.
+    """A connected socket. The first call is `greet`.
 
-    Raises OSError from the constructor when there is no daemon, or it does not take the connection in time. connect_s:
-    how long that is; 0 does not wait at all, also where others fill the daemon's queue of connections.
+    Args:
+        path: The daemon's socket.
+        connect_s: The time to connect. 0 does not wait, even if the daemon's queue of connections is full.
+
+    Raises:
+        OSError: There is no daemon, or it does not accept the connection in time.
     """
 
     def __init__(self, path: str, *, connect_s: float = IO_TIMEOUT_S) -> None:
@@ -53,16 +58,17 @@ class Link:
             peer.close()
             raise
         self._socket = peer
-        self._unread = b""  # the begin of a frame
+        # The first bytes of a frame.
+        self._unread = b""
         self._readable = select.poll()
         self._readable.register(peer, select.POLLIN)
         self._writable = select.poll()
         self._writable.register(peer, select.POLLOUT)
 
     def greet(self, arena_fd: int, hello: Hello) -> None:
-        """Hand over the arena and say HELLO: the socket's buffer takes both at once. Closes the socket on an error.
+        """Hand over the arena and send HELLO. The socket's buffer takes both at once. An error closes the socket.
 
-        A daemon that has hung up already is none: it may have refused, and its answer is there to be received.
+        A daemon that has hung up already is no error. It may have refused, and its answer can still be received.
         """
         try:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -73,22 +79,24 @@ class Link:
             raise
 
     def send(self, message: ClientMessage) -> None:
-        """Send one message; raises OSError when the peer is gone or has not read for IO_TIMEOUT_S."""
+        """Send one message. Raises OSError if the peer is gone or has not read for IO_TIMEOUT_S."""
         frame = encode(message)
         self._socket.sendall(_HEADER.pack(len(frame)) + frame)
 
     def writable(self) -> bool:
-        """Whether the socket has room for a batch: most of its buffer is empty. True as well once it is broken."""
+        """Return whether most of the socket's buffer is empty, so that a batch fits. Also True for a broken socket."""
         return bool(self._writable.poll(0))
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether a message (or the end) is there, after waiting up to `timeout_s`."""
+        """Wait up to `timeout_s`. Return whether a message or the end has arrived."""
         return bool(self._readable.poll(timeout_s * 1000))
 
     def receive(self) -> list[DaemonMessage]:
-        """The messages that are there, taken at once: each further call into the kernel would cost the GIL again.
+        """Return the messages that have arrived, with one call into the kernel. Each call costs the GIL.
 
-        Raises EOFError at the end, OSError for anything that is no message of a daemon.
+        Raises:
+            EOFError: The connection is at its end.
+            OSError: The peer sent something that is no message of a daemon.
         """
         try:
             chunk = self._socket.recv(_READ_NBYTES, socket.MSG_DONTWAIT)
@@ -115,9 +123,10 @@ class Link:
         self._socket.close()
 
     def close_in_child(self) -> None:
-        """After fork, in the child: close the inherited descriptor, which leaves the parent's stream alone."""
+        """Close the inherited descriptor in a forked child. The parent's stream stays as it is."""
         with contextlib.suppress(OSError):
-            self._socket.close()  # not by its number: that may be another's when the socket is collected
+            # Not by its number, which may belong to another file when the socket object is collected.
+            self._socket.close()
 
 
 def _decoded(frame: bytes) -> DaemonMessage:
