@@ -1,1 +1,1 @@
-"""The one session of a process, and the daemon that it may start for itself."""
+"""The one session of a process, and the daemon that a job may start for itself."""

@@ -1,7 +1,7 @@
-"""The one session of this process, and the calls of a training script that concern it as a whole.
+"""The one session of this process, and the calls of a training script that concern the whole session.
 
-No call raises or waits by default. Off (no CAPD_ENDPOINT) every call returns after one check. Under CAPD_STRICT=1,
-meant for tests, errors are raised.
+No call raises or waits by default. Without CAPD_ENDPOINT capture is off, and every call returns after one check.
+CAPD_STRICT=1 is meant for tests and makes the calls raise errors.
 """
 
 from __future__ import annotations
@@ -21,27 +21,32 @@ from capd_client.steps import checkpointing, optimizer_steps
 __all__ = ["close", "counters", "flush", "running", "session", "session_into", "set_moment"]
 
 _lock = threading.RLock()
-_resolved = False  # whether this process knows if it captures
+# Whether this process knows if it captures.
+_resolved = False
 _starting = False
-_session: Optional[AnySession] = None  # None: off
-_closed: Optional[AnySession] = None  # the session that `close` ended, for its counters
-_over = False  # nothing more is captured in this process: it has closed, or is forked from one that captured
+# None: capture is off.
+_session: Optional[AnySession] = None
+# The session that `close` ended, for its counters.
+_closed: Optional[AnySession] = None
+# Whether this process captures nothing more: it has closed, or was forked from a process that captured.
+_over = False
 _notices = Notices()
 _handlers_registered = False
 _fork_handler_registered = False
 
 
 def session() -> Optional[AnySession]:
-    """The session of this process, started at the first call; None when capture is off, or over."""
+    """Return the session of this process, or None if capture is off or over. The first call starts the session."""
     if _resolved:
         return _session
     return _start()
 
 
 def _start() -> Optional[AnySession]:
-    """Resolve the session, once; other threads' captures wait for it, those that starting itself causes do not."""
+    """Resolve the session once. Captures of other threads wait for it. Captures caused by the start do not wait."""
     global _resolved, _session, _starting
-    _register_fork_handler()  # first: a child forked meanwhile must not inherit the lock as it is
+    # First, because a child forked during the start must not inherit a held lock.
+    _register_fork_handler()
     with _lock:
         if _resolved or _starting:
             return _session
@@ -54,7 +59,11 @@ def _start() -> Optional[AnySession]:
 
 
 def session_into(directory: str) -> Optional[AnySession]:
-    """The session of this process; where nothing says on or off, one of a daemon of its own on `directory`."""
+    """Return the session of this process. If no setting says on or off, start one with its own daemon.
+
+    Args:
+        directory: The store of that daemon.
+    """
     global _session, _starting
     current = session()
     if current is not None or _over or os.environ.get("TENSOR_SAVE_ENABLED"):
@@ -71,7 +80,7 @@ def session_into(directory: str) -> Optional[AnySession]:
 
 
 def running() -> Optional[AnySession]:
-    """The session of this process if it has begun."""
+    """Return the session of this process if it has begun, else None."""
     return _session
 
 
@@ -105,9 +114,10 @@ def _optimizer_stepped() -> None:
 
 
 def _forked() -> None:
-    """A forked child is no rank: it holds neither socket nor arena of its parent, and captures nothing."""
+    """Turn capture off in a forked child. A child is no rank: it keeps neither socket nor arena of its parent."""
     global _lock, _resolved, _starting, _session, _closed, _over
-    _lock = threading.RLock()  # the parent's may be held by a thread that does not exist here
+    # A thread that does not exist here may hold the parent's lock.
+    _lock = threading.RLock()
     _over = _over or _starting
     _resolved, _starting = _resolved or _starting, False
     forked, _session, _closed = _session, None, None
@@ -118,10 +128,13 @@ def _forked() -> None:
 
 @untraced
 def set_moment(**values: Any) -> None:
-    """Say where the job is: iteration, micro_batch, sample_idx, batch_idx, sequence_idx (ints, or None to unset).
+    """Set the position of the job: iteration, micro_batch, sample_idx, batch_idx, sequence_idx.
 
-    What is set wins over the automatic count and stays until it is set again; a new iteration restarts the
+    A set value replaces the automatic count and stays until it is set again. A new iteration restarts the
     micro-batches at 0. Values that cannot be used are ignored with one warning.
+
+    Args:
+        **values: An int for each field to set, or None to unset it.
     """
     current = session()
     if current is None:
@@ -135,18 +148,25 @@ def set_moment(**values: Any) -> None:
 
 
 def flush(timeout_s: float = 30.0) -> bool:
-    """Wait until everything captured before is committed (or dropped); False when `timeout_s` is up before.
+    """Wait until all captures until now are committed or dropped.
 
-    Where no daemon was ever reached it does not wait, and is False if anything was captured.
+    If no daemon was ever reached, the call does not wait.
+
+    Args:
+        timeout_s: The longest time to wait.
+
+    Returns:
+        False if the time is up before, or if anything was captured and no daemon was ever reached.
     """
     current = _session
     return True if current is None else current.flush(timeout_s)
 
 
 def close(timeout_s: Optional[float] = None) -> None:
-    """Flush, say goodbye to the daemon, and stop capturing in this process. Runs by itself at exit.
+    """Flush, take leave of the daemon, and stop capturing in this process. Runs automatically at exit.
 
-    timeout_s: longest time to wait, default CAPD_EXIT_TIMEOUT_S (30); without a daemon it does not wait.
+    Args:
+        timeout_s: The longest time to wait, default CAPD_EXIT_TIMEOUT_S (30). Without a daemon the call does not wait.
     """
     global _resolved, _session, _closed, _over
     with _lock:
@@ -166,9 +186,9 @@ def close(timeout_s: Optional[float] = None) -> None:
 
 
 def counters() -> dict[str, Any]:
-    """What became of the captures of this process: offered, committed, in_flight, dropped (reason → count).
+    """Return the counters of this process: offered, committed, in_flight, dropped (reason → count).
 
-    offered = committed + in_flight + all dropped. Zeros when capture is off; final after `close`.
+    offered = committed + in_flight + all dropped. All are zero if capture is off, and final after `close`.
     """
     current = _session or _closed
     if current is None:

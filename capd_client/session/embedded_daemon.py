@@ -1,9 +1,11 @@
-"""The daemon that a job starts for itself: TENSOR_SAVE_ENABLED=true, and no CAPD_ENDPOINT.
+"""The daemon that a job starts for itself, with TENSOR_SAVE_ENABLED=true and without CAPD_ENDPOINT.
 
-One per node and store: the first rank starts `python -m capd serve --detach` under a lock, the others find it
-listening and join. It is no child of the job (nothing that the job waits for, or kills, is the daemon) and ends by
-itself once the rank that started it and all others are gone. The rank that leaves last has it seal the run, within the
-time that the job's exit may take, since what runs the job (a container, a batch system) may end everything with it.
+A node has one such daemon per store. The first rank starts `python -m capd serve --detach` under a lock. The other
+ranks find the daemon listening and join. The daemon is no child of the job, so the job neither waits for it nor kills
+it. It ends by itself after the rank that started it and all other ranks are gone.
+
+The last rank asks the daemon to seal the run, within the time of the job's exit. A container or batch system may kill
+everything after the job, the daemon included.
 """
 
 from __future__ import annotations
@@ -45,17 +47,21 @@ __all__ = ["provide", "settle"]
 READY_S = 60.0
 _REST_S = 0.05
 _REPLY_S = 3.0
-_OWNED_ELSEWHERE = 7  # exit code of a daemon whose store another one has
+# The exit code of a daemon whose store belongs to another daemon.
+_OWNED_ELSEWHERE = 7
 _MAX_NOTE_NBYTES = 1 << 20
 _SOCKET = "capd.sock"
 _NO_ANSWER = (OSError, EOFError, msgspec.MsgspecError)
 
 
 def provide(config: ClientConfig, notices: Notices) -> ClientConfig:
-    """The settings with the endpoint of a daemon that answers; started here if this node has none on the store.
+    """Return the settings with the endpoint of a daemon that answers. Start one if this node has none on the store.
 
-    What they leave open of the run's name is filled in, and unless they say otherwise captures wait for room: the
-    predecessor lost none. Raises EmbeddedError after READY_S at the latest.
+    The name of the run is filled in if it is not set. If no policy is set, captures wait for room, because
+    `tensor_saver` lost none.
+
+    Raises:
+        EmbeddedError: No daemon answers, at the latest after READY_S.
     """
     store = str(config.embedded)
     directory = _runtime_directory()
@@ -78,7 +84,13 @@ def provide(config: ClientConfig, notices: Notices) -> ClientConfig:
 
 
 def settle(endpoint: str, run_id: str, timeout_s: float) -> None:
-    """This rank has left: where no other of its run is there, have the daemon seal the run, for at most `timeout_s`."""
+    """Ask the daemon to seal the run of a rank that has left, if no other rank of the run is live.
+
+    Args:
+        endpoint: The socket of the daemon.
+        run_id: The run.
+        timeout_s: The longest time to wait. 0: do nothing.
+    """
     if timeout_s <= 0:
         return
     with contextlib.suppress(*_NO_ANSWER), _connected(endpoint) as tool:
@@ -93,7 +105,7 @@ def _anyone(stats: dict[str, Any]) -> bool:
 
 
 def _start(store: str, path: str, deadline: float) -> str:
-    """Start a daemon that listens on `path`. Returns where the store's daemon listens, which may be another one."""
+    """Start a daemon that listens on `path`. Return the socket of the store's daemon, which may be another daemon."""
     if not sys.executable:
         raise EmbeddedError(
             "this Python does not know its own path; start `capd serve` and set CAPD_ENDPOINT"
@@ -110,8 +122,10 @@ def _start(store: str, path: str, deadline: float) -> str:
             return owner
         if code != _OWNED_ELSEWHERE or time.monotonic() > deadline:
             break
-        time.sleep(rest_s)  # the daemon of a job before listens no more, it seals and leaves
-        rest_s = min(2 * rest_s, 5.0)  # each trial says on stderr why it ends
+        # The daemon of an earlier job does not listen any more: it seals its runs and leaves.
+        time.sleep(rest_s)
+        # Each attempt writes the reason of its end to stderr, so the attempts become rarer.
+        rest_s = min(2 * rest_s, 5.0)
     raise EmbeddedError(
         f"no daemon could be started on {store} (exit code {code}; its message is above). Choose another "
         f"TENSOR_SAVE_DIR, install capd for {sys.executable}, or start `capd serve` and set CAPD_ENDPOINT"
@@ -120,7 +134,7 @@ def _start(store: str, path: str, deadline: float) -> str:
 
 def _run(command: list[str], timeout_s: float) -> int:
     try:
-        # What keeps it from starting goes to the job's stderr. The terminal's Ctrl-C does not reach its session.
+        # Errors of its start go to the job's stderr. The terminal's Ctrl-C does not reach a new session.
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
             timeout=timeout_s, check=False,
@@ -135,7 +149,7 @@ def _run(command: list[str], timeout_s: float) -> int:
 
 
 def _owner(store: str) -> str | None:
-    """Where the daemon listens that has the store on this node, by its lock file there; None where it does no more."""
+    """Return the socket of the daemon that has the store on this node, by its lock file. None: it does not answer."""
     notes = map(_noted, glob.glob(os.path.join(glob.escape(store), ".capd-*.lock")))
     return next((path for path in notes if path is not None and _serves(path, store)), None)
 
@@ -157,10 +171,11 @@ class _Note(msgspec.Struct):
 
 
 def _serves(path: str, store: str) -> bool:
-    """Whether a daemon answers there, and has this store."""
+    """Return whether a daemon answers on `path` and has this store."""
     try:
         with _connected(path) as tool:
-            reply = _ask(tool, Stats(""), _REPLY_S)  # of no run: the daemon alone
+            # Without a run: only the facts of the daemon.
+            reply = _ask(tool, Stats(""), _REPLY_S)
         here = reply.stats.get("store") if isinstance(reply, StatsReply) else None
         return isinstance(here, str) and os.path.realpath(here) == os.path.realpath(store)
     except _NO_ANSWER:
@@ -183,7 +198,7 @@ def _connected(path: str) -> Iterator[Connection]:
 
 
 def _ask(tool: Connection, message: ClientMessage, timeout_s: float) -> DaemonMessage:
-    """Raises one of _NO_ANSWER where none comes."""
+    """Send a message and return the answer. Raises one of _NO_ANSWER without an answer."""
     tool.send_bytes(encode(message))
     if not tool.poll(timeout_s):
         raise TimeoutError
@@ -192,7 +207,7 @@ def _ask(tool: Connection, message: ClientMessage, timeout_s: float) -> DaemonMe
 
 @contextlib.contextmanager
 def _locked(path: str, deadline: float) -> Iterator[None]:
-    """Among the node's ranks, one at a time. The file stays: removing it would let two ranks lock two files."""
+    """Let the ranks of a node in one at a time. The file stays, because its removal would let two ranks in at once."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         while True:
@@ -202,7 +217,7 @@ def _locked(path: str, deadline: float) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise EmbeddedError(
-                        f"another rank starts the daemon for {READY_S:.0f} s: {path}"
+                        f"another rank has been starting the daemon for {READY_S:.0f} s: {path}"
                     ) from None
                 time.sleep(_REST_S)
         yield
@@ -211,7 +226,7 @@ def _locked(path: str, deadline: float) -> Iterator[None]:
 
 
 def _runtime_directory() -> str:
-    """A directory of this user alone, the same for all ranks of a node, whose paths leave room for a socket's name."""
+    """Return a directory of this user alone, the same for all ranks of a node, short enough for a socket's path."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     places = [os.path.join(runtime, "capd")] if os.path.isabs(runtime) and os.path.isdir(runtime) else []
     places += [

@@ -1,7 +1,8 @@
-"""A rank's session: arena, queue, stager and client thread put together, behind a border that never raises.
+"""The session of a rank: connects arena, queue, stager and client thread, with a border that never raises.
 
-One per process, made at the first `watch` or `capture` (capd_client.api). After a fork the child's copy is inert: it
-holds neither socket nor arena, and costs one check. `close` drains within its time and gives everything back.
+A process has one session, made at the first `watch` or `capture` (`capd_client.api`). After a fork, the child's copy
+is inactive: it holds neither socket nor arena, and costs one check. `close` drains within its time and frees
+everything.
 """
 
 from __future__ import annotations
@@ -48,10 +49,15 @@ _POLL_S = 0.001
 
 
 class Session(Border):
-    """Everything that one rank needs to capture. `config.endpoint` must be set.
+    """The session of one rank. `offer` and all code that it calls never raise, except under `config.strict`.
 
-    Raises ArenaError when there is no memory for the arena. `offer` and what follows it never raise, except
-    under `config.strict`.
+    Args:
+        config: The settings. `config.endpoint` must be set.
+        environ: The variables with the rank; None: os.environ.
+
+    Raises:
+        ArenaError: There is no memory for the arena.
+        RuntimeError: The system allows no further thread.
     """
 
     def __init__(self, config: ClientConfig, environ: Optional[Mapping[str, str]] = None) -> None:
@@ -64,7 +70,8 @@ class Session(Border):
             on_iteration=self._begin_iteration,
         )
         notices, info = Notices(), context.rank_info
-        self.client = uuid.UUID(bytes=os.urandom(16))  # not uuid4: some versions of it seed from `random`
+        # Not uuid4, because some versions of it use `random`.
+        self.client = uuid.UUID(bytes=os.urandom(16))
         self._endpoint = config.endpoint
         nbytes = arena_nbytes(config.arena_bytes, info.local_world_size, notices)
         self.arena = Arena(nbytes, patience_s=patience_s())
@@ -102,7 +109,7 @@ class Session(Border):
         try:
             self.arena.grow(FIRST_NBYTES)
             self.transport.start()
-        except RuntimeError:  # no further thread is allowed
+        except RuntimeError:
             self.arena.close()
             raise
 
@@ -110,18 +117,20 @@ class Session(Border):
 
     @untraced
     def prepare(self, devices: Iterable[torch.device]) -> None:
-        """Set up the CUDA devices among these for captures, so that no training step has to."""
+        """Set up the CUDA devices among `devices` for captures. Training steps then do not wait for this."""
         if self.enabled:
             self.devices.prepare(device for device in devices if device.type == "cuda")
 
     def _change_rank(self) -> None:
-        """HELLO names the rank, so the daemon hears of another one by a new connection."""
-        if hasattr(self, "transport"):  # before the first connection there is nothing to correct
+        """Report a new rank to the daemon. HELLO names the rank, so this needs a new connection."""
+        # Before the first connection there is nothing to correct.
+        if hasattr(self, "transport"):
             self.transport.reconnect()
 
     def _begin_iteration(self, iteration: int) -> None:
-        """Once per iteration, on the thread that trains: tell where it is, and follow `capd ctl`."""
-        if not self.enabled:  # in a forked child the locks may be held by threads that are not there
+        """Report an iteration that begins, and follow `capd ctl`. Runs once per iteration on the training thread."""
+        # In a forked child, threads that do not exist there may hold the locks.
+        if not self.enabled:
             return
         self.devices.begin_step()
         with self.queue.lock:
@@ -131,15 +140,16 @@ class Session(Border):
     # -- leaving ----------------------------------------------------------------------------------------
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything offered before is committed or dropped; False when the time is up before.
+        """Wait until all offers until now are committed or dropped.
 
-        False at once, too, where no daemon was ever reached: what waits in the arena stays there.
+        Returns:
+            False if the time is up before. Also False, without a wait, if no daemon was ever reached. The captures then
+            stay in the arena.
         """
         if not self.enabled:
             return True
-        if (
-            self._interrupted_here()
-        ):  # the capture that the handler interrupted cannot be settled before it returns
+        # The capture that a signal handler interrupted cannot be settled before the handler returns.
+        if self._interrupted_here():
             return False
         deadline = time.monotonic() + max(0.0, timeout_s)
         upto = self.queue.last_sequence
@@ -149,11 +159,16 @@ class Session(Border):
         return settled
 
     def close(self, timeout_s: Optional[float] = None) -> bool:
-        """Drain, say goodbye, and give back thread, socket and memory. Idempotent.
+        """Drain, take leave of the daemon, and free thread, socket and memory. Idempotent.
 
-        timeout_s: longest time to drain, default `config.exit_timeout_s`; without a daemon it does not wait at
-        all. Returns whether everything was settled in time; what was not is dropped as `not_connected`. In a signal
-        handler that interrupted a capture nothing can be drained: then a thread of its own closes, and it is False.
+        A signal handler that interrupted a capture cannot drain. In such a handler, a separate thread closes the
+        session, and the result is False.
+
+        Args:
+            timeout_s: The longest time to drain, default `config.exit_timeout_s`. Without a daemon there is no wait.
+
+        Returns:
+            Whether everything was settled in time. Unsettled captures are dropped as `not_connected`.
         """
         if self._closed.is_set():
             return True
@@ -179,7 +194,7 @@ class Session(Border):
         elif lost:
             self.notices.warn(
                 "closed",
-                "%d captures were still unacknowledged at exit; a daemon that is there takes them from the arena",
+                "%d captures were still unacknowledged at exit; a running daemon takes them from the arena",
                 lost,
             )
         stopped = transport.stop(_STOP_TIMEOUT_S)
@@ -187,11 +202,11 @@ class Session(Border):
         return lost == 0
 
     def _interrupted_here(self) -> bool:
-        """Whether a signal handler runs here that has interrupted a capture of this very thread."""
+        """Return whether a signal handler runs here that has interrupted a capture of this very thread."""
         return self.queue.interrupted_here() or self.devices.inside()
 
     def _ever_connected(self, deadline: float) -> bool:
-        """Whether a daemon took this rank; a handshake under way is waited for, an absent daemon is not."""
+        """Return whether a daemon accepted this rank. Waits for a handshake under way, but not for an absent daemon."""
         transport = self.transport
         deadline = min(deadline, time.monotonic() + HANDSHAKE_TIMEOUT_S)
         while transport.welcome is None and transport.state is not State.ENDED:
@@ -201,7 +216,7 @@ class Session(Border):
         return transport.welcome is not None
 
     def _wait_for_bye(self, deadline: float) -> None:
-        """Until BYE is answered; a daemon that is gone while nothing is in flight is not waited for."""
+        """Wait for the answer to BYE, unless the daemon is gone and nothing is in flight."""
         transport = self.transport
         while not transport.bye_ok.wait(0.01) and transport.state is not State.ENDED:
             gone = transport.refused.is_set() and not self.queue.busy
@@ -209,7 +224,7 @@ class Session(Border):
                 return
 
     def _free(self, thread_ended: bool) -> None:
-        """Unmap only what nobody writes any more; the rest goes with the process."""
+        """Free the arena. Memory that somebody may still write stays mapped until the process ends."""
         with self.queue.lock:
             self.counters.detach()
             self.queue.journal.close()
@@ -221,7 +236,7 @@ class Session(Border):
             self.arena.close(unmap=False)
 
     def forked(self) -> None:
-        """In a forked child: hold nothing, capture nothing. Takes no lock, its owner may not exist here."""
+        """Turn the session off in a forked child. Takes no lock, because its owner may not exist here."""
         self.enabled = False
         self._closed.set()
         self.counters.reset()
@@ -242,7 +257,7 @@ class Session(Border):
             protocol=PROTOCOL_VERSION,
             client=self.client.bytes,
             connection=connection,
-            # A run that the daemon named stays this rank's run, also with the next daemon, which may know no name.
+            # A run that the daemon named stays this rank's run, also with the next daemon, which may have no name.
             run_id=self.config.run_id or (welcome.run_id if welcome is not None else None),
             rank=info.rank,
             world_size=info.world_size,

@@ -1,4 +1,4 @@
-"""Makes the session of a process as its environment says, and takes leave of the daemon that it has been with."""
+"""The start and the end of a process's session: makes it from the environment, and takes leave of the daemon."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from capd_client.steps.shared_rules import shared_rules_of
 __all__ = ["AnySession", "leave", "make_session"]
 
 AnySession = Union[Session, PlanSession]
-"""One that captures, or under `capd plan` one that says what would be captured."""
+"""A session that captures, or under `capd plan` one that only counts."""
 
 
 def make_session(notices: Notices, environ: Optional[Mapping[str, str]] = None) -> Optional[AnySession]:
-    """A session as `environ` (default os.environ) says; None where capture is off, or cannot be on, with a warning.
+    """Return a session for the settings of `environ` (default os.environ), or None if capture is off.
 
-    Raises what it would warn of under CAPD_STRICT=1.
+    An error turns capture off, with a warning. Under CAPD_STRICT=1 the error is raised.
     """
     config = load_config() if environ is None else load_config(environ)
     if config.log is not None:
@@ -34,7 +34,8 @@ def make_session(notices: Notices, environ: Optional[Mapping[str, str]] = None) 
         if config.plan is not None:
             return PlanSession(config)
         return Session(config if config.embedded is None else embedded_daemon.provide(config, notices))
-    except Exception as error:  # also no thread, or a broken installation: nothing of it ends the job
+    except Exception as error:
+        # No error may end the job, neither a missing thread nor a broken installation.
         notices.warn("start", "capture is off: %s", error if isinstance(error, CapdError) else repr(error))
         if config.strict:
             raise
@@ -42,7 +43,7 @@ def make_session(notices: Notices, environ: Optional[Mapping[str, str]] = None) 
 
 
 def leave(current: AnySession, timeout_s: Optional[float]) -> None:
-    """Close the session; the last one with a daemon of the job's own has it seal the run, in the time left."""
+    """Close the session. The last session of a daemon that the job started has it seal the run, in the time left."""
     config = current.config
     shared_rules_of(current.context).tell()
     deadline = time.monotonic() + (config.exit_timeout_s if timeout_s is None else timeout_s)
@@ -53,7 +54,7 @@ def leave(current: AnySession, timeout_s: Optional[float]) -> None:
 
 
 def _in_data_worker() -> bool:
-    """Whether this is a DataLoader's worker process: it prepares data and is no rank."""
+    """Return whether this is a worker process of a DataLoader, which prepares data and is no rank."""
     from torch.utils.data import get_worker_info
 
     return get_worker_info() is not None
