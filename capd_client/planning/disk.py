@@ -1,4 +1,4 @@
-"""The disk that a plan's captures would go to: what is free there, and what capd may take of it. No torch."""
+"""The disk for a plan's captures: its free bytes, and the bytes that capd may use. No torch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _TRIAL_NBYTES = 64 << 20
 
 
 def disk_settings(environ: Mapping[str, str]) -> tuple[str, Optional[Any], Any]:
-    """store, max_disk and keep_free as variables say them, else the table of the daemon in capd.toml.
+    """Return store, max_disk and keep_free, from variables or else from the daemon's table in capd.toml.
 
-    Raises ConfigError for what cannot be read.
+    Raises:
+        ConfigError: A value or the file cannot be read.
     """
     table = _daemon_table(environ.get("CAPD_CONFIG") or "capd.toml")
     store = environ.get("CAPD_STORE") or environ.get("TENSOR_SAVE_DIR") or table.get("store") or "captures"
@@ -45,7 +46,13 @@ def _daemon_table(path: str) -> Mapping[str, Any]:
 
 
 def disk_plan(store: str, max_disk: Optional[Any], keep_free: Any) -> dict[str, Any]:
-    """What is free, in bytes. max_disk and keep_free: as `parse_amount` gives them; max_disk None is capd's default."""
+    """Return the limits and the free space of a store's disk, in bytes.
+
+    Args:
+        store: The directory of the store. It need not exist.
+        max_disk: A result of `parse_amount`; None: capd's default.
+        keep_free: A result of `parse_amount`.
+    """
     place = _existing(store)
     found = os.statvfs(place)
     total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
@@ -58,7 +65,10 @@ def disk_plan(store: str, max_disk: Optional[Any], keep_free: Any) -> dict[str, 
 
 
 def write_speed(store: str) -> Optional[float]:
-    """Bytes per second of a trial: 64 MiB written to a nameless file on the store's disk, and synced. None: refused."""
+    """Return the bytes per second of a trial, or None if the disk refuses it.
+
+    The trial writes 64 MiB to a nameless file on the store's disk and syncs it.
+    """
     block = os.urandom(1 << 20)
     try:
         with tempfile.TemporaryFile(dir=_existing(store)) as file:

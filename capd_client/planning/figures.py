@@ -1,7 +1,7 @@
-"""The arithmetic of a plan: from what each rank saw to records, bytes and times. No torch, no clock, no file.
+"""The arithmetic of a plan: from the document of each rank to records, bytes and times. No torch, no clock, no file.
 
-All bytes are raw. A captured step is the planned iteration with the most bytes. Under mode sample:1/N, whose steps keep
-different calls, numbers of a step are means over the selected ones.
+All bytes are raw. A captured step is the planned iteration with the most bytes. Under mode sample:1/N, steps keep
+different calls, so the numbers of a step are means over the selected steps.
 """
 
 from __future__ import annotations
@@ -18,11 +18,19 @@ from capd_client.protocol.statistics_row import ROW_NBYTES
 
 __all__ = ["WINDOW", "rank_plan", "records_in"]
 
-WINDOW = 1000  # steps from the first selected one on, over which rates are taken
+# The steps for rates, beginning with the first selected step.
+WINDOW = 1000
 
 
 def records_in(series: SeriesSeen, calls: Sequence[Calls], iteration: int, every: int) -> list[Calls]:
-    """What of these offers is kept if they are those of `iteration`."""
+    """Return the calls that are kept if they are the calls of `iteration`.
+
+    Args:
+        series: The series of the calls.
+        calls: The offers of one iteration.
+        iteration: The iteration to assume.
+        every: N of mode sample:1/N; 1 keeps all.
+    """
     kept = [call for call in calls if (call.ordinal + iteration) % every == 0]
     if series.once and every > 1:
         return [Calls(call.ordinal, call.shape, call.nbytes, 1) for call in kept[:1]]
@@ -30,9 +38,11 @@ def records_in(series: SeriesSeen, calls: Sequence[Calls], iteration: int, every
 
 
 def rank_plan(seen: RankSeen, *, ended: bool) -> dict[str, Any]:
-    """The plan of one rank: `series`, each with its own numbers, and the sums that `docs/json.md` lists.
+    """Return the plan of one rank: `series`, each with its numbers, and the sums that `docs/json.md` lists.
 
-    ended: the job ended by itself, so that its last iteration was over, too.
+    Args:
+        seen: The document of the rank.
+        ended: Whether the job ended by itself, so that its last iteration is complete as well.
     """
     complete = [i.iteration for i in seen.iterations if i.seconds is not None or ended]
     iterations = complete or [i.iteration for i in seen.iterations]
@@ -82,7 +92,7 @@ def rank_plan(seen: RankSeen, *, ended: bool) -> dict[str, Any]:
 
 
 def _iteration_plan(seen: RankSeen, iteration: int) -> dict[str, Any]:
-    """What would be captured in this very iteration if it is a selected one."""
+    """Return the records and bytes of this very iteration, if it is selected."""
     kept = [
         (one, call)
         for one in seen.series
@@ -100,7 +110,8 @@ def _series_plan(
     seen: RankSeen, one: SeriesSeen, iterations: list[int], fullest: Optional[int], window: range
 ) -> dict[str, Any]:
     pattern = one.iterations.get(fullest, []) if fullest is not None else []
-    if not pattern:  # not in every step: the fullest of its own
+    if not pattern:
+        # The series is not in every step. The fullest step of the series is used.
         pattern = max(one.iterations.values(), key=lambda calls: sum(c.nbytes * c.count for c in calls))
     if one.steps is None:
         share = sum(i in one.iterations for i in iterations) / len(iterations) if iterations else 1.0
@@ -133,7 +144,7 @@ def _series_plan(
 def _mean(
     seen: RankSeen, one: SeriesSeen, pattern: Sequence[Calls], steps: Sequence[int]
 ) -> tuple[float, float, float]:
-    """Records, bytes kept and bytes over the link, per captured step."""
+    """Return the records, the kept bytes and the bytes over the link, per captured step."""
     every = seen.sample_every
     chosen = steps[: every * (len(steps) // every)] or steps if every > 1 else steps[:1]
     kept = [call for step in chosen or (0,) for call in records_in(one, pattern, step, every)]
@@ -153,7 +164,7 @@ def _kept_nbytes(one: SeriesSeen, call: Calls) -> int:
 
 
 def _link_nbytes(one: SeriesSeen, call: Calls) -> int:
-    """A GPU computes statistics itself; those of CPU tensors are the daemon's work."""
+    """Return the bytes over the link. A GPU computes statistics itself; the daemon computes those of CPU tensors."""
     return call.count * (call.nbytes if one.payload or one.device == "cpu" else ROW_NBYTES)
 
 
@@ -170,7 +181,7 @@ def _of(seen: RankSeen, iterations: list[int]) -> list[Any]:
 
 
 def _window(seen: RankSeen) -> range:
-    """WINDOW steps from the first one on that any watch selects and the job does not have behind it."""
+    """Return WINDOW steps, beginning with the first step that any watch selects and that the job still reaches."""
     begin = _begin(seen)
     selections = {one.steps for one in seen.series if one.steps is not None}
     found = (Ranges(text).first_from(begin) for text in selections)
@@ -179,7 +190,7 @@ def _window(seen: RankSeen) -> range:
 
 
 def _begin(seen: RankSeen) -> int:
-    """The iteration that the job begins with: 0, or where it resumes."""
+    """Return the first iteration of the job, which is not 0 if the job was resumed."""
     return min((i.iteration for i in seen.iterations), default=0)
 
 
@@ -194,5 +205,5 @@ def _steps_of(one: SeriesSeen, window: range) -> list[int]:
 
 
 def _per_hour(window_nbytes: float, step_s: Optional[float], *, finite: bool) -> Optional[float]:
-    """None where nothing is captured any more behind the window, or no step was timed."""
+    """Return the bytes per hour. None if nothing is captured after the window, or no step was timed."""
     return None if finite or not step_s else window_nbytes * 3600 / (WINDOW * step_s)

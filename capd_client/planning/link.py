@@ -1,4 +1,4 @@
-"""How fast captures can leave the tensors' memory: what is configured, else what one small copy takes."""
+"""The speed of captures on their way out of the tensors' memory: the configured speed, else that of one small copy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ _ROUNDS = 3
 
 
 def link_of(devices: Collection[torch.device], max_d2h_gbps: Optional[float]) -> tuple[Optional[float], str]:
-    """Bytes per second of one rank, and what that is; (None, why) where it cannot be measured."""
+    """Return the bytes per second of one rank, and the origin of this number.
+
+    Returns:
+        (None, the reason) if it cannot be measured.
+    """
     if devices and max_d2h_gbps is not None:
         return max_d2h_gbps * 1e9, "max_d2h_gbps"
     try:
@@ -41,7 +45,7 @@ def _from_device(device: torch.device) -> float:
 
 
 def _on_host() -> float:
-    """One thread, as the capturing one is; the pages are there before, as the arena's are."""
+    """Measure a copy in memory. It uses one thread and existing pages, as a capture does."""
     source, target = memoryview(bytearray(_NBYTES)), memoryview(bytearray(_NBYTES))
     best = float("inf")
     for _ in range(_ROUNDS):

@@ -1,4 +1,4 @@
-"""What the ranks of a node add up to, how long its disk lasts, and what will not go well. No torch."""
+"""The plan of a node: the sums over its ranks, the time until its disk is full, and the warnings. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ _LESS = "fewer steps (--steps), rows (--slice), calls (--mode sample:1/N), tenso
 
 
 def node_plan(ranks: Sequence[Mapping[str, Any]], disk: Optional[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sums over the ranks of one host. disk: as `disk_plan` gives it, of this node; None: it is another one."""
+    """Return the sums over the ranks of one host.
+
+    Args:
+        ranks: The plans of the ranks.
+        disk: The `disk_plan` of the host; None if the host is not this node.
+    """
     sums = {name: sum(rank[name] for rank in ranks) for name in ("records", "bytes", "bytes_per_1000_steps")}
     per_hour = _sum(rank["bytes_per_hour"] for rank in ranks)
     in_all = _sum(rank["bytes_in_all"] for rank in ranks)
@@ -32,7 +37,7 @@ def node_plan(ranks: Sequence[Mapping[str, Any]], disk: Optional[Mapping[str, An
 
 
 def warnings_of(ranks: Sequence[Mapping[str, Any]], nodes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is too much, each with the setting to change; once for all ranks."""
+    """Return the warnings, each with the setting to change. A warning that ranks share comes once."""
     found = [line for rank in ranks for line in _of_rank(rank)] + [
         line for node in nodes for line in _of_node(node)
     ]
@@ -45,8 +50,8 @@ def _of_rank(rank: Mapping[str, Any]) -> Iterator[str]:
     for text in rank["steps"]:
         if Ranges(text).first_from(rank["first_iteration"]) is None:
             yield (
-                f'steps "{text}" lie behind the job, which begins with iteration {rank["first_iteration"]}: nothing of '
-                "them is captured. Select later ones (--steps)"
+                f'steps "{text}" are before the first iteration of the job, {rank["first_iteration"]}: none of them is '
+                "captured. Select later steps (--steps)"
             )
     step_s, link_s, drop = rank["step_s"], rank["link_s"], rank["policy"] != "block"
     for reason, count in rank["refused"].items():
@@ -70,7 +75,7 @@ def _of_rank(rank: Mapping[str, Any]) -> Iterator[str]:
     if rank["max_step_bytes"] is not None and rank["link_bytes"] > rank["max_step_bytes"]:
         yield (
             f"a captured step of a rank, {human_nbytes(rank['link_bytes'])}, is more than max_mb_per_step, "
-            f"{human_nbytes(rank['max_step_bytes'])}: what is beyond it is dropped (step_budget). Raise "
+            f"{human_nbytes(rank['max_step_bytes'])}: the rest is dropped (step_budget). Raise "
             "CAPD_MAX_MB_PER_STEP, or select less"
         )
 
@@ -91,12 +96,12 @@ def _of_node(node: Mapping[str, Any]) -> Iterator[str]:
         limit = "CAPD_MAX_DISK" if disk["max_disk"] == room else "CAPD_KEEP_FREE, or make room"
         yield (
             f"{amount} {human_nbytes(in_all or node['bytes'])} (raw), and {human_nbytes(room)} may be written to "
-            f"{disk['store']}: what is beyond it is dropped (disk_full). Change {limit}"
+            f"{disk['store']}: the rest is dropped (disk_full). Change {limit}"
         )
 
 
 def _sum(values: Iterator[Optional[float]]) -> Optional[float]:
-    """None if any is."""
+    """Return the sum, or None if any value is None."""
     found = list(values)
     return (
         None if any(value is None for value in found) else sum(value for value in found if value is not None)

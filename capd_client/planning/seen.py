@@ -1,4 +1,4 @@
-"""What one rank saw while it was planned, as it is handed to `capd plan`: a JSON file per process. No torch."""
+"""The document of one planned rank, which `capd plan` reads: a JSON file per process. No torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ __all__ = ["Calls", "IterationSeen", "RankSeen", "SeriesSeen"]
 
 
 class Calls(msgspec.Struct, array_like=True, frozen=True):
-    """`count` offers of one series in one iteration that are alike.
+    """Equal offers of one series in one iteration.
 
-    ordinal: micro-batch + call, of which mode sample:1/N asks. shape, nbytes: of each, as a tensor, slices taken.
+    Args:
+        ordinal: The sum of micro-batch and call, which decides in mode sample:1/N.
+        shape: The shape of each tensor, after slicing.
+        nbytes: The bytes of each tensor, after slicing.
+        count: The number of the offers.
     """
 
     ordinal: int
@@ -24,12 +28,17 @@ class Calls(msgspec.Struct, array_like=True, frozen=True):
 
 
 class SeriesSeen(msgspec.Struct):
-    """A series that would be made.
+    """A series that the job would make.
 
-    payload: tensors are kept, not statistics alone. device: where the tensors lie. steps: what its `watch` captures,
-    None for captures that the job makes itself. once: at most one record per step, of the first call that is kept.
-    iterations: by iteration, what was offered. besides: of statistics that are kept where the tensors are not, the
-    steps in which the tensors are.
+    Args:
+        key: The key of the series.
+        dtype: The dtype of the records.
+        payload: Whether tensors are kept, not only statistics.
+        device: The device of the tensors.
+        steps: The steps that its `watch` selects; None for captures that the job makes itself.
+        once: Whether a step has at most one record, of the first call that is kept.
+        iterations: The offers, by iteration.
+        besides: The steps in which the tensors are kept, for statistics that are kept in the other steps.
     """
 
     key: Key
@@ -43,17 +52,20 @@ class SeriesSeen(msgspec.Struct):
 
 
 class IterationSeen(msgspec.Struct):
-    """An iteration that was planned. seconds: until the next one began; None: it was not over yet."""
+    """An iteration that was planned. `seconds` is its duration until the next one began; None: it is not over."""
 
     iteration: int
     seconds: Optional[float] = None
 
 
 class RankSeen(msgspec.Struct, kw_only=True):
-    """One process. state: "running", "complete" (all iterations that were asked for), or "ended" (its job did).
+    """The document of one process. Sizes are in bytes.
 
-    refused: drop reason → offers that could not be captured. Sizes in bytes, link_bytes_per_s as `link_how` says.
-    cut_short: why no more of the last iteration was planned; "" where all of it was.
+    Args:
+        state: "running", "complete" (all requested iterations were planned), or "ended" (with the job).
+        refused: Drop reason → number of offers that could not be captured.
+        link_bytes_per_s: The speed of the link, measured as `link_how` says.
+        cut_short: The reason why the last iteration is incomplete; "" if it is complete.
     """
 
     rank: int

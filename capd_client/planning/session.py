@@ -1,4 +1,4 @@
-"""The session of a job under `capd plan`: plans its first iterations and leaves a document per process."""
+"""The session of a job under `capd plan`: plans its first iterations and writes a document per process."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["PlanSession"]
 
 
 class PlanSession(PlanSink):
-    """Stands where `capd_client.session.session.Session` does; has neither daemon nor arena, and copies nothing.
+    """A session in place of `capd_client.session.session.Session`. It has no daemon and no arena, and copies nothing.
 
-    `config.plan` is the directory of the documents. A document is written when the session begins, whenever an
-    iteration is over, and at the end. Errors are logged; none reaches the job.
+    `config.plan` is the directory of the documents. The session writes its document at its begin, after each
+    iteration, and at its end. Errors are logged, and none reaches the job.
     """
 
     def __init__(self, config: ClientConfig) -> None:
@@ -26,18 +26,18 @@ class PlanSession(PlanSink):
         self._write("running" if self.enabled else "complete")
 
     def flush(self, timeout_s: float) -> bool:
-        """Nothing is ever on its way."""
+        """Return at once, because nothing is ever in flight."""
         return True
 
     def close(self, timeout_s: Optional[float] = None) -> bool:
-        """The job is over: leave what was seen. Idempotent."""
+        """Write the final document. Idempotent."""
         if self.enabled:
             self.enabled = False
             self._write("ended")
         return True
 
     def forked(self) -> None:
-        """In a forked child: plan nothing, write nothing."""
+        """Turn the session off in a forked child."""
         self.enabled = False
 
     def _write(self, state: str) -> None:

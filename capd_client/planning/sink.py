@@ -1,4 +1,4 @@
-"""The session of a plan: describes what is offered exactly as a capture would be, counts it, and forgets it."""
+"""The sink of a plan: describes each offer exactly as a capture would, counts it, and forgets it."""
 
 from __future__ import annotations
 
@@ -32,31 +32,36 @@ from capd_client.steps.context import Context
 
 __all__ = ["PlanSink"]
 
-_Series = tuple[Key, str, bool, str]  # key, dtype, payload, device
+# Key, dtype, payload, device.
+_Series = tuple[Key, str, bool, str]
 
 
 class _Adding:
-    """The stager of a plan: adds up what is described."""
+    """The stager of a plan: counts the described tensors."""
 
     def __init__(self, accounts: Accounts, steps_of: Callable[[Key], Optional[tuple[str, str]]]) -> None:
         self._accounts = accounts
         self._steps_of = steps_of
         self._seen: dict[_Series, dict[int, Counter[tuple[int, tuple[int, ...], int]]]] = {}
-        self._steps: dict[_Series, Optional[tuple[str, str]]] = {}  # asked while the watch is there
-        self._once: set[_Series] = set()  # kept once per step
-        self._asked: Optional[Moment] = None  # of which was asked last whether it is kept
-        self._name: Optional[str] = None  # of the tensor that then came
+        # Filled at the first offer of a series, while its watch still exists.
+        self._steps: dict[_Series, Optional[tuple[str, str]]] = {}
+        # Series that are kept once per step.
+        self._once: set[_Series] = set()
+        # The moment of the last question whether a tensor is kept.
+        self._asked: Optional[Moment] = None
+        # The name of the tensor that came after this question.
+        self._name: Optional[str] = None
 
     def ask(self, moment: Moment) -> None:
-        """Whether the next tensor is kept at this moment is asked before one that is kept once per step."""
+        """Note the question whether a tensor is kept at this moment. It comes before each tensor kept once per step."""
         self._asked, self._name = moment, None
 
     def put_known(self, *_: object) -> bool:
-        """There is no short way."""
+        """Return False, because a plan has no short way."""
         return False
 
     def put(self, described: Described) -> None:
-        """Count a series' record."""
+        """Count a record of a series."""
         definition, descriptor = described.definition, described.descriptor
         moment, device = descriptor.moment, described.source.device
         once = self._is_once(definition.key, moment)
@@ -73,11 +78,11 @@ class _Adding:
         calls[moment.micro_batch + moment.call, descriptor.shape, descriptor.nbytes] += 1
 
     def settle(self, described: Described, reason: DropReason) -> None:
-        """An error came in the middle of `put`."""
+        """Count an offer whose `put` an error interrupted."""
         self._accounts.refuse(Refused(reason, described.definition))
 
     def _is_once(self, key: Key, moment: Moment) -> bool:
-        """What was asked for comes next: a parameter, and with the same moment and in its name, what belongs to it."""
+        """Return whether the last question of `ask` was about this tensor: a parameter, or a part with its name."""
         name = key.tensor_name.partition(".")[0]
         if self._asked is not moment or name != (self._name or name):
             self._asked = None
@@ -86,7 +91,7 @@ class _Adding:
         return True
 
     def series(self) -> list[SeriesSeen]:
-        """What was offered until now, in the order in which it first came."""
+        """Return the series until now, in the order of their first offers."""
         found = []
         for series, iterations in self._seen.items():
             key, dtype, payload, device = series
@@ -109,11 +114,13 @@ def _nothing() -> None:
 
 
 class PlanSink(Border):
-    """A session whose stager only describes. It has neither daemon nor arena.
+    """A session whose stager only counts. It has neither daemon nor arena.
 
-    Gates are opened for every step, so that the first `config.plan_steps` iterations show what a selected one captures.
+    The gates are open in every step. So the first `config.plan_steps` iterations show the captures of a selected one.
 
-    on_boundary: called when an iteration has just been noted, or, not `enabled` any more, the last one is over.
+    Args:
+        config: The settings.
+        on_boundary: Called after each change of `iterations`. After the last iteration `enabled` is False.
     """
 
     def __init__(self, config: ClientConfig, on_boundary: Callable[[], None] = _nothing) -> None:
@@ -135,7 +142,7 @@ class PlanSink(Border):
         super().__init__(config, context, Notices(), accounts, self._adding, Drop())
 
     def _begin(self, iteration: int) -> None:
-        """An iteration begins on the thread that trains."""
+        """Note an iteration that begins on the training thread."""
         if not self.enabled:
             return
         self.stop_clock()
@@ -147,7 +154,7 @@ class PlanSink(Border):
         self._began = time.monotonic()
 
     def _cut(self, why: str) -> None:
-        """The iteration under way seems to have no end; a session would capture no more of it."""
+        """End the plan in an iteration that seems to have no end. A session would capture no more of it."""
         if self.enabled:
             self.stop_clock()
             self._cut_short = why
@@ -155,25 +162,25 @@ class PlanSink(Border):
             self._on_boundary()
 
     def stop_clock(self) -> None:
-        """The iteration under way is over."""
+        """Note the end of the iteration under way."""
         if self.iterations and self.iterations[-1].seconds is None:
             self.iterations[-1].seconds = time.monotonic() - self._began
 
     def keeps(self, moment: Moment) -> bool:
-        """Asked before what is kept once per step. Under sampling every call is to be seen: none is kept for good."""
+        """Answer the question before a tensor that is kept once per step. Under sampling, every call must be seen."""
         self._adding.ask(moment)
         return self.config.sample_every == 1
 
     @untraced
     def prepare(self, devices: Iterable[torch.device]) -> None:
-        """Note the devices and the ring that each would get; a session would allocate it now."""
+        """Note the devices and the size of their rings. A session would allocate the rings now."""
         cuda = {device for device in devices if device.type == "cuda"}
         self._devices |= cuda
         for device in cuda:
             self._ring_nbytes = ring_sizes(device, self.config.ring_bytes, self.notices)[0]
 
     def seen(self, state: str) -> RankSeen:
-        """The document of this process. Measures the link, which takes some milliseconds, unless it is running."""
+        """Return the document of this process. Unless `state` is "running", this measures the link for some ms."""
         config, info = self.config, self.context.rank_info
         speed, how = (None, "") if state == "running" else link_of(self._devices, config.max_d2h_gbps)
         return RankSeen(

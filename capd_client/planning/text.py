@@ -1,4 +1,4 @@
-"""Prints a plan: series grouped over layers, ranks that are alike together, then sums, disk and warnings. No torch."""
+"""The text of a plan: series grouped over layers, equal ranks together, then sums, disk and warnings. No torch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,24 @@ from capd_client.process.text import human_count, human_nbytes, table_lines
 
 __all__ = ["expected_lines", "plan_lines"]
 
-_LAYER = re.compile(r"(?<=\.)\d+(?![^.])")  # a part of a module's name that is a number
+# A part of a module's name that is a number.
+_LAYER = re.compile(r"(?<=\.)\d+(?![^.])")
 _EXPERT = re.compile(r"(?<=experts\.)\d+(?![^.])")
 _SHORT_S = 120.0
-_RATIO = " (bf16 is stored at about 1 : 1.4)"  # docs/measurements.md
+# The ratio is from docs/measurements.md.
+_RATIO = " (bf16 is stored at about 1 : 1.4)"
 _RIGHT = ("series", "records", "bytes", "step", "link", "arena holds")
 
 Plan = Mapping[str, Any]
 
 
 def plan_lines(plan: Plan, *, every_series: bool = False) -> Iterator[str]:
-    """The lines of a plan as `docs/json.md` describes its JSON. every_series: one line each, instead of grouped."""
+    """Yield the lines of a plan.
+
+    Args:
+        plan: The JSON of a plan (`docs/json.md`).
+        every_series: Whether every series has its own line, instead of one line per group.
+    """
     yield from _tables(plan["ranks"], every_series)
     yield ""
     yield from table_lines(
@@ -37,7 +44,7 @@ def plan_lines(plan: Plan, *, every_series: bool = False) -> Iterator[str]:
 
 
 def expected_lines(expected: Sequence[Plan]) -> Iterator[str]:
-    """What is known before a step has run."""
+    """Yield the lines about series that are known before a step has run."""
     rows = [
         row[:5] for row in _rows([{**one, "records": 0, "bytes": 0} for one in expected], every_series=False)
     ]
@@ -48,7 +55,7 @@ def expected_lines(expected: Sequence[Plan]) -> Iterator[str]:
 
 
 def _tables(ranks: Sequence[Plan], every_series: bool) -> Iterator[str]:
-    """One table for all ranks with the same one."""
+    """Yield one table for all ranks with equal tables."""
     tables: dict[tuple[tuple[str, ...], ...], list[int]] = {}
     for rank in ranks:
         tables.setdefault(_rows(rank["series"], every_series), []).append(rank["rank"])
@@ -65,7 +72,7 @@ def _tables(ranks: Sequence[Plan], every_series: bool) -> Iterator[str]:
 
 
 def _rows(series: Sequence[Plan], every_series: bool) -> tuple[tuple[str, ...], ...]:
-    """The rows of a table, those of one module together, in the order in which modules first come."""
+    """Return the rows of a table. The rows of a module are together, in the order of their first series."""
     groups: dict[str, dict[tuple[str, ...], list[Plan]]] = {}
     for one in series:
         name = one["module"] or one["component"] or one["layer_type"] or "-"
@@ -77,7 +84,7 @@ def _rows(series: Sequence[Plan], every_series: bool) -> tuple[tuple[str, ...], 
 
 
 def _pattern(name: str, one: Plan) -> str:
-    """The name for all layers and experts alike; other numbers, as those of nn.Sequential, stay."""
+    """Return the name that all layers and experts share. Other numbers, as in nn.Sequential, stay."""
     if one["layer"] is not None:
         behind = len(one["stack"]) if name.startswith(one["stack"]) else 0
         name = name[:behind] + _LAYER.sub("*", name[behind:], count=1)
@@ -97,7 +104,7 @@ def _row(pattern: str, alike: Sequence[Plan]) -> tuple[str, ...]:
 
 
 def _shape(shapes: Sequence[Sequence[Any]]) -> str:
-    """One shape, or per axis from the smallest to the largest."""
+    """Return one shape, with the smallest and the largest size of each axis that varies."""
     axes = zip(*shapes, strict=True)
     return "[" + ", ".join(_axis(list(dict.fromkeys(axis))) for axis in axes) + "]"
 
@@ -157,7 +164,7 @@ def _disk_lines(node: Plan) -> Iterator[str]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """0-3, 7."""
+    """Return numbers as text such as "0-3, 7"."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and parts[-1][-1] == number - 1:

@@ -1,4 +1,4 @@
-"""The watches of a planned job: each captures every step, and is asked which steps it would have captured."""
+"""The watches of a planned job: each watch captures every step, and knows the steps of its own selection."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ _EVERY_STEP = Steer(id=1, from_iteration=0, selection=Selection(steps="all"))
 
 
 class PlannedWatches:
-    """Stands where a session's `Steering` does."""
+    """The watches of a plan, in place of a session's `Steering`."""
 
     def __init__(self) -> None:
         self._watches: list[Watch] = []
 
     def add(self, watch: Watch) -> None:
-        """A model is watched: its first steps show what a selected one captures."""
+        """Add a watch and let it capture every step. Its first steps show the captures of a selected step."""
         self._watches.append(watch)
         watch.steer(_EVERY_STEP)
 
     def discard(self, watch: Watch) -> None:
-        """It is no more."""
+        """Remove a watch that has ended."""
         self._watches.remove(watch)
 
     def steps_of(self, key: Key) -> Optional[tuple[str, str]]:
-        """The steps in which a watch captures what has this key, and those of statistics beside that.
+        """Return the steps in which a watch captures the tensors of this key, and the steps of its statistics.
 
-        None: the job captures it itself.
+        Returns:
+            None if the job captures the tensor itself.
         """
         found = (watch.steps_of(key) for watch in self._watches)
         return next((steps for steps in found if steps is not None), None)

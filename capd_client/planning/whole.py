@@ -1,4 +1,4 @@
-"""One plan from the documents of all ranks. No torch."""
+"""The whole plan of a job, from the documents of all ranks. No torch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ __all__ = ["whole_plan"]
 def whole_plan(
     seen: Sequence[RankSeen], *, host: str, disk: Optional[Mapping[str, Any]], ended: bool
 ) -> dict[str, Any]:
-    """`ranks`, `nodes`, `warnings` and `world_size`, as docs/json.md lists them.
+    """Return the plan as docs/json.md describes it: `ranks`, `nodes`, `warnings` and `world_size`.
 
-    host, disk: this node and its disk. ended: the job ended by itself, and well.
+    Args:
+        seen: The documents.
+        host: The name of this node.
+        disk: The `disk_plan` of this node, if known.
+        ended: Whether the job ended by itself, without an error.
     """
     ranks = [rank_plan(one, ended=ended) for one in sorted(seen, key=lambda one: one.rank)]
     nodes = [
