@@ -1,1 +1,1 @@
-"""When a capture happens: iteration, micro-batch, activation checkpointing, and what `capd ctl` asks for."""
+"""The time of a capture: iteration, micro-batch, activation checkpointing, and the orders of `capd ctl`."""

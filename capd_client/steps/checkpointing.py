@@ -1,15 +1,15 @@
 """Activation checkpointing: carries the moments of a segment's first pass to its recompute.
 
 `torch.utils.checkpoint(use_reentrant=True)` runs a segment under no_grad, drops its graph, and runs it again
-inside the backward. Gradient hooks can only be hung in that second pass, but belong to the micro-batch of the
-first. Every segment therefore keeps, per tap, a queue of the moments of its first pass. The queue is bound to
-the segment and not to the module: whatever order a schedule runs its backwards in, and however often a
-module is called, the second pass finds its own moments and nobody else's.
+inside the backward. Gradient hooks can only be added in that second pass, but belong to the micro-batch of the
+first pass. So every segment keeps, per tap, a queue of the moments of its first pass. The queue belongs to the
+segment, not to the module. So the second pass finds exactly its own moments. This is true for any order of backwards,
+and for modules that are called several times.
 
-Megatron's own checkpointing is of this kind, too, whole layers as well as the functions whose output it discards.
+Megatron's own checkpointing is of this kind as well, for whole layers and for functions whose output it discards.
 
-The non-reentrant kind keeps the graph of its first pass, and the hooks with it; only what a compiled graph saved for
-its backward, the moments among it, is that of the second pass. Its segments are there for those.
+The non-reentrant kind keeps the graph of its first pass with its hooks. But a compiled graph recomputes the values
+that it saved for its backward, and the moments are among them. Segments of this kind exist for these moments.
 """
 
 from __future__ import annotations
@@ -44,24 +44,25 @@ class _SegmentOfThread(threading.local):
 
 _local = _SegmentOfThread()
 _lock = threading.Lock()
-_graph_task = torch._C._current_graph_task_id  # -1 outside of a backward
+# Returns -1 outside of a backward.
+_graph_task = torch._C._current_graph_task_id
 _users = 0
 _patches: dict[tuple[Any, ...], _Patch] = {}
 _carriers: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = []
 
 
 def in_backward() -> bool:
-    """Whether autograd is running on this thread; in a forward that means: this is a recompute."""
+    """Return whether autograd runs on this thread. In a forward, this means a recompute."""
     return _graph_task() != -1
 
 
 def in_segment() -> bool:
-    """Whether this thread runs a pass of a checkpointed segment: the first one is without gradients, if reentrant."""
+    """Return whether this thread runs a pass of a checkpointed segment. A reentrant first pass has no gradients."""
     return _local.segment is not None
 
 
 def repeating() -> bool:
-    """Whether this thread runs a checkpointed segment again. A gradient hook of the job does not."""
+    """Return whether this thread runs a checkpointed segment again. This is not so in a gradient hook of the job."""
     return in_backward() and _local.segment is not None and _local.segment.repeats
 
 
@@ -75,15 +76,17 @@ class Segment:
             function = carrier(function)
         self._function = function
         self._calls: dict[object, deque[Any]] = {}
-        self._passes = passes  # those that have begun
-        self._outer: Optional[Segment] = None  # the segment around the pass under way
+        # The passes that have begun.
+        self._passes = passes
+        # The segment around the pass under way.
+        self._outer: Optional[Segment] = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._pass():
             return self._function(*args, **kwargs)
 
     def first_pass(self, run: Generator[None, None, None]) -> Generator[None, None, None]:
-        """The first pass where torch itself calls the function: `run` is what it does before and after."""
+        """Run the first pass of a function that torch itself calls. `run` is torch's work before and after the call."""
         with self._pass():
             yield from run
 
@@ -100,11 +103,11 @@ class Segment:
 
     @property
     def repeats(self) -> bool:
-        """Whether the pass under way runs something again: its own first pass, or that of a segment around it."""
+        """Whether the pass under way repeats its own first pass, or the first pass of a segment around it."""
         return self._passes > 1 or (self._outer is not None and self._outer.repeats)
 
     def keep(self, tap: object, call: Any) -> None:
-        """Queue a call in the first pass, also for segments around it, which run it again, too."""
+        """Queue a call of the first pass, also in the segments around this one, which repeat the call as well."""
         if self._passes > 1:
             return
         self._calls.setdefault(tap, deque()).append(call)
@@ -112,9 +115,9 @@ class Segment:
             self._outer.keep(tap, call)
 
     def take(self, tap: object) -> Optional[Any]:
-        """What was kept of the same call in the first pass, or None if that one was not captured.
+        """Return the value that the same call kept in the first pass, or None if that call was not captured.
 
-        A segment whose first pass lies in the recompute of another one takes what that has kept.
+        The first pass of a segment may be part of another segment's recompute. It then takes values of that segment.
         """
         if self._passes == 1:
             return None if self._outer is None else self._outer.take(tap)
@@ -123,20 +126,27 @@ class Segment:
 
 
 def keep(tap: object, call: Any) -> None:
-    """Remember a call whose second pass will ask for its moment, if it lies in a checkpointed segment."""
+    """Remember a call in a checkpointed segment, whose second pass will ask for the moment."""
     if _local.segment is not None:
         _local.segment.keep(tap, call)
 
 
 def take(tap: object) -> Optional[Any]:
-    """In a recompute: what the same call kept in the first pass; None where it kept nothing."""
+    """Return, in a recompute, the value that the same call kept in the first pass; None if it kept nothing."""
     return None if _local.segment is None else _local.segment.take(tap)
 
 
 def carry(carrier: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
-    """Have `carrier(function)` called in the place of every segment's function; returns what undoes that.
+    """Replace the function of every segment by `carrier(function)`.
 
-    It is asked where a segment begins, for what its second pass, which lies outside of all forwards, has to find.
+    The second pass of a segment is outside of all forwards. A carrier runs when a segment begins, and brings along the
+    values that the second pass needs.
+
+    Args:
+        carrier: Makes the replacement of a segment's function.
+
+    Returns:
+        A function that undoes the call.
     """
     install()
     _carriers.append(carrier)
@@ -152,7 +162,7 @@ _Function = Callable[..., Any]
 
 
 class _Patch:
-    """A function of a library that runs segments, with ours in its place. around: makes ours from the original."""
+    """A patched function of a library that runs segments. `around` makes the replacement from the original."""
 
     def __init__(self, holder: Any, name: str, around: Callable[[_Function], _Function]) -> None:
         self._holder, self._name = holder, name
@@ -161,7 +171,7 @@ class _Patch:
         setattr(holder, name, staticmethod(self._ours) if isinstance(self._raw, staticmethod) else self._ours)
 
     def undo(self) -> bool:
-        """Put the original back; False where someone has patched it after us: ours stays below theirs."""
+        """Restore the original. Return False if another library patched it after capd: our function then stays."""
         if getattr(self._holder, self._name) is not self._ours:
             return False
         setattr(self._holder, self._name, self._raw)
@@ -169,7 +179,7 @@ class _Patch:
 
 
 def _around_method(original: _Function) -> _Function:
-    """For a method that is called as (holder, function of the segment, ...)."""
+    """Return the replacement of a method with the arguments (holder, function of the segment, ...)."""
 
     def run(holder: Any, function: _Function, *args: Any, **kwargs: Any) -> Any:
         return original(holder, Segment(function) if _users else function, *args, **kwargs)
@@ -178,7 +188,7 @@ def _around_method(original: _Function) -> _Function:
 
 
 def _around_generator(original: _Function) -> _Function:
-    """For the generator of torch's non-reentrant kind: it is around the first pass, which torch runs inside it."""
+    """Return the replacement of torch's non-reentrant generator, in which torch runs the first pass."""
 
     def generate(function: _Function, *args: Any, **kwargs: Any) -> Any:
         if not _users:
@@ -199,7 +209,7 @@ _TARGETS: tuple[tuple[Callable[[_Function], _Function], str, str, str], ...] = (
 
 
 def install() -> None:
-    """Let the checkpointing of the loaded libraries run its functions as Segments. Calls nest; see `uninstall`."""
+    """Let the activation checkpointing of the loaded libraries run Segments. Calls nest; see `uninstall`."""
     global _users
     with _lock:
         _users += 1
@@ -212,9 +222,9 @@ def install() -> None:
 
 
 def _adopt(library: ModuleType) -> None:
-    """Make Segments of those whose first pass this thread is in: the first capture of a process may lie there.
+    """Make Segments of the functions whose first pass runs on this thread, where the first capture may happen.
 
-    The library's own frames hold what it will call in the backward.
+    The library's own frames hold the functions that it will call in the backward.
     """
     frame: Optional[FrameType] = sys._getframe()
     while frame is not None:
@@ -235,7 +245,7 @@ def _adopt_function(owner: Any, name: str) -> None:
 
 
 def uninstall() -> None:
-    """Undo one `install`; the last one restores the libraries' own functions."""
+    """Undo one `install`. The last call restores the libraries' own functions."""
     global _users
     with _lock:
         _users -= 1

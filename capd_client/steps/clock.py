@@ -1,12 +1,12 @@
-"""Which iteration and micro-batch a job is in, seen from its root forwards and its optimizer's steps.
+"""The clock of a job: finds its iteration and micro-batch from root forwards and optimizer steps.
 
-Needs no change in the job: an optimizer step marks the iteration as finished, the next training forward of a
-watched root begins a new one, and every further forward of that root begins a micro-batch. A mark and not a
-count, so that several optimizers, or one that steps in parts, still end one iteration.
+The job needs no change. An optimizer step marks the iteration as finished. The next training forward of a watched
+root begins a new iteration, and every further forward of that root begins a micro-batch. The step is a mark, not a
+count. So several optimizers, or one that steps in parts, end one iteration.
 
-A framework that counts for itself knows better: an adapter wraps whatever runs the forward of a micro-batch in
-`counting`, or calls `begin_counted` and `end_counted` around it. In between its numbers hold, outside of it the
-counting goes on from them.
+A framework that counts itself knows better. Its adapter wraps the forward of a micro-batch in `counting`, or calls
+`begin_counted` and `end_counted` around it. In between, the framework's numbers are used. Outside, the count continues
+from them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ __all__ = [
     "Clock", "begin_counted", "clock_of", "counting", "end_counted", "evaluate", "iteration_over",
 ]  # fmt: skip
 
-_UNSTEPPED = 256  # micro-batches without any optimizer step after which no more of a chosen step are captured
+# After this many micro-batches without any optimizer step, a selected step captures no more micro-batches.
+_UNSTEPPED = 256
 
 _UNSTEPPED_TEXT = (
-    f"{_UNSTEPPED} forwards and no step of a torch.optim.Optimizer: they count as micro-batches of one iteration, and "
-    'of it nothing more is captured, except by rules with steps="all". Where something else updates the parameters, '
+    f"{_UNSTEPPED} forwards and no step of a torch.optim.Optimizer: they count as micro-batches of one iteration. "
+    'Only rules with steps="all" capture more of this iteration. If something else updates the parameters, '
     "call capd_client.set_moment(iteration=...) in every iteration"
 )
 
@@ -39,17 +40,20 @@ _notices = Notices()
 
 
 class Clock:
-    """Moves one context on, for all watches of the process: `begin_forward` and the optimizer hook."""
+    """The clock of one context, for all watches of the process: `begin_forward` and the optimizer hook."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self._gates: list[Gate] = []
         self._lock = threading.Lock()
         self._iteration = -1
-        self._forwards: dict[object, int] = {}  # forwards of each root in this iteration
+        # The forwards of each root in this iteration.
+        self._forwards: dict[object, int] = {}
         self._most_forwards = 0
-        self._stepped = False  # whether any optimizer ever did
-        self.after_step: list[Callable[[], None]] = []  # called after optimizer steps; must not raise
+        # Whether any optimizer has ever stepped.
+        self._stepped = False
+        # Called after optimizer steps; must not raise.
+        self.after_step: list[Callable[[], None]] = []
         _clocks.add(self)
         if _counters:
             context.follow(_reading)
@@ -57,13 +61,16 @@ class Clock:
     def begin_forward(
         self, root: object, *, trains: bool = True, before: Callable[[], None] = lambda: None
     ) -> bool:
-        """A watched root starts a forward in training mode; returns whether it trains.
+        """Begin a forward of a watched root in training mode. Return whether it trains.
 
-        trains: whether it has gradients. Without them, or where a framework says so, it is an evaluation.
-        before: called before a training forward is counted; must not raise.
+        With several roots, the root that is called most often counts the micro-batches. Examples are an encoder and a
+        decoder watched separately, or a model watched inside another one.
 
-        With several roots (an encoder and a decoder watched apart, a model watched inside another) the
-        root that is called most often counts the micro-batches.
+        Args:
+            root: The root module.
+            trains: Whether the forward has gradients. Without gradients it is an evaluation. A framework may also
+                declare an evaluation.
+            before: Called before a training forward is counted; must not raise.
         """
         said = _evaluates is not None and _evaluates()
         if said or not trains:
@@ -89,7 +96,7 @@ class Clock:
         return True
 
     def _begin_evaluation(self, said: bool) -> None:
-        """said: whether a framework says so; what capd takes for one by itself, it tells."""
+        """Begin an evaluation. Report the first one, unless a framework declared it (`said`)."""
         global _evaluation_said
         self.context.evaluating = True
         if not _evaluation_said and not said:
@@ -100,7 +107,7 @@ class Clock:
             )
 
     def add(self, gate: Gate) -> None:
-        """Let `gate` hear of optimizer steps."""
+        """Connect `gate` to optimizer steps."""
         with self._lock:
             if not self._gates:
                 optimizer_steps.listen(self._optimizer_stepped)
@@ -116,14 +123,15 @@ class Clock:
                 optimizer_steps.forget(self._optimizer_stepped)
 
     def iteration_over(self) -> None:
-        """What comes next belongs to the next iteration."""
+        """End the iteration. The next forward belongs to the next iteration."""
         self.context.optimizer_stepped()
-        self._iteration = -1  # whichever root is called first now begins the next one
+        # The root that is called first begins the next iteration.
+        self._iteration = -1
         for gate in self._gates:
             gate.forget()
 
     def _give_up_iteration(self) -> None:
-        """It seems to have no end: what is captured in some steps only would be captured until the disk is full."""
+        """Close the gates in an iteration that seems to have no end. Otherwise its captures would fill the disk."""
         _notices.warn("unstepped", "%s", _UNSTEPPED_TEXT)
         self.context.seems_endless(_UNSTEPPED_TEXT)
         for gate in self._gates:
@@ -136,36 +144,41 @@ class Clock:
             called()
 
 
-_clocks: weakref.WeakSet[Clock] = weakref.WeakSet()  # of this process: a plan beside a session has its own
+# The clocks of this process. A plan in a job with a session has its own clock.
+_clocks: weakref.WeakSet[Clock] = weakref.WeakSet()
 _evaluation_said = False
-_evaluates: Optional[Callable[[], bool]] = None  # see `evaluate`
-_counters: list[Counter] = []  # of frameworks that count at the moment, the innermost last
+# See `evaluate`.
+_evaluates: Optional[Callable[[], bool]] = None
+# The counters of frameworks that count at the moment, the innermost last.
+_counters: list[Counter] = []
 
 
 def clock_of(context: Context) -> Clock:
-    """The clock of `context`, which all watches of a session share; a plan beside it has a context of its own."""
+    """Return the clock of `context`, which all watches of a session share. A plan has its own context."""
     return context.owned(Clock, lambda: Clock(context))
 
 
 def evaluate(asked: Callable[[], bool]) -> None:
-    """Forwards during which `asked()` holds train nothing, says a framework, whatever the mode of their modules."""
+    """Declare evaluations of a framework: forwards during which `asked()` is true train nothing, in any mode."""
     global _evaluates
     _evaluates = asked
 
 
 def iteration_over() -> None:
-    """A framework's iteration ends, also where no optimizer steps."""
+    """End the iteration on behalf of a framework, also without an optimizer step."""
     for clock in tuple(_clocks):
         clock.iteration_over()
 
 
 def begin_counted(counter: Counter) -> None:
-    """A framework begins a micro-batch: until `end_counted`, iteration and micro-batch are what `counter` returns.
+    """Begin a micro-batch of a framework. Until `end_counted`, `counter` gives iteration and micro-batch.
 
-    It is asked at once, and again in the first forward after every optimizer step. Iterations are the steps
-    finished before, so that the first is 0. What it returns None for is counted as ever. Of frameworks inside each
-    other (a Trainer that runs DeepSpeed) the outermost tells the iteration, the innermost the micro-batch. Called
-    again with a counter that counts already, its next micro-batch begins. Never raises.
+    If frameworks are inside each other (a Trainer that runs DeepSpeed), the outermost gives the iteration and the
+    innermost the micro-batch. A call with a counter that counts already begins its next micro-batch. Never raises.
+
+    Args:
+        counter: Called now, and again in the first forward after every optimizer step. Its iteration is the number of
+            finished steps, so the first iteration is 0. A number that it returns as None is counted by capd.
     """
     if counter not in _counters:
         _counters.append(counter)
@@ -173,7 +186,7 @@ def begin_counted(counter: Counter) -> None:
 
 
 def end_counted(counter: Counter) -> None:
-    """Undo `begin_counted`; does nothing where that was not called. Never raises."""
+    """Undo `begin_counted`. No effect without a call of it. Never raises."""
     if counter in _counters:
         _counters.remove(counter)
         _tell()
@@ -181,7 +194,7 @@ def end_counted(counter: Counter) -> None:
 
 @contextmanager
 def counting(counter: Counter) -> Iterator[None]:
-    """`begin_counted` and `end_counted` around a block."""
+    """Call `begin_counted` and `end_counted` around a block."""
     begin_counted(counter)
     try:
         yield
@@ -195,7 +208,7 @@ def _tell() -> None:
 
 
 def _reading() -> tuple[Optional[int], Optional[int]]:
-    """Where the frameworks that count say the job is."""
+    """Return the job's iteration and micro-batch as the counting frameworks give them."""
     iteration, micro_batch = None, None
     try:
         for counter in _counters:
@@ -206,10 +219,11 @@ def _reading() -> tuple[Optional[int], Optional[int]]:
             None if iteration is None else as_index("iteration", iteration),
             None if micro_batch is None else as_index("micro_batch", micro_batch),
         )
-    except Exception as error:  # a framework never seen
+    except Exception as error:
+        # An unknown framework may raise anything.
         if is_interruption(error):
             raise
         _notices.warn(
-            "counter", "a framework does not say where it is, so forwards and steps are counted: %r", error
+            "counter", "a framework does not give its position, so forwards and steps are counted: %r", error
         )
         return None, None

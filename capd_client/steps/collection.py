@@ -1,4 +1,4 @@
-"""A job under `capd run --mode single|batch|quick`: its quota, and what each process leaves about it."""
+"""The quota of a job under `capd run --mode single|batch|quick`, and the document of each process about it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from capd_client.steps.context import Context
 
 __all__ = ["quota_of", "within_quota"]
 
-_PAUSE_S = 0.2  # between two documents of a quota without an end, where nobody waits for the last one
+# The pause between two documents of a quota without an end. Nobody waits for the last of these documents.
+_PAUSE_S = 0.2
 
 _notices = Notices()
 
 
 def quota_of(config: ClientConfig, context: Context) -> Optional[Quota]:
-    """The quota that all watches of a session share; None outside of collection runs."""
+    """Return the quota that all watches of a session share; None outside of collection runs."""
     text = config.collect
     if text is None:
         return None
@@ -30,9 +31,9 @@ def quota_of(config: ClientConfig, context: Context) -> Optional[Quota]:
 
 
 def within_quota(config: ClientConfig, context: Context, moment: Moment) -> bool:
-    """Whether an explicit capture at this moment is taken, as far as the quota is concerned.
+    """Return whether the quota has room for an explicit capture at this moment.
 
-    Where watches count, too, theirs is the iteration that counts: a caller may number iterations otherwise.
+    If watches use the quota as well, the context's iteration counts, because a caller may number iterations otherwise.
     """
     quota = quota_of(config, context)
     if quota is None:
@@ -43,7 +44,7 @@ def within_quota(config: ClientConfig, context: Context, moment: Moment) -> bool
 
 
 class _Told:
-    """Leaves a document whenever the quota changes. Errors are logged; none reaches the job."""
+    """The writer of the process's document after each change of the quota. Errors are logged; none reaches the job."""
 
     def __init__(self, text: str, directory: Optional[str], context: Context) -> None:
         total, per_iteration = parse_quota(text)
@@ -75,5 +76,8 @@ class _Told:
             )
         except Exception as error:
             _notices.warn(
-                "collection", "how far the collection is cannot be written to %s: %s", self._directory, error
+                "collection",
+                "the progress of the collection cannot be written to %s: %s",
+                self._directory,
+                error,
             )

@@ -1,9 +1,9 @@
-"""Where and when this process is: its rank, and the moment (iteration, micro-batch, sample) it has reached.
+"""The context of a session: the rank of the process, and its present moment (iteration, micro-batch, sample).
 
-The moment moves on by itself: an optimizer step marks the iteration as finished, the next training forward of a
-watched root (or the next capture outside one) begins a new one, every further forward of a root begins a
-micro-batch. While a framework counts (`follow`), its numbers stand in the place of that. What `set_moment` sets wins
-over both and stays until it is set again.
+The moment advances automatically. An optimizer step marks the iteration as finished. The next training forward of a
+watched root, or the next capture outside one, begins a new iteration. Every further forward of a root begins a
+micro-batch. While a framework counts (`follow`), its numbers replace this count. A value of `set_moment` replaces both
+and stays until it is set again.
 """
 
 from __future__ import annotations
@@ -27,19 +27,22 @@ __all__ = ["MOMENT_FIELDS", "Context", "Counter", "as_index"]
 logger = logging.getLogger("capd_client")
 
 MOMENT_FIELDS = ("iteration", "micro_batch", "sample_idx", "batch_idx", "sequence_idx")
-Counter = Callable[
-    [], tuple[Optional[int], Optional[int]]
-]  # iteration and micro-batch; None: it does not know
+# Returns iteration and micro-batch. None: unknown.
+Counter = Callable[[], tuple[Optional[int], Optional[int]]]
 _Owned = TypeVar("_Owned")
-_REMEMBERED = 64  # micro-batches whose call ordinals are remembered
+# The micro-batches whose call ordinals are remembered.
+_REMEMBERED = 64
 
 
 def as_index(name: str, value: Any) -> int:
-    """`value` as a plain int in 0 … 2**63-1; raises ConfigError for anything else.
+    """Return `value` as a plain int in 0 … 2**63-1.
 
-    A tensor on a device is refused: reading it would wait for the device.
+    Raises:
+        ConfigError: The value is anything else. A tensor on a device is refused, because its read would wait for the
+            device.
     """
-    if type(value) is int and 0 <= value <= MAX_INDEX:  # nearly always: the rest takes several times as long
+    # Nearly always true, and the rest takes several times as long.
+    if type(value) is int and 0 <= value <= MAX_INDEX:
         return value
     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
         raise ConfigError(
@@ -55,15 +58,15 @@ def as_index(name: str, value: Any) -> int:
 
 
 class Context:
-    """Rank and moment state of one session. One training thread moves it on; any thread may read it.
+    """The rank and moment of one session. One training thread changes it; any thread may read it.
 
     Args:
-        iteration: where the counting starts.
-        sample_idx: the sample that the first captures carry.
-        environ: the variables that tell the rank, default os.environ.
-        on_rank_change: called when torch.distributed gives the process another rank.
-        on_iteration: called with the number of an iteration that begins; nothing of it is captured yet.
-        on_endless: called with a reason when the current iteration seems to have no end.
+        iteration: The first iteration.
+        sample_idx: The sample of the first captures.
+        environ: The variables with the rank, default os.environ.
+        on_rank_change: Called when torch.distributed gives the process another rank.
+        on_iteration: Called with the number of an iteration that begins, before its first capture.
+        on_endless: Called with a reason when the current iteration seems to have no end.
     """
 
     def __init__(
@@ -82,16 +85,25 @@ class Context:
         self.batch_idx: Optional[int] = None
         self.sequence_idx: Optional[int] = None
         self._manual: set[str] = set()
-        self.dirty = True  # the iteration is to begin: it is the first, or an optimizer has stepped
-        self._first = True  # no iteration has begun yet
-        self._reached = -1  # the iteration that began last, or was named by a capture since
-        self._fresh = True  # no root forward has run in this micro-batch yet
-        self.counted = False  # a framework counts the micro-batches: root forwards do not
-        self.evaluating = False  # in a forward that trains nothing, though its root is in training mode
+        # Whether a new iteration must begin: it is the first, or an optimizer has stepped.
+        self.dirty = True
+        # Whether no iteration has begun yet.
+        self._first = True
+        # The iteration that began last, or that a capture has named since.
+        self._reached = -1
+        # Whether no root forward has run in this micro-batch yet.
+        self._fresh = True
+        # Whether a framework counts the micro-batches, instead of root forwards.
+        self.counted = False
+        # Whether the forward under way trains nothing, though its root is in training mode.
+        self.evaluating = False
         self._counter: Optional[Counter] = None
-        self._told = -1  # the framework's iteration that was read last
-        self._offset = 0  # of its micro-batches: those of this iteration that it knows nothing of
-        self._own = False  # the forward of a root is under way that no framework counts
+        # The framework's iteration that was read last.
+        self._told = -1
+        # The micro-batches of this iteration that the framework does not know. They are added to its numbers.
+        self._offset = 0
+        # Whether a root forward is under way that no framework counts.
+        self._own = False
         self._environ = environ
         self._info = find_rank(environ)
         self._bound = False
@@ -101,14 +113,18 @@ class Context:
         self._on_endless = on_endless
         self._owned: dict[type, Any] = {}
         self._ordinals: OrderedDict[tuple[int, int], dict[object, count[int]]] = OrderedDict()
-        # Of these, the last: its moment, and its counters.
+        # The newest entry of `_ordinals`: its moment, and its counters.
         self._counting: tuple[tuple[int, int], dict[object, count[int]]] = ((-1, -1), {})
 
     def owned(self, kind: type[_Owned], make: Callable[[], _Owned]) -> _Owned:
-        """The one object of this class that belongs to the context, made by the first call.
+        """Return the one object of this class that belongs to the context. The first call makes it.
 
-        It lives as long as the context. A weak dictionary would not do: these objects refer to their context, and
-        would keep it, and themselves, for good.
+        The object lives as long as the context. A weak dictionary cannot do this. Its values refer to their context,
+        so they would keep the context and themselves alive forever.
+
+        Args:
+            kind: The class.
+            make: Makes the object.
         """
         found = self._owned.get(kind)
         if found is None:
@@ -123,18 +139,18 @@ class Context:
 
     @property
     def iteration_is_set(self) -> bool:
-        """Whether the job says itself which iteration this is (`set_moment`)."""
+        """Whether the job itself sets the iteration (`set_moment`)."""
         return "iteration" in self._manual
 
     @property
     def rank_info(self) -> RankInfo:
-        """Rank, sizes and attempt; follows torch.distributed once that is initialised, and says so once."""
+        """The rank, the sizes and the attempt. They follow torch.distributed after its initialisation."""
         if not self._follows and distributed_ready():
             self._follow()
         return self._info
 
     def bind(self) -> int:
-        """The rank to put on a capture; from the first one on a change of rank is worth a log line."""
+        """Return the rank for a capture. After the first capture, a change of rank is logged."""
         if not self._follows and distributed_ready():
             self._follow()
         self._bound = True
@@ -154,10 +170,12 @@ class Context:
             )
 
     def set_moment(self, **values: Any) -> None:
-        """Set any of iteration, micro_batch, sample_idx, batch_idx, sequence_idx; None hands one back.
+        """Set any of iteration, micro_batch, sample_idx, batch_idx, sequence_idx; None unsets a field.
 
-        A new iteration restarts the micro-batches at 0 unless micro_batch is given too. Raises ConfigError
-        for unknown names or values that are no indices, and then changes nothing.
+        A new iteration restarts the micro-batches at 0, unless micro_batch is given as well.
+
+        Raises:
+            ConfigError: A name is unknown or a value is no index. Then nothing has changed.
         """
         for name in values:
             if name not in MOMENT_FIELDS:
@@ -192,10 +210,10 @@ class Context:
             self._begin()
 
     def follow(self, counter: Optional[Counter]) -> None:
-        """A framework begins a micro-batch and counts until further notice; None: it counts no longer.
+        """Follow a framework that begins a micro-batch and counts from now on; None: it does not count any longer.
 
-        `counter` is asked now, and again in the first forward after every optimizer step. What it does not know
-        goes on being counted here.
+        `counter` is called now, and again in the first forward after every optimizer step. A number that it does not
+        know is counted here.
         """
         self._counter = counter
         if counter is None:
@@ -209,7 +227,8 @@ class Context:
         own = self.iteration_is_set
         if self.dirty if iteration is None else iteration != self._told:
             self._told = -1 if iteration is None else iteration
-            if own:  # what the job calls one iteration may be several of the framework's
+            # One iteration of the job may be several iterations of the framework.
+            if own:
                 self._offset = 0 if self._fresh else self.micro_batch + 1
         if iteration is None or own:
             if self.dirty:
@@ -227,7 +246,7 @@ class Context:
                 self.micro_batch = micro_batch + self._offset
 
     def begin_micro_batch(self) -> None:
-        """A watched root starts a training forward."""
+        """Begin a training forward of a watched root."""
         self.begin_if_dirty()
         if self.counted:
             return
@@ -237,13 +256,13 @@ class Context:
         self._own = True
 
     def end_forward(self) -> None:
-        """The forward of a watched root is over. A framework may have counted it inside, as DeepSpeed's engine does."""
+        """End the forward of a watched root. A framework may have counted it inside, as DeepSpeed's engine does."""
         if self._own:
             self._own = False
             self._offset += 1
 
     def begin_if_dirty(self) -> None:
-        """Something is captured outside a root's forward: it belongs to a new iteration if one is due."""
+        """Begin a new iteration if one is due, for a capture outside a root's forward."""
         if not self.dirty:
             return
         if self._counter is None:
@@ -252,17 +271,18 @@ class Context:
             self._read(self._counter)
 
     def optimizer_stepped(self) -> None:
-        """An optimizer has stepped: what comes next belongs to the next iteration."""
+        """Note a step of an optimizer. The next forward or capture belongs to the next iteration."""
         self.dirty = True
         self._first = False
-        self.evaluating = False  # where one ended without a word
+        # An evaluation may have ended without notice.
+        self.evaluating = False
 
     def seems_endless(self, reason: str) -> None:
-        """The current iteration seems to have no end."""
+        """Report that the current iteration seems to have no end."""
         self._on_endless(reason)
 
     def reach(self, iteration: int) -> None:
-        """A capture names its own iteration; in a job that captures only so, that is how iterations begin."""
+        """Note the iteration that a capture names. If all captures of a job do so, iterations begin this way."""
         if iteration > self._reached:
             self._reached = iteration
             self._on_iteration(iteration)
@@ -278,7 +298,8 @@ class Context:
             self._begin()
             return
         self._fresh = True
-        if self.iteration_is_set:  # the job counts: further forwards stay its micro-batches
+        # The job sets its iterations, so further forwards are micro-batches of the present one.
+        if self.iteration_is_set:
             if "micro_batch" not in self._manual:
                 self.micro_batch += 1
             return
@@ -289,7 +310,7 @@ class Context:
         self._begin()
 
     def moment(self, *, call: int = 0, recompute: bool = False) -> Moment:
-        """The current moment, stamped with the wall clock."""
+        """Return the current moment, stamped with the wall clock."""
         return Moment(
             self.iteration,
             self.micro_batch,
@@ -311,16 +332,16 @@ class Context:
         batch_idx: Optional[int],
         sequence_idx: Optional[int],
     ) -> Moment:
-        """Another moment of this process, stamped with the wall clock, too."""
+        """Return another moment of this process, stamped with the wall clock."""
         attempt = self._info.attempt
         return Moment(
             iteration, micro_batch, call, sample_idx, batch_idx, sequence_idx, attempt, time.time_ns()
         )
 
     def next_call(self, identity: object, iteration: int, micro_batch: int) -> int:
-        """How often `identity` was counted before in this micro-batch: 0, 1, 2, … (explicit captures).
+        """Return how often `identity` was counted before in this micro-batch: 0, 1, 2, … (explicit captures).
 
-        No two threads get the same: each of the steps below is one of the interpreter.
+        No two threads get the same number, because each step below is atomic in the interpreter.
         """
         moment, calls = self._counting
         if moment[0] != iteration or moment[1] != micro_batch:

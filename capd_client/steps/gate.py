@@ -1,4 +1,4 @@
-"""Which rules of one watch capture the step and micro-batch that the job is in."""
+"""The gate of a watch: the rules that capture the present step and micro-batch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _notices = Notices()
 
 
 class Gate:
-    """Which rules are open now, for the taps of one watch; rule n is the bit 1 << n.
+    """The rules of one watch that are open now. Rule n is the bit 1 << n.
 
-    A tap's first question is `gate.closed_at == gate.context.iteration`: one comparison when the answer is
-    "not captured". Everything else is asked after it, and worked out once per iteration.
+    A tap first asks `gate.closed_at == gate.context.iteration`. So the answer "not captured" costs one comparison. All
+    other questions come after it and are answered once per iteration.
     """
 
     __slots__ = (
@@ -28,26 +28,38 @@ class Gate:
     )  # fmt: skip
 
     def __init__(self, context: Context, whens: Sequence[When], quota: Optional[Quota] = None) -> None:
-        """quota: of a collection run, the micro-batches that are captured of those that the rules admit."""
+        """Prepare a gate for a watch.
+
+        Args:
+            context: The position of the job.
+            whens: The conditions of the rules, in the order of the rules.
+            quota: The quota of a collection run. It limits the micro-batches that the rules admit.
+        """
         self.context = context
         self._quota = quota
         if quota is not None:
             quota.watched = True
-        self.closed_at = -1  # the iteration known not to be captured
-        self._ended_at = -1  # the iteration of which only those that capture all steps capture more
-        self._open_at = -1  # the iteration that the next two are of
-        self._open = 0  # the rules that capture it
-        self._limited: tuple[tuple[int, Ranges], ...] = ()  # those of them that leave micro-batches out
+        # The iteration that is known not to be captured.
+        self.closed_at = -1
+        # An iteration that only rules with all steps still capture.
+        self._ended_at = -1
+        # The iteration of the next two fields.
+        self._open_at = -1
+        # The rules that capture this iteration.
+        self._open = 0
+        # The rules among them that leave micro-batches out.
+        self._limited: tuple[tuple[int, Ranges], ...] = ()
         self._whens = self._own = tuple(whens)
-        self._silent = True  # it was never open, and why was not said
+        # Whether the gate was never open and has not reported the reason.
+        self._silent = True
 
     def steps_of(self, rules: int) -> str:
-        """The steps that the job itself selected with these rules, whatever it was told since."""
+        """Return the steps that the job itself selected with these rules, without later orders of `capd ctl`."""
         texts = [when.steps.text for number, when in enumerate(self._own) if rules >> number & 1]
         return ",".join(dict.fromkeys(texts))
 
     def whole(self, iteration: int) -> int:
-        """The rules that capture all micro-batches of `iteration` on this rank."""
+        """Return the rules that capture all micro-batches of `iteration` on this rank."""
         opened, limited = self._opened(iteration)
         return opened & ~sum(bit for bit, _ in limited)
 
@@ -63,7 +75,7 @@ class Gate:
         return sum(bit for bit, _ in found), tuple((bit, some) for bit, some in found if some is not None)
 
     def admits(self) -> int:
-        """The rules that capture the current moment. Call it in training forwards only, outside a recompute."""
+        """Return the rules that capture the current moment. Call it only in training forwards, outside a recompute."""
         context = self.context
         if context.evaluating:
             return 0
@@ -93,7 +105,7 @@ class Gate:
         return opened
 
     def _say_if_over(self, iteration: int) -> None:
-        """A job that was resumed begins after the steps that were meant, as a rule."""
+        """Warn if all steps are over. Usually the job was resumed and begins after the steps that were meant."""
         if not self._silent or not self._whens or any(when.steps.reaches(iteration) for when in self._whens):
             return
         self._silent = False
@@ -102,8 +114,8 @@ class Gate:
         if meant:
             _notices.warn(
                 "over",
-                'nothing is captured: the job is at iteration %d, and steps "%s" lie before it. A resumed job '
-                'counts on from where it was: choose watch(steps="%d"), CAPD_STEPS=%d, [when] steps, or "all"',
+                'nothing is captured: the job is at iteration %d, and steps "%s" are before it. A resumed job '
+                'continues its count: choose watch(steps="%d"), CAPD_STEPS=%d, [when] steps, or "all"',
                 iteration,
                 ",".join(dict.fromkeys(meant)),
                 iteration,
@@ -111,7 +123,7 @@ class Gate:
             )
 
     def steer(self, whens: Sequence[When]) -> bool:
-        """Put `whens` in the place of the gate's own; returns whether this rank may pass at all."""
+        """Replace the gate's conditions by `whens`. Return whether this rank can capture anything."""
         self._whens = tuple(whens)
         self.forget()
         return any(when.on(self.context.rank) for when in whens)
@@ -122,5 +134,5 @@ class Gate:
         self.forget()
 
     def forget(self) -> None:
-        """Ask again at the next forward."""
+        """Forget the answers, so that the next forward asks again."""
         self.closed_at = self._open_at = -1

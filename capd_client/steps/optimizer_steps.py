@@ -1,7 +1,7 @@
-"""Tells whoever listens that an optimizer has stepped, or that a gradient scaler skipped its step.
+"""Calls listeners when an optimizer has stepped, or when a gradient scaler has skipped its step.
 
-To the job, a step that is skipped because a gradient overflowed is a step: its own counters, and those of every
-framework, move on.
+A scaler skips a step after an overflow of a gradient. For the job this is a step as well: its own counters, and those
+of every framework, continue.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from capd_client.process.dynamo import untraced
 
 __all__ = ["count", "forget", "listen"]
 
-_lock = threading.RLock()  # re-entrant: a signal handler of the job may watch, too
+# Re-entrant, because a signal handler of the job may watch a model.
+_lock = threading.RLock()
 _listeners: list[Callable[[], None]] = []
 _handle: Optional[RemovableHandle] = None
 _steps = 0
-_original: Callable[..., Any] = GradScaler.step  # what ours calls; never cleared, calls may be under way
+# Called by our replacement. Never cleared, because calls may be under way.
+_original: Callable[..., Any] = GradScaler.step
 _patched = False
 
 
 def listen(listener: Callable[[], None]) -> None:
-    """Call `listener`, which must not raise, after every optimizer step. The first one installs torch's hook."""
+    """Call `listener`, which must not raise, after every optimizer step. The first listener installs torch's hook."""
     global _handle, _original, _patched
     with _lock:
         _listeners.append(listener)
@@ -35,13 +37,13 @@ def listen(listener: Callable[[], None]) -> None:
             _handle = register_optimizer_step_post_hook(_stepped)
         if not _patched:
             _original, _patched = GradScaler.step, True
-            GradScaler.step = _scaler_step  # type: ignore[method-assign]  # meant
+            GradScaler.step = _scaler_step  # type: ignore[method-assign]
 
 
 def forget(listener: Callable[[], None]) -> None:
-    """Undo `listen`; the last one leaves torch as it was.
+    """Undo `listen`. The last call restores torch's own functions.
 
-    Where someone patched the scaler after us, ours stays below theirs and passes everything through.
+    If another library patched the scaler after capd, our function stays below theirs and passes all calls through.
     """
     global _handle, _patched
     with _lock:
@@ -56,11 +58,12 @@ def forget(listener: Callable[[], None]) -> None:
 
 
 def count() -> int:
-    """The optimizer steps so far, of those that somebody listened to."""
+    """Return the number of optimizer steps until now, without steps that nobody listened to."""
     return _steps
 
 
-@untraced  # compiled optimizers trace hooks
+# Compiled optimizers trace their hooks.
+@untraced
 def _stepped(*_: Any) -> None:
     global _steps
     _steps += 1

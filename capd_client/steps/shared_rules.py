@@ -1,7 +1,8 @@
-"""Rules that all models of a job share: one is to blame only where it means something of none of them.
+"""The rules that all models of a job share. A rule is a problem only if it matches nothing in any model.
 
-`watch` cannot know whether a later model has what this one lacks. So what it finds is held until the first step is
-over, or, while `capd run` still searches for models, until that search ends; at the latest until the session closes.
+`watch` cannot know whether a later model has the things that this one lacks. So its problems are held until the first
+step is over. While `capd run` still searches for models, they are held until the search ends, at the latest until the
+session closes.
 """
 
 from __future__ import annotations
@@ -20,23 +21,29 @@ _notices = Notices()
 
 
 class SharedRules:
-    """What the models watched so far lack of the rules, and what one of them has."""
+    """The parts of the rules that match a watched model, and the parts that match none until now."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._met: set[Part] = set()
         self._told: set[Part] = set()
-        self._open: dict[Part, tuple[str, list[str]]] = {}  # what is to be said, and the further models
+        # The text of each problem that is not reported yet, and its models.
+        self._open: dict[Part, tuple[str, list[str]]] = {}
 
     def unmet(self, problems: Iterable[Problem], met: Iterable[Part]) -> list[Problem]:
-        """Those of the problems that no model watched so far answers. met: what the model has of the rules."""
+        """Return the problems that no watched model solves.
+
+        Args:
+            problems: The problems of a new model.
+            met: The parts of the rules that match the new model.
+        """
         self._met.update(met)
         for part in self._met.intersection(self._open):
             del self._open[part]
         return [problem for problem in problems if problem.part not in self._met]
 
     def hold(self, model: str, problems: Iterable[Problem]) -> None:
-        """Say these of the model when it is known that no other one of the job has what it lacks."""
+        """Hold the problems of a model, until it is known that no other model of the job solves them."""
         for problem in problems:
             if problem.part is None or problem.part in self._told:
                 continue
@@ -46,7 +53,7 @@ class SharedRules:
             self._clock.after_step.append(self._stepped)
 
     def tell(self) -> None:
-        """All models are there: warn of what none of them has."""
+        """Warn of the problems that no model solves. All models are known now."""
         if self._stepped in self._clock.after_step:
             self._clock.after_step.remove(self._stepped)
         for part, (text, models) in self._open.items():
@@ -62,5 +69,5 @@ class SharedRules:
 
 
 def shared_rules_of(context: Context) -> SharedRules:
-    """Those of a session; a plan beside it has its own."""
+    """Return the shared rules of a session. A plan has its own context, and so its own rules."""
     return context.owned(SharedRules, lambda: SharedRules(clock_of(context)))

@@ -1,7 +1,8 @@
-"""Backwards in two parts, as zero-bubble pipelines run them: first the gradients of inputs, later those of weights.
+"""Split backwards, as zero-bubble pipelines run them: first the gradients of inputs, later the gradients of weights.
 
-The second part begins at the products themselves, which hands them their dY once more, and nothing in it says which
-micro-batch it belongs to. Who runs the parts says so here. Not per thread: autograd's own threads run hooks, too.
+The second part begins at the products themselves, so they get their dY a second time. Nothing in this part names its
+micro-batch. So the adapter that runs the parts names it here. The state is not per thread, because autograd's own
+threads also run hooks.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ _weights: Optional[int] = None
 
 
 def only_inputs() -> bool:
-    """Whether the backward under way leaves the gradients of weights to a later one."""
+    """Return whether the backward under way leaves the gradients of weights to a later backward."""
     return _inputs
 
 
 def weights_of() -> Optional[int]:
-    """The micro-batch whose weights the backward under way computes the gradients of; None in any other backward."""
+    """Return the micro-batch of a backward that computes only gradients of weights; None in any other backward."""
     return _weights
 
 
 @contextmanager
 def inputs_only() -> Iterator[None]:
-    """Around the first part."""
+    """Mark the first part: a context manager around it."""
     global _inputs
     _inputs = True
     try:
@@ -39,7 +40,7 @@ def inputs_only() -> Iterator[None]:
 
 @contextmanager
 def weights_only(micro_batch: int) -> Iterator[None]:
-    """Around the second part."""
+    """Mark the second part: a context manager around it."""
     global _weights
     _weights = micro_batch
     try:

@@ -1,8 +1,8 @@
-"""What `capd ctl` wants of this rank: handed from the client thread to the thread that trains, between two iterations.
+"""The steering of a rank: takes orders of `capd ctl` from the client thread to the training thread.
 
-The client thread puts the newest STEER down (`receive`); the training thread looks at it when an iteration begins
-(`begin`), and only then: a step under way is captured to its end as it began. What holds and what waits is told
-to the daemon by whoever looks at `answer` next.
+The client thread stores the newest STEER (`receive`). The training thread looks at it only when an iteration begins
+(`begin`). So a step under way is captured to its end as it began. `answer` has the order in force and the one that
+waits. The client thread sends it to the daemon.
 """
 
 from __future__ import annotations
@@ -24,43 +24,48 @@ _MAX_PROBLEM_CHARS = 1000
 
 
 class Watch(Protocol):
-    """One `watch` of the job: `capd_client.watching.watched.Watched`."""
+    """A `watch` of the job: `capd_client.watching.watched.Watched`."""
 
     def steer(self, steer: Steer) -> int:
-        """Capture as told from now on; returns how many modules that are."""
+        """Capture as `steer` says from now on. Return the number of captured modules."""
         ...
 
     def steps_of(self, key: Key) -> Optional[tuple[str, str]]:
-        """The steps in which it captures, by its own selection, what has this key, and those of statistics beside that.
+        """Return the steps in which the watch's own selection captures this key, and the steps of its statistics.
 
-        None: that is not its own.
+        Returns:
+            None if the key does not belong to this watch.
         """
         ...
 
 
 class Watches(Protocol):
-    """Who is told of every `watch`: a session's `Steering`, or a plan."""
+    """The list of every `watch`: a session's `Steering`, or a plan."""
 
     def add(self, watch: Watch) -> None: ...
     def discard(self, watch: Watch) -> None: ...
 
 
 class Steering:
-    """The state that is in force in this process, and the one that waits for its iteration.
+    """The order in force in this process, and the order that waits for its iteration.
 
-    capture: called with whether anything at all is captured from now on.
+    Args:
+        capture: Called with False when nothing at all is captured from now on, else with True.
+        notices: The log.
     """
 
     def __init__(self, capture: Callable[[bool], None], notices: Notices) -> None:
-        self.answer: Optional[Steered] = None  # None: never steered
+        # None: this rank was never steered.
+        self.answer: Optional[Steered] = None
         self._capture = capture
         self._notices = notices
         self._watches: list[Watch] = []
-        self._lock = threading.RLock()  # re-entrant: a signal handler of the job may capture
+        # Re-entrant, because a signal handler of the job may capture.
+        self._lock = threading.RLock()
         self._pending: Optional[Steer] = None
 
     def receive(self, steer: Steer) -> None:
-        """The daemon's word. One that is not newer than what is known is a repetition."""
+        """Take an order of the daemon. An order that is not newer than the known one is a repetition."""
         with self._lock:
             known = self.answer or Steered(id=0)
             if steer.id <= known.id:
@@ -75,7 +80,7 @@ class Steering:
             self.answer = replace(known, id=steer.id, pending=steer, problem="")
 
     def begin(self, iteration: int) -> None:
-        """An iteration begins on this thread: what was wanted from here on takes effect. Never raises."""
+        """Begin an iteration on this thread, and follow the order that waits for it. Never raises."""
         if self._pending is None:
             return
         with self._lock:
@@ -89,12 +94,13 @@ class Steering:
                 in_force=steer,
                 since=iteration,
                 modules=modules,
-                problem=problem or self.answer.problem,  # of a newer one that cannot be read
+                # A newer order that cannot be read may have left a problem.
+                problem=problem or self.answer.problem,
             )
         self._notices.info("capd ctl: %s from iteration %d on", _in_words(steer), iteration)
 
     def add(self, watch: Watch) -> None:
-        """A model is watched: what is in force holds for it, too."""
+        """Add a watch, which follows the order in force."""
         with self._lock:
             self._watches.append(watch)
             if self.answer is not None and self.answer.in_force is not None:
@@ -124,4 +130,4 @@ class Steering:
 def _in_words(steer: Steer) -> str:
     if not steer.capturing:
         return "nothing is captured"
-    return "captures are those of the script" if steer.selection is None else "the selection is another"
+    return "the script's selection is captured" if steer.selection is None else "a new selection is captured"

@@ -1,8 +1,8 @@
-"""Forwards that train nothing though they look like training: nothing of them is captured, and they are no micro-batch.
+"""Trial forwards, which look like training and train nothing. They are not captured and are no micro-batches.
 
-A framework runs some to see what comes out of them (`trial`). Of a watched model those are known that are run under a
-mode that counts or traces, and the one that gives lazy parameters their shapes (`Trial`). `bootstrap/_capd_trials.py`
-knows the same of models that are not found yet.
+A framework runs some trials to look at their results (`trial`). capd finds two more kinds in a watched model
+(`Trial`): forwards under a mode that counts or traces, and the forward that gives lazy parameters their shapes.
+`bootstrap/_capd_trials.py` does the same for models that are not found yet.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ MODES = frozenset(
         "ProxyTorchDispatchMode",
     }
 )
-"""Classes of dispatch modes under which a forward is run to be counted or traced."""
+"""The dispatch modes under which a forward runs only to be counted or traced."""
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _notices = Notices()
 
-# The threads that are in one, once for each. A thread-local costs several times as much to look at, in every forward.
+# The threads that are in trials, once per trial. Every forward looks here, and a thread-local is several times slower.
 _trying: list[int] = []
 
 
 def trying() -> bool:
-    """Whether this thread is in such a forward, or its backward."""
+    """Return whether this thread is in a trial forward, or in its backward."""
     return bool(_trying) and get_ident() in _trying
 
 
 @contextmanager
 def trial() -> Iterator[None]:
-    """Around such a forward."""
+    """Make a forward a trial: a context manager around the forward."""
     thread = get_ident()
     _trying.append(thread)
     try:
@@ -57,7 +57,7 @@ def trial() -> Iterator[None]:
 
 
 class Trial:
-    """Which forwards of one model are trials; it holds the one that is under way."""
+    """The detector of trials of one model. It also holds the trial under way."""
 
     __slots__ = ("_lazy", "_model", "_thread")
 
@@ -67,7 +67,7 @@ class Trial:
         self._thread = 0
 
     def begins(self) -> bool:
-        """Whether the forward that begins is one; until `end`, then."""
+        """Return whether the forward that begins is a trial. A trial lasts until `end`."""
         if not self._lazy and not _dispatch_modes():
             return False
         self._lazy = self._lazy and _initialises(self._model())
@@ -82,7 +82,7 @@ class Trial:
         return True
 
     def end(self) -> None:
-        """The forward is over; does nothing where it was no trial."""
+        """End the forward. No effect if it was no trial."""
         if self._thread:
             _trying.remove(self._thread)
             self._thread = 0
@@ -93,6 +93,6 @@ def _initialises(model: Optional[nn.Module]) -> bool:
 
 
 def _counting_or_tracing() -> str:
-    """The mode that this thread computes under only to be counted or traced; empty: none."""
+    """Return the name of the active mode that only counts or traces; empty if there is none."""
     kinds = (kind.__name__ for mode in _get_current_dispatch_mode_stack() for kind in type(mode).__mro__)
     return next((name.lstrip("_") for name in kinds if name in MODES), "")

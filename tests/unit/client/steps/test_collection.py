@@ -112,7 +112,7 @@ def test_a_directory_that_is_gone_costs_a_warning_and_no_capture(
 
     assert quota is not None
     assert quota.take(0, 0)
-    assert "how far the collection is cannot be written" in caplog.text
+    assert "the progress of the collection cannot be written" in caplog.text
 
 
 @pytest.mark.parametrize("text", ["", "3", "0/1", "3/0", "3/all", "-1/1", "3/2/1", "²/1", "9999999999/1"])

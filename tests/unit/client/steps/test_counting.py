@@ -323,7 +323,7 @@ def test_steps_that_lie_before_the_first_iteration_are_said_once(
 
     assert sink.captured == []
     [message] = [record.getMessage() for record in caplog.records]
-    assert 'the job is at iteration 1000, and steps "0" lie before it' in message
+    assert 'the job is at iteration 1000, and steps "0" are before it' in message
     assert "CAPD_STEPS=1000" in message
 
 
