@@ -1,1 +1,1 @@
-"""The rank's shared memory and its slots."""
+"""The arena of a rank: its shared memory, divided into slots."""

@@ -1,12 +1,12 @@
 """Divides the arena into slots: address-ordered first-fit with coalescing, and slabs for small tensors.
 
-This is bookkeeping over offsets; it touches no memory. First-fit by address keeps the used part low and warm. It also
-survives slots that stay taken for long; a ring would stop at the first of them. Tensors below 64 KiB are packed into
+The allocator counts offsets and touches no memory. First-fit by address keeps the used part low and warm. It also
+survives slots that stay taken for long. A ring would stop at the first of them. Tensors below 64 KiB are packed into
 slabs, 64-byte aligned, so that they do not fragment the rest.
 
-Calls are made under the queue's lock. If a signal handler raises, each call has done all of its work or nothing:
-no call makes another call between its first change and its last.
-`SlotAllocator.keep` finds a slot again that the handler's error took from its new owner.
+The caller holds the queue's lock. If a signal handler raises, each call has done all of its work or nothing. For this
+reason, no call makes another call between its first change and its last. The error may keep a slot from its new
+owner. `SlotAllocator.keep` then frees this slot.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Extents:
         self._sizes = [nbytes] if nbytes else []
 
     def take(self, nbytes: int) -> Optional[int]:
-        """Take `nbytes` from the lowest free extent that holds them; return their start, None if there is none."""
+        """Take `nbytes` from the lowest free extent that holds them. Return their start, or None if there is none."""
         sizes = self._sizes
         for index, size in enumerate(sizes):
             if size >= nbytes:
@@ -84,7 +84,7 @@ class Extents:
         self.free_nbytes += nbytes
 
     def occupy(self, start: int, nbytes: int) -> None:
-        """Take the extent from `start` on, which is free."""
+        """Take the `nbytes` at `start`, which must be free."""
         if not nbytes:
             return
         starts, sizes = self._starts, self._sizes
@@ -97,7 +97,7 @@ class Extents:
 
 
 class _Slab:
-    """An extent that small slots are cut from, front to back."""
+    """An extent from which small slots are cut, in the order of their offsets."""
 
     __slots__ = ("live", "next_offset", "start")
 
@@ -164,7 +164,7 @@ class SlotAllocator:
         return None if start is None else (start, extent, None)
 
     def give(self, slot: Slot) -> None:
-        """Return a slot; each slot exactly once."""
+        """Take a slot back. Each slot is given back exactly once."""
         offset, extent, slab = slot
         if slab is None:
             if extent:
@@ -177,7 +177,7 @@ class SlotAllocator:
         slab.live -= 1
 
     def keep(self, slots: Sequence[Slot]) -> None:
-        """Free everything but these slots: after an error that came between `take` or `give` and their owner."""
+        """Free everything except these slots. This repairs the state if an error came before the owner had its slot."""
         slabs: dict[int, _Slab] = {}
         extents = Extents(self.start, self.capacity)
         for offset, nbytes, slab in slots:
@@ -195,7 +195,7 @@ class SlotAllocator:
         self._extents = extents
 
     def _trim(self, slab: _Slab) -> None:
-        """Return the current slab, which is empty."""
+        """Free the current slab, which is empty."""
         self._extents.give(slab.start, self._slab_nbytes)
         self._current = None
 

@@ -1,11 +1,11 @@
-"""A rank's arena: a sealed memfd mapped shared: counter page, journal, slots.
+"""The arena of a rank: a sealed memfd, mapped shared, with counter page, journal and slots.
 
-Its size is an upper limit: pages come by need, see `capd_client.transport.growth`.
+Its size is an upper limit. Pages are made on demand (`capd_client.transport.growth`).
 
-The daemon gets the descriptor once and maps the same pages read-only, so a tensor is copied exactly once on its
-way out of the training process. There is no name in the file system, nothing to leak, and /dev/shm's size does
-not matter. The mapping is made with mmap(2) itself: Python's mmap keeps a duplicate of the descriptor, which a
-forked worker would inherit and so keep the memory alive.
+The daemon gets the descriptor once and maps the same pages read-only. So a tensor is copied exactly once on its way
+out of the training process. The memory has no name in the file system, so it cannot leak, and the size of /dev/shm
+does not matter. The arena calls mmap(2) itself, because Python's mmap keeps a duplicate of the descriptor. A forked
+worker would inherit the duplicate and keep the memory alive.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _fail(what: str) -> ArenaError:
 
 
 def _seal(fd: int) -> None:
-    """One call, after our own mapping: later mappings are read-only where the kernel knows FUTURE_WRITE."""
+    """Seal the memory with one call, after our own mapping. Later mappings are read-only (Linux 5.1 or newer)."""
     seals = _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL
     try:
         fcntl.fcntl(fd, _F_ADD_SEALS, seals | _F_SEAL_FUTURE_WRITE)
@@ -76,22 +76,27 @@ def _seal(fd: int) -> None:
 
 
 def _run_on(cpus: Iterable[int]) -> None:
-    """Keep this thread, and no other, to these CPUs; where the system does not allow it, it runs where it does."""
+    """Bind only this thread to these CPUs. No effect if the system does not allow it."""
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, cpus)
 
 
 class Arena:
-    """`nbytes` of shared memory (rounded up to whole pages) for counter page and slots; the journal comes besides.
+    """The shared memory of a rank.
 
-    `nbytes` is the size of all of it, slots begin at `start`. The journal is sparse: only what was used takes pages.
-    Raises ArenaError when the kernel refuses the memfd, its size, the mapping or the seals. `buffer` is a writable
-    buffer over all of it, `words` the counter page as u64 words. Neither may be used after `close`.
+    Slots begin at `start`, a multiple of STEP_NBYTES. The attribute `nbytes` is the size of everything. The journal is
+    sparse: only its used part takes pages. `buffer` is a writable buffer over everything, and `words` is the counter
+    page as u64 words. Neither may be used after `close`.
 
-    From `start`, a multiple of STEP_NBYTES, to `target` the pages are to be there, to `populated` they are. `grown` is
-    notified when these are the same, and at every multiple of STEP_NBYTES.
+    The pages from `start` to `populated` exist, and the pages up to `target` will be made. `grown` is notified when
+    both are equal, and at every multiple of STEP_NBYTES.
 
-    patience_s: how long from now on the making of pages waits for `near`.
+    Args:
+        nbytes: The bytes for counter page and slots, rounded up to whole pages. The journal is added to them.
+        patience_s: The longest time that the making of pages waits for `near`.
+
+    Raises:
+        ArenaError: The kernel refuses the memfd, its size, the mapping or the seals.
     """
 
     def __init__(self, nbytes: int, *, patience_s: float = 0.0) -> None:
@@ -102,13 +107,15 @@ class Arena:
         self._libc = _libc()
         self._closing = threading.Event()
         self._cpus: frozenset[int] = frozenset()
-        self._placed = threading.Event()  # or there is nothing to wait for any more
+        # Set by `near`, or by `close`, when there is nothing to wait for any more.
+        self._placed = threading.Event()
         self._patient_until = time.monotonic() + patience_s
         self._prefault: threading.Thread | None = None
         self.target = self.populated = self.start
         self.grown = threading.Condition()
         self.address = 0
-        self._spare = -1  # a descriptor that is not `fd` yet, or not any more
+        # A descriptor that is not `fd` yet, or not any more.
+        self._spare = -1
         try:
             self.fd = os.memfd_create("capd-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
@@ -130,7 +137,7 @@ class Arena:
         self.words = memoryview(page).cast("B").cast("Q")
 
     def _map(self, fd: int) -> int:
-        """The address of a new mapping that no child inherits."""
+        """Map `fd` without inheritance by forked children, and return the address."""
         address = self._libc.mmap(None, self.nbytes, _PROT_READ_WRITE, _MAP_SHARED, fd, 0)
         if address is None or address == _MAP_FAILED:
             raise _fail(f"mapping {self.nbytes} bytes")
@@ -141,14 +148,18 @@ class Arena:
         return int(address)
 
     def near(self, cpus: frozenset[int]) -> None:
-        """Have pages made on these CPUs from now on, which puts them into the memory next to them; empty: on any."""
+        """Make pages on these CPUs from now on, so that they are in the memory next to them. Empty: on any CPU."""
         self._cpus = cpus
         self._placed.set()
 
     def grow(self, nbytes: int) -> None:
-        """Have the pages of the first `nbytes` of slots made in a background thread, from the low addresses up.
+        """Make the pages of the first `nbytes` of slots in a background thread, from low to high addresses.
 
-        The first copy into an untouched page costs about three times a copy into a present one. One thread calls this.
+        The first copy into an untouched page costs about three times a copy into a present one. Only one thread may
+        call this.
+
+        Raises:
+            RuntimeError: The system allows no further thread.
         """
         end = self.start + -(-nbytes // STEP_NBYTES) * STEP_NBYTES
         self.target = max(self.target, min(self.nbytes, end))
@@ -158,16 +169,17 @@ class Arena:
             self._prefault = thread
 
     def prefaulted(self, timeout_s: float | None = None) -> bool:
-        """Whether no pages are being made, after waiting up to `timeout_s` (None: for as long as it takes)."""
+        """Wait up to `timeout_s` (None: without limit). Return whether no pages are being made."""
         if self._prefault is None:
             return True
         self._prefault.join(timeout_s)
         return not self._prefault.is_alive()
 
     def _populate(self) -> None:
-        """Small pieces with pauses: another thread's mmap waits for a piece, training keeps most of the core.
+        """Make pages in small pieces with pauses.
 
-        Not a niced thread: descheduled while it holds the GIL or the memory map's lock, it would stall training.
+        An mmap of another thread waits for at most one piece, and training keeps most of the core. The thread is not
+        niced. If it lost its CPU with the GIL or the memory map's lock held, it would stall training.
         """
         self._placed.wait(max(0.0, self._patient_until - time.monotonic()))
         allowed, cpus = os.sched_getaffinity(0), frozenset[int]()
@@ -179,7 +191,7 @@ class Arena:
             piece = min(_PREFAULT_NBYTES, self.target - self.populated)
             made = self._libc.madvise(self.address + self.populated, piece, _MADV_POPULATE_WRITE) == 0
             with self.grown:
-                # Before Linux 5.14 (EINVAL), or out of memory: pages then come at first touch.
+                # Before Linux 5.14 (EINVAL), or without free memory, pages are made at the first touch instead.
                 self.populated = self.populated + piece if made else self.target
                 if self.populated == self.target or self.populated % STEP_NBYTES == 0:
                     self.grown.notify_all()
@@ -187,9 +199,9 @@ class Arena:
                 return
 
     def unload(self) -> None:
-        """Take the pages out of this process's tables, not out of the memory: whoever touches one finds it again.
+        """Remove the pages from this process's page tables. They stay in memory, so a touch finds them again.
 
-        `replace` does so in one go, which would hold up everybody for tens of milliseconds.
+        Without this, `replace` would remove them at once and delay every thread for tens of milliseconds.
         """
         for offset in range(0, self.nbytes, _PREFAULT_NBYTES):
             self._libc.madvise(
@@ -197,11 +209,18 @@ class Arena:
             )
 
     def replace(self, kept: Iterable[tuple[int, int]], announce: Callable[[int], None]) -> None:
-        """Put fresh memory, without pages, in the place of all but `kept` (offset, bytes), at the same address.
+        """Replace the memory by new memory without pages, at the same address. Call `free_old` afterwards.
 
-        Sealed against FUTURE_WRITE memory gives no page back. No other thread may write to the arena meanwhile, nor
-        pages be made. announce: is given the new descriptor before anything changes here; what it raises ends it.
-        Raises ArenaError or OSError, and then nothing has changed. Call `free_old` behind it.
+        Memory sealed against FUTURE_WRITE gives no page back. During the call, no other thread may write to the arena,
+        and no pages may be made. After an error, nothing has changed.
+
+        Args:
+            kept: The offset and size of each area to copy into the new memory.
+            announce: Called with the new descriptor before anything changes here. Its errors end the call.
+
+        Raises:
+            ArenaError: The kernel refused a mapping.
+            OSError: The kernel refused the memfd or the seals, or `announce` failed.
         """
         fd = self._spare = os.memfd_create("capd-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         address = 0
@@ -226,20 +245,24 @@ class Arena:
         self.populated = self.target = self.start
 
     def free_old(self) -> None:
-        """Close the descriptor of memory that was replaced. Its pages are freed here, which takes a while."""
+        """Close the descriptor of replaced memory. This frees its pages, which takes some time."""
         fd, self._spare = self._spare, -1
         if fd >= 0:
             os.close(fd)
 
     def close_in_child(self) -> None:
-        """After fork, in the child: give up the descriptor. The mapping was not inherited."""
+        """Close the descriptors in a forked child. The child has not inherited the mapping."""
         for fd in (self.fd, self._spare):
             if fd >= 0:
                 os.close(fd)
         self.fd = self._spare = -1
 
     def close(self, *, unmap: bool = True) -> None:
-        """Close the descriptor and, unless something may still write there, unmap. Idempotent."""
+        """Close the descriptor and unmap the memory. Idempotent.
+
+        Args:
+            unmap: False if something may still write to the memory, which then stays mapped.
+        """
         self._closing.set()
         self._placed.set()
         if self._prefault is not None and self._prefault is not threading.current_thread():

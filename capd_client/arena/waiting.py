@@ -1,4 +1,4 @@
-"""Waiting for room (policy block) in the arena or a device ring: until a slot is given back, and only so long."""
+"""The waits for room in the arena or a device ring (policy block), until a slot is free or the time is up."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ def _nothing() -> None:
 
 
 class Waiting:
-    """Threads that wait for one of `slots`. Every method is called with `lock` held, which a wait releases.
+    """The threads that wait for one of `slots`. The caller of every method holds `lock`, which a wait releases.
 
-    max_s: the longest wait of one capture (0: none waits). A wait that ran out without anything given back is not
-    repeated until something is: a daemon that is gone, or a device that hangs, costs one wait and not one per capture.
-    wake: called when a thread begins to wait.
+    A wait may run out without any slot given back. Then no capture waits until a slot is given back. So an absent
+    daemon or a hanging device costs one wait, not one wait per capture.
+
+    Args:
+        lock: The lock of the slots.
+        slots: The slots.
+        max_s: The longest wait of one capture; 0: no capture waits.
+        wake: Called when a thread begins to wait.
     """
 
     def __init__(
@@ -32,20 +37,22 @@ class Waiting:
         wake: Callable[[], None] = _nothing,
     ) -> None:
         self.max_s = max_s
-        self.count = 0  # threads that wait
+        # The number of waiting threads.
+        self.count = 0
         self._wake = wake
         self.closed = False
         self._slots = slots
         self._room = threading.Condition(lock)
         self._stalled = False
-        self._given = 0  # how often something was given back
+        # The number of slots that were given back.
+        self._given = 0
 
     def allowed(self, seconds: float) -> bool:
-        """Whether `take` would wait at all."""
+        """Return whether `take` would wait at all."""
         return seconds > 0 and not self._stalled
 
     def take(self, nbytes: int, seconds: float) -> Optional[Slot]:
-        """A slot of `nbytes`; None when the time is up before there is one, or everything is closed."""
+        """Wait up to `seconds` for a slot of `nbytes`. Return None if there is none in time, or after `close`."""
         if not self.allowed(seconds):
             return None
         deadline = time.monotonic() + seconds
@@ -56,7 +63,7 @@ class Waiting:
             while not self.closed:
                 left = deadline - time.monotonic()
                 if left <= 0 or self._stalled:
-                    # The end of a short rest that earlier waits left of the time does not show that all stands still.
+                    # Earlier waits may have left only a short time. Its end does not prove that nothing moves.
                     if given == self._given and 2 * seconds > self.max_s:
                         self._stalled = True
                     return None
@@ -69,18 +76,18 @@ class Waiting:
             self.count -= 1
 
     def give(self, slot: Slot) -> None:
-        """Return a slot, and tell those that wait."""
+        """Take a slot back, and notify the waiting threads."""
         self._slots.give(slot)
         self.given()
 
     def given(self) -> None:
-        """Tell those that wait that a slot was returned."""
+        """Notify the waiting threads that a slot was given back."""
         self._stalled = False
         self._given += 1
         if self.count:
             self._room.notify_all()
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """End all waits, and allow no more."""
         self.closed = True
         self._room.notify_all()
