@@ -58,7 +58,8 @@ class Devices:
         self._add = add
         self._pace = Pace(config.max_d2h_gbps)
         self._pinning = Pinning(arena, notices)
-        self._lock = threading.RLock()  # a signal handler may capture, too
+        # Re-entrant, because a signal handler of the job may capture.
+        self._lock = threading.RLock()
         self._making = False
         self._stagers: dict[torch.device, Union[DeviceStager, DropReason]] = {}
         self._closing = threading.Event()
@@ -82,7 +83,8 @@ class Devices:
                     # Creating a stager now would break the capture of the graph.
                     return DropReason.STREAM_CAPTURE
                 if self._making:
-                    return DropReason.INTERNAL  # to a signal handler that interrupted this thread in `_make`
+                    # The caller is a signal handler that interrupted this thread in `_make`.
+                    return DropReason.INTERNAL
                 self._making = True
                 try:
                     self._stagers[device] = self._make(device)
@@ -91,7 +93,7 @@ class Devices:
             return self._stagers[device]
 
     def inside(self) -> bool:
-        """Whether this thread is inside of a ring already: then it runs a signal handler that interrupted it there."""
+        """Return whether this thread is inside a ring already. If so, a signal handler interrupted it there."""
         return any(stager.inside() for stager in self._all())
 
     def prepare(self, devices: Iterable[torch.device]) -> None:

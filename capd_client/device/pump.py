@@ -21,7 +21,8 @@ __all__ = ["LINGER_S", "Pump"]
 LINGER_S = 0.005
 # Used if the awaited thing gives no signal.
 _TICK_S = 0.001
-_IDLE_S = 1.0  # a signal handler that raises may keep a training thread from waking it
+# The longest rest. If a signal handler raises in a training thread, that thread may fail to wake the pump.
+_IDLE_S = 1.0
 # Longer than the client thread rests while somebody waits.
 _HURRY_S = 0.1
 _JOIN_S = 1.0

@@ -100,8 +100,9 @@ class Ring:
         self._memory: Optional[RingMemory] = RingMemory(memory)
         self._slots = SlotAllocator(0, memory.numel())
         self._lock = threading.RLock()
-        # Whether this thread is inside the ring already, interrupted by a signal handler: see `Queue.inside`.
-        self.inside: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]  # not in its stubs
+        # Whether this thread is inside the ring already, interrupted by a signal handler (see `Accounts.inside`).
+        # The stubs of RLock lack the method.
+        self.inside: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
         self._waiting = Waiting(self._lock, self._slots, max_block_s)
 
     @property
@@ -125,7 +126,8 @@ class Ring:
                 if slot is None:
                     slot = self._waiting.take(nbytes, deadline - time.monotonic())
                 return None if slot is None else (slot, self._memory)
-        except BaseException:  # a signal handler's
+        except BaseException:
+            # A signal handler of the job may raise here.
             if slot is not None:
                 self.give([slot])
             raise
@@ -134,8 +136,9 @@ class Ring:
         """Return slots that nothing reads any more. Each leaves the list, so that it is returned only once."""
         with self._lock:
             while slots:
+                # A signal handler runs before these two statements or after them, never in between.
                 self._slots.give(slots[-1])
-                del slots[-1]  # a signal handler runs before the two or after them, never in between
+                del slots[-1]
             self._waiting.given()
 
     def close(self) -> None:

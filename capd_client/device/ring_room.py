@@ -76,7 +76,8 @@ class RingRoom:
                     break
                 else:
                     time.sleep(_POLL_S)
-        except BaseException:  # a signal handler's
+        except BaseException:
+            # A signal handler of the job may raise here.
             self._ring.give(slots)
             raise
         return taken

@@ -107,7 +107,7 @@ class DeviceStager:
         self._pump.hurry()
 
     def inside(self) -> bool:
-        """Whether this thread is inside already: it runs a signal handler that interrupted it there."""
+        """Return whether this thread is inside already. If so, a signal handler interrupted it there."""
         return self._ring.inside() or self._rows.inside() or self.transfers.inside() or self.holding.inside()
 
     def deadline(self) -> float:
@@ -123,8 +123,18 @@ class DeviceStager:
     def snapshot(
         self, tensor: torch.Tensor, capture: Capture, dtype: torch.dtype, deadline: float
     ) -> Optional[DropReason]:
-        """Copy `tensor`, cast to `dtype`, into the ring on the current stream. Return a reason if that is impossible.
-        Waits for room until `deadline`; a signal handler is refused `inside`. The capture becomes ready by the pump.
+        """Copy `tensor`, cast to `dtype`, into the ring on the current stream.
+
+        The copy pump marks the capture ready later. A signal handler that interrupted this thread `inside` is refused.
+
+        Args:
+            tensor: The tensor.
+            capture: The capture of the tensor.
+            dtype: The dtype of the copy.
+            deadline: The time (time.monotonic) until which the call may wait for room.
+
+        Returns:
+            The reason if the copy is impossible, else None.
         """
         if self.inside():
             return DropReason.INTERRUPTED

@@ -4,8 +4,8 @@ A training thread issues copies itself if enough is due, so the link does not wa
 (capd_client.device.pump) issues the rest and finishes copies that are done. One lock guards both. A training thread
 does not wait for the pump to issue.
 
-Each list is changed by one statement that calls nothing. So a signal handler that raises in a training thread finds a
-copy that is due, or one that is under way; what was not issued then is issued by the next who comes by.
+Each list is changed by one statement that calls nothing. If a signal handler raises in a training thread, every copy is
+either due or under way. The next thread that issues copies also issues the one that the handler interrupted.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Transfers:
         self._holding = holding
         self._piece_nbytes = piece_nbytes
         self.lock = threading.RLock()
-        self._handing = threading.RLock()  # a signal handler may capture, too
+        # Re-entrant, because a signal handler of the job may capture.
+        self._handing = threading.RLock()
         self._due: list[Snapshot] = []
         # The bytes of the first due snapshot that are under way.
         self._issued = 0
@@ -204,8 +205,8 @@ class Transfers:
         return True
 
     def inside(self) -> bool:
-        """Whether this thread has a lock of these: a signal handler that asks has interrupted it here."""
-        # Not in their stubs.
+        """Return whether this thread holds one of the locks. If so, a signal handler interrupted it there."""
+        # The stubs of RLock lack the method.
         return bool(self.lock._is_owned() or self._handing._is_owned())  # type: ignore[attr-defined]
 
     # -- the pump ---------------------------------------------------------------------------------------
@@ -281,7 +282,8 @@ class Transfers:
         is not locked.
         """
         newest = self._under_way[-1] if self._under_way else None
-        if newest is not None and newest.pinned and newest.done is None:  # a signal handler has raised before
+        # A signal handler raised before this piece was started.
+        if newest is not None and newest.pinned and newest.done is None:
             self._start(newest)
         while count > 0 and self._due and self._ahead < most and self._pace.ask(self):
             if len(self._under_way) - self._landed >= _AHEAD_PIECES:

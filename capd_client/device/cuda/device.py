@@ -144,7 +144,10 @@ class CudaDevice:
         return event
 
     def can_issue(self) -> bool:
-        """Where it takes no change of the current stream: a signal handler would run on ours, or leave it behind."""
+        """Return whether copies can be issued without a change of the current stream.
+
+        After a change, a signal handler of the job would run on capd's stream, or leave it as the current stream.
+        """
         return self._calls(self._side) is not None
 
     def hold_back(self, event: Event) -> None:

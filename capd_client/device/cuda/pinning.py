@@ -38,7 +38,8 @@ class Pinning:
         self._arena = arena
         self._notices = notices
         self._chunk_nbytes = min(chunk_nbytes, _MAX_CHUNK_NBYTES)
-        self._lock = threading.RLock()  # a signal handler may close the session
+        # Re-entrant, because a signal handler of the job may close the session.
+        self._lock = threading.RLock()
         self._closed = threading.Event()
         self._thread: Optional[threading.Thread] = None
         # The thread does not exist yet, or has nothing left to do.
