@@ -1,6 +1,6 @@
 """The counters of one rank: the counter words, and the ledger of drops by key and reason.
 
-The words are in the arena's counter page, where the daemon can read them after the rank has died. Before the arena
+The words are in the arena's counter page, so the daemon can read them after the rank has died. Before the arena
 exists, and after it is gone, they are a plain list. The caller of every method holds the session's lock. So
 `offered = committed + dropped + in flight` is true whenever the lock is free.
 """

@@ -88,7 +88,7 @@ class Parts:
         return [piece for piece in self.live.values() if piece.record is record and not piece.sent]
 
     def give_up(self, record: Record, reason: DropReason) -> None:
-        """Drop a record from this side. The daemon may hold parts of it, so it is asked to discard them."""
+        """Drop a record from this side. The daemon may hold parts of it, so a message makes it discard them."""
         if record.state != ABORTED:
             self.drop(record, reason)
             if record.cut_nbytes:

@@ -20,7 +20,7 @@ _FULL = frozenset({DropReason.ARENA_FULL, DropReason.STEP_BUDGET})
 
 
 class Room(NamedTuple):
-    """The two places where an offer needs room: the slots, and the budget of its step."""
+    """The room for an offer: the slots, and the budget of its step."""
 
     slots: SlotAllocator
     budget: StepBudget

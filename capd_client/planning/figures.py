@@ -164,7 +164,7 @@ def _kept_nbytes(one: SeriesSeen, call: Calls) -> int:
 
 
 def _link_nbytes(one: SeriesSeen, call: Calls) -> int:
-    """Return the bytes over the link. A GPU computes statistics itself; the daemon computes those of CPU tensors."""
+    """Return the bytes over the link. A GPU computes statistics itself. For CPU tensors, the daemon does so."""
     return call.count * (call.nbytes if one.payload or one.device == "cpu" else ROW_NBYTES)
 
 

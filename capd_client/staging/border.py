@@ -41,7 +41,7 @@ _PENDING = (
 
 
 class Puts(Protocol):
-    """The taker of described tensors: a `Stager`, or in a plan the sum of the tensors."""
+    """The taker of described tensors: a `Stager`, or in a plan a tally."""
 
     def put_known(
         self,

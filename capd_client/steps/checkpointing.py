@@ -222,7 +222,7 @@ def install() -> None:
 
 
 def _adopt(library: ModuleType) -> None:
-    """Make Segments of the functions whose first pass runs on this thread, where the first capture may happen.
+    """Make Segments of the functions whose first pass runs on this thread. The first capture may happen in such a pass.
 
     The library's own frames hold the functions that it will call in the backward.
     """

@@ -1,7 +1,7 @@
 """Calls listeners when an optimizer has stepped, or when a gradient scaler has skipped its step.
 
-A scaler skips a step after an overflow of a gradient. For the job this is a step as well: its own counters, and those
-of every framework, continue.
+A scaler skips a step after an overflow of a gradient. For the job this is a step as well: its own counters continue,
+and the counters of every framework.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Trial forwards, which look like training and train nothing. They are not captured and are no micro-batches.
 
-A framework runs some trials to look at their results (`trial`). capd finds two more kinds in a watched model
-(`Trial`): forwards under a mode that counts or traces, and the forward that gives lazy parameters their shapes.
+A framework runs some trials to look at their results (`trial`). `Trial` finds two more kinds in a watched model. One
+kind is a forward under a mode that counts or traces. The other is the forward that gives lazy parameters their shapes.
 `bootstrap/_capd_trials.py` does the same for models that are not found yet.
 """
 

@@ -1,10 +1,11 @@
 """The client thread of a rank: keeps a conversation with the daemon for the whole life of the job.
 
-States: DISCONNECTED (tries again after 50 ms … 2 s, without end) → HANDSHAKE (HELLO sent) → RUNNING → DISCONNECTED …,
-and ENDED after BYE or a refusal without retry. The thread never waits for a state. It looks at everything once per
-tick. `capd_client.transport.rests` chooses the length of a tick. Training threads wake the thread only when they begin
-to wait themselves, or when the arena fills up. More wake-ups would cost them the GIL. Copies from devices continue
-independently (`capd_client.device.pump`).
+States: DISCONNECTED (tries again after 50 ms … 2 s, without end) → HANDSHAKE (HELLO sent) → RUNNING → DISCONNECTED …
+The state is ENDED after BYE or a refusal without retry. The thread never waits for a state. It looks at everything
+once per tick. `capd_client.transport.rests` chooses the length of a tick.
+
+Training threads wake the thread only when they begin to wait themselves, or when the arena fills up. More wake-ups
+would cost them the GIL. Copies from devices continue independently (`capd_client.device.pump`).
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Transport:
         queue: The in-flight queue.
         notices: The log.
         steering: Follows `capd ctl`.
-        wakeup: Ends a rest of the thread. The queue uses it, too.
+        wakeup: Ends a rest of the thread. The queue has the same one.
         stagers: The stagers of the devices whose copies go to the arena. The list may grow.
         growth: Grows and shrinks the arena; None: the arena keeps its size.
         ping_s: The silence of the daemon after which it gets a PING.

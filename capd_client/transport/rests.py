@@ -1,9 +1,9 @@
 """The rests of the client thread. Every round costs the job 200 to 350 µs, and every message costs the daemon time.
 
 A rest lasts 50 ms while nobody waits and at most an eighth of the arena is taken. The captures of this time are sent
-together, and a capture that exceeds the eighth ends the rest. While at least half of the arena is free, a rest lasts
-as long as the daemon needs for a tenth of the arena, at least 5 ms. Otherwise it lasts 1 ms, and twice as long after
-each round without work. It lasts at most 5 ms while copies from a device are under way.
+together, and a capture that exceeds the eighth ends the rest. While at least half of the arena is free, a rest gives
+the daemon time for a tenth of the arena, at least 5 ms. Otherwise it lasts 1 ms, and twice as long after each round
+without work. It lasts at most 5 ms while copies from a device are under way.
 """
 
 from __future__ import annotations
