@@ -124,7 +124,7 @@ class Definitions:
             raise ConfigError(f"attributes take {len(packed)} bytes, the limit is {MAX_ATTRIBUTES_NBYTES}")
         if len(self._all) >= MAX_KEYS:
             raise ConfigError(
-                f"more than {MAX_KEYS} different keys in one process; a counter belongs into the moment or the "
+                f"more than {MAX_KEYS} different keys in one process; a counter belongs in the moment or the "
                 "metadata, not into a name"
             )
         attributes = msgspec.msgpack.decode(packed)

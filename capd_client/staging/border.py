@@ -36,7 +36,7 @@ from capd_client.tensors.placements import with_placements
 __all__ = ["Border", "Puts"]
 
 _PENDING = (
-    "a collective fills it, in a selectively checkpointed part: waiting for that would upset what torch saved"
+    "a collective still fills it in a selectively checkpointed part, and a wait would change what torch saved"
 )
 
 

@@ -103,7 +103,7 @@ class Clock:
             _evaluation_said = True
             _notices.warn(
                 "evaluation",
-                "forwards without gradients are taken for evaluation, in training mode, too: not captured, not counted",
+                "forwards without gradients are taken for evaluation, even in training mode: not captured, not counted",
             )
 
     def add(self, gate: Gate) -> None:
