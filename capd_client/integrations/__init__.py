@@ -1,4 +1,4 @@
-"""Where products are tapped in the models of each framework. No framework is ever imported from here."""
+"""The frameworks' products: finds where each framework multiplies in a model. Nothing here imports a framework."""
 
 from __future__ import annotations
 
@@ -30,11 +30,15 @@ _FINDERS: tuple[Callable[[nn.Module], dict[str, list[Site]]], ...] = (
     torchtitan.find_sites,
     torch_nn.find_sites,
 )
-"""From the most specific one on: a product that one of them has found is not asked of the next."""
+"""The finders, the most specific first. If two of them find the same product, the earlier one counts."""
 
 
 def find_sites(model: nn.Module) -> dict[str, list[Site]]:
-    """Every product of `model` that can be tapped, by the qualified name of its module, in the model's order."""
+    """Find every product of `model` that can be tapped.
+
+    Returns:
+        The sites by the qualified name of their module, in the model's order.
+    """
     found: dict[str, list[Site]] = {}
     for find in _FINDERS:
         for name, sites in find(model).items():
@@ -46,12 +50,15 @@ def find_sites(model: nn.Module) -> dict[str, list[Site]]:
 
 
 def multiplies(module: nn.Module) -> bool:
-    """Whether the module multiplies, in a way of its own where `find_sites` finds no product of it."""
+    """Whether the module multiplies. Such a module may do it in a way that `find_sites` does not know."""
     return linears.is_linear(module) or megatron.is_one_kernel(module)
 
 
 def _at(place: tuple[tuple[str, Any], ...], sites: list[Site]) -> list[Site]:
-    """The sites with this rank's place in the model's device mesh; what a framework says itself goes before."""
+    """Return the sites with this rank's place in the model's device mesh.
+
+    Attributes of the framework take precedence.
+    """
     return [
         site._replace(attributes=tuple({**dict(place), **dict(site.attributes)}.items())) for site in sites
     ]

@@ -1,4 +1,4 @@
-"""Which classes of modules call a function, by the names in their code: nothing is run to find out."""
+"""The callers of a function: which classes of modules use it. Only the names in their code are read; nothing runs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from torch import nn
 
 __all__ = ["calls", "importers_of", "names_in"]
 
-_MAX_DEPTH = 4  # functions between a module's method and the one that is looked for
+# The number of functions between a module's method and the function that is looked for.
+_MAX_DEPTH = 4
 
 
 @lru_cache(maxsize=4096)
 def calls(kind: type, name: str) -> bool:
     """Whether a method of `kind`, or a function that its methods call by a global name, mentions `name`.
 
-    The methods of torch.nn's own classes count only for those classes themselves: every model inherits nn.Module.
+    Methods of torch.nn's own classes count only for those classes, because every model inherits nn.Module.
     """
     methods = (
         value
@@ -32,7 +33,7 @@ def calls(kind: type, name: str) -> bool:
 
 
 def importers_of(function: Any) -> list[tuple[Any, str]]:
-    """The modules outside torch that hold `function`, and the names that they have it under."""
+    """Return the modules outside torch that hold `function`, each with the name that it uses."""
     found: list[tuple[Any, str]] = []
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and (module.__name__ or "").partition(".")[0] != "torch":
@@ -41,15 +42,17 @@ def importers_of(function: Any) -> list[tuple[Any, str]]:
 
 
 def names_in(function: Any) -> set[str]:
-    """The names that the code of a method uses."""
+    """Return the names that the code of a method uses."""
     plain = _plain(function)
     return set() if plain is None else set(_names(plain.__code__))
 
 
 def _plain(value: Any) -> FunctionType | None:
-    """The function inside a method, whatever decorates it."""
-    value = getattr(value, "__func__", value)  # static and class methods
-    value = getattr(value, "fget", value)  # properties
+    """Return the function inside a method, without its decorators."""
+    # Static and class methods keep the function here.
+    value = getattr(value, "__func__", value)
+    # Properties keep the getter here.
+    value = getattr(value, "fget", value)
     while hasattr(value, "__wrapped__"):
         value = value.__wrapped__
     return value if isinstance(value, FunctionType) else None
@@ -66,7 +69,7 @@ def _mentions(function: FunctionType, name: str, depth: int, seen: set[CodeType]
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Global names and attributes that a function uses, those in the functions inside it too."""
+    """Yield the global names and attributes that a function uses, including its inner functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -74,12 +77,12 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _is_named(value: Any, name: str) -> bool:
-    """Whether a function was imported under another name than its own."""
+    """Whether `value` is a function with this own name. It may have been imported under another name."""
     return isinstance(value, (FunctionType, BuiltinFunctionType)) and value.__name__ == name
 
 
 def _callees(function: FunctionType, names: set[str]) -> Iterator[FunctionType]:
-    """The functions of the job that these names may mean: globals, and members of imported modules."""
+    """Yield the job's functions that these names may mean: globals, and members of imported modules."""
     for name in names:
         value = function.__globals__.get(name)
         in_module = isinstance(value, ModuleType)

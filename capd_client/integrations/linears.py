@@ -1,7 +1,7 @@
-"""Linears that are not nn.Linear as it stands: GPT-2's Conv1D, quantised ones, those with a forward of their own.
+"""Linears that differ from nn.Linear: GPT-2's Conv1D, quantised linears, and linears with their own forward.
 
-A parametrised weight is computed again by every read, so reading it here could change the job's random numbers: of
-those, and of subclasses whose own forward calls F.linear, the operands of that very call are captured.
+Every read of a parametrised weight computes it again. Reading it here could change the job's random numbers. So for
+parametrised linears, and for subclasses whose forward calls F.linear, the operands of that call are captured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BEFORE_CAST = (("operands", "before the cast to float8"),)
 
 
 def find_sites(model: nn.Module) -> dict[str, list[Site]]:
-    """The linears of `model` that are no plain nn.Linear."""
+    """Return the linears of `model` that are not a plain nn.Linear, by their qualified names."""
     found = ((name, _site_of(module)) for name, module in model.named_modules())
     return {name: [site] for name, site in found if site is not None}
 
@@ -41,8 +41,8 @@ def find_sites(model: nn.Module) -> dict[str, list[Site]]:
 def is_plain(module: nn.Module) -> bool:
     """Whether the module's product is F.linear(input, self.weight).
 
-    Subclasses count while they keep nn.Linear's forward (FSDP2 makes such classes). One that was put on the instance
-    (torchtitan's) may change what goes in and comes out. nn.MultiheadAttention never calls its
+    Subclasses count if they keep nn.Linear's forward, as the classes that FSDP2 makes do. A forward set on the
+    instance, as torchtitan does, may change input and output. nn.MultiheadAttention never calls its
     NonDynamicallyQuantizableLinear.
     """
     return (
@@ -55,7 +55,7 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether the module is a Linear that is called; nn.MultiheadAttention only reads the weight of its own."""
+    """Whether the module is a Linear that is called. nn.MultiheadAttention only reads the weight of its own linear."""
     return isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear)
 
 
@@ -83,13 +83,18 @@ def _calls_linear(module: nn.Module) -> bool:
     if any(isinstance(other, nn.Linear) for other in inside):
         return False
     names = names_in(type(module).forward)
-    return "linear" in names or "forward" in names  # that of the class that it comes from
+    # "forward": it calls the forward of its base class.
+    return "linear" in names or "forward" in names
 
 
 def _state_of_4bit(module: Any) -> QuantisedState:
-    """What turns the bytes of a 4-bit weight into numbers, as bitsandbytes names it in checkpoints."""
+    """Return the state that turns the bytes of a 4-bit weight into numbers.
+
+    Names are those of bitsandbytes' checkpoints.
+    """
     known = module.weight.quant_state
-    if known is None:  # not quantised yet
+    # The weight is not quantised yet.
+    if known is None:
         return QuantisedState({}, {})
     tensors = {"absmax": known.absmax, "quant_map": known.code}
     attributes = {
@@ -107,6 +112,6 @@ def _state_of_4bit(module: Any) -> QuantisedState:
 
 
 def _state_of_8bit(module: Any) -> QuantisedState:
-    """The scale of each row of an 8-bit weight: W = payload * SCB / 127."""
+    """Return the scale of each row of an 8-bit weight: W = payload * SCB / 127."""
     scale = module.weight.SCB if module.weight.SCB is not None else module.state.SCB
     return QuantisedState({} if scale is None else {"SCB": scale}, {"row_scale_divisor": 127})

@@ -1,9 +1,11 @@
-"""Megatron-LM, megatron-core 0.12 to 0.20: linears, core attention and the router, as their products see them.
+"""Megatron-LM (megatron-core 0.12 to 0.20): finds linears, core attention and the router.
 
-The linears are tapped at the functions that compute them: what a module returns is reduced or scattered over the tensor
-parallel ranks already. A weight that a layer is given as an argument (an output layer that shares the embedding's) is
-the one that it was given. Under sequence parallelism the input is the rank's part of the sequence, as the function is
-given it: the whole lies in a buffer that the next layer writes to.
+Linears are tapped at the functions that compute them. A module's return value is already reduced or scattered over
+the tensor parallel ranks. If a layer receives its weight as an argument, that weight is captured. An output layer
+that shares the embedding's weight is an example.
+
+Under sequence parallelism the captured input is the rank's part of the sequence, as the function receives it. The
+whole input is in a buffer that the next layer overwrites.
 """
 
 from __future__ import annotations
@@ -29,20 +31,20 @@ _ATTENTIONS = (
     ("megatron.core.extensions.transformer_engine", "TEDotProductAttention"),
 )
 _FUSED_GRADIENT = (
-    "gradient_accumulation_fusion adds it to main_grad and hands on a placeholder; it is grad_outputᵀ · input"
+    "gradient_accumulation_fusion adds it to main_grad, not to grad; compute grad_outputᵀ · input"
 )
 
 
 class _LinearFunction(FunctionSite):
     def patches(self) -> list[tuple[Any, str]]:
-        """Both are looked up when a layer's forward runs, in every version."""
+        """Return the two functions. In every version a layer's forward looks them up when it runs."""
         names = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
         return [(sys.modules[_LAYERS], name) for name in names]
 
 
 class _Gating(FunctionSite):
     def patches(self) -> list[tuple[Any, str]]:
-        """The method of routers: what it calls is another function in each version."""
+        """Return the method of routers. It calls a different function in each version."""
         return [(_class(_ROUTER, "Router"), "gating")]
 
     def operands(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -54,7 +56,7 @@ _GATING = _Gating("megatron router", LINEAR, ("input",), skip=1)
 
 
 def find_sites(model: nn.Module) -> dict[str, list[Site]]:
-    """The parallel linears, core attentions and routers of `model`, by their qualified names."""
+    """Return the parallel linears, core attentions and routers of `model`, by their qualified names."""
     makers = _makers()
     found: dict[str, list[Site]] = {}
     common: Optional[Attributes] = None
@@ -67,13 +69,13 @@ def find_sites(model: nn.Module) -> dict[str, list[Site]]:
 
 
 def is_one_kernel(module: nn.Module) -> bool:
-    """Whether these are experts that one kernel of grouped_gemm multiplies, which is tapped nowhere."""
+    """Whether the module's experts are multiplied by one kernel of grouped_gemm. That kernel is not tapped."""
     grouped = _class(_EXPERTS, "GroupedMLP")
     return grouped is not None and isinstance(module, grouped)
 
 
 def _makers() -> list[tuple[type[nn.Module], Callable[[Any, Attributes], Site]]]:
-    """Classes of megatron that the job has imported, and what makes a site of their modules."""
+    """Return the imported classes of megatron, each with the function that makes a site of its modules."""
     wanted = [
         (_LAYERS, "ColumnParallelLinear", _column),
         (_LAYERS, "RowParallelLinear", _row),
@@ -85,7 +87,10 @@ def _makers() -> list[tuple[type[nn.Module], Callable[[Any, Attributes], Site]]]
 
 
 def _class(module: str, name: str) -> Any:
-    """None where the job has not imported it, or something else has its name: a mock, without TransformerEngine."""
+    """Return a class of an imported module.
+
+    None if the job has not imported it. Also None if its name is no class: without TransformerEngine it is a mock.
+    """
     found = getattr(sys.modules.get(module), name, None)
     return found if isinstance(found, type) else None
 

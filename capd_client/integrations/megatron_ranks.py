@@ -1,7 +1,8 @@
-"""Where this rank stands in Megatron's parallel groups, and which part of a tensor it holds.
+"""This rank's coordinates in Megatron's parallel groups, and the part of a tensor that it holds.
 
-Placements over the tensor parallel ranks are written as DTensor writes them: "S(0)" sharded along dimension 0 (S(-1):
-the last one), "R" the same on all of them, "P(sum)" to be added up. Without tensor parallelism there are none.
+Placements over the tensor parallel ranks are written as DTensor writes them. "S(0)" is sharded along dimension 0,
+and "S(-1)" along the last one. "R" is the same on all ranks, and "P(sum)" is a part of a sum. Without tensor
+parallelism there are no placements.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ _LOCAL_EXPERT = re.compile(r"(.*)\.local_experts\.(\d+)\.")
 
 
 def coordinates(model: nn.Module) -> Attributes:
-    """This rank's place in every group, as tp_rank and tp_size, pp_rank, ...; vpp_rank: which chunk of the rank."""
+    """Return this rank's coordinates in every group, such as tp_rank, tp_size and pp_rank.
+
+    vpp_rank is the number of the chunk on this rank.
+    """
     found: list[tuple[str, Any]] = []
     for name, group in _GROUPS.items():
         for what, asked in (("rank", f"get_{group}_rank"), ("size", f"get_{group}_world_size")):
@@ -44,7 +48,10 @@ def coordinates(model: nn.Module) -> Attributes:
 
 
 def _ask(function: str) -> Optional[int]:
-    """None where the group does not exist: a job may hand groups of its own to the modules instead."""
+    """Return the answer of a function of parallel_state.
+
+    None if the group does not exist, because a job may pass its own groups to the modules.
+    """
     ask: Callable[[], Optional[int]] = getattr(sys.modules["megatron.core.parallel_state"], function)
     try:
         return ask()
@@ -53,7 +60,10 @@ def _ask(function: str) -> Optional[int]:
 
 
 def _chunk(model: nn.Module, chunks: int) -> Optional[int]:
-    """Which of this rank's chunks `model` is. Before 0.13 it does not say: then layers are split evenly."""
+    """Return the number of `model` among this rank's chunks.
+
+    Before 0.13 layers are split evenly and modules do not say it.
+    """
     for module in model.modules():
         if type(stage := getattr(module, "vp_stage", None)) is int:
             return stage
@@ -63,7 +73,7 @@ def _chunk(model: nn.Module, chunks: int) -> Optional[int]:
 
 
 def expert(model: nn.Module, name: str) -> Attributes:
-    """The number of the expert, over all ranks, that the module of this name belongs to."""
+    """Return the number, over all ranks, of the expert that the module of this name belongs to."""
     match = _LOCAL_EXPERT.match(name)
     if match is None:
         return ()
@@ -74,7 +84,7 @@ def expert(model: nn.Module, name: str) -> Attributes:
 
 
 def column_placements(module: Any) -> OfTensor:
-    """Of a weight that is split by its rows, and so the output by its last dimension."""
+    """Return the placements for a weight split by rows. The output is then split by its last dimension."""
     if module.output_size == module.output_size_per_partition:
         return ()
     scattered = module.sequence_parallel and not module.explicit_expert_comm
@@ -86,7 +96,7 @@ def column_placements(module: Any) -> OfTensor:
 
 
 def row_placements(module: Any) -> OfTensor:
-    """Of a weight that is split by its columns, and so the input by its last dimension."""
+    """Return the placements for a weight split by columns. The input is then split by its last dimension."""
     if module.input_size == module.input_size_per_partition:
         return ()
     return _placements(
@@ -95,7 +105,10 @@ def row_placements(module: Any) -> OfTensor:
 
 
 def attention_placements(module: Any) -> OfTensor:
-    """Heads are split; where there are fewer groups than ranks, several ranks hold the same keys and values."""
+    """Return the placements of attention, whose heads are split.
+
+    If there are fewer groups than ranks, several ranks hold the same keys and values.
+    """
     ranks, groups = _ask("get_tensor_model_parallel_world_size") or 1, module.config.num_query_groups
     if ranks == 1:
         return ()
@@ -106,7 +119,7 @@ def attention_placements(module: Any) -> OfTensor:
 
 
 def router_placements(module: Any) -> OfTensor:
-    """Every rank routes its tokens: all of them, or under sequence parallelism its part of the sequence."""
+    """Return the placements of a router. Every rank routes all its tokens, or its part under sequence parallelism."""
     if (_ask("get_tensor_model_parallel_world_size") or 1) == 1:
         return ()
     scattered = module.config.sequence_parallel

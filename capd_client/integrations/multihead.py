@@ -1,11 +1,11 @@
-"""nn.MultiheadAttention: products in the middle of one function of torch, F.multi_head_attention_forward.
+"""nn.MultiheadAttention: finds the products inside one function of torch, F.multi_head_attention_forward.
 
-While one is watched, that function runs with other names for what it calls: it is torch's own code, in which the
-linears are tapped. So nobody else's products pass through here, and the numbers are torch's.
+While an attention is watched, torch's own code runs with replaced names for the functions that it calls. These
+replacements are tapped. So no other module's products pass through here, and the numbers are torch's.
 
-Where the weights of the attention are asked for (`need_weights`, the default), it is two batched products: Q·scale by
-Kᵀ, and the weights by V. Their operands are the query (scaled already), key and value then. In compiled graphs
-these two are not tapped, which is said; the linears are.
+With `need_weights` (the default) the attention is two batched products: Q·scale by Kᵀ, and the weights by V. Their
+operands are the scaled query, the key and the value. In compiled graphs these two products are not tapped, which is
+reported. The linears are tapped there.
 """
 
 from __future__ import annotations
@@ -44,29 +44,31 @@ _OUT = "out_proj"
 
 _NOT_IN_GRAPHS = (
     "attention that returns its weights (need_weights=True, the default of nn.MultiheadAttention) is not captured in "
-    "compiled graphs, its linears are"
+    "compiled graphs; only its linears are"
 )
 
 
 def _linear(*args: Any) -> Any:
-    """What F.linear is just now: an emulation's, say."""
+    """Call the current F.linear, which an emulation may have replaced."""
     return functional.linear(*args)
 
 
 _linears = SimpleNamespace(**dict.fromkeys((*_PACKED, *_APART, _OUT), _linear))
-"""The function that computes each of the linears: torch's, tapped while it is watched."""
+"""The function that computes each of the linears: torch's function, tapped while the linear is watched."""
 
 
 class _AttentionOfThread(threading.local):
-    heads = 0  # of the call under way
-    scored: Optional[tuple[Tensor, Tensor]] = None  # the operands of its first batched product
+    # The number of heads in the current call.
+    heads = 0
+    # The operands of the call's first batched product.
+    scored: Optional[tuple[Tensor, Tensor]] = None
 
 
 _local = _AttentionOfThread()
 
 
 class _MultiheadLinear(FunctionSite):
-    """One of the linears, by its role."""
+    """One of the linears, identified by its role."""
 
     def __init__(self, role: str) -> None:
         super().__init__(role, LINEAR, ("input", "weight"))
@@ -83,11 +85,14 @@ _SITES = {role: _MultiheadLinear(role) for role in vars(_linears)}
 
 
 def linears_of(module: nn.Module, packed_as: tuple[str, ...] = ("in_proj",)) -> list[Site]:
-    """The linears of a module that calls F.multi_head_attention_forward.
+    """Return the linears of a module that calls F.multi_head_attention_forward.
 
-    A packed weight is used whole where query, key and value are one tensor, in two parts where key and value are, and
-    in three otherwise; which it is, a call decides. packed_as: the parts that its calls use, as far as is known; the
-    others stand for them.
+    A call decides how a packed weight is used. If query, key and value are one tensor, the weight is used whole. If
+    key and value are one tensor, it is used in two parts. Otherwise it is used in three parts.
+
+    Args:
+        module: The attention.
+        packed_as: The parts that the calls of the module use, as far as is known. They replace the other parts.
     """
     packed = getattr(module, "in_proj_weight", None) is not None
     held = dict.fromkeys(_PACKED, "in_proj_weight") if packed else {role: f"{role}_weight" for role in _APART}
@@ -106,7 +111,10 @@ def linears_of(module: nn.Module, packed_as: tuple[str, ...] = ("in_proj",)) -> 
 
 
 def _with_taps(function: Callable[..., Any]) -> Callable[..., Any]:
-    """F.multi_head_attention_forward with taps; as it is where another library has put its own there."""
+    """Return F.multi_head_attention_forward with taps.
+
+    If another library has replaced the function, return it unchanged.
+    """
     packed = vars(functional).get("_in_projection_packed")
     if not _is_torchs(function) or not _is_torchs(packed):
         return function
@@ -121,8 +129,11 @@ def _with_taps(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @traced_as(_adopted(function, "in_graph", {**ours, "softmax": _softmax_in_graph}))
     def in_graph(*args: Any, **kwargs: Any) -> Any:
-        """What torch puts into its table of functions that are not traced, if it makes that while this one is
-        patched, as it does for a process group: it looks behind the name once. Compiling, it looks again."""
+        """Replace the function in torch's table of untraced functions.
+
+        torch may fill that table while the function is patched, for example for a process group. It unwraps the
+        function once then, and once again when it compiles.
+        """
 
     @traced_as(in_graph, calls_the_job=True)
     @functools.wraps(function)
@@ -140,9 +151,9 @@ def _is_torchs(function: Any) -> TypeGuard[FunctionType]:
 
 
 def _adopted(function: FunctionType, name: str, ours: dict[str, Any]) -> Callable[..., Any]:
-    """`function` with other values for some of the names it uses.
+    """Return `function` with other values for some of the names it uses.
 
-    They are those of a module: there the compiler looks them up.
+    The names are those of a module, because the compiler looks them up there.
     """
     module = ModuleType(f"{__name__}.{name}")
     vars(module).update({**vars(functional), **ours, "__name__": module.__name__})
@@ -169,20 +180,20 @@ def _in_projection_packed(
 
 
 def _part_of_packed(x: Tensor, w: Tensor, b: Optional[Tensor] = None) -> Tensor:
-    """The linear of a packed weight or of a part of it; only q is as high as it is wide."""
+    """Compute the linear of a packed weight or of a part of it. Only the query's part is square."""
     parts = w.shape[0] // w.shape[1]
     found = _linears.in_proj_q if parts == 1 else _linears.in_proj_kv if parts == 2 else _linears.in_proj
     return found(x, w, b)  # type: ignore[no-any-return]
 
 
 def _softmax_in_graph(scores: Tensor, dim: int) -> Tensor:
-    """Only between the two products of an attention whose weights are asked for."""
+    """Report an attention with weights: this softmax runs only between its two products."""
     trace_unseen("attention", _NOT_IN_GRAPHS)
     return functional.softmax(scores, dim=dim)
 
 
 class _Torch:
-    """torch, but for the batched products of an attention whose weights are asked for."""
+    """The module torch with tapped batched products, for an attention whose weights are requested."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -222,7 +233,7 @@ def _begin(tap: Tap, q: Tensor, k_t: Tensor, v: Tensor) -> Optional[Call]:
 
 
 def _watch_gradients(tap: Tap, call: Call, used: tuple[Tensor, ...], operands: list[Tensor]) -> None:
-    """Nothing but the products uses these tensors: their gradients are the operands' own, without an alias."""
+    """Hook the gradients of the operands. No alias is needed, because only the products use these tensors."""
     for name, tensor, operand in zip(tap.kind.operands, used, operands, strict=True):
         if tap.wants(f"grad_{name}", call) and tensor.requires_grad:
             hook = GradHook(tap, f"grad_{name}", call, operand.shape)
@@ -244,6 +255,6 @@ def _end(tap: Tap, call: Call, output: Tensor) -> None:
 
 
 def _by_head(tensor: Tensor) -> Tensor:
-    """[batch · heads, tokens, width] as [batch, heads, tokens, width]."""
+    """Reshape [batch · heads, tokens, width] to [batch, heads, tokens, width]."""
     heads = _local.heads
     return tensor.view(tensor.shape[0] // heads, heads, *tensor.shape[1:])

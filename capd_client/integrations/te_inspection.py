@@ -1,8 +1,10 @@
-"""What TransformerEngine's inspection hands on (capd_client/nvdlfw_features): operands of its products, cast or not.
+"""The operands that TransformerEngine's inspection passes on, before and after their cast.
 
-It is called for a layer's tensors one by one, without a word of the call that they belong to: in the forward the
-activation comes first, in the backward the gradient. A layer's backwards come in the order of their micro-batches, and
-within a micro-batch the last call is the first: so the calls of a layer wait in a queue for their backward.
+The feature in capd_client/nvdlfw_features calls this module. The inspection passes a layer's tensors one by one and
+does not name the call that they belong to. In the forward the activation comes first, in the backward the gradient.
+
+A layer's backwards come in the order of their micro-batches. Within a micro-batch the last call's backward comes
+first. So a layer's calls wait in a queue for their backward.
 """
 
 from __future__ import annotations
@@ -37,28 +39,38 @@ _inspection: Optional[_Inspection] = None
 
 
 def te_features() -> str:
-    """The directory for `nvdlfw_inspect.api.initialize(feature_dirs=[..., te_features()])`, with CapdCapture in it."""
+    """Return the directory of CapdCapture, for `nvdlfw_inspect.api.initialize(feature_dirs=[..., te_features()])`."""
     return str(Path(__file__).parent.parent / "nvdlfw_features")
 
 
 def begin() -> None:
-    """TransformerEngine has loaded the feature: from now on it captures the linears, and `watch` does not."""
+    """Note that TransformerEngine has loaded the feature.
+
+    From now on the feature captures the linears, and `watch` does not.
+    """
     global _begun
     _begun = True
 
 
 def inspects() -> bool:
-    """Whether the feature was loaded, and so the linears are captured by it."""
+    """Whether the feature was loaded. If so, the feature captures the linears."""
     return _begun
 
 
 def wants() -> bool:
-    """Whether the iteration under way is captured. Never raises."""
+    """Whether the current iteration is captured. Never raises."""
     return _guarded(lambda inspection: inspection.wants()) or False
 
 
 def inspected(layer: str, tensor_name: str, tensors: Sequence[Any], tp_size: int) -> None:
-    """A tensor of a layer, before and after its cast, as far as they exist. Never raises."""
+    """Capture a tensor of a layer. Never raises.
+
+    Args:
+        layer: The layer's name.
+        tensor_name: The tensor's name in the inspection, such as "activation".
+        tensors: The tensor before and after its cast, as far as they exist.
+        tp_size: The number of tensor parallel ranks.
+    """
     _guarded(lambda inspection: inspection.take(layer, tensor_name, tensors, tp_size))
 
 
@@ -84,21 +96,22 @@ class _Call(NamedTuple):
 
 
 class _Layer:
-    """One layer: its keys, and the calls whose backward is to come, those of one micro-batch in one list."""
+    """One layer: its keys, and the pending calls without a backward. The calls of a micro-batch are in one list."""
 
     def __init__(self, place: Place, wanted: Mapping[str, Wanted]) -> None:
         self.place = place
         self.wanted = wanted
         self.keys: dict[tuple[str, torch.dtype], Key] = {}
         self.iteration = -1
-        self.calls: dict[int, int] = {}  # how many there were in each micro-batch
+        # The number of calls in each micro-batch.
+        self.calls: dict[int, int] = {}
         self.waiting: dict[int, list[_Call]] = {}
         self.forward: Optional[_Call] = None
         self.backward: Optional[_Call] = None
         self.weight_at = -1
 
     def begin(self, moment: Moment, rules: int) -> _Call:
-        """A call begins: the first tensor of its forward is here."""
+        """Begin a call. The first tensor of its forward has arrived."""
         if moment.iteration != self.iteration:
             self.iteration = moment.iteration
             self.calls, self.waiting = {}, {}
@@ -109,7 +122,7 @@ class _Layer:
         return call
 
     def begin_backward(self) -> Optional[_Call]:
-        """The backward of a call begins: the one that it belongs to, None where its forward was not captured."""
+        """Return the call whose backward begins. None if its forward was not captured."""
         if not self.waiting:
             return None
         first = next(iter(self.waiting))
@@ -130,14 +143,16 @@ class _Inspection:
         self._layers: dict[str, _Layer] = {}
 
     def wants(self) -> bool:
-        """Asked before a forward, where it is still known whether that trains."""
+        """Whether the coming forward is captured. Only before the forward is it known whether it trains."""
         if checkpointing.in_backward():
-            return True  # for the gradients of what is run again
+            # The gradients of a forward that runs again may be captured.
+            return True
         trains = torch.is_grad_enabled() or checkpointing.in_segment()
         return trains and self._admits() != 0
 
     def _admits(self) -> int:
-        self._gate.forget()  # it hears of no optimizer
+        # The gate does not see the optimizer's steps.
+        self._gate.forget()
         return self._gate.admits()
 
     def take(self, name: str, engine_name: str, tensors: Sequence[Any], tp_size: int) -> None:

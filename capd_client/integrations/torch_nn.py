@@ -19,19 +19,19 @@ __all__ = ["SDPA", "find_sites"]
 
 class _ScaledDotProductAttention(FunctionSite):
     def patches(self) -> list[tuple[Any, str]]:
-        """Also where a module of the job has imported it, as `from torch.nn.functional import ...` does."""
+        """Return torch's function and the job's modules that imported it by `from torch.nn.functional import ...`."""
         name = "scaled_dot_product_attention"
         return [(functional, name), *importers_of(getattr(functional, name))]
 
 
 SDPA = _ScaledDotProductAttention("attention", ATTENTION, ("query", "key", "value"))
-"""Query, key and value as they are given: [..., heads, tokens, width], key and value before they are repeated."""
+"""The attention function. Operands are [..., heads, tokens, width], key and value before they are repeated."""
 
 _LAYOUT = (("layout", "bhsd"),)
 
 
 def find_sites(model: nn.Module) -> dict[str, list[Site]]:
-    """The plain linears of `model`, and the modules that call attention."""
+    """Return the plain linears of `model` and the modules that call attention, by their qualified names."""
     found: dict[str, list[Site]] = {}
     decoders = [module for module in model.modules() if isinstance(module, nn.TransformerDecoderLayer)]
     crossing = {id(decoder.multihead_attn) for decoder in decoders}

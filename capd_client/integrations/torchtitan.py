@@ -1,7 +1,7 @@
 """torchtitan's attentions that do not call F.scaled_dot_product_attention: FlexAttention and VarlenAttention.
 
-Whatever kernel is inside, their modules take query, key and value first, [batch, tokens, heads, width], and return the
-output so; under tensor parallelism the shards of heads that the kernel gets.
+Their modules take query, key and value first, as [batch, tokens, heads, width], for every kernel. The output has
+the same layout. Under tensor parallelism the captured tensors are the shards of heads that the kernel receives.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LAYOUT = (("layout", "bshd"),)
 
 
 def find_sites(model: nn.Module) -> dict[str, list[Site]]:
-    """The attentions of torchtitan in `model`, by their qualified names."""
+    """Return the attentions of torchtitan in `model`, by their qualified names."""
     return {
         name: [Site(module, ATTENTION, _first_arguments(type(module)), attributes=_LAYOUT)]
         for name, module in model.named_modules()
@@ -32,5 +32,5 @@ def find_sites(model: nn.Module) -> dict[str, list[Site]]:
 
 
 def _first_arguments(kind: type[nn.Module]) -> tuple[str, ...]:
-    """What its forward calls query, key and value."""
+    """Return the names that the class's forward gives query, key and value."""
     return tuple(inspect.signature(kind.forward).parameters)[1:4]

@@ -1,8 +1,9 @@
 """TransformerEngine's modules, as a hook sees them: before the cast to low precision, after the communication.
 
-What a product of theirs multiplies is made inside the module; `capd_client.te_features()` captures that, through
-TransformerEngine's own inspection. While that is at work, linears are left to it. Written against the sources of
-2.0 to 2.20; Megatron's attention on top of it is megatron.py's.
+The operands of a product are made inside the module. `capd_client.te_features()` captures those operands through
+TransformerEngine's own inspection. While the inspection runs, it captures the linears, and this module does not.
+
+Written against the sources of 2.0 to 2.20. `megatron.py` handles Megatron's attention on top of TransformerEngine.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _GROUPED = Kind("linear", "grouped_linear", ("input",))
 
 _BEFORE_CAST: Attributes = (("operands", "before the cast to low precision"),)
 _BEFORE_NORM: Attributes = (("operands", "input before the normalisation"),)
-_FUSED = "fuse_wgrad_accumulation adds it to main_grad and hands on a placeholder; it is grad_outputᵀ · input"
+_FUSED = "fuse_wgrad_accumulation adds it to main_grad, not to grad; compute grad_outputᵀ · input"
 _SPLIT = "it is held in several parameters"
 
 
 def find_sites(model: nn.Module) -> dict[str, list[Site]]:
-    """The modules of TransformerEngine in `model`, by their qualified names."""
+    """Return the modules of TransformerEngine in `model`, by their qualified names."""
     if "transformer_engine.pytorch" not in sys.modules:
         return {}
     found = {name: _maker_of(type(module)) for name, module in model.named_modules()}
@@ -68,7 +69,8 @@ def _grouped(module: Any) -> Site:
 
     def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         splits = operands_of(names, args, kwargs)[1]
-        on_device = getattr(splits, "is_cuda", False)  # reading it would wait for the device
+        # Reading splits on the device would wait for the device.
+        on_device = getattr(splits, "is_cuda", False)
         return {} if splits is None or on_device else {"m_splits": [int(split) for split in splits]}
 
     return Site(module, _GROUPED, names[:1], attributes=_BEFORE_CAST, describe=describe)
@@ -92,14 +94,17 @@ def _attention(module: Any) -> Site:
 
 
 def _shape_of(mask: Any) -> Any:
-    """Of cross-attention there are two masks: their shapes."""
+    """Return the mask's shape. Cross-attention has two masks: return both shapes."""
     if isinstance(mask, tuple):
         return [_shape_of(one) for one in mask]
     return None if mask is None else list(mask.shape)
 
 
 def _description_of(module: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
-    """The same for every call; the module is not held."""
+    """Return a function that describes a call.
+
+    All calls have the same description, and the function does not hold the module.
+    """
     known = {
         "sequence_parallel": bool(module.sequence_parallel),
         "use_bias": bool(module.use_bias),
@@ -110,7 +115,7 @@ def _description_of(module: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], 
 
 
 def _arguments(module: nn.Module, count: int) -> tuple[str, ...]:
-    """The first arguments of the module's forward: subclasses name them differently."""
+    """Return the first argument names of the module's forward. Subclasses name them differently."""
     return tuple(inspect.signature(type(module).forward).parameters)[1 : 1 + count]
 
 

@@ -1,9 +1,11 @@
 """Attention in Hugging Face transformers, 4.48 and later.
 
-A model asks a registry for the function that its configuration names (sdpa, flash_attention_2, flex_attention, one of
-the job's own) and passes itself, query, key and value to it; eager attention is a function of the model's own file.
-All of them get query as [batch, heads, tokens, width], key and value before they are repeated, and return
-[batch, tokens, heads, width]. What they call inside, F.scaled_dot_product_attention say, is the same product.
+A model asks a registry for the attention function that its configuration names. Examples are sdpa,
+flash_attention_2, flex_attention, and functions of the job. The model passes itself, query, key and value to the
+function. Eager attention is a function of the model's own file.
+
+All these functions get query as [batch, heads, tokens, width], key and value before they are repeated. They return
+[batch, tokens, heads, width]. Calls inside them, such as F.scaled_dot_product_attention, are the same product.
 """
 
 from __future__ import annotations
@@ -33,14 +35,17 @@ _LAYOUT = (("layout", "bhsd"), ("output_layout", "bshd"))
 
 
 class _Attention(FunctionSite):
-    """Attention functions, whichever a model is given; they are called with the module before the operands."""
+    """The attention functions that a model may use. They take the module before the operands."""
 
     def __init__(self) -> None:
         super().__init__("attention", ATTENTION, ("query", "key", "value"), skip=2)
         self._tapped_call = super().wrap(_call)
 
     def tapped(self, attention: _Function) -> _Function:
-        """`attention` with taps on its calls, once: `get_interface` has it from `__getitem__` as a rule."""
+        """Return `attention` with taps on its calls.
+
+        A tapped function is returned unchanged: `get_interface` usually gets its function from `__getitem__`.
+        """
         if isinstance(attention, functools.partial) and attention.func is self._tapped_call:
             return attention
         return functools.partial(self._tapped_call, attention)
@@ -51,7 +56,10 @@ def _call(attention: _Function, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Interface(_Attention):
-    """transformers 5.1 and later: every model asks the one class that all registries are of."""
+    """The registry class of transformers 5.1 and later.
+
+    Every model asks this class, and all registries are its instances.
+    """
 
     def patches(self) -> list[tuple[Any, str]]:
         interface = sys.modules["transformers.modeling_utils"].AttentionInterface
@@ -65,14 +73,17 @@ class _Interface(_Attention):
         @functools.wraps(function)
         def get(*args: Any, **kwargs: Any) -> Any:
             attention = function(*args, **kwargs)
-            # Outside of the modules that are captured in this step it costs no more than this.
+            # For modules that are not captured in this step, the cost is only this check.
             return self.tapped(attention) if is_owned() else attention
 
         return get
 
 
 class _File(_Attention):
-    """Before that: each model's file has the registry, a plain dict up to 4.50, and its eager attention as globals."""
+    """A model's file in transformers before 5.1.
+
+    Its globals are the registry (a plain dict up to 4.50) and eager attention.
+    """
 
     def __init__(self, file: ModuleType) -> None:
         super().__init__()
@@ -91,7 +102,7 @@ class _File(_Attention):
 
 
 class _Registry(MutableMapping[str, _Function]):
-    """What a file finds in the place of the registry: the same functions, tapped."""
+    """The registry that a file finds while it is watched: the same functions, tapped."""
 
     def __init__(
         self, registry: MutableMapping[str, _Function], tapped: Callable[[_Function], _Function]
@@ -115,7 +126,8 @@ class _Registry(MutableMapping[str, _Function]):
         return len(self._registry)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._registry, name)  # `register` and the like
+        # Callers may use methods such as `register`.
+        return getattr(self._registry, name)
 
 
 _INTERFACE = _Interface()
@@ -123,7 +135,7 @@ _files: dict[str, _File] = {}
 
 
 def find_sites(model: nn.Module) -> dict[str, list[Site]]:
-    """The modules of `model` that ask transformers for an attention function."""
+    """Return the modules of `model` that ask transformers for an attention function, by their qualified names."""
     utils = sys.modules.get("transformers.modeling_utils")
     if utils is None:
         return {}
@@ -137,5 +149,6 @@ def find_sites(model: nn.Module) -> dict[str, list[Site]]:
 def _function_of(kind: type[nn.Module], utils: ModuleType) -> FunctionSite:
     if hasattr(getattr(utils, "AttentionInterface", None), "get_interface"):
         return _INTERFACE
-    file = inspect.unwrap(kind.forward).__module__  # a subclass in another file asks by its base's globals
+    # A subclass in another file looks the function up in the globals of its base.
+    file = inspect.unwrap(kind.forward).__module__
     return _files.setdefault(file, _File(sys.modules[file]))

@@ -1,10 +1,16 @@
 """Mixtures of experts in Hugging Face transformers 5: two parameters with a weight for each expert, and a router.
 
-An experts module holds the up projections of all experts in one parameter of three dimensions, the down projections in
-another. With `experts_implementation` "grouped_mm" (the default) each projection is one product over rows sorted by
-expert: one record, whose `offsets` say where each expert's rows end. With "eager" each expert that got rows has a
-product of its own: a record for each, whose metadata names the expert. "batched_mm" computes every row by itself, in
-the order of the tokens' choices. Up to transformers 4.57 experts and router are nn.Linear, and need nothing of this.
+An experts module holds the up projections of all experts in one parameter with three dimensions. Another parameter
+holds the down projections. The setting `experts_implementation` decides how they are multiplied:
+
+- "grouped_mm" (the default): each projection is one product over rows sorted by expert. Its record's `offsets` are
+  the
+ends of the experts' rows.
+- "eager": each expert that got rows has its own product. Each product is one record whose metadata names the
+  expert.
+- "batched_mm": every row is computed by itself, in the order of the tokens' choices.
+
+Up to transformers 4.57 experts and router are nn.Linear, so this module does nothing.
 """
 
 from __future__ import annotations
@@ -32,18 +38,20 @@ _MOE = "transformers.integrations.moe"
 _ROLE = "experts"
 _Function = Callable[..., Any]
 
-_traced: list[nn.Module] = []  # the experts whose forward is being compiled
+# The experts whose forward is being compiled.
+_traced: list[nn.Module] = []
 
 
 class _Projections(FunctionSite):
-    """A function that computes one projection of all experts, or of one.
+    """A function that computes one projection, of all experts or of one.
 
-    arguments: names that the function gives the operands and the weight.
+    arguments: The names that the function gives the operands and the weight.
     """
 
     def __init__(self, arguments: tuple[str, ...]) -> None:
         super().__init__(_ROLE, GROUPED_LINEAR, arguments, asks=False)
-        self._places = tuple(range(len(arguments)))  # of these arguments
+        # The positions of these arguments.
+        self._places = tuple(range(len(arguments)))
 
     def operands(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         given = zip(self._arguments, self._places, strict=True)
@@ -52,10 +60,8 @@ class _Projections(FunctionSite):
     def _with(
         self, operands: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (
-            operands[0],
-            *args[1:],
-        ), kwargs  # transformers gives the input first; offsets are no other ones
+        # transformers passes the input first, and no operand after it changes.
+        return (operands[0], *args[1:]), kwargs
 
     def tap_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optional[Tap]:
         module = current_module()
@@ -67,7 +73,7 @@ class _Projections(FunctionSite):
         return f"{_ROLE}.{name}"
 
     def _parameter(self, module: nn.Module, weight: Tensor) -> str:
-        """The name of the module's parameter that `weight` is, or "" if it is none."""
+        """Return the name of the module's parameter that `weight` is. Return "" if it is none."""
         for name, parameter in module._parameters.items():
             if parameter is weight:
                 return name
@@ -79,13 +85,14 @@ class _Grouped(_Projections):
         return [(sys.modules[_MOE], "_grouped_linear")]
 
     def wrap(self, function: _Function) -> _Function:
-        names = list(inspect.signature(function).parameters)  # their order changed after transformers 5.0
+        # The order of the parameters changed after transformers 5.0.
+        names = list(inspect.signature(function).parameters)
         self._places = tuple(names.index(name) for name in self._arguments)
         return super().wrap(function)
 
 
 class _PerRow(_Projections):
-    """batched_mm: the weight that it is given holds, for each row, that of the row's expert."""
+    """The function of "batched_mm". Its weight argument holds the weight of the row's expert for each row."""
 
     def patches(self) -> list[tuple[Any, str]]:
         return [(sys.modules[_MOE], "_batched_linear")]
@@ -104,7 +111,7 @@ class _PerRow(_Projections):
 
 
 class _PerExpert(_Projections):
-    """eager: a call of F.linear for each expert that got rows, with its part of the parameter."""
+    """The function of "eager": a call of F.linear per expert that got rows. Its weight is a part of the parameter."""
 
     def patches(self) -> list[tuple[Any, str]]:
         return [(functional, "linear")]
@@ -118,11 +125,12 @@ class _PerExpert(_Projections):
         return super()._parameter(module, weight) if weight.ndim == 3 else ""
 
     def role_in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        return _NOBODY  # which experts get rows is not known before the graph runs
+        # The experts that get rows are unknown before the graph runs.
+        return _NOBODY
 
 
 class _Experts(FunctionSite):
-    """All of them: which one a module calls follows from its configuration, and may change."""
+    """All three functions. A module's configuration selects one of them, and the selection may change."""
 
     def __init__(self) -> None:
         super().__init__(_ROLE, GROUPED_LINEAR, ())
@@ -153,7 +161,7 @@ class _Experts(FunctionSite):
 
 
 def _known_to_graphs(forward: _Function, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The experts' forward as it is compiled: the module is known while it is traced."""
+    """Run the experts' forward while it is compiled. The module is known during the tracing."""
     _traced.append(module)
     result = forward(module, *args, **kwargs)
     _traced.pop()
@@ -173,7 +181,7 @@ _ROUTER = _RouterLinear("router", LINEAR, ("input", "weight"), asks=False)
 
 
 def find_sites(model: nn.Module) -> dict[str, list[Site]]:
-    """The projections of the experts of `model`, and the products of their routers."""
+    """Return the projections of the experts of `model` and the products of their routers, by qualified names."""
     if _MOE not in sys.modules:
         return {}
     found: dict[str, list[Site]] = {}
@@ -190,8 +198,9 @@ def find_sites(model: nn.Module) -> dict[str, list[Site]]:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether these are all experts of a layer, each a part of the same parameters."""
-    return hasattr(module.__class__, "_apply_gate")  # what transformers gives every such class
+    """Whether the module holds all experts of a layer, each a part of the same parameters."""
+    # transformers gives this method to every class of experts.
+    return hasattr(module.__class__, "_apply_gate")
 
 
 def _projection(module: nn.Module, parameter: str) -> Site:
@@ -203,7 +212,7 @@ def _projection(module: nn.Module, parameter: str) -> Site:
 
 
 def _expert(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Which expert a call computes, where its weight is a part of the parameter."""
+    """Return the expert that a call computes, if its weight is a part of the parameter."""
     weight = args[1] if len(args) > 1 else kwargs.get("weight")
     if not isinstance(weight, Tensor) or weight.ndim != 2 or weight._base is None:
         return {}
@@ -212,7 +221,7 @@ def _expert(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_router(module: nn.Module) -> bool:
-    """It has the weight of a Linear, and computes the product itself."""
+    """Whether the module has the weight of a Linear and computes the product itself."""
     kind: Any = module.__class__
     weight = module._parameters.get("weight")
     return (

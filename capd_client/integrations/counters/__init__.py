@@ -1,1 +1,1 @@
-"""Where each framework counts its training steps."""
+"""The step counters: where each framework counts its training steps."""

@@ -1,7 +1,7 @@
-"""Which methods of which frameworks tell where they are in training: those around the forward of a micro-batch.
+"""The table of patches: the methods of each framework that run around the forward of a micro-batch.
 
-Iterations are the optimizer steps finished before, in every framework: the first is 0, and a resumed job goes on
-where it left off.
+In every framework the iteration is the number of optimizer steps that are finished. The first iteration is 0, and a
+resumed job continues its count.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ __all__ = ["PATCHES", "end"]
 
 
 class _Repeats:
-    """How many micro-batches in a row an owner has begun at one iteration."""
+    """The number of micro-batches in a row that an owner has begun at one iteration."""
 
     def __init__(self) -> None:
         self._at = (-1, -1)
         self._count = 0
 
     def next(self, owner: object, iteration: int) -> int:
-        """0 for the first, 1 for the second, …"""
+        """Return 0 for the first micro-batch, 1 for the second, and so on."""
         at = (id(owner), iteration)
         self._count = self._count + 1 if at == self._at else 0
         self._at = at
         return self._count
 
 
-# -- Hugging Face Trainer: its callbacks, which also trainers with a training_step of their own call --------------
+# -- Hugging Face Trainer. Trainers with their own training_step call its callbacks, too. --------------------------
 
 
 class _TrainerSteps:
-    """The optimizer step that a transformers.Trainer is in."""
+    """The current optimizer step of a transformers.Trainer."""
 
     def __init__(self) -> None:
         self._state: Any = None
@@ -51,7 +51,8 @@ class _TrainerSteps:
         begin_counted(self)
 
     def go_on(self, _handler: object, _args: object, state: Any, *_: Any, **__: Any) -> None:
-        if state is self._state:  # else it began before the patch
+        # A step that began before the patch has another state.
+        if state is self._state:
             self._micro_batch += 1
             begin_counted(self)
 
@@ -65,7 +66,7 @@ _trainer_steps = _TrainerSteps()
 
 @contextmanager
 def _training() -> Iterator[None]:
-    """An error in the middle of a step ends the counting, too."""
+    """Stop counting when training ends, even by an error in the middle of a step."""
     try:
         yield
     finally:
@@ -77,7 +78,7 @@ def _train(*_: Any, **__: Any) -> AbstractContextManager[None]:
 
 
 def _train_on(trainer: Any, *_: Any, **__: Any) -> AbstractContextManager[None]:
-    """`train` runs already, and its first forward as a rule."""
+    """Count a `train` that already runs. Usually its first forward runs already, too."""
     _trainer_steps.begin(None, None, trainer.state)
     return _training()
 
@@ -95,7 +96,10 @@ _manual_steps = _Repeats()
 
 
 def _lightning_manual(loop: Any) -> Counter:
-    """`global_step` counts the steps of all optimizers, so it moves on in the middle of a training_step."""
+    """Count by `global_step`, which includes the steps of all optimizers.
+
+    It can advance in the middle of a training_step.
+    """
     trainer = loop.trainer
     begun = trainer.global_step
     micro_batch = _manual_steps.next(trainer, begun)
@@ -106,18 +110,19 @@ def _lightning_manual(loop: Any) -> Counter:
 
 
 def _deepspeed(engine: Any) -> Counter:
-    """`micro_steps` tells the micro-batch where the engine itself decides which step() is a step."""
+    """Count by the engine. `micro_steps` is the micro-batch only if the engine decides which step() is a step."""
     managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
     own = (
         managed
         and getattr(engine, "_is_gradient_accumulation_boundary", None) is None
-        and not hasattr(engine, "micro_batches")  # the pipeline engine: one step() for all of them
+        # The pipeline engine has one step() for all micro-batches.
+        and not hasattr(engine, "micro_batches")
     )
     micro_batch = engine.micro_steps % engine.gradient_accumulation_steps() if own else None
     return lambda: (engine.global_steps, micro_batch)
 
 
-# -- torchtitan: its steps begin with 1 ------------------------------------------------------------------------------
+# -- torchtitan. Its steps begin with 1. ------------------------------------------------------------------------------
 
 
 def _titan_step(trainer: Any) -> Counter:
@@ -128,7 +133,8 @@ _titan_steps = _Repeats()
 
 
 def _titan_micro_batch(trainer: Any) -> Optional[Counter]:
-    if trainer.parallel_dims.pp_enabled:  # the micro-batches are the schedule's
+    # The pipeline schedule counts the micro-batches.
+    if trainer.parallel_dims.pp_enabled:
         return None
     micro_batch = _titan_steps.next(trainer, trainer.step)
     return lambda: (trainer.step - 1, micro_batch)
@@ -164,6 +170,6 @@ PATCHES = (
 
 
 def end() -> None:
-    """Nobody listens any more: what has begun counts no longer."""
+    """Stop all counters. Nobody listens any more."""
     _trainer_steps.end()
     megatron.end()

@@ -1,10 +1,13 @@
-"""Lets frameworks that count their steps tell capd's clock where they are (capd_client.steps.clock.begin_counted).
+"""Installs the patches through which frameworks report their step to capd's clock (capd_client.steps.clock).
 
-Patches sit on their classes, hand everything through, and are taken off again by the last `uninstall`. Under `capd run`
-the methods are followed from their import on (`bootstrap/_capd_calls.py`): there patches sit on what follows, see calls
-through references that the job kept, and are told of the calls that are under way, and of their end.
+The patches replace methods of classes and pass everything through. The last `uninstall` removes them.
 
-Elsewhere a framework may train already when it is found: whatever of it this thread is in is known by its frames.
+Under `capd run` the methods are followed from their import on (`bootstrap/_capd_calls.py`). There a patch is
+attached to the follower. It also sees calls through references that the job kept, calls that already run, and the
+end of each call.
+
+Without `capd run` a framework may already train when it is found. Then the frames of this thread show which calls
+run.
 """
 
 from __future__ import annotations
@@ -34,13 +37,17 @@ __all__ = ["install", "look_again", "uninstall"]
 
 class _Installed(NamedTuple):
     original: Method
-    place: Any  # of a method that is followed; None: the patch sits on its class
-    undo: Callable[[], bool]  # returns whether the patch is gone
+    # The place of a followed method. None if the patch replaced the method of its class.
+    place: Any
+    # Returns whether the patch is gone.
+    undo: Callable[[], bool]
 
 
-_lock = threading.RLock()  # re-entrant: a signal handler of the job may watch, too
+# The lock is re-entrant, because a signal handler of the job may watch, too.
+_lock = threading.RLock()
 _users = 0
-_modules = 0  # of the process, when it was last looked for those of frameworks
+# The number of modules in the process at the last search for frameworks.
+_modules = 0
 _installed: dict[Patch, _Installed] = {}
 
 
@@ -54,9 +61,11 @@ def install() -> None:
 
 
 def look_again() -> None:
-    """Patch what has been imported since: asked in every forward of a root, as a rule nothing was. Never raises.
+    """Patch the frameworks imported since the last look, and check whether Megatron's schedule still counts.
 
-    Whether Megatron's schedule still counts is looked at there, too.
+    Never raises.
+
+    Every forward of a root calls this function, and usually nothing new was imported.
     """
     if schedule.counts:
         schedule.look()
@@ -95,7 +104,7 @@ def _put_on(patch: Patch) -> bool:
 
 
 def _followed() -> Optional[ModuleType]:
-    """What `capd run` follows since this process began."""
+    """Return the module through which `capd run` follows methods from the start of this process."""
     return sys.modules.get("_capd_calls")
 
 
@@ -112,15 +121,14 @@ def _take_off(owner: Any, name: str, method: Method, wrapper: Method) -> bool:
 
 
 def _adopt(fresh: Sequence[Patch]) -> None:
-    """Let those count whose methods this thread is in, the outermost first."""
+    """Start the counters of the calls that this thread is in, the outermost call first."""
     at_places = {id(_installed[patch].place): patch for patch in fresh if _installed[patch].place is not None}
-    for call in _followed().under_way() if at_places else ():  # type: ignore[union-attr]  # it has places
+    for call in _followed().under_way() if at_places else ():  # type: ignore[union-attr]
         patch = at_places.get(id(call.place))
         if patch is None:
             continue
-        if (
-            not call.known or patch.adopt is not patch.around
-        ):  # a call that is known holds what is around it, itself
+        # A known call already entered its own `around`.
+        if not call.known or patch.adopt is not patch.around:
             call.known = True
             ended = enter(patch, *call.args, **call.kwargs)
             if ended is not None:
@@ -129,9 +137,10 @@ def _adopt(fresh: Sequence[Patch]) -> None:
 
 
 def _adopt_frames(fresh: Sequence[Patch]) -> None:
-    """The same by the frames of this thread.
+    """Start the counters of the calls found in the frames of this thread.
 
-    Methods are known by their own code: what one decorator puts around several (torchtitan's) has one code for all.
+    Methods are recognised by their innermost code. A decorator around several methods, as torchtitan has, shares
+    one code.
     """
     patches = {inspect.unwrap(_installed[patch].original).__code__: patch for patch in fresh}
     found = []
@@ -147,9 +156,9 @@ def _adopt_frames(fresh: Sequence[Patch]) -> None:
 
 
 def uninstall() -> None:
-    """Undo one `install`; the last one puts the frameworks' own methods back.
+    """Undo one `install`. The last call restores the frameworks' own methods.
 
-    Where someone patched them after us, ours stay below theirs and pass everything through.
+    If somebody else patched a method later, our patch stays below theirs and passes everything through.
     """
     global _users
     with _lock:

@@ -1,4 +1,4 @@
-"""What is put around methods of frameworks, so that counters count while they run. Wrappers hand everything through."""
+"""The patches around methods of frameworks: counters count while the methods run. Wrappers pass everything through."""
 
 from __future__ import annotations
 
@@ -20,15 +20,19 @@ __all__ = [
 Method = Callable[..., Any]
 Around = Callable[..., Optional[AbstractContextManager[Any]]]
 _notices = Notices()
-_listening = False  # else wrappers that stay below somebody else's do nothing
+# If False, wrappers that stay below somebody else's patch do nothing.
+_listening = False
 
 
 class Patch(NamedTuple):
-    """A method of a class in a module, and what it tells.
+    """A method of a class in a module, and the counter that runs with it.
 
-    owner: the class; "" for a function of the module. around: called with the arguments of a call, before the method
-    runs; what it returns, if anything, holds while the method runs. adopt: the same for a call that had begun before
-    anybody listened. begun: begins the micro-batch that is under way where other functions run while it counts.
+    Attributes:
+        owner: The class; "" for a function of the module.
+        around: Called with the arguments of a call before the method runs. Its context manager, if any, is held
+            while the method runs.
+        adopt: As `around`, for a call that had begun before anybody listened.
+        begun: Begins the current micro-batch if the counter runs while other functions run.
     """
 
     module: str
@@ -40,13 +44,13 @@ class Patch(NamedTuple):
 
 
 def listen(listening: bool) -> None:
-    """Whether anybody wants to know from now on."""
+    """Set whether anybody wants to know the counters from now on."""
     global _listening
     _listening = listening
 
 
 def wrapped(patch: Patch, method: Method) -> Method:
-    """What stands in the place of `method`."""
+    """Return the function that replaces `method`."""
     around = patch.around
 
     @functools.wraps(method)
@@ -63,7 +67,11 @@ def wrapped(patch: Patch, method: Method) -> Method:
 
 
 def enter(patch: Patch, *args: Any, **kwargs: Any) -> Optional[Callable[[], None]]:
-    """Begin what holds during a call that is under way already; returns what ends it, None: nothing does."""
+    """Begin to count a call that already runs.
+
+    Returns:
+        The function that ends the counting. None if there is nothing to end.
+    """
     held = None if patch.adopt is None else unless_it_fails(patch.adopt, *args, **kwargs)
     if held is None:
         return None
@@ -71,13 +79,12 @@ def enter(patch: Patch, *args: Any, **kwargs: Any) -> Optional[Callable[[], None
     return functools.partial(held.__exit__, None, None, None)
 
 
-_adopted: list[
-    tuple[Patch, Callable[[], None]]
-] = []  # calls whose end nobody sees, and what ends them for us
+# Calls whose end nobody sees, each with the function that ends its counting.
+_adopted: list[tuple[Patch, Callable[[], None]]] = []
 
 
 def adopt(patch: Patch, *args: Any) -> None:
-    """The same where nothing tells of the call's end: until the next one, or until an optimizer steps."""
+    """Begin to count a call whose end nothing reports. It counts until the next call or until an optimizer steps."""
     ended = enter(patch, *args)
     if ended is not None:
         if not _adopted:
@@ -86,7 +93,7 @@ def adopt(patch: Patch, *args: Any) -> None:
 
 
 def end_adopted(of: Optional[Patch] = None) -> None:
-    """End what was adopted, by one patch or by all."""
+    """End the adopted calls of one patch, or of all."""
     for one in [one for one in _adopted if of is None or one[0] is of]:
         _adopted.remove(one)
         one[1]()
@@ -95,10 +102,11 @@ def end_adopted(of: Optional[Patch] = None) -> None:
 
 
 def unless_it_fails(function: Method, *args: Any, **kwargs: Any) -> Any:
-    """What `function` returns; None where it raises, which is said."""
+    """Return the result of `function`. If it raises, log one warning and return None."""
     try:
         return function(*args, **kwargs)
-    except Exception as error:  # a version of the framework never seen
+    except Exception as error:
+        # An unknown version of the framework may raise anything.
         if is_interruption(error):
             raise
         name = getattr(function, "__qualname__", function)
@@ -107,7 +115,10 @@ def unless_it_fails(function: Method, *args: Any, **kwargs: Any) -> Any:
 
 
 def counted(module: str, owner: str, method: str, counter_of: Callable[[Any], Optional[Counter]]) -> Patch:
-    """While the method runs, the counter that `counter_of(self)` returns counts, if any; one that runs already, too."""
+    """Return a patch under which the counter of `counter_of(self)`, if any, counts while the method runs.
+
+    Calls that already run count, too.
+    """
 
     @functools.wraps(counter_of)
     def around(this: Any, *_: Any, **__: Any) -> Optional[AbstractContextManager[Any]]:

@@ -1,7 +1,8 @@
-"""torch.distributed.pipelining: its schedules say which micro-batch a forward belongs to, and which belongs to none.
+"""The counter of torch.distributed.pipelining: its schedules say which micro-batch a forward belongs to, if any.
 
-Before the first step every stage runs a forward and a backward to learn shapes: those are trials. Zero-bubble schedules
-run backwards in two parts. All of these are methods of the stages' classes, which framework_counters names.
+Before the first step every stage runs a forward and a backward to learn shapes. These runs count as trials.
+Zero-bubble schedules run backwards in two parts. The stages' classes have all these methods. `frameworks` patches
+them.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ MODULE = "torch.distributed.pipelining.stage"
 
 
 class _Rounds:
-    """Numbers the micro-batches of a stage through all schedule steps of one iteration."""
+    """The micro-batch numbers of a stage through all schedule steps of one iteration."""
 
     def __init__(self) -> None:
-        # stage → optimizer steps before, micro-batches of earlier schedule steps, last chunk
+        # Per stage: the optimizer steps before, the micro-batches of earlier schedule steps, and the last chunk.
         self._at: weakref.WeakKeyDictionary[Any, tuple[int, int, int]] = weakref.WeakKeyDictionary()
 
     def begin(self, stage: Any, chunk: int) -> int:
-        """A stage begins the forward of a chunk; every schedule step counts them from 0 on."""
+        """Return the micro-batch of a chunk whose forward begins. Every schedule step counts its chunks from 0."""
         steps = optimizer_steps.count()
         begun, before, last = self._at.get(stage, (steps, 0, -1))
         if begun != steps:
@@ -40,14 +41,14 @@ class _Rounds:
         return before + chunk
 
     def of(self, stage: Any, chunk: int) -> int:
-        """The micro-batch of a chunk of the schedule step under way."""
+        """Return the micro-batch of a chunk of the current schedule step."""
         _, before, _ = self._at.get(stage, (0, 0, 0))
         return before + chunk
 
 
 _rounds = _Rounds()
 _weights: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""The micro-batch of each stage the gradients of whose weights are computed, or were last."""
+"""The last micro-batch of each stage for which gradients of the weights are or were computed."""
 
 
 def _forward_one_chunk(
@@ -83,4 +84,4 @@ TOLD: tuple[tuple[str, str, Around], ...] = (
     ("PipelineStage", "_prepare_backward_infra", _prepare),
     ("_PipelineStage", "_prepare_forward_infra", _prepare),
 )
-"""Class, method, and what is told of its calls (see `counter_patches.Patch`)."""
+"""Class, method, and the function called around it (`Patch.around`)."""
