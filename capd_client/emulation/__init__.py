@@ -1,10 +1,11 @@
-"""Other number formats in training: a model computes as if its matrix products had quantised operands.
+"""Emulation of number formats in training: a model computes as if its matrix products had quantised operands.
 
     emulation = capd_client.emulate(model, "mxfp8")
     emulation = capd_client.emulate(model, {"linear": "mxfp4", "qk": "none", "pv": "none"}, exclude=["lm_head"])
     emulation.remove()
 
-docs/emulation.md has the formulas. `recipe` needs no torch; the names below load what they need at first use.
+docs/emulation.md has the formulas. `capd_client.config.recipe` needs no torch. The names below are imported at
+their first use.
 """
 
 from __future__ import annotations

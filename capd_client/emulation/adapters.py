@@ -1,6 +1,8 @@
-"""Which modules are emulated, and how: a table of adapters, one for each way in which modules multiply.
+"""The table of adapters: which modules are emulated, and how.
 
-To add one, append an Adapter to ADAPTERS; no framework is imported for it.
+There is one adapter for each way in which modules multiply.
+
+To add one, append an Adapter to ADAPTERS. This file imports no framework.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ __all__ = ["ADAPTERS", "Adapter", "adapter_of", "reason_to_leave"]
 Forward = Callable[..., Any]
 _MULTIHEAD = ("query", "key", "value", "key_padding_mask", "need_weights")
 _WEIGHTS_ASKED = (
-    "attention that returns its weights (need_weights=True, the default of nn.MultiheadAttention) is not emulated, its "
-    "linears are"
+    "attention that returns its weights (need_weights=True, the default of nn.MultiheadAttention) is not emulated; "
+    "only its linears are"
 )
 _notices = Notices()
 _TE_PRODUCT = re.compile("Linear|MLP|DotProductAttention")
@@ -39,14 +41,17 @@ _ATTENTION = frozenset({"qk", "pv"})
 
 
 class Adapter(NamedTuple):
-    """One way in which modules multiply.
+    """A way in which modules multiply.
 
-    parts: those of a recipe that it emulates: a recipe without any of them leaves the module alone.
-    matches: whether it is for this module. The first in ADAPTERS that is, is taken.
-    forward: called as forward(original, plan, module, *args, **kwargs) in the place of the class's own `forward`, which
-        is `original`, called as original(module, *args, **kwargs). The products come from the plan
-        (`EmulationPlan.multiply`, `scores`, `weighted`, `attend`); torch.compile traces it.
-    patches: patches functions that the forward calls, while such a module is emulated; gives what undoes each.
+    Attributes:
+        name: The name in messages.
+        parts: The parts of a recipe that it emulates. A recipe without any of them leaves the module alone.
+        matches: Whether it is for this module. The first match in ADAPTERS counts.
+        forward: Called as forward(original, plan, module, *args, **kwargs) instead of the class's own `forward`.
+            `original` is that forward, called as original(module, *args, **kwargs). The products come from the plan
+            (`EmulationPlan.multiply`, `scores`, `weighted`, `attend`). torch.compile traces this function.
+        patches: Patches functions that the forward calls, while such a module is emulated. Returns the undo
+            functions.
     """
 
     name: str
@@ -80,14 +85,17 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _calls_linear(module: nn.Module) -> bool:
-    """A subclass whose own forward calls F.linear, and holds no other linear that could be meant."""
+    """Whether this is a subclass whose own forward calls F.linear.
+
+    It must hold no other linear that the call may mean.
+    """
     if not is_linear(module) or any(isinstance(m, nn.Linear) for m in module.modules() if m is not module):
         return False
     return not names_in(type(module).forward).isdisjoint({"linear", "forward"})
 
 
 def _calling(name: str) -> Callable[[Any], bool]:
-    """Whether a module's class calls the function of this name."""
+    """Return a function that says whether a module's class calls the function of this name."""
     return lambda module: calls(module.__class__, name)
 
 
@@ -112,7 +120,7 @@ ADAPTERS: list[Adapter] = [
         _calling("scaled_dot_product_attention"), _calling_attention, patch_attention,
     ),
 ]  # fmt: skip
-"""From the most specific one on."""
+"""The adapters, the most specific first."""
 
 
 def _is_of_transformer_engine(module: nn.Module) -> bool:
@@ -121,31 +129,35 @@ def _is_of_transformer_engine(module: nn.Module) -> bool:
 
 
 def _reason_of_unknown(module: nn.Module) -> str:
-    """Of a module without an adapter; "" where nothing tells that it multiplies."""
+    """Return why a module without an adapter is not emulated. "" if nothing shows that it multiplies."""
     if is_one_kernel(module):
         return "one kernel multiplies all its experts"
     if is_experts(module):
         return "its experts are parts of one parameter"
     if isinstance(module, nn.Linear):
-        return "it multiplies in a way of its own" if is_linear(module) else ""
-    names = names_in(type(module).forward) - module._modules.keys()  # self.linear(x) is a module's
+        return "it multiplies in its own way" if is_linear(module) else ""
+    # `self.linear(x)` calls a module.
+    names = names_in(type(module).forward) - module._modules.keys()
     weights = [weight for weight in module._parameters.values() if weight is not None and weight.ndim > 1]
-    return "it calls F.linear with a weight of its own" if weights and "linear" in names else ""
+    return "it calls F.linear with its own weight" if weights and "linear" in names else ""
 
 
 def adapter_of(module: nn.Module) -> Optional[Adapter]:
-    """The first whose module this is."""
+    """Return the first adapter that matches the module."""
     return next((adapter for adapter in ADAPTERS if adapter.matches(module)), None)
 
 
 def reason_to_leave(module: nn.Module, adapter: Optional[Adapter], parts: Collection[str]) -> str:
-    """Why a module that multiplies is not emulated; "" where it is, or has no product of these parts of a recipe."""
+    """Return why a module that multiplies is not emulated.
+
+    "" if it is emulated, or if it has no product of these parts of a recipe.
+    """
     if adapter is None and _is_of_transformer_engine(module):
-        return "TransformerEngine has recipes of its own"
+        return "TransformerEngine has its own recipes"
     if adapter is None:
         return _reason_of_unknown(module) if "linear" in parts else ""
     if "forward" in vars(module):
-        return "it has a forward of its own on the instance"
+        return "it has its own forward on the instance"
     kernel = transformers.attention_kernel(module) if transformers.is_attention(module) else ""
     if kernel:
         return f"{kernel} is one kernel"

@@ -1,16 +1,17 @@
-"""Attention with quantised operands: O = P · V with P = softmax(Q · Kᵀ · scale + mask), in two levels.
+"""Attention with quantised operands, in two levels: O = P · V with P = softmax(Q · Kᵀ · scale + mask).
 
-straight-through: F.scaled_dot_product_attention itself, with q and k quantised along the head dimension and v along the
-keys, the contraction axes of the two products. The gradients that it gives for the quantised tensors are those of the
-raw ones. Every kernel of torch's can be chosen as before, and takes the memory it did.
+straight-through: F.scaled_dot_product_attention itself. q and k are quantised along the head dimension, and v along
+the keys. These are the contraction axes of the two products. The gradients of the quantised tensors are passed to
+the raw ones. Every kernel of torch can be chosen as before, and takes the same memory.
 
 exact: both products are emulated, forward and backward:
 
     S = q(Q) · q(K)ᵀ     P = dropout(softmax(scale · S + mask))     O = q(P) · q(V)
     dV = q(P)ᵀ · q(dO)   dP = q(dO) · q(V)ᵀ    dQ = q(dS) · q(K) · scale    dK = q(dS)ᵀ · q(Q) · scale
 
-In float32 from the operands on (float64 where they are), as fused kernels accumulate; the result is cast to the dtype
-of the operands. It keeps S and P, [..., queries, keys] each, for the backward. Dropout draws once, for P.
+The computation runs in float32, as fused kernels accumulate, or in float64 if the operands are float64. The result
+is cast to the dtype of the operands. S and P are kept for the backward, each [..., queries, keys]. Dropout draws
+once, for P.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Function = Callable[..., Tensor]
 
 
 def can_quantise(*operands: Any) -> bool:
-    """Whether these are tensors that the quantisers take: nested ones are left alone."""
+    """Whether these are tensors that the quantisers take. Nested tensors are left alone."""
     return all(isinstance(t, Tensor) and t.dtype in DTYPES and not t.is_nested for t in operands)
 
 
@@ -43,7 +44,7 @@ def fused(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """`attention` of quantised operands, with gradients straight through."""
+    """Compute `attention` of quantised operands, with straight-through gradients."""
     q, k, v = operands
     if qk is not None:
         q, k = straight_through(cast(q), qk.a, -1), straight_through(cast(k), qk.b, -1)
@@ -65,7 +66,10 @@ def exact(
     scale: Optional[float] = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """F.scaled_dot_product_attention by the two products above; see there for the arguments."""
+    """Compute F.scaled_dot_product_attention by the two emulated products.
+
+    The arguments are those of torch's function.
+    """
     dtype = cast(query).dtype
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     q, k, v = (cast(t).to(wide) for t in (query, key, value))
@@ -81,7 +85,7 @@ def _multiplied(a: Tensor, b: Tensor, words: Optional[Words]) -> Tensor:
 
 
 def _mask(scores: Tensor, given: Optional[Tensor], is_causal: bool) -> Optional[Tensor]:
-    """What is added to the scores, -inf where a key is not seen."""
+    """Return the term that is added to the scores: -inf for keys that are not seen."""
     if is_causal:
         if given is not None:
             raise RuntimeError("scaled_dot_product_attention: attn_mask and is_causal cannot both be given")
@@ -92,7 +96,7 @@ def _mask(scores: Tensor, given: Optional[Tensor], is_causal: bool) -> Optional[
 
 
 def _softmax(scores: Tensor, mask: Optional[Tensor]) -> Tensor:
-    """Over the keys. A query that sees none has weights of 0, as in torch."""
+    """Return the softmax over the keys. A query that sees no key has weights of 0, as in torch."""
     if mask is None:
         return torch.softmax(scores, -1)
     scores = scores + mask

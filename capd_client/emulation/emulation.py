@@ -1,4 +1,4 @@
-"""`emulate(model, recipe)`: has a model's matrix products computed in other number formats, until it is removed."""
+"""`emulate(model, recipe)`: a model's matrix products are computed in other number formats until `remove()`."""
 
 from __future__ import annotations
 
@@ -43,26 +43,22 @@ def emulate(
 ) -> Emulation:
     """Have the linears and the attention of `model` compute with quantised operands, forward and backward.
 
-    Call it before the first forward, before or after wrapping, sharding or `torch.compile`; before or after
-    `watch(model)`, which records the operands as they are before they are quantised, and the emulated results. Neither
-    the parameters nor the names in a state_dict change; copies of the model, deep or pickled, are not emulated.
+    Call it before the first forward. It may come before or after wrapping, sharding, `torch.compile` and
+    `watch(model)`. `watch` records the operands before they are quantised, and the emulated results. Parameters and
+    the names in a state_dict do not change. Copies of the model, deep or pickled, are not emulated.
 
     Args:
-        model: all its modules are looked at: nn.Linear, subclasses of it that call F.linear, nn.MultiheadAttention,
-            and modules that call F.scaled_dot_product_attention.
-        recipe: a format for all of these ("mxfp8"), or a mapping from linear, qk, pv to formats with their options, or
-            that as JSON; see Recipe. A recipe that is none installs nothing.
-        include: globs over module names without wrappers ("layers.*.mlp.*"), in place of the recipe's. Default: all.
-            One that names no module that multiplies is said in the log.
-        exclude: the same for modules that are left alone ("lm_head"); goes before `include`.
-        evaluation: emulate forwards without gradients in evaluation mode, too.
-
-    Returns:
-        What has `recipe`, `modules` (names), `left_alone` (reasons by name), and `remove()`.
-
-    Raises:
-        ConfigError: for a recipe that cannot be read, for globs that leave no module, and for a module that is
-            emulated already: remove() that emulation first.
+        model: All its modules are searched for nn.Linear, subclasses of it that call F.linear,
+            nn.MultiheadAttention, and modules that call F.scaled_dot_product_attention.
+        recipe: A format for all products ("mxfp8"). Or a mapping from linear, qk, pv to formats with their options,
+            or that mapping as JSON; see Recipe. A recipe that is none installs nothing.
+        include: Globs over module names without wrappers ("layers.*.mlp.*"), instead of the recipe's. Default: all.
+            A glob that matches no module that multiplies is logged.
+        exclude: Globs of modules that are left alone ("lm_head"). It takes precedence over `include`.
+        evaluation: Also emulate forwards without gradients in evaluation mode. The emulation, with `recipe`,
+            `modules` (names), `left_alone` (reasons by name), and `remove()`.
+        ConfigError: The recipe cannot be read, the globs leave no module, or a module is already emulated. In the
+            last case, call `remove()` of that emulation first.
     """
     wanted = Recipe.of(recipe).within(include, exclude)
     plan = _plan(wanted, evaluation=evaluation)
@@ -73,7 +69,7 @@ def emulate(
         for name, (module, _) in chosen.items():
             if copies.EMULATION in vars(module):
                 raise ConfigError(
-                    f"{name} is emulated already; remove() that emulation before another one begins"
+                    f"{name} is already emulated; remove() that emulation before another one begins"
                 )
         emulation = Emulation(wanted, tuple(chosen), left)
         emulation._begin(model, list(chosen.values()), plan)
@@ -84,10 +80,12 @@ def emulate(
 
 
 class Emulation:
-    """An emulation under way; `remove()` ends it, and so does leaving it as a context manager.
+    """An active emulation. `remove()` ends it, and so does leaving it as a context manager.
 
-    recipe: the whole of it. modules: the names of those that are emulated. left_alone: of modules that the recipe means
-    and that are not emulated, the reason.
+    Attributes:
+        recipe: The whole recipe.
+        modules: The names of the modules that are emulated.
+        left_alone: The reason for each module that the recipe names and that is not emulated.
     """
 
     def __init__(
@@ -102,7 +100,7 @@ class Emulation:
         self._undo: list[_Undo] = []
 
     def remove(self) -> None:
-        """Let everything be as it was; the last emulation of a process takes the patches off. May be repeated."""
+        """Restore the modules. The last emulation of a process removes the patches. Further calls do nothing."""
         with _lock:
             while self._undo:
                 self._undo.pop()()
@@ -138,14 +136,14 @@ class Emulation:
 
 
 def _forget_graphs() -> None:
-    """Have everything compiled again: torch takes it that the forward of a class stays what it was when it compiled."""
+    """Discard compiled code. torch assumes that the forward of a class stays as it was at compile time."""
     compiler: Any = sys.modules.get("torch._dynamo")
     if compiler is not None:
         compiler.reset_code_caches()
 
 
 def _plan(recipe: Recipe, *, evaluation: bool) -> EmulationPlan:
-    """What the modules of a recipe compute with; every format has quantised something then."""
+    """Return the plan of a recipe's modules. At its end every format has quantised a tensor once."""
     words = {part: words_of(getattr(recipe, part)) for part in ("linear", "qk", "pv")}
     for word in {word for found in words.values() for word in found or () if word}:
         quantise(torch.zeros(2, 2), word, -1)
@@ -153,7 +151,7 @@ def _plan(recipe: Recipe, *, evaluation: bool) -> EmulationPlan:
 
 
 def _chosen(model: nn.Module, recipe: Recipe) -> tuple[dict[str, tuple[nn.Module, Adapter]], dict[str, str]]:
-    """The modules to emulate, and why others that multiply are not, by their names without wrappers."""
+    """Return the modules to emulate, and the reasons why others are left alone, by names without wrappers."""
     modules = dict(model.named_modules())
     places = place_modules(model, list(modules))
     chosen: dict[str, tuple[nn.Module, Adapter]] = {}
@@ -186,13 +184,16 @@ def _chosen(model: nn.Module, recipe: Recipe) -> tuple[dict[str, tuple[nn.Module
 
 
 def _warn_of_globs_without_a_module(recipe: Recipe, known: list[str]) -> None:
-    """Misspelt, or the name of what holds the modules. No error: one recipe may be for all models of a job."""
+    """Warn of globs that match no module. Each is misspelt or names a container of modules.
+
+    It is no error, because a recipe may be for all models of a job.
+    """
     for option in ("include", "exclude"):
         for glob in getattr(recipe, option):
             if not any(matches_any(name, (glob,)) for name in known):
                 _notices.warn(
                     f"{option} {glob}",
-                    "%s %r is the name of none of the %d modules that multiply%s",
+                    "%s %r matches none of the %d modules that multiply%s",
                     option,
                     glob,
                     len(known),
@@ -201,11 +202,12 @@ def _warn_of_globs_without_a_module(recipe: Recipe, known: list[str]) -> None:
 
 
 def _holder(kind: type[nn.Module]) -> type[Any]:
-    """The class that a module has its forward from."""
+    """Return the class that defines the forward of a module."""
     return next(base for base in kind.__mro__ if "forward" in vars(base))
 
 
-@functools.cache  # of one adapter the same, so that patches find theirs
+# An adapter always gets the same function, so that patches find their own.
+@functools.cache
 def _forward_of(adapter: Adapter) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -1,7 +1,8 @@
-"""The emulation that CAPD_EMULATE asks for, on every model that is found or watched, for as long as the job lives.
+"""The emulation that CAPD_EMULATE requests, on every model that is found or watched, until the job ends.
 
-A job that quantises by itself is never quantised twice: where it is known to (`capd_client.emulation.job_quantisers`),
-nothing is put on its models, and what was is taken away as soon as it turns out. Each of these is told to `capd run`.
+A job that quantises by itself is never quantised twice. If a quantiser is known
+(`capd_client.emulation.job_quantisers`), nothing is emulated. If one is found later, the emulations are removed.
+`capd run` receives a note of each case.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ __all__ = ["emulate_as_told", "job_quantises"]
 
 _notices = Notices()
 _active: list[Emulation] = []
-_own: Optional[str] = None  # what quantises in the job, once that is known,
-_said = False  # and whether a model was left alone for it
+# The job's own quantiser, once it is known.
+_own: Optional[str] = None
+# Whether the log says that nothing is emulated.
+_said = False
 
 
 def emulate_as_told(models: Union[nn.Module, Iterable[nn.Module]], config: ClientConfig) -> None:
-    """Have the models compute by the recipe of `config`, those that do not yet. Raises only under CAPD_STRICT=1.
+    """Emulate the recipe of `config` in the models that are not yet emulated. Raises only under CAPD_STRICT=1.
 
-    Nothing happens where there is none, under `capd plan`, and in a model of which the job emulates something itself.
+    Nothing happens without a recipe and under `capd plan`. Models in which the job emulates something itself are
+    left alone.
     """
     if config.emulate is None or config.plan is not None:
         return
@@ -47,16 +51,17 @@ def emulate_as_told(models: Union[nn.Module, Iterable[nn.Module]], config: Clien
     except Exception as error:
         name = type(error).__name__
         _note(f"unemulated {name}: {error}")
-        _notices.warn("emulate", "the emulation failed: %s: %s; the job computes without", name, error)
+        _notices.warn("emulate", "the emulation failed: %s: %s; the job computes without it", name, error)
         if config.strict:
             raise
 
 
 def _fresh(models: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those in which nothing is emulated."""
+    """Return the models in which nothing is emulated."""
     active = {model: {emulation_label.text_of(module) for module in model.modules()} for model in models}
     for text in set[str]().union(*active.values()) - {emulation_label.NONE}:
-        _note(f"emulated {text}")  # also where the job did it itself
+        # The note is also for emulations by the job itself.
+        _note(f"emulated {text}")
     return [model for model, texts in active.items() if texts == {emulation_label.NONE}]
 
 
@@ -84,9 +89,12 @@ def _leave_alone(reason: str) -> None:
 
 
 def job_quantises(reason: str) -> None:
-    """The job turns out to quantise by itself: take away what was put on its models, loudly, and put nothing on more.
+    """Remove the emulations, with a warning, because the job quantises by itself.
 
-    reason: what of it, in words that follow "the job".
+    No more models are emulated after it.
+
+    Args:
+        reason: The quantiser, in words that follow "the job".
     """
     global _own
     if _own is None:
@@ -97,15 +105,15 @@ def job_quantises(reason: str) -> None:
         _active.pop().remove()
     _notices.warn(
         "own quantiser",
-        "the job %s: the emulation that was put on its models is taken away, what they computed until now was "
-        "emulated; run it with --label-only (CAPD_EMULATE=none)",
+        "the job %s: the emulation of its models is removed, and their results until now were emulated; run it with "
+        "--label-only (CAPD_EMULATE=none)",
         reason,
     )
     _note(f"removed {reason}")
 
 
 def _note(what: str) -> None:
-    """Tell `capd run`, where this process came up under it."""
+    """Add a note for `capd run`, if this process runs under it."""
     notes: Any = sys.modules.get("_capd_notes")
     if notes is not None:
         notes.note(what)

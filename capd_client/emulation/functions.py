@@ -1,6 +1,7 @@
-"""Functions of torch that modules call for their products: F.scaled_dot_product_attention and F.linear.
+"""The patches of torch's functions that modules call for their products: F.scaled_dot_product_attention and F.linear.
 
-Patched once per process, while a module is emulated whose forward calls them; what they run for is told by `calling`.
+Each function is patched once per process, while a module is emulated whose forward calls it. `calling` names the
+plan that the function runs for.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def within(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call `function`, with these plans for the functions that it calls."""
+    """Call `function` with these plans for the functions that it calls."""
     before = calling.attention, calling.linear
     calling.attention, calling.linear = attention, linear
     try:
@@ -42,13 +43,17 @@ def within(
         calling.attention, calling.linear = before
 
 
-_shared: dict[tuple[int, str], list[Any]] = {}  # who uses a patch, and what undoes it
+# The users of each patch, then the function that undoes it.
+_shared: dict[tuple[int, str], list[Any]] = {}
 
 
 def patch_once(holder: Any, name: str, wrap: Callable[[Function], Function]) -> Callable[[], None]:
-    """Let `wrap(function)` stand for what `holder` has under `name`, once for all emulations; returns what undoes that.
+    """Replace the attribute `name` of `holder` by `wrap(function)`, once for all emulations.
 
-    Below what else capd has put there: captured are the operands as they are.
+    The replacement is below capd's other patches, so that operands are captured before they are quantised.
+
+    Returns:
+        The function that undoes the patch for this user.
     """
     key = id(holder), name
     if key not in _shared:
@@ -69,20 +74,23 @@ def patch_once(holder: Any, name: str, wrap: Callable[[Function], Function]) -> 
 
 
 def patch_attention() -> Iterator[Callable[[], None]]:
-    """Patch F.scaled_dot_product_attention, wherever it has been imported; gives what undoes that, piece by piece."""
+    """Patch F.scaled_dot_product_attention wherever it has been imported.
+
+    Yields the functions that undo the patches.
+    """
     yield checkpointing.carry(_taking_plans)
     for holder, name in [(functional, _SDPA), *_importers(torch._C._nn.scaled_dot_product_attention)]:
         yield patch_once(holder, name, _attention)
 
 
 def patch_linear() -> Iterator[Callable[[], None]]:
-    """The same for F.linear."""
+    """Patch F.linear. Yields the functions that undo the patch."""
     yield checkpointing.carry(_taking_plans)
     yield patch_once(functional, "linear", _linear)
 
 
 def patch_multihead() -> Iterator[Callable[[], None]]:
-    """Both, and have compilers trace the function of nn.MultiheadAttention, which calls them."""
+    """Patch both functions, and have compilers trace the function of nn.MultiheadAttention, which calls them."""
     yield from patch_attention()
     yield from patch_linear()
     yield patch_once(functional, _MULTIHEAD, _traced)
@@ -90,17 +98,17 @@ def patch_multihead() -> Iterator[Callable[[], None]]:
 
 @functools.lru_cache(maxsize=8)
 def _traced(function: Function) -> Function:
-    """The same code, which a compiled caller looks into: torch's own is one operation of a graph to it.
+    """Return the same code as a function that compilers trace. torch's own function is one operation of a graph.
 
-    The compiler knows that one by its name. Where it first looks while this stands there, it looks behind the mark
-    once, and lists what it finds, so there are two of them.
+    The compiler recognises torch's function by its name. If the compiler looks first while the copy is patched in,
+    it unwraps the mark once and lists the result. So two copies are needed.
     """
     if not isinstance(function, FunctionType):
         return function
     copy = _copied(function)
     for _ in range(2):
-        copy, behind = _copied(function), copy
-        copy._torchdynamo_inline = behind  # type: ignore[attr-defined]
+        copy, inner = _copied(function), copy
+        copy._torchdynamo_inline = inner  # type: ignore[attr-defined]
     return copy
 
 
@@ -110,7 +118,8 @@ def _copied(function: FunctionType) -> FunctionType:
     return copy
 
 
-@functools.lru_cache(maxsize=8)  # one for all places, so that who looks for it finds them
+# All places get the same function, so that a search for it finds them.
+@functools.lru_cache(maxsize=8)
 def _attention(function: Function) -> Function:
     @functools.wraps(function)
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
@@ -125,7 +134,7 @@ def _attention(function: Function) -> Function:
 def _attend(
     plan: EmulationPlan, function: Function, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Query, key and value may be given by name."""
+    """Attend by the plan. The job may pass query, key and value by name."""
     return plan.attend(function, query, key, value, *args, **kwargs)
 
 
@@ -140,7 +149,7 @@ def _linear(function: Function) -> Function:
 
 
 def _importers(function: Function) -> Iterator[tuple[Any, str]]:
-    """Modules outside of torch that have imported the function, also where capd has put something around it."""
+    """Yield the modules outside torch that have imported the function, also if capd has wrapped it there."""
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and (module.__name__ or "").partition(".")[0] not in (
             "torch",
@@ -154,12 +163,16 @@ def _importers(function: Function) -> Iterator[tuple[Any, str]]:
 def _is_around(value: Any, function: Function) -> bool:
     try:
         return inspect.unwrap(value) is function
-    except Exception:  # some object of the job's, with attributes of its own making
+    except Exception:
+        # An object of the job may compute its attributes.
         return False
 
 
 def _taking_plans(function: Function) -> Function:
-    """A segment that is run again in the backward is not within its module's forward then: it takes the plans along."""
+    """Bind the current plans to `function`.
+
+    A segment that runs again in the backward is outside its module's forward.
+    """
     attention, linear = calling.attention, calling.linear
     if attention is None and linear is None:
         return function

@@ -1,7 +1,7 @@
-"""Whether a job quantises by itself, as far as its modules and its imports tell: then capd must not do it again.
+"""The job's own quantisers, as far as its modules and imports show them. If there is one, capd must not quantise.
 
-Nothing is run to find out, and nothing is imported. A quantiser of the job's own that leaves no trace here is its
-owner's to name: `capd run --label-only`.
+Nothing is run or imported to find out. If a job's quantiser leaves no trace here, its owner names it with `capd run
+--label-only`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TE_STATES = ("transformer_engine.pytorch.quantization", "transformer_engine.pyt
 
 
 def own_quantiser(models: Iterable[nn.Module]) -> Optional[str]:
-    """What quantises in a job with these models, in words that follow "the job"; None where nothing is known to."""
+    """Return the quantiser of a job with these models, in words that follow "the job". None if none is known."""
     return next(_reasons(tuple(models)), None)
 
 
@@ -51,7 +51,7 @@ def _reasons(models: tuple[nn.Module, ...]) -> Iterator[str]:
 
 
 def _reason_of(module: nn.Module) -> Optional[str]:
-    """What quantises in a module itself; the modules inside it are asked for themselves."""
+    """Return the quantiser of a module itself. Inner modules are asked separately."""
     if isinstance(module, nn.Linear) and _is_of_library(type(module)):
         return f"{_root_of(type(module))}'s {type(module).__name__}"
     for parameter in module.parameters(recurse=False):
@@ -60,7 +60,8 @@ def _reason_of(module: nn.Module) -> Optional[str]:
         if kind is not None:
             return f"weights that are {_root_of(kind)}'s {kind.__name__}"
     config = getattr(module, "config", None)
-    for name in ("fp8", "fp4", "quant_recipe", "quantization_config"):  # Megatron's three, transformers'
+    # The first three names are Megatron's, the last is transformers'.
+    for name in ("fp8", "fp4", "quant_recipe", "quantization_config"):
         value = _member(config, name)
         if value:
             return f"{name} in its configuration"
@@ -68,10 +69,11 @@ def _reason_of(module: nn.Module) -> Optional[str]:
 
 
 def _member(config: Any, name: str) -> Any:
-    """What stands in a configuration itself: some answer every name that they are asked for."""
+    """Return a value that the configuration itself holds. Some configurations answer every attribute name."""
     try:
         return vars(config).get(name)
-    except TypeError:  # it has no dictionary
+    except TypeError:
+        # The configuration has no dictionary.
         return None
 
 
@@ -86,6 +88,6 @@ def _root_of(value: Any) -> str:
 def _te_autocast() -> bool:
     for name in _TE_STATES:
         state = getattr(sys.modules.get(name), "FP8GlobalStateManager", None)
-        if isinstance(state, type) and state.is_fp8_enabled():  # type: ignore[attr-defined]  # TransformerEngine's
+        if isinstance(state, type) and state.is_fp8_enabled():  # type: ignore[attr-defined]
             return True
     return False

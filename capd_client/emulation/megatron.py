@@ -1,12 +1,16 @@
 """Megatron-LM's products in another number format: parallel linears, and the unfused core attention.
 
-The linears do not call F.linear: a function of their file gathers the sequence, multiplies, and in the backward reduces
-what the ranks have. Of an emulated layer that function is made of Megatron's own communication around the product, so
-that what is quantised are the operands that each rank's product really has, the whole sequence among them. Core
-attention multiplies by torch.baddbmm and torch.bmm, which are seen where they run within its forward alone.
+The linears do not call F.linear. A function of their file gathers the sequence, multiplies, and reduces the ranks'
+results in the backward. For an emulated layer this function is replaced by Megatron's own communication around an
+emulated product. So the operands that are quantised are those of each rank's product, and include the whole
+sequence. Core attention multiplies by torch.baddbmm and torch.bmm. They are intercepted only within its forward.
 
-Left as they are: TransformerEngine's layers, which have recipes of their own; the router; experts in one kernel
-(GroupedMLP); the weight gradient of an embedding whose computation Megatron defers.
+Not emulated:
+
+- TransformerEngine's layers, which have their own recipes;
+- the router;
+- experts in one kernel (GroupedMLP);
+- the weight gradient of an embedding whose computation Megatron defers.
 """
 
 from __future__ import annotations
@@ -36,7 +40,8 @@ Function = Callable[..., Any]
 
 
 class _PlanOfThread(threading.local):
-    plan: Optional[EmulationPlan] = None  # of the layer whose forward this thread is in
+    # The plan of the layer whose forward this thread is in.
+    plan: Optional[EmulationPlan] = None
 
 
 _local = _PlanOfThread()
@@ -59,7 +64,7 @@ def _is(module: nn.Module, file: str, *names: str) -> bool:
 def linear_forward(
     original: Function, plan: EmulationPlan, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """The forward of a parallel linear; the function that it multiplies by asks for the plan."""
+    """Run the forward of a parallel linear. The function that it multiplies by asks for the plan."""
     before, _local.plan = _local.plan, plan
     try:
         return original(module, *args, **kwargs)
@@ -70,13 +75,13 @@ def linear_forward(
 def attention_forward(
     original: Function, plan: EmulationPlan, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """The forward of the core attention."""
+    """Run the forward of the core attention."""
     with UnfusedProducts(plan):
         return original(module, *args, **kwargs)
 
 
 def patch_linear_functions() -> list[Callable[[], None]]:
-    """Patch the functions that the linears multiply by; returns what undoes that."""
+    """Patch the functions that the linears multiply by. Returns the functions that undo the patches."""
     layers = sys.modules[_LAYERS]
     return [patch_once(layers, name, _asking) for name in _FUNCTIONS]
 
@@ -95,7 +100,7 @@ def _asking(function: Function) -> Function:
 
 
 def _multiply(plan: EmulationPlan, given: dict[str, Any]) -> Tensor:
-    """What such a function gives for these arguments."""
+    """Return the result of such a function for these arguments."""
     x, weight, bias = given["input"], given["weight"], given["bias"]
     mappings: Any = sys.modules[_MAPPINGS]
     if given["sequence_parallel"]:
@@ -105,7 +110,7 @@ def _multiply(plan: EmulationPlan, given: dict[str, Any]) -> Tensor:
     deferred, limit = given.get("grad_output_buffer"), given.get("wgrad_deferral_limit")
     if deferred is not None and (not limit or len(deferred) < limit):
         output = plan.multiply(x, weight.detach())
-        output.register_hook(deferred.append)  # type: ignore[no-untyped-call]  # torch's own lack
+        output.register_hook(deferred.append)  # type: ignore[no-untyped-call]
     elif given["gradient_accumulation_fusion"] and weight.requires_grad:
         output = plan.multiply(x, _IntoMainGrad.apply(weight))  # type: ignore[no-untyped-call]
     else:
@@ -114,13 +119,13 @@ def _multiply(plan: EmulationPlan, given: dict[str, Any]) -> Tensor:
 
 
 def _in_group(communicate: Callable[..., Tensor], given: dict[str, Any]) -> Callable[..., Tensor]:
-    """Before 0.13 there is one group, which nobody names."""
+    """Bind the communication to the group. Before 0.13 there is one group, and no argument names it."""
     group = given.get("tp_group")
     return communicate if group is None else functools.partial(communicate, group=group)
 
 
 class _IntoMainGrad(torch.autograd.Function):
-    """A weight whose gradient Megatron adds to its main_grad by a kernel of its own: here it is added by torch."""
+    """A weight whose gradient Megatron adds to its main_grad by its own kernel. Here torch adds it."""
 
     @staticmethod
     def forward(ctx: Any, weight: Any) -> Any:
@@ -139,5 +144,6 @@ class _IntoMainGrad(torch.autograd.Function):
             weight.main_grad.add_(gradient)
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
-        weight.grad_added_to_main_grad = True  # so that nobody adds what is handed on, a placeholder
+        # The returned gradient is a placeholder, and nobody may add it.
+        weight.grad_added_to_main_grad = True
         return torch.zeros_like(gradient)

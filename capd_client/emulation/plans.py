@@ -1,8 +1,8 @@
-"""What each emulated module computes with, and which module a patched function runs for.
+"""The plan of each emulated module, and the plan of the module that a patched function runs for.
 
-A module is recognised by identity: a copy of it, deep or from a pickle, computes as its class does. Compiled graphs
-are not told identities, so that the layers of a model can share one; they go by the attribute, which copies and pickles
-leave out (`capd_client.hooks.copies`).
+A module is recognised by identity. A deep or pickled copy of it computes as its class does. Compiled graphs do not
+check identities, so that the layers of a model can share one graph. They check the attribute, which copies and
+pickles leave out (`capd_client.hooks.copies`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["EmulationPlan", "calling", "give", "plan_of", "take"]
 
 
 class EmulationPlan(NamedTuple):
-    """The products of one module: the same for all modules of a recipe. None: not emulated.
+    """The products of a module, the same for all modules of a recipe. A part that is None is not emulated.
 
-    evaluation: also where nothing is trained.
+    evaluation: Whether forwards without training are emulated, too.
     """
 
     linear: Optional[Words] = None
@@ -37,15 +37,18 @@ class EmulationPlan(NamedTuple):
     evaluation: bool = False
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
-        """x · weightᵀ + bias, x [..., in], weight [out, in]; as F.linear where linears are not emulated."""
+        """Return x · weightᵀ + bias for x [..., in] and weight [out, in].
+
+        If linears are not emulated, it is F.linear.
+        """
         return products.linear(x, weight, bias, self.linear or Words())
 
     def scores(self, q: Tensor, k_t: Tensor) -> Tensor:
-        """q @ k_t, the first product of an attention that multiplies by itself: [..., m, k] and [..., k, n]."""
+        """Return q @ k_t, the first product of an unfused attention: [..., m, k] and [..., k, n]."""
         return _product(q, k_t, self.qk, exact=self.exact)
 
     def weighted(self, weights: Tensor, v: Tensor) -> Tensor:
-        """weights @ v, the second product; in the straight-through level the weights are not quantised."""
+        """Return weights @ v, the second product. In the straight-through level the weights are not quantised."""
         if self.exact or self.pv is None:
             return _product(weights, v, self.pv, exact=True)
         return _product(weights, v, self.pv._replace(a=""), exact=False)
@@ -53,7 +56,7 @@ class EmulationPlan(NamedTuple):
     def attend(
         self, attention: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """What F.scaled_dot_product_attention gives; `attention` is the function itself."""
+        """Return the result of F.scaled_dot_product_attention. `attention` is the function itself."""
         operands = query, key, value
         if not can_quantise(*operands):
             return attention(*operands, *args, **kwargs)  # type: ignore[no-any-return]
@@ -87,16 +90,16 @@ def take(module: nn.Module) -> None:
 
 
 def plan_of(module: nn.Module) -> Optional[EmulationPlan]:
-    """What this call of the module's forward computes with; None: as its class does."""
+    """Return the plan of this call of the module's forward. None if it computes as its class does."""
     plan: Optional[EmulationPlan] = module.__dict__.get(copies.EMULATION)
     if plan is None or not (is_compiling() or id(module) in _modules):
         return None
-    # The first pass of a checkpointed segment has no gradients either, but is in training.
+    # The first pass of a checkpointed segment has no gradients, but is in training.
     return plan if module.training or torch.is_grad_enabled() or plan.evaluation else None
 
 
 class _Calling(threading.local):
-    """Both are the instance's from its beginning: a graph may not see an attribute appear that it has looked for."""
+    """The plans of a thread. Both attributes exist from the start: a graph may not see an absent attribute appear."""
 
     def __init__(self) -> None:
         self.attention: Optional[EmulationPlan] = None

@@ -4,10 +4,12 @@ With q the quantiser, X [tokens, in], W [out, in], and dY the gradient of Y:
 
     Y = q(X, in) · q(W, in)ᵀ        dX = q(dY, out) · q(W, out)        dW = q(dY, tokens)ᵀ · q(X, tokens)
 
-Every operand is quantised from the tensor as it was given, never from what another product's quantisation made of it:
-the training flow of the MX formats, as microxcaling's `linear` and torchao's `mx_mm` have it. X and W are what is saved
-for the backward, not copies of them, so activations that several layers read, and weights that FSDP frees, take no more
-memory than without. A second derivative passes the quantisers straight through.
+Every operand is quantised from the original tensor, never from the quantised operand of another product. This is the
+training flow of the MX formats, as in microxcaling's `linear` and torchao's `mx_mm`.
+
+X and W themselves are saved for the backward, not copies of them. So activations that several layers read, and
+weights that FSDP frees, take no more memory than without emulation. A second derivative passes the quantisers
+straight through.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
-from torch._C._nn import linear as _linear  # whatever stands for F.linear just now
+
+# F.linear may be patched, and this must be torch's own.
+from torch._C._nn import linear as _linear
 
 from capd_client.config.recipe import QuantSpec
 from capd_client.emulation.quantise import DTYPES, cast, has_no_axis, quantise, straight_through, word_of
@@ -25,7 +29,7 @@ __all__ = ["Words", "linear", "product", "words_of"]
 
 
 class Words(NamedTuple):
-    """The formats of one product's operands, as `quantise` knows them; "" where one is not quantised."""
+    """The formats of one product's operands, as `quantise` knows them. "" for an operand that is not quantised."""
 
     a: str = ""
     b: str = ""
@@ -35,7 +39,7 @@ class Words(NamedTuple):
 
 
 def words_of(spec: Optional[QuantSpec]) -> Optional[Words]:
-    """Those of the product that `spec` is for; None where it is not emulated."""
+    """Return the words of the product that `spec` is for. None if it is not emulated."""
     if spec is None:
         return None
     specs = (spec, spec.for_weight, spec.backward_spec, spec.backward_weight, spec.gradient_spec)
@@ -43,9 +47,9 @@ def words_of(spec: Optional[QuantSpec]) -> Optional[Words]:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor], words: Words) -> Tensor:
-    """F.linear(x, weight, bias) with quantised operands: x [..., in], weight [out, in], bias [out] or None.
+    """Compute F.linear(x, weight, bias) with quantised operands: x [..., in], weight [out, in], bias [out] or None.
 
-    Operands are first cast as autocast would; the result has the dtype that F.linear's has.
+    Operands are first cast as autocast would. The result has the dtype of F.linear's result.
     """
     if x.dtype not in DTYPES or weight.dtype not in DTYPES:
         return _linear(x, weight, bias)
@@ -53,7 +57,7 @@ def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor], words: Words) -> T
 
 
 def product(a: Tensor, b: Tensor, words: Words) -> Tensor:
-    """a @ b with quantised operands: a [..., m, k], b [..., k, n]."""
+    """Compute a @ b with quantised operands: a [..., m, k], b [..., k, n]."""
     return _Product.apply(cast(a), cast(b), words)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -1,8 +1,8 @@
 """The quantiser that emulation calls: `capd::quantise`, a torch operator around `capd_client.formats`.
 
-As an operator it is one node of a compiled graph, and fake tensors and meta devices never reach the tables that the
-formats keep per device. What it rounds at random has a name of its own, which says that it draws: graphs do not
-recompute it. A format is told as text, so that it is a constant to whatever traces.
+An operator is one node of a compiled graph. Fake tensors and meta devices never reach the tables that the formats
+keep per device. The operator that rounds at random has another name, which marks it as random, so graphs do not
+recompute it. A format is passed as text, so that it is a constant for a tracer.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from capd_client.tensors.autograd import autocast_dtype, product_dtype
 __all__ = ["DTYPES", "cast", "has_no_axis", "quantise", "straight_through", "word_of"]
 
 DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
-"""What is quantised; other tensors are used as they are."""
+"""The dtypes that are quantised. Other tensors are used unchanged."""
 
 _STOCHASTIC = "random "
 _NO_AXIS = "whole "
 
-_Library: Any = torch.library.Library  # untyped
+# torch's class is untyped.
+_Library: Any = torch.library.Library
 _library = _Library("capd", "FRAGMENT")
 _library.define("quantise(Tensor x, str word, int axis) -> Tensor")
 _library.define(
@@ -50,12 +51,12 @@ for _name in ("quantise", "quantise_at_random"):
 
 
 def word_of(spec: Optional[QuantSpec]) -> str:
-    """What the operator knows a format by; "" for None."""
+    """Return the text by which the operator knows a format. "" for None."""
     if spec is None:
         return ""
     options = spec.options()
     random = _STOCHASTIC if options.get("rounding") == "stochastic" else ""
-    # One scale for the tensor, or none: every axis gives the same.
+    # With one scale for the tensor, or none, every axis has the same result.
     whole = _NO_AXIS if options.get("block") is None else ""
     return random + whole + json.dumps({"fmt": spec.format, **options})
 
@@ -70,14 +71,14 @@ def _spec(word: str, axis: int) -> Spec:
 
 
 def has_no_axis(word: str) -> bool:
-    """Whether the result is the same along every axis, so that one is enough."""
+    """Whether the result is the same along every axis, so that one result is enough."""
     return _NO_AXIS in word
 
 
 def quantise(x: Tensor, word: str, axis: int) -> Tensor:
-    """`x` in the format, in its own dtype and shape, outside of autograd; `x` itself for "".
+    """Return `x` in the format, in its own dtype and shape, outside of autograd. For "" return `x` itself.
 
-    Of a DTensor it is each rank's part that is quantised: blocks do not reach beyond it, nor do the scales of a tensor.
+    For a DTensor each rank's part is quantised. Blocks and the scale of a tensor do not extend beyond the part.
     """
     if not word:
         return x
@@ -90,7 +91,7 @@ def quantise(x: Tensor, word: str, axis: int) -> Tensor:
 
 
 def _of_parts(x: Any, word: str, axis: int, tensor: Any) -> Tensor:
-    """Sums that are still to be added up are added up first: rounding is not linear."""
+    """Quantise each rank's part. Partial sums are added up first, because rounding is not linear."""
     if any(place.is_partial() for place in x.placements):
         whole = [tensor.Replicate() if place.is_partial() else place for place in x.placements]
         x = x.redistribute(placements=whole)
@@ -101,7 +102,7 @@ def _of_parts(x: Any, word: str, axis: int, tensor: Any) -> Tensor:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Quantised in the forward; the gradient passes as it is."""
+    """The quantiser in the forward, with a gradient that passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, word: str, axis: int) -> Tensor:
@@ -113,14 +114,14 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def straight_through(x: Tensor, word: str, axis: int) -> Tensor:
-    """`quantise` whose gradient is that of x itself."""
+    """Return `quantise` of x, with the gradient of x itself."""
     if word and x.requires_grad and torch.is_grad_enabled():
         return _StraightThrough.apply(x, word, axis)  # type: ignore[no-any-return, no-untyped-call]
     return quantise(x, word, axis)
 
 
 def cast(x: Any) -> Any:
-    """`x` in the dtype that a matrix product computes it in: autocast's, or its own."""
+    """Return `x` in the dtype in which a matrix product computes: autocast's, or its own."""
     if not isinstance(x, Tensor):
         return x
     dtype = product_dtype(x, autocast_dtype(x.device.type))

@@ -1,8 +1,7 @@
 """Hugging Face transformers' products: GPT-2's Conv1D, and attention by sdpa or eager.
 
-An attention module asks for the function that its configuration names. Both of these are emulated where they multiply:
-sdpa at torch's function, eager in the function of the model's file. Others (flash_attention_*, flex_attention) are left
-as they are.
+An attention module asks for the function that its configuration names. sdpa is emulated at torch's function, and
+eager in the function of the model's file. Other functions (flash_attention_*, flex_attention) are left unchanged.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def conv1d_forward(original: Function, plan: EmulationPlan, module: Any, x: Tensor) -> Tensor:
-    """The forward of a Conv1D."""
+    """Run the forward of a Conv1D."""
     return plan.multiply(x, module.weight.t(), module.bias)
 
 
@@ -54,7 +53,10 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def attention_kernel(module: nn.Module) -> str:
-    """The fused kernel that such a module's configuration names, in which nothing can be emulated; "" for none."""
+    """Return the fused kernel that the module's configuration names, in which nothing can be emulated.
+
+    "" for none.
+    """
     name = str(getattr(getattr(module, "config", None), "_attn_implementation", None) or "")
     return name if "flash" in name or "flex" in name else ""
 
@@ -62,12 +64,12 @@ def attention_kernel(module: nn.Module) -> str:
 def attention_forward(
     original: Function, plan: EmulationPlan, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """The forward of an attention module; the functions that it calls ask for the plan."""
+    """Run the forward of an attention module. The functions that it calls ask for the plan."""
     return within(plan, None, original, module, *args, **kwargs)
 
 
 def patch_attentions() -> list[Callable[[], None]]:
-    """Patch what such modules may be given; returns what undoes that."""
+    """Patch the functions that such modules may call. Returns the functions that undo the patches."""
     eager = [
         patch_once(file, name, _eager)
         for file in list(sys.modules.values())

@@ -1,4 +1,4 @@
-"""Sees the two products of an attention that is written out, where they run, and has them computed by a plan."""
+"""The unfused products: intercepts the two products of a written-out attention and computes them by a plan."""
 
 from __future__ import annotations
 
@@ -17,19 +17,17 @@ _MATMUL = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__})
 
 
 class UnfusedProducts(TorchFunctionMode):
-    """For one call of an attention; it is entered again where that is recomputed.
+    """A mode for one call of an attention. A recomputed call enters it again.
 
-    The products are those of Megatron (torch.baddbmm, torch.bmm) or of transformers (torch.matmul, once for the scores,
-    then once for the values).
+    The products are those of Megatron (torch.baddbmm, torch.bmm) or of transformers (torch.matmul, once for the
+    scores, then once for the values).
     """
 
     def __init__(self, plan: EmulationPlan) -> None:
         super().__init__()
         self._plan = plan
-        self._next: list[Callable[[Tensor, Tensor], Tensor]] = [
-            plan.scores,
-            plan.weighted,
-        ]  # that matmul computes
+        # The products that the next calls of matmul compute.
+        self._next: list[Callable[[Tensor, Tensor], Tensor]] = [plan.scores, plan.weighted]
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -29,6 +29,6 @@ def test_layers_of_transformer_engine_are_left_alone_and_named() -> None:
     emulation = capd_client.emulate(model, "mxfp8")
 
     assert emulation.modules == ("head",)
-    reason = "TransformerEngine has recipes of its own"
+    reason = "TransformerEngine has its own recipes"
     assert dict(emulation.left_alone) == {"fused": reason, "attention": reason}
     emulation.remove()

@@ -97,7 +97,7 @@ def test_tensor_savers_saver_takes_away_what_was_put_on(
     TensorSaver(enabled=False)
 
     assert torch.equal(outputs(model), plain)
-    assert "is taken away" in caplog.text
+    assert "the emulation of its models is removed" in caplog.text
     watch(MLP(), name="later")
     assert from_settings._active == []
 
