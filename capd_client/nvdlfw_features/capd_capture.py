@@ -1,9 +1,10 @@
-"""A feature of nvdlfw-inspect, which TransformerEngine asks at each of its products: hands the tensors on to capd.
+"""The feature of nvdlfw-inspect that passes TransformerEngine's operands to capd.
 
     import capd_client, nvdlfw_inspect.api as debug_api
     debug_api.initialize(config_file="capture.yaml", feature_dirs=[..., capd_client.te_features()])
 
-Loaded by nvdlfw-inspect, never by capd: the only file that needs it, and TransformerEngine.
+TransformerEngine asks the feature at each of its products. nvdlfw-inspect loads this file, and capd never does. It
+is the only file that needs nvdlfw-inspect and TransformerEngine.
 """
 
 from __future__ import annotations
@@ -19,18 +20,23 @@ te_inspection.begin()
 
 
 @Registry.register_feature(namespace="transformer_engine")
-class CapdCapture(TEConfigAPIMapper):  # type: ignore[misc]  # untyped, and absent where types are checked
-    """Captures what TransformerEngine multiplies. Settings as those of DumpTensors, both of them on by default.
+class CapdCapture(TEConfigAPIMapper):  # type: ignore[misc]
+    """Captures the operands of TransformerEngine's products.
 
-    tensors, or tensors_struct: any of activation, weight, output, gradient, wgrad, dgrad. high_precision_tensor: the
-    tensor before the cast. quantized_tensor: payload and scales. Which steps, ranks and rows: capd's own settings.
+    The settings are those of DumpTensors, both on by default:
+
+        tensors, or tensors_struct: any of activation, weight, output, gradient, wgrad, dgrad
+        high_precision_tensor: the tensor before the cast
+        quantized_tensor: payload and scales
+
+    capd's own settings decide which steps, ranks and rows are captured.
     """
 
     @api_method
     def inspect_tensor_enabled(
         self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int
     ) -> tuple[bool, int]:
-        """Whether this iteration is captured, and the next one in which to ask again."""
+        """Return whether this iteration is captured, and the next iteration in which to ask again."""
         return te_inspection.wants(), iteration + 1
 
     @api_method

@@ -1,11 +1,12 @@
-"""The calls of `megatron.core.tensor_saver`: code written for it runs with the import line changed.
+"""The calls of `megatron.core.tensor_saver`: code written for it runs with only the import line changed.
 
     from capd_client.tensor_saver import get_tensor_saver, save_attention_tensors, save_linear_tensors, save_tensor
 
-Signatures, positional order and defaults are tensor_saver's, the union over its versions; what each call means now,
-and where it differs, is in docs/migration.md. Names and layer numbers are recorded as they are given. A call returns a
-reference (`capd_client.protocol.reference`) for each tensor, None where nothing was captured; nothing is raised, and
-nothing is written by the process itself.
+Signatures, positional order and defaults are the union of tensor_saver's versions. docs/migration.md has the meaning
+and the differences of each call. Names and layer numbers are recorded as the caller passes them.
+
+A call returns a reference (`capd_client.protocol.reference`) for each tensor, or None if nothing was captured. Calls
+raise nothing, and this process writes no files.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def save_tensor(
     sample_idx: Optional[int] = None,
     metadata: Optional[dict[str, Any]] = None,
 ) -> Optional[str]:
-    """`get_tensor_saver().save_tensor(…)`."""
+    """Call `get_tensor_saver().save_tensor(…)`."""
     return get_tensor_saver().save_tensor(
         tensor, layer_type, operation, quant_type, tensor_name, layer_idx, phase, component, rank, sample_idx, metadata
     )  # fmt: skip
@@ -75,7 +76,7 @@ def save_attention_tensors(
     attention_weights: Optional[torch.Tensor] = None,
     metadata: Optional[dict[str, Any]] = None,
 ) -> dict[str, Optional[str]]:
-    """`get_tensor_saver().save_attention_tensors(…)`."""
+    """Call `get_tensor_saver().save_attention_tensors(…)`."""
     return get_tensor_saver().save_attention_tensors(
         query, key, value, quant_type, operation, layer_idx, phase, component, rank, sample_idx, attention_weights,
         metadata,
@@ -95,32 +96,32 @@ def save_linear_tensors(
     sample_idx: Optional[int] = None,
     metadata: Optional[dict[str, Any]] = None,
 ) -> dict[str, Optional[str]]:
-    """`get_tensor_saver().save_linear_tensors(…)`."""
+    """Call `get_tensor_saver().save_linear_tensors(…)`."""
     return get_tensor_saver().save_linear_tensors(
         input_tensor, weight, quant_type, operation, layer_idx, phase, component, rank, sample_idx, metadata
     )
 
 
 def set_iteration(iteration: int) -> None:
-    """`get_tensor_saver().set_iteration(iteration)`."""
+    """Call `get_tensor_saver().set_iteration(iteration)`."""
     get_tensor_saver().set_iteration(iteration)
 
 
 def mark_collection_completed() -> None:
-    """`get_tensor_saver().mark_collection_completed()`."""
+    """Call `get_tensor_saver().mark_collection_completed()`."""
     get_tensor_saver().mark_collection_completed()
 
 
 def should_collect_tensor() -> bool:
-    """`get_tensor_saver().should_collect_tensor()`."""
+    """Call `get_tensor_saver().should_collect_tensor()`."""
     return get_tensor_saver().should_collect_tensor()
 
 
 def set_enabled(enabled: bool) -> None:
-    """`get_tensor_saver().set_enabled(enabled)`."""
+    """Call `get_tensor_saver().set_enabled(enabled)`."""
     get_tensor_saver().set_enabled(enabled)
 
 
 def set_save_dir(save_dir: str) -> None:
-    """`get_tensor_saver().set_save_dir(save_dir)`."""
+    """Call `get_tensor_saver().set_save_dir(save_dir)`."""
     get_tensor_saver().set_save_dir(save_dir)

@@ -1,4 +1,4 @@
-"""What tensor_saver's calls (`capd_client.tensor_saver`) are given becomes a key, a moment and a capture."""
+"""Translates a call of `capd_client.tensor_saver` into a key, a moment and a capture."""
 
 from __future__ import annotations
 
@@ -31,16 +31,23 @@ __all__ = ["capture_as_told", "sorted_out"]
 
 logger = logging.getLogger("capd_client")
 _notices = Notices()
-_followed: Optional[AnySession] = None  # the session whose moment follows STATE
+# The session whose moment follows STATE.
+_followed: Optional[AnySession] = None
 
 
 def capture_as_told(
     current: AnySession, tensor: Any, names: tuple[Any, ...], rank: Any, sample_idx: Any, metadata: Any
 ) -> Optional[str]:
-    """Capture a tensor under what the caller and STATE say. Returns the record's reference, None where it was dropped.
+    """Capture a tensor with the names and numbers of the call and of STATE.
 
-    names: the first of `capd_client.explicit.keys.key_of`; without a label it is CUSTOM_QUANT_TYPE's. Raises
-    ConfigError for what cannot be used.
+    Args:
+        current: The session.
+        tensor: Anything. If it is no tensor, it is counted as dropped.
+        names: The first names of `capd_client.explicit.keys.key_of`. Without a label, CAPD_QUANT_TYPE or else
+            CUSTOM_QUANT_TYPE is the label.
+        rank, sample_idx, metadata: The arguments of the call. The record's reference. None if the tensor was
+            dropped.
+        ConfigError: An argument cannot be used.
     """
     if repeating() or trying():
         return None
@@ -63,7 +70,8 @@ def capture_as_told(
             key.tensor_name, number, source, sample, moment.iteration, key.layer_type, key.layer, key.operation,
             key.phase,
         )  # fmt: skip
-    queue = getattr(current, "queue", None)  # none under `capd plan`
+    # Under `capd plan` the session has no queue.
+    queue = getattr(current, "queue", None)
     before = None if queue is None else queue.last_sequence
     current.offer(tensor, key, moment, metadata=_metadata_text(metadata))
     admitted = queue is not None and queue.last_sequence != before
@@ -71,7 +79,7 @@ def capture_as_told(
 
 
 def _recorded(key: Key, tensor: torch.Tensor) -> Key:
-    """The key of the tensor's record; of a tensor that consists of others, that of the first one's."""
+    """Return the key of the tensor's record. For a tensor that consists of others, it is the key of the first one."""
     parts = () if type(tensor) in PLAIN_TYPES else inner_tensors(tensor)
     return next((key_of_part(key, tensor, name, part) for name, part in parts), key)
 
@@ -84,7 +92,10 @@ def _labelled(names: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def sorted_out(rank: Any, sample_idx: Any, weights: Any, metadata: Any) -> tuple[Any, Any, Any, Any]:
-    """The last arguments, by what they are: in other versions metadata stood where rank or sample_idx stands."""
+    """Return the last arguments of a call, sorted by type.
+
+    Other versions have metadata in the place of rank or sample_idx.
+    """
     given = (rank, sample_idx, weights)
     if not (_displaced(rank) or _displaced(sample_idx) or issubclass(type(weights), Mapping)):
         return *given, metadata
@@ -95,7 +106,7 @@ def sorted_out(rank: Any, sample_idx: Any, weights: Any, metadata: Any) -> tuple
 
 
 def _displaced(value: Any) -> bool:
-    """Whether what stands in the place of an index is metadata, or the attention weights."""
+    """Whether an index argument holds metadata or the attention weights instead."""
     return value is not None and issubclass(type(value), (Mapping, torch.Tensor))
 
 
@@ -106,7 +117,7 @@ def _metadata_text(metadata: Any) -> str:
         whole = metadata if isinstance(metadata, Mapping) else {"metadata": str(metadata)[:1000]}
         text = msgspec.json.encode({str(k): value for k, value in whole.items()}, enc_hook=_as_text).decode()
     except Exception as error:
-        _notices.warn("metadata", "metadata is left out, it cannot be written as JSON: %s", error)
+        _notices.warn("metadata", "metadata is left out because it cannot be written as JSON: %s", error)
         return ""
     if len(text.encode()) > MAX_METADATA_NBYTES:
         _notices.warn("metadata", "metadata above %d bytes is left out", MAX_METADATA_NBYTES)
@@ -115,12 +126,15 @@ def _metadata_text(metadata: Any) -> str:
 
 
 def _as_text(value: Any) -> str:
-    """What JSON has no form for. A tensor's elements are not looked at: that would wait for its device."""
+    """Return the text of a value that JSON cannot hold.
+
+    A tensor's elements are not read, because that waits for its device.
+    """
     return f"tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else str(value)
 
 
 def _follow(current: AnySession) -> None:
-    """From now on the session's moment follows STATE, so that what `watch` captures bears it, too."""
+    """Have the session's moment follow STATE from now on, so that captures of `watch` have this moment, too."""
     global _followed
     if current is not _followed:
         _followed = current
@@ -131,7 +145,7 @@ def _tell(current: AnySession, values: Mapping[str, Optional[int]]) -> None:
     try:
         current.context.set_moment(**values)
     except ConfigError as error:
-        _notices.warn("state", "%s; the moment stays as it was", error)
+        _notices.warn("state", "%s; the moment does not change", error)
 
 
 def _changed(field: str) -> None:

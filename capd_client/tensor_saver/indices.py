@@ -1,6 +1,6 @@
-"""Numbers that a job gives tensor_saver's calls by hand or in variables: each read, and complained about, once.
+"""The numbers that a job passes to tensor_saver's calls, or sets in variables. Each is read and reported once.
 
-What is no number is named in one warning, and the next source counts.
+A value that is not a number is named in one warning. Then the next source counts.
 """
 
 from __future__ import annotations
@@ -21,42 +21,45 @@ __all__ = ["get_rank_from_tensor_device", "index_of_variable", "rank_of_process"
 
 _MAX_REMEMBERED = 1000
 _notices = Notices()
-_said: set[tuple[str, str]] = set()  # what was warned of, for good: whose value, and what it is
+# Each warning is given once: the name of the value's source, and the value.
+_said: set[tuple[str, str]] = set()
 
 
 def usable(name: str, value: Any) -> Optional[int]:
-    """A value that somebody gave as an index; None, said once, for one that is none."""
+    """Return a value that somebody passed as an index. Return None, and warn once, if it is not an index."""
     if value is None:
         return None
     try:
         return as_index(name, value)
-    except ConfigError as error:  # its words, as showing a tensor would wait for its device
+    except ConfigError as error:
+        # The error's text identifies the value, because showing a tensor would wait for its device.
         say_once(name, str(error)[:160], f"{error}; the next source counts")
-    except Exception as error:  # of a value that cannot be asked, or shown
+    except Exception as error:
+        # The value's own code raised, even when it was shown.
         problem = f"{name} cannot be read: {type(error).__name__}; the next source counts"
         say_once(name, type(value).__name__, problem)
     return None
 
 
 def index_of_variable(variable: str) -> Optional[int]:
-    """The number in a variable, as it is now; None where there is none."""
+    """Return the current number in a variable. None if there is none."""
     return _index_in(variable, os.environ.get(variable))
 
 
 def rank_of_process() -> tuple[Optional[int], str]:
-    """The rank by torch.distributed, else by the launcher's variables as they are now, and its source."""
+    """Return the rank and its source: torch.distributed, or else the current variables of the launcher."""
     if distributed_ready():
         from torch import distributed
 
         return distributed.get_rank(), "torch.distributed"
     rank, local = os.environ.get("RANK"), os.environ.get("LOCAL_RANK")
-    # They say which of the two comes first. Each look takes a microsecond.
+    # The sizes decide which of the two comes first. Each look takes a microsecond.
     sizes = (None, None) if local is None else map(os.environ.get, RANK_VARIABLES[2:])
     return _rank_in((rank, local, *sizes))
 
 
 def get_rank_from_tensor_device(tensor: torch.Tensor) -> Optional[int]:
-    """The number of the GPU that holds the tensor; None for any other tensor."""
+    """Return the number of the GPU that holds the tensor. None for any other tensor."""
     device = getattr(tensor, "device", None)
     index = getattr(device, "index", None)
     return (
@@ -71,7 +74,7 @@ def say_once(name: str, value: str, problem: str) -> None:
         _notices.warn(f"{name} {value}", "%s", problem)
 
 
-# Variables are asked for at every call, and hardly ever change: what a text says is found out once.
+# Variables are read at every call and hardly ever change, so each text is parsed once.
 @lru_cache(maxsize=_MAX_REMEMBERED)
 def _index_in(variable: str, text: Optional[str]) -> Optional[int]:
     index = index_in({variable: text or ""}, variable, MAX_INDEX)
@@ -85,5 +88,6 @@ def _index_in(variable: str, text: Optional[str]) -> Optional[int]:
 def _rank_in(texts: tuple[Optional[str], ...]) -> tuple[Optional[int], str]:
     environ = {name: text for name, text in zip(RANK_VARIABLES, texts, strict=True) if text is not None}
     for variable in ("RANK", "LOCAL_RANK"):
-        _index_in(variable, environ.get(variable))  # to say what cannot be read
+        # The call warns of a variable that cannot be read.
+        _index_in(variable, environ.get(variable))
     return rank_in(environ)

@@ -1,4 +1,4 @@
-"""tensor_saver's numbers of layers' passes, for code that counts them. Records bear capd's own (`call`)."""
+"""tensor_saver's numbers of layers' passes, for code that counts them. Records have capd's own number (`call`)."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ __all__ = ["TensorIndexManager", "get_tensor_index_manager"]
 
 
 class TensorIndexManager:
-    """Counts for each layer type, layer and operation what it is told to count; all tensors of one bear its number."""
+    """Counters for each layer type, layer and operation. All tensors of one pass have the same number."""
 
     def __init__(self) -> None:
         self.layer_tensor_counters: dict[str, int] = {}
 
     def get_layer_key(self, layer_type: str, layer_idx: Optional[int], operation: str) -> str:
-        """Under which name it is counted."""
+        """Return the name of the counter."""
         layer = "unknown" if layer_idx is None else f"L{layer_idx}"
         return f"{layer_type}_{layer}_{operation}"
 
     def get_tensor_group_key(self, layer_type: str, layer_idx: Optional[int], operation: str) -> str:
-        """The same, by its other name."""
+        """Return the key of `get_layer_key`, by its other name."""
         return self.get_layer_key(layer_type, layer_idx, operation)
 
     def get_tensor_index(self, layer_type: str, layer_idx: Optional[int], operation: str) -> int:
-        """Its number now, from 0."""
+        """Return the current number, which begins at 0."""
         return self.layer_tensor_counters.setdefault(self.get_layer_key(layer_type, layer_idx, operation), 0)
 
     def increment_layer_counter(self, layer_type: str, layer_idx: Optional[int], operation: str) -> None:
-        """Count on, where the number was asked for before."""
+        """Increment the number, if it was requested before."""
         key = self.get_layer_key(layer_type, layer_idx, operation)
         if key in self.layer_tensor_counters:
             self.layer_tensor_counters[key] += 1
 
     def reset_layer_counter(self, layer_type: str, layer_idx: Optional[int], operation: str) -> None:
-        """Begin again at 0."""
+        """Reset the number to 0."""
         key = self.get_layer_key(layer_type, layer_idx, operation)
         if key in self.layer_tensor_counters:
             self.layer_tensor_counters[key] = 0
@@ -43,5 +43,5 @@ _manager = TensorIndexManager()
 
 
 def get_tensor_index_manager() -> TensorIndexManager:
-    """The one of this process."""
+    """Return the manager of this process."""
     return _manager

@@ -1,4 +1,4 @@
-"""tensor_saver's TensorSaver, and the one that its functions use in this process."""
+"""tensor_saver's TensorSaver, and the instance that its functions use in this process."""
 
 from __future__ import annotations
 
@@ -30,26 +30,31 @@ _saver: Optional[TensorSaver] = None
 
 @untraced_methods
 class TensorSaver:
-    """What tensor_saver's saver was: captures while `enabled`.
-
-    save_dir: directory of the runs, where this process starts a daemon of its own because nothing else says where
-    captures go; otherwise the daemon has its store. enabled: False captures nothing.
-    """
+    """A saver with the calls of tensor_saver's TensorSaver. It captures while `enabled`."""
 
     def __init__(self, save_dir: str = EMBEDDED_STORE, enabled: bool = True) -> None:
+        """Create a saver.
+
+        Args:
+            save_dir: The directory of the runs, if nothing else says where captures go. Then this process starts its
+                own daemon there. Otherwise the daemon has its own store.
+            enabled: False captures nothing.
+        """
         self.save_dir = Path(str(save_dir or EMBEDDED_STORE))
         self.enabled = enabled
-        self.tensor_counter = 0  # of the tensors that this saver has captured
+        # The number of tensors that this saver has captured.
+        self.tensor_counter = 0
         self.micro_batch_count = 0
         self.control_micro_batches = 1
         self.collection_completed = False
         self.tensor_collected_in_warmup = False
-        self._in_vain: Optional[Path] = None  # a directory for which there is no session
+        # A directory for which no session could be opened.
+        self._in_vain: Optional[Path] = None
         job_quantises(TENSOR_SAVER)
 
     @property
     def current_iteration(self) -> int:
-        """The iteration of `get_tensor_collection_state()`."""
+        """The iteration of the manual state (`get_tensor_collection_state()`)."""
         return STATE.get_iteration()
 
     @current_iteration.setter
@@ -62,14 +67,17 @@ class TensorSaver:
         STATE.set_iteration(iteration)
 
     def set_enabled(self, enabled: bool) -> None:
-        """Capture from now on, or no longer."""
+        """Switch captures of this saver on or off."""
         self.enabled = enabled
 
     def set_save_dir(self, save_dir: str) -> None:
-        """Have the runs of a daemon of the job's own in this directory; too late, and said once, where captures go."""
+        """Set the directory of the runs for a daemon of this job.
+
+        If captures already have a place, warn once and do nothing.
+        """
         self.save_dir = Path(str(save_dir or EMBEDDED_STORE))
         if process.running() is not None:
-            problem = f"captures go on to where they go already, not to {self.save_dir}"
+            problem = f"captures continue to the place where they already go, not to {self.save_dir}"
             say_once("save_dir", str(self.save_dir)[:160], problem)
 
     def increment_micro_batch(self) -> None:
@@ -81,7 +89,7 @@ class TensorSaver:
         return not self.enabled or self.micro_batch_count < self.control_micro_batches
 
     def mark_collection_completed(self) -> None:
-        """Have `should_exit_after_forward` say so. What is captured does not depend on it."""
+        """Make `should_exit_after_forward` return True. Captures do not depend on it."""
         self.collection_completed = True
 
     def should_exit_after_forward(self) -> bool:
@@ -89,7 +97,7 @@ class TensorSaver:
         return bool(self.enabled and self.collection_completed)
 
     def mark_warmup_collection(self) -> None:
-        """Capture nothing more with this saver."""
+        """Stop captures of this saver."""
         self.tensor_collected_in_warmup = True
 
     def should_collect_tensor(self) -> bool:
@@ -97,7 +105,7 @@ class TensorSaver:
         return bool(self.enabled and not self.tensor_collected_in_warmup)
 
     def should_collect_in_steady_state(self) -> bool:
-        """The same, by its other name."""
+        """Whether the next tensor is captured: another name of `should_collect_tensor`."""
         return self.should_collect_tensor()
 
     def save_tensor(
@@ -114,12 +122,17 @@ class TensorSaver:
         sample_idx: Optional[int] = None,
         metadata: Optional[dict[str, Any]] = None,
     ) -> Optional[str]:
-        """Capture one tensor as it is now. Returns the record's reference, None where nothing was captured.
+        """Capture the current content of one tensor.
 
-        quant_type: a label; None: CUSTOM_QUANT_TYPE, else the tensor's dtype. rank, sample_idx: see
-        `capd_client.tensor_saver.state`. metadata: what is no JSON value becomes text; above 4096 bytes it is left out
-        with a warning. Positional calls of versions without rank or sample_idx, whose metadata stands there, are
-        understood. Dropped, and counted, when there is no room; with a daemon of the job's own it waits first.
+        If there is no room, the capture is dropped and counted. With the job's own daemon it waits for room first.
+        Positional calls of versions without rank or sample_idx, which pass metadata there, are understood.
+
+        Args:
+            tensor, layer_type, operation, tensor_name, layer_idx, phase, component: The tensor and its names.
+            quant_type: A label. If None, it is CAPD_QUANT_TYPE, CUSTOM_QUANT_TYPE, or else the tensor's dtype.
+            rank, sample_idx: See `capd_client.tensor_saver.state`.
+            metadata: Values that JSON cannot hold become text. Above 4096 bytes it is left out with a warning. The
+                record's reference. None if nothing was captured.
         """
         if not self.should_collect_tensor():
             return None
@@ -154,7 +167,10 @@ class TensorSaver:
         attention_weights: Optional[torch.Tensor] = None,
         metadata: Optional[dict[str, Any]] = None,
     ) -> dict[str, Optional[str]]:
-        """`save_tensor` for those of query, key, value and attention_weights that are there, by their names."""
+        """Call `save_tensor` for query, key, value and attention_weights, except those that are None.
+
+        Return references by name.
+        """
         rank, sample_idx, weights, metadata = sorted_out(rank, sample_idx, attention_weights, metadata)
         tensors = {"query": query, "key": key, "value": value, "attention_weights": weights}
         return {
@@ -179,7 +195,10 @@ class TensorSaver:
         sample_idx: Optional[int] = None,
         metadata: Optional[dict[str, Any]] = None,
     ) -> dict[str, Optional[str]]:
-        """`save_tensor` for those of input and weight that are there. In a backward, `input` is the gradient dY."""
+        """Call `save_tensor` for input and weight, except those that are None.
+
+        In a backward, `input` is the gradient dY.
+        """
         rank, sample_idx, _, metadata = sorted_out(rank, sample_idx, None, metadata)
         tensors = {"input": input_tensor, "weight": weight}
         return {
@@ -200,9 +219,9 @@ class TensorSaver:
 
 @untraced
 def get_tensor_saver() -> TensorSaver:
-    """The saver of this process, made at the first call: enabled where capture is on, as is said then.
+    """Return the saver of this process. The first call creates it, enabled if capture is on at that time.
 
-    Where neither CAPD_ENDPOINT nor TENSOR_SAVE_ENABLED says on or off, Megatron's argument `--save-tensors` does.
+    If neither CAPD_ENDPOINT nor TENSOR_SAVE_ENABLED is set, Megatron's argument `--save-tensors` decides.
     """
     global _saver
     if _saver is None:
@@ -222,14 +241,16 @@ def get_tensor_saver() -> TensorSaver:
 def _opened(session: Callable[[], Optional[AnySession]]) -> Optional[AnySession]:
     try:
         return session()
-    except Exception as error:  # only under CAPD_STRICT=1
+    except Exception as error:
+        # This happens only under CAPD_STRICT=1.
         logger.warning("capd: capture is off: %s", error)
         return None
 
 
 def _megatron_arguments() -> Any:
-    """The parsed command line of Megatron where this process has one by now. Imports nothing."""
+    """Return the parsed command line of Megatron, if this process has one by now. Imports nothing."""
     try:
         return sys.modules["megatron.training.global_vars"].get_args()
-    except Exception:  # no Megatron, or nothing parsed yet
+    except Exception:
+        # There is no Megatron, or nothing is parsed yet.
         return None

@@ -1,8 +1,8 @@
-"""tensor_saver's manual state, and what rank and sample follow from it and from the other sources.
+"""tensor_saver's manual state, and the rank and sample that result from it and from the other sources.
 
-Order of the rank: argument, manual state, torch.distributed, LOCAL_RANK/RANK (`capd_client.process.ranks`), the
-tensor's device, 0 with one warning. Order of the sample: argument, manual state, CURRENT_SAMPLE_IDX, 0. The environment
-is read whenever it is needed.
+Sources of the rank, in order: argument, manual state, torch.distributed, LOCAL_RANK/RANK
+(`capd_client.process.ranks`), the tensor's device, 0 with one warning. Sources of the sample, in order: argument,
+manual state, CURRENT_SAMPLE_IDX, 0. The environment is read whenever it is needed.
 """
 
 from __future__ import annotations
@@ -25,24 +25,32 @@ __all__ = [
     "set_global_rank", "set_global_sample_idx", "set_global_sequence_idx",
 ]  # fmt: skip
 
+# The fields of the moment, by the attribute that sets each.
 _FIELDS = {
     "_iteration": "iteration",
     "current_sample_idx": "sample_idx",
     "batch_idx": "batch_idx",
     "sequence_idx": "sequence_idx",
-}  # of the moment, by the attribute that sets it
+}
 
 
 @untraced_methods
 class TensorCollectionState:
-    """Manual state of a process: what is set here stays until it is set again; None hands it back.
+    """The manual state of a process.
 
-    current_rank, current_sample_idx: None until they are set. current_iteration, batch_idx, sequence_idx: 0 until they
-    are set; the iterations that are recorded are counted by capd until then. on_change: told the name of the moment's
-    field that was set.
+    A value stays until it is set again. None returns the choice to the other sources.
+
+    Attributes:
+        current_rank: None until it is set.
+        current_sample_idx: None until it is set.
+        current_iteration: 0 until it is set. Until then capd counts the iterations that are recorded.
+        batch_idx: 0 until it is set.
+        sequence_idx: 0 until it is set.
+        on_change: Called with the name of the moment's field that was set.
     """
 
-    _manual: Optional[dict[str, int]] = None  # of the moment, by its field: what was set and is an index
+    # The values of the moment that were set and are indices, by field.
+    _manual: Optional[dict[str, int]] = None
 
     def __init__(self) -> None:
         self.on_change: Callable[[str], None] = lambda _: None
@@ -67,12 +75,12 @@ class TensorCollectionState:
 
     @property
     def manual(self) -> dict[str, int]:
-        """What was set of the moment, by its field; what is no index is left out."""
+        """The values of the moment that were set, by field. Values that are not an index are left out."""
         return dict(self._manual or ())
 
     @property
     def current_iteration(self) -> Any:
-        """What was set, else TENSOR_SAVER_ITERATION, else 0."""
+        """The iteration that was set, or else TENSOR_SAVER_ITERATION, or else 0."""
         if self._iteration is not None:
             return self._iteration
         return index_of_variable("TENSOR_SAVER_ITERATION") or 0
@@ -102,25 +110,25 @@ class TensorCollectionState:
         self.sequence_idx = sequence_idx
 
     def get_rank(self) -> Optional[int]:
-        """Manual, torch.distributed, or the environment's; None where none of them knows."""
+        """Return the rank that was set, torch.distributed's, or the environment's. None if no source knows it."""
         rank, _ = _manual_or_of_process(self)
         return rank
 
     def get_sample_idx(self) -> Optional[int]:
-        """Manual, or CURRENT_SAMPLE_IDX; None where neither is there."""
+        """Return the sample that was set, or CURRENT_SAMPLE_IDX. None if neither exists."""
         manual = self.manual.get("sample_idx")
         return index_of_variable("CURRENT_SAMPLE_IDX") if manual is None else manual
 
     def get_iteration(self) -> int:
-        """`current_iteration`."""
+        """Return `current_iteration`, or 0 if it is not an index."""
         return usable("iteration", self.current_iteration) or 0
 
     def get_batch_idx(self) -> int:
-        """`batch_idx`."""
+        """Return `batch_idx`, or 0 if it is not an index."""
         return self.manual.get("batch_idx", 0)
 
     def get_sequence_idx(self) -> int:
-        """`sequence_idx`."""
+        """Return `sequence_idx`, or 0 if it is not an index."""
         return self.manual.get("sequence_idx", 0)
 
 
@@ -129,7 +137,7 @@ STATE = TensorCollectionState()
 
 
 def rank_of(tensor: Any, given: Any = None) -> tuple[int, str]:
-    """The rank that a tensor is recorded under, and its source."""
+    """Return the rank that a tensor is recorded under, and its source."""
     rank = usable("rank", given)
     if rank is not None:
         return rank, "argument"
@@ -142,14 +150,17 @@ def rank_of(tensor: Any, given: Any = None) -> tuple[int, str]:
     say_once(
         "rank",
         "",
-        "neither the call, set_global_rank, torch.distributed, LOCAL_RANK, RANK nor the tensor's device tells the "
+        "neither the call, set_global_rank, torch.distributed, LOCAL_RANK, RANK nor the tensor's device names the "
         "rank; it is recorded as 0",
     )
     return 0, "default"
 
 
 def sample_of(given: Any = None, otherwise: Optional[int] = None) -> int:
-    """The sample that a tensor is recorded with. otherwise: where none of the sources is there, instead of 0."""
+    """Return the sample that a tensor is recorded with.
+
+    `otherwise` replaces the final 0 if no source has a sample.
+    """
     sample = usable("sample_idx", given)
     if sample is None:
         sample = STATE.get_sample_idx()
@@ -169,7 +180,7 @@ def initialize_tensor_collection(
     batch_idx: int = 0,
     sequence_idx: int = 0,
 ) -> None:
-    """Set the manual state. rank or sample_idx None leaves that to what was set before, or to the other sources."""
+    """Set the manual state. If rank or sample_idx is None, its value does not change."""
     if rank is not None:
         STATE.set_rank(rank)
     if sample_idx is not None:
@@ -180,7 +191,7 @@ def initialize_tensor_collection(
 
 
 def get_tensor_collection_state() -> TensorCollectionState:
-    """The manual state of this process."""
+    """Return the manual state of this process."""
     return STATE
 
 
@@ -216,11 +227,14 @@ def set_global_sequence_idx(sequence_idx: int) -> None:
 
 @untraced
 def get_current_rank() -> Optional[int]:
-    """The rank that the manual state, torch.distributed or the environment gives; None where none does."""
+    """Return the rank of the manual state, torch.distributed or the environment. None if no source has it."""
     return STATE.get_rank()
 
 
 @untraced
 def get_current_rank_and_sample() -> tuple[Optional[int], Optional[int]]:
-    """Rank and sample of a capture that names neither, the tensor's device left aside: 0 and 0 at the end."""
+    """Return the rank and sample of a capture that names neither, without the tensor's device.
+
+    The last source is 0.
+    """
     return get_current_rank() or 0, sample_of()
