@@ -1,10 +1,11 @@
-"""Calls a function once a module has been imported, whenever that is, and leaves no trace in the import system.
+"""The import follower: calls a function after a module's import, whenever that happens.
 
-A finder at the head of `sys.meta_path` lets the others find the module. It puts its own `exec_module` on that loader
-until it runs. Code that only looks (`importlib.util.find_spec`), loads lazily or reloads sees what is there without it.
-The finder goes when nothing is waited for any more.
+It leaves no trace in the import system. A finder at the head of `sys.meta_path` lets the other finders find the
+module. It sets its own `exec_module` on their loader until that runs. Code that only looks
+(`importlib.util.find_spec`), loads lazily or reloads sees no difference. When no function is waiting, the finder
+removes itself.
 
-Depends on nothing: it runs at the start of every Python of a job, before anything else is imported.
+The file imports nothing of capd, because it runs at the start of every Python of a job.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ __all__ = ["after_import", "wait_no_more"]
 
 
 def after_import(name: str, function: Callable[[], None]) -> None:
-    """Call `function` after the import of module `name`; at once where it has been imported already.
+    """Call `function` after the import of module `name`. If the module is already imported, call it at once.
 
-    It is called on the importing thread, at the end of the import. What it raises reaches nobody.
+    The call is on the importing thread, at the end of the import. Its exceptions reach nobody.
     """
     module = sys.modules.get(name)
     if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
@@ -33,7 +34,7 @@ def after_import(name: str, function: Callable[[], None]) -> None:
 
 
 def wait_no_more(names: Sequence[str]) -> None:
-    """Forget what was to be called after the import of these modules."""
+    """Forget the functions that wait for the import of these modules."""
     _finder.forget(names)
 
 
@@ -79,10 +80,12 @@ class _Finder:
 
         def exec_module(module: ModuleType) -> None:
             vars(loader).pop("exec_module", None)
-            run(module)  # type: ignore[misc]  # not None: see below
+            # It is not None: see below.
+            run(module)  # type: ignore[misc]
             self._imported(name)
 
-        if run is not None and type(getattr(loader, "__dict__", None)) is dict:  # an instance, ours alone
+        # The loader is an instance whose attributes only this import sees.
+        if run is not None and type(getattr(loader, "__dict__", None)) is dict:
             vars(loader)["exec_module"] = exec_module
 
     def _imported(self, name: str) -> None:

@@ -1,8 +1,9 @@
-"""The calls of frameworks that are under way and tell where training is, known from their start.
+"""The framework calls that are in progress and know the training step, followed from their start.
 
-A model is found in its first forward, in the middle of what its framework calls around it. A patch that is put on a
-method then misses this call, and all calls through a bound method that the job kept. So each method is followed from
-the import of its module on. Once a model is watched, capd_client (`integrations.step_counters`) counts at these places.
+A model is found in its first forward, inside the calls that its framework makes around it. A patch that is put on a
+method at that time misses this call. It also misses all calls through a bound method that the job kept. So each
+method is followed from the import of its module on. Once a model is watched, capd_client (`integrations.counters`)
+counts here.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TRIALS = (
     (_PIPELINING, "PipelineStage", "_prepare_backward_infra"),
     (_PIPELINING, "_PipelineStage", "_prepare_forward_infra"),
 )
-"""Module, class and method of those that run a model to learn shapes: what they run trains nothing."""
+"""Module, class and method of trials: they run a model to learn shapes, and train nothing."""
 
 METHODS = (
     *TRIALS,
@@ -49,11 +50,11 @@ METHODS = (
         for method in ("train_step", "forward_backward_step")
     ),
 )  # fmt: skip
-"""Module, class and method of all that are followed."""
+"""Module, class and method of all followed methods."""
 
 
 class FollowedMethod:
-    """A followed method. counted: what stands in its place while capd_client counts; takes the same arguments."""
+    """A followed method. `counted` replaces it while capd_client counts, and takes the same arguments."""
 
     __slots__ = ("counted", "method", "trial")
 
@@ -64,7 +65,10 @@ class FollowedMethod:
 
 
 class FollowedCall:
-    """One call of a followed method. known: capd_client counts it. ended: called when it is over; must not raise."""
+    """A call of a followed method.
+
+    `known`: capd_client counts it. `ended`: functions to call at its end; they never raise.
+    """
 
     __slots__ = ("args", "ended", "known", "kwargs", "place", "thread")
 
@@ -88,12 +92,12 @@ def begin() -> None:
 
 
 def end() -> None:
-    """Wait for no more imports. What is followed stays so: the job may have kept it."""
+    """Wait for no more imports. Followed methods stay followed, because the job may have kept them."""
     wait_no_more([module for module, _, _ in METHODS])
 
 
 def under_way() -> list[FollowedCall]:
-    """The calls that this thread is in, the outermost first."""
+    """Return the calls that this thread is in, the outermost first."""
     thread = get_ident()
     return [call for call in tuple(_calls) if call.thread == thread]
 
@@ -104,7 +108,7 @@ def trying() -> bool:
 
 
 def stage_of(model: object) -> int | None:
-    """The number of the pipeline's stage that runs `model` now."""
+    """Return the number of the pipeline's stage that runs `model` now."""
     for call in under_way():
         number = getattr(call.args[0], "stage_index", None) if call.args else None
         if type(number) is int and getattr(call.args[0], "submod", None) is model:

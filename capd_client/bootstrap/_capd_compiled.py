@@ -1,8 +1,9 @@
-"""The search for roots where code is compiled: what `torch.compile` returns is looked at before it runs.
+"""The search for roots in compiled code: looks at the result of `torch.compile` before it runs.
 
-A hook that the compiler meets is traced, guarded, and its graph compiled again once the hook is gone. So compiled code
-runs without ours, and what it will call is looked at first: a compiled model itself (`torch.compile(model)`,
-`model.compile()`), and of a compiled function the models that it refers to and is called with.
+A hook that the compiler meets is traced and guarded. Its graph is compiled again once the hook is removed. So
+compiled code runs without our hooks, and the search looks first at the models that the code will call. For a
+compiled model (`torch.compile(model)`, `model.compile()`) this is the model itself. For a compiled function these
+are the models that it refers to and is called with.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["Compiling"]
 
 
 class Search(Protocol):
-    """What is told of compiled code that is about to run."""
+    """The search that hears of compiled code before it runs."""
 
     running: bool
 
@@ -28,26 +29,27 @@ class Search(Protocol):
 
 
 class Compiling:
-    """Puts itself in the place of `torch.compile` while `search` runs."""
+    """The replacement of `torch.compile` while `search` runs."""
 
     def __init__(self, search: Search) -> None:
         self._search = search
         self._original = torch.compile
         self._ours: Callable[..., Any] | None = None
-        self._classes: list[tuple[type[nn.Module], Any, Any]] = []  # class, its own __call__, ours
+        # Each class, its own __call__, and our replacement.
+        self._classes: list[tuple[type[nn.Module], Any, Any]] = []
 
     def begin(self) -> None:
-        """Take the place of `torch.compile`, of which `Module.compile` makes use, too."""
+        """Replace `torch.compile`, which `Module.compile` also uses."""
         original = self._original = torch.compile
 
         @functools.wraps(original)
-        def compile(*args: Any, **kwargs: Any) -> Any:  # noqa: A001 - its name
+        def compile(*args: Any, **kwargs: Any) -> Any:  # noqa: A001
             return self._followed(original(*args, **kwargs))
 
         self._ours = torch.compile = compile
 
     def end(self) -> None:
-        """Give the place back, unless somebody has taken it from us. What is compiled stays as it is."""
+        """Restore `torch.compile`, unless somebody has replaced ours. Compiled code stays as it is."""
         if torch.compile is self._ours:
             torch.compile = self._original
         for kind, own, ours in self._classes:
@@ -65,7 +67,7 @@ class Compiling:
         return compiled if function is None else self._follow_function(compiled, function)
 
     def _follow_models(self, kind: type[nn.Module]) -> None:
-        """Look at compiled models before torch asks whether there are global hooks, of which it warns."""
+        """Look at compiled models before torch checks for global hooks, because torch warns of global hooks."""
         if not hasattr(kind, "_opt_mod_attributes") or any(kind is known for known, _, _ in self._classes):
             return
         search, own = self._search, kind.__call__
@@ -84,7 +86,8 @@ class Compiling:
     def _follow_function(self, compiled: Callable[..., Any], function: Any) -> Callable[..., Any]:
         search = self._search
 
-        @functools.wraps(compiled)  # with the attributes by which the compiler knows what it has made
+        # The attributes are copied, too: by them the compiler recognises its results.
+        @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
             if not search.running:
                 return compiled(*args, **kwargs)
@@ -92,7 +95,8 @@ class Compiling:
             with search.paused():
                 return compiled(*args, **kwargs)
 
-        call._torchdynamo_wrapper_id = id(call)  # type: ignore[attr-defined]  # compiled again, it is unwrapped
+        # If it is compiled again, the compiler unwraps it by this attribute.
+        call._torchdynamo_wrapper_id = id(call)  # type: ignore[attr-defined]
         return call
 
 
@@ -105,7 +109,7 @@ def _look_at(search: Search, modules: Iterable[nn.Module], args: tuple[Any, ...]
 
 
 def _models_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[nn.Module]:
-    """The models that a function is bound to, is called with, or refers to; larger ones first."""
+    """Return the models that a function is bound to, is called with, or refers to. Larger models come first."""
     owner = getattr(function, "__self__", None)
     plain = getattr(function, "__func__", function)
     names = getattr(getattr(plain, "__code__", None), "co_names", ())
@@ -121,5 +125,6 @@ def _models_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not bound yet
+    except ValueError:
+        # The variable is not bound yet.
         return None

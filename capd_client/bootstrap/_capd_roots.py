@@ -1,17 +1,19 @@
-"""Finds the models that a job trains, at their first training forward, for a job that never calls `watch`.
+"""The search for the models that a job trains, at their first training forward, if the job never calls `watch`.
 
-A global forward pre-hook of torch sees every module that is called. The first one in training mode, with gradients
-enabled, outside of a backward, that has parameters to train, is what the loop calls: DDP, FSDP, or the model itself.
-Where a method of a larger model called it (a LightningModule's training_step, an agent's act), the larger one is
-watched, and the called part begins its micro-batches.
+A global forward pre-hook of torch sees every module that is called. The search looks for the first module that is in
+training mode, with gradients enabled, outside of a backward, and has parameters to train. This is the module that
+the training loop calls: DDP, FSDP, or the model itself. If a method of a larger model called it, the larger model is
+watched, and calls of the part begin its micro-batches. Examples are a LightningModule's training_step and an agent's
+act.
 
-Forwards that a framework runs to learn shapes, that are counted or traced, that warm up a CUDA graph, or that
-initialise lazy modules, are none.
+Some forwards do not count: a framework learns shapes by them, they are counted or traced, they warm up a CUDA graph,
+or they initialise lazy modules.
 
-The search ends when an optimizer steps for the second time, so that models that take turns are all found; with an
-explicit `watch`; and where the job has imported capd_client itself: then it says what it wants. What is found is
-watched, and under CAPD_EMULATE computes in that format; this also where nothing is to be watched (CAPD_WATCH=off, or
-a job that has imported capd_client).
+The search ends when an optimizer steps for the second time, so that it finds all models that take turns. It also
+ends with an explicit `watch`, and if the job itself imports capd_client, because such a job calls capd itself.
+
+Found models are watched. Under CAPD_EMULATE they also compute in that format. The emulation is independent of
+watching: it also happens under CAPD_WATCH=off, and in a job that has imported capd_client.
 """
 
 from __future__ import annotations
@@ -37,20 +39,25 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = ["begin", "end", "searching"]
 
-_MAX_CALLS = 200_000  # of modules in training mode, in a job whose optimizers never step as torch's do
+# The most calls of modules in training mode. It ends the search in a job whose optimizers never step as torch's do.
+_MAX_CALLS = 200_000
 
 
 class _Search:
     def __init__(self) -> None:
         self.running = False
-        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # watched, or nothing in them to watch
+        # Modules that are watched, or have nothing to watch.
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._handle: RemovableHandle | None = None
         self._pauses = 0
         self._calls = 0
-        self._seen = False  # a training forward, from which on capd_client is there by our import
-        self._own = False  # whether it was there before
-        self._names: list[str] = []  # of the models that are watched
+        # Whether a training forward was seen. After it, capd_client is imported by us.
+        self._seen = False
+        # Whether the job had imported capd_client before.
+        self._own = False
+        # The names of the watched models.
+        self._names: list[str] = []
         self._lock = threading.Lock()
         self._compiling = Compiling(self)
 
@@ -60,11 +67,11 @@ class _Search:
         _capd_calls.begin()
         self._compiling.begin()
         self._hook()
-        # Never taken away: it might be while torch iterates over the hooks, and compiled optimizers guard them.
+        # This hook is never removed. torch may be iterating over the hooks, and compiled optimizers guard them.
         register_optimizer_step_post_hook(_hook_of_optimizers(self))
 
     def end(self) -> None:
-        """Leave torch as it was. May be called twice, and while a call of ours is under way."""
+        """Leave torch as it was. May be called twice, and during one of our own calls."""
         self.running = False
         _capd_calls.end()
         self._compiling.end()
@@ -80,7 +87,7 @@ class _Search:
 
     @contextmanager
     def paused(self) -> Generator[None, None, None]:
-        """Run what is compiled as if nobody searched: hooks would be traced, and guarded."""
+        """Run compiled code without our hooks, which would be traced and guarded."""
         self._pauses += 1
         self._unhook()
         try:
@@ -91,7 +98,7 @@ class _Search:
                 self._hook()
 
     def called(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """A module is called, in training mode and with gradients enabled."""
+        """Handle a call of a module in training mode with gradients enabled."""
         self._calls += 1
         if self._calls > _MAX_CALLS:
             self.end()
@@ -106,7 +113,7 @@ class _Search:
         return _run_hooks_after(module, before, args)
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped. Steps without a forward only make its state."""
+        """Handle a step of an optimizer. Steps before any forward only create the optimizer's state."""
         if not self._seen or not self.running:
             return
         if optimizer in self._stepped:
@@ -114,9 +121,14 @@ class _Search:
         self._stepped.add(optimizer)
 
     def look_at(self, module: nn.Module, args: tuple[Any, ...]) -> bool:
-        """Watch `module` if it is what we search for; returns whether it may have hooks now that it had not."""
+        """Watch `module` if it is a model that the job trains.
+
+        Returns:
+            Whether the module may have new hooks.
+        """
         if not self._lock.acquire(blocking=False):
-            return False  # another thread looks, or `watch` has a module called
+            # Another thread looks, or `watch` calls a module.
+            return False
         try:
             return self._is_trained(module, args) and self._watch(module)
         except Exception as error:
@@ -136,10 +148,11 @@ class _Search:
         if under_mode() or _capd_calls.trying():
             return False
         parameter = next((p for p in module.parameters() if p.requires_grad), None)
-        if parameter is None:  # a loss, or frozen
+        if parameter is None:
+            # The module is a loss, or frozen.
             self._known.update(module.modules())
             return False
-        # What is emulated has to be so before the graph is recorded.
+        # An emulation must be in place before the graph is recorded.
         return not is_unreal((parameter,)) and (emulates() or not makes_graph())
 
     def _watch(self, module: nn.Module) -> bool:
@@ -175,7 +188,7 @@ class _Search:
         return done != "off"
 
     def _fresh_name(self, module: nn.Module) -> str:
-        """What tells the keys of a model from those of others: "" where it is the only one that is known of."""
+        """Return the name that distinguishes a model's keys from other models'. "" if it is the only known model."""
         stage = _capd_calls.stage_of(module)
         if stage is None and not self._names and not trains_others(module):
             return ""
@@ -193,7 +206,7 @@ def _problem(error: Exception) -> str:
 
 
 def _nothing(*_: Any) -> None:
-    """What a trace sees of the hooks below, if one comes upon them after all."""
+    """Replace the hooks below in a trace, if a compiler meets one anyway."""
 
 
 def _hook_of_modules(search: _Search) -> Any:
@@ -203,7 +216,8 @@ def _hook_of_modules(search: _Search) -> Any:
         try:
             return search.called(module, args)
         except Exception:
-            return None  # noted where it happened
+            # `look_at` has noted the error.
+            return None
 
     called._torchdynamo_inline = _nothing  # type: ignore[attr-defined]
     return called
@@ -220,7 +234,7 @@ def _hook_of_optimizers(search: _Search) -> Any:
 def _run_hooks_after(
     module: nn.Module, before: frozenset[int], args: tuple[Any, ...]
 ) -> tuple[Any, ...] | None:
-    """Run what `watch` has put on a module that is being called: torch has listed its hooks already."""
+    """Run the hooks that `watch` has put on a module during its call. torch has already listed the module's hooks."""
     changed = False
     for number, hook in list(module._forward_pre_hooks.items()):
         if number in before:
@@ -237,12 +251,12 @@ _search = _Search()
 
 
 def begin() -> None:
-    """Search from now on."""
+    """Begin the search."""
     _search.begin()
 
 
 def end() -> None:
-    """Search no more: the job calls `watch` itself."""
+    """End the search, because the job calls `watch` itself."""
     _search.end()
 
 

@@ -1,7 +1,7 @@
-"""The start of a Python process in a job of `capd run`: it has capd at hand, and waits for `import torch`.
+"""The start of a Python process in a job of `capd run`: makes capd importable, and waits for `import torch`.
 
-Most processes of a job never import torch, or never train; what they pay is this file. capd_client itself is imported
-with the first training forward of a model, so that until then its presence says that the job imported it.
+Most processes of a job never import torch, or never train. Their whole cost is this file. capd_client is imported
+with the first training forward of a model. Until then its presence shows that the job imported it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def begin() -> None:
-    """Called once, by `sitecustomize`."""
+    """Begin the process. `sitecustomize` calls this function once."""
     note("python")
     sys.meta_path.append(_Spare())
     if os.environ.get("CAPD_REPLACE_TENSOR_SAVER", "").strip().lower() in ("1", "true", "yes", "on"):
-        sys.meta_path.insert(0, _Replacement())  # its calls say what is captured: no model is searched for
+        # The calls of tensor_saver name the captures, so no model is searched for.
+        sys.meta_path.insert(0, _Replacement())
         sys.meta_path.append(_Parents())
     elif watches() or emulates():
         after_import("torch", _torch_imported)
@@ -45,7 +46,7 @@ def _torch_imported() -> None:
 
 
 class _Replacement:
-    """Finds capd_client.tensor_saver under the name of Megatron's tensor_saver, which need not be there any more."""
+    """The finder of capd_client.tensor_saver under Megatron's name for it. Megatron's own need not exist any more."""
 
     _name = "megatron.core.tensor_saver"
 
@@ -59,13 +60,15 @@ class _Replacement:
 
         try:
             self._module = import_module("capd_client.tensor_saver")
-        except Exception as error:  # then the job has its own
+        except Exception as error:
+            # The job then has its own.
             note(f"problem {name} is not replaced: {error!r}")
             return None
-        return ModuleSpec(name, self)  # type: ignore[arg-type]  # a loader by its methods
+        # It has a loader's methods.
+        return ModuleSpec(name, self)  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """An ordinary empty one, which does not stay."""
+        """Return None for an ordinary empty module, which is then replaced."""
 
     def exec_module(self, module: ModuleType) -> None:
         sys.modules[module.__name__] = self._module
@@ -73,9 +76,11 @@ class _Replacement:
 
 
 class _Parents:
-    """Finds empty packages above that module where the job's Python has none: last, they shadow nothing.
+    """The finder of empty parent packages of that module, if the job's Python has none.
 
-    Any other module below them is missing as in every package that lacks it.
+    It is last and shadows nothing.
+
+    Other modules below these packages are missing, as in every package without them.
     """
 
     _names = ("megatron", "megatron.core")
@@ -87,17 +92,18 @@ class _Parents:
             return None
         from importlib.machinery import ModuleSpec
 
-        return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]  # a loader by its methods
+        # It has a loader's methods.
+        return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """An ordinary empty one."""
+        """Return None for an ordinary empty module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is in it."""
+        """Leave the module empty."""
 
 
 class _Spare:
-    """Finds capd_client beside this file where the job's Python has none of its own: last, it shadows nothing."""
+    """The finder of capd_client beside this file, if the job's Python has none. It is last and shadows nothing."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -1,6 +1,6 @@
-"""Forwards that train nothing though they look like training: what they compute is counted, or traced, or sets sizes.
+"""The trial runs: forwards that look like training but train nothing. They count, trace, or set sizes.
 
-`capd_client.steps.trial_runs` knows the same of a model that is watched already.
+`capd_client.steps.trial_runs` knows the same for a model that is already watched.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ MODES = frozenset(
         "ProxyTorchDispatchMode",
     }
 )
-"""Classes of dispatch modes under which a forward is run to be counted or traced."""
+"""Classes of dispatch modes under which a forward is counted or traced."""
 
 GRAPHING = ("make_graphed_callables", ("torch.cuda.graphs", "transformer_engine.pytorch.graph"))
-"""The function that makes modules into CUDA graphs, and the modules that have one: it runs them to warm them up."""
+"""The function that turns modules into CUDA graphs, and the files that define one. It runs the modules as a warm-up."""
 
-_UNREAL = frozenset({"FakeTensor", "FunctionalTensor", "Proxy"})  # a forward with these computes nothing
+# A forward with these tensors computes nothing.
+_UNREAL = frozenset({"FakeTensor", "FunctionalTensor", "Proxy"})
 
 
 def under_mode() -> bool:
-    """Whether what this thread computes is counted or traced."""
+    """Whether the computation of this thread is counted or traced."""
     if not torch._C._len_torch_dispatch_stack():
         return False
     modes = _get_current_dispatch_mode_stack()
@@ -43,7 +44,7 @@ def under_mode() -> bool:
 
 
 def makes_graph() -> bool:
-    """Whether this thread is in such a function."""
+    """Whether this thread is in a function that makes CUDA graphs."""
     name, homes = GRAPHING
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -54,12 +55,12 @@ def makes_graph() -> bool:
 
 
 def uninitialized(module: nn.Module) -> bool:
-    """Whether a forward of the module is the one that gives its lazy parameters their shapes."""
+    """Whether the module's next forward sets the shapes of its lazy parameters."""
     return any(is_lazy(parameter) for parameter in module.parameters())
 
 
 def is_unreal(values: tuple[Any, ...]) -> bool:
-    """Whether any of them has no elements: such a forward is traced, or learns shapes."""
+    """Whether any of the values is a tensor without elements. Such a forward is traced, or learns shapes."""
     return any(
         type(value).__name__ in _UNREAL or (isinstance(value, torch.Tensor) and value.is_meta)
         for value in values
@@ -67,7 +68,7 @@ def is_unreal(values: tuple[Any, ...]) -> bool:
 
 
 def during_forward(module: nn.Module, context: AbstractContextManager[None]) -> None:
-    """Hold `context` until the forward of the module that is about to run is over, or has raised."""
+    """Hold `context` until the module's coming forward is over or has raised."""
     context.__enter__()
 
     def over(*_: Any) -> None:

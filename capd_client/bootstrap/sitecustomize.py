@@ -1,8 +1,10 @@
-"""What Python imports at its start in a job of `capd run`, in the place of the job's own sitecustomize.
+"""The sitecustomize of a job of `capd run`, which Python imports at its start before the job's own sitecustomize.
 
-It lets `_capd_startup` wait for torch, takes itself away, and has the job's own imported as if this one had never been
-here: found, missing or failing, it looks as without capd. Every Python that the job starts comes through here, other
-versions and other tools' too, so this file keeps to the syntax that all of them can read.
+It lets `_capd_startup` wait for torch and then removes itself. Then it imports the job's own sitecustomize as if
+this file had never existed: found, missing or failing, it looks as without capd.
+
+Every Python that the job starts imports this file, including other versions and other tools' interpreters. So the
+file uses only syntax that all of them can read.
 """
 
 import os
@@ -21,4 +23,5 @@ _here = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [entry for entry in sys.path if entry != _here]
 sys.modules.pop("sitecustomize", None)
 
-import sitecustomize  # the job's own; where it has none, `site` knows what this error means
+# This is the job's own. If there is none, `site` expects this error.
+import sitecustomize
