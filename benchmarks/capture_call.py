@@ -1,16 +1,16 @@
-"""What one `capd_client.capture()` of a CPU tensor costs, against `copy_` into a rotating cold buffer.
+"""The cost of one `capd_client.capture()` of a CPU tensor, compared with `copy_` into a rotating cold buffer.
 
     python benchmarks/capture_call.py [--json FILE]
 
-The baseline is what any snapshot must do at least: copy into memory that was last touched long ago, in a buffer as
-large as the arena. Baseline and capture alternate. "spaced": one call, then a pause in which the daemon
-acknowledges it. "burst": calls back to back, as many as the arena holds with room to spare, then a pause.
+The baseline is the least that any snapshot must do: copy into memory that was last touched long ago, in a buffer as
+large as the arena. Baseline and capture alternate. "spaced" is one call, then a pause in which the daemon
+acknowledges it. "burst" is a series of calls that leaves room in the arena, then a pause.
 
-Also: `capd_client.tensor_saver.save_tensor()`, tensor_saver's call, with 4 KiB; its bound is that of `capture()`.
-And: the hooks of a watched Linear in a step that is not captured, against empty hooks.
+It also measures `capd_client.tensor_saver.save_tensor()`, tensor_saver's call, with 4 KiB, under the bound of
+`capture()`. The hooks of a watched Linear in a step that is not captured are compared with empty hooks.
 
-must: 1.2 times the baseline + 15 microseconds (+ 20 in bursts), medians. The first release is to stay within
-twice that.
+must: 1.2 times the baseline + 15 microseconds (+ 20 in bursts), medians. The first release must stay within twice
+that.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from benchmarks.kit.common import daemon, machine, percentile, report
 from capd_client.tensor_saver import save_tensor
 
 ARENA_NBYTES = 512 << 20
-BURST_NBYTES = 192 << 20  # of the arena, so that a burst never waits for the daemon
+# The part of the arena that a burst fills, so that it never waits for the daemon.
+BURST_NBYTES = 192 << 20
 MAX_BURST = 64
 PAUSE_TIMEOUT_S = 60.0
 IDLE_CALLS = 1_000
@@ -40,7 +41,7 @@ IDLE_CALLS = 1_000
 
 @dataclass(frozen=True)
 class Case:
-    """One size: how often it is called spaced, and how many bursts there are."""
+    """One size: the number of spaced calls, and the number of bursts."""
 
     name: str
     nbytes: int
@@ -49,7 +50,7 @@ class Case:
 
     @property
     def burst(self) -> int:
-        """Calls in one burst."""
+        """The number of calls in one burst."""
         return max(2, min(MAX_BURST, BURST_NBYTES // self.nbytes))
 
 
@@ -63,14 +64,14 @@ CASES = (
 
 @dataclass
 class Times:
-    """Seconds of each call."""
+    """The seconds of each call."""
 
     baseline: list[float] = field(default_factory=list)
     capd: list[float] = field(default_factory=list)
 
 
 class ColdBuffer:
-    """A touched buffer of the arena's size, written round and round."""
+    """A touched buffer of the arena's size that is overwritten cyclically."""
 
     def __init__(self, nbytes: int) -> None:
         self._buffer = torch.zeros(nbytes, dtype=torch.uint8)
@@ -86,12 +87,12 @@ class ColdBuffer:
 
 
 def capture(tensor: torch.Tensor) -> None:
-    """The call that is measured."""
+    """Make the measured call."""
     capd_client.capture(tensor, tensor_name="benchmark", layer_type="linear", component="linear", layer=0)
 
 
 def save(tensor: torch.Tensor) -> None:
-    """tensor_saver's call, as its patched layers have it."""
+    """Make tensor_saver's call, as patched layers do."""
     save_tensor(
         tensor, "linear", "forward", "mxfp8", "input", 0, "pre", "linear", metadata={"use_bias": True}
     )
@@ -104,7 +105,7 @@ def timed(call: Callable[[torch.Tensor], None], tensor: torch.Tensor, times: lis
 
 
 def pause() -> None:
-    """Until everything is acknowledged."""
+    """Wait until everything is acknowledged."""
     deadline = time.monotonic() + PAUSE_TIMEOUT_S
     while capd_client.counters()["in_flight"] and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -114,11 +115,13 @@ def measure(case: Case, cold: ColdBuffer, ours: Callable[[torch.Tensor], None] =
     """Run one size, spaced and in bursts."""
     tensor = torch.randn(case.nbytes // 4)
     spaced, burst = Times(), Times()
-    ours(tensor)  # defines the key
+    # The first call defines the key.
+    ours(tensor)
     pause()
     for index in range(case.spaced):
         calls = [(cold.copy, spaced.baseline), (ours, spaced.capd)]
-        for call, times in calls if index % 2 else reversed(calls):  # the first one finds cold caches
+        # The first call has cold caches, so the order alternates.
+        for call, times in calls if index % 2 else reversed(calls):
             timed(call, tensor, times)
         pause()
     for _ in range(case.bursts):
@@ -131,11 +134,12 @@ def measure(case: Case, cold: ColdBuffer, ours: Callable[[torch.Tensor], None] =
 
 
 def idle_hooks() -> tuple[float, float]:
-    """Microseconds per Linear call of an empty pair of hooks, and of capd's in a step that is not captured."""
+    """Return microseconds per Linear call of empty hooks, and of capd's hooks in a step that is not captured."""
     model = nn.Sequential(nn.Linear(8, 8))
     linear, x = model[0], torch.randn(1, 8)
     handle = capd_client.watch(model, steps="1000000")
-    output = model(x)  # the first call finds out that this step is not captured
+    # The first call determines that this step is not captured.
+    output = model(x)
     ours = (next(iter(linear._forward_pre_hooks.values())), next(iter(linear._forward_hooks.values())))
 
     def empty(*_: object) -> None:
@@ -150,11 +154,12 @@ def idle_hooks() -> tuple[float, float]:
 
     costs = [(cost(empty, empty), cost(*ours)) for _ in range(200)]
     handle.remove()
-    return min(c[0] for c in costs), min(c[1] for c in costs)  # the least disturbed ones
+    # The minima are the least disturbed calls.
+    return min(c[0] for c in costs), min(c[1] for c in costs)
 
 
 def summarise(case: Case, kind: str, times: Times, call: str = "capture") -> dict[str, Any]:
-    """Medians, tenth percentiles and the bounds, in microseconds."""
+    """Return the medians, tenth percentiles and the bounds, in microseconds."""
     baseline, ours = (statistics.median(t) * 1e6 for t in (times.baseline, times.capd))
     must = 1.2 * baseline + 15 + (20 if kind == "burst" else 0)
     return {

@@ -1,11 +1,11 @@
-"""What `capd compare` costs: the error of each format on a run, and two runs record by record.
+"""The cost of `capd compare`: the error of each format on a run, and two runs record by record.
 
     python benchmarks/compare.py [--mb N] [--rounds N] [--json FILE]
 
-A run of bfloat16 records of 8 MB, in memory; each variant has a process of its own and all CPUs. MB of raw bfloat16
-per second of wall time and of CPU, medians over interleaved rounds; "nothing" reads the run, checks it and counts its
-values, as each variant with formats does. Two runs are MB of both. The peak is of the memory that a process takes
-beyond what it has before it begins.
+The run has bfloat16 records of 8 MB, in memory. Each variant has its own process and all CPUs. The figures are MB of
+raw bfloat16 per second of wall time and of CPU, medians over interleaved rounds. "nothing" reads the run, checks it
+and counts its values, as each variant with formats does. Two runs count MB of both. The peak is the memory that a
+process takes beyond its memory at the start.
 
 must: a peak of at most 384 MiB, whatever the size of the run.
 """
@@ -52,7 +52,7 @@ PEAK_BOUND_MIB = 384.0
 
 
 def prepare(root: str, name: str, records: int) -> Row:
-    """A run of records of 8 MB."""
+    """Write a run of records of 8 MB."""
     place = Path(root) / name
     writer = CapdWriter(place, threads=2, codec="default")
     batch = synthetic_records(min(records, 8), SHAPE)
@@ -64,7 +64,7 @@ def prepare(root: str, name: str, records: int) -> Row:
 
 
 def measure(variant: str, run: str) -> Row:
-    """One variant; wall and CPU seconds, raw bytes, and peak of memory."""
+    """Measure one variant: wall and CPU seconds, raw bytes, and peak of memory."""
     import torch
 
     torch.set_num_threads(1)
@@ -72,7 +72,8 @@ def measure(variant: str, run: str) -> Row:
     work: dict[str, Callable[[], int]] = {"two runs": lambda: _pairs(run), "sweep": lambda: _sweep(run)}
     Path("/proc/self/clear_refs").write_text("5")
     before = peak_nbytes()
-    with settled_heap(), Meter() as meter:  # as the command does
+    # The command does the same.
+    with settled_heap(), Meter() as meter:
         raw_nbytes = work[variant]() if variant in work else _formats(run, variant)
     return meter.row(raw_nbytes=raw_nbytes, peak_mib=(peak_nbytes() - before) / MIB)
 

@@ -1,9 +1,9 @@
-"""What emulation costs: a training step of a small transformer in each format, against the same step without.
+"""The cost of emulation: a training step of a small transformer in each format, compared with the same step without.
 
     python benchmarks/emulation.py [--rounds N] [--quick] [--json FILE]
 
-Each recipe has a copy of the model of its own; in every round each of them takes a step, in turn. Shown are the median
-milliseconds, and the median of a round's ratio to its bare step.
+Each recipe has its own copy of the model. In every round each copy takes a step, in turn. The table has the median
+milliseconds, and the median ratio of a round's step to its bare step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ RECIPES = ("none", "fp8", "mxfp8", "mxfp4", "nvfp4", "hifp8")
 
 def main() -> None:
     args = options(__doc__, rounds=9).parse_args()
-    torch.set_num_threads(1)  # others, where a core is busy, wait for each other
+    # On busy cores, several threads would wait for each other.
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
     bare = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).to(torch.bfloat16)
@@ -45,7 +46,7 @@ def main() -> None:
 
 
 def step(model: nn.Module, x: torch.Tensor) -> float:
-    """Seconds of a forward and a backward."""
+    """Return the seconds of a forward and a backward."""
     start = time.perf_counter()
     model(x).square().mean().backward()
     model.zero_grad()

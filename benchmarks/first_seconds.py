@@ -1,11 +1,12 @@
-"""What the first five seconds of a captured job cost, and how much memory its arena holds then, against the job bare.
+"""The cost of the first five seconds of a captured job, and the memory of its arena, compared with the bare job.
 
     python benchmarks/first_seconds.py [--rounds 3] [--json FILE]
 
-The model of training_overhead.py, in a process of its own each time, with the arena at its default limit of 2 GiB. Only
-the first step is captured, which is the default; what the other steps cost more than bare is what goes on beside them.
+The model is that of training_overhead.py. Each run has its own process, with the arena at its default limit of 2
+GiB. Only the first step is captured, which is the default. The other steps show the cost of the work in the
+background.
 
-must: arena RSS <= 2 times the highest bytes in flight + 64 MiB, which are those of one step.
+must: arena RSS <= 2 times the highest bytes in flight + 64 MiB. The highest bytes in flight are those of one step.
 """
 
 from __future__ import annotations
@@ -28,23 +29,25 @@ from benchmarks.training_overhead import SEQUENCE, TENSORS, VOCABULARY, Transfor
 
 SECONDS = 5.0
 ARENA_NBYTES = 2 << 30
-STEP_MIB = 35.1e6 / (1 << 20)  # what the captures of a step hold, and so the most that is in flight here
+# The captures of a step, which are the most that is in flight here.
+STEP_MIB = 35.1e6 / (1 << 20)
 
 
 def resident_shared_mib() -> float:
-    """MiB of shared memory in this process: its arena."""
+    """Return the MiB of shared memory in this process, which are its arena."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssShmem:"))
 
 
 def train() -> dict[str, float]:
-    """Steps for SECONDS from the `watch` on; captured where the environment says so."""
+    """Run steps for SECONDS after `watch`. The environment decides whether they are captured."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = Transformer()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     tokens = torch.randint(VOCABULARY, (1, SEQUENCE + 1))
-    for _ in range(3):  # torch's own first times
+    # torch initialises itself in the first steps.
+    for _ in range(3):
         model(tokens).backward()
         optimizer.zero_grad()
     base_mib = resident_shared_mib()
@@ -68,7 +71,7 @@ def train() -> dict[str, float]:
 
 
 def measured(captured: bool) -> dict[str, Any]:
-    """One process."""
+    """Run one process."""
     env = dict(os.environ)
     if not captured:
         env.pop("CAPD_ENDPOINT")

@@ -1,10 +1,10 @@
-"""What quantising costs on one core: `capd.formats.qdq` of bfloat16, by format, against torchao's CPU path for MX.
+"""The cost of quantising on one core: `capd.formats.qdq` of bfloat16, by format, compared with torchao on a CPU.
 
     python benchmarks/formats.py [--rounds N] [--quick] [--json FILE]
 
-MB of bfloat16 input per second of the thread's CPU, medians over interleaved rounds: a tensor of 8 MB, and one of
-512 kB, which stays in the cache. torchao quantises with `to_mx` and dequantises with `to_dtype`, its way on a CPU; its
-ratio is of the two medians. `encode` is shown for scale.
+The figures are MB of bfloat16 input per second of the thread's CPU, medians over interleaved rounds. One tensor has
+8 MB, and one has 512 kB, which stays in the cache. torchao is compared for the MX formats. It quantises with `to_mx`
+and dequantises with `to_dtype`, its CPU code. Its ratio is of the two medians. `encode` is shown for scale.
 
 must: hifp8 1000 MB/s, fp8 200, mxfp8 200, mxfp4 140, nvfp4 90; the MX formats 1.3 x torchao.
 """
@@ -24,7 +24,7 @@ from benchmarks.store.store_runner import Row, options, report, table, verdict
 from capd.formats import encode, qdq
 
 SHAPES = {"8 MB": (1024, 4096), "512 kB": (64, 4096)}
-# What is measured: a name, the format, its options.
+# Each measured case: a name, the format, its options.
 CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("hifp8", "hifp8", {}),
     ("fp8", "fp8", {}),
@@ -41,14 +41,16 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 MUST = {"hifp8": 1000.0, "fp8": 200.0, "mxfp8": 200.0, "mxfp4": 140.0, "nvfp4": 90.0}
 MUST_BE_FASTER_THAN_TORCHAO = 1.3
-BURST_VALUES = 1 << 20  # small tensors are taken several times, so that a clock can tell
+# Small tensors are quantised several times per measurement, because the clock is coarse.
+BURST_VALUES = 1 << 20
 
 
 def torchao_mx() -> Callable[[torch.Tensor, str, str], torch.Tensor]:
-    """torchao's quantisation and dequantisation on the CPU: (tensor, element, scale mode) to a tensor."""
+    """Return torchao's quantisation and dequantisation on the CPU: (tensor, element, scale mode) to a tensor."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)  # it names the GPU kernels that it does not find
+        # torchao warns of the GPU kernels that it does not find.
+        logging.disable(logging.WARNING)
         from torchao.prototype.mx_formats import mx_tensor
         from torchao.prototype.mx_formats.config import ScaleCalculationMode
 
@@ -85,12 +87,13 @@ def ways(x: torch.Tensor, fmt: str, chosen: dict[str, Any]) -> dict[str, Callabl
 
 
 def measure(shape: tuple[int, int], rounds: int) -> dict[str, dict[str, float]]:
-    """Median MB/s by case and way."""
+    """Return the median MB/s by case and variant."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     calls = max(1, BURST_VALUES // x.numel())
     functions = {name: ways(x, fmt, chosen) for name, fmt, chosen in CASES}
     seconds: dict[tuple[str, str], list[float]] = {}
-    for turn in range(rounds + 1):  # the first one warms up
+    # The first round warms up.
+    for turn in range(rounds + 1):
         for name, found in functions.items():
             for way, function in found.items():
                 started = time.thread_time()

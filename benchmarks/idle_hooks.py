@@ -1,8 +1,8 @@
-"""What a watched model costs in steps that are not captured: CPU microseconds per hook, above empty hooks.
+"""The cost of a watched model in steps that are not captured: CPU microseconds per hook, above empty hooks.
 
-Whatever capd puts its hooks on has as many that do nothing in the model that it is compared with. Three models of one
-kind take turns forward by forward, because the speed of a virtual machine changes by the second; and hooks go from one
-to the next, because where a model lies in memory matters more than what hooks do.
+The compared model has an empty hook for each hook of capd. Three models of one kind take turns, forward by forward,
+because the speed of a virtual machine changes by the second. The hooks move from one model to the next, because a
+model's place in memory matters more than its hooks.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from torch import Tensor, nn
 import capd_client
 
 NEVER = "1000000000-"
-OF_LINEARS = ("input", "weight")  # an attention has none of them
+# An attention has none of these operands.
+OF_LINEARS = ("input", "weight")
 FORWARDS = 100
 
 
 def measure(make: Callable[[], nn.Module], tokens: Tensor, rounds: int) -> dict[str, float]:
-    """CPU microseconds of a forward without hooks, and what empty hooks, and capd above them, add to it per hook.
+    """Return the CPU microseconds of a forward without hooks, and the extra cost of each kind of hooks per hook.
 
-    Medians over the turns of a round, means over `rounds` x 3 of them: each model has each kind of hooks as often.
+    The kinds are empty hooks and capd's above empty ones. The results are medians over the turns of a round, and
+    means over `rounds` x 3 rounds. Each model has each kind of hooks equally often.
     """
     models = [make() for _ in range(3)]
     found: list[tuple[float, float, float]] = []
@@ -34,7 +36,8 @@ def measure(make: Callable[[], nn.Module], tokens: Tensor, rounds: int) -> dict[
         watch = capd_client.watch(watched, steps=NEVER, tensors=OF_LINEARS)
         mirrored = _mirror(watched, empty)
         for model in (plain, empty, watched):
-            model(tokens)  # the gate closes
+            # This forward closes the gate.
+            model(tokens)
         turns = [tuple(_forward(model, tokens) for model in (plain, empty, watched)) for _ in range(FORWARDS)]
         for handle in (watch, *mirrored):
             handle.remove()
@@ -52,7 +55,7 @@ def measure(make: Callable[[], nn.Module], tokens: Tensor, rounds: int) -> dict[
 
 
 def _mirror(watched: nn.Module, empty: nn.Module) -> list[Any]:
-    """Hooks that do nothing on `empty`, one for each that is on `watched`; their handles."""
+    """Put an empty hook on `empty` for each hook on `watched`. Returns their handles."""
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
 

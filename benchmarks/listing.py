@@ -1,8 +1,9 @@
-"""How long `capd --help` and `capd ls` take, the latter on a run whose catalog holds a million records.
+"""The time of `capd --help` and of `capd ls`, the latter on a run whose catalog holds a million records.
 
     python benchmarks/listing.py [--records N] [--series N] [--json]
 
-The catalog is written directly, without tensors: listing reads the catalog only. Medians of five runs each.
+The catalog is written directly, without tensors, because listing reads only the catalog. Results are medians of five
+runs each.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def _key(number: int) -> Key:
 
 
 def time_capd(args: list[str]) -> float:
-    """Wall seconds of one `capd` process."""
+    """Return the wall seconds of one `capd` process."""
     started = time.perf_counter()
     subprocess.run(
         [sys.executable, "-m", "capd", *args],

@@ -1,14 +1,14 @@
-"""What many ranks on one node cost the daemon, and whether all of them are taken when they start at once.
+"""The cost of many ranks on one node for the daemon, and whether it accepts all of them when they start at once.
 
     python benchmarks/many_ranks.py [--ranks 32] [--seconds 8] [--rounds 3] [--json FILE]
 
-"trickle": every rank is a process of its own that captures 4 KiB each 5 ms, under policy block. The daemon's CPU time
-is divided by the records, user and system, with what it spends until the last one is acknowledged; "connections" are
-the threads that came with the ranks, "pipeline" all others. `capture()` is timed in the ranks.
+"trickle": every rank is a separate process that captures 4 KiB each 5 ms, under policy block. The daemon's CPU time,
+user and system, is divided by the records. It includes the time until the last record is acknowledged. "connections"
+are the threads that came with the ranks, "pipeline" all others. `capture()` is timed in the ranks.
 
-"start": ranks that have imported torch make their sessions at the same moment and capture each 0.1 s, while one
-process per core computes without a pause. For each rank the time from its first capture to the daemon's WELCOME is
-taken, and its connections: more than one is a handshake that ran out of time.
+"start": ranks that have imported torch create their sessions at the same moment and capture each 0.1 s. Meanwhile
+one process per core computes without a pause. For each rank the time from its first capture to the daemon's WELCOME
+is measured, and its connections are counted. More than one connection is a handshake that timed out.
 
 must: 80 microseconds of the daemon's CPU per record, no second connection.
 """
@@ -30,12 +30,15 @@ import capd_client
 import capd_client.api
 from benchmarks.kit.common import daemon, machine, percentile, report
 
-FORK = multiprocessing.get_context("fork")  # from a process that has imported torch, and made no session yet
+# The forking process has imported torch and has no session yet.
+FORK = multiprocessing.get_context("fork")
 NBYTES = 4 << 10
 PERIOD_S = 0.005
-STEP_S = 0.1  # between two captures of a rank that has just started
+# The time between two captures of a rank that has just started.
+STEP_S = 0.1
 ARENA_NBYTES = 64 << 20
-WARM_UP = 200  # captures of a rank before the daemon's time is taken
+# The captures of a rank before the daemon's time is measured.
+WARM_UP = 200
 TIMEOUT_S = 120.0
 MUST_US = 80.0
 
@@ -43,7 +46,7 @@ Row = dict[str, Any]
 
 
 class Ranks:
-    """Forked processes, each with a pipe: they say where they are, and go on when they are told."""
+    """Forked processes, each with a pipe. They report their state and continue on a message."""
 
     def __init__(self, count: int, work: Any, **arguments: Any) -> None:
         self._pipes: list[Connection] = []
@@ -59,7 +62,7 @@ class Ranks:
             self._processes.append(process)
 
     def hear(self) -> list[Any]:
-        """One message of every rank. Ends the benchmark when one does not come."""
+        """Return one message of every rank. Ends the benchmark if one does not come."""
         found = []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(TIMEOUT_S):
@@ -68,12 +71,12 @@ class Ranks:
         return found
 
     def tell(self) -> None:
-        """Let all go on."""
+        """Let all ranks continue."""
         for pipe in self._pipes:
             pipe.send(None)
 
     def join(self) -> None:
-        """Wait for all to end."""
+        """Wait until all ranks have ended."""
         for process in self._processes:
             process.join(TIMEOUT_S)
 
@@ -91,7 +94,7 @@ def _capture(tensor: torch.Tensor, iteration: int) -> None:
 
 
 def trickle(pipe: Connection, *, seconds: float) -> None:
-    """A rank that captures a little all the time."""
+    """Run a rank that captures a little all the time."""
     tensor = torch.randn(NBYTES // 4)
     _captures(tensor, 0, WARM_UP)
     capd_client.flush(TIMEOUT_S)
@@ -108,7 +111,7 @@ def trickle(pipe: Connection, *, seconds: float) -> None:
 
 
 def _captures(tensor: torch.Tensor, first: int, count: int) -> list[float]:
-    """Seconds of each call; a call that comes late delays those behind it."""
+    """Return the seconds of each call. A late call delays the calls after it."""
     times = []
     due = time.monotonic()
     for iteration in range(first, first + count):
@@ -121,7 +124,7 @@ def _captures(tensor: torch.Tensor, first: int, count: int) -> list[float]:
 
 
 def start(pipe: Connection) -> None:
-    """A rank that makes its session, and captures while it waits for the daemon."""
+    """Run a rank that creates its session, and captures while it waits for the daemon."""
     tensor = torch.randn(NBYTES // 4)
     pipe.send(None)
     pipe.recv()
@@ -143,25 +146,26 @@ def start(pipe: Connection) -> None:
 
 
 def compute() -> None:
-    """A core that has no time for anything else."""
+    """Keep a core busy."""
     matrix = torch.randn(128, 128)
     while True:
         matrix = torch.tanh(matrix @ matrix)
 
 
 def threads_cpu_s(pid: int) -> dict[int, float]:
-    """CPU seconds of each thread."""
+    """Return the CPU seconds of each thread."""
     spent = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
         try:
             spent[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
-        except OSError:  # it has just ended
+        except OSError:
+            # The thread has just ended.
             continue
     return spent
 
 
 def measure_trickle(directory: Path | None, ranks: int, seconds: float, arena_nbytes: int) -> Row:
-    """One round of `trickle`."""
+    """Run one round of `trickle`."""
     with daemon(directory, arena_nbytes=arena_nbytes, policy="block") as running:
         own = set(threads_cpu_s(running.pid))
         crowd = Ranks(ranks, trickle, seconds=seconds)
@@ -189,13 +193,13 @@ def measure_trickle(directory: Path | None, ranks: int, seconds: float, arena_nb
 
 
 def process_cpu_s(pid: int) -> float:
-    """User and system seconds of a process."""
+    """Return the user and system seconds of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def measure_start(directory: Path | None, ranks: int) -> Row:
-    """One round of `start`."""
+    """Run one round of `start`."""
     with daemon(directory, arena_nbytes=ARENA_NBYTES) as running:
         crowd = Ranks(ranks, start)
         crowd.hear()

@@ -1,12 +1,14 @@
-"""What tensor files cost: `capd export --to pt` against bare torch.save, `capd import` against bare torch.load.
+"""The cost of tensor files: `capd export --to pt` compared with torch.save, `capd import` compared with torch.load.
 
     python benchmarks/pt_files.py [--records N] [--rounds N] [--json FILE]
 
-The same bfloat16 tensors, in dictionaries of the same layout, as many bytes of each size. Each variant has a process of
-its own and both CPUs; bare torch is one loop, as in tensor_saver. "cold" means that the files to be read were
-written to the disk and dropped from the page cache before. An import also computes statistics, compresses, and seals a
-store, which torch.load does not: "load and save" is what moving tensors into other files costs with bare torch. The
-peak is of the memory that a process takes beyond what it has before it begins.
+Both use the same bfloat16 tensors, in dictionaries of the same layout, with equal bytes of each size. Each variant
+has its own process and both CPUs. Bare torch is one loop, as in tensor_saver. "cold" means that the input files were
+written to the disk and dropped from the page cache before.
+
+An import also computes statistics, compresses, and seals a store, which torch.load does not. "load and save" is the
+cost of moving tensors into other files with bare torch. The peak is the memory that a process takes beyond its
+memory at the start.
 
 must: 0.80 of the rate of torch.save and torch.load; a peak of at most 384 MiB, also for four times as many records.
 """
@@ -47,12 +49,13 @@ from capd.store.run.run_store import RunStore
 
 SHAPES = {"8 MiB": (1024, 4096), "1 MiB": (256, 2048), "16 KiB": (8, 1024)}
 RATE_BOUND = 0.80
-PEAK_BOUND_MIB = 384.0  # whatever the store's size
+# The bound holds for every size of the store.
+PEAK_BOUND_MIB = 384.0
 WRITES, READS = ("torch.save", "export"), ("torch.load", "load and save", "import", "import, codec fast")
 
 
 def prepare(root: str, name: str, shape: list[int], records: int) -> Row:
-    """A run, and the files exported from it."""
+    """Write a run and export its files."""
     place = Path(root) / name
     writer = CapdWriter(place, threads=2, codec="default")
     batch = synthetic_records(min(records, 64), (shape[0], shape[1]))
@@ -74,7 +77,7 @@ def _cpus() -> int:
 
 
 def measure(variant: str, run: str, files: str, scratch: str, cold: bool) -> Row:
-    """One variant; wall and CPU seconds, raw bytes, and peak of memory. scratch: a directory of its own."""
+    """Measure one variant: wall and CPU seconds, raw bytes, and peak of memory. `scratch` is its own directory."""
     import torch
 
     store, out, found = capd.open(run), Path(scratch), find_files(Path(files))
@@ -95,7 +98,8 @@ def measure(variant: str, run: str, files: str, scratch: str, cold: bool) -> Row
     Path("/proc/self/clear_refs").write_text("5")
     before = peak_nbytes()
     try:
-        with settled_heap(), Meter() as meter:  # as the commands do; bare torch has it no worse
+        # The commands settle the heap, too. Bare torch is not slower with it.
+        with settled_heap(), Meter() as meter:
             work[variant]()
         return meter.row(raw_nbytes=raw_nbytes, peak_mib=(peak_nbytes() - before) / MIB)
     finally:
@@ -136,7 +140,7 @@ def _all(written: Any) -> None:
 
 
 def _drop(paths: Any) -> None:
-    """Write files to the disk, and forget them in memory."""
+    """Write files to the disk and drop them from the page cache."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
@@ -145,7 +149,7 @@ def _drop(paths: Any) -> None:
 
 
 def peak_nbytes() -> int:
-    """The most memory that this process has held."""
+    """Return the highest memory of this process so far."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) << 10
@@ -155,7 +159,7 @@ def peak_nbytes() -> int:
 def compare(
     root: Path, size: str, records: int, rounds: int, cold: bool, chosen: Sequence[str]
 ) -> dict[str, Row]:
-    """Medians of the chosen variants at one size."""
+    """Return the medians of the chosen variants at one size."""
     name = f"{size.replace(' ', '')}-{records}"
     prepared = root / name
     where = {"run": str(prepared / "run.zarr"), "files": str(prepared / "files")}
@@ -171,7 +175,7 @@ def compare(
 
 
 def show(results: dict[str, dict[str, Row]]) -> list[Row]:
-    """Print a line per variant; returns the verdicts."""
+    """Print a line per variant. Returns the verdicts."""
     cells: list[list[object]] = []
     checks: list[tuple[str, float]] = []
     for title, rows in results.items():
@@ -191,7 +195,7 @@ def show(results: dict[str, dict[str, Row]]) -> list[Row]:
 
 
 def peaks(root: Path, records: int) -> list[Row]:
-    """Verdicts on the peaks of export and import, of `records` and of four times as many."""
+    """Return the verdicts on the peaks of export and import, of `records` and of four times as many."""
     return [
         verdict(f"peak MiB of {variant}, {count} records", row["peak_mib"], PEAK_BOUND_MIB, at_most=True)
         for count in (records, 4 * records)

@@ -1,10 +1,12 @@
-"""What the statistics of a tensor cost the thread that computes them, by dtype and size, on the CPU.
+"""The cost of a tensor's statistics for the thread that computes them, by dtype and size, on the CPU.
 
     python benchmarks/rank_statistics.py [--rounds N] [--compiled] [--json FILE]
 
-Milliseconds of the thread's CPU per million elements. Ways, in turn within every round, one thread each:
+The figures are milliseconds of the thread's CPU per million elements. In every round these variants run in turn, one
+thread each:
+
 - separate: one torch reduction per statistic, over a float32 copy, and a histogram of its exponents;
-- compiled: the same as one torch.compile'd function (`--compiled`), which the training job never does itself;
+- compiled: the same as one torch.compile'd function (`--compiled`), which the training job never compiles itself;
 - blocks: `capd_client.devstats.formulas`, block by block;
 - rank: `capd_client.devstats.fill_row`, which chooses between blocks and the histogram of bit patterns;
 - daemon: numpy, `capd.store.format.statistics.summarise`;
@@ -31,11 +33,12 @@ from capd_client.protocol.statistics_row import ROW_VALUES
 
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float64", "int32")
 SIZES = (4 << 10, 256 << 10, 4 << 20)
-BURST_ELEMENTS = 1 << 20  # small tensors are taken several times, so that a clock can tell
+# Small tensors are reduced several times per measurement, because the clock is coarse.
+BURST_ELEMENTS = 1 << 20
 
 
 def separate(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Every statistic by an operation of its own."""
+    """Return every statistic by a separate operation."""
     values = tensor.to(torch.float32)
     finite = values.isfinite()
     clean = torch.where(finite, values, 0.0)
@@ -67,13 +70,14 @@ def ways(tensor: torch.Tensor, dtype: str, compiled: bool) -> dict[str, Callable
 
 
 def measure(dtype: str, elements: int, rounds: int, compiled: bool) -> dict[str, float]:
-    """Median milliseconds of CPU per million elements, by way."""
+    """Return the median milliseconds of CPU per million elements, by variant."""
     generator = torch.Generator().manual_seed(1)
     tensor = (torch.randn(elements, generator=generator) * 3).to(getattr(torch, dtype))
     calls = min(256, max(1, BURST_ELEMENTS // elements))
     times: dict[str, list[float]] = {}
     functions = ways(tensor, dtype, compiled)
-    for turn in range(rounds + 1):  # the first one warms up
+    # The first round warms up.
+    for turn in range(rounds + 1):
         for name, function in functions.items():
             started = time.thread_time()
             for _ in range(calls):

@@ -1,11 +1,12 @@
-"""What capturing every Linear costs a training step when the daemon does not keep up and the arena is full.
+"""The cost of capturing every Linear for a training step when the daemon is too slow and the arena is full.
 
     python benchmarks/stalled_daemon.py [--rounds 8] [--json FILE]
 
-The model and the captures of training_overhead.py (68 tensors, 35.1 MB per step) with an arena of 16 MB, so that
-the warm-up step of each block fills it. Policy drop. "stopped": the daemon gets no CPU at all (SIGSTOP). "slow": it is
-stopped for all but a fraction of the time and takes some 10 MB/s, as from behind a slow disk. The bound is 1.03 of a
-step with empty hooks.
+The model and the captures are those of training_overhead.py (68 tensors, 35.1 MB per step). The arena has 16 MB, so
+that the warm-up step of each block fills it. The policy is drop.
+
+"stopped": the daemon gets no CPU at all (SIGSTOP). "slow": it is stopped most of the time and takes some 10 MB/s, as
+with a slow disk. The bound is 1.03 of a step with empty hooks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from benchmarks.training_overhead import TENSORS, Variant, measure, own_client
 ARENA_NBYTES = 16 << 20
 BOUND = 1.03
 
-# Lets a process run for some milliseconds of every 100, from a process of its own.
+# A separate process lets the daemon run for some milliseconds of every 100.
 _THROTTLE = """
 import os, signal, sys, time
 pid, running_s = int(sys.argv[1]), float(sys.argv[2])
@@ -43,7 +44,7 @@ while True:
 
 
 class Stalled:
-    """A variant's handle: the model is watched, the daemon held back; `remove` undoes both."""
+    """A variant's handle: the model is watched, and the daemon is held back. `remove` undoes both."""
 
     def __init__(self, model: nn.Module, running: Daemon, running_s: float) -> None:
         self._pid = running.pid
@@ -56,7 +57,7 @@ class Stalled:
         self._handle = capd_client.watch(model, steps="all", tensors=TENSORS)
 
     def remove(self) -> None:
-        """Let the daemon run again, and catch up."""
+        """Let the daemon run again and catch up."""
         self._handle.remove()
         if self._throttle is not None:
             self._throttle.kill()
@@ -66,7 +67,7 @@ class Stalled:
 
 
 def make_variants(running: Daemon) -> list[Variant]:
-    """All variants; they are compared with the second one."""
+    """Return all variants. They are compared with the second one."""
     return [
         Variant("none", lambda model: None),
         Variant("empty hooks", lambda model: PlainHooks(model, None)),
@@ -76,7 +77,7 @@ def make_variants(running: Daemon) -> list[Variant]:
 
 
 def summarise(variants: list[Variant]) -> dict[str, dict[str, float]]:
-    """Per variant: median wall and CPU time of a step in ms, and the ratios to empty hooks."""
+    """Return, per variant, the median wall and CPU time of a step in ms, and the ratios to empty hooks."""
     base_cpu, base_wall = (statistics.median(t) for t in (variants[1].cpu_s, variants[1].wall_s))
     rows = {}
     for variant in variants:

@@ -1,16 +1,20 @@
-"""What small records cost the daemon: CPU microseconds per record through the real pipeline, and bytes written.
+"""The cost of small records for the daemon: CPU microseconds per record through the real pipeline, and bytes written.
 
     python benchmarks/store_small.py [--rounds N] [--json FILE]
 
-Records of 4, 16 and 64 KiB, round robin over 1 and 100 series, and of 4 KiB over 5,000. "append": from the first
-record to the last commit, with what moves into shards and the catalog meanwhile. "seal": the rest of the way into
-sealed shards, until the store is closed; divided by the records, too. "flood" submits as fast as it can, "one by one"
-waits for each commit, as a slow job would make the daemon do. "durable" syncs before every acknowledgement, in groups
-where more are waiting. Written: what went into write calls, for the catalog, too.
+Records have 4, 16 and 64 KiB, round robin over 1 and 100 series. Records of 4 KiB also go to 5,000 series.
 
-Beside it: a raw log of framed records, np.save, zarr-python with one block per shard, tensorstore with one transaction
-per shard; none of them has statistics, a catalog, or a record that survives a kill before its shard is complete,
-except the raw log.
+"append" is the time from the first record to the last commit, including the records that move into shards and the
+catalog in this time. "seal" is the rest of the work until all shards are sealed and the store is closed. It is also
+divided by the records.
+
+"flood" submits as fast as it can. "one by one" waits for each commit, as a slow job does. "durable" syncs before
+every acknowledgement, in groups if more records are waiting. Written bytes are those of all write calls, including
+the catalog's.
+
+The other engines are a raw log of framed records, np.save, zarr-python with one block per shard, and tensorstore
+with one transaction per shard. None of them has statistics or a catalog. Only the raw log has records that survive a
+kill before their shard is complete.
 
 must: 40 microseconds per 4 KiB record with statistics, all threads, append and seal together.
 """
@@ -43,7 +47,8 @@ from benchmarks.store.store_runner import (
 )
 
 COLUMNS = 1024
-BUFFER_ROWS = 2048  # records are cut from these 4 MiB, so that neighbouring chunks differ
+# Records are cut from these 4 MiB, so that neighbouring chunks differ.
+BUFFER_ROWS = 2048
 SHARD_NBYTES = 512 << 20
 WARM_UP = 300
 MUST_US = 40.0
@@ -51,7 +56,7 @@ MUST_US = 40.0
 
 @dataclass(frozen=True)
 class Case:
-    """One way to write small records through capd."""
+    """One configuration of small records through capd."""
 
     kib: int
     series: int
@@ -62,19 +67,20 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For the table."""
+        """The name in the table."""
         kind = "one by one" if self.one_by_one else "flood"
         extra = "" if self.durability == "buffered" else ", durable"
         return f"{self.kib} KiB, {self.series} series{'' if self.statistics else ', no statistics'}, {kind}{extra}"
 
 
 def make_cases(*, quick: bool) -> list[Case]:
-    """All cases, or two tiny ones."""
+    """Return all cases, or two tiny ones."""
     if quick:
         return [Case(4, 10, 600), Case(4, 1, 20, durability="durable")]
     cases = [
         Case(kib, series, records, statistics)
-        for kib, records in ((4, 102_400), (16, 12_800), (64, 4_800))  # full chunks in every series
+        # Every series has only full chunks.
+        for kib, records in ((4, 102_400), (16, 12_800), (64, 4_800))
         for series in (1, 100)
         for statistics in (True, False)
     ]
@@ -88,26 +94,26 @@ def make_cases(*, quick: bool) -> list[Case]:
 
 
 class Source:
-    """Endless records of bfloat16 bits, cut from a buffer."""
+    """An endless source of records of bfloat16 bits, cut from a buffer."""
 
     def __init__(self, kib: int) -> None:
         self._data: Bits = synthetic_records(1, (BUFFER_ROWS, COLUMNS))[0]
         self.shape = (kib * 1024 // (2 * COLUMNS), COLUMNS)
 
     def record(self, number: int) -> Bits:
-        """Record `number`, contiguous."""
+        """Return record `number`, contiguous."""
         rows = self.shape[0]
         first = number * rows % (len(self._data) - rows)
         return self._data[first : first + rows]
 
     def views(self) -> list[memoryview]:
-        """Bytes of the records before they repeat, so that a measurement does not count making them."""
+        """Return the bytes of the records before they repeat, so that a measurement does not include their creation."""
         count = (len(self._data) - self.shape[0]) // self.shape[0]
         return [memoryview(self.record(number)).cast("B") for number in range(count)]
 
 
 def capd(place: str, case: Row) -> Row:
-    """One case: CPU of append and seal, by thread, and bytes."""
+    """Run one case. Returns the CPU of append and seal, by thread, and bytes."""
     this = Case(**case)
     source = Source(this.kib)
     settings = {"codec": "default", "statistics": this.statistics, "durability": this.durability}
@@ -144,7 +150,7 @@ def _put(writer: CapdWriter, source: Source, series: int, records: int, *, one_b
 
 
 def raw_log(place: str, kib: int, records: int) -> Row:
-    """Each record appended with a frame and a checksum, nothing else."""
+    """Append each record with a frame and a checksum, and nothing else."""
     from capd.store.format.frames import FrameKind, frame
 
     source = Source(kib)
@@ -159,7 +165,7 @@ def raw_log(place: str, kib: int, records: int) -> Row:
 
 
 def np_save(place: str, kib: int, records: int) -> Row:
-    """One .npy file per record."""
+    """Write one .npy file per record."""
     source = Source(kib)
     with work_directory(Path(place)) as root, Meter() as meter:
         for number in range(records):
@@ -168,7 +174,7 @@ def np_save(place: str, kib: int, records: int) -> Row:
 
 
 def array(place: str, engine: str, kib: int, records: int) -> Row:
-    """One block (zarr-python) or transaction (tensorstore) per shard, on capd's grid."""
+    """Write one block (zarr-python) or transaction (tensorstore) per shard, on capd's grid."""
     source = Source(kib)
     grid = Grid.of(records, source.shape, SHARD_NBYTES)
     data = np.stack([source.record(number) for number in range(records)])
@@ -193,7 +199,7 @@ def _other(meter: Meter, records: int) -> Row:
 def measure(
     cases: list[Case], sizes: dict[int, int], place: Path, rounds: int
 ) -> tuple[list[Row], list[Row]]:
-    """Rows of capd's cases, and of the other engines for each size (KiB → records)."""
+    """Return the rows of capd's cases, and of the other engines for each size (KiB → records)."""
     variants: dict[str, Callable[[], Row]] = {
         case.name: partial(child, "benchmarks.store_small:capd", place=place, case=asdict(case))
         for case in cases
@@ -214,7 +220,7 @@ def measure(
 
 
 def show(ours: list[Row], others: list[Row]) -> list[Row]:
-    """Print both tables; returns the verdicts."""
+    """Print both tables. Returns the verdicts."""
     roles = [name for name in ours[0] if name.endswith(" us")]
     cells = [
         [

@@ -1,15 +1,18 @@
-"""What writing large bfloat16 records costs: capd's pipeline, zarr-python, zarrs, tensorstore, the bare codec.
+"""The cost of writing large bfloat16 records: capd's pipeline, zarr-python, zarrs, tensorstore, the bare codec.
 
     python benchmarks/store_write.py [--corpus DIR] [--shard-mib N] [--rounds N] [--json FILE]
 
-"stream": 8 MiB records into shards, from the first record to the last sealed shard. zarr-python and zarrs get one
-block per shard, tensorstore one transaction per shard; capd gets records, as the daemon does, and closes its store
-inside the measured time. "append": one record into a shard that is half full. There the others rewrite the shard;
-capd is measured once until the record is committed (readable through capd, safe from a kill), once with every record
-sealed (readable by plain Zarr readers). Same data, grid, codec and number of threads for all. The bare codec is the
-chain that each of them runs, compressor and crc32c, over the same chunks; it writes nothing. It is measured in an
-ordinary process, and once more with the heap settings of capd's daemon (`capd.server.heap`), from which it gains,
-too.
+"stream": 8 MiB records are written into shards, from the first record to the last sealed shard. zarr-python and
+zarrs get one block per shard, tensorstore one transaction per shard. capd gets records, as the daemon does, and
+closes its store inside the measured time.
+
+"append": one record is appended to a shard that is half full. The other engines rewrite the shard. capd is measured
+once until the record is committed (readable through capd, safe from a kill). It is measured again with every record
+sealed (readable by plain Zarr readers).
+
+All engines have the same data, grid, codec and number of threads. The bare codec is the chain that each of them
+runs, compressor and crc32c, over the same chunks. It writes nothing. It is measured in an ordinary process, and
+again with the heap settings of capd's daemon (`capd.server.heap`), which also make it faster.
 
 must: at least 0.80 of the bare codec's MB per CPU second, 1.1 times tensorstore's, twice zarr-python's; with
 statistics 0.45 of the bare codec's; an append at least ten times faster than anyone's.
@@ -47,7 +50,8 @@ from benchmarks.store.store_runner import (
 
 RECORD, QUICK_RECORD = (1024, 4096), (256, 1024)
 APPENDS = 4
-APPEND_FACTOR = 4  # appends are measured on larger shards, too: with 128 MiB on those of capd's own size
+# Appends are also measured on larger shards. With 128 MiB these have capd's own size.
+APPEND_FACTOR = 4
 MUST_APPEND = 10.0
 MUST = (("bare codec", 0.80), ("tensorstore", 1.1), ("zarr-python", 2.0))
 
@@ -59,7 +63,10 @@ def _put(writer: CapdWriter, records: Bits, first: int = 0) -> None:
 
 
 def stream_bare(data: str, threads: int, shard_nbytes: int, heap: bool) -> Row:
-    """The codec chain alone (compressor, crc32c), in memory, over the same chunks. heap: with the daemon's settings."""
+    """Run only the codec chain (compressor, crc32c), in memory, over the same chunks.
+
+    `heap`: use the daemon's settings.
+    """
     from capd.server.heap import settle_heap
     from capd.store.format.codec_choice import codec_name
     from capd.store.format.codecs import chain_for
@@ -77,7 +84,10 @@ def stream_bare(data: str, threads: int, shard_nbytes: int, heap: bool) -> Row:
 
 
 def stream_capd(data: str, place: str, threads: int, shard_nbytes: int, statistics: bool) -> Row:
-    """capd, from the first record to the closed store. A small run before it imports and warms what a daemon has."""
+    """Run capd from the first record to the closed store.
+
+    A small run before it imports and warms up everything that a daemon has ready.
+    """
     records: Bits = np.load(data)
     settings: dict[str, Any] = {"codec": "default", "shard_nbytes": shard_nbytes, "statistics": statistics}
     with work_directory(Path(place)) as root:
@@ -92,7 +102,7 @@ def stream_capd(data: str, place: str, threads: int, shard_nbytes: int, statisti
 
 
 def stream_array(engine: str, data: str, place: str, threads: int, shard_nbytes: int) -> Row:
-    """Another engine, shard by shard."""
+    """Run another engine, shard by shard."""
     records: Bits = np.load(data)
     grid = Grid.of(len(records), records.shape[1:], shard_nbytes)
     with work_directory(Path(place)) as root:
@@ -107,7 +117,7 @@ def stream_array(engine: str, data: str, place: str, threads: int, shard_nbytes:
 
 
 def append_capd(place: str, shape: list[int], shard_nbytes: int, sealed: bool) -> Row:
-    """capd: each record committed, or each record sealed, behind half a shard."""
+    """Append to half a shard with capd: each record committed, or each record sealed."""
     grid = Grid.of(1, tuple(shape), shard_nbytes)
     half = grid.shards[0] // 2
     records = synthetic_records(min(half + APPENDS, grid.shards[0]), (shape[0], shape[1]))
@@ -127,7 +137,7 @@ def append_capd(place: str, shape: list[int], shard_nbytes: int, sealed: bool) -
 
 
 def append_array(engine: str, place: str, shape: list[int], shard_nbytes: int) -> Row:
-    """Another engine: `array[i] = record` behind half a shard."""
+    """Append to half a shard with another engine: `array[i] = record`."""
     grid = Grid.of(1, tuple(shape), shard_nbytes)
     half = grid.shards[0] // 2
     records = synthetic_records(min(half + APPENDS, grid.shards[0]), (shape[0], shape[1]))
@@ -146,7 +156,7 @@ def append_array(engine: str, place: str, shape: list[int], shard_nbytes: int) -
 def measure_stream(
     kind: str, data: Path, threads: int, place: Path, shard_nbytes: int, rounds: int, engines: Sequence[str]
 ) -> list[Row]:
-    """One row per engine."""
+    """Return one row per engine."""
     common = {"data": data, "threads": threads, "shard_nbytes": shard_nbytes}
     capd = partial(child, "benchmarks.store_write:stream_capd", **common, place=place)
     variants: dict[str, Callable[[], Row]] = {
@@ -170,7 +180,7 @@ def measure_stream(
 def measure_append(
     place: Path, shape: tuple[int, int], shard_nbytes: int, rounds: int, engines: Sequence[str]
 ) -> list[Row]:
-    """One row per engine, capd first."""
+    """Return one row per engine, capd first."""
     common = {"place": place, "shape": shape, "shard_nbytes": shard_nbytes}
     variants: dict[str, Callable[[], Row]] = {
         "capd": partial(child, "benchmarks.store_write:append_capd", sealed=False, **common),
@@ -185,7 +195,7 @@ def measure_append(
 
 
 def show_stream(results: list[Row]) -> list[Row]:
-    """Print the table; returns the verdicts, of the ratios' medians over data and threads."""
+    """Print the table. Returns the verdicts on the ratios' medians over data and threads."""
     efficiency = {(r["data"], r["threads"], r["engine"]): r["mb_per_cpu_s"] for r in results}
     cells: list[list[object]] = []
     ratios: dict[tuple[str, str], list[float]] = {}
@@ -211,7 +221,7 @@ def show_stream(results: list[Row]) -> list[Row]:
 
 
 def show_append(results: list[Row]) -> list[Row]:
-    """Print the table; returns the verdict on the larger shards, which are of the size that capd makes."""
+    """Print the table. Returns the verdict on the larger shards, which have the size that capd makes."""
     cells: list[list[object]] = []
     fastest: dict[int, float] = {}
     for row in results:

@@ -1,16 +1,18 @@
-"""What capturing every Linear costs a training step: nothing, empty hooks, bare copies, capd, synchronous saving.
+"""The cost of capturing every Linear for a training step, by variants from no capture to synchronous saving.
 
     python benchmarks/training_overhead.py [--client transformers] [--rounds 6] [--json FILE]
 
-A 4-layer transformer, d_model 512, 8 heads, batch 1 x 128 tokens, fp32, 17 Linears, one thread. Captured are
-input, output, grad_output and grad_input of every Linear: 68 tensors, 35.1 MB per step. With `--client transformers` it
-is a Llama of that size, and its attention is captured, too (transformers_client.py). The variants take turns
-in blocks within one process. Every measured step is captured whole; between two of them capd's daemon
-may catch up, so that nothing is dropped, and what the client does meanwhile counts as CPU of the step.
+The model is a 4-layer transformer, d_model 512, 8 heads, batch 1 x 128 tokens, fp32, 17 Linears, one thread.
+Captured are input, output, grad_output and grad_input of every Linear: 68 tensors, 35.1 MB per step. With `--client
+transformers` the model is a Llama of that size, and its attention is captured, too (transformers_client.py).
 
-CPU x: CPU time of the training process (all threads) per step, relative to no capture. wall x: the same for the
-time from the start of a step to its end. Both are compared round by round, and the medians of that are printed: the
-speed of a virtual machine changes by the minute.
+The variants are no capture, empty hooks, bare copies, capd, and synchronous saving. They take turns in blocks within
+one process. Every measured step is captured whole. Between two steps capd's daemon may catch up, so that nothing is
+dropped. The client's work in this time counts as CPU of the step.
+
+"CPU x" is the CPU time of the training process (all threads) per step, relative to no capture. "wall x" is the same
+for the time from the start of a step to its end. Both are compared round by round, and the medians of the ratios are
+printed, because the speed of a virtual machine changes by the minute.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ DRAIN_TIMEOUT_S = 60.0
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block with four Linears."""
+    """A pre-norm transformer block with four Linears."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +59,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Token ids in, mean cross entropy of the next token out."""
+    """A transformer: token ids in, mean cross entropy of the next token out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,13 +75,13 @@ class Transformer(nn.Module):
 
 
 class Handle(Protocol):
-    """What a variant leaves on the model."""
+    """The hooks of a variant on the model."""
 
     def remove(self) -> None: ...
 
 
 class Variant:
-    """One way to capture. `settle` runs after each step: its CPU time counts, its wall time does not."""
+    """A way to capture. `settle` runs after each step: its CPU time counts, its wall time does not."""
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class Variant:
     def run_block(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, steps: int
     ) -> None:
-        """One step to warm up, then `steps` measured ones: a round."""
+        """Run a round: one step to warm up, then `steps` measured ones."""
         handle = self.attach(model)
         self._steps = steps
         for index in range(steps + 1):
@@ -118,13 +120,13 @@ class Variant:
         self.after_block()
 
     def rounds(self, measured: list[float]) -> list[float]:
-        """The median of each round, of `cpu_s` or `wall_s`."""
+        """Return the median of each round, of `cpu_s` or `wall_s`."""
         return [
             statistics.median(measured[at : at + self._steps]) for at in range(0, len(measured), self._steps)
         ]
 
     def above(self, other: Variant, base: Variant) -> tuple[float, float]:
-        """What it costs more than `other`, as a share of `base`: of CPU and of wall time, medians of all rounds."""
+        """Return the extra cost over `other`, as a share of `base`: of CPU and of wall time, medians of all rounds."""
         return (
             _above(self.rounds(self.cpu_s), other.rounds(other.cpu_s), base.rounds(base.cpu_s)),
             _above(self.rounds(self.wall_s), other.rounds(other.wall_s), base.rounds(base.wall_s)),
@@ -136,7 +138,7 @@ def _above(these: list[float], others: list[float], base: list[float]) -> float:
 
 
 def wait_until_acknowledged() -> None:
-    """Let the daemon catch up. Looks rarely: this waiting is the benchmark's own, and its CPU is counted."""
+    """Let the daemon catch up. It checks rarely, because the CPU of this wait is counted."""
     deadline = time.monotonic() + DRAIN_TIMEOUT_S
     while capd_client.counters()["in_flight"] and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -144,14 +146,16 @@ def wait_until_acknowledged() -> None:
 
 @dataclass(frozen=True)
 class Client:
-    """Who trains: a model, the tensors that are captured of it, and the cheapest hooks that get them right."""
+    """A training client: a model, its captured tensors, and the cheapest correct hooks for them."""
 
     make: Callable[[], nn.Module]
     tensors: tuple[str, ...]
     components: list[str]
     plain: Callable[[nn.Module, Callable[[Tensor], None] | None], Handle]
-    bounds: tuple[tuple[str, float], ...]  # what capd may add to which other variants
-    make_idle: Callable[[], nn.Module]  # one with so little to compute that what hooks cost can be seen
+    # The other variants, each with the cost that capd may add to it.
+    bounds: tuple[tuple[str, float], ...]
+    # Returns a model with so little computation that the cost of hooks is visible.
+    make_idle: Callable[[], nn.Module]
     idle_tokens: Tensor
 
 
@@ -176,7 +180,8 @@ def own_client() -> Client:
 
 
 def transformers_client() -> Client:
-    from benchmarks.kit import transformers_client as llama  # lies beside this file; slow to import
+    # This import is slow.
+    from benchmarks.kit import transformers_client as llama
 
     def plain(model: nn.Module, take: Callable[[Tensor], None] | None) -> Handle:
         return Both(PlainHooks(model, take), llama.AttentionHooks(take or (lambda tensor: None)))
@@ -189,14 +194,15 @@ def transformers_client() -> Client:
         llama.TENSORS,
         ["linear", "FA"],
         plain,
-        (("bare copies", 0.08), ("empty hooks", 0.08)),  # without the copying of the bytes, and with it
+        # The first bound is without the copying of the bytes, the second with it.
+        (("bare copies", 0.08), ("empty hooks", 0.08)),
         llama.make_idle,
         torch.randint(64, (1, 4)),
     )
 
 
 def make_variants(client: Client, scratch: Path) -> list[Variant]:
-    """All variants; the first one is what the others are compared with."""
+    """Return all variants. The others are compared with the first one."""
     ring, saver = Ring(RING_NBYTES), SynchronousSaver(scratch)
     return [
         Variant("none", lambda model: None),
@@ -230,7 +236,7 @@ def measure(client: Client, variants: list[Variant], rounds: int, steps: int) ->
 
 
 def summarise(variants: list[Variant]) -> dict[str, dict[str, float]]:
-    """Per variant: medians in ms, and ratios to the first variant with what they make of its medians in ms."""
+    """Return, per variant, medians in ms and ratios to the first variant, with the resulting medians in ms."""
     base = variants[0]
     base_cpu, base_wall = statistics.median(base.cpu_s) * 1e3, statistics.median(base.wall_s) * 1e3
     rows = {}

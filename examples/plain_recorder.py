@@ -1,9 +1,11 @@
-"""Records the same tensors as capd does in `train_text.py`, by plain hooks and `torch.save`, without capd.
+"""A plain recorder of the tensors that capd captures in `train_text.py`, by hooks and `torch.save`, without capd.
 
-It is what tests compare a store with: for every captured step, each Linear's input and weight in the dtype its
-product used, its output and the gradient of its output, and the same of each attention's query, key and value. The file
-holds a list of (module, tensor_name, iteration, micro_batch, tensor). It keeps everything in memory until `save`, so
-it is for short runs.
+Tests compare a store with its file. For every captured step it records each Linear's input and weight, in the dtype
+of the product. It also records the output and the output's gradient. For each attention it records query, key and
+value, the output and the output's gradient.
+
+The file holds a list of (module, tensor_name, iteration, micro_batch, tensor). All tensors stay in memory until
+`save`, so the recorder is for short runs.
 """
 
 from __future__ import annotations
@@ -20,14 +22,18 @@ Entry = tuple[str, str, int, int, Tensor]
 
 
 class PlainRecorder:
-    """Clones the tensors of `model` while `at` has named a step in `steps`; `save` writes them to `path`."""
+    """A recorder that clones the tensors of `model` while `at` names a step in `steps`.
+
+    `save` writes them to `path`.
+    """
 
     def __init__(self, model: nn.Module, steps: Container[int], path: Path) -> None:
         self._steps = steps
         self._path = path
         self._at = (-1, -1)
         self._entries: list[Entry] = []
-        self._attention = ""  # the attention module that is running
+        # The name of the attention module that is running.
+        self._attention = ""
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear):
                 self._hook_linear(name, module)
@@ -37,7 +43,7 @@ class PlainRecorder:
         F.scaled_dot_product_attention = self._recorded_attention
 
     def at(self, iteration: int, micro_batch: int) -> None:
-        """Names the micro-batch whose forward comes next."""
+        """Name the micro-batch whose forward comes next."""
         self._at = (iteration, micro_batch)
 
     def save(self) -> None:
@@ -58,7 +64,8 @@ class PlainRecorder:
     def _hook_linear(self, name: str, linear: nn.Linear) -> None:
         def after(module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
             at = self._at
-            self._record(name, "input", args[0].to(output.dtype), at)  # autocast gives all operands one dtype
+            # Under autocast all operands have one dtype.
+            self._record(name, "input", args[0].to(output.dtype), at)
             if at[1] == 0:
                 self._record(name, "weight", module.weight.to(output.dtype), at)
             self._record(name, "output", output, at)

@@ -3,10 +3,11 @@
     python examples/train_text.py                                             # one process, capture off
     capd run -- torchrun --nproc-per-node 2 examples/train_text.py            # two ranks, captured
 
-Byte-level, causal attention, bf16 autocast, AdamW, gradient accumulation; DistributedDataParallel over gloo
-when torchrun starts it. One line makes it a captured job: `capd_client.watch(model)` takes the operands of every
-Linear and of attention. It does nothing when CAPD_ENDPOINT is unset. Losses are the same, bit for bit, with capture on
-and off.
+The model is byte-level with causal attention. It trains under bf16 autocast with AdamW and gradient accumulation.
+Under torchrun it uses DistributedDataParallel over gloo.
+
+One line makes it a captured job: `capd_client.watch(model)` captures the operands of every Linear and of attention.
+It does nothing when CAPD_ENDPOINT is unset. Losses are the same, bit for bit, with capture on and off.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from plain_recorder import PlainRecorder  # lies beside this file
+
+# plain_recorder.py is beside this file.
+from plain_recorder import PlainRecorder
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import capd_client
 from capd_client.protocol.selection import Ranges
 
-VOCABULARY = 256  # one token per byte
+# One token is one byte.
+VOCABULARY = 256
 
 
 class Attention(nn.Module):
@@ -53,7 +57,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a LayerNorm and around a skip connection."""
+    """Attention and MLP, each after a LayerNorm and inside a skip connection."""
 
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
@@ -69,7 +73,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens (batch, sequence) in, logits (batch, sequence, VOCABULARY) out."""
+    """A GPT: tokens (batch, sequence) in, logits (batch, sequence, VOCABULARY) out."""
 
     def __init__(self, layers: int, d_model: int, heads: int, max_seq: int) -> None:
         super().__init__()
@@ -87,7 +91,7 @@ class GPT(nn.Module):
 
 
 def read_corpus(max_nbytes: int) -> Tensor:
-    """The standard library's own .py files, in a fixed order, as bytes: code and docstrings."""
+    """Return the standard library's own .py files, in a fixed order, as bytes."""
     root = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
     for path in sorted(root.glob("*.py")) + sorted(root.glob("[a-z]*/*.py")):
@@ -99,7 +103,7 @@ def read_corpus(max_nbytes: int) -> Tensor:
 
 
 def draw_batch(corpus: Tensor, generator: torch.Generator, batch: int, seq: int) -> tuple[Tensor, Tensor]:
-    """Random windows of the corpus: inputs and, shifted by one byte, targets."""
+    """Return random windows of the corpus: inputs and, shifted by one byte, targets."""
     starts = torch.randint(len(corpus) - seq - 1, (batch,), generator=generator)
     windows = torch.stack([corpus[s : s + seq + 1] for s in starts.tolist()]).long()
     return windows[:, :-1], windows[:, 1:]
@@ -141,14 +145,17 @@ def train(args: argparse.Namespace, rank: int, world_size: int) -> list[float]:
 
 
 def start_reference(gpt: GPT, args: argparse.Namespace, rank: int) -> PlainRecorder | None:
-    """With --dump-tensors: a plain recorder of the same tensors, to compare a store with."""
+    """Return a plain recorder of the same tensors for --dump-tensors, to compare a store with.
+
+    None without the option.
+    """
     if args.dump_tensors is None:
         return None
     return PlainRecorder(gpt, Ranges(args.capture_steps), args.dump_tensors / f"rank{rank}.pt")
 
 
 def dump_losses(path: Path, losses: list[float], rank: int, world_size: int) -> None:
-    """Rank 0 writes every rank's losses as hexadecimal floats: no digit is lost."""
+    """Write every rank's losses as hexadecimal floats, on rank 0. No digit is lost."""
     everyone = torch.zeros(world_size, len(losses), dtype=torch.float64)
     everyone[rank] = torch.tensor(losses, dtype=torch.float64)
     if world_size > 1:
@@ -190,7 +197,8 @@ def main() -> None:
     if args.dump_losses is not None:
         dump_losses(args.dump_losses, losses, rank, world_size)
     if world_size > 1:
-        dist.barrier()  # gloo may abort a rank whose peer is gone already
+        # gloo may abort a rank whose peer has already ended.
+        dist.barrier()
         dist.destroy_process_group()
 
 

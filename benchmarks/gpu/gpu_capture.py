@@ -1,15 +1,15 @@
-"""What capturing from a GPU costs: calls, the link, training steps, device memory, small tensors, others' copies.
+"""The cost of capturing from a GPU: calls, the link, training steps, device memory, small tensors, others' copies.
 
     python benchmarks/gpu/gpu_capture.py [--rounds N] [--only SECTION ...] [--link-gbps X] [--json FILE]
 
-Prints Markdown tables for docs/measurements.md; about ten minutes on one GPU with 64 GiB of host memory. Every
-section runs in a process of its own with its own daemon. Without a CUDA device it ends with code 2; `--quick` then
-shows on the CPU that all of it runs, and its figures mean nothing.
+It prints Markdown tables for docs/measurements.md, and takes about ten minutes on one GPU with 64 GiB of host
+memory. Every section runs in a separate process with its own daemon. Without a CUDA device it ends with code 2. With
+`--quick` all of it runs on the CPU, and its figures mean nothing.
 
-must: capture() <= 40 us p50 without a synchronisation; captures >= 16 MiB at >= 85 % of a plain pinned copy's
-rate, also beside a training thread that computes in Python; a training step <= +2 % with captures of at most half of
-the link's bytes and 0 drops under policy block (under drop they are shown: what the host issues in its lead over the
-device must fit into the ring); device memory flat. `gpu_tables.py` has all bounds, and those that are hoped for.
+must: capture() <= 40 us p50 without a synchronisation; captures >= 16 MiB at >= 85 % of a plain pinned copy's rate,
+also beside a training thread that computes in Python; a training step <= +2 % with captures of at most half of the
+link's bytes and 0 drops under policy block; device memory flat. Drops under policy drop are only shown, because the
+host's lead over the device must fit into the ring. `gpu_tables.py` has all bounds, including the desired ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 class Sections:
-    """Measures each section by its name. link_gbps: as the transfers found it, once they have."""
+    """The measurements of each section by its name. `link_gbps` is the value of the transfers, once they have run."""
 
     def __init__(self, place: str, quick: bool, rounds: int, link_gbps: float) -> None:
         self._common: dict[str, Any] = {"place": place, "quick": quick}
@@ -38,7 +38,7 @@ class Sections:
         self.link_gbps = link_gbps
 
     def measure(self, name: str) -> Any:
-        """What a section found; JSON can tell it."""
+        """Return the result of a section as JSON values."""
         ways: dict[str, Callable[[], Any]] = {
             "constants": lambda: child("benchmarks.gpu.gpu_constants:constants", quick=self._quick),
             "calls": self._calls,

@@ -1,9 +1,9 @@
-"""Measures what `device_model.py` needs to know of a GPU: the host's time for each call, rates, and latencies.
+"""Measures the constants of a GPU that `device_model.py` needs: the host's time for each call, rates, and latencies.
 
     python benchmarks/gpu/gpu_constants.py [--json FILE] [--quick]
 
-Prints a flat JSON object; each name ends with its unit. Nothing of capd is used.
-Without a CUDA device it ends with code 2; `--quick` then runs on stand-ins for streams, and its figures mean nothing.
+It prints a flat JSON object whose names end with their units, and uses nothing of capd. Without a CUDA device it
+ends with code 2. With `--quick` it runs on stand-ins for streams, and its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -27,28 +27,30 @@ from benchmarks.kit.common import percentile
 __all__ = ["constants"]
 
 KIB, MIB = 1 << 10, 1 << 20
-CYCLES_PER_MS = 2_000_000  # about: what is slept is measured
+# About: the real sleep is measured.
+CYCLES_PER_MS = 2_000_000
 
 
 class Bench:
-    """One GPU, or the CPU in its place, and what calls to it cost. quick: a few repetitions of tiny sizes."""
+    """One GPU, or the CPU in its place, and the cost of calls to it. `quick`: a few repetitions of tiny sizes."""
 
     def __init__(self, quick: bool) -> None:
         self.cuda = runtime()
         self.is_cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", 0) if self.is_cuda else torch.device("cpu")
         self.count = 20 if quick else 1000
-        self.scale = 64 if quick else 1  # by which sizes are divided
+        # Sizes are divided by it.
+        self.scale = 64 if quick else 1
         self.side = self.cuda.Stream()
 
     def tensor(self, nbytes: int, pinned: bool = False) -> torch.Tensor:
-        """Bytes of zeros, on the device or page-locked on the host."""
+        """Return bytes of zeros, on the device or page-locked on the host."""
         if pinned:
             return torch.zeros(nbytes // self.scale, dtype=torch.uint8, pin_memory=self.is_cuda)
         return torch.zeros(nbytes // self.scale, dtype=torch.uint8, device=self.device)
 
     def call_us(self, call: Callable[[], object]) -> float:
-        """Median µs of the host for a call, which the device does not hold up."""
+        """Return the median µs of the host for a call that does not wait for the device."""
         times = []
         for number in range(self.count):
             if number % 50 == 0:
@@ -60,7 +62,7 @@ class Bench:
         return statistics.median(times) * 1e6
 
     def gbps(self, call: Callable[[], object], nbytes: int, times: int) -> float:
-        """10⁹ bytes per second of a call that is made `times` times in a row."""
+        """Return the rate in 10⁹ bytes per second of a call that is made `times` times in a row."""
         call()
         self.cuda.synchronize()
         started = time.perf_counter()
@@ -71,7 +73,7 @@ class Bench:
 
 
 def constants(quick: bool) -> dict[str, float]:
-    """All of them; names are those of a model's fields."""
+    """Return all constants. The names are those of a model's fields."""
     bench = Bench(quick)
     return {**_calls(bench), **_rates(bench), **_latencies(bench), **_reacquiring(bench)}
 
@@ -119,7 +121,7 @@ def _rates(bench: Bench) -> dict[str, float]:
 
 
 def _latencies(bench: Bench) -> dict[str, float]:
-    """How much later than a spinning wait one comes back that blocks; and a 4-byte copy on an idle link."""
+    """Measure the extra delay of a blocking wait over a spinning one, and a 4-byte copy on an idle link."""
     cuda = bench.cuda
     waits: dict[bool, list[float]] = {True: [], False: []}
     for number in range(2 * max(10, bench.count // 20)):
@@ -145,7 +147,7 @@ def _latencies(bench: Bench) -> dict[str, float]:
 
 
 def _reacquiring(bench: Bench) -> dict[str, float]:
-    """A call that lets go of the interpreter's lock and takes it back, beside a thread that computes all the time."""
+    """Measure a call that releases and retakes the interpreter's lock, beside a thread that computes all the time."""
     event, busy = bench.cuda.Event(), threading.Event()
     event.record(bench.cuda.current_stream())
     bench.cuda.synchronize()
@@ -154,7 +156,8 @@ def _reacquiring(bench: Bench) -> dict[str, float]:
         small = torch.zeros(16)
         while not busy.is_set():
             for _ in range(50):
-                small.add_(1)  # lets go of the lock, as a training loop does
+                # The call releases the lock, as a training loop does.
+                small.add_(1)
             sum(range(200))
 
     found = {}
@@ -165,7 +168,8 @@ def _reacquiring(bench: Bench) -> dict[str, float]:
         times = []
         for _ in range(bench.count):
             started = time.perf_counter()
-            event.synchronize()  # has happened: all that is waited for is the lock
+            # The event has happened, so the call waits only for the lock.
+            event.synchronize()
             times.append((time.perf_counter() - started) * 1e6)
         busy.set()
         if thread.ident is not None:

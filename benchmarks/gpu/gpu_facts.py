@@ -1,11 +1,15 @@
-"""Facts about a GPU that decide how capd should treat it; each a few seconds, and none needs capd.
+"""The facts about a GPU that decide how capd should treat it. Each takes a few seconds.
 
     python benchmarks/gpu/gpu_facts.py {machine,lock,border,link,loading,rows} [--json FILE] [--quick]
 
-machine: versions, link, sockets. lock: how long page-locking holds up other threads, by size. border: whether one copy
-may cross from one page lock into another. link: rates by size of the copies, and what a small copy waits for beside
-them. loading: whether the first launch of a kernel waits for all that is queued. rows: the kernel of the statistics,
-the one fact that needs capd. Without a CUDA device it ends with code 2; `--quick` shows on the CPU that it runs.
+- machine: versions, link, sockets.
+- lock: how long page-locking delays other threads, by size.
+- border: whether one copy may cross from one page lock into another.
+- link: rates by size of the copies, and the delay of a small copy beside them.
+- loading: whether the first launch of a kernel waits for all queued work.
+- rows: the kernel of the statistics, the only fact that needs capd.
+
+Without a CUDA device it ends with code 2. With `--quick` it shows on the CPU that it runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What copies between device and host cost each other and the kernels, and what the first launch of a kernel costs."""
+"""The costs of copies between device and host for each other and for kernels, and of a kernel's first launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from benchmarks.gpu.gpu_tables import Check, markdown
 __all__ = ["link", "loading"]
 
 MIB = 1 << 20
-SLEEP_CYCLES = 1_000_000_000  # half a second and more
+# Half a second and more.
+SLEEP_CYCLES = 1_000_000_000
 Found = tuple[dict[str, Any], list[Check]]
 
 
@@ -39,7 +40,7 @@ class Copies:
                 self.host[begin:end].copy_(self.source[begin:end], non_blocking=True)
 
     def seconds(self, call: Any) -> float:
-        """From an idle device until it is idle again, the median of some."""
+        """Return the median seconds of a call, from an idle device until it is idle again."""
         times = []
         for _ in range(self.times):
             self.cuda.synchronize()
@@ -51,7 +52,7 @@ class Copies:
 
 
 def link(quick: bool) -> Found:
-    """GB/s by size of the copies; µs of a small copy beside queued ones; what GEMMs and copies take from each other."""
+    """Measure copies: GB/s by size, µs of a small copy beside queued ones, and the mutual slowdown with GEMMs."""
     copies = Copies(quick)
     nbytes = copies.source.numel()
     rates = {
@@ -76,7 +77,7 @@ def link(quick: bool) -> Found:
 
 
 def _small_us(copies: Copies, queued: int) -> float:
-    """Of a 4-byte copy on another stream, waited for, the median."""
+    """Return the median µs of a 4-byte copy on another stream, including the wait for it."""
     scalar = copies.source[:4].clone()
     target = torch.zeros(4, dtype=torch.uint8, pin_memory=copies.is_cuda)
     times = []
@@ -92,7 +93,7 @@ def _small_us(copies: Copies, queued: int) -> float:
 
 
 def _beside_gemms(copies: Copies, quick: bool) -> dict[str, float]:
-    """Milliseconds of ten GEMMs: alone, beside copies on the device, beside copies to the host."""
+    """Return the milliseconds of ten GEMMs: alone, beside copies on the device, beside copies to the host."""
     width = 64 if quick else 8192
     a = torch.randn(width, width, device=copies.device)
     a = a.to(torch.bfloat16) if copies.is_cuda else a
@@ -116,7 +117,10 @@ def _beside_gemms(copies: Copies, quick: bool) -> dict[str, float]:
 
 
 def loading(quick: bool) -> Found:
-    """Host ms of a kernel's first and second launch while the device sleeps: does the first wait for it?"""
+    """Measure the host ms of a kernel's first and second launch while the device sleeps.
+
+    Does the first wait for it?
+    """
     copies = Copies(quick)
     x = torch.ones(1000, device=copies.device)
     calls = {

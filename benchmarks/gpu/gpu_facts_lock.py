@@ -1,4 +1,4 @@
-"""What page-locking host memory does to a process: how long others wait meanwhile, and where copies may go."""
+"""The effects of page-locking host memory on a process: the delays of other threads, and the limits of copies."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from benchmarks.gpu.gpu_tables import Check, markdown
 __all__ = ["STOP_MS", "border", "lock"]
 
 MIB = 1 << 20
-CHUNK_MIB = 256  # what capd locks at once, at most
-STOP_MS = 100.0  # from here on nothing else is worth measuring before it is mended
+# The most that capd locks at once.
+CHUNK_MIB = 256
+# Above this delay nothing else is worth measuring before it is fixed.
+STOP_MS = 100.0
 HUGE_MS = 1e6
 Found = tuple[dict[str, Any], list[Check]]
 
 
 class Shared:
-    """Anonymous shared memory with all of its pages made, as an arena's are."""
+    """Anonymous shared memory with all of its pages populated, as in an arena."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -36,14 +38,14 @@ class Shared:
         self.address = self.bytes.data_ptr()
 
     def close(self) -> None:
-        """Give it back."""
+        """Free the memory."""
         del self.bytes
         self._map.close()
         os.close(self._file)
 
 
 class Beats:
-    """Threads that call the device all the time, and their longest gaps in ms: one launches, one asks for an event."""
+    """Threads that call the device all the time, and their longest gaps in ms. One launches, one queries an event."""
 
     def __init__(self, cuda: Any) -> None:
         self.gaps = {"query": 0.0, "launch": 0.0}
@@ -73,9 +75,10 @@ class Beats:
 
 
 def lock(quick: bool) -> Found:
-    """By size: ms of one page lock, and the longest gap of each thread before it and during it."""
+    """Measure, by size, the ms of one page lock, and the longest gap of each thread before it and during it."""
     cuda = runtime()
-    sys.setswitchinterval(1e-4)  # else the interpreter's lock alone makes gaps of 5 ms
+    # Otherwise the interpreter's lock alone causes gaps of 5 ms.
+    sys.setswitchinterval(1e-4)
     found: dict[str, Any] = {}
     for mib in (1, 4) if quick else (64, 128, CHUNK_MIB, 1024, 2048, 4096):
         if os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 2 * mib * MIB:
@@ -89,7 +92,8 @@ def lock(quick: bool) -> Found:
         started = time.perf_counter()
         code = int(cuda.cudart().cudaHostRegister(shared.address, shared.nbytes, 1))
         took_ms = (time.perf_counter() - started) * 1e3
-        time.sleep(0.05)  # a thread that was held up tells so when it goes on
+        # A delayed thread reports its gap only when it continues.
+        time.sleep(0.05)
         gaps = dict(beats.gaps)
         beats.stop()
         if code == 0:
@@ -113,7 +117,7 @@ def lock(quick: bool) -> Found:
 
 
 def border(quick: bool) -> Found:
-    """One copy from the device over the border of two adjacent page locks: does the runtime take it?"""
+    """Copy once from the device across the border of two adjacent page locks. Does the runtime accept it?"""
     cuda = runtime()
     half = (1 if quick else 64) * MIB
     shared = Shared(2 * half)

@@ -1,4 +1,4 @@
-"""What the machine of a GPU is, and what the kernel of the statistics costs there."""
+"""The facts about a GPU's machine, and the cost of the statistics kernel there."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ KIB, MIB = 1 << 10, 1 << 20
 Found = tuple[dict[str, Any], list[Check]]
 
 COMMAND_S = 20.0
-# Of nvidia-smi -q: the first of each.
+# Fields of `nvidia-smi -q`. The first match of each counts.
 SMI = ("Driver Version", "CUDA Version", "Product Name", "Bus Id", "MIG Mode", "Persistence Mode")
 
 
 def _said(*command: str) -> str:
-    """What a command prints; empty where there is none."""
+    """Return the output of a command. Empty if there is no such command."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -34,7 +34,7 @@ def _said(*command: str) -> str:
 
 
 def machine(quick: bool) -> Found:
-    """Versions, the link's generation and width, sockets and their CPUs."""
+    """Return versions, the link's generation and width, sockets and their CPUs."""
     smi = _said("nvidia-smi", "-q")
     found: dict[str, Any] = {
         "torch": torch.__version__, "CUDA of torch": torch.version.cuda, "ROCm of torch": torch.version.hip,
@@ -68,7 +68,10 @@ def _version(package: str) -> str:
 
 
 def rows(quick: bool) -> Found:
-    """Host and device time of one row, of normal values and of zeros: those of one exponent are the worst case."""
+    """Measure host and device time of one row, of normal values and of zeros.
+
+    Values of one exponent are the worst case.
+    """
     devstats = importlib.import_module("capd_client.devstats")
     row_values = importlib.import_module("capd_client.protocol.statistics_row").ROW_VALUES
     cuda = runtime()

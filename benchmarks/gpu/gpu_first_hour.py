@@ -1,15 +1,18 @@
-"""The first hour with a GPU: facts, bits, compiled jobs and numbers, in an order in which each decides what follows.
+"""The first hour with a GPU: facts, bits, compiled jobs and numbers.
+
+Each step decides whether the next ones make sense.
 
     python benchmarks/gpu/gpu_first_hour.py [--state DIR] [--force] [--again STEP ...] [--only STEP ...] [--quick]
 
-Each step is a process of its own with a time limit; its result is kept in the state folder, so that a second start
-goes on where the first one ended. The folder's page.md, written behind every step, has every figure with its verdict,
-for docs/measurements.md. Needs no network, and neither capd nor its packages be installed: what is missing is said at
-the beginning, and the steps that need it are left out.
+Each step is a separate process with a time limit. Its result is kept in the state folder, so that a second start
+continues where the first one ended. The folder's page.md is written after every step. It has every figure with its
+verdict, for docs/measurements.md. The script needs no network, and neither capd nor its packages need be installed.
+Missing packages are reported at the beginning, and the steps that need them are skipped.
 
-It ends with 0, or 1 where a figure misses what it must be or a step failed, 2 without a CUDA device, 3 where a result
-makes it stop: page locks that are refused or hold others up for more than 100 ms, tests that fail. `--force` goes on.
-`--quick` runs all of it on the CPU and on stand-ins: it shows that it works, and its figures mean nothing.
+The exit code is 0 if every figure is met. It is 1 if a figure misses its bound or a step failed, and 2 without a
+CUDA device. It is 3 if a result stops the hour: page locks that are refused or delay others for more than 100 ms, or
+failed tests. `--force` continues. `--quick` runs all of it on the CPU and on stand-ins, and its figures mean
+nothing.
 """
 
 from __future__ import annotations
@@ -34,12 +37,13 @@ from benchmarks.gpu.gpu_runtime import NO_GPU
 
 ROOT = Path(__file__).parents[2]
 MISSED, STOPPED = 1, 3
-NOT_LOCKED = "was not page-locked"  # what `gpu_machine.Accelerator` ends with
+# The end of the error of `gpu_machine.Accelerator`.
+NOT_LOCKED = "was not page-locked"
 Row = dict[str, Any]
 
 
 class Hour:
-    """Runs steps and keeps their results in a folder, one JSON file each; those of another machine do not count."""
+    """The steps and their results in a folder, one JSON file each. Results of another machine do not count."""
 
     def __init__(self, state: Path, quick: bool) -> None:
         self._state = state
@@ -51,30 +55,32 @@ class Hour:
         for step in STEPS:
             if (file := self._file(step.name)).exists():
                 result = json.loads(file.read_text())
-                if result["machine"] == self._machine:  # another one's figures say nothing of this one
+                # Figures of another machine say nothing about this one.
+                if result["machine"] == self._machine:
                     self.results[step.name] = result
 
     def _file(self, name: str) -> Path:
         return self._state / f"{name}.json"
 
     def forget(self, names: Sequence[str]) -> None:
-        """Have these steps run again."""
+        """Forget the results of these steps, so that they run again."""
         for name in names:
             self.results.pop(name, None)
             self._file(name).unlink(missing_ok=True)
 
     def run(self, step: Step) -> Row:
-        """Run a step unless there is a result of it; returns its result."""
+        """Run a step unless it has a result. Returns its result."""
         if step.name not in self.results:
             result = self._measure(step)
             temporary = self._file(step.name).with_suffix(".new")
             temporary.write_text(json.dumps(result, indent=1) + "\n")
-            temporary.replace(self._file(step.name))  # whole or not at all
+            # The file is either complete or absent.
+            temporary.replace(self._file(step.name))
             self.results[step.name] = result
         return self.results[step.name]
 
     def write_page(self, stopped: str | None = None) -> Path:
-        """Write the page of what is known by now."""
+        """Write the page of all results so far."""
         file = self._state / "page.md"
         file.write_text(page(STEPS, self.results, stopped))
         return file
@@ -98,7 +104,10 @@ class Hour:
 
 
 def _run(command: list[str], limit_s: int) -> tuple[int, str, str]:
-    """Exit code, standard output and the end of standard error; what it started ends with it when its time is over."""
+    """Run a command. Returns exit code, standard output and the end of standard error.
+
+    At the time limit, all processes that it started are ended with it.
+    """
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     process = subprocess.Popen(
         command,
@@ -120,14 +129,14 @@ def _run(command: list[str], limit_s: int) -> tuple[int, str, str]:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """The whole session of a process: its daemons and ranks, too."""
+    """End the whole session of a process, including its daemons and ranks."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
 
 
 def say_what_is_missing() -> list[str]:
-    """Names packages that are not there, and how to bring them; returns them."""
+    """Print the missing packages and how to install them. Returns their names."""
     missing = missing_packages()
     if missing:
         names = " ".join(missing)
@@ -140,7 +149,7 @@ def say_what_is_missing() -> list[str]:
 
 
 def go(hour: Hour, steps: Sequence[Step], bare: bool, force: bool) -> str | None:
-    """Run the steps in order; why it stopped before the last one, or None."""
+    """Run the steps in order. Returns why it stopped before the last one, or None."""
     for step in steps:
         if bare and not step.bare:
             continue
@@ -158,7 +167,7 @@ def go(hour: Hour, steps: Sequence[Step], bare: bool, force: bool) -> str | None
 
 
 def missed(results: dict[str, Row]) -> bool:
-    """Whether a step failed, or a figure is not what it must be."""
+    """Whether a step failed, or a figure misses its bound."""
     return any(
         result["problem"] or any(check["verdict"] == "MISSED" for check in result["found"].get("checks", []))
         for result in results.values()

@@ -1,4 +1,4 @@
-"""The page of the first hour with a GPU: verdicts of all steps, then what each of them showed."""
+"""The page of the first hour with a GPU: verdicts of all steps, then the output of each step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TITLES = {
 
 
 def page(steps: Sequence[Step], results: dict[str, Row], stopped: str | None) -> str:
-    """Markdown for docs/measurements.md. stopped: why the hour ended early, if it did."""
+    """Return Markdown for docs/measurements.md. `stopped` is the reason why the hour ended early, if it did."""
     lines = ["# First hour with a GPU", "", _sentence(steps, results), ""]
     if stopped:
         lines += [f"**Stopped**: {stopped}.", ""]

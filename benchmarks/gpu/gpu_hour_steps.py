@@ -1,4 +1,4 @@
-"""The steps of the first hour with a GPU: what each runs, how long it may take, and what stops the hour behind it."""
+"""The steps of the first hour with a GPU: the command of each, its time limit, and the results that stop the hour."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["NEEDED", "STEPS", "Step", "missing_packages"]
 
 Row = dict[str, Any]
 
-# Modules by the names of their packages: what capd, its daemon and its tests import.
+# Modules that capd, its daemon and its tests import, by the names of their packages.
 NEEDED = {
     "annotated-types": "annotated_types", "donfig": "donfig", "google-crc32c": "google_crc32c",
     "hypothesis": "hypothesis", "msgspec": "msgspec", "numcodecs": "numcodecs", "numpy": "numpy",
@@ -21,24 +21,28 @@ NEEDED = {
 
 
 def missing_packages() -> list[str]:
-    """Packages that this interpreter has not."""
+    """Return the packages that this interpreter lacks."""
     return [package for package, module in NEEDED.items() if importlib.util.find_spec(module) is None]
 
 
 @dataclass(frozen=True)
 class Step:
-    """A script of this folder and its arguments. bare: it needs torch alone. stops: why nothing may follow, or None."""
+    """A script of this folder and its arguments.
+
+    bare: it needs only torch. stops: returns why no step may follow, or None.
+    """
 
     name: str
     script: str
     arguments: tuple[str, ...]
     limit_s: int
-    quick: tuple[str, ...] = ("--quick",)  # in place of nothing; of tests, in place of the arguments
+    # Added arguments of `--quick`. For tests they replace the arguments.
+    quick: tuple[str, ...] = ("--quick",)
     bare: bool = False
     stops: Callable[[Row], str | None] = lambda result: None
 
     def command(self, quick: bool, link_gbps: float | None) -> list[str]:
-        """What follows the script's name."""
+        """Return the arguments after the script's name."""
         if self.script == "gpu_test_report.py":
             return ["--", *(self.quick if quick else self.arguments)]
         rate = ["--link-gbps", str(link_gbps)] if self.script == "gpu_capture.py" and link_gbps else []

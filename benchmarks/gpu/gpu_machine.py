@@ -1,4 +1,4 @@
-"""The device that is measured: the first GPU, or, to show that a benchmark runs, the CPU in its place."""
+"""The measured device: the first GPU, or the CPU in its place, to show that a benchmark runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _TICK_S = 0.0002
 
 @contextlib.contextmanager
 def amounts(piece: int | None = None, ahead: int | None = None) -> Iterator[tuple[int, int]]:
-    """Inside, copies are of `piece` bytes at most and `ahead` may be under way; None: as they are. Yields both."""
+    """Limit copies to `piece` bytes each and `ahead` bytes in progress, inside the block.
+
+    None: no change. Yields both.
+    """
     before = pieces.PIECE_NBYTES, transfers.AHEAD_NBYTES
     pieces.PIECE_NBYTES, transfers.AHEAD_NBYTES = piece or before[0], ahead or before[1]
     try:
@@ -33,8 +36,11 @@ def amounts(piece: int | None = None, ahead: int | None = None) -> Iterator[tupl
 
 
 class Accelerator:
-    """Set up after the daemon's endpoint is in the environment: the ring is made here, and the arena as large as it may
-    be, and page-locked. Otherwise it would grow while something is measured."""
+    """The measured device and its session.
+
+    Create it after the daemon's endpoint is in the environment. It creates the ring, and the arena at its largest
+    size, page-locked. Otherwise the arena would grow during a measurement.
+    """
 
     def __init__(self) -> None:
         self.is_cuda = torch.cuda.is_available()
@@ -50,9 +56,10 @@ class Accelerator:
         self.wait_until_compiled()
 
     def _wait_until_locked(self) -> None:
-        """What is measured otherwise is the copy by way of pageable memory."""
+        """Wait until the arena is page-locked. Otherwise copies through pageable memory would be measured."""
         arena, deadline = self.session.arena, time.monotonic() + PIN_TIMEOUT_S
-        arena.target = arena.nbytes  # the client thread makes what is missing
+        # The client thread populates the rest.
+        arena.target = arena.nbytes
         while arena.populated < arena.target and time.monotonic() < deadline:
             time.sleep(0.05)
         while not self.session.devices.pinned:
@@ -64,16 +71,16 @@ class Accelerator:
             time.sleep(0.05)
 
     def facts(self) -> dict[str, Any]:
-        """What a result must be read with."""
+        """Return the facts that a reader of a result needs."""
         name = torch.cuda.get_device_name(self.device) if self.is_cuda else "no GPU: the CPU in its place"
         return {"device": name, "torch": torch.__version__, "pinned": self.session.devices.pinned}
 
     def tensor(self, nbytes: int) -> torch.Tensor:
-        """Random bf16."""
+        """Return random bf16 values."""
         return torch.randn(nbytes // 2, device=self.device).to(torch.bfloat16)
 
     def host(self, nbytes: int) -> torch.Tensor:
-        """A plain page-locked buffer, touched."""
+        """Return a plain page-locked buffer, touched."""
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.is_cuda)
 
     def synchronize(self) -> None:
@@ -82,17 +89,17 @@ class Accelerator:
             torch.cuda.synchronize(self.device)
 
     def synchronize_stream(self) -> None:
-        """Wait for the current stream alone, as `loss.item()` does."""
+        """Wait only for the current stream, as `loss.item()` does."""
         if self.is_cuda:
             torch.cuda.current_stream(self.device).synchronize()
 
     def allocated(self) -> int:
-        """Bytes of device memory in use by tensors."""
+        """Return the bytes of device memory in use by tensors."""
         return torch.cuda.memory_allocated(self.device) if self.is_cuda else 0
 
     @contextlib.contextmanager
     def no_synchronisation(self) -> Iterator[None]:
-        """Inside, a call that waits for the device is an error."""
+        """Inside the block, a call that waits for the device is an error."""
         if not self.is_cuda:
             yield
             return
@@ -103,18 +110,18 @@ class Accelerator:
             torch.cuda.set_sync_debug_mode("default")
 
     def wait_until_compiled(self) -> None:
-        """Until the kernel of the statistics is there, or cannot be had."""
+        """Wait until the statistics kernel is ready, or cannot be compiled."""
         for thread in threading.enumerate():
             if thread.name == "capd-compile":
                 thread.join(PIN_TIMEOUT_S)
 
     def wait_until_home(self, meanwhile: Callable[[], None] | None = None) -> None:
-        """Until every capture's bytes are in the arena; `meanwhile` is called instead of sleeping."""
+        """Wait until every capture's bytes are in the arena. `meanwhile` is called instead of sleeping."""
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
         while self.session.transport.device_busy and time.monotonic() < deadline:
             time.sleep(_TICK_S) if meanwhile is None else meanwhile()
 
     def drain(self) -> None:
-        """Until the daemon has committed everything, and the arena is free again."""
+        """Wait until the daemon has committed everything, and the arena is free again."""
         if not capd_client.flush(DRAIN_TIMEOUT_S):
             raise SystemExit("the daemon did not commit in time")

@@ -1,4 +1,4 @@
-"""torch.cuda, or what stands in for it where there is no GPU; imports nothing of capd."""
+"""The runtime of a GPU: torch.cuda, or its stand-in without a GPU. It imports nothing of capd."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 
 __all__ = ["NO_GPU", "runtime"]
 
-NO_GPU = 2  # the exit code where there is none
+# The exit code without a GPU.
+NO_GPU = 2
 
 
 def runtime() -> Any:
-    """torch.cuda, or, where there is no GPU, the stand-in that the tests have for its streams and events."""
+    """Return torch.cuda. Without a GPU, return the tests' stand-in for its streams and events."""
     if torch.cuda.is_available():
         return torch.cuda
     root = str(Path(__file__).parents[2])

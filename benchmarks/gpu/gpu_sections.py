@@ -1,4 +1,4 @@
-"""What `gpu_capture.py` measures of single captures, each in a process of its own: see `store_runner.child`."""
+"""The sections of `gpu_capture.py` about single captures, each in a separate process: see `store_runner.child`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Row = dict[str, Any]
 
 
 def capture(tensor: torch.Tensor, number: int = 0) -> None:
-    """The call that is measured."""
+    """Make the measured call."""
     capd_client.capture(
         tensor, tensor_name="benchmark", layer_type="linear", component="linear", layer=number
     )
 
 
 def calls(place: str, quick: bool, mode: str) -> Row:
-    """Host time of capture() by size, alone and in a row, against a copy into a plain buffer on the device."""
+    """Measure the host time of capture() by size, alone and in a row, compared with a copy on the device."""
     os.environ["CAPD_MODE"] = mode
     sizes = [4 * KIB, 64 * KIB] if quick else [4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB]
     rounds = 3 if quick else 40
@@ -69,7 +69,7 @@ def calls(place: str, quick: bool, mode: str) -> Row:
     return {"rows": rows, "parts": parts, "dropped": dropped, **machine.facts()}
 
 
-# By what a profile calls them: file and function. The first that fits counts.
+# The parts by their file and function in a profile. The first match counts.
 PARTS = (
     ("copy", r"method 'copy_'|ring\.py \(write\)"),
     ("capture check", r"[cC]apturing"),
@@ -83,7 +83,7 @@ PARTS = (
 
 
 def _parts(machine: Accelerator, tensor: torch.Tensor, count: int) -> dict[str, float]:
-    """Host µs of a call by part, each function's own time under cProfile."""
+    """Return the host µs of a call by part, each function's own time under cProfile."""
     profile = cProfile.Profile()
     for _ in range(0, count, 50):
         with machine.no_synchronisation():
@@ -102,7 +102,7 @@ def _parts(machine: Accelerator, tensor: torch.Tensor, count: int) -> dict[str, 
 
 
 def compute() -> None:
-    """A fifth of a millisecond of a training thread's Python: it has the interpreter's lock most of the time."""
+    """Run a fifth of a millisecond of a training thread's Python, mostly with the interpreter's lock."""
     numbers = torch.zeros(16)
     for _ in range(20):
         numbers.add_(1)
@@ -110,9 +110,9 @@ def compute() -> None:
 
 
 def transfer(place: str, quick: bool, size: int, beside: str) -> Row:
-    """GB/s from the device to the arena for captures of `size` bytes, against copies into one pinned buffer.
+    """Measure GB/s from the device to the arena for captures of `size` bytes, against copies into one pinned buffer.
 
-    beside: what the training thread does meanwhile: it waits ("idle"), or computes in Python ("busy").
+    `beside` is the training thread's work meanwhile: it waits ("idle"), or computes in Python ("busy").
     """
     total = 8 * MIB if quick else 4 * GIB
     with daemon(Path(place), arena_nbytes=total + total // 8, policy="block"):
@@ -147,7 +147,7 @@ def transfer(place: str, quick: bool, size: int, beside: str) -> Row:
 
 
 def memory(place: str, quick: bool) -> Row:
-    """Device memory before, with the ring, and after 1,000 captures of tensors that are freed at once."""
+    """Measure device memory before, with the ring, and after 1,000 captures of tensors that are freed at once."""
     count = 50 if quick else 1000
     with daemon(Path(place), arena_nbytes=64 * MIB if quick else GIB, policy="block"):
         machine = Accelerator()
@@ -168,7 +168,7 @@ def memory(place: str, quick: bool) -> Row:
 
 
 def small(place: str, quick: bool) -> Row:
-    """Captures of 4 KiB per second, from the first call until all are in the arena, and the copies they took."""
+    """Measure captures of 4 KiB per second, from the first call until all are in the arena, and their copies."""
     count = 200 if quick else 20_000
     copies = 0
     fetch = CudaDevice.fetch
@@ -201,7 +201,7 @@ def small(place: str, quick: bool) -> Row:
 
 
 def rows(place: str, quick: bool) -> list[Row]:
-    """Microseconds of one statistics row: what the host waits for the call, and what the device needs for it."""
+    """Measure the µs of one statistics row: the host's wait for the call, and the device's time for it."""
     count = 3 if quick else 50
     found = []
     with daemon(Path(place), arena_nbytes=64 * MIB, policy="block"):

@@ -1,4 +1,7 @@
-"""Training steps on a GPU with and without captures, and others' copies meanwhile; see `store_runner.child`."""
+"""The sections about training steps on a GPU with and without captures, and about others' copies meanwhile.
+
+See `store_runner.child`.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,14 @@ __all__ = ["host_bound", "interference", "step"]
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 Row = dict[str, Any]
 
-# Of the free disk: what all rounds of a section may write, as it is. Compressing it would be measured as well.
+# The share of the free disk that all rounds of a section may write. Nothing is compressed, because that would be
+# measured.
 DISK_SHARE = 0.4
 OPTIONS = ("--codec", "none", "--max-disk", "200GB", "--keep-free", "1GB")
 
 
 class Training:
-    """A model and its steps. item: each step ends with `loss.item()`, as a loop does that logs its loss."""
+    """A model and its steps. `item`: each step ends with `loss.item()`, as in a loop that logs its loss."""
 
     def __init__(self, machine: Accelerator, model: nn.Module, x: torch.Tensor, item: bool = False) -> None:
         self.machine = machine
@@ -38,7 +42,7 @@ class Training:
         self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 
     def seconds(self, count: int) -> float:
-        """Seconds per step of `count` steps."""
+        """Return the seconds per step of `count` steps."""
         self.machine.synchronize()
         started = time.perf_counter()
         for _ in range(count):
@@ -52,7 +56,7 @@ class Training:
         return (time.perf_counter() - started) / count
 
     def compare(self, select: list[str] | None, steps: int, rounds: int) -> dict[str, float]:
-        """Medians of seconds per step, without capture ("none") and with Y and dY of what is selected ("capd")."""
+        """Return medians of seconds per step, without capture ("none") and with the selected Y and dY ("capd")."""
         times: dict[str, list[float]] = {"none": [], "capd": []}
         for number in range(rounds + 1):
             for kind in ("none", "capd") if number % 2 else ("capd", "none"):
@@ -65,13 +69,14 @@ class Training:
                 if handle is not None:
                     handle.remove()
                     self.machine.drain()
-                if number:  # the first round warms up
+                # The first round warms up.
+                if number:
                     times[kind].append(seconds)
         return {kind: statistics.median(found) for kind, found in times.items()}
 
 
 def _affordable(place: str, nbytes_per_step: int, arena_nbytes: int, rounds: int, most: int) -> int:
-    """Steps in a row whose captures fit into the arena, and of all rounds onto the disk; 1 at least."""
+    """Return the steps in a row whose captures fit into the arena, and over all rounds onto the disk. At least 1."""
     disk = int(shutil.disk_usage(place).free * DISK_SHARE) // (rounds + 1)
     return max(1, min(most, arena_nbytes * 4 // 5 // nbytes_per_step, disk // nbytes_per_step))
 
@@ -79,10 +84,10 @@ def _affordable(place: str, nbytes_per_step: int, arena_nbytes: int, rounds: int
 def step(
     place: str, quick: bool, link_gbps: float, rounds: int, policy: str, item: bool, settings: dict[str, str]
 ) -> Row:
-    """A training step with as many Linears' Y and dY captured as make at most half of the link's bytes.
+    """Measure a training step that captures Y and dY of as many Linears as half of the link's bytes allow.
 
-    The host issues all of it long before the device computes it, and asks the ring for room then. item: see
-    `Training`. settings: further variables of the environment.
+    The host issues all calls long before the device runs them, and requests room in the ring at that time. `item`:
+    see `Training`. `settings`: further variables of the environment.
     """
     os.environ.update(settings)
     width, rows, layers = (64, 32, 4) if quick else (4096, 8192, 24)
@@ -114,7 +119,10 @@ def step(
 
 
 def host_bound(place: str, quick: bool, link_gbps: float, rounds: int, size: int) -> Row:
-    """A step of 500 small Linears, whose launches take longer than its kernels; 1,000 tensors of `size` bytes."""
+    """Measure a step of 500 small Linears whose launches take longer than its kernels.
+
+    It captures 1,000 tensors of `size` bytes.
+    """
     width, layers = (64, 5) if quick else (512, 500)
     arena_nbytes = 64 * MIB if quick else 8 * GIB
     with daemon(Path(place), arena_nbytes=arena_nbytes, policy="block", options=OPTIONS):
@@ -142,9 +150,9 @@ SWEEP = [(piece, ahead) for piece in (8, 16, 32) for ahead in (64, 128, 192)]
 
 
 def interference(place: str, quick: bool) -> list[Row]:
-    """How long a copy of 4 bytes to the host takes: alone, and beside captures, by size and number of their copies.
+    """Measure a copy of 4 bytes to the host: alone, and beside captures, by size and number of their copies.
 
-    Under policy block the ring is nearly full all the time, and the link never idle.
+    Under policy block the ring is nearly full all the time, and the link is never idle.
     """
     count = 5 if quick else 30
     size = 64 * KIB if quick else 64 * MIB

@@ -1,4 +1,4 @@
-"""What the figures of the GPU are shown as: tables in Markdown, and a verdict on each that has a bound."""
+"""The tables of the GPU's figures in Markdown, and a verdict on each figure that has a bound."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ __all__ = ["DROP", "SHOWN", "Check", "judged", "markdown", "size_text"]
 KIB, MIB = 1 << 10, 1 << 20
 Row = dict[str, Any]
 
-DROP = "drop"  # the variant of a step that drops what finds no room
-CALL_US, OF_LINK, STEP, REMAINS = (40.0, 28.0), (0.85, 0.95), (1.02, 1.01), (0.85, 0.95)  # must, stretch
+# The variant of a step that drops captures without room.
+DROP = "drop"
+# Each bound: must, stretch.
+CALL_US, OF_LINK, STEP, REMAINS = (40.0, 28.0), (0.85, 0.95), (1.02, 1.01), (0.85, 0.95)
 
 
 @dataclass
 class Check:
-    """One figure and its bounds. at_most: whether they are the most that it may be, or the least."""
+    """A figure and its bounds. `at_most`: the bounds are the most that it may be, not the least."""
 
     what: str
     value: float
@@ -27,19 +29,19 @@ class Check:
     at_most: bool = True
 
     def meets(self, bound: float) -> bool:
-        """Whether the figure keeps to a bound."""
+        """Whether the figure meets a bound."""
         return self.value <= bound if self.at_most else self.value >= bound
 
     @property
     def verdict(self) -> str:
-        """MISSED, met, or stretch met."""
+        """The verdict: MISSED, met, or stretch met."""
         if not self.meets(self.must):
             return "MISSED"
         return "stretch met" if self.stretch is not None and self.meets(self.stretch) else "met"
 
 
 def judged(checks: Sequence[Check]) -> list[Row]:
-    """Print every verdict as a table; the same as rows for a report."""
+    """Print every verdict as a table. Returns the same as rows for a report."""
     sign = {True: "≤", False: "≥"}
     markdown(
         ["figure", "value", "must", "stretch", "verdict"],
@@ -58,7 +60,7 @@ def judged(checks: Sequence[Check]) -> list[Row]:
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table in Markdown; numbers have three digits that matter."""
+    """Print a table in Markdown. Numbers have three significant digits."""
     print("| " + " | ".join(head) + " |")
     print("|" + "---|" * len(head))
     for row in rows:
@@ -69,7 +71,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 
 
 def size_text(nbytes: int) -> str:
-    """4 KiB, 64 MiB."""
+    """Return a size as text, such as 4 KiB or 64 MiB."""
     return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
 
 
@@ -121,7 +123,8 @@ def _step(found: dict[str, Row]) -> Iterator[Check]:
         ],
     )
     for variant, row in found.items():
-        if variant == DROP:  # shown: what the host issues in its lead must fit into the ring
+        # Under policy drop the host's lead must fit into the ring, so the figure has no bound.
+        if variant == DROP:
             continue
         yield Check(f"step time of {variant}, of no capture", row["ratio"], *STEP)
         yield Check(f"bytes of the step of {variant}, of the link's", row["of link"], 0.5)
@@ -138,7 +141,8 @@ def _host_bound(found: list[Row]) -> Iterator[Check]:
     )
     for row in found:
         yield Check(f"drops of {size_text(row['size'])}, host-bound", row["dropped"], 0)
-        if row["of link"] <= 0.5:  # beyond that the link is what is waited for
+        # Above this share the step waits for the link.
+        if row["of link"] <= 0.5:
             yield Check(
                 f"added by a capture of {size_text(row['size'])}, host-bound, µs",
                 row["us a capture"],
@@ -182,7 +186,8 @@ def _interference(found: list[Row]) -> Iterator[Check]:
     link = max(row["GB/s"] for row in found) * 1e9
     for row in found:
         if row["beside"] == "captures":
-            queued_us = (row["ahead"] + row["piece"]) * MIB / link * 1e6  # what may be queued before it
+            # The copies that may be queued before it.
+            queued_us = (row["ahead"] + row["piece"]) * MIB / link * 1e6
             yield Check(
                 "another's copy of 4 bytes beside captures, p50, µs", row["p50 us"], 1.3 * queued_us, 400
             )

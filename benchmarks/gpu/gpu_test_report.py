@@ -1,4 +1,4 @@
-"""Runs GPU tests and reports them as a step of the first hour: how many passed, and the names of those that did not.
+"""Runs GPU tests and reports them as a step of the first hour: the number that passed, and the names of the others.
 
 python benchmarks/gpu/gpu_test_report.py [--json FILE] -- PYTEST-ARGUMENTS
 """
@@ -21,12 +21,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(arguments: list[str]) -> dict[str, Any]:
-    """Run pytest; counts by outcome, names of failures, and what was skipped with its reason."""
+    """Run pytest. Returns counts by outcome, names of failures, and the skipped tests with their reasons."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
         # A machine's own torch may warn when it is imported, which would be an error here.
         command = [sys.executable, "-m", "pytest", "-W", "default", f"--junitxml={report}", *arguments]
-        # In a process group that ends with this one where its time is over.
+        # The process group is this one's, which the hour ends at its time limit.
         done = subprocess.run(
             command,
             cwd=ROOT,

@@ -1,1 +1,1 @@
-"""What benchmarks share: timing, corpora and clients."""
+"""The kit of the benchmarks: timing, corpora and clients."""

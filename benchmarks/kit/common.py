@@ -1,6 +1,6 @@
-"""What the benchmarks share: a real daemon on a temporary store, its memory, and a few numbers.
+"""The common parts of the benchmarks: a real daemon on a temporary store, its memory, and a few numbers.
 
-Every comparison is a ratio within one run, of medians over interleaved repetitions; absolute times of a shared
+Every comparison is a ratio within one run, of medians over interleaved repetitions. Absolute times of a shared
 machine say little.
 """
 
@@ -29,7 +29,7 @@ import torch
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 120.0
 
-# Samples the daemon from a process of its own, so that the sampling costs the measured process nothing.
+# A separate process samples the daemon, so that the sampling costs the measured process nothing.
 _SAMPLER = """
 import sys, time
 peak = 0
@@ -61,9 +61,10 @@ def daemon(
 ) -> Iterator[Daemon]:
     """Start a daemon on a temporary store below `directory` and point this process's capd client at it.
 
-    options: of `capd serve`.
+    Call it before the first capture, because the client reads its settings once. The store is deleted at the end.
 
-    Call it before the first capture: the client reads its settings once. The store is deleted afterwards.
+    Args:
+        options: Options of `capd serve`.
     """
     root = Path(tempfile.mkdtemp(prefix="capd-benchmark-", dir=directory))
     socket_path = root / "capd.sock"
@@ -107,11 +108,15 @@ def _cpu_s(pid: int) -> float:
 
 
 def keep_freed_memory() -> None:
-    """Have malloc keep what is freed. Else glibc gives large blocks back to the kernel and faults them in again.
+    """Have malloc keep freed memory.
 
-    That comes and goes with the pattern of allocations, and may cost a training step more than what is measured.
+    Otherwise glibc gives large blocks back to the kernel and faults them in again.
+
+    These faults depend on the pattern of allocations. They may cost a training step more than the measured
+    difference.
     """
-    trim_threshold, mmap_threshold = -1, -3  # malloc.h
+    # From malloc.h.
+    trim_threshold, mmap_threshold = -1, -3
     libc = ctypes.CDLL(None)
     for parameter in (trim_threshold, mmap_threshold):
         if not libc.mallopt(parameter, 1 << 30):
@@ -119,18 +124,18 @@ def keep_freed_memory() -> None:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of the values lie (nearest rank)."""
+    """Return the value below which `percent` of the values are (nearest rank)."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median and range, for people."""
+    """Return the median and range as text."""
     return f"{statistics.median(values):.3f} [{min(values):.3f}-{max(values):.3f}]"
 
 
 def machine() -> dict[str, Any]:
-    """What a result must be read with."""
+    """Return the facts that a reader of a result needs."""
     return {
         "cpu": platform.processor() or platform.machine(),
         "cpus": len(os.sched_getaffinity(0)),
@@ -141,6 +146,6 @@ def machine() -> dict[str, Any]:
 
 
 def report(result: dict[str, Any], path: Path | None) -> None:
-    """Write the whole result as JSON where `--json FILE` asked for it."""
+    """Write the whole result as JSON if `--json FILE` was given."""
     if path is not None:
         path.write_text(json.dumps(result, indent=2) + "\n")

@@ -1,14 +1,15 @@
-"""The corpus: tensors of a real, small language model, for measuring codecs and writers on.
+"""The corpus: tensors of a real, small language model, on which codecs and writers are measured.
 
     python benchmarks/kit/corpus.py [--dir DIR] [--quick]
 
-Trains the model of `corpus_model` (a few minutes of one core), runs one forward and backward, and keeps what the
-matrix products read and wrote as .npy files of stored bits beside a manifest. The other benchmarks call `ensure`,
-which makes the corpus once. It is the same every time for the same text and the same torch.
+It trains the model of `corpus_model` (a few minutes of one core) and runs one forward and backward. The operands and
+results of the matrix products are kept as .npy files of stored bits, with a manifest. The other benchmarks call
+`ensure`, which makes the corpus once. The same text and the same torch always make the same corpus.
 
-Roles: "activation", "gradient", "weight", "weight_gradient" of the layers in TAPPED (weights: of all layers), and
-"repeated": what layer 0 computes from the embedding alone. Over a vocabulary of bytes its rows repeat exactly, which
-flatters every codec, so it stands apart. A tensor that equals an earlier one bit for bit is left out.
+The roles are "activation", "gradient", "weight" and "weight_gradient" of the layers in TAPPED (weights: of all
+layers), and "repeated". "repeated" has the tensors that layer 0 computes from the embedding alone. With a vocabulary
+of bytes their rows repeat exactly, which flatters every codec, so they are separate. A tensor that equals an earlier
+one bit for bit is left out.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ QUICK = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor. dtype: torch's name of what the bits mean; shape and file: of the stored bits."""
+    """One tensor.
+
+    `dtype` is torch's name for the meaning of the bits. `shape` and `file` are those of the stored bits.
+    """
 
     name: str
     role: str
@@ -57,23 +61,23 @@ class Entry:
     file: Path
 
     def bits(self) -> NDArray[np.generic]:
-        """The stored bits: uint16 for bfloat16, uint8 for 8-bit formats, else the native dtype."""
+        """Return the stored bits: uint16 for bfloat16, uint8 for 8-bit formats, or else the native dtype."""
         return np.load(self.file)
 
 
 def default_directory(*, quick: bool = False) -> Path:
-    """Where the corpus lies unless told otherwise."""
+    """Return the default directory of the corpus."""
     return Path.home() / ".cache" / "capd" / f"corpus-{VERSION}{'-quick' if quick else ''}"
 
 
 def load(directory: Path) -> list[Entry]:
-    """The corpus in `directory`, in the order it was made. Raises OSError where there is none."""
+    """Return the corpus in `directory`, in the order it was made. Raises OSError if there is none."""
     rows = json.loads((directory / MANIFEST).read_text())["tensors"]
     return [Entry(**{**row, "shape": tuple(row["shape"]), "file": directory / row["file"]}) for row in rows]
 
 
 def ensure(directory: Path | None, *, quick: bool) -> list[Entry]:
-    """Load the corpus; make it first, in a process of its own, where it does not exist."""
+    """Load the corpus. If it does not exist, make it first, in a separate process."""
     place = directory or default_directory(quick=quick)
     if not (place / MANIFEST).exists():
         print(f"making the corpus in {place}, once; this takes some minutes", file=sys.stderr)
@@ -83,7 +87,10 @@ def ensure(directory: Path | None, *, quick: bool) -> list[Entry]:
 
 
 def make(directory: Path, *, quick: bool) -> dict[str, Any]:
-    """Train, tap, quantise and write; returns the manifest. The manifest comes last: with it the corpus is whole."""
+    """Train, tap, quantise and write.
+
+    Returns the manifest, which is written last and marks the corpus as complete.
+    """
     import torch
 
     from benchmarks.kit.corpus_model import Size, make_text, train
@@ -106,7 +113,7 @@ def make(directory: Path, *, quick: bool) -> dict[str, Any]:
 
 
 class _Writer:
-    """Writes one .npy per tensor whose bytes are new."""
+    """A writer of one .npy file per tensor whose bytes are new."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -132,7 +139,7 @@ Row = tuple[str, str, int, str, NDArray[np.generic]]
 
 
 def _tensors(model: Any, text: bytes, size: Any) -> Iterator[Row]:
-    """(name, role, layer, dtype, stored bits) of everything in the corpus."""
+    """Yield (name, role, layer, dtype, stored bits) of everything in the corpus."""
     import torch
 
     from benchmarks.kit.corpus_model import capture
@@ -150,7 +157,7 @@ def _tensors(model: Any, text: bytes, size: Any) -> Iterator[Row]:
 
 
 def _role(name: str) -> str | None:
-    """The role of a tap, None where it is not kept."""
+    """Return the role of a tap. None if it is not kept."""
     layer, module, last = name.split(".")
     if last == "weight":
         return "weight"
@@ -162,7 +169,7 @@ def _role(name: str) -> str | None:
 
 
 def _kept_wide(role: str, layer: int, layers: int) -> bool:
-    """Whether a float32 tensor is kept: of activations and gradients, the last layer's are enough."""
+    """Whether a float32 tensor is kept. For activations and gradients, the last layer's are enough."""
     return layer == layers - 1 if role in ("activation", "gradient") else layer in TAPPED
 
 

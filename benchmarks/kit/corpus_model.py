@@ -1,7 +1,7 @@
-"""The model whose tensors make the corpus: a small Llama-like language model, trained on bytes of the machine's text.
+"""The model of the corpus: a small Llama-like language model, trained on bytes of the machine's text.
 
-Its linears hand the operands of their matrix products to `Taps`, forward and backward. Everything is seeded and
-single-threaded, so that the same text and the same torch give the same tensors.
+Its linears pass the operands of their matrix products to `Taps`, forward and backward. Everything is seeded and
+single-threaded, so that the same text and the same torch make the same tensors.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ __all__ = ["Size", "Taps", "capture", "make_text", "train"]
 
 VOCABULARY = 256
 PEAK_LEARNING_RATE = 1e-3
-WARM_UP = 0.1  # of the steps
+# The share of the steps.
+WARM_UP = 0.1
 KEPT_BATCH_SEED = 1
 
 
 @dataclass(frozen=True)
 class Size:
-    """Extents of the model and its training. sequences: in the batch whose tensors are kept, and in training's."""
+    """The extents of the model and its training.
+
+    `sequences` are those of the kept batch and of the training batches.
+    """
 
     width: int
     hidden: int
@@ -41,13 +45,13 @@ class Size:
 
 
 class Taps:
-    """Gathers tensors under "layer.module.name", and their gradients under "layer.module.grad_name"."""
+    """A collection of tensors under "layer.module.name", and of their gradients under "layer.module.grad_name"."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        """Keep `tensor` and, later, its own gradient: that of this use alone, as it is an alias."""
+        """Keep `tensor` and, later, its gradient. The result is an alias, so the gradient is of this use alone."""
         alias = tensor.view_as(tensor)
         self.tensors[name] = alias.detach()
         prefix, _, last = name.rpartition(".")
@@ -64,12 +68,12 @@ class Module(nn.Module):
         self.taps: Taps | None = None
 
     def tap(self, name: str, tensor: Tensor) -> Tensor:
-        """`tensor`, kept if taps are set."""
+        """Return `tensor`. If taps are set, they keep it."""
         return tensor if self.taps is None else self.taps(f"{self.tap_name}.{name}", tensor)
 
 
 class Linear(Module):
-    """A linear without bias; taps the operands of its product in the dtype that the product uses."""
+    """A linear without bias that taps the operands of its product, in the dtype that the product uses."""
 
     def __init__(self, name: str, inputs: int, outputs: int) -> None:
         super().__init__(name)
@@ -82,7 +86,7 @@ class Linear(Module):
 
 
 class Block(Module):
-    """Pre-norm transformer block: attention with rotary positions, gated feed-forward network."""
+    """A pre-norm transformer block: attention with rotary positions, and a gated feed-forward network."""
 
     def __init__(self, index: int, size: Size) -> None:
         super().__init__(f"{index}.attention")
@@ -112,7 +116,7 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 class Model(nn.Module):
-    """Byte values in, mean cross entropy of the next byte out."""
+    """A byte-level model: byte values in, mean cross entropy of the next byte out."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -136,7 +140,7 @@ class Model(nn.Module):
 
 
 def make_text(nbytes: int) -> bytes:
-    """The first `nbytes` of the standard library's sources and the installed packages' copyright files."""
+    """Return the first `nbytes` of the standard library's sources and the installed packages' copyright files."""
     library = sorted(Path(sysconfig.get_path("stdlib")).glob("**/*.py"))
     sources = [path for path in library if "site-packages" not in path.parts]
     licences = sorted(Path("/usr/share/doc").glob("*/copyright"))
@@ -162,7 +166,7 @@ def _learning_rate(step: int, steps: int) -> float:
 
 
 def train(text: bytes, size: Size) -> tuple[Model, list[float]]:
-    """Train with AdamW under bfloat16 autocast; returns the model and the loss of every step."""
+    """Train with AdamW under bfloat16 autocast. Returns the model and the loss of every step."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, generator = Model(size), torch.Generator().manual_seed(0)
@@ -183,9 +187,9 @@ def train(text: bytes, size: Size) -> tuple[Model, list[float]]:
 
 
 def capture(model: Model, text: bytes, size: Size, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every tap in one forward and backward whose products run in `dtype`.
+    """Yield (name, tensor) of every tap in one forward and backward whose products run in `dtype`.
 
-    Beside the taps' own names there are "layer.module.weight" and "layer.module.grad_weight".
+    Besides the taps' own names there are "layer.module.weight" and "layer.module.grad_weight".
     """
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(KEPT_BATCH_SEED)

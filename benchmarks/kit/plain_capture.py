@@ -1,4 +1,4 @@
-"""What capd is compared with: hooks that do nothing, that copy, and that save at once as tensor_saver did."""
+"""The baselines of capd: hooks that do nothing, hooks that copy, and hooks that save at once as tensor_saver did."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class PlainHooks:
-    """Hands X, Y, dY and dX of every Linear to `take`, by the cheapest hooks that get them right."""
+    """The cheapest correct hooks that pass X, Y, dY and dX of every Linear to `take`."""
 
     def __init__(self, model: nn.Module, take: Callable[[Tensor], None] | None) -> None:
         self._handles = []
@@ -44,7 +44,7 @@ class PlainHooks:
 
 
 class Ring:
-    """A preallocated buffer that is written round and round: the least any snapshot can cost."""
+    """A preallocated buffer that is overwritten cyclically: the lowest cost of any snapshot."""
 
     def __init__(self, nbytes: int) -> None:
         self._buffer = torch.zeros(nbytes, dtype=torch.uint8)
@@ -59,7 +59,7 @@ class Ring:
 
 
 class SynchronousSaver:
-    """tensor_saver's way: bring the tensor to the host, four statistics, one torch.save per tensor."""
+    """tensor_saver's method: bring the tensor to the host, four statistics, one torch.save per tensor."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -74,6 +74,6 @@ class SynchronousSaver:
         torch.save({"tensor": host, "statistics": statistics_}, self._directory / f"{self._count}.pt")
 
     def clear(self) -> None:
-        """Delete what was saved; the disk is not what is measured."""
+        """Delete the saved files. The disk is not measured."""
         for path in self._directory.iterdir():
             path.unlink()

@@ -1,6 +1,7 @@
 """The transformers client of training_overhead.py: a Llama of the size of the benchmark's own model.
 
-Besides every Linear its attention is captured: query, key, value, output and their gradients, eight tensors per layer.
+Besides every Linear its attention is captured: query, key, value, output and their gradients, eight tensors per
+layer.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
 class Llama(nn.Module):
-    """Token ids in, mean cross entropy of the next token out. Its own sizes, or tiny ones."""
+    """A Llama: token ids in, mean cross entropy of the next token out. It has the benchmark's sizes, or tiny ones."""
 
     def __init__(self, vocabulary: int, d_model: int, heads: int, layers: int) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class Llama(nn.Module):
 
 
 class AttentionHooks:
-    """Hands query, key, value and output of every attention, and their gradients, to `take`."""
+    """Hooks that pass query, key, value and output of every attention, and their gradients, to `take`."""
 
     def __init__(self, take: Callable[[Tensor], None]) -> None:
         def gradient(tensor: Tensor) -> None:
@@ -65,5 +66,5 @@ class AttentionHooks:
 
 
 def make_idle() -> nn.Module:
-    """One with so little to compute that what hooks cost can be seen."""
+    """Return a model with so little computation that the cost of hooks is visible."""
     return Llama(vocabulary=64, d_model=16, heads=2, layers=4)

@@ -1,15 +1,16 @@
-"""What capturing from a GPU costs, by a model of its streams, its link and the copy pump in which capd's own code runs.
+"""The cost of capturing from a GPU, by a model of its streams, its link and the copy pump that runs capd's own code.
 
     python benchmarks/model/device_model.py [--constants FILE] [--before TREE] [--json FILE] [--quick]
 
-The code of the training thread and of the pump is that of this tree, and with --before that of another one, such as a
-checkout of an earlier commit. The model keeps the time: what each call costs, and what the device needs, is taken from
---constants (benchmarks/gpu/gpu_constants.py --json) or from estimates. The Python of a capture is measured here.
+The training thread and the pump run the code of this tree. With --before they also run the code of another tree,
+such as a checkout of an earlier commit. The model keeps the time. The costs of calls and the times of the device
+come from --constants (benchmarks/gpu/gpu_constants.py --json) or from estimates. The Python of a capture is measured
+here.
 
-goals: a capture costs its thread at most 28 us; a step with captures of half of the link's bytes takes at most 2 %
-longer, at most 1 % where the tensors are held; the link is busy for at least 0.95 of the time in which there is
-something to bring home, in pieces of 1 MiB and more, with a pump that gets the interpreter 2 ms late after each wait,
-and 5 ms later still after 5 % of them.
+goals: a capture costs its thread at most 28 us. A step with captures of half of the link's bytes takes at most 2 %
+longer, or 1 % if the tensors are held. The link is busy for at least 0.95 of the time in which bytes wait for it, in
+pieces of 1 MiB and more. In this case the pump gets the interpreter 2 ms late after each wait, and 5 ms later still
+after 5 % of them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Results = dict[tuple[str, int, str], Found]
 
 
 def questions(measured: Found, raw: bool) -> list[dict[str, Any]]:
-    """For each GPU and size: steps at half of the link, with copies and with tensors held; and the link alone.
+    """Return the scenes for each GPU and size: steps at half of the link, with copies or held tensors, and the link.
 
     For the link the size is that of a copy, of tensors of 64 MiB.
     """
@@ -46,7 +47,8 @@ def questions(measured: Found, raw: bool) -> list[dict[str, Any]]:
         constants = {**known, **measured}
         for tensors, nbytes in TENSORS:
             step_us = tensors * nbytes / (constants["d2h_64_mib_gbps"] * 1e3) * 2
-            lead_us = min(20.0, step_us / tensors / 4)  # the host is ahead of the device
+            # The host is ahead of the device.
+            lead_us = min(20.0, step_us / tensors / 4)
             step = {"tensors": tensors, "nbytes": nbytes, "step_us": step_us, "lead_us": lead_us}
             flood = {"tensors": 64, "nbytes": 64 * MIB, "step_us": 100.0, "steps": 1, "lead_us": 1.0}
             scenes = {
@@ -65,7 +67,7 @@ def questions(measured: Found, raw: bool) -> list[dict[str, Any]]:
 
 
 def answers(asked: list[dict[str, Any]], tree: Path) -> tuple[Found, Results]:
-    """What the code of `tree` does in the model: µs of its Python, and the results by GPU, size and scene."""
+    """Run the code of `tree` in the model. Returns µs of its Python, and the results by GPU, size and scene."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(tree),
@@ -110,7 +112,7 @@ def _percent(ratio: float) -> str:
 
 
 def judge(results: Results) -> list[dict[str, Any]]:
-    """The goals, each by its worst row."""
+    """Return the verdicts on the goals, each by its worst row."""
 
     def of(what: str, field: str, least_nbytes: int = 0) -> list[float]:
         return [
@@ -129,7 +131,7 @@ def judge(results: Results) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the tables and what they say of the goals."""
+    """Print the tables and the verdicts on the goals."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

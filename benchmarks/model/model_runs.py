@@ -1,4 +1,4 @@
-"""Runs of capd's device path in the time of a model: one training thread, one GPU, and whoever brings copies home."""
+"""The runs of capd's device path in the time of a model: one training thread, one GPU, and the pump."""
 
 from __future__ import annotations
 
@@ -36,9 +36,11 @@ from capd_client.staging.stager import Stager
 __all__ = ["MIB", "Result", "Scene", "python_us", "run"]
 
 MIB = 1 << 20
-_ARENA_NBYTES = 16 << 30  # of addresses: nothing is written there
+# Addresses only: nothing is written there.
+_ARENA_NBYTES = 16 << 30
 _RING_NBYTES = 256 * MIB
-_NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python knows from 3.13 on
+# MAP_NORESERVE of Linux. Python has the name from 3.13 on.
+_NO_RESERVE = 0x4000
 _POLL_US = 100.0
 _MANY_PIECES = 128
 _PIECE_NBYTES = pieces.PIECE_NBYTES
@@ -46,10 +48,12 @@ _PIECE_NBYTES = pieces.PIECE_NBYTES
 
 @dataclass(frozen=True)
 class Scene:
-    """What a job does: in each of `steps`, which take `step_us` without captures, `tensors` of `nbytes` are captured.
+    """A job: it has `steps` steps of `step_us` without captures, and captures `tensors` tensors of `nbytes` in each.
 
-    lead_us: what the host needs for the job's own calls between two captures. held: whether the tensors are held.
-    piece_nbytes: of one copy to the host, None: as the code has it.
+    Attributes:
+        lead_us: The host's time for the job's own calls between two captures.
+        held: Whether the tensors are held.
+        piece_nbytes: The bytes of one copy to the host. None: the code's own value.
     """
 
     tensors: int
@@ -63,10 +67,13 @@ class Scene:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of it.
+    """The result of a scene.
 
-    host_us: of one capture, median. step: the time of a step, of one without captures. link_busy: of the time in which
-    something was there to be brought home; the beginning of each copy is a part of it.
+    Attributes:
+        host_us: The median host time of one capture.
+        step: The time of a step, relative to one without captures.
+        link_busy: The link's busy share of the time in which bytes waited for it. The start of each copy counts as
+            busy.
     """
 
     host_us: float
@@ -75,7 +82,7 @@ class Result:
 
 
 def run(scene: Scene, constants: Constants, rounds: Rounds, *, raw: bool = False) -> Result:
-    """Run a scene under policy block to its end. At the end of each step the host waits for the device."""
+    """Run a scene to its end under policy block. At the end of each step the host waits for the device."""
     pieces.PIECE_NBYTES = scene.piece_nbytes or _PIECE_NBYTES
     clock = Clock()
     gpu = ModelledGpu(clock, constants, rounds, _RING_NBYTES, raw=raw)
@@ -98,7 +105,7 @@ def run(scene: Scene, constants: Constants, rounds: Rounds, *, raw: bool = False
         clock.rest(max(0.0, gpu.training - training.now))
     took = training.now - started
     rank.finish()
-    # The link takes a share of the memory's rate, in which the job's kernels read and write.
+    # The link takes a share of the memory's rate, which the job's kernels also use.
     share = gpu.link_busy / took * constants.d2h_64_mib_gbps / (2 * constants.d2d_gbps)
     bare = scene.steps * max(scene.step_us, scene.lead_us * scene.tensors)
     return Result(
@@ -109,13 +116,13 @@ def run(scene: Scene, constants: Constants, rounds: Rounds, *, raw: bool = False
 
 
 def python_us() -> dict[str, float]:
-    """What capd's own code takes here, without calls to a device: of a capture, and of a copy that it issues; in µs."""
+    """Return the µs of capd's own code without calls to a device: for a capture, and for a copy that it issues."""
     small = _capture_us(4096)
     return {"python_us": small, "issue_python_us": max(0.0, _capture_us(8 * MIB) - small)}
 
 
 def _capture_us(nbytes: int, count: int = 2000) -> float:
-    """`capture()` of a tensor that takes the way of a device's."""
+    """Measure `capture()` of a tensor that takes a device's path."""
     rank = session()
     assert rank is not None
     gpu = FreeGpu(Clock(), Constants(), Rounds(0.0), _RING_NBYTES)
@@ -130,11 +137,12 @@ def _capture_us(nbytes: int, count: int = 2000) -> float:
         while stager.pending:
             stager.advance()
         rank.queue.acknowledged([(one.descriptor.sequence,) * 2 for one in rank.queue.next_batch(512)])
-    return percentile(costs, 25) * 1e6  # not the median: others use the machine, too
+    # A low percentile is used instead of the median, because others use the machine, too.
+    return percentile(costs, 25) * 1e6
 
 
 class _FromDevice(Stager):
-    """Sends tensors of the host the way of those of a device."""
+    """A stager that sends the host's tensors along the path of a device's."""
 
     def put_known(self, *_: object) -> bool:
         return False
@@ -144,7 +152,7 @@ class _FromDevice(Stager):
 
 
 class _Rank:
-    """The queue, the stager and the device way of a rank, whose daemon takes at once what is ready."""
+    """The queue, the stager and the device path of a rank. Its daemon takes ready captures at once."""
 
     def __init__(self, gpu: ModelledGpu, *, held: bool) -> None:
         self._gpu = gpu
@@ -159,7 +167,7 @@ class _Rank:
         self._definition = self._queue.definitions.make(key, torch.bfloat16, None)
 
     def wait_for_room(self, nbytes: int) -> None:
-        """As the host does where its stream cannot: its threads issue nothing, or very many copies are under way."""
+        """Wait on the host if its stream cannot wait: its threads issue nothing, or very many copies are pending."""
         while self._lacks_room(nbytes):
             self._gpu.clock.rest(_POLL_US)
 
@@ -172,19 +180,19 @@ class _Rank:
         return len(transfers._under_way) - transfers._landed >= _MANY_PIECES and not transfers.free_landed()
 
     def capture(self, tensor: torch.Tensor, step: int) -> None:
-        """Capture it once."""
+        """Capture the tensor once."""
         descriptor = Descriptor(0, 0, tensor.nbytes, self._definition.id, tuple(tensor.shape), Moment(step))
         self._way.take(Described(tensor, tensor.dtype, self._definition, descriptor, False))
         dropped = self._queue.snapshot().dropped
         assert not dropped, dropped
 
     def settle(self) -> None:
-        """The daemon takes what is ready."""
+        """Let the daemon take the ready captures."""
         while batch := self._queue.next_batch(512):
             self._queue.acknowledged([(one.descriptor.sequence,) * 2 for one in batch])
 
     def bring_home(self) -> None:
-        """Start whoever does it beside the training thread."""
+        """Start the pump beside the training thread."""
         clock = self._gpu.clock
         pump = self.stager._pump
         pump._doze, pump._stopping = _Doze(self._gpu), _Stop(self._gpu)
@@ -192,7 +200,7 @@ class _Rank:
         clock.await_tasks(2)
 
     def finish(self) -> None:
-        """Until all is home."""
+        """Wait until all bytes are on the host."""
         self.stager.hurry()
         while self.stager.pending:
             self._gpu.clock.rest(_POLL_US)
@@ -243,7 +251,7 @@ class _Stop:
 
 
 def main() -> None:
-    """Read scenes and constants as JSON from the standard input, write what came of them to the standard output."""
+    """Read scenes and constants as JSON from the standard input. Write the results to the standard output."""
     asked = json.load(sys.stdin)
     measured = python_us()
     capd_client.close(0.0)

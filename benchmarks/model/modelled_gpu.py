@@ -1,6 +1,6 @@
-"""A GPU that keeps the time of a model: two streams, a copy engine, and what each call costs the host.
+"""A GPU in the time of a model: two streams, a copy engine, and the host's cost of each call.
 
-A stream does in order what it is given, so when something will have happened is known as soon as it is issued.
+A stream works in order. So the time of an event is known as soon as it is issued.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ __all__ = ["GPUS", "Constants", "FreeGpu", "Happening", "ModelledGpu", "Rounds"]
 
 @dataclass(frozen=True)
 class Constants:
-    """Of a GPU and its host, named as benchmarks/gpu/gpu_constants.py measures them.
+    """The constants of a GPU and its host, named as in benchmarks/gpu/gpu_constants.py, which measures them.
 
-    The defaults are estimates from sources and the figures of others; docs/measurements.md says which.
+    The defaults are estimates from sources and from others' figures. docs/measurements.md lists the origins.
     """
 
     current_stream_us: float = 2.0
@@ -32,22 +32,29 @@ class Constants:
     copy_d2d_call_us: float = 5.0
     d2h_call_us: float = 5.0
     event_wake_us: float = 50.0
-    raw_copy_us: float = 2.5  # the same calls of CUDA's runtime without torch, and of a record and a wait:
+    # The same copies by calls of CUDA's runtime without torch.
+    raw_copy_us: float = 2.5
+    # A record and a wait by calls of CUDA's runtime.
     raw_event_us: float = 1.5
-    python_us: float = (
-        0.0  # of capd's own code for a capture, and for a copy that its thread issues: measured here
-    )
+    # capd's own code for a capture, measured here.
+    python_us: float = 0.0
+    # capd's own code for a copy that its thread issues, measured here.
     issue_python_us: float = 0.0
-    row_host_us: float = 37.0  # two launches of a statistics kernel, on the training thread
-    d2d_gbps: float = 1500.0  # copied bytes: each is read and written
+    # Two launches of a statistics kernel, on the training thread.
+    row_host_us: float = 37.0
+    # Copied bytes. Each is read and written.
+    d2d_gbps: float = 1500.0
     d2h_64_mib_gbps: float = 55.0
-    row_gbps: float = 335.0  # a statistics kernel, 0.2 ms of 64 MiB
-    copy_gap_us: float = 1.5  # in which the link begins a copy
-    held_slowdown: float = 0.3  # of a kernel, by the share of the memory's rate that the link takes
+    # A statistics kernel, 0.2 ms of 64 MiB.
+    row_gbps: float = 335.0
+    # The time in which the link begins a copy.
+    copy_gap_us: float = 1.5
+    # The slowdown of a kernel, by the share of the memory's rate that the link takes.
+    held_slowdown: float = 0.3
 
     @classmethod
     def of(cls, measured: dict[str, float], **known: float) -> Constants:
-        """With what was measured on a GPU in the place of the estimates."""
+        """Return the constants with the measured values instead of the estimates."""
         names = {field.name for field in fields(cls)}
         return cls(**{**known, **{name: value for name, value in measured.items() if name in names}})
 
@@ -68,7 +75,7 @@ class Happening:
 
 @dataclass
 class Rounds:
-    """How late the pump's thread comes: after each wait it takes `us` to get the interpreter; a share is later."""
+    """The delays of the pump's thread. After each wait it takes `us` to get the interpreter. A share takes longer."""
 
     us: float
     late_share: float = 0.0
@@ -82,36 +89,43 @@ class Rounds:
 
 
 class ModelledGpu:
-    """The seam of capd_client.device.seam in a model's time; as that of 2026-11 with `is_pinned` and no `wait`, too."""
+    """The seam of capd_client.device.seam in a model's time.
+
+    It also fits the seam of November 2026, which had `is_pinned` and no `wait`.
+    """
 
     def __init__(
         self, clock: Clock, constants: Constants, rounds: Rounds, ring_nbytes: int, *, raw: bool = False
     ) -> None:
         self.clock = clock
-        self.raw = raw  # calls that go by torch no longer
+        # Whether calls bypass torch.
+        self.raw = raw
         self.constants = constants
         self.rounds = rounds
         self.ring_nbytes = ring_nbytes
-        self.training = 0.0  # when the training stream will have done what it has
+        # The time at which the training stream will be idle.
+        self.training = 0.0
         self.side = 0.0
-        self.link_busy = 0.0  # µs
+        # In µs.
+        self.link_busy = 0.0
         self.link_bytes = 0
-        self.link_wanted = 0.0  # µs in which there was something to bring home
+        # The µs in which bytes waited for the link or were copied.
+        self.link_wanted = 0.0
         self.task: Task | None = None
 
-    # -- what the benchmark does ------------------------------------------------------------------------
+    # -- the benchmark's part ---------------------------------------------------------------------------
 
     def compute(self, us: float) -> None:
-        """A kernel of the job on the training stream."""
+        """Run a kernel of the job on the training stream."""
         self.training = max(self.training, self.clock.task.now) + us  # type: ignore[union-attr]
 
     def writes(self, nbytes: int) -> None:
-        """A snapshot of so many bytes is written into the ring."""
+        """Write a snapshot of `nbytes` into the ring."""
         self.clock.spend(self.constants.copy_d2d_call_us)
         self.compute(nbytes / self.constants.d2d_gbps / 1e3)
 
     def computes_row(self, nbytes: int) -> None:
-        """A statistics kernel runs on the training stream."""
+        """Run a statistics kernel on the training stream."""
         self.clock.spend(self.constants.row_host_us)
         self.compute(nbytes / self.constants.row_gbps / 1e3 + 10)
 
@@ -156,7 +170,7 @@ class ModelledGpu:
         self.task = self.clock.enter("pump")
 
     def fetch(self, piece: Any, arena: torch.Tensor, *older: Any, **_: Any) -> None:
-        """A piece; of a tree before pieces were handed over: its bytes, their place, and the events to wait for."""
+        """Copy a piece. In a tree before pieces, copy its bytes to their place after the events to wait for."""
         nbytes, after = (piece.numel(), older[0]) if older else (piece.nbytes, piece.after)
         constants, here = self.constants, self.clock.task
         assert here is not None
@@ -168,7 +182,7 @@ class ModelledGpu:
             self._spend_event(constants.wait_event_us)
         start = max(self.side, here.now, ready)
         took = nbytes / constants.d2h_64_mib_gbps / 1e3 + constants.copy_gap_us
-        # There was something to bring home from the moment it was there; the link stood still until this call.
+        # The link was needed from the moment the bytes were ready. It was idle until this call.
         self.link_wanted += took + max(0.0, begun - max(self.side, ready))
         self.side = start + took
         self.link_busy += took
@@ -196,7 +210,7 @@ class ModelledGpu:
 
 
 class FreeGpu(ModelledGpu):
-    """One that has done everything at once and costs nothing, not even the model's own time."""
+    """A GPU that finishes everything at once and costs nothing, not even the model's own time."""
 
     def is_capturing(self) -> bool:
         return False

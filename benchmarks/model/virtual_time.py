@@ -1,7 +1,7 @@
-"""Time that a model keeps: threads of real code of which one runs at a time, each with a clock of its own.
+"""The time of a model: threads of real code that run one at a time, each with its own clock.
 
-The one whose clock is behind runs; it gives its turn away where it waits. So what two threads do to each other is seen
-to the length of one turn, and real locks are never waited for as long as none is held in a wait.
+The thread with the earliest clock runs. It passes its turn on when it waits. So the effects of two threads on each
+other are precise to the length of one turn. Real locks never block, as long as no thread holds one while it waits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ __all__ = ["Clock", "Task"]
 
 
 class Task:
-    """One thread. now: its clock in µs. ends: when what it waits for comes by itself; woken: somebody ended it."""
+    """A thread of the model.
+
+    now: its clock in µs. ends: the time at which its wait ends without a wake. woken: another thread ended the wait.
+    """
 
     def __init__(self, clock: Clock, name: str) -> None:
         self.name = name
@@ -34,7 +37,7 @@ class Clock:
         self._here = threading.local()
 
     def enter(self, name: str) -> Task:
-        """Make the calling thread one of the model's. The first one runs, others wait for their turn."""
+        """Make the calling thread a thread of the model. The first one runs, others wait for their turn."""
         task = Task(self, name)
         first = not self._tasks
         self._tasks.append(task)
@@ -45,17 +48,17 @@ class Clock:
 
     @property
     def task(self) -> Optional[Task]:
-        """The calling thread's; None where it is none of the model's."""
+        """The task of the calling thread. None if it is not a thread of the model."""
         return getattr(self._here, "task", None)
 
     def spend(self, us: float) -> None:
-        """The calling thread is busy for so long."""
+        """Keep the calling thread busy for `us`."""
         task = self.task
         if task is not None:
             task.now += us
 
     def rest(self, us: float, *, wakeable: bool = False) -> None:
-        """The calling thread waits for so long, or until `wake`; others run meanwhile."""
+        """Let the calling thread wait for `us`, or until `wake`. Others run meanwhile."""
         task = self.task
         assert task is not None
         task.ends = task.now + us
@@ -71,12 +74,12 @@ class Clock:
             task.ends = min(task.ends, max(here.now, task.now))
 
     def await_tasks(self, count: int) -> None:
-        """Wait, in real time, until so many threads have entered."""
+        """Wait, in real time, until `count` threads have entered."""
         while len(self._tasks) < count:
             time.sleep(0.001)
 
     def leave(self) -> None:
-        """The calling thread is through."""
+        """End the calling thread's part in the model."""
         task = self.task
         assert task is not None
         task.done = True

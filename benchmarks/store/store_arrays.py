@@ -1,6 +1,6 @@
-"""Other engines of the store's benchmarks: zarr-python, its zarrs pipeline, and tensorstore, on one and the same grid.
+"""The other engines of the store's benchmarks on one grid: zarr-python, its zarrs pipeline, and tensorstore.
 
-All of them write what capd writes: the sharding codec, blosc-zstd with byte shuffle and 1 MiB blocks, crc32c.
+All of them write the same as capd: the sharding codec, blosc-zstd with byte shuffle and 1 MiB blocks, crc32c.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ITEM_NBYTES = 2
 
 @dataclass(frozen=True)
 class Grid:
-    """Extents of a sharded array [record, *shape] of uint16."""
+    """The extents of a sharded array [record, *shape] of uint16."""
 
     shape: tuple[int, ...]
     shards: tuple[int, ...]
@@ -31,13 +31,13 @@ class Grid:
 
     @classmethod
     def of(cls, records: int, shape: tuple[int, ...], shard_nbytes: int) -> Grid:
-        """The grid that capd gives records of `shape`."""
+        """Return the grid that capd gives records of `shape`."""
         plan = plan_geometry(shape, ITEM_NBYTES, shard_nbytes)
         return cls((records, *shape), (plan.shard_records, *plan.extents), (plan.batch, *plan.chunk))
 
 
 class Array(Protocol):
-    """What an engine can do with an array."""
+    """The operations of an engine on an array."""
 
     def write(self, first: int, block: Bits) -> None:
         """Write consecutive records in one call."""
@@ -46,14 +46,14 @@ class Array(Protocol):
         """Write the records of one whole shard in the engine's best way."""
 
     def read(self, record: int, rows: slice) -> Bits:
-        """Some rows of one record."""
+        """Return some rows of one record."""
 
     def read_all(self) -> Bits:
-        """Every record."""
+        """Return every record."""
 
 
 class ZarrArray:
-    """A zarr.Array, through whichever pipeline is configured."""
+    """A zarr.Array, through the configured pipeline."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -71,7 +71,7 @@ class ZarrArray:
 
 
 class TensorstoreArray:
-    """A tensorstore; a transaction holds a whole shard back until it is committed."""
+    """A tensorstore array. A transaction holds a whole shard back until it is committed."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -95,7 +95,7 @@ class TensorstoreArray:
 
 
 def installed_engines() -> list[str]:
-    """The engines that can be measured here; says which cannot."""
+    """Return the engines that can be measured here. Prints which cannot."""
     if importlib.util.find_spec("zarrs") is not None:
         return list(ENGINES)
     print("zarrs is left out: it is not installed (pip install --no-deps zarrs)", file=sys.stderr)
@@ -139,7 +139,8 @@ def _configure_zarr(engine: str, threads: int) -> None:
     import numcodecs.blosc
     import zarr
 
-    numcodecs.blosc.use_threads = False  # as in capd: its own threads would only contend with zarr's
+    # blosc's own threads would only contend with zarr's. capd does the same.
+    numcodecs.blosc.use_threads = False
     settings: dict[str, Any] = {"threading.max_workers": threads, "async.concurrency": max(2, threads)}
     if engine == "zarrs":
         import zarrs  # noqa: F401 - registers its pipeline

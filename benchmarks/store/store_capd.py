@@ -1,4 +1,4 @@
-"""capd as an engine of the store's benchmarks: the daemon's real pipeline, fed as the sessions of ranks feed it."""
+"""capd as an engine of the store's benchmarks: the daemon's real pipeline, fed as ranks' sessions feed it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NoLimit:
 
 
 class Outcomes:
-    """A sink that counts, as a session's does."""
+    """A sink that counts, as a session's sink does."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -45,7 +45,7 @@ class Outcomes:
 
 
 def definition(number: int, dtype: str = "bfloat16") -> Define:
-    """Key number `number` of a model with eight tapped tensors per layer."""
+    """Return key number `number` of a model with eight tapped tensors per layer."""
     layer, place = divmod(number, 8)
     key = Key(
         quant_type="bf16", rank=0, layer=layer, layer_type="linear", component="linear",
@@ -55,7 +55,7 @@ def definition(number: int, dtype: str = "bfloat16") -> Define:
 
 
 class CapdWriter:
-    """A pipeline on `root` with the one run "run". Options are those of StoreOptions."""
+    """A pipeline on `root` with the one run "run". The options are those of StoreOptions."""
 
     def __init__(self, root: Path, *, threads: int, **options: Any) -> None:
         settle_heap()
@@ -73,7 +73,7 @@ class CapdWriter:
         self._pipeline.open_run("run")
 
     def put(self, define: Define, data: memoryview, shape: tuple[int, ...], iteration: int = 0) -> None:
-        """Submit one record; `data` holds its bytes and stays unchanged until it is committed."""
+        """Submit one record. `data` holds its bytes and does not change until the record is committed."""
         self._sequence += 1
         descriptor = Descriptor(self._sequence, 0, data.nbytes, define.id, shape, Moment(iteration=iteration))
         self._pipeline.submit(
@@ -99,12 +99,12 @@ class CapdWriter:
             raise RuntimeError("the pipeline did not close in time")
 
     def stored_nbytes(self) -> int:
-        """Bytes of the run's sealed shards."""
+        """Return the bytes of the run's sealed shards."""
         return sum(path.stat().st_size for path in self.run.glob("**/data/c/**/*") if path.is_file())
 
     @staticmethod
     def thread_cpu_s() -> dict[str, float]:
-        """CPU seconds so far of the pipeline's threads and the submitting one, by role."""
+        """Return the CPU seconds so far of the pipeline's threads and the submitting thread, by role."""
         spent = dict.fromkeys(ROLES, 0.0)
         for thread in threading.enumerate():
             role = next((role for role in ROLES if thread.name.startswith(role)), None)

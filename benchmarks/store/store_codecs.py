@@ -1,10 +1,11 @@
-"""What capd's codec chains make of real tensors: ratio, and MB/s of one thread's CPU time, by dtype and role.
+"""The result of capd's codec chains on real tensors: ratio, and MB/s of one thread's CPU time, by dtype and role.
 
     python benchmarks/store/store_codecs.py [--corpus DIR] [--rounds N] [--json FILE]
 
 Chunks are those that capd would make of each tensor, and every chain ends in crc32c, as in the store. "auto" chooses
-by the tensor's first bytes, as for a series' first record. Beside the presets: "auto block", the default's codec with
-blosc's own block size, and plain zstd 1. Speeds are of raw bytes, medians over rounds in which all codecs take turns.
+by the tensor's first bytes, as for a series' first record. Besides the presets there are "auto block", the default's
+codec with blosc's own block size, and plain zstd 1. Speeds are of raw bytes, medians over rounds in which all codecs
+take turns.
 
 must, of the default: bf16 activations 1.48, gradients 1.38, weights 1.45, float32 1.16.
 """
@@ -42,7 +43,7 @@ Chunk = NDArray[np.generic]
 
 @dataclass
 class Cost:
-    """One codec on one tensor: stored bytes, and CPU seconds of each round."""
+    """The cost of one codec on one tensor: stored bytes, and CPU seconds of each round."""
 
     stored: int = 0
     encode_s: list[float] = field(default_factory=list)
@@ -50,7 +51,7 @@ class Cost:
 
 
 class Subject:
-    """One tensor as chunks, and what each codec makes of it."""
+    """One tensor as chunks, and each codec's result on it."""
 
     def __init__(self, entry: Entry) -> None:
         bits = entry.bits()
@@ -81,7 +82,7 @@ class Subject:
 
 
 def measure_group(entries: Sequence[Entry], rounds: int) -> list[Row]:
-    """One row per codec, over all tensors of one dtype and role."""
+    """Return one row per codec, over all tensors of one dtype and role."""
     subjects = [Subject(entry) for entry in entries]
     for _ in range(rounds):
         for subject in subjects:

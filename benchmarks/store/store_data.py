@@ -1,4 +1,4 @@
-"""Records for the store's benchmarks: bfloat16 bits as uint16, synthetic or from the corpus."""
+"""The records of the store's benchmarks: bfloat16 bits as uint16, synthetic or from the corpus."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Bits = NDArray[np.uint16]
 
 
 def synthetic_records(count: int, shape: tuple[int, int], seed: int = 0) -> Bits:
-    """[count, rows, columns] of N(0, 1) times a log-normal scale per column, as bfloat16 bits."""
+    """Return [count, rows, columns] of N(0, 1) times a log-normal scale per column, as bfloat16 bits."""
     rng = np.random.default_rng(seed)
     scale = rng.lognormal(0.0, 1.0, shape[1]).astype(np.float32)
     records = np.empty((count, *shape), dtype=np.uint16)
@@ -24,7 +24,7 @@ def synthetic_records(count: int, shape: tuple[int, int], seed: int = 0) -> Bits
 
 
 def corpus_records(count: int, shape: tuple[int, int], directory: Path | None, *, quick: bool) -> Bits:
-    """[count, rows, columns] of the corpus' bfloat16 activations and gradients, repeated where there are too few."""
+    """Return [count, rows, columns] of the corpus' bfloat16 activations and gradients. Too few are repeated."""
     from benchmarks.kit.corpus import ensure
 
     entries = ensure(directory, quick=quick)
@@ -36,7 +36,7 @@ def corpus_records(count: int, shape: tuple[int, int], directory: Path | None, *
 def save_records(
     directory: Path, count: int, shape: tuple[int, int], corpus: Path | None, *, quick: bool
 ) -> dict[str, Path]:
-    """Write both kinds of records as .npy into `directory`; returns their paths by kind."""
+    """Write both kinds of records as .npy into `directory`. Returns their paths by kind."""
     kinds = {
         "synthetic": synthetic_records(count, shape),
         "corpus": corpus_records(count, shape, corpus, quick=quick),

@@ -1,12 +1,16 @@
-"""What reading a sealed store costs: capd, zarr-python, zarrs and tensorstore on the very same files.
+"""The cost of reading a sealed store: capd, zarr-python, zarrs and tensorstore on the same files.
 
     python benchmarks/store/store_read.py [--records N] [--rounds N] [--json FILE]
 
-The store is written by capd. Each engine, in a process of its own that may use 1 or 2 CPUs, opens it and reads: the
-first record with everything still to be imported left out but the handle still to be opened ("cold"), every record in
-one call ("whole"; capd: one after the other), every record in turn ("in order"), records and the first sixteenth of
-records in random order ("random", "slice"), and random 4 KiB records out of 1 MiB chunks ("small"). All of them check
-crc32c. Everything lies in the page cache; MB are of what is returned.
+capd writes the store. Each engine opens it in a separate process that may use 1 or 2 CPUs, and reads:
+
+- "cold": the first record, including the opening of the handle, without the imports;
+- "whole": every record in one call (capd: one after the other);
+- "in order": every record in turn;
+- "random" and "slice": records, and the first sixteenth of records, in random order;
+- "small": random 4 KiB records out of 1 MiB chunks.
+
+All of them check crc32c. All files are in the page cache. MB are of the returned bytes.
 
 must: capd at least as many MB per CPU second as tensorstore.
 """
@@ -44,7 +48,8 @@ from benchmarks.store.store_runner import (
 )
 
 RECORD, QUICK_RECORD = (1024, 4096), (256, 1024)
-SMALL_RECORD = (2, 1024)  # 4 KiB
+# 4 KiB.
+SMALL_RECORD = (2, 1024)
 SLICE_PART = 16
 SMALL_READS = 200
 OPERATIONS = ("cold", "whole", "in order", "random", "slice", "small")
@@ -67,7 +72,7 @@ class CapdReader:
 
 
 def prepare(root: str, shape: list[int], records: int, small_records: int, shard_nbytes: int) -> Row:
-    """Write a run with one series of large and one of small records; returns the paths of their groups."""
+    """Write a run with one series of large and one of small records. Returns the paths of their groups."""
     writer = CapdWriter(Path(root), threads=2, codec="default", shard_nbytes=shard_nbytes)
     groups = {}
     for number, count, extents in ((0, records, tuple(shape)), (1, small_records, SMALL_RECORD)):
@@ -82,10 +87,11 @@ def prepare(root: str, shape: list[int], records: int, small_records: int, shard
 
 
 def measure(engine: str, run: str, large: str, small: str, threads: int) -> Row:
-    """All operations of one engine; CPU and wall seconds and bytes returned of each."""
+    """Run all operations of one engine. Returns CPU and wall seconds and returned bytes of each."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
     open_series = partial(_open, engine, Path(run), threads)
-    open_series(small).read(0, slice(None))  # imports, thread pools
+    # The first read imports modules and starts thread pools.
+    open_series(small).read(0, slice(None))
     meters: dict[str, tuple[Meter, int]] = {}
     with Meter() as meter:
         array = open_series(large)
@@ -136,7 +142,7 @@ def _read_each(array: Array | CapdReader, numbers: Sequence[int], rows: slice) -
 
 
 def show(results: dict[int, dict[str, Row]]) -> list[Row]:
-    """Print one line per operation, threads and engine; returns the verdicts."""
+    """Print one line per operation, threads and engine. Returns the verdicts."""
     cells: list[list[object]] = []
     ratios: dict[str, list[list[float]]] = {}
     for operation in OPERATIONS:

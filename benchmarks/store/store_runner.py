@@ -1,9 +1,10 @@
-"""What the store's benchmarks share: a process of its own for every measurement, meters, rounds, tables.
+"""The runner of the store's benchmarks: a separate process for every measurement, meters, rounds, tables.
 
-A benchmark names a function of one of the modules here; `child` runs it in a fresh interpreter, so that no engine
+A benchmark names a function of one of the modules here. `child` runs it in a fresh interpreter, so that no engine
 finds another one's threads, caches or allocator state. The function returns a flat dict of numbers. `interleave`
-repeats all variants in rounds, and every comparison is a ratio of medians within one run. CPU time is user and system
-time of the whole process: it says more than wall time where the machine is shared.
+repeats all variants in rounds, and every comparison is a ratio of medians within one run.
+
+CPU time is user and system time of the whole process. On a shared machine it says more than wall time.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Row = dict[str, Any]
 
 
 class Meter:
-    """Measures a `with` block: wall and CPU seconds of the process, bytes it handed to write and read calls."""
+    """A meter of a `with` block: wall and CPU seconds of the process, and the bytes of its write and read calls."""
 
     wall_s = cpu_s = written_nbytes = read_nbytes = 0.0
 
@@ -62,13 +63,13 @@ class Meter:
         return time.perf_counter(), cpu, int(counts["wchar"]), int(counts["rchar"])
 
     def row(self, **more: Any) -> Row:
-        """The four numbers, and what else the caller knows."""
+        """Return the four numbers, with the caller's own."""
         numbers = {name: getattr(self, name) for name in ("wall_s", "cpu_s", "written_nbytes", "read_nbytes")}
         return {**numbers, **more}
 
 
 def child(function: str, **arguments: Any) -> Row:
-    """Call "module:function" with keyword arguments (JSON values) in a fresh interpreter; returns its result."""
+    """Call "module:function" with keyword arguments (JSON values) in a fresh interpreter. Returns its result."""
     done = subprocess.run(
         [sys.executable, __file__, function],
         input=json.dumps(arguments, default=str),
@@ -84,7 +85,7 @@ def child(function: str, **arguments: Any) -> Row:
 
 
 def interleave(variants: Mapping[str, Callable[[], Row]], rounds: int) -> dict[str, list[Row]]:
-    """Run every variant once per round, each round beginning with another one."""
+    """Run every variant once per round. Each round begins with another variant."""
     names, rows = list(variants), {name: [] for name in variants}
     for number in range(rounds):
         turn = number % len(names)
@@ -98,7 +99,7 @@ def interleave(variants: Mapping[str, Callable[[], Row]], rounds: int) -> dict[s
 
 
 def medians(rows: Sequence[Row]) -> Row:
-    """Each number's median over the rounds; the first round's value of what is no number."""
+    """Return each number's median over the rounds. For other values, return the first round's."""
     first = rows[0]
     return {
         name: statistics.median(row[name] for row in rows) if isinstance(value, int | float) else value
@@ -107,7 +108,7 @@ def medians(rows: Sequence[Row]) -> Row:
 
 
 def options(description: str, *, rounds: int, directory: Path | None = None) -> argparse.ArgumentParser:
-    """A parser with what every store benchmark takes."""
+    """Return a parser with the options of every store benchmark."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=rounds, help="repetitions of every variant")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that it runs, not how fast")
@@ -118,14 +119,17 @@ def options(description: str, *, rounds: int, directory: Path | None = None) -> 
 
 
 def memory_directory() -> Path:
-    """A directory in memory, so that the disk is not what is measured; else the temporary one."""
+    """Return a directory in memory, so that the disk is not measured.
+
+    If there is none, return the temporary directory.
+    """
     place = Path("/dev/shm")  # noqa: S108 - a default for benchmark files, which are made by mkdtemp
     return place if os.access(place, os.W_OK) else Path(tempfile.gettempdir())
 
 
 @contextlib.contextmanager
 def work_directory(parent: Path) -> Iterator[Path]:
-    """A temporary directory below `parent`."""
+    """Create a temporary directory below `parent`."""
     directory = Path(tempfile.mkdtemp(prefix="capd-benchmark-", dir=parent))
     try:
         yield directory
@@ -134,12 +138,12 @@ def work_directory(parent: Path) -> Iterator[Path]:
 
 
 def file_nbytes(directory: Path, pattern: str = "**/*") -> int:
-    """Sum of the sizes of the files in `directory` that match."""
+    """Return the sum of the sizes of the matching files in `directory`."""
     return sum(path.stat().st_size for path in directory.glob(pattern) if path.is_file())
 
 
 def machine() -> Row:
-    """What a result must be read with."""
+    """Return the facts that a reader of a result needs."""
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(": ")[2] for line in cpuinfo if line.startswith("model name")]
     versions = {}
@@ -153,7 +157,7 @@ def machine() -> Row:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print columns as wide as they need be; the first one is text, numbers have three digits that matter."""
+    """Print columns as wide as necessary. The first one is text, and numbers have three significant digits."""
     cells = [[_text(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
     for line in (list(head), *cells):
@@ -169,14 +173,14 @@ def _text(cell: object) -> str:
 
 
 def verdict(what: str, value: float, bound: float, *, at_most: bool = False) -> Row:
-    """Print one bound and whether it is met; returns it for the report."""
+    """Print one bound and whether it is met. Returns it for the report."""
     met = value <= bound if at_most else value >= bound
     print(f"{what}: {value:.4g}, must be {'<=' if at_most else '>='} {bound:g}: {'met' if met else 'MISSED'}")
     return {"what": what, "value": value, "bound": bound, "at_most": at_most, "met": met}
 
 
 def report(result: Row, path: Path | None) -> None:
-    """Write the whole result as JSON where `--json FILE` asked for it."""
+    """Write the whole result as JSON if `--json FILE` was given."""
     print(f"load average at the end: {os.getloadavg()[0]:.2f}")
     if path is not None:
         path.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")

@@ -1,11 +1,12 @@
-"""How long sealing thousands of live series takes, on few descriptors, as at a daemon's shutdown.
+"""The time to seal thousands of live series, on few descriptors, as at a daemon's shutdown.
 
     python benchmarks/store/store_seal.py [--series N] [--rounds N] [--json FILE]
 
-Every series gets one or four records (round robin, so that descriptors come and go), all of it is committed, then
-`Pipeline.seal` makes it visible to plain Zarr readers. Files lie where `--directory` says: sealing syncs them. They
-stay until the end (6 GiB per round with 5,000 series), for ext4 takes inodes deleted within the last minutes into its
-hand one by one before it makes a file: what one measurement deletes would slow down the next.
+Every series gets one or four records, round robin, so that descriptors come and go. All records are committed. Then
+`Pipeline.seal` makes them visible to plain Zarr readers. Files are in `--directory`, because sealing syncs them.
+
+Files stay until the end (6 GiB per round with 5,000 series). Before ext4 creates a file, it inspects one by one the
+inodes deleted in the last minutes. So the deletions of one measurement would slow down the next.
 
 must: 10 s of wall time for 5,000 series.
 """
@@ -40,7 +41,7 @@ MUST_SERIES = 5_000
 
 @dataclass(frozen=True)
 class Case:
-    """Records of `kib` KiB, `each` to a series."""
+    """Series with `each` records of `kib` KiB."""
 
     kib: int
     each: int
@@ -48,12 +49,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For the table."""
+        """The name in the table."""
         return f"{self.series} series of {self.each} x {self.kib} KiB"
 
 
 def seal(place: str, case: Row) -> Row:
-    """Fill and seal one run; times of both."""
+    """Fill and seal one run. Returns the times of both."""
     this = Case(**case)
     shape = (this.kib // 2, COLUMNS)
     data = synthetic_records(1, (4 * shape[0] + 512, COLUMNS))[0]

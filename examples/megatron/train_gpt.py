@@ -1,4 +1,4 @@
-"""Trains a tiny GPT with megatron-core on text, on CPUs over gloo; it knows nothing of capd.
+"""Trains a tiny GPT with megatron-core on text, on CPUs over gloo. The script knows nothing of capd.
 
     torchrun --nproc-per-node 2 train_gpt.py CHECKPOINTS LOGS TOKENIZER DATA DTYPE [--parallel tensor|data]
 
@@ -18,15 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-LAYERS, HIDDEN, HEADS, VOCABULARY = 2, 32, 4, 256  # one token per byte
+# One token is one byte.
+LAYERS, HIDDEN, HEADS, VOCABULARY = 2, 32, 4, 256
 SEQUENCE, MICRO_BATCH_SIZE, MICRO_BATCHES = 32, 2, 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def run_on_cpu() -> None:
-    """Answer on the CPU what megatron-core asks of CUDA by name. A script for GPUs has no use for this.
+    """Replace the CUDA functions that megatron-core calls by functions of the CPU.
 
-    No arithmetic and no schedule is replaced: buffers are made on the CPU, and one generator stands for the GPU's.
+    A script for GPUs does not need this. No arithmetic and no schedule is replaced. Buffers are created on the CPU,
+    and one generator replaces the GPU's.
     """
 
     def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,7 +40,8 @@ def run_on_cpu() -> None:
 
         return make
 
-    torch._dynamo.config.disable = True  # compiling megatron's small fusions takes a CPU minutes
+    # Compiling megatron's small fusions takes minutes on a CPU.
+    torch._dynamo.config.disable = True
     from megatron.core.tensor_parallel import random
 
     for name in ("zeros", "empty", "full", "tensor", "zeros_like", "empty_like"):
@@ -53,7 +56,7 @@ def run_on_cpu() -> None:
 
 
 def build(tensor_parallel: int, dtype: torch.dtype) -> Any:
-    """The model, wrapped as Megatron's own training script wraps it."""
+    """Return the model, wrapped as Megatron's own training script wraps it."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -67,7 +70,7 @@ def build(tensor_parallel: int, dtype: torch.dtype) -> Any:
         num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, ffn_hidden_size=4 * HIDDEN,
         tensor_model_parallel_size=tensor_parallel, params_dtype=dtype, bf16=dtype == torch.bfloat16,
         add_bias_linear=False, attention_dropout=0.0, hidden_dropout=0.0, use_cpu_initialization=True,
-        # kernels that need a GPU:
+        # These kernels need a GPU.
         gradient_accumulation_fusion=False, masked_softmax_fusion=False, bias_activation_fusion=False,
         bias_dropout_fusion=False, apply_rope_fusion=False,
     )  # fmt: skip
@@ -89,7 +92,7 @@ def read_text(data: Path) -> torch.Tensor:
 
 
 def draw_batches(text: torch.Tensor, seed: int) -> Iterator[torch.Tensor]:
-    """Random windows of the text, one token longer than a sequence."""
+    """Yield random windows of the text, one token longer than a sequence."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(text) - SEQUENCE, (MICRO_BATCH_SIZE,), generator=generator)
@@ -97,7 +100,10 @@ def draw_batches(text: torch.Tensor, seed: int) -> Iterator[torch.Tensor]:
 
 
 def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """What Megatron's schedule calls for each micro-batch: the output, and how a loss is made of it."""
+    """Return the output of one micro-batch, and the function that turns it into a loss.
+
+    Megatron's schedule calls this.
+    """
     tokens = next(data)
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     positions = torch.arange(SEQUENCE).expand_as(inputs)
@@ -107,7 +113,8 @@ def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor
 
 def mean_loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = output.float().mean()
-    return loss, {"loss": loss.detach().clone()}  # the schedule divides the first in place
+    # The schedule divides the first value in place.
+    return loss, {"loss": loss.detach().clone()}
 
 
 def train(args: argparse.Namespace) -> None:
@@ -120,9 +127,11 @@ def train(args: argparse.Namespace) -> None:
     torch.manual_seed(1234)
     model_parallel_cuda_manual_seed(1234)
     model = build(tensor_parallel, DTYPES[args.dtype])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # Megatron's own takes bf16 on GPUs alone
+    # Megatron's own optimizer takes bf16 only on GPUs.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    own = args.checkpoints / f"rank{dist.get_rank()}.pt"  # a rank's shard
+    # The file of this rank's shard.
+    own = args.checkpoints / f"rank{dist.get_rank()}.pt"
     first = 0
     if own.exists():
         saved = torch.load(own, weights_only=True)
@@ -144,10 +153,12 @@ def train(args: argparse.Namespace) -> None:
             micro_batch_size=MICRO_BATCH_SIZE,
             forward_only=False,
         )
-        for parameter in model.parameters():  # where Megatron gathers and reduces gradients
+        # Megatron gathers and reduces gradients in main_grad.
+        for parameter in model.parameters():
             parameter.grad = parameter.main_grad.to(parameter.dtype)
         optimizer.step()
-        unfinished = own.with_suffix(".tmp")  # renamed when whole: the job may be ended at any moment
+        # The file is renamed when it is complete, because the job may be ended at any moment.
+        unfinished = own.with_suffix(".tmp")
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "iteration": iteration + 1}
         torch.save(state, unfinished)
         unfinished.replace(own)
