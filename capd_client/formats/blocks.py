@@ -84,7 +84,7 @@ class Layout:
             moved = pad(moved, (0, fill[1], 0, fill[0]))
         *lead, across, along = self._grid
         tiles = moved.reshape(*lead, across, self._tile[0], along, self._tile[1]).transpose(-3, -2)
-        return tiles.reshape(math.prod(self._grid), math.prod(self._tile))
+        return tiles.reshape(math.prod(self._grid), math.prod(self._tile)).contiguous()
 
     def join(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the contiguous tensor whose `rows` these are, without the zero fill."""

@@ -107,6 +107,16 @@ def test_strides_do_not_matter_and_no_graph_is_built(fmt: str) -> None:
         assert not decode(encode(wanting * 1, fmt)).requires_grad
 
 
+@pytest.mark.parametrize(("fmt", "block"), [("fp8", 128), ("mxfp8", 32), ("nvfp4", 16)])
+def test_a_view_whose_rows_are_one_block_each_is_encoded(fmt: str, block: int) -> None:
+    base = torch.randn(block, 96, generator=torch.Generator().manual_seed(8))
+
+    found, expected = encode(base, fmt, axis=-2, block=block), encode(base.t().contiguous(), fmt, block=block)
+
+    assert torch.equal(found.payload, expected.payload.t())
+    assert same_bits(decode(found), decode(expected).t())
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_pieces_do_not_show(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(40, 96, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
