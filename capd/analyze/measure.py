@@ -15,7 +15,7 @@ from capd.analyze.error_sums import Errors
 from capd.analyze.format_choice import FormatChoice
 from capd_client.formats.elements import ELEMENTS, FP16, Element, quantise
 from capd_client.formats.encoding import QuantisedPiece, quantised_pieces
-from capd_client.formats.spec import FormatError, Spec
+from capd_client.formats.spec import FORMATS, FormatError, Spec
 
 __all__ = [
     "Limits",
@@ -106,9 +106,7 @@ def _measured(values: torch.Tensor, distribution: Distribution | None, spec: Spe
         return measured_patterns(distribution, spec)
     found, limits = Errors(1, values.numel()), limits_of(spec)
     if spec.block is not None:
-        found.blocks = BlockStatistics(
-            "float32" if spec.fmt == "fp8" else "e4m3" if spec.fmt == "nvfp4" else "e8m0"
-        )
+        found.blocks = BlockStatistics(FORMATS[spec.fmt].scale_type)
     for piece in quantised_pieces(values, spec, torch.Generator().manual_seed(0)):
         _add_piece(found, piece, limits, per_block)
     return found

@@ -14,6 +14,7 @@ from typing import Any, Optional
 from capd_client.config.file import read_rules_file
 from capd_client.config.sizes import parse_size
 from capd_client.errors import ConfigError
+from capd_client.formats.spec import FORMATS
 from capd_client.protocol.quota import parse_quota
 from capd_client.protocol.selection import Ranges
 from capd_client.rules.schema import RuleSettings, parse_rules, rule_of_globs
@@ -25,7 +26,6 @@ __all__ = [
 ]  # fmt: skip
 
 _MAX_SAMPLE_EVERY = 10**9
-_QUANT_TYPES = frozenset({"bf16", "fp16", "fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "hifp8"})
 _SAMPLE = re.compile(r"sample:1/([1-9][0-9]{0,9})")
 
 
@@ -217,4 +217,4 @@ def store_root(directory: str) -> str:
     Scripts for tensor_saver had a directory for each type. In capd the type is part of each record's key.
     """
     parent, name = os.path.split(directory.rstrip("/") or "/")
-    return (parent or ".") if name.lower() in _QUANT_TYPES else directory
+    return (parent or ".") if name.lower() in FORMATS else directory

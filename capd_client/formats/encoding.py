@@ -34,7 +34,7 @@ _INPUTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 def quantised(x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator]) -> torch.Tensor:
     """Quantise and dequantise x; see `capd_client.formats.qdq`."""
     values = _checked(x, spec)
-    if spec.block is not None or spec.fmt == "fp8":
+    if spec.is_scaled:
         layout = _layout(values, spec)
         rows = layout.rows(values)
         if spec.legacy:
@@ -52,7 +52,7 @@ def quantised(x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator])
 def encoded_as(x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator]) -> Encoded:
     """Quantise x into codes and scales; see `capd_client.formats.encode`."""
     values = _checked(x, spec)
-    if spec.block is None and spec.fmt != "fp8":
+    if not spec.is_scaled:
         if spec.rounding == "stochastic":
             payload = _codes(values, spec, generator)
         else:
@@ -133,7 +133,7 @@ def quantised_pieces(
     to x's dtype.
     """
     values = _checked(x, spec)
-    if spec.block is None and spec.fmt != "fp8":
+    if not spec.is_scaled:
         flat = values.reshape(-1)
         for piece in pieces(flat):
             some = flat[piece]

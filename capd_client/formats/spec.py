@@ -23,7 +23,11 @@ class FormatError(CapdError, ValueError):
 
 @dataclass(frozen=True)
 class Family:
-    """The allowed options of a format. The first of each tuple is the default; an empty tuple means no choice."""
+    """The allowed options of a format. The first of each tuple is the default; an empty tuple means no choice.
+
+    A format has scales if it has `blocks`. `scale_type` then says how a block's scale is stored: "e8m0", "e4m3" or
+    "float32".
+    """
 
     elems: tuple[str, ...] = ()
     blocks: tuple[Block, ...] = ()
@@ -32,18 +36,23 @@ class Family:
     overflows: tuple[str, ...] = ()
     has_legacy: bool = False
     has_tensor_scale: bool = False
+    scale_type: str = ""
 
 
 FORMATS: dict[str, Family] = {
     "bf16": Family(overflows=("inf", "saturate")),
     "fp16": Family(overflows=("inf", "saturate")),
     "fp8": Family(
-        ("e4m3", "e5m2"), (None, 128, (128, 128)), ("exact", "unit", *POWERS), overflows=SATURATE_OR_INF
+        ("e4m3", "e5m2"),
+        (None, 128, (128, 128)),
+        ("exact", "unit", *POWERS),
+        overflows=SATURATE_OR_INF,
+        scale_type="float32",
     ),
-    "mxfp8": Family(("e4m3", "e5m2"), (32,), POWERS, has_legacy=True),
-    "mxfp6": Family(("e2m3", "e3m2"), (32,), POWERS, has_legacy=True),
-    "mxfp4": Family(("e2m1",), (32,), POWERS, has_legacy=True),
-    "nvfp4": Family(("e2m1",), (16, (16, 16)), has_tensor_scale=True),
+    "mxfp8": Family(("e4m3", "e5m2"), (32,), POWERS, has_legacy=True, scale_type="e8m0"),
+    "mxfp6": Family(("e2m3", "e3m2"), (32,), POWERS, has_legacy=True, scale_type="e8m0"),
+    "mxfp4": Family(("e2m1",), (32,), POWERS, has_legacy=True, scale_type="e8m0"),
+    "nvfp4": Family(("e2m1",), (16, (16, 16)), has_tensor_scale=True, scale_type="e4m3"),
     "hifp8": Family(
         roundings=("away", "hybrid", "stochastic"), overflows=("inf", "saturate"), has_legacy=True
     ),
@@ -63,6 +72,11 @@ class Spec:
     overflow: Optional[str]
     tensor_scale: bool
     legacy: bool
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether elements have a scale, be it of a block or of the whole tensor."""
+        return bool(FORMATS[self.fmt].blocks)
 
     @property
     def saturate(self) -> bool:

@@ -20,10 +20,8 @@ _SHOWN = {
 }  # fmt: skip
 _NAMED = 3  # on stderr
 _MAX_NAMES = 1000  # of records without a counterpart, in JSON
-_PAIR_COLUMNS = (
-    "left", "right", "iteration", "micro_batch", "dtype", "different", "elements", "equal", "special", "max_abs",
-    "max_relative", "absmax", "relative", "mae", "mse", "rmse", "normalised_l2", "sqnr_db", "psnr_db", "cosine",
-)  # fmt: skip
+_PAIR_COLUMNS = ("left", "right", "iteration", "micro_batch", "dtype", "different")
+_GROUP_ALONE = ("pairs", "identical")
 
 
 def print_differences(
@@ -69,7 +67,7 @@ def print_differences(
     header: tuple[str, ...] = (*found.by, *DIFFERENCE_COLUMNS)
     if found.keeps_each or stopped:
         rows = found.each if found.keeps_each else [found.first] if found.first else []
-        header = _PAIR_COLUMNS
+        header = (*_PAIR_COLUMNS, *(name for name in DIFFERENCE_COLUMNS if name not in _GROUP_ALONE))
     if not request.print(document, header, [[row[name] for name in header] for row in rows]):
         if found.keeps_each:
             _print_pairs(found.each)

@@ -8,7 +8,7 @@ therefore keeps its meaning when the presets change.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from capd.errors import ConfigError
 from capd.store.format.dtypes import stored_type
 
-__all__ = ["Chain", "Encoded", "chain_for", "crc32c", "parse_codec"]
+__all__ = ["Chain", "Encoded", "chain_for", "codec_of", "crc32c", "parse_codec"]
 
 # The pool encodes chunks in parallel. Blosc's own threads would only compete with it.
 numcodecs.blosc.use_threads = False
@@ -139,3 +139,20 @@ def parse_codec(codec: str) -> Any:
         f"unknown codec {codec!r}; choose auto, default, fast, or an explicit one: {_FORMS} "
         f"(levels: zstd {_ZSTD_LEVELS[0]} to {_ZSTD_LEVELS[-1]}, blosc 0 to 9)"
     )
+
+
+def codec_of(zarr_codecs: Sequence[Any]) -> str:
+    """The explicit name of the compressor in an array's metadata. Raises ValueError or KeyError if there is none.
+
+    Args:
+        zarr_codecs: The inner codecs as JSON values: `bytes`, the compressor if there is one, `crc32c`.
+    """
+    _, *compressors, _ = zarr_codecs
+    if not compressors:
+        return "none"
+    [compressor] = compressors
+    given = compressor["configuration"]
+    if compressor["name"] == "zstd":
+        return f"zstd:{given['level']}"
+    block = f":{given['blocksize']}" if given["blocksize"] else ""
+    return f"blosc:{given['cname']}:{given['clevel']}:{given['shuffle']}{block}"

@@ -12,6 +12,7 @@ import msgspec
 from capd.errors import CapdError
 from capd.store.documents.headers import is_usable
 from capd.store.documents.zarr_json import array_differences, array_document, series_document
+from capd.store.format.codecs import codec_of
 from capd.store.format.columns import Columns
 from capd.store.format.dtypes import statistics_of, stored_type
 from capd.store.format.frames import SeriesHeader
@@ -37,7 +38,7 @@ def described(run: Path, path: str) -> tuple[SeriesHeader, str] | None:
             path,
             msgspec.convert(capd["key"], Key),
             dtype,
-            _codec(array),
+            codec_of(array["codecs"][0]["configuration"]["codecs"]),
             _geometry(array, dtype),
             dict(capd["attributes"]),
         )
@@ -77,16 +78,3 @@ def _geometry(array: dict[str, Any], dtype: str) -> Geometry:
     batch, *chunk = array["codecs"][0]["configuration"]["chunk_shape"]
     geometry = (tuple(extents), tuple(chunk), batch, shard_records, stored_type(dtype).stored.itemsize)
     return msgspec.convert(geometry, Geometry)
-
-
-def _codec(array: dict[str, Any]) -> str:
-    """Return the explicit name of the codec between the array's bytes and their checksum."""
-    _, *compressors, _ = array["codecs"][0]["configuration"]["codecs"]
-    if not compressors:
-        return "none"
-    [compressor] = compressors
-    given = compressor["configuration"]
-    if compressor["name"] == "zstd":
-        return f"zstd:{given['level']}"
-    block = f":{given['blocksize']}" if given["blocksize"] else ""
-    return f"blosc:{given['cname']}:{given['clevel']}:{given['shuffle']}{block}"

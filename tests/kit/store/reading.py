@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,12 @@ from numpy.typing import NDArray
 
 import capd
 from capd_client.protocol.key import Key, Moment
+
+ZARRS: dict[str, str] = {}
+with contextlib.suppress(ImportError):  # `make test-store` has none
+    import zarrs  # noqa: F401  # registers its pipeline
+
+    ZARRS["codec_pipeline.path"] = "zarrs.ZarrsCodecPipeline"
 
 Held = dict[tuple[Key, str], list[tuple[Moment, NDArray[np.generic]]]]
 
@@ -41,7 +48,7 @@ def assert_capd_reads(run: Path, held: Held) -> None:
 
 
 def assert_zarr_readers_read(run: Path, held: Held) -> None:
-    """zarr-python and tensorstore see exactly the held records, by the published columns alone."""
+    """zarr-python, tensorstore and zarrs (if installed) see exactly the held records, by the published columns."""
     found: Held = {}
     for group in sorted(run.glob("*/rank*/layer*/*/*")):
         if not (group / "data" / "zarr.json").exists():
@@ -49,6 +56,8 @@ def assert_zarr_readers_read(run: Path, held: Held) -> None:
         attributes = json.loads((group / "zarr.json").read_text())["attributes"]["capd"]
         identity = (Key(**attributes["key"]), attributes["dtype"])
         array = zarr.open_array(group / "data", mode="r")[...]
+        with zarr.config.set(ZARRS):
+            assert zarr.open_array(group / "data", mode="r")[...].tobytes() == array.tobytes()
         spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(group / "data")}}
         assert tensorstore.open(spec).result().read().result().tobytes() == array.tobytes()
         for number, (moment, shape) in enumerate(published_rows(group)):

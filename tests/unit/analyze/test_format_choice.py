@@ -10,7 +10,7 @@ import torch
 
 from capd.analyze.format_choice import DEFAULT_CHOICES, DEFAULT_FORMATS, choices
 from capd.errors import ConfigError
-from capd.formats import qdq
+from capd.formats import FORMATS, qdq
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_words_behind_a_format_are_options_that_it_takes(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("mxfp9", "unknown format 'mxfp9'; known: bf16, fp16, fp8, mxfp8, mxfp6, mxfp4, nvfp4, hifp8"),
+        ("mxfp9", f"unknown format 'mxfp9'; known: {', '.join(FORMATS)}"),
         ("mxfp8,", "unknown format ''; known"),
         ("mxfp8:e2m1", "mxfp8 has no option 'e2m1'; known: e4m3, e5m2, floor, ceil, even, rceil, away, stochastic"),
         ("mxfp8:e5m2:e4m3", "elem is given twice"),

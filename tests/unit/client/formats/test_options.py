@@ -10,7 +10,7 @@ import torch
 from capd.formats import FORMATS, FormatError, encode, qdq
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("fp7", {}, "fmt cannot be 'fp7'; allowed are bf16, fp16, fp8, mxfp8, mxfp6, mxfp4, nvfp4, hifp8"),
+    ("fp7", {}, f"fmt cannot be 'fp7'; allowed are {', '.join(FORMATS)}"),
     ("mxfp8", {"elem": "e3m2"}, "elem of mxfp8 cannot be 'e3m2'; allowed are e4m3, e5m2"),
     ("mxfp8", {"scale_mode": "up"}, "scale_mode of mxfp8 cannot be 'up'; allowed are floor, ceil, even, rceil"),
     ("mxfp4", {"rounding": "hybrid"}, "rounding of mxfp4 cannot be 'hybrid'; allowed are even, away, stochastic"),

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-FORMATS = ("bf16", "fp16", "fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "hifp8")
+from capd_client.formats import FORMATS
 
 # In a process of its own: what is looked at are the tables of a process that has made none yet.
 FAKE_FIRST = """
