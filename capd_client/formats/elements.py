@@ -157,7 +157,7 @@ def codes_of(values: torch.Tensor, element: Element) -> torch.Tensor:
     NaN becomes 0 if the element has no code for NaN.
     """
     patterns = (values.view(torch.int32) >> 16).bitwise_and_(_UPPER_HALF)
-    return _code_table(element, values.device).index_select(0, patterns.view(-1)).view(values.shape)
+    return _code_table(element, values.device).index_select(0, patterns.reshape(-1)).view(values.shape)
 
 
 @kept
