@@ -1,7 +1,7 @@
-"""Makes a damaged `.partial` or small log whole again: without what was lost, its records numbered densely.
+"""Repairs a damaged `.partial` or small log: drops the lost records and numbers the others densely.
 
-The damaged file is copied to the quarantine first, then the mended one takes its name; a kill in between leaves
-the damaged file where it was, and the next start does the same again.
+The damaged file is copied to the quarantine first. Then the repaired file takes its name. A kill in between leaves
+the damaged file in its place, and the next start repeats the repair.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _READ_NBYTES = 1 << 20
 
 
 class KeptSmall(NamedTuple):
-    """A small record that stays, under its number; place: where it stands in the damaged log."""
+    """A small record that is kept, with its number. place: its position in the damaged log."""
 
     header: SeriesHeader
     number: int
@@ -56,9 +56,9 @@ class KeptSmall(NamedTuple):
 
 
 def is_the_files_fault(error: OSError, path: Path) -> bool:
-    """Whether `error`, met while a file was taken up, lies in that file: it cannot be read to its end.
+    """Return whether the file itself caused `error`: it cannot be read to its end.
 
-    Any other error passes or needs the user; records that were acknowledged must not go to the quarantine for it.
+    Any other error is temporary or needs the user. Acknowledged records must not go to the quarantine because of it.
     """
     if error.errno in _NOT_THE_FILES_FAULT:
         return False
@@ -72,7 +72,7 @@ def is_the_files_fault(error: OSError, path: Path) -> bool:
 
 
 def set_aside(path: Path, quarantine: Path, reason: str) -> None:
-    """Move a file or directory that cannot be used to the quarantine, under a name that is free there."""
+    """Move an unusable file or directory to the quarantine, under a free name."""
     make_directory(quarantine)
     target, count = quarantine / path.name, 0
     while os.path.lexists(target):
@@ -83,7 +83,7 @@ def set_aside(path: Path, quarantine: Path, reason: str) -> None:
 
 
 def copy_aside(path: Path, quarantine: Path) -> None:
-    """Keep a copy of a damaged file in the quarantine, unless one of the same size stands there."""
+    """Copy a damaged file to the quarantine, unless a copy of the same size is already there."""
     make_directory(quarantine)
     source = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -115,11 +115,23 @@ def mend_partial(
     files: OpenFiles,
     quarantine: Path,
 ) -> list[int]:
-    """Write a `.partial` anew without the records whose COMMIT is lost; returns their numbers (up to its newest).
+    """Rewrite a `.partial` without the records whose COMMIT is lost.
 
-    file_header: of this shard, series included. sealed: records below this number are published and keep their
-    numbers; published: the catalog's rows of them. Raises OSError, or DamagedRecord if one of those is damaged both
-    here and in the sealed shard.
+    Args:
+        path: The damaged `.partial`.
+        run: The directory of the run.
+        file_header: The header of this shard, with its series.
+        published: The catalog's rows of the published records, by number.
+        sealed: Records below this number are published and keep their numbers.
+        files: The open files of the store.
+        quarantine: The directory that gets a copy of the damaged file.
+
+    Returns:
+        The numbers of the lost records, up to the newest record of the file.
+
+    Raises:
+        OSError: A file cannot be read or written.
+        DamagedRecord: A published record is damaged both here and in the sealed shard.
     """
     header, number = file_header.series, file_header.shard
     assert header is not None  # noqa: S101 - a shard's header
@@ -153,7 +165,8 @@ def _sound(
     for number in numbers:
         row = rows.get(number)
         taken = None
-        if row is not None:  # the sealed shard's chunk may be shared with later records, which it lacks
+        if row is not None:
+            # The sealed shard's last chunk may lack later records that share the chunk.
             holders = sources if number < sealed else sources[:1]
             taken = next((t for source in holders if (t := _take(source, number, row)) is not None), None)
         if row is not None and taken is not None:
@@ -167,7 +180,7 @@ def _sound(
 
 
 def _take(source: ShardSource, number: int, row: RecordRow) -> Salvaged | None:
-    """The record, unless the source calls another capture by its number: one of the two was built anew."""
+    """Return the record, or None if the source has another capture under its number: one file was renumbered."""
     own = source.scanned.rows.get(number, row)
     named = UNKNOWN_CLIENT not in (own.client, row.client)
     other = named and (own.client, own.sequence) != (row.client, row.sequence)
@@ -177,9 +190,20 @@ def _take(source: ShardSource, number: int, row: RecordRow) -> Salvaged | None:
 def mend_log(
     path: Path, file_header: FileHeader, kept: Iterable[KeptSmall], quarantine: Path | None
 ) -> list[LogPlace]:
-    """Write a small log anew with the records that stay, under their numbers; returns their new places.
+    """Rewrite a small log with the records to keep, under their numbers.
 
-    quarantine: where a copy of the old file goes, None for none. Raises OSError, or DamagedRecord.
+    Args:
+        path: The log.
+        file_header: The header of the new file.
+        kept: The records to keep.
+        quarantine: The directory that gets a copy of the old file; None for no copy.
+
+    Returns:
+        The new places of the records, in the order of `kept`.
+
+    Raises:
+        OSError: A file cannot be read or written.
+        DamagedRecord: A record to keep is damaged.
     """
     if quarantine is not None:
         copy_aside(path, quarantine)
@@ -214,7 +238,7 @@ def mend_log(
 
 
 def _take_place(temporary: Path, path: Path) -> None:
-    """Let what was written anew replace the damaged file, durably."""
+    """Replace the damaged file by the new one, durably."""
     sync_paths([temporary], path.parent)
     failpoint("mend.before_rename")
     rename(temporary, path)

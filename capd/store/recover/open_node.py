@@ -1,16 +1,20 @@
-"""Opens one node's part of a run after any end of the daemon before: catalog, spool and shards made consistent.
+"""Opens one node's part of a run after any end of the last daemon: makes catalog, spool and shards consistent.
 
-The catalog may lag behind the frames by what was not yet written in a batch, so `.partial` files and small
-logs are replayed; a missing or damaged catalog is rebuilt from all frames. A `.partial` is cut behind its
-last COMMIT. A seal that was interrupted between rename and catalog mark is published again.
+The catalog may lack the rows of the last batch, so `.partial` files and small logs are replayed. A missing or damaged
+catalog is reconstructed from all frames. A `.partial` is cut after its last COMMIT. A seal that was interrupted between
+rename and catalog mark is published again.
 
-Damage in the spool costs the records it touched, and never keeps a run from opening: a `.partial` that lost a
-COMMIT in its middle, or a log that lost a record, is written anew without it (`capd.store.recover.mend`); what cannot
-be read, or belongs to another run, node or place, moves to the quarantine with a warning. Elements in a `.partial` are
-read here only after a loss of power (`capd.store.disk.power`): else damage to them shows when somebody reads them, or
-in `capd verify`. Published records keep
-their numbers, also one that nothing names any more when a new catalog is made: it is listed and cannot be read.
-`capd verify RUN --repair -o NEW` makes a run without it. Every step can be interrupted and done again.
+Damage in the spool costs only the damaged records. A run always opens:
+
+- A `.partial` that lost a COMMIT in its middle is rewritten without that record (`capd.store.recover.mend`). So is a
+  log that lost a record.
+- An unreadable file moves to the quarantine with a warning. So does a file of another run, node or place.
+- Elements in a `.partial` are checked here only after a loss of power (`capd.store.disk.power`). Otherwise a reader or
+  `capd verify` finds their damage.
+- Published records keep their numbers. A new catalog may find no row for one of them: that record is listed and cannot
+  be read. `capd verify RUN --repair -o NEW` makes a run without it.
+
+Every step can be interrupted and repeated.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ __all__ = ["Recovered", "open_node"]
 
 logger = logging.getLogger(__name__)
 
-# What reading a catalog with damaged pages or values raises; msgspec's errors are ValueErrors.
+# The errors of reading a catalog with damaged pages or values. The errors of msgspec are ValueErrors.
 _DAMAGED = (sqlite3.DatabaseError, ValueError, TypeError, LookupError)
 
 
@@ -55,10 +59,17 @@ def open_node(
     catalog_name: str = CATALOG_NAME,
     headers: Mapping[str, SeriesHeader] | None = None,
 ) -> Recovered:
-    """Bring one node's part of the run to a consistent state; raises StoreError if the disk does not allow it.
+    """Bring one node's part of the run to a consistent state.
 
-    catalog_name: of the file to open or make in the node's directory. headers: of series by path, for those of which
-    no file says what they are.
+    Args:
+        layout: The layout of the run and its node.
+        files: The open files of the store.
+        catalog_name: The name of the catalog file in the node's directory. A missing file is created.
+        headers: The headers of series by path, for series that no file describes.
+
+    Raises:
+        StoreFull: The disk is full.
+        StoreError: The disk does not allow the recovery.
     """
     place = CatalogPlace(node_directory(layout.run, layout.node), catalog_name)
     catalog = place.published
@@ -66,8 +77,9 @@ def open_node(
         place.fetch()
         try:
             return _open(layout, files, place, headers or {})
-        except _DAMAGED as error:  # what merely passes is a StoreError already
-            logger.warning("%s is damaged (%s): rebuilding it from the shard files", catalog, error)
+        except _DAMAGED as error:
+            # A temporary error is already a StoreError here.
+            logger.warning("%s is damaged (%s): reconstructing it from the shard files", catalog, error)
             set_aside(catalog, catalog.parent / "quarantine", str(error))
             for suffix in ("-wal", "-shm"):
                 unlink(catalog.with_name(catalog.name + suffix), missing_ok=True)
@@ -90,13 +102,15 @@ def _open(
 ) -> Recovered:
     path = place.published
     if path.is_dir():
-        set_aside(path, path.parent / "quarantine", "a directory stands where the catalog belongs")
+        set_aside(path, path.parent / "quarantine", "it is a directory in the place of the catalog")
     catalog = Catalog(place.live, place if place.is_apart else None)
     try:
         _clear_leftovers(layout.spool)
         state = Recovery(layout, files, catalog, headers)
         if not (state.fresh or catalog.was_closed) and (series := beyond_catalog(state)):
-            logger.warning("%s lacks sealed records of %s: rebuilding it from the shard files", path, series)
+            logger.warning(
+                "%s lacks sealed records of %s: reconstructing it from the shard files", path, series
+            )
             catalog.mark_incomplete()
             state = Recovery(layout, files, catalog, headers)
         if state.fresh:
@@ -131,7 +145,7 @@ def _read_sealed(state: Recovery) -> None:
         _name_by_partials(state, found)
         if found.lost:
             logger.warning(
-                "%s: nothing says what the records %s were; `capd verify %s --repair -o NEW` makes a run without them",
+                "%s: no file describes the records %s; `capd verify %s --repair -o NEW` makes a run without them",
                 found.header.path, found.lost, state.layout.run,
             )  # fmt: skip
             found.keep_numbers()
@@ -139,7 +153,7 @@ def _read_sealed(state: Recovery) -> None:
 
 
 def _headers_and_captures(state: Recovery) -> tuple[dict[str, SeriesHeader], set[tuple[bytes, int]]]:
-    """Of the spool: the series that its files name, by path, and client and sequence of each logged record."""
+    """Return the series that the spool's files name, by path, and client and sequence of each logged record."""
     headers: dict[str, SeriesHeader] = {}
     logged: set[tuple[bytes, int]] = set()
     for path in state.layout.spool.glob(PARTIAL_GLOB):
@@ -155,7 +169,7 @@ def _headers_and_captures(state: Recovery) -> tuple[dict[str, SeriesHeader], set
 
 
 def _name_by_partials(state: Recovery, found: SurveyedSeries) -> None:
-    """Take the rows of records whose COMMIT is lost from the `.partial` that goes on with their shard."""
+    """Read the rows of records whose COMMIT is lost from the `.partial` that continues their shard."""
     nameless = [n for n, sealed in found.records.items() if sealed.row.client == UNKNOWN_CLIENT]
     missing = {*nameless, *found.lost}
     for shard in {number // found.header.geometry.shard_records for number in missing}:
@@ -183,14 +197,15 @@ def _add_sealed(state: Recovery, found: SurveyedSeries, logged: set[tuple[bytes,
         }
     series.row.stored_bytes += found.stored_nbytes
     series.row.sealed = series.in_shards = len(found.records)
-    series.row.sealing = True  # its shape may not be published yet
+    # The shape of the series may not be published yet.
+    series.row.sealing = True
     state.known[found.header.path] = len(found.records)
     state.catalog.write(state.out.rows, [series.row], {})
     state.out.rows.clear()
 
 
 def _reconcile(state: Recovery) -> None:
-    """Forget catalog rows of records that no file holds any more; what is lost is said, not pretended."""
+    """Remove the catalog rows of records that no file holds any more, and log the loss."""
     for series in state.series.values():
         held = series.in_shards + len(series.waiting)
         if series.row.records > held:
@@ -201,7 +216,7 @@ def _reconcile(state: Recovery) -> None:
 
 
 def _finish_seals(state: Recovery) -> None:
-    """Renamed shards whose shape was not published: publish them now."""
+    """Publish renamed shards whose shape was not published."""
     group = [series for series in state.series.values() if series.row.sealing]
     behind = [(series, series.in_shards) for series in group if series.shard is not None]
     for series in group:
@@ -215,14 +230,16 @@ def _finish_seals(state: Recovery) -> None:
     state.layout.sync()
     try:
         publish(state.layout, state.catalog, group)
-    except (ValueError, LookupError, TypeError):  # metadata on disk that cannot be continued
+    except (ValueError, LookupError, TypeError):
+        # Damaged metadata on disk cannot be continued.
         for series in group:
-            _publish_anew(state, series)
-    for series, in_shards in behind:  # an open shard goes on behind what was published
+            _publish_apart(state, series)
+    for series, in_shards in behind:
+        # An open shard continues after the published records.
         series.in_shards = in_shards
 
 
-def _publish_anew(state: Recovery, series: SeriesState) -> None:
+def _publish_apart(state: Recovery, series: SeriesState) -> None:
     moments = state.layout.run / series.header.path / "moments"
     try:
         publish(state.layout, state.catalog, [series])
@@ -232,7 +249,7 @@ def _publish_anew(state: Recovery, series: SeriesState) -> None:
 
 
 def _clear_leftovers(spool: Path) -> None:
-    """Files that a kill left half-written; the lock of the store root says that no writer is at work on them."""
+    """Remove files that a kill left half-written. The lock of the store root proves that nobody writes them now."""
     for path in spool.glob("*.tmp"):
         if path.is_dir() and not path.is_symlink():
             remove_tree(path)

@@ -1,4 +1,4 @@
-"""Takes up the `.partial` files that a daemon left: replayed, cut behind the last COMMIT, mended, or set aside."""
+"""Recovers the `.partial` files of the last daemon: replays, cuts after the last COMMIT, repairs or sets aside."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def take_up_partials(state: Recovery) -> None:
-    """Take up every `.partial`: replayed, cut, mended, or set aside."""
+    """Replay, cut, repair or set aside every `.partial`."""
     digests = by_digest(series.header for series in state.series.values())
     for path in sorted(state.layout.spool.glob(PARTIAL_GLOB)):
         try:
@@ -44,7 +44,7 @@ def take_up_partials(state: Recovery) -> None:
 
 
 def _named_by_documents(state: Recovery, path: Path) -> tuple[SeriesHeader, int] | None:
-    """As `named`, for a file that lost its HEADER, and whose series only its own documents know."""
+    """Do the same as `named` for a file that lost its HEADER and whose series only the series' documents name."""
     if scan_shard(path) is not None:
         return None
     for series in series_on_disk(state.layout.run):
@@ -58,10 +58,10 @@ def _named_by_documents(state: Recovery, path: Path) -> tuple[SeriesHeader, int]
 def _read_partial(
     state: Recovery, path: Path, known: tuple[SeriesHeader, int] | None, *, mended: bool = False
 ) -> str:
-    """Returns why the file cannot be used, empty if it could."""
+    """Recover one file. Return why it cannot be used, or ""."""
     scanned = scan_shard(path, known)
     if scanned is None or path.is_symlink():
-        return "it does not begin with a sound header"
+        return "it does not begin with an intact header"
     header, file = scanned.header, scanned.file
     if file is not None and not state.owns(file):
         return f"it belongs to run {file.run_id!r} of node {file.node!r}"
@@ -70,19 +70,19 @@ def _read_partial(
     series = state.series_of(header)
     sealed = series.row.sealed
     if series.row.sealing:
-        # The mark behind that seal may be lost with the power, but not the shard under its name.
+        # A loss of power may remove the catalog mark of that seal, but not the shard under its name.
         sealed = records_on_disk(state.layout.run, series, scanned.shard)
     if (
         not header.geometry.is_small
         and not mended
         and state.known.get(header.path, 0) > max(scanned.newest + 1, sealed)
     ):
-        # the catalog knew of more: its end is damaged, not just unfinished
+        # The catalog knew more records: the end of the file is damaged, not just unfinished.
         copy_aside(path, state.quarantine)
     if _has_others(state, series, scanned, sealed):
-        return "its records are others than the sealed ones of their numbers"
+        return "its records differ from the sealed records of the same numbers"
     if scanned.newest < sealed:
-        # A fresh file without records, or a copy of a sealed shard that got no new ones, or is torn.
+        # The file is new and empty, or torn, or a copy of a sealed shard without new records.
         unlink(path)
         return ""
     begin = scanned.shard * header.geometry.shard_records
@@ -93,18 +93,19 @@ def _read_partial(
     gaps = any(start < scanned.end for start, _ in scanned.gaps)
     if holes or gaps or (state.may_be_torn and not mended and _is_torn(path, scanned)):
         try:
-            _mend(state, path, scanned, series, begin)
+            _repair(state, path, scanned, series, begin)
             return _read_partial(state, path, known, mended=True)
         except DamagedRecord:
+            # Without holes all COMMITs that matter are there: the file is used as it is.
             if holes:
-                raise  # otherwise all COMMITs that matter are there, and it goes on as it is
+                raise
     truncate(path, scanned.end)
     _take_up(state, path, scanned, series)
     return ""
 
 
 def _has_others(state: Recovery, series: SeriesState, scanned: ScannedShard, sealed: int) -> bool:
-    """Whether it holds other captures than the sealed shards under the same numbers: these were built anew."""
+    """Return whether it holds other captures than the sealed shards under the same numbers, which were renumbered."""
     known = state.catalog.stored(series.row.id, min(scanned.rows, default=0), sealed)
     return any(
         number in known
@@ -115,7 +116,7 @@ def _has_others(state: Recovery, series: SeriesState, scanned: ScannedShard, sea
 
 
 def _is_torn(path: Path, scanned: ScannedShard) -> bool:
-    """Whether a chunk fails its checksum. Reads the whole file, so only after a loss of power."""
+    """Return whether a chunk fails its checksum. Reads the whole file, hence only used after a loss of power."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return any(
@@ -127,14 +128,14 @@ def _is_torn(path: Path, scanned: ScannedShard) -> bool:
         os.close(fd)
 
 
-def _mend(state: Recovery, path: Path, scanned: ScannedShard, series: SeriesState, begin: int) -> None:
+def _repair(state: Recovery, path: Path, scanned: ScannedShard, series: SeriesState, begin: int) -> None:
     published = dict(state.catalog.rows(series.row.id, begin, series.row.sealed))
     shard = msgspec.structs.replace(state.file_header, series=scanned.header, shard=scanned.shard)
     lost = mend_partial(
         path, state.layout.run, shard, published, series.row.sealed, state.files, state.quarantine
     )
     logger.warning(
-        "%s: %s is damaged and written anew, the file is kept in %s; it lost the records %s",
+        "%s: %s is damaged and was rewritten (a copy of the damaged file is in %s); it lost the records %s",
         series.header.path, path.name, state.quarantine, lost,
     )  # fmt: skip
 
@@ -167,7 +168,10 @@ def _take_up(state: Recovery, path: Path, scanned: ScannedShard, series: SeriesS
 
 
 def _add_run(state: Recovery, series: SeriesState, run: CommitRun, stored: Mapping[int, int]) -> None:
-    """stored: bytes by record number as the catalog has them; 0: it waited in the small log."""
+    """Add the records of one COMMIT.
+
+    stored: the bytes in the catalog by record number; 0 for a record that was pending in the small log.
+    """
     new = 0
     for number, row in enumerate(run.commit.rows, run.commit.first):
         if number >= series.row.sealed and not stored.get(number):
@@ -189,7 +193,10 @@ def _sealed_index(path: Path, slots: int) -> dict[int, tuple[int, int]]:
 
 
 def records_on_disk(run: Path, series: SeriesState, newest: int) -> int:
-    """Records in sealed shards up to shard `newest`, from its own journal; never fewer than were published."""
+    """Return the number of records in sealed shards up to shard `newest`, as their journals count them.
+
+    The number is never below the number of published records.
+    """
     for shard in range(newest, -1, -1):
         path = shard_path(run, series.header, shard)
         if (

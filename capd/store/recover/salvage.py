@@ -1,8 +1,8 @@
-"""Takes sound records out of a damaged shard file, and writes them behind each other into new ones.
+"""Copies intact records from a damaged shard file into new shards, one after another.
 
-A record is sound if its row is known and every chunk that holds its elements matches its checksum. Of small
-records that share a chunk, which is written anew whenever one joins, an older copy serves where the newest is
-damaged. Chunks of large records are copied as they are; small ones are put into chunks anew.
+A record is intact if its row is known and all chunks with its elements match their checksums. Small records share a
+chunk, and the chunk is rewritten whenever a record joins. If the newest copy is damaged, an older one is used. Chunks
+of large records are copied unchanged. Small records are encoded into new chunks.
 """
 
 from __future__ import annotations
@@ -35,13 +35,17 @@ Salvaged = list[tuple[int, Encoded]] | NDArray[Any]
 
 
 class ShardSource:
-    """A shard or `.partial`, open for reading whatever of it is sound; a context manager.
+    """A shard or `.partial` that is open for reading its intact records; a context manager.
 
     scanned: its journal (without runs if it has none).
     """
 
     def __init__(self, path: Path, header: SeriesHeader, number: int) -> None:
-        """Raises OSError if the file cannot be opened or read."""
+        """Open the file and read its journal.
+
+        Raises:
+            OSError: The file cannot be opened or read.
+        """
         self.path, self._header, self._number = path, header, number
         self._chain = chain_for(header.codec, header.dtype)
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -49,7 +53,7 @@ class ShardSource:
             found = read_shard(self._fd, (header, number))
             foreign = found is None or (found.header.path, found.shard) != (header.path, number)
             self.scanned = ScannedShard(header, number, 0) if found is None or foreign else found
-            # The sharding index where it is sound: slot → (offset, bytes).
+            # The sharding index if it is intact: slot → (offset, bytes).
             self._index: dict[int, tuple[int, int]] = {}
             with contextlib.suppress(DamagedRecord):
                 self._index = {} if foreign else read_index(self._fd, header.geometry.shard_slots)
@@ -68,10 +72,14 @@ class ShardSource:
         os.close(self._fd)
 
     def take(self, number: int, row: RecordRow) -> Salvaged | None:
-        """Record `number`, which must be in this file if it has a sharding index: (chunk within the record, encoded
-        chunk) pairs of a large one, the elements of a small one.
+        """Return the elements of a record. If the file has a sharding index, the record must be in this file.
 
-        None where a chunk of it is missing or damaged. Raises OSError.
+        Returns:
+            Pairs of (chunk within the record, encoded chunk) for a large record; the elements of a small one. None if
+            a chunk is missing or damaged.
+
+        Raises:
+            OSError: The file cannot be read.
         """
         geometry = self._header.geometry
         if geometry.is_small:
@@ -96,14 +104,14 @@ class ShardSource:
                 chunk = decode(self._chain, payload, (geometry.batch, *geometry.chunk))
             except DamagedRecord:
                 continue
-            # With the Ellipsis a record without axes stays an array.
+            # The Ellipsis keeps a record without axes an array.
             shape = stored_shape(self._header.dtype, row.shape)
             crop: Any = (number % geometry.batch, *(slice(0, n) for n in shape), ...)
             return np.array(chunk[crop])
         return None
 
     def _copies(self, number: int) -> Iterable[tuple[int, int]]:
-        """Places of the chunk that holds a small record, newest first; a copy of before it joined holds zeros."""
+        """Yield the places of a small record's chunk, newest first. Copies older than the record have zeros."""
         slot = self._header.geometry.slot(number, 0)
         if slot in self._index:
             yield self._index[slot]
@@ -122,7 +130,8 @@ class ShardSource:
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
-            return None  # a bad sector costs what stands there
+            # A bad sector costs only the chunk that it holds.
+            return None
         if len(payload) < nbytes or struct.unpack("<I", payload[-4:])[0] != crc32c(payload[:-4]):
             return None
         return payload
@@ -134,9 +143,20 @@ def write_records(
     records: Iterable[tuple[RecordRow, Salvaged]],
     shard_for: Callable[[int], ShardWriter],
 ) -> int:
-    """Commit records under the numbers from `first` on (the first of a batch); returns the number behind the last.
+    """Commit records under consecutive numbers.
 
-    shard_for: the open shard that a record number belongs to. Raises OSError or StoreError.
+    Args:
+        header: The series of the records.
+        first: The first number, which must be the first of a batch.
+        records: The rows and elements of the records.
+        shard_for: Returns the open shard of a record number.
+
+    Returns:
+        The number after the last one.
+
+    Raises:
+        OSError: A file cannot be written.
+        StoreError: A shard does not accept the records.
     """
     geometry, chain = header.geometry, chain_for(header.codec, header.dtype)
     raw_nbytes = prod(geometry.chunk) * geometry.itemsize

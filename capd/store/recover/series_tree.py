@@ -1,4 +1,4 @@
-"""Compares the tree of series with what the catalog and the spool say of it, after an end that was not in order."""
+"""Compares the tree of series with the catalog and the spool after an unclean end."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 def beyond_catalog(state: Recovery) -> str:
-    """A series of this node of which more is sealed than the catalog knows, or "".
+    """Return a series of this node with more sealed records than the catalog knows, or "".
 
-    A catalog that lost its write-ahead log, or the end of it, is sound and merely old.
+    A catalog that lost its write-ahead log, or the end of it, is intact but old.
     """
     run = state.layout.run
     for path in series_on_disk(run):
@@ -40,7 +40,7 @@ def beyond_catalog(state: Recovery) -> str:
 
 
 def mend_documents(state: Recovery) -> None:
-    """After a loss of power: write anew what it emptied of the metadata; a claim that nothing followed goes."""
+    """Restore the metadata that a loss of power emptied. Remove a claimed series that got no records."""
     run = state.layout.run
     for path in list(series_on_disk(run)):
         directory, series = run / path, state.series.get(path)
@@ -50,22 +50,23 @@ def mend_documents(state: Recovery) -> None:
         if series is None:
             if not has_shards(directory):
                 remove_tree(directory)
-                logger.warning("%s: a claim without records, damaged by a loss of power, is removed", path)
+                logger.warning("%s: removed a series without records that a loss of power damaged", path)
         elif series.row.sealed:
-            series.row.sealing = True  # it is published again
+            # With this mark the series is published again.
+            series.row.sealing = True
         else:
             state.layout.restore(series.header)
 
 
 def _length(data: Path) -> int | None:
-    """The array's length as published; None where the document cannot be read."""
+    """Return the published length of the array; None if the document cannot be read."""
     with contextlib.suppress(DamagedRecord):
         return read_shape(data.parent)[0]
     return None
 
 
 def _owner(directory: Path) -> Any:
-    """The node that a series' group names; None where the document cannot be read."""
+    """Return the node that the group of a series names; None if the document cannot be read."""
     with contextlib.suppress(OSError, NotAStore, LookupError, TypeError):
         return (read_group(directory) or {})["attributes"]["capd"]["node"]
     return None

@@ -1,8 +1,8 @@
-"""Takes up the small logs that a daemon left: records that stand in no shard wait again, in capture order.
+"""Replays the small logs of the last daemon: records that are in no shard become pending again, in capture order.
 
-A record stands in a shard if its number is below the sealed ones, or if a `.partial` holds its client and
-sequence. Where the sealed shards were read back for a new catalog only client and sequence tell, or the moment where
-those are lost. A log that lost records, or some of whose numbers are no longer true, is written anew.
+A record is in a shard if its number is below the number of sealed records, or if a `.partial` holds its client and
+sequence. If a new catalog was made from the sealed shards, numbers do not count: client and sequence decide, or the
+moment if those are lost. A log that lost records or has outdated numbers is rewritten.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Sorted:
-    """A log's records. kept: those that wait. spare: what `.partial` files hold as well, under the numbers there.
-    renumbered: some have wrong numbers in the log."""
+    """The records of a log, sorted by what becomes of them.
+
+    kept: the pending records. spare: records that a `.partial` holds, too, under their numbers there. lost: the names
+    of lost records. renumbered: whether some records have outdated numbers in the log.
+    """
 
     kept: list[tuple[SeriesState, KeptSmall]] = field(default_factory=list)
     spare: list[KeptSmall] = field(default_factory=list)
@@ -39,7 +42,7 @@ class _Sorted:
 
 
 def replay_logs(state: Recovery) -> None:
-    """Let the records of all logs wait in their series."""
+    """Make the records of all logs pending in their series."""
     for path in sorted(state.layout.spool.glob(LOG_GLOB)):
         try:
             log = read_log(path, check=True)
@@ -49,7 +52,7 @@ def replay_logs(state: Recovery) -> None:
             set_aside(path, state.quarantine, str(error))
             continue
         if log is None:
-            set_aside(path, state.quarantine, "it holds nothing of a small log")
+            set_aside(path, state.quarantine, "it is not a small log")
         elif log.file is not None and not state.owns(log.file):
             set_aside(
                 path, state.quarantine, f"it belongs to run {log.file.run_id!r} of node {log.file.node!r}"
@@ -63,8 +66,8 @@ def _replay(state: Recovery, path: Path, log: ScannedLog) -> None:
     damaged = bool(found.lost) or any(start < log.end for start, _ in log.gaps)
     if damaged:
         logger.warning(
-            "%s is damaged and kept in %s; records that are lost: %s",
-            path, state.quarantine, ", ".join(found.lost) or "none that is known",
+            "%s is damaged (a copy is kept in %s); lost records: %s",
+            path, state.quarantine, ", ".join(found.lost) or "none known",
         )  # fmt: skip
     if not found.kept:
         if damaged:
@@ -79,8 +82,10 @@ def _replay(state: Recovery, path: Path, log: ScannedLog) -> None:
     for series, waiting in found.kept:
         waiting_rows.setdefault(series.header.path, {})[waiting.number] = waiting.row
     stored = {path: state.agree(state.series[path], rows) for path, rows in waiting_rows.items()}
-    for (series, waiting), place in zip(found.kept, places, strict=False):  # those of the spare ones follow
-        counted = stored[series.header.path].get(waiting.number, 0)  # in a shard that lost it
+    # The places of the spare records follow those of the kept ones.
+    for (series, waiting), place in zip(found.kept, places, strict=False):
+        # The bytes in a shard that lost the record.
+        counted = stored[series.header.path].get(waiting.number, 0)
         if waiting.number >= state.known.get(series.header.path, 0) or counted:
             series.row.stored_bytes -= counted
             state.add(series, waiting.number, waiting.row, 0)
@@ -121,7 +126,7 @@ def _sort(state: Recovery, log: ScannedLog) -> _Sorted:
 
 
 def _headers_of_orphans(state: Recovery, log: ScannedLog) -> dict[int, SeriesHeader]:
-    """Which series the records belong to whose SERIES frame is lost, where the catalog knows one of them."""
+    """Return the series of records whose SERIES frame is lost, by reference, if the catalog knows one of them."""
     orphans = [logged for logged in log.records if logged.header is None]
     if not orphans:
         return {}

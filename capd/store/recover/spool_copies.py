@@ -1,4 +1,4 @@
-"""Finds the records in a node's spool: in open shards and small logs, each known by its capture. Changes nothing."""
+"""Finds the records in a node's spool (open shards and small logs) by their captures. Changes nothing."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ __all__ = ["Capture", "Elsewhere", "SpoolCopies"]
 
 logger = logging.getLogger(__name__)
 
-Capture = tuple[bytes, int]  # client and sequence
+# Client and sequence.
+Capture = tuple[bytes, int]
 
 
 class _Copy(NamedTuple):
-    """A record in a shard (at: its number there) or a log (shard -1; at: offset of its RECORD frame).
+    """A record in a shard (at: its number there) or a log (shard -1; at: the offset of its RECORD frame).
 
-    number: of the record in its series. series: path of that, "" where a log lost the frame that says so.
+    number: the record's number in its series. series: the path of the series, "" if the log lost its SERIES frame.
     """
 
     path: Path
@@ -41,7 +42,7 @@ class _Copy(NamedTuple):
 
 
 class Elsewhere(NamedTuple):
-    """A record of the spool. taken: its elements, None if no copy of them is sound."""
+    """A record of the spool. taken: its elements, None if no copy is intact."""
 
     number: int
     row: RecordRow
@@ -49,23 +50,31 @@ class Elsewhere(NamedTuple):
 
 
 class SpoolCopies:
-    """The records in a spool, except those whose client and sequence are lost.
+    """The intact records in a spool, except those whose client and sequence are lost.
 
-    A context manager. headers: of all series found, by path.
+    A context manager. headers: the headers of all series found, by path.
     """
 
     def __init__(
         self, spool: Path, headers: Mapping[str, SeriesHeader], owns: Callable[[FileHeader], bool]
     ) -> None:
-        """headers: by path, for shards whose HEADER is lost. owns: whether a file is of this run and node.
+        """Read the journals of all files in the spool.
 
-        Raises OSError.
+        Args:
+            spool: The directory.
+            headers: The headers of series by path, for shards whose HEADER is lost.
+            owns: Returns whether a file belongs to this run and node.
+
+        Raises:
+            OSError: The directory cannot be listed.
         """
         self.headers: dict[str, SeriesHeader] = {}
         self._owns = owns
         self._copies: dict[Capture, list[_Copy]] = {}
-        self._captures: dict[str, dict[Capture, None]] = {}  # of each series, in order
-        self._source: ShardSource | None = None  # the shard that was read last
+        # By series, in order.
+        self._captures: dict[str, dict[Capture, None]] = {}
+        # The shard that was read last.
+        self._source: ShardSource | None = None
         digests = by_digest(headers.values())
         for path in _files(spool, PARTIAL_GLOB):
             self._add_shard(path, digests)
@@ -79,12 +88,12 @@ class SpoolCopies:
         self._close()
 
     def take(self, header: SeriesHeader, row: RecordRow) -> tuple[RecordRow, Salvaged] | None:
-        """The record of this series that `row` names, with its elements; None where it is nowhere sound."""
+        """Return the record of this series that `row` names, with its elements; None if no copy is intact."""
         found = self._take(header, (row.client, row.sequence))
         return found if found is not None and found[0].shape == row.shape else None
 
     def others(self, header: SeriesHeader, seen: Collection[Capture]) -> Iterator[Elsewhere]:
-        """The records of this series that are not among the captures `seen`."""
+        """Yield the records of this series that are not among the captures `seen`."""
         for capture in self._captures.get(header.path, ()):
             if capture not in seen:
                 found = self._take(header, capture)
@@ -107,7 +116,8 @@ class SpoolCopies:
         log = log_if_readable(path)
         if log is None or (log.file is not None and not self._owns(log.file)):
             return
-        for logged in log.records:  # without its SERIES frame the capture alone says whose it is
+        for logged in log.records:
+            # Without its SERIES frame, only the capture identifies the record.
             series = "" if logged.header is None else logged.header.path
             at = offset_of(logged.place)
             self._add(logged.header, _Copy(path, series, -1, at, logged.record, logged.row))

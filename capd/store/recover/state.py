@@ -1,4 +1,4 @@
-"""What is known of one node's part of a run while its files are read back."""
+"""The state of one node's part of a run while its files are read back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Recovered", "Recovery"]
 
 @dataclass(slots=True)
 class Recovered:
-    """What stood on disk. rows: records that the catalog lacks. unfinished: series to seal at once."""
+    """The result of a recovery. rows: records that the catalog lacks. unfinished: series to seal at once."""
 
     catalog: Catalog
     series: list[SeriesState]
@@ -32,13 +32,16 @@ class Recovered:
 
 
 class Recovery:
-    """The state of one node while it is put together.
+    """The state of one node during its recovery.
 
-    known: records that the catalog had, by series. in_shards: numbers of records by series and (client, sequence),
-    where the number that a log gives does not tell whether a small record stands in a shard. may_be_torn: the power
-    may have failed, so that COMMITs can be on disk without their chunks. nameless: moments and shapes of small
-    records whose capture is lost, by series, where the sealed shards were read back: numbers in logs may be of before
-    some of them were lost, and tell nothing. in_logs: of the records that wait in logs.
+    Attributes:
+        known: The number of records that the catalog had, by series.
+        in_shards: The numbers of small records in shards, by series and (client, sequence). They are used where the
+            number in a log does not show whether the record is in a shard.
+        may_be_torn: The power may have failed, so COMMITs can be on disk without their chunks.
+        nameless: The moments and shapes of small records whose capture is lost, by series. They are set only if the
+            sealed shards were read back. Numbers in logs may then be older than a loss, and prove nothing.
+        in_logs: The captures of the records that are pending in logs.
     """
 
     def __init__(
@@ -48,34 +51,41 @@ class Recovery:
         catalog: Catalog,
         headers: Mapping[str, SeriesHeader],
     ) -> None:
-        """headers: by path, for series of which no file says what they are."""
+        """Read the catalog's series and acknowledged ranges.
+
+        headers: the headers of series by path, for series that no file describes.
+        """
         self.layout, self.files, self.catalog = layout, files, catalog
         self.run_id = str(run_attributes(layout.run).get("run_id", layout.run.stem))
-        self._run_ids = frozenset({self.run_id, layout.run.stem})  # they differ once somebody renamed the run
+        # The two differ if somebody renamed the run.
+        self._run_ids = frozenset({self.run_id, layout.run.stem})
         self.quarantine = node_directory(layout.run, layout.node) / "quarantine"
         self.file_header = FileHeader(FORMAT_VERSION, self.run_id, layout.node)
-        self.fresh = not catalog.is_complete  # everything has to be read from the frames
+        # If the catalog is incomplete, everything is read from the frames.
+        self.fresh = not catalog.is_complete
         self.headers = headers
         if self.fresh:
             self.headers = {**headers, **{row.header.path: row.header for row in catalog.series()}}
-            catalog.clear()  # a rebuild that was interrupted begins again
+            # An interrupted reconstruction starts again.
+            catalog.clear()
         self.series = {row.header.path: SeriesState(row, in_shards=row.sealed) for row in catalog.series()}
         self.known = {path: series.row.records for path, series in self.series.items()}
         self.acked = {client: RangeSet(ranges) for client, ranges in catalog.acked().items()}
         self.mounted = power.mount_of(layout.run)
         self.may_be_torn = not self.mounted or catalog.mounted != self.mounted
-        self.lost = False  # rows of the catalog were forgotten: it says no more what was committed
+        # True once rows of the catalog were removed: it no longer shows what was committed.
+        self.lost = False
         self.in_shards: dict[str, dict[tuple[bytes, int], int]] = {}
         self.nameless: dict[str, set[tuple[Moment, tuple[int, ...]]]] = {}
         self.in_logs: set[tuple[bytes, int]] = set()
         self.out = Recovered(catalog, [], {})
 
     def owns(self, file: FileHeader) -> bool:
-        """Whether a file's HEADER names this run and node."""
+        """Return whether a file's HEADER names this run and node."""
         return file.run_id in self._run_ids and file.node == self.layout.node
 
     def series_of(self, header: SeriesHeader) -> SeriesState:
-        """The series of a header found in a file."""
+        """Return the series of a header found in a file. A new series is added to the catalog."""
         series = self.series.get(header.path)
         if series is None:
             row = SeriesRow(self.catalog.add_series(header), header, 0, 0, False, (), 0, 0)
@@ -83,18 +93,21 @@ class Recovery:
         return series
 
     def add(self, series: SeriesState, number: int, row: RecordRow, stored_nbytes: int) -> None:
-        """Take up a record that the catalog lacks, or knows with less than what the files say."""
+        """Add a record that the catalog lacks or knows only in part."""
         if number >= series.row.records:
-            series.row.records = number  # `count` makes it number + 1
+            # `count` makes it number + 1.
+            series.row.records = number
             series.count(row)
         self.out.rows.append(new_row(series.row.id, number, row, stored_nbytes))
         self.acknowledge(row)
 
     def agree(self, series: SeriesState, rows: Mapping[int, RecordRow]) -> dict[int, int]:
-        """Forget the catalog's rows from the first on that means another record than the files say.
+        """Remove the catalog's rows from the first one that contradicts the files.
 
-        That is how it is left by a kill after a damaged file was written anew and its records renumbered. Returns the
-        stored bytes of those of the rows that the catalog knows.
+        Rows contradict the files if a kill followed the rewriting of a damaged file with new numbers.
+
+        Returns:
+            The stored bytes of the rows that the catalog keeps, by number.
         """
         first, behind = min(rows, default=0), max(rows, default=-1) + 1
         if self.known.get(series.header.path, 0) <= first:
@@ -117,7 +130,7 @@ class Recovery:
         self.out.changed_clients.add(row.client)
 
     def acknowledge_what_is_there(self) -> None:
-        """Committed is what has a row, and nothing else: clients send the rest again."""
+        """Count exactly the records with a row as committed. Clients send the rest again."""
         held = self.catalog.sequences()
         self.out.changed_clients.update(self.acked)
         self.acked = {client: RangeSet() for client in self.acked}
@@ -126,7 +139,7 @@ class Recovery:
                 self.acked.setdefault(client, RangeSet()).add(sequence)
 
     def write(self, *, durable: bool = False) -> None:
-        """Rows, totals and acknowledged ranges into the catalog, as one transaction."""
+        """Write rows, totals and acknowledged ranges to the catalog as one transaction."""
         acked = {client: self.acked[client].ranges() for client in self.out.changed_clients}
         self.catalog.write(
             self.out.rows, [series.row for series in self.series.values()], acked, durable=durable
