@@ -1,4 +1,4 @@
-"""What a store can be told: the constants of one daemon's writing, fixed when it starts."""
+"""The options of a store: constants for all writing of one daemon, fixed when it starts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ __all__ = ["StoreOptions", "open_files_within"]
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """Settings of the shard writer; sizes in bytes.
+    """The settings of the shard writer; sizes in bytes.
 
-    codec: "auto" (the best of a few on a series' first record), "default" or "fast" (by dtype), or an explicit name,
-    "none" among them (`capd.store.format.codecs`); fixed per series.
-    statistics: compute them for every record. shard_nbytes: raw bytes at which a shard counts as full.
-    log_nbytes: size at which a small-record log is rotated. open_files: shard files kept open at once.
-    durability: "buffered" (acknowledged = handed to the kernel) or "durable" (synced before the ack).
+    Attributes:
+        codec: "auto" (the best of a few on a series' first record), "default" or "fast" (by dtype), or an explicit
+            name such as "none" (`capd.store.format.codecs`). A series keeps its codec.
+        statistics: Whether to compute statistics for every record.
+        shard_nbytes: The raw bytes at which a shard counts as full.
+        log_nbytes: The size at which a small-record log is rotated.
+        open_files: The number of shard files kept open at once.
+        durability: "buffered" (acknowledged when the kernel has the data) or "durable" (synced before the
+            acknowledgement).
     """
 
     codec: str = "auto"
@@ -29,6 +33,6 @@ class StoreOptions:
 
 
 def open_files_within(limit: int) -> int:
-    """How many shard files to keep open under a limit of open files: half of it is left to everything else."""
+    """Return how many shard files to keep open under a limit of open files. At least half is left for other files."""
     most = StoreOptions().open_files
     return most if limit == resource.RLIM_INFINITY else max(8, min(most, limit // 2))

@@ -1,4 +1,4 @@
-"""What a run store has committed and its catalog does not hold yet: rows, totals and acknowledged ranges."""
+"""The pending rows of a run store: committed, but not yet in the catalog, with totals and acknowledged ranges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["PendingRows"]
 
 
 class PendingRows:
-    """Owned by the append thread."""
+    """The changes that the next catalog transaction writes. Owned by the append thread."""
 
     def __init__(self, found: Recovered) -> None:
         self._catalog: Catalog = found.catalog
@@ -25,11 +25,11 @@ class PendingRows:
         self._clients: set[bytes] = set(found.changed_clients)
 
     def committed(self, client: bytes) -> list[tuple[int, int]]:
-        """Committed sequence ranges of a client uuid."""
+        """Return the committed sequence ranges of a client uuid."""
         return self._acked[client].ranges() if client in self._acked else []
 
     def add(self, series: SeriesState, row: RecordRow, new: NewRow) -> None:
-        """A record was committed; new: its row for the catalog."""
+        """Add a committed record. new: its row for the catalog."""
         series.count(row)
         self._rows.append(new)
         self._changed[series.row.id] = series.row
@@ -40,15 +40,19 @@ class PendingRows:
         self._acked[client].add(row.sequence)
 
     def moved(self, series: SeriesState, first: int, count: int, stored_nbytes: int) -> None:
-        """Small records stand in a shard now; stored_nbytes: of all of them."""
+        """Note that small records moved to a shard. stored_nbytes: the sum over all of them."""
         self._moved.append((series.row.id, first, first + count, stored_nbytes // count))
 
     def changed(self, series: SeriesState) -> None:
-        """The totals or marks of a series changed."""
+        """Note that the totals or marks of a series changed."""
         self._changed[series.row.id] = series.row
 
     def write(self, *, durable: bool) -> None:
-        """Bring the catalog up to date in one transaction. Raises StoreError; then nothing is forgotten."""
+        """Update the catalog in one transaction.
+
+        Raises:
+            StoreError: The catalog cannot be written. All rows stay pending.
+        """
         if not (self._rows or self._changed or self._clients):
             return
         failpoint("catalog.before_write")

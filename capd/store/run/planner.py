@@ -1,4 +1,4 @@
-"""Which series a record goes to, and how it is encoded, before anything of that series is on disk."""
+"""Chooses a record's series and its encoding before anything of that series is on disk."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from capd_client.protocol.key import Key
 __all__ = ["Planner"]
 
 _MAX_GROWN_NBYTES = 64 << 30
-"""Beyond it a record of another shape gets a series of its own: shapes that are each long along another axis would
-grow into one whose index alone, an entry per chunk, is larger than memory."""
+"""Above this size, a record of another shape gets its own series. Shapes that are long along different axes would grow
+into a series whose index (one entry per chunk) is larger than memory."""
 
 
 class Planner:
-    """Knows the series of one run, its own plans included. `plan` may be called from any thread."""
+    """The planner of one run. It knows all series and its own plans. `plan` may be called from any thread."""
 
     def __init__(self, options: StoreOptions, known: Iterable[SeriesState]) -> None:
         self._options = options
@@ -42,9 +42,17 @@ class Planner:
         shape: tuple[int, ...],
         data: memoryview | bytes,
     ) -> Plan:
-        """How a record of this key, dtype and shape is encoded; the same shape always gives the same plan.
+        """Return the plan for a record. The same key, dtype and shape always get the same plan.
 
-        A record that fits no series of its key opens one more. data: its raw bytes, for choosing a codec then.
+        Args:
+            key: The key of the record.
+            dtype: The name of its stored dtype.
+            attributes: The attributes of a new series.
+            shape: The true shape of the tensor.
+            data: The raw bytes of the record. They decide the codec of a new series.
+
+        Returns:
+            The plan of a series that the record fits. If it fits none, the plan of a new series.
         """
         stored = stored_shape(dtype, shape)
         with self._lock:

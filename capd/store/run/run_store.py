@@ -1,9 +1,10 @@
-"""One run's store on one node: commits records, seals shards, keeps the catalog. Owned by the append thread.
+"""The store of one run on one node: commits records, seals shards, keeps the catalog. Owned by the append thread.
 
-Order of a commit: frames → catalog row (batched) → the caller acknowledges; in a durable store the group sync
-comes before the acknowledgement. Order of a seal: rows → index → sync → rename → sync directories → attributes →
-shape → catalog mark; every step can be repeated, and recovery goes on from whichever was the last
-(`capd.store.recover.open_node`).
+The order of a commit: frames → catalog row (batched) → the caller acknowledges. In a durable store the group sync
+comes before the acknowledgement.
+
+The order of a seal: rows → index → sync → rename → sync directories → attributes → shape → catalog mark. Every step
+can be repeated. Recovery continues after the last completed step (`capd.store.recover.open_node`).
 """
 
 from __future__ import annotations
@@ -38,16 +39,27 @@ __all__ = ["RunStore"]
 
 
 class RunStore:
-    """Opens (creating or recovering) `<root>/<run_id>.zarr` for one node.
+    """The writer of `<root>/<run_id>.zarr` for one node.
 
-    Raises StoreError (NotAStore for a foreign directory or a newer format). `plan` may be called from any
-    thread; everything else belongs to the append thread.
+    `plan` may be called from any thread. Everything else belongs to the append thread.
     """
 
     def __init__(
         self, root: Path, run_id: str, node: str, options: StoreOptions, room: Room | None = None
     ) -> None:
-        """room: for small records on their way to a shard; of its own if None."""
+        """Create the run, or open and recover it.
+
+        Args:
+            root: The store root.
+            run_id: The name of the run.
+            node: The name of the node.
+            options: The options of the store.
+            room: The memory for small records on their way to a shard. None: the store gets its own.
+
+        Raises:
+            NotAStore: The directory is not a run, or its format is newer.
+            StoreError: The run cannot be opened or recovered.
+        """
         self.options = options
         self.path = root / f"{run_id}.zarr"
         self._file_header = FileHeader(FORMAT_VERSION, run_id, node)
@@ -57,18 +69,20 @@ class RunStore:
         found: Recovered = open_node(self._layout, self._files)
         self._catalog = found.catalog
         self._series = {series.header.path: series for series in found.series}
-        self._gathered = PendingRows(found)
+        self._pending = PendingRows(found)
         self.plan = Planner(options, found.series).plan
         log = SmallLog(self._layout.spool, self._file_header, options.log_nbytes, self._files)
         self._small = SmallRecords(log, self._files, room or Room())
-        self._ripe: set[str] = set()  # series with a full chunk in the log, or a full shard
+        # Series with a full chunk in the log, or a full shard.
+        self._ripe: set[str] = set()
         self._adopt(found)
 
     def _adopt(self, found: Recovered) -> None:
         for series in found.series:
-            self._gathered.changed(series)
+            self._pending.changed(series)
             self._small.adopt(series)
-        for pattern in ("*.partial", LOG_GLOB):  # a killed daemon may have written what it had not synced yet
+        # A killed daemon may have left written but unsynced data.
+        for pattern in ("*.partial", LOG_GLOB):
             for path in self._layout.spool.glob(pattern):
                 self._files.adopted(path, path.stat().st_size)
         self.sync()
@@ -77,13 +91,18 @@ class RunStore:
 
     @property
     def spool(self) -> Path:
-        """Where files lie that are not in the store yet."""
+        """The directory of files that are not sealed yet."""
         return self._layout.spool
 
     # -- commits ------------------------------------------------------------------------------------------
 
     def commit(self, plan: Plan, row: RecordRow, chunks: Iterable[ChunkResult]) -> None:
-        """Commit a large record whose chunks are encoded. Raises OSError or StoreError; then nothing of it remains."""
+        """Commit a large record from its encoded chunks.
+
+        Raises:
+            OSError: The disk refused. Nothing of the record remains.
+            StoreError: The store does not accept records. Nothing of the record remains.
+        """
         series = self._series_of(plan)
         geometry = series.geometry
         number = series.row.records
@@ -91,11 +110,15 @@ class RunStore:
             EncodedChunk(geometry.slot(number, c.ordinal), c.ordinal, c.encoded, c.raw_nbytes) for c in chunks
         )
         written = self._append(series, number, [row], encoded, session_of(row.client), row.sequence)
-        self._gathered.add(series, row, new_row(series.row.id, number, row, written))
+        self._pending.add(series, row, new_row(series.row.id, number, row, written))
 
     def commit_small(self, records: Sequence[tuple[Plan, RecordRow, bytes]]) -> None:
-        """Commit small records to the node's log, in one write. Raises OSError or StoreError; then nothing of them
-        remains."""
+        """Commit small records (plan, row, raw bytes) to the node's log, in one write.
+
+        Raises:
+            OSError: The disk refused. Nothing of the records remains.
+            StoreError: The store does not accept records. Nothing of the records remains.
+        """
         new: list[tuple[SeriesState, int, Small]] = []
         numbers: dict[int, int] = {}
         for plan, row, data in records:
@@ -105,7 +128,7 @@ class RunStore:
             new.append((series, number, Small.of(row, data)))
         self._small.commit(new)
         for (series, number, small), (_, row, _) in zip(new, records, strict=True):
-            self._gathered.add(series, row, (series.row.id, number, row.moment.attempt, 0, small.row))
+            self._pending.add(series, row, (series.row.id, number, row.moment.attempt, 0, small.row))
             if (number + 1) % series.row.header.geometry.batch == 0:
                 self._ripe.add(series.header.path)
 
@@ -131,19 +154,22 @@ class RunStore:
         session: int,
         sequence: int,
     ) -> int:
-        """Append records to the shard that record `first` belongs to; all of them lie in it. session, sequence: of
-        the first."""
+        """Append records to the shard of record `first`, which is the shard of all of them.
+
+        session, sequence: those of the first record.
+        """
         shard = self._shard_for(series, first)
         written = shard.commit(chunks, first, rows, session=session, sequence=sequence)
         series.in_shards = first + len(rows)
         series.row.stored_bytes += written
-        self._gathered.changed(series)
+        self._pending.changed(series)
         if series.is_full:
             self._ripe.add(series.header.path)
         return written
 
     def _shard_for(self, series: SeriesState, record: int) -> ShardWriter:
-        if series.is_full or series.row.sealing:  # sealing: an attempt that failed half-way comes first
+        # A set `sealing` mark means that a seal failed half-way. It is finished first.
+        if series.is_full or series.row.sealing:
             self._seal_shards([series])
         if series.shard is not None:
             return series.shard
@@ -162,10 +188,14 @@ class RunStore:
         return series.shard
 
     def maintain(self) -> None:
-        """Work that commits leave behind: full chunks of small records into shards, full shards sealed.
+        """Move full chunks of small records to shards, and seal full shards.
 
-        Apart from the commits, so that its failures never fail a record. Raises OSError or StoreError; a full
-        shard that could not be sealed is sealed before the next record of its series.
+        This is separate from the commits, so its failures never fail a record. A full shard that cannot be sealed now
+        is sealed before the next record of its series.
+
+        Raises:
+            OSError: The disk refused.
+            StoreError: The store cannot continue.
         """
         if self._syncing.failed:
             return
@@ -181,9 +211,9 @@ class RunStore:
             self._seal(list(full.values()))
 
     def _settle(self, series: SeriesState, *, full_chunks: bool = False) -> None:
-        """Append the waiting small records of a series to its shard, chunk by chunk, as far as the disk allows it.
+        """Append the pending small records of a series to its shard, chunk by chunk, until the disk refuses.
 
-        full_chunks: leave the last ones in the log until they fill a chunk.
+        full_chunks: whether the last records stay in the log until they fill a chunk.
         """
         with self._small.moving(series):
             while self._small.has_chunk(series, full=full_chunks):
@@ -192,25 +222,28 @@ class RunStore:
                 written = self._append(
                     series, first, batch.rows, [batch.chunk], batch.session, batch.sequence
                 )
-                self._gathered.moved(series, first, len(batch.rows), written)
+                self._pending.moved(series, first, len(batch.rows), written)
                 self._small.moved(series, len(batch.rows))
 
     def _joined(self, series: SeriesState) -> bytes | None:
-        """The chunk that the next small record of a series joins; None if it begins one. Raises DamagedRecord."""
+        """Return the chunk that the next small record of a series joins; None if that record begins a chunk."""
         first, geometry = series.in_shards, series.geometry
         if first % geometry.batch == 0:
             return None
         shard = self._shard_for(series, first)
         place = shard.index.get(geometry.slot(first, 0))
         if place is None:
-            raise DamagedRecord(f"the chunk that they join is lost in {shard.path.name}")
+            raise DamagedRecord(f"the chunk that they continue is lost in {shard.path.name}")
         return shard.read(*place)
 
     def sync(self) -> None:
-        """In a durable store: make everything that was committed durable; its acknowledgements wait for this.
+        """Make all commits durable if the store is durable. Their acknowledgements wait for this.
 
-        Raises OSError or StoreError when that failed, on new files, too. What was committed since the last sync
-        must be refused then, and the store takes nothing any more.
+        After a failure, the caller must refuse all records since the last sync. The store accepts no further records.
+
+        Raises:
+            OSError: The sync failed, and so did a second attempt on new files.
+            StoreError: The store does not accept records any more.
         """
         if self._files.durable:
             self._syncing.sync()
@@ -222,9 +255,14 @@ class RunStore:
     # -- catalog and counters -----------------------------------------------------------------------------
 
     def flush_catalog(self, *, durable: bool = False) -> None:
-        """Write the rows that gathered since the last call, in one transaction. Raises StoreError."""
-        if not self._syncing.failed:  # else only the frames can tell what it holds
-            self._gathered.write(durable=durable)
+        """Write the pending rows to the catalog in one transaction.
+
+        Raises:
+            StoreError: The catalog cannot be written.
+        """
+        # After a failed sync only the frames show which records the store holds.
+        if not self._syncing.failed:
+            self._pending.write(durable=durable)
         self._catalog.publish_if_due()
 
     def save_session(self, row: SessionRow) -> None:
@@ -233,25 +271,25 @@ class RunStore:
         self._catalog.save_session(row)
 
     def committed(self, client: bytes) -> list[tuple[int, int]]:
-        """Committed sequence ranges of a client uuid."""
-        return self._gathered.committed(client)
+        """Return the committed sequence ranges of a client uuid."""
+        return self._pending.committed(client)
 
     def totals(self) -> Held:
-        """What this node's part of the run holds. Called from any thread."""
+        """Return the totals of this node's part of the run. May be called from any thread."""
         return held_by(series.row for series in list(self._series.values()))
 
     def beside_nbytes(self) -> int:
-        """Bytes of the files that the run has beside its shards: small-record logs and the catalog."""
+        """Return the bytes of the run's other files: small-record logs and the catalog."""
         return beside_nbytes(self._layout.spool)
 
     @property
     def unsealed_series(self) -> int:
-        """How many series have records that no sealed shard holds."""
+        """The number of series with records that no sealed shard holds."""
         return sum(s.shard is not None or len(s.waiting) > 0 for s in list(self._series.values()))
 
     @property
     def unsealed_records(self) -> int:
-        """How many records plain Zarr readers do not see yet."""
+        """The number of records that plain Zarr readers do not see yet."""
         return sum(series.row.records - series.row.sealed for series in list(self._series.values()))
 
     @property
@@ -262,12 +300,15 @@ class RunStore:
     # -- sealing ------------------------------------------------------------------------------------------
 
     def seal(self) -> None:
-        """Seal everything: all committed records become visible to plain Zarr readers.
+        """Seal everything. All committed records become visible to plain Zarr readers.
 
-        Raises OSError, or StoreError naming a series whose small records could not be moved; the others are
-        sealed then.
+        Raises:
+            OSError: The disk refused.
+            StoreError: The small records of some series cannot be moved. The message names one of them. The other
+                series are sealed.
         """
-        self._seal([series for series in self._series.values() if series.row.sealing])  # left by a failure
+        # First finish the seals that failed half-way.
+        self._seal([series for series in self._series.values() if series.row.sealing])
         self._seal([series for series in self._series.values() if series.shard is not None or series.waiting])
         self._small.rotate()
         stuck = [series for series in self._series.values() if series.waiting]
@@ -285,7 +326,7 @@ class RunStore:
         self._seal_shards(group)
 
     def _seal_shards(self, group: Sequence[SeriesState]) -> None:
-        """Seal what stands in shards; settling needs this itself, so it settles nothing."""
+        """Seal the records in shards. Small records in the log are not moved here: moving them calls this."""
         for series in group:
             if series.shard is not None and not series.shard.has_records:
                 series.shard.discard()
@@ -295,11 +336,12 @@ class RunStore:
             return
         for series in group:
             series.row.sealing = True
-            self._gathered.changed(series)
+            self._pending.changed(series)
         with self._syncing.doubting():
             self._layout.sync()
             self.flush_catalog(durable=True)
-            self._catalog.publish()  # before a shard leaves the spool, where readers would miss it
+            # The catalog comes before the rename: readers must never miss a shard that left the spool.
+            self._catalog.publish()
             try:
                 finish_files(self._layout, group, self._files)
             except LostWrites as error:
@@ -309,11 +351,11 @@ class RunStore:
         for series in group:
             series.shard = None
             series.row.sealing, series.row.sealed = False, series.in_shards
-            self._gathered.changed(series)
+            self._pending.changed(series)
         self.flush_catalog()
 
     def close(self) -> None:
-        """Close files and catalog; `.partial` files and logs that are left are taken up by the next start."""
+        """Close files and catalog. The next start recovers the remaining `.partial` files and logs."""
         try:
             if self._syncing.failed:
                 self._catalog.distrust()

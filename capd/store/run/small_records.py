@@ -1,7 +1,7 @@
-"""Small records between the node's log and their shards: they wait here, and leave as chunks.
+"""The small records of a run store: pending in the node's log until they move to their shards as chunks.
 
-They are acknowledged already: if the disk refuses, or one of them is damaged, they stay in the log, readable
-from there, and the next attempt begins with them.
+Pending records are already acknowledged. If the disk refuses or a record is damaged, they stay in the log. Readers
+find them there, and the next attempt starts with them.
 """
 
 from __future__ import annotations
@@ -31,45 +31,46 @@ __all__ = ["Batch", "Room", "SmallRecords"]
 logger = logging.getLogger(__name__)
 
 
-_ROW_NBYTES = 512  # about what a record takes beside its elements
+# The approximate memory of a record without its elements.
+_ROW_NBYTES = 512
 
 
 class Room:
-    """Memory for logged records on their way to a shard; the run stores of an append thread share one."""
+    """The memory budget for logged records on their way to a shard. All run stores of an append thread share one."""
 
     def __init__(self, nbytes: int = 128 << 20) -> None:
         self.left = nbytes
 
 
 class _Fresh:
-    """What was logged last, as far as there is room: a shard gets it without reading the log."""
+    """The last logged records that fit the budget. A shard gets them without reading the log."""
 
     def __init__(self, room: Room) -> None:
         self._room = room
         self._held: dict[LogPlace, Small] = {}
 
     def keep(self, place: LogPlace, small: Small) -> None:
-        """Keep a record if there is room; those that came before are needed earlier."""
+        """Keep a record if the budget allows it. Older records have priority because they are needed earlier."""
         nbytes = len(small.data) + _ROW_NBYTES
         if nbytes <= self._room.left:
             self._held[place] = small
             self._room.left -= nbytes
 
     def take(self, place: LogPlace) -> Small | None:
-        """The record logged at `place`, which is forgotten, or None."""
+        """Remove and return the record logged at `place`; None if it is not kept."""
         small = self._held.pop(place, None)
         if small is not None:
             self._room.left += len(small.data) + _ROW_NBYTES
         return small
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all records."""
         for place in list(self._held):
             self.take(place)
 
 
 class Batch(NamedTuple):
-    """Small records that share a chunk. rows: encoded. session, sequence: of the first."""
+    """Small records that share a chunk. rows: their encoded rows. session, sequence: those of the first record."""
 
     chunk: EncodedChunk
     rows: list[bytes]
@@ -81,14 +82,20 @@ class SmallRecords:
     """The small records of one run store; owned by the append thread."""
 
     def __init__(self, log: SmallLog, files: OpenFiles, room: Room) -> None:
-        """room: for what was logged last."""
+        """room: the memory budget for logged records."""
         self._log, self._files = log, files
         self._fresh = _Fresh(room)
-        self._stuck: set[str] = set()  # series whose small records could not be moved; said once
-        self._released: Counter[int] = Counter()  # by log: records in shards that are not durable yet
+        # Series whose small records could not be moved. Each is logged once.
+        self._stuck: set[str] = set()
+        # By log: the records in shards that are not durable yet.
+        self._released: Counter[int] = Counter()
 
     def commit(self, records: Sequence[tuple[SeriesState, int, Small]]) -> None:
-        """Append records to the log, in one write. Raises OSError; then nothing of them remains."""
+        """Append records to the log, in one write.
+
+        Raises:
+            OSError: The disk refused. Nothing of the records remains.
+        """
         places = self._log.append([(series.header, number, small) for series, number, small in records])
         for (series, _, small), place in zip(records, places, strict=True):
             series.waiting.append(place)
@@ -96,7 +103,7 @@ class SmallRecords:
 
     @contextlib.contextmanager
     def moving(self, series: SeriesState) -> Iterator[None]:
-        """Wrap the moves of a series' records: an error leaves them in the log, and is logged once."""
+        """Wrap the moves of a series' records. After an error they stay in the log, and one warning is logged."""
         try:
             yield
         except (OSError, StoreError) as error:
@@ -108,19 +115,20 @@ class SmallRecords:
             self._stuck.discard(series.header.path)
 
     def has_chunk(self, series: SeriesState, *, full: bool) -> bool:
-        """Whether records of a series wait. full: so many that they fill a chunk, which is then encoded once."""
+        """Return whether a series has pending records. full: enough of them to fill a chunk, so it is encoded once."""
         batch = series.geometry.batch
         return len(series.waiting) >= (batch - series.in_shards % batch if full else 1)
 
     def take_chunk(self, series: SeriesState, joined: bytes | None) -> Batch:
-        """The next chunk of a series' waiting records, of which there must be one; they wait until `moved` is called.
+        """Return the next chunk of a series' pending records. They stay pending until `moved` is called.
 
         Args:
-            series: whose records they are; `in_shards` is the number of the first one.
-            joined: the encoded chunk whose rest they fill; None if they begin a chunk.
+            series: The series, with at least one pending record. Its `in_shards` is the number of the first one.
+            joined: The encoded chunk that the records continue; None if they begin a chunk.
 
         Raises:
-            OSError, DamagedRecord: one of the records cannot be read, or the chunk that they join.
+            OSError: A record cannot be read.
+            DamagedRecord: A record, or the chunk that they continue, is damaged.
         """
         geometry, chain, first = series.geometry, series.chain, series.in_shards
         at = first % geometry.batch
@@ -133,7 +141,7 @@ class SmallRecords:
         return Batch(chunk, [small.row for small in found], found[0].session, found[0].sequence)
 
     def moved(self, series: SeriesState, count: int) -> None:
-        """The first `count` waiting records stand in a shard now."""
+        """Note that the first `count` pending records are in a shard."""
         self._released.update(map(log_of, series.waiting.first(count)))
         series.waiting.drop(count)
         failpoint("settle.after_append")
@@ -145,18 +153,18 @@ class SmallRecords:
         return Small.of(commit.rows[0], raw)
 
     def release(self) -> None:
-        """Let the log delete files whose records stand in shards; a durable store calls it behind its group sync."""
+        """Let the log delete files whose records are all in shards. A durable store calls this after its group sync."""
         for log, count in self._released.items():
             self._log.release(log, count)
         self._released.clear()
 
     def adopt(self, series: SeriesState) -> None:
-        """Count the small records that recovery found waiting."""
+        """Count the pending small records that recovery found."""
         for place in series.waiting.first(len(series.waiting)):
             self._log.adopt(log_of(place))
 
     def held_back(self, all_series: Iterable[SeriesState]) -> list[SeriesState]:
-        """Series that keep the oldest log from being deleted, if too many logs are held back."""
+        """Return the series that prevent the deletion of the oldest log; none if there are few logs."""
         oldest = self._log.oldest
         if oldest is None:
             return []
@@ -167,12 +175,12 @@ class SmallRecords:
         self._log.rotate()
 
     def forget(self) -> None:
-        """Keep no record in memory any more."""
+        """Drop all records from memory."""
         self._fresh.clear()
 
 
 def _elements(series: SeriesState, found: Sequence[Small]) -> list[NDArray[np.generic]] | NDArray[np.generic]:
-    """The records as arrays; as one, if each fills its part of the chunk."""
+    """Return the records as arrays, or as one array if each fills its part of the chunk."""
     stored, chunk = series.chain.stored, series.geometry.chunk
     shapes = [stored_shape(series.header.dtype, small.shape) for small in found]
     if all(shape == chunk for shape in shapes):
