@@ -1,1 +1,1 @@
-"""What users read: stores, series, records and regions."""
+"""The read API: stores, series, records and regions."""

@@ -1,7 +1,7 @@
-"""Reads records' elements back: the chunks that a region touches, decoded side by side into the result.
+"""Reads the elements of records: decodes the chunks of a region in parallel into the result.
 
-Every chunk is checked against its crc32c, and every record against its COMMIT frame (`capd.store.read.locate`). What
-cannot be read exactly raises DamagedRecord; nothing is ever filled in.
+Every chunk is checked against its crc32c, and every record against its COMMIT frame (`capd.store.read.locate`). An
+element that cannot be read exactly raises DamagedRecord. No value is ever filled in.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from capd.store.read.shard_file import FileCache, Identity, Place, ShardFile
 __all__ = ["ReadTools", "RecordReader"]
 
 _OPEN_FILES = 32
-_KEPT_CHUNKS = 64  # decoded chunks that small records share, up to 1 MiB each
+# Decoded chunks that small records share, up to 1 MiB each.
+_KEPT_CHUNKS = 64
 _KEPT_PLANS = 16
 
 
 @dataclass(slots=True)
 class ReadTools:
-    """What all series of a Store share: open files, and the decoded chunks of small records."""
+    """The caches that all series of a Store share: open files, and decoded chunks of small records."""
 
     files: FileCache = field(default_factory=lambda: FileCache(_OPEN_FILES))
     chunks: Recent[tuple[Identity, Place], NDArray[np.generic]] = field(
@@ -47,7 +48,7 @@ class ReadTools:
 
 
 class _Plan(NamedTuple):
-    """How a region of records of one shape is read. ordinals: of all chunks of the record, touched or not."""
+    """The plan for reading a region of records of one shape. ordinals: all chunks of the record, touched or not."""
 
     shape: tuple[int, ...]
     selection: Selection
@@ -56,21 +57,25 @@ class _Plan(NamedTuple):
 
 
 class RecordReader:
-    """Reads records of one series of one node."""
+    """A reader for the records of one series of one node."""
 
     def __init__(self, node: NodeView, header: SeriesHeader, tools: ReadTools) -> None:
         self._node, self._header, self._chunks = node, header, tools.chunks
         self._locator = Locator(node, header, tools.files)
-        self._whole: Recent[tuple[int, ...], _Plan] = Recent(_KEPT_PLANS)  # plans of whole records, by shape
+        # The plans of whole records, by shape.
+        self._whole: Recent[tuple[int, ...], _Plan] = Recent(_KEPT_PLANS)
 
     @property
     def _chain(self) -> Chain:
         return chain_for(self._header.codec, self._header.dtype)
 
     def read(self, number: int, record: RecordHead, region: Region) -> NDArray[np.generic]:
-        """The stored bits of a region of record `number`: a new, writable, C-contiguous array.
+        """Return the stored bits of a region of record `number` as a new, writable, C-contiguous array.
 
-        Raises DamagedRecord or StoreError, CapdError for what is no region.
+        Raises:
+            DamagedRecord: An element cannot be read exactly.
+            StoreError: A file cannot be read.
+            CapdError: `region` is not a valid region of the record.
         """
         plan = self._plan(number, record, region)
         out = np.empty(plan.selection.extents, dtype=self._chain.stored)
@@ -78,7 +83,13 @@ class RecordReader:
         return out.reshape(plan.selection.shape)
 
     def stack(self, records: Sequence[tuple[int, RecordHead]], region: Region) -> NDArray[np.generic]:
-        """The same region of several records of one shape, as [records, *region]."""
+        """Return the same region of several records of one shape, as [records, *region].
+
+        Raises:
+            DamagedRecord: An element cannot be read exactly.
+            StoreError: A file cannot be read.
+            CapdError: The records do not all have one shape, or `region` is not a valid region.
+        """
         shapes = {stored_shape(self._header.dtype, record.shape) for _, record in records}
         if len(shapes) != 1:
             known = " and ".join(str(list(shape)) for shape in sorted(shapes)[:2]) or "no record at all"
@@ -91,7 +102,8 @@ class RecordReader:
             for job in self._jobs(number, record, plan, out[at, ...])
         )
         if self._header.geometry.batch > 1:
-            for job in jobs:  # neighbours share a chunk: one after the other, it is decoded once
+            # Neighbours share a chunk. One thread decodes it only once.
+            for job in jobs:
                 job()
         else:
             run_jobs(jobs)
@@ -112,7 +124,7 @@ class RecordReader:
         return plan
 
     def _jobs(self, number: int, record: RecordHead, plan: _Plan, out: NDArray[np.generic]) -> Iterator[Job]:
-        """Find the record; what is left to do is one decoding per chunk that the region touches."""
+        """Find the record. Yield one decoding job per chunk of the region."""
         file, places, raw = self._locator.find(number, record, plan.ordinals)
         if raw is not None:
             out[...] = as_array(raw, self._chain.stored, plan.shape)[plan.selection.slices]
@@ -123,7 +135,7 @@ class RecordReader:
     def _fill(
         self, number: int, file: ShardFile, place: Place, piece: Piece, out: NDArray[np.generic]
     ) -> None:
-        # Without the Ellipsis a record without axes would give a scalar.
+        # Without the Ellipsis, indexing a record without axes would return a scalar.
         target: NDArray[np.generic] = out[(*piece.target, ...)]  # type: ignore[arg-type]
         batch = self._header.geometry.batch
         try:

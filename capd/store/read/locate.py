@@ -1,8 +1,8 @@
 """Finds the file that holds a record now: the small log, a `.partial`, or a sealed shard.
 
-A record is taken from where its COMMIT frame says that it is this very capture: client, sequence, shape and
-chunks as the catalog names them. Records move from log to `.partial` to sealed shard under a reader's hands; each
-step leaves the old place readable until the new one stands, so looking again finds them.
+A file is used only if its COMMIT frame names exactly this capture: client, sequence, shape and chunks as in the
+catalog. Records may move from log to `.partial` to sealed shard during a read. The old place stays readable until the
+new one is complete, so a second search finds them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from capd.store.shards.small_log import read_small
 
 __all__ = ["Located", "Locator"]
 
-_ATTEMPTS = 5  # log → partial → sealed, and another shard file for each continuation meanwhile
+# Enough for log → partial → sealed, and for a new shard file at each continuation during the search.
+_ATTEMPTS = 5
 
 
 class Located(NamedTuple):
-    """places: of the record's chunks in `file`, by ordinal. raw: instead of them, a logged record's bytes."""
+    """The place of a record. places: its chunks in `file`, by ordinal. raw: the bytes of a logged record instead."""
 
     file: ShardFile
     places: Mapping[int, Place]
@@ -33,14 +34,25 @@ class Located(NamedTuple):
 
 
 class Locator:
-    """Finds records of one series of one node."""
+    """The search for records of one series of one node."""
 
     def __init__(self, node: NodeView, header: SeriesHeader, files: FileCache) -> None:
         self._node, self._header, self._files = node, header, files
-        self._paths: dict[int, str] = {}  # of shards; joining them anew would cost as much as a small read
+        # The paths of shards. Joining them for each read would cost as much as a small read.
+        self._paths: dict[int, str] = {}
 
     def find(self, number: int, record: RecordHead, ordinals: tuple[int, ...]) -> Located:
-        """Where record `number`, which consists of these chunks, can be read. Raises DamagedRecord or StoreError."""
+        """Find a record.
+
+        Args:
+            number: The record's number in its series.
+            record: The capture that the catalog names.
+            ordinals: All chunks of the record.
+
+        Raises:
+            DamagedRecord: No file holds the record undamaged.
+            StoreError: A file cannot be read.
+        """
         for _ in range(_ATTEMPTS):
             for look in (self._in_log, self._in_partial, self._in_sealed):
                 found = look(number, record, ordinals)
@@ -48,16 +60,16 @@ class Locator:
                     return found
             self._node.look_again()
         path = self._shard(number)[1]
-        raise self.damage(number, "no COMMIT frame there or in the spool vouches for it", path)
+        raise self.damage(number, "no COMMIT frame there or in the spool names it", path)
 
     def damage(self, number: int, what: object, file: object) -> DamagedRecord:
-        """The error for what is wrong with a record in a file."""
+        """Return the error for a damaged record in a file."""
         return DamagedRecord(
             f"{self._header.path}#{number} in {file}: {what}; `capd verify` lists all damage"
         )
 
     def failure(self, number: int, error: OSError, file: object) -> StoreError:
-        """The error for a file that cannot be read."""
+        """Return the error for a file that cannot be read."""
         return StoreError(f"cannot read {self._header.path}#{number} in {file}: {error}")
 
     def _guarded(self, number: int, file: str, look: Callable[[], Located | None]) -> Located | None:
@@ -104,7 +116,7 @@ class Locator:
                 raise DamagedRecord("its COMMIT frame and the catalog name different captures")
             slots = {ordinal: geometry.slot(number, ordinal) for ordinal in ordinals}
             if not scanned.index.keys() >= set(slots.values()):
-                raise DamagedRecord("a chunk of it stands in no COMMIT frame")
+                raise DamagedRecord("no COMMIT frame names one of its chunks")
             places = {ordinal: scanned.index[slot] for ordinal, slot in slots.items()}
             return Located(self._files.open(str(path)), places)
 
@@ -122,7 +134,8 @@ class Locator:
             places = file.places(slots, header, shard)
             found = file.committed(number, list(places.values()), header, shard)
             if found is None and not self._is_published(number, file):
-                return None  # the file that stood here before the record was added, or a lost COMMIT
+                # This file is older than the record, or it lost the COMMIT.
+                return None
             if found is not None and (
                 found[:3] != record.capture or not found.slots.issuperset(slots.values())
             ):
@@ -134,11 +147,11 @@ class Locator:
         return self._guarded(number, path, look)
 
     def _is_published(self, number: int, file: ShardFile) -> bool:
-        """Whether plain Zarr readers see the record in this very file.
+        """Return whether plain Zarr readers see the record in exactly this file.
 
-        That is enough where another program rewrote the shard, or damage took the COMMIT: index and chunk have
-        checksums of their own. Without the index, an older copy of a shared chunk could be taken for the newest.
-        The shape is published after the shard got its name, so the order matters here.
+        This is enough if another program rewrote the shard, or if the COMMIT is damaged: index and chunk have their own
+        checksums. Without the index, an older copy of a shared chunk could be mistaken for the newest one. The shape is
+        published after the shard gets its name. Hence the shape is read first and the name is checked second.
         """
         if not file.has_index:
             return False
@@ -149,7 +162,7 @@ class Locator:
         return number < count and self._files.open(file.path) is file
 
     def _shard(self, number: int) -> tuple[int, str]:
-        """Number and path of the sealed shard that a record belongs to."""
+        """Return number and path of the sealed shard of a record."""
         shard = number // self._header.geometry.shard_records
         path = self._paths.get(shard)
         if path is None:

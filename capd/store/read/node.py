@@ -1,12 +1,13 @@
-"""A reader's view of one node's part of a run: the catalog, and what the frames hold beyond it.
+"""A reader's view of one node's part of a run: the catalog, and the frames that are not in it yet.
 
-Works beside a live daemon, after a kill, and on a sealed store; changes nothing. The spool is read before the
-catalog: a record that leaves the spool in between was written to the catalog first. Spool files that grow
-while they are read are read at slightly different times; records beyond the catalog then count only as far as
-their clients' sequences have no gap, so that every look shows a prefix of what each rank captured.
+The view works while a daemon runs, after a kill, and on a sealed store. It changes nothing. The spool is read before
+the catalog: a record that leaves the spool in between was written to the catalog first.
 
-The catalog is derived data without checksums. Where it is missing, or its pages make no sense, the journals of
-the sealed shards stand in for it, with a warning.
+Growing spool files are read at slightly different times. Records beyond the catalog then count only up to the first
+gap in their client's sequences. So every view shows a prefix of each rank's captures.
+
+The catalog is derived data without checksums. If it is missing or damaged, the journals of the sealed shards replace
+it, with a warning.
 """
 
 from __future__ import annotations
@@ -46,13 +47,14 @@ __all__ = ["NodeView", "sound_row"]
 logger = logging.getLogger(__name__)
 
 _DAMAGE = (DamagedCatalog, sqlite3.DatabaseError, ValueError, TypeError, ArithmeticError, RecursionError)
-_MIN_ROW_NBYTES = 32  # of a record: its client and sequence, moment and shape
+# The smallest row of a record: its client and sequence, moment and shape.
+_MIN_ROW_NBYTES = 32
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 T = TypeVar("T")
 
 
 class NodeView:
-    """One `.capd/node=…` directory, read-only. series: by path. `before`: an earlier look at the same node."""
+    """A read-only view of one `.capd/node=…` directory. series: by path. before: an earlier view of the same node."""
 
     def __init__(self, run: Path, directory: Path, before: NodeView | None = None) -> None:
         self.run, self.directory = run, directory
@@ -63,7 +65,8 @@ class NodeView:
         grew = self.spool.sizes() != sizes
         self.series: dict[str, SeriesRow] = {}
         self.sessions: list[SessionRow] = []
-        self._from_shards: dict[str, dict[int, RecordRow]] = {}  # rows by series path and number
+        # Rows by series path and number.
+        self._from_shards: dict[str, dict[int, RecordRow]] = {}
         self._acked: dict[bytes, RangeSet] = {}
         self._catalog = directory / CATALOG_NAME
         self._connection: sqlite3.Connection | None = None
@@ -74,7 +77,7 @@ class NodeView:
             self._extend(path, spooled)
 
     def look_again(self) -> None:
-        """Read what the spool holds now; the records that count stay those of this view."""
+        """Read the spool again. The records of this view stay the same."""
         self.spooled = self.spool.read()
 
     # -- the catalog --------------------------------------------------------------------------------------
@@ -84,7 +87,8 @@ class NodeView:
             if not self._catalog.exists():
                 raise FileNotFoundError("it is missing")
             with self._opened() as database:
-                database.execute("BEGIN")  # one snapshot for the three
+                # All three reads see one snapshot.
+                database.execute("BEGIN")
                 self.series = {row.header.path: row for row in read_series(database)}
                 self.sessions = read_sessions(database)
                 self._acked = {client: RangeSet(ranges) for client, ranges in read_acked(database).items()}
@@ -101,9 +105,10 @@ class NodeView:
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:
-        """Keep one connection for all that is asked inside; not for long, a daemon that closes waits for no reader."""
+        """Keep one connection for all queries inside. Keep it short: a closing daemon does not wait for readers."""
         with contextlib.ExitStack() as stack:
-            with contextlib.suppress(StoreError):  # each question finds out for itself
+            # Without a connection, each query opens its own and raises its own error.
+            with contextlib.suppress(StoreError):
                 self._connection = stack.enter_context(self._opened())
             try:
                 yield
@@ -116,7 +121,8 @@ class NodeView:
         try:
             yield database
         except sqlite3.OperationalError as error:
-            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _BUSY:  # text that is no UTF-8 has no code
+            # An error for text that is not UTF-8 has no code.
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _BUSY:
                 raise StoreError(f"catalog {self._catalog}: {error}; try again", retry=True) from error
             raise
         finally:
@@ -136,7 +142,7 @@ class NodeView:
         ask: Callable[[sqlite3.Connection, int], T],
         instead: Callable[[Mapping[int, RecordRow]], T],
     ) -> T:
-        """What the catalog answers about a series, or its shards' journals where it cannot."""
+        """Return the catalog's answer about a series, or that of its shards' journals if the catalog is damaged."""
         row = self.series[path]
         if path not in self._from_shards and row.id >= 0:
             try:
@@ -165,7 +171,7 @@ class NodeView:
             spooled.keep(lambda row: row.sequence <= last[row.client])
 
     def _extend(self, path: str, spooled: SpooledSeries) -> None:
-        """Add what the spool holds beyond the catalog to the totals."""
+        """Add the records that only the spool holds to the totals."""
         row = self.series.setdefault(path, SeriesRow(-1, spooled.header, 0, 0, False, (), 0, 0))
         known = row.records
         for number, record in spooled.rows():
@@ -179,7 +185,7 @@ class NodeView:
     # -- records ------------------------------------------------------------------------------------------
 
     def rows(self, path: str, first: int, last: int) -> dict[int, RecordRow]:
-        """Records first ≤ number < last of a series as of this view: catalog rows, else the spool's."""
+        """Return the records first ≤ number < last of a series in this view: catalog rows, else the spool's."""
 
         def ask(database: sqlite3.Connection, series: int) -> dict[int, RecordRow]:
             found = read_records(database, series, first, last)
@@ -195,7 +201,7 @@ class NodeView:
         return found
 
     def ids(self, path: str, first: int, last: int) -> dict[int, RecordHead]:
-        """What identifies the same records."""
+        """Return the heads of the same records, which identify them."""
 
         def ask(database: sqlite3.Connection, series: int) -> dict[int, RecordHead]:
             return dict(read_heads(database, series, first, last))
@@ -211,7 +217,7 @@ class NodeView:
         return found
 
     def attempts(self, path: str) -> tuple[int, int]:
-        """The first and the last attempt among the records of a series; (0, 0) without records."""
+        """Return the first and the last attempt among the records of a series; (0, 0) without records."""
 
         def instead(rows: Mapping[int, RecordRow]) -> tuple[int, int] | None:
             known = [row.moment.attempt for row in rows.values()]
@@ -224,7 +230,7 @@ class NodeView:
         return (min(known), max(known)) if known else (0, 0)
 
     def with_attempt(self, attempt: int) -> set[str]:
-        """Paths of the series that may have a record of this attempt."""
+        """Return the paths of all series that may have a record of this attempt."""
         try:
             with self._opened() as database:
                 ids = has_attempt(database, attempt)
@@ -234,12 +240,16 @@ class NodeView:
 
 
 def sound_row(row: RecordRow, header: SeriesHeader) -> RecordRow:
-    """The row, if shape, statistics and texts are what they are read as. Raises ValueError."""
+    """Return the row if its shape, statistics and texts are valid.
+
+    Raises:
+        ValueError: The row is not valid.
+    """
     for text in (row.metadata, row.attributes):
         if text and not (isinstance(found := json.loads(text), dict) and is_shallow(found)):
-            raise ValueError("a record's metadata is no object")
+            raise ValueError("a record's metadata is not a JSON object")
     if not fits(header, row.shape, row.nbytes):
         raise ValueError("a record's shape does not fit its series")
     if row.stats is not None and not is_possible(row.stats):
-        raise ValueError("a record's statistics make no sense")
+        raise ValueError("a record's statistics are impossible")
     return row

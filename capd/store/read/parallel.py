@@ -1,8 +1,10 @@
-"""Runs the decoding of several chunks side by side, on threads that live as long as that one read.
+"""Decodes several chunks in parallel, on threads that live as long as one read.
 
-Starting a thread costs some 50 µs, decoding a chunk of a large record milliseconds: a pool of idle threads would
-save next to nothing, and would have to be ended, and made anew in forked children. The process as a whole has a
-limit; a read that finds it reached works on the calling thread alone, and so does one of a single chunk.
+Starting a thread costs some 50 µs. Decoding a chunk of a large record costs milliseconds. So a pool of idle threads
+would save almost nothing. It would also need an end, and a new start in forked children.
+
+The whole process has one limit. A read at that limit works on the calling thread alone. So does a read of a single
+chunk.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ __all__ = ["Job", "run_jobs"]
 Job = Callable[[], None]
 
 _MAX_THREADS = 16
-_free = threading.Semaphore(0)  # helpers that may still be started in this process
+# The number of helpers that this process may still start.
+_free = threading.Semaphore(0)
 
 
 def _reset() -> None:
@@ -31,14 +34,13 @@ os.register_at_fork(after_in_child=_reset)
 
 
 def run_jobs(jobs: Iterable[Job]) -> None:
-    """Run independent jobs; returns when none is at work any more. Raises the first exception that one raised."""
+    """Run independent jobs and wait for all of them. Raises the first exception of a job."""
     todo = deque(jobs)
     failures: list[BaseException] = []
     helpers: list[threading.Thread] = []
     free = _free
-    with contextlib.suppress(
-        RuntimeError
-    ):  # no thread can be had: the interpreter ends, or a limit is reached
+    # No thread can be started if the interpreter ends or a limit is reached.
+    with contextlib.suppress(RuntimeError):
         wanted = len(todo) - 1
         while len(helpers) < wanted and free.acquire(blocking=False):
             helper = threading.Thread(

@@ -1,4 +1,4 @@
-"""A bounded mapping that forgets what was used least recently. Several threads may share one without a lock."""
+"""The LRU cache: a bounded mapping that several threads may share without a lock."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ V = TypeVar("V")
 
 
 class Recent(Generic[K, V]):
-    """Holds at most `limit` values. Two threads that miss the same key both make its value; the later one stays.
+    """A mapping of at most `limit` values. If two threads miss the same key, both compute it and the later value stays.
 
-    Every step is a single dictionary operation, so a child forked in the middle of one finds it usable.
+    Every step is a single dictionary operation. So a forked child finds the mapping usable at any time.
     """
 
     def __init__(self, limit: int) -> None:
@@ -26,15 +26,16 @@ class Recent(Generic[K, V]):
         return len(self._values)
 
     def get(self, key: K) -> V | None:
-        """The value of `key`, which counts as used now, or None."""
+        """Return the value of `key` and count it as used now; None if it is missing."""
         value = self._values.get(key)
         if value is not None:
-            with contextlib.suppress(KeyError):  # another thread forgot it meanwhile
+            # Another thread may have removed it in the meantime.
+            with contextlib.suppress(KeyError):
                 self._values.move_to_end(key)
         return value
 
     def put(self, key: K, value: V) -> None:
-        """Remember a value; the least recently used one goes if there are too many."""
+        """Store a value. If there are too many, remove the least recently used one."""
         self._values[key] = value
         with contextlib.suppress(KeyError):
             self._values.move_to_end(key)

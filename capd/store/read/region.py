@@ -1,4 +1,4 @@
-"""Which part of a record a reader asks for, and which chunks it takes: numpy basic indexing with positive steps."""
+"""The region of a record that a reader wants, and its chunks: numpy basic indexing with positive steps."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ Region: TypeAlias = Part | tuple[Part, ...]
 
 
 class Piece(NamedTuple):
-    """What one chunk gives. target, source: where it goes in the selection (no axis dropped), where it lies in
-    the chunk. whole: all elements of the chunk are taken, in order."""
+    """The part of one chunk in a selection.
+
+    target: the slices of the selection (no axis dropped). source: the slices of the chunk. whole: all elements of the
+    chunk are taken, in order.
+    """
 
     ordinal: int
     target: tuple[slice, ...]
@@ -33,28 +36,28 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Indexes per axis of the record; axes that an integer picked are dropped from the result."""
+    """The selected indexes per axis of a record. An axis that an integer picked is dropped from the result."""
 
     axes: tuple[range, ...]
     dropped: tuple[bool, ...]
 
     @property
     def extents(self) -> tuple[int, ...]:
-        """Elements taken along each axis of the record."""
+        """The number of elements along each axis of the record."""
         return tuple(map(len, self.axes))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the result."""
+        """The shape of the result."""
         return tuple(len(axis) for axis, drop in zip(self.axes, self.dropped, strict=True) if not drop)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The same as slices into the whole record."""
+        """The selection as slices of the whole record."""
         return tuple(slice(axis.start, axis.stop, axis.step) for axis in self.axes)
 
     def pieces(self, geometry: Geometry) -> Iterator[Piece]:
-        """The chunks of a record that hold selected elements."""
+        """Yield the chunks of a record that hold selected elements."""
         if 0 in self.extents:
             return
         lengths = geometry.chunk
@@ -69,10 +72,11 @@ class Selection:
 
 
 def _along(axis: range, length: int) -> list[tuple[int, slice, slice]]:
-    """(chunk index, slice of the selection, slice of the chunk) along one axis with chunks of `length`."""
+    """Return (chunk index, slice of the selection, slice of the chunk) along one axis with chunks of `length`."""
     found = []
     for index in range(axis[0] // length, axis[-1] // length + 1):
-        first = max(0, -((axis.start - index * length) // axis.step))  # of the selected elements in the chunk
+        # The range of the selected elements that are in this chunk.
+        first = max(0, -((axis.start - index * length) // axis.step))
         behind = min(len(axis), -((axis.start - (index + 1) * length) // axis.step))
         if first < behind:
             start = axis[first] - index * length
@@ -82,11 +86,15 @@ def _along(axis: range, length: int) -> list[tuple[int, slice, slice]]:
 
 
 def select(region: Region, shape: tuple[int, ...]) -> Selection:
-    """The elements that `region` means in a record of `shape`; raises CapdError for any other kind of index."""
+    """Return the elements that `region` selects in a record of `shape`.
+
+    Raises:
+        CapdError: `region` is not basic indexing with positive steps, or an index is out of range.
+    """
     parts = region if isinstance(region, tuple) else (region,)
     given = [part for part in parts if part is not Ellipsis]
     if len(parts) - len(given) > 1:
-        raise CapdError(f"region {region!r}: only one Ellipsis (...) can stand in it")
+        raise CapdError(f"region {region!r}: at most one Ellipsis (...) is allowed")
     if len(given) > len(shape):
         raise CapdError(f"region {region!r} has {len(given)} indexes, the record has shape {list(shape)}")
     at = next((n for n, part in enumerate(parts) if part is Ellipsis), len(given))

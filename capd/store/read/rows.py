@@ -1,4 +1,4 @@
-"""The records of one series, fetched in windows: a reader of record i pays for its neighbours, not for all."""
+"""The record rows of one series, fetched in windows: a reader of record i pays for its neighbours, not for all."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from capd_client.protocol.key import Moment
 __all__ = ["SeriesRows"]
 
 _WINDOW = 1024
-_KEPT_WINDOWS = 4  # of full rows; what identifies the records is kept for all of them
+# For full rows only. The heads of all records are kept.
+_KEPT_WINDOWS = 4
 T = TypeVar("T")
 H = TypeVar("H", bound=RecordHead)
 
 
 class SeriesRows:
-    """Records 0 ≤ number < `row.records` of a series, or of them those of one attempt ("all", "latest", a number)."""
+    """The records 0 ≤ number < `row.records` of a series, filtered by attempt ("all", "latest" or a number)."""
 
     def __init__(self, node: NodeView, row: SeriesRow, attempt: int | str = "all") -> None:
         self._node, self._row, self._attempt = node, row, attempt
@@ -31,7 +32,7 @@ class SeriesRows:
 
     @cached_property
     def numbers(self) -> Sequence[int]:
-        """Numbers in the array of the chosen records, in capture order."""
+        """The numbers of the chosen records in the array, in capture order."""
         everything = range(self._row.records)
         if self._attempt == "all":
             return everything
@@ -50,17 +51,17 @@ class SeriesRows:
         return min(known), max(known)
 
     def row(self, number: int) -> RecordRow:
-        """Everything about one record. Raises DamagedRecord if neither catalog nor frames know it."""
+        """Return the row of one record. Raises DamagedRecord if neither catalog nor frames know it."""
         return self._named(self._row_of(number), number)
 
     def id(self, number: int) -> RecordHead:
-        """What identifies one record. Raises DamagedRecord if neither catalog nor frames know it."""
+        """Return the head of one record. Raises DamagedRecord if neither catalog nor frames know it."""
         return self._named(self._id_of(number), number)
 
     def _named(self, found: H, number: int) -> H:
         if found.is_lost:
             raise DamagedRecord(
-                f"{self._row.header.path}#{number}: nothing says any more what this record was; "
+                f"{self._row.header.path}#{number}: no file describes this record any more; "
                 f"`capd verify {self._node.run} --repair -o NEW` makes a run without it"
             )
         return found
@@ -87,13 +88,13 @@ class SeriesRows:
         if number not in held:
             raise DamagedRecord(
                 f"{self._row.header.path}#{number}: neither the catalog nor the frames of {self._node.directory} "
-                "hold a row of it; `capd verify` lists all damage"
+                "have a row of it; `capd verify` lists all damage"
             )
         return held[number]
 
 
 def _latest(rows: Iterable[tuple[int, Moment]]) -> Iterator[int]:
-    """Of records at one moment, those of the latest attempt of the job."""
+    """Return the numbers of the records that belong to the latest attempt at their moment."""
     rows = list(rows)
     newest: dict[tuple[object, ...], int] = {}
     for _, moment in rows:

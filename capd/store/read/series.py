@@ -1,4 +1,4 @@
-"""Series and records as users read them; see `capd.store.read.store` for the Store that finds them."""
+"""The series and records that users read. `capd.store.read.store` has the Store that finds them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["Record", "Records", "Series", "import_extra", "tensor_of"]
 
 @dataclass(slots=True)
 class Record:
-    """One committed capture. index: its number in the series' array; shape: its true shape, to crop by."""
+    """One committed capture. index: its number in the series' array. shape: its true shape, for cropping."""
 
     index: int
     iteration: int
@@ -59,12 +59,12 @@ class Record:
 
     @property
     def committed_stats(self) -> Stats | None:
-        """Statistics as committed, None for a record without them; reads no element."""
+        """The committed statistics; None for a record without them. Reads no element."""
         return self._stats
 
     @property
     def stats(self) -> Stats:
-        """Statistics as committed; for a record without them, computed from its elements."""
+        """The committed statistics. If the record has none, they are computed from its elements."""
         if self._stats is None:
             bits, dtype = self._series.read(self.index), self._series.dtype
             known = unpack if self._series.kept == "statistics" else summarise
@@ -73,7 +73,7 @@ class Record:
 
 
 class Records(Sequence[Record]):
-    """The records of a series in capture order, made when asked for; a slice is a list."""
+    """The records of a series in capture order, read on access. A slice is a list."""
 
     def __init__(self, series: Series) -> None:
         self._series = series
@@ -98,21 +98,20 @@ class Records(Sequence[Record]):
 
 
 class Series:
-    """All records of one key and dtype (and, where shapes outgrew the first, of one variant): one Zarr array.
+    """All records of one key and dtype: one Zarr array. Records too large for a series form another variant of it.
 
-    Indexes `i` count the records of this view (`Store.find` may have picked those of one attempt); `region`
-    is what numpy calls basic indexing, with positive steps, in the stored record: only the chunks it touches
-    are read.
+    An index `i` counts the records of this view, which `Store.find` may have restricted to one attempt. A `region` is
+    numpy basic indexing with positive steps in the stored record. Only its chunks are read.
 
-    Of a series whose `kept` is "statistics" there are no elements: what would return some raises CapdError, and
-    `zarr` holds one statistics row per record.
+    A series whose `kept` is "statistics" has no elements. Methods that return elements raise CapdError, and `zarr` has
+    one statistics row per record.
     """
 
     def __init__(self, node: NodeView, row: SeriesRow, tools: ReadTools, attempt: int | str = "all") -> None:
         self._node, self._row, self._tools, self._attempt = node, row, tools, attempt
 
     def fresh(self) -> Series:
-        """The same series, with nothing in memory of its records yet: what is read through it goes with it."""
+        """Return the same series with empty caches. Everything read through it is freed together with it."""
         return Series(self._node, self._row, self._tools, self._attempt)
 
     @cached_property
@@ -125,42 +124,42 @@ class Series:
 
     @property
     def key(self) -> Key:
-        """What the tensor is."""
+        """The key of the tensor."""
         return self._row.header.key
 
     @property
     def dtype(self) -> str:
-        """The captured torch dtype's name, e.g. "bfloat16"."""
+        """The name of the captured torch dtype, for example "bfloat16"."""
         return stored_type(self._row.header.dtype).torch
 
     @property
     def kept(self) -> str:
-        """What is in the store of each capture: "tensor", or "statistics" alone."""
+        """The stored part of each capture: "tensor", or only "statistics"."""
         return "statistics" if is_statistics(self._row.header.dtype) else "tensor"
 
     @property
     def path(self) -> str:
-        """Path of the series' group below the run."""
+        """The path of the series' group in the run."""
         return self._row.header.path
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """What is constant for the series beside its key (layout, cast_from, …)."""
+        """The constants of the series that are not in its key (layout, cast_from, …)."""
         return self._row.header.attributes
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[records, *largest record shape], of the tensors."""
+        """The shape [records, *largest record shape] of the tensors."""
         return (len(self), *self._row.max_shape)
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of what is kept, uncompressed."""
+        """The stored elements in bytes, uncompressed."""
         return self._row.raw_bytes
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes in shard files."""
+        """The bytes in shard files."""
         return self._row.stored_bytes
 
     @property
@@ -170,12 +169,12 @@ class Series:
 
     @property
     def numbers(self) -> Sequence[int]:
-        """Numbers of the records in the array, in capture order."""
+        """The numbers of the records in the array, in capture order."""
         return self._rows.numbers
 
     @cached_property
     def siblings(self) -> Sequence[Series]:
-        """The series of the same module, rank and operation, this one among them: parts of one tensor are such."""
+        """The series of the same module, rank and operation, with this one. The parts of one tensor are siblings."""
         own = _without_names(self.key)
         return [
             Series(self._node, row, self._tools, self._attempt)
@@ -184,7 +183,7 @@ class Series:
         ]
 
     def record(self, number: int) -> Record:
-        """The record with this number in the array."""
+        """Return the record with this number in the array."""
         row = self._rows.row(number)
         return Record(
             number,
@@ -215,31 +214,51 @@ class Series:
             )
 
     def read(self, number: int, region: Region = ...) -> NDArray[np.generic]:
-        """Stored bits of the record with this number in the array, its statistics row where only that is kept."""
+        """Return the stored bits of the record with this number in the array, or its statistics row."""
         return self._reader.read(number, self._rows.id(number), region)
 
     def numpy(self, i: SupportsIndex, region: Region = ...) -> NDArray[np.generic]:
-        """Stored bits of record `i`, in its true shape: uint16 for bfloat16, uint8 for 8-bit floats and packed fp4,
-        the native dtype otherwise. A new, writable array.
+        """Return the stored bits of record `i` in its true shape.
 
-        Raises DamagedRecord rather than return a wrong element, CapdError for a region that is none.
+        Args:
+            i: The index of the record in this view.
+            region: The part of the record to read.
+
+        Returns:
+            A new, writable array: uint16 for bfloat16, uint8 for 8-bit floats and packed fp4, otherwise the native
+            dtype.
+
+        Raises:
+            DamagedRecord: An element cannot be read exactly.
+            CapdError: `region` is not a valid region, or the series has only statistics.
         """
         self._must_have_elements()
         return self.read(self.numbers[operator.index(i)], region)
 
     def values(self, i: SupportsIndex, region: Region = ...) -> NDArray[np.generic]:
-        """Numbers of record `i`: float32 for formats stored as bits (exact), else as `numpy`.
+        """Return the numbers of record `i`: float32 (exact) for formats stored as bits, otherwise as `numpy`.
 
-        Packed fp4 is unpacked: the last axis of the result is twice as long; a region counts its bytes.
+        Packed fp4 is unpacked: the last axis of the result is twice as long. A region counts packed bytes.
+
+        Raises:
+            DamagedRecord: An element cannot be read exactly.
+            CapdError: `region` is not a valid region, or the series has only statistics.
         """
         return to_values(self.numpy(i, region), self.dtype)
 
     def torch(self, i: SupportsIndex, region: Region = ..., *, dequantise: bool = False) -> torch.Tensor:
-        """Record `i` as a CPU tensor of the captured dtype, bit for bit, with memory of its own.
+        """Return record `i` as a CPU tensor of the captured dtype, bit for bit, with its own memory.
 
-        dequantise: of a part of a quantised tensor (docs/frameworks.md) the whole tensor's values instead, in the shape
-        and dtype that it showed to the job; they are computed in float32. Of any other record as without it. Raises
-        CapdError where the tensor's class is not known, or where another of its parts was not kept.
+        Args:
+            i: The index of the record in this view.
+            region: The part of the record to read.
+            dequantise: For a part of a quantised tensor (docs/frameworks.md), return the values of the whole tensor.
+                They have the shape and dtype that the job saw, and are computed in float32. Other records ignore it.
+
+        Raises:
+            DamagedRecord: An element cannot be read exactly.
+            CapdError: `region` is not a valid region, or the series has only statistics. With `dequantise`: the
+                class of the tensor is unknown, or another of its parts was not kept.
         """
         number = self.numbers[operator.index(i)]
         if not dequantise or "tensor_class" not in self.record(number).attributes:
@@ -250,18 +269,25 @@ class Series:
         return torch.from_numpy(values[region].copy()).to(getattr(torch, dtype))
 
     def stack(self, records: slice = slice(None), region: Region = ...) -> NDArray[np.generic]:
-        """Stored bits of several records, which must have one shape, as [records, *record].
+        """Return the stored bits of several records of one shape, as [records, *region].
 
-        Raises CapdError if their shapes differ, DamagedRecord rather than return a wrong element.
+        Args:
+            records: The records by their indexes in this view.
+            region: The part to read from each record.
+
+        Raises:
+            DamagedRecord: An element cannot be read exactly.
+            CapdError: The shapes differ, `region` is not a valid region, or the series has only statistics.
         """
         self._must_have_elements()
         chosen = [(number, self._rows.id(number)) for number in self.numbers[records]]
         return self._reader.stack(chosen, region)
 
     def zarr(self) -> Any:
-        """The sealed records as a read-only zarr.Array [record, *shape] of stored bits, or of statistics rows.
+        """Return the sealed records as a read-only zarr.Array [record, *shape] of stored bits or statistics rows.
 
-        Raises DamagedRecord where the array's metadata contradict the series.
+        Raises:
+            DamagedRecord: The metadata of the array contradict the series.
         """
         import zarr
 
@@ -269,16 +295,23 @@ class Series:
         return zarr.open_array(self._node.run / self.path / "data", mode="r")
 
     def dask(self) -> Any:
-        """The sealed records as a dask array of stored bits, one block per shard. Needs the extra `distributed`."""
+        """Return the sealed records as a dask array of stored bits, one block per shard.
+
+        Raises:
+            DamagedRecord: The metadata of the array contradict the series.
+            CapdError: The extra `distributed` is not installed, or the series has only statistics.
+        """
         self._must_have_elements()
         array = self.zarr()
         da = import_extra("dask.array", "distributed")
         return da.from_array(array, chunks=array.shards or array.chunks)
 
     def xarray(self) -> Any:
-        """The sealed records as an xarray.DataArray of stored bits with the moments as coordinates on `record`.
+        """Return the sealed records as an xarray.DataArray of stored bits. The moments are coordinates on `record`.
 
-        Needs the extra `distributed`.
+        Raises:
+            DamagedRecord: The metadata of the array contradict the series.
+            CapdError: The extra `distributed` is not installed, or the series has only statistics.
         """
         self._must_have_elements()
         xr = import_extra("xarray", "distributed")
@@ -296,17 +329,22 @@ def _without_names(key: Key) -> Key:
 
 
 def tensor_of(bits: NDArray[np.generic], dtype: str) -> torch.Tensor:
-    """Stored bits as a CPU tensor of the torch dtype of this name, sharing their memory."""
+    """Return stored bits as a CPU tensor of the named torch dtype. The tensor shares their memory."""
     import torch
 
     kind = getattr(torch, dtype)
-    if bits.size == 0:  # numpy gives empty arrays strides that torch refuses to view
+    # torch refuses to view the strides of numpy's empty arrays.
+    if bits.size == 0:
         return torch.empty(bits.shape, dtype=kind)
     return torch.from_numpy(bits).view(kind)
 
 
 def import_extra(module: str, extra: str) -> Any:
-    """Import a module that an extra installs; raises CapdError naming the extra where it is missing."""
+    """Import a module that an extra installs.
+
+    Raises:
+        CapdError: The module is missing. The message names the extra.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:

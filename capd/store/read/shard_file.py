@@ -1,9 +1,10 @@
-"""Files opened for reading: kept open while they are what bears the name, and what their journals vouch for.
+"""The files that are open for reading, and the records that their journals name.
 
-A descriptor is closed when the last thing that uses it lets go, so a read that has begun is never diverted by
-another one that makes room. A shard's index says where a chunk lies; the COMMIT frame that follows a record's
-chunks says which record they belong to and what shape it has. Both carry checksums, the catalog does not, so
-readers go by these two.
+A file stays open while its path still leads to it. Its descriptor is closed with the last reference, so another read
+never closes it during a read.
+
+The index of a shard has the places of its chunks. The COMMIT frame after a record's chunks names their record and its
+shape. Both have checksums. The catalog has none, so readers trust index and COMMIT.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ from capd.store.scan.scan import read_shard
 __all__ = ["Committed", "FileCache", "Identity", "Place", "ShardFile", "is_same_series"]
 
 Identity: TypeAlias = tuple[int, int, int, int]
-Place: TypeAlias = tuple[int, int]  # offset, bytes
+# Offset and length in bytes.
+Place: TypeAlias = tuple[int, int]
 
 
 class Committed(NamedTuple):
-    """What a COMMIT frame says about one record. slots: index entries of its chunks (of its batch's)."""
+    """One record in a COMMIT frame. slots: the index entries of its chunks, or of the chunk of its batch."""
 
     client: bytes
     sequence: int
@@ -64,30 +66,30 @@ _decode_commit = msgspec.msgpack.Decoder(_Commit).decode
 
 
 class ShardFile:
-    """A sealed shard, `.partial` or small log, open for reading until nothing refers to it.
-
-    Raises OSError where it cannot be opened.
-    """
+    """A sealed shard, `.partial` or small log that is open for reading until nothing refers to it."""
 
     def __init__(self, path: str) -> None:
+        """Open the file. Raises OSError if this fails."""
         self.path = path
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        # No __del__: at the end of the interpreter it may run after the module's globals are gone.
+        # This is not a __del__, which may run after the module's globals are gone when the interpreter ends.
         weakref.finalize(self, os.close, self.fd).atexit = False
         self.identity = _identity(os.fstat(self.fd))
-        self._asked: SeriesHeader | None = None  # `belongs_to` answers for one series, again and again
+        # `belongs_to` is called again and again for one series.
+        self._asked: SeriesHeader | None = None
         self._belongs: bool | None = None
         self._entries: NDArray[np.uint64] | None = None
-        self._journal: dict[int, Place] | None = None  # slot → place, from all COMMIT frames
+        # Slot → place, from all COMMIT frames.
+        self._journal: dict[int, Place] | None = None
         self._committed: dict[int, Committed] = {}
 
     @property
     def nbytes(self) -> int:
-        """Size of the file when it was opened."""
+        """The size of the file when it was opened."""
         return self.identity[2]
 
     def belongs_to(self, header: SeriesHeader, shard: int) -> bool | None:
-        """Whether its HEADER frame names this shard of this series; None where no sound one begins the file."""
+        """Return whether its HEADER frame names this shard of this series; None if it has no intact HEADER."""
         if self._asked is not header:
             first = read_frame(self.fd, 0, self.nbytes)
             is_header = first is not None and first.kind is FrameKind.HEADER
@@ -99,10 +101,18 @@ class ShardFile:
         return self._belongs
 
     def places(self, slots: Mapping[int, int], header: SeriesHeader, shard: int) -> dict[int, Place]:
-        """Where the chunks (ordinal → index entry) lie in a sealed shard; those that lie nowhere are absent.
+        """Return the places of chunks in a sealed shard, by ordinal. COMMIT frames replace a damaged index.
 
-        Where the index is damaged the COMMIT frames stand in for it. Raises DamagedRecord for a place outside of
-        the file.
+        Args:
+            slots: The index entries of the chunks, by ordinal.
+            header: The series of the shard.
+            shard: The number of the shard.
+
+        Returns:
+            The places. A chunk that is not in the shard is missing.
+
+        Raises:
+            DamagedRecord: A place is outside of the file.
         """
         if self._entries is None and self._journal is None:
             self._entries = index_entries(self.fd, header.geometry.shard_slots)
@@ -122,21 +132,22 @@ class ShardFile:
 
     @property
     def has_index(self) -> bool:
-        """Whether `places` went by a sound sharding index."""
+        """Whether `places` used an intact sharding index."""
         return self._entries is not None
 
     def committed(
         self, number: int, places: Sequence[Place], header: SeriesHeader, shard: int
     ) -> Committed | None:
-        """What the COMMIT of record `number`, whose chunks lie at `places`, says; None if there is no sound one."""
+        """Return record `number`, with its chunks at `places`, as its COMMIT names it; None without intact COMMIT."""
         found = self._committed.get(number)
         if found is None and places and self._journal is None:
-            offset, nbytes = max(places)  # nearly always the COMMIT stands right behind the last chunk
+            # The COMMIT nearly always follows the last chunk directly.
+            offset, nbytes = max(places)
             follower = read_frame(self.fd, offset + nbytes, self.nbytes)
             if follower is not None and follower.kind is FrameKind.COMMIT:
                 self._note(follower)
                 found = self._committed.get(number)
-        # chunks shared with an earlier record, a batch that grew, a record without elements
+        # The exceptions: a chunk shared with an earlier record, a batch that grew, a record without elements.
         if found is None:
             self._read_journal(header, shard)
             found = self._committed.get(number)
@@ -166,18 +177,18 @@ class ShardFile:
 
 
 def is_same_series(a: SeriesHeader, b: SeriesHeader) -> bool:
-    """Whether two headers mean the same array: what decides where and how elements lie, and whose they are."""
+    """Return whether two headers describe the same array: same key, and same places and encoding of elements."""
     return (a.path, a.key, a.dtype, a.codec, a.geometry) == (b.path, b.key, b.dtype, b.codec, b.geometry)
 
 
 class FileCache:
-    """Keeps the `limit` files open that were read last."""
+    """A cache that keeps the last `limit` files open."""
 
     def __init__(self, limit: int) -> None:
         self._open: Recent[str, ShardFile] = Recent(limit)
 
     def open(self, path: str) -> ShardFile:
-        """The file that bears this name now. Raises FileNotFoundError or another OSError."""
+        """Return the file that is at this path now. Raises FileNotFoundError or another OSError."""
         now = _identity(os.stat(path))
         held = self._open.get(path)
         if held is None or held.identity != now:

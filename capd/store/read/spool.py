@@ -1,7 +1,7 @@
-"""What the spool of a node holds, for readers: scanned once, and from there on only what was appended.
+"""The spool of a node for readers: scanned once, and then only where it grew.
 
-A writer appends to a file or cuts off what it could not finish, never more. So a file whose bytes before the
-known end are still the same has only its rest read; any other is scanned again.
+A writer only appends to a file or cuts off its unfinished end. If the bytes before the known end are the same, only
+the rest of the file is read. Any other file is scanned again.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _TAIL_NBYTES = 128
 
 @dataclass(slots=True)
 class SpooledSeries:
-    """What the spool holds of one series. shards: by shard number; logged: by record number.
+    """The records of one series in the spool. shards: by shard number. logged: by record number.
 
-    places: of logged records by client and sequence, for recovery from damage may have renumbered them.
+    places: the places of logged records by client and sequence, because recovery from damage may renumber records.
     """
 
     header: SeriesHeader
@@ -43,26 +43,26 @@ class SpooledSeries:
     places: dict[tuple[bytes, int], LogPlace] = field(default_factory=dict)
 
     def drop_moved(self) -> None:
-        """Forget logged records that stand in a shard, too: recovery from damage may have renumbered them there."""
+        """Drop logged records that are in a shard, too. Recovery from damage may have renumbered them there."""
         if self.logged and self.shards:
             held = {row.capture for _, scanned in self.shards.values() for row in scanned.rows.values()}
             self.logged = {n: found for n, found in self.logged.items() if found[1].capture not in held}
 
     def keep(self, visible: Callable[[RecordRow], bool]) -> None:
-        """Forget records that are not `visible`."""
+        """Drop records that are not `visible`."""
         for shard, (path, scanned) in self.shards.items():
             rows = {n: row for n, row in scanned.rows.items() if visible(row)}
             self.shards[shard] = (path, replace(scanned, rows=rows))
         self.logged = {n: (place, row) for n, (place, row) in self.logged.items() if visible(row)}
 
     def rows(self) -> Iterator[tuple[int, RecordRow]]:
-        """Records in the spool; a shard's row goes before a log's."""
+        """Yield the records in the spool. If shard and log hold one number, the shard's row is used."""
         held = {number: row for _, scanned in self.shards.values() for number, row in scanned.rows.items()}
         yield from held.items()
         yield from ((number, row) for number, (_, row) in self.logged.items() if number not in held)
 
     def row(self, number: int) -> RecordRow | None:
-        """The row of one record, if the spool holds it."""
+        """Return the row of one record; None if the spool does not hold it."""
         _, scanned = self.shards.get(number // self.header.geometry.shard_records, (None, None))
         if scanned is not None and number in scanned.rows:
             return scanned.rows[number]
@@ -74,7 +74,7 @@ S = TypeVar("S", ScannedShard, ScannedLog)
 
 @dataclass(slots=True)
 class _Read(Generic[S]):
-    """What a file of `size` bytes holds. tail: its bytes before the end of the last COMMIT."""
+    """The scanned content of a file of `size` bytes. tail: its bytes before the end of the last COMMIT."""
 
     inode: tuple[int, int]
     size: int
@@ -92,7 +92,7 @@ class _Read(Generic[S]):
 
 
 class Spool:
-    """One spool directory. A Spool remembers what it read; each `read` gives a view of its own."""
+    """One spool directory. A Spool keeps the scanned files. Each `read` returns a new view."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -100,17 +100,18 @@ class Spool:
         self._shards: dict[str, _Read[ScannedShard]] = {}
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every file, by name."""
+        """Return the bytes of every file, by name."""
         sizes: dict[str, int] = {}
         for path in self.directory.glob("*"):
-            with contextlib.suppress(FileNotFoundError):  # sealed meanwhile
+            # The file may be sealed in the meantime.
+            with contextlib.suppress(FileNotFoundError):
                 sizes[path.name] = path.stat().st_size
         return sizes
 
     def read(self) -> dict[str, SpooledSeries]:
-        """The spool as it is now; files that vanish while it is read were sealed or emptied.
+        """Return the spool as it is now. A file that vanishes during the read was sealed or emptied.
 
-        Logs before shards: a record on its way from one to the other is seen in at least one of them.
+        Logs are read before shards. So a record that moves from log to shard is seen in at least one of them.
         """
         found: dict[str, SpooledSeries] = {}
         self._logs = _all(

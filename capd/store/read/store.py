@@ -1,7 +1,7 @@
-"""What users read: a Store, its Series, their Records. Needs neither torch nor zarr until an array asks for it.
+"""The read API: a Store, its Series and their Records. Imports neither torch nor zarr until an array needs it.
 
-A Store sees everything that is committed, sealed or not, on all nodes; `Series.zarr`, `xarray` and `dask`
-see what plain Zarr readers see: sealed records.
+A Store sees all committed records of all nodes, sealed or not. `Series.zarr`, `xarray` and `dask` see only sealed
+records, as plain Zarr readers do.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ _KEY_FIELDS = frozenset(Key.__struct_fields__)
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Counters of a run over all ranks and nodes. statistics_records: of the records, those that are statistics alone.
-    clean: no session's counters were cut off by a kill."""
+    """The counters of a run over all ranks and nodes.
+
+    statistics_records: the number of records with only statistics. clean: no kill cut off the counters of a session.
+    """
 
     offered: int
     committed: int
@@ -48,8 +50,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class SeriesListing:
-    """One line of `capd ls`: the key, and totals. shape: [records, *largest record shape]. kept: "tensor", or
-    "statistics" alone."""
+    """One line of `capd ls`: the key and totals. shape: [records, *largest record shape]. kept: as `Series.kept`."""
 
     path: str
     quant_type: str
@@ -71,7 +72,7 @@ class SeriesListing:
 
 
 class Store:
-    """One run, read-only. `refresh()` looks again; everything else is a snapshot of the last look."""
+    """One run, read-only. It shows a snapshot, which `refresh()` updates."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -81,10 +82,11 @@ class Store:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the catalogs and spools again; of files that only grew, what is new."""
+        """Read the catalogs and spools again. If a file only grew, only its new part is read."""
         before = {node.directory: node for node in self._nodes}
         directories = sorted((self.path / ".capd").glob("node=*"))
-        if not directories:  # only the shards were copied: their journals know whose they are
+        # If only the shards were copied, their journals name their series.
+        if not directories:
             directories = [self.path / ".capd" / "node="]
         self._nodes = [NodeView(self.path, directory, before.get(directory)) for directory in directories]
 
@@ -109,12 +111,16 @@ class Store:
         return [Series(node, row, self._tools, attempt) for _, node, row in found]
 
     def find(self, *, attempt: int | str = "latest", **key: Any) -> list[Series]:
-        """Series whose key fields equal the given values (or one of a list of values), whether they keep tensors or
-        statistics alone: `Series.kept` tells.
+        """Return the series that match a key, with tensors or only statistics (`Series.kept`).
 
-        A tensor_name of "grad_output" also finds the `input` of a backward: so tensor_saver named that gradient.
-        attempt: "latest" keeps, of records at the same moment, those of the job's latest restart; a number keeps
-        that restart's; "all" keeps everything. Raises CapdError for a name that is not a key field.
+        Args:
+            attempt: "latest" keeps the records of the job's latest restart among records at the same moment. A number
+                keeps the records of that restart. "all" keeps everything.
+            **key: Values of key fields. A list of values accepts any of them. A tensor_name of "grad_output" also
+                finds the `input` of a backward, because tensor_saver gave that gradient this name.
+
+        Raises:
+            CapdError: A name is not a key field.
         """
         unknown = key.keys() - _KEY_FIELDS
         if unknown:
@@ -130,9 +136,11 @@ class Store:
         return [series for series in found if len(series)] if isinstance(attempt, int) else found
 
     def record(self, reference: str) -> tuple[Series, int]:
-        """The record whose reference a call of `capd_client.tensor_saver` returned: its series, and its index there.
+        """Return a record's series and its index there, for a reference that `capd_client.tensor_saver` returned.
 
-        Raises ConfigError for a text that is no reference, CapdError where this run has no such record.
+        Raises:
+            ConfigError: The text is not a reference.
+            CapdError: This run has no such record.
         """
         key, moment = parse_reference(reference)
         for series in self.find(attempt=moment["attempt"], **key):
@@ -143,11 +151,11 @@ class Store:
 
     @property
     def sessions(self) -> list[SessionRow]:
-        """Counters of every rank's session, as last persisted."""
+        """The last persisted counters of every rank's session."""
         return [row for node in self._nodes for row in node.sessions]
 
     def totals(self) -> Totals:
-        """Counters of the run. Records are counted in the store, the rest is the sum over the sessions."""
+        """Return the counters of the run. Records are counted in the store; the rest sums the sessions."""
         held = held_by(row for node in self._nodes for row in node.series.values())
         sessions = self.sessions
         dropped: dict[str, int] = {}
@@ -167,7 +175,11 @@ class Store:
         )
 
     def to_pandas(self) -> Any:
-        """One row per record: path, key, what is kept, moment, shape and statistics. Needs the extra `table`."""
+        """Return a DataFrame with one row per record: path, key, kept, moment, shape and statistics.
+
+        Raises:
+            CapdError: The extra `table` is not installed.
+        """
         pd = import_extra("pandas", "table")
         with contextlib.ExitStack() as stack:
             for node in self._nodes:
@@ -196,7 +208,7 @@ _STATISTICS = ("count", "nan", "inf", "zero", "min", "max", "absmax", "mean", "s
 
 
 def open_store(path: str | Path) -> Store:
-    """Open a run directory; raises NotAStore if it is none."""
+    """Open a run directory. Raises NotAStore if it is not one."""
     path = Path(path)
     if not path.is_dir():
         raise NotAStore(f"{path} is not a run directory; `capd ls` on the store root lists its runs")
@@ -204,13 +216,13 @@ def open_store(path: str | Path) -> Store:
 
 
 def runs(root: str | Path) -> Sequence[Path]:
-    """Run directories below a store root, oldest first (by modification of their metadata)."""
+    """Return the run directories of a store root, oldest first (by modification of their metadata)."""
     found = [path.parent for path in Path(root).glob("*.zarr/zarr.json")]
     return sorted(found, key=lambda run: ((run / "zarr.json").stat().st_mtime_ns, run.name))
 
 
 def list_series(path: str | Path) -> list[SeriesListing]:
-    """All series of a run with their totals; reads no record."""
+    """Return all series of a run with their totals. Reads no record."""
     store = open_store(path)
     return [
         SeriesListing(

@@ -1,7 +1,7 @@
 """Opens one node's part of a run after any end of the last daemon: makes catalog, spool and shards consistent.
 
 The catalog may lack the rows of the last batch, so `.partial` files and small logs are replayed. A missing or damaged
-catalog is reconstructed from all frames. A `.partial` is cut after its last COMMIT. A seal that was interrupted between
+catalog is rebuilt from all frames. A `.partial` is cut after its last COMMIT. A seal that was interrupted between
 rename and catalog mark is published again.
 
 Damage in the spool costs only the damaged records. A run always opens:
@@ -79,7 +79,7 @@ def open_node(
             return _open(layout, files, place, headers or {})
         except _DAMAGED as error:
             # A temporary error is already a StoreError here.
-            logger.warning("%s is damaged (%s): reconstructing it from the shard files", catalog, error)
+            logger.warning("%s is damaged (%s): rebuilding it from the shard files", catalog, error)
             set_aside(catalog, catalog.parent / "quarantine", str(error))
             for suffix in ("-wal", "-shm"):
                 unlink(catalog.with_name(catalog.name + suffix), missing_ok=True)
@@ -108,9 +108,7 @@ def _open(
         _clear_leftovers(layout.spool)
         state = Recovery(layout, files, catalog, headers)
         if not (state.fresh or catalog.was_closed) and (series := beyond_catalog(state)):
-            logger.warning(
-                "%s lacks sealed records of %s: reconstructing it from the shard files", path, series
-            )
+            logger.warning("%s lacks sealed records of %s: rebuilding it from the shard files", path, series)
             catalog.mark_incomplete()
             state = Recovery(layout, files, catalog, headers)
         if state.fresh:

@@ -66,7 +66,7 @@ class Recovery:
         self.headers = headers
         if self.fresh:
             self.headers = {**headers, **{row.header.path: row.header for row in catalog.series()}}
-            # An interrupted reconstruction starts again.
+            # An interrupted rebuild starts again.
             catalog.clear()
         self.series = {row.header.path: SeriesState(row, in_shards=row.sealed) for row in catalog.series()}
         self.known = {path: series.row.records for path, series in self.series.items()}
