@@ -1,1 +1,1 @@
-"""Checks of a run; changes nothing."""
+"""The checks of `capd verify`. They change nothing in the run."""

@@ -1,4 +1,4 @@
-"""What `capd verify` finds: damage, with the records that it touches, and notes about what is merely odd."""
+"""The findings of `capd verify`: damage with its records, and notes about harmless oddities."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ from typing import Literal
 __all__ = ["Damage", "Kind", "Report", "fold"]
 
 # shard: in a sealed shard. spool: in a `.partial` or small log. metadata: in a zarr.json or the `moments` array.
-# catalog: the catalog contradicts the frames. run: the run's own zarr.json.
+# catalog: the catalog contradicts the frames. run: in the zarr.json of the run.
 Kind = Literal["shard", "spool", "metadata", "catalog", "run"]
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One finding. series: path below the run, empty where it is not one series'. records: the numbers it touches.
+    """One finding.
 
-    file: below the run. offset: byte where it begins, where that is known. node: whose part of the run it is.
+    Attributes:
+        kind: The place of the damage.
+        series: The path of the series in the run, empty if no single series is damaged.
+        records: The numbers of the damaged records.
+        file: The path of the file in the run.
+        offset: The first damaged byte, None if unknown.
+        what: The description.
+        node: The node that wrote this part of the run.
     """
 
     kind: Kind
@@ -37,7 +44,7 @@ class Damage:
 
 @dataclass(slots=True)
 class Report:
-    """Everything about one run. records: that were found in its files. nbytes: that were read and checked."""
+    """All findings in one run. records: the number of records found. nbytes: the bytes read and checked."""
 
     run: Path
     series: int = 0
@@ -52,7 +59,7 @@ class Report:
         return not self.damaged
 
     def add(self, records: int, nbytes: int, damaged: Iterable[Damage], notes: Iterable[str]) -> None:
-        """Take up what one part of the run showed."""
+        """Add the findings in one part of the run."""
         self.records += records
         self.nbytes += nbytes
         self.damaged += damaged
@@ -60,7 +67,7 @@ class Report:
 
 
 def fold(numbers: Sequence[int]) -> str:
-    """Ascending numbers as ranges: "0-3,7"."""
+    """Return ascending numbers as ranges: "0-3,7"."""
     parts: list[str] = []
     start = previous = numbers[0]
     for number in (*numbers[1:], None):

@@ -19,7 +19,7 @@ __all__ = ["CheckedFile", "FileDamage", "check_file"]
 
 @dataclass(frozen=True, slots=True)
 class FileDamage:
-    """records: numbers that it touches. offset: byte in the file, None for the file as a whole."""
+    """One finding in a file. records: the damaged numbers. offset: the byte in the file, None for the whole file."""
 
     records: tuple[int, ...]
     offset: int | None
@@ -28,8 +28,17 @@ class FileDamage:
 
 @dataclass(slots=True)
 class CheckedFile:
-    """What a file holds. is_foreign: another shard's, or unreadable. rewritten: a Zarr tool wrote it anew, without
-    frames: readable, but the catalog cannot be rebuilt from it. index: slot → (offset, bytes) as readers see it."""
+    """The result for a file.
+
+    Attributes:
+        rows: The rows in its COMMITs, by record number.
+        findings: The damage.
+        nbytes: The bytes checked.
+        header: The series that its HEADER names.
+        is_foreign: It belongs to another shard, or is unreadable.
+        rewritten: A Zarr tool rewrote it without frames. It is readable, but no catalog can be rebuilt from it.
+        index: Slot → (offset, bytes) as readers see it.
+    """
 
     rows: dict[int, RecordRow] = field(default_factory=dict)
     findings: list[FileDamage] = field(default_factory=list)
@@ -49,10 +58,21 @@ def check_file(
     *,
     sealed: bool,
 ) -> CheckedFile | None:
-    """Check the file of shard `number` of a series; None if it is not there (any more).
+    """Check the file of a shard.
 
-    expected: records below this number are said to be in it, if they are this shard's. owner: the run
-    ids and the node that its HEADER may name. Raises OSError if it cannot be read.
+    Args:
+        path: The file.
+        header: The series.
+        number: The number of the shard.
+        expected: All records of this shard below this number must be in the file.
+        owner: The run ids and the node that its HEADER may name.
+        sealed: Whether the file is sealed, so it has an index.
+
+    Returns:
+        The result, or None if the file does not exist (any more).
+
+    Raises:
+        OSError: The file cannot be read.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -79,8 +99,10 @@ class _Check:
         self._sealed = sealed
         self._begin = number * header.geometry.shard_records
         self._expected = range(self._begin, min(expected, self._begin + header.geometry.shard_records))
-        self._bad: set[int] = set()  # offsets of chunks that fail their checksum
-        self._good: dict[int, int] = {}  # offset → bytes of the others
+        # The offsets of chunks that fail their checksum.
+        self._bad: set[int] = set()
+        # Offset → bytes of the other chunks.
+        self._good: dict[int, int] = {}
         self.out = CheckedFile()
 
     def run(self) -> CheckedFile:
@@ -91,12 +113,12 @@ class _Check:
         except OSError as error:
             return self._unusable(f"cannot be read: {error.strerror}")
         if scanned is None:
-            return self._unusable("the file is empty" if size == 0 else "is no regular file")
+            return self._unusable("the file is empty" if size == 0 else "is not a regular file")
         if (scanned.header.path, scanned.shard) != (self._header.path, self._number):
             return self._unusable(f"holds shard {scanned.shard} of {scanned.header.path}")
         ids, node = self._owner
         if scanned.file is not None and (scanned.file.run_id not in ids or scanned.file.node != node):
-            return self._unusable(f"is of run {scanned.file.run_id!r}, node {scanned.file.node!r}")
+            return self._unusable(f"belongs to run {scanned.file.run_id!r}, node {scanned.file.node!r}")
         self.out.header = scanned.header
         self.out.rows = scanned.rows
         end = size - index_nbytes(self._header.geometry.shard_slots) if self._sealed else scanned.end
@@ -159,13 +181,13 @@ class _Check:
                 for slot, (offset, nbytes) in self.out.index.items()
                 if offset < stop and start < offset + nbytes
             ]
-            what = "no sound frame" if not lost else "no sound frame; the commit of these records is lost"
+            what = "no intact frame" if not lost else "no intact frame; the commit of these records is lost"
             self._find(lost | self._records_of(slots, scanned.rows), start, f"{what} up to byte {stop}")
         if rest:
             self._find(rest, None, "no commit for these records")
 
     def _check_chunks(self, scanned: ScannedShard) -> None:
-        """Every chunk that the index points at, and every chunk that was written."""
+        """Check every chunk of the index and every chunk in a frame."""
         numbers = set(scanned.rows) | set(self._expected if self.out.rewritten else ())
         for slot, (offset, nbytes) in self.out.index.items():
             if offset in self._bad or self._good.get(offset) == nbytes:
@@ -176,7 +198,8 @@ class _Check:
                 self._find(records, offset, f"chunk {slot} fails its checksum")
         for offset in sorted(self._bad):
             if not self._sealed and offset > scanned.end:
-                continue  # of an interrupted write
+                # It belongs to an interrupted write.
+                continue
             slots = [slot for slot, place in self.out.index.items() if place[0] == offset]
             records = self._records_of(slots, numbers)
             what = "chunk fails its checksum" if records else "a chunk that no record uses fails its checksum"
@@ -194,7 +217,7 @@ class _Check:
         return self._header.geometry.slot(record, ordinal)
 
     def _records_of(self, slots: Iterable[int], rows: Iterable[int]) -> set[int]:
-        """Records with elements in these chunks."""
+        """Return the records with elements in these chunks."""
         geometry = self._header.geometry
         batches = {slot // geometry.chunks_per_batch for slot in slots}
         return {n for n in rows if n % geometry.shard_records // geometry.batch in batches}

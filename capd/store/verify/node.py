@@ -1,4 +1,4 @@
-"""Checks what stands on its own in one node's directory: the catalog's totals, and the small logs."""
+"""Checks one node's directory on its own: the catalog's totals and the small logs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,19 @@ _DAMAGED = (sqlite3.DatabaseError, ValueError, TypeError, LookupError, Recursion
 
 @dataclass(slots=True)
 class NodePromise:
-    """What a node's directory says.
+    """The content that a node's directory promises.
 
-    catalog: its file, None if it cannot be used. rows: series by path as the catalog counts them. sums: what the record
-    rows of each add up to, by its id. logged: rows of small records by series path and number. headers: of unsealed
-    series by path. unsealed: by path the number behind the newest record in a `.partial`.
+    Attributes:
+        directory: The directory.
+        catalog: The catalog file, None if it is unusable.
+        rows: The series as the catalog counts them, by path.
+        sums: The sums over the record rows of each series, by series id.
+        logged: The rows of small records in logs, by series path and number.
+        headers: The headers of unsealed series, by path.
+        unsealed: The number after the newest record in a `.partial`, by series path.
+        nbytes: The bytes read.
+        damaged: The damage.
+        notes: The notes.
     """
 
     directory: Path
@@ -45,12 +53,16 @@ class NodePromise:
 
     @property
     def name(self) -> str:
-        """The node."""
+        """The name of the node."""
         return self.directory.name.removeprefix("node=")
 
 
 def look_at_node(run: Path, directory: Path, run_ids: frozenset[str]) -> NodePromise:
-    """Read catalog totals, then logs and `.partial` headers. Raises NotAStore for a newer catalog."""
+    """Read a node's catalog totals first, then its logs and the headers of its `.partial` files.
+
+    Raises:
+        NotAStore: The catalog has a newer format.
+    """
     node = NodePromise(directory)
     _read_catalog(run, node)
     spool = directory / "spool"
@@ -58,14 +70,16 @@ def look_at_node(run: Path, directory: Path, run_ids: frozenset[str]) -> NodePro
         try:
             _read_log(run, run_ids, node, path)
         except FileNotFoundError:
-            continue  # everything in it stands in shards now
+            # All its records are in shards now.
+            continue
         except OSError as error:
             _find(run, node, "spool", "", (), path, None, f"cannot be read: {error.strerror}")
     for path in sorted(spool.glob(PARTIAL_GLOB)):
         try:
             _read_partial(run, run_ids, node, path)
         except FileNotFoundError:
-            continue  # sealed meanwhile
+            # It was sealed in the meantime.
+            continue
         except OSError as error:
             _find(run, node, "spool", "", (), path, None, f"cannot be read: {error.strerror}")
     quarantine = directory / "quarantine"
@@ -94,7 +108,7 @@ def _read_catalog(run: Path, node: NodePromise) -> None:
     path = node.directory / CATALOG_NAME
     if _holds_nothing(run, node.directory) and not _has_tables(path):
         node.notes.append(
-            f"{path.relative_to(run)}: not made yet, and nothing is stored; the next start makes it"
+            f"{path.relative_to(run)}: does not exist yet, and no record is stored; the next start creates it"
         )
         return
     if not path.is_file():
@@ -132,7 +146,7 @@ def _read_catalog(run: Path, node: NodePromise) -> None:
 
 
 def _has_tables(path: Path) -> bool:
-    """Whether a catalog was made; a kill amid the first start of a run leaves none, or a file without tables."""
+    """Return whether a catalog exists. A kill during the first start of a run leaves none, or a file without tables."""
     if not path.is_file():
         return False
     try:
@@ -140,12 +154,13 @@ def _has_tables(path: Path) -> bool:
     except EmptyCatalog:
         return False
     except (StoreError, sqlite3.DatabaseError):
-        pass  # whatever it is, it is more than nothing
+        # The file is damaged, but not empty.
+        pass
     return True
 
 
 def _holds_nothing(run: Path, directory: Path) -> bool:
-    """Whether no record can have been stored: the spool is empty, and there is no series of any node."""
+    """Return whether no record can have been stored: the spool is empty, and no node has a series."""
     return (
         not any((directory / "spool").glob("*")) and {entry.name for entry in run.iterdir()} <= _OF_EVERY_RUN
     )
@@ -156,13 +171,13 @@ def _read_log(run: Path, run_ids: frozenset[str], node: NodePromise, path: Path)
     log = read_log(path, check=True)
     if log is None:
         if size:
-            _find(run, node, "spool", "", (), path, 0, "it holds nothing of a small log")
+            _find(run, node, "spool", "", (), path, 0, "it is not a small log")
         return
     node.nbytes += log.end
     if log.file is None:
         _find(run, node, "spool", "", (), path, 0, "the header is damaged")
     elif log.file.run_id not in run_ids or log.file.node != node.name:
-        what = f"is of run {log.file.run_id!r}, node {log.file.node!r}"
+        what = f"belongs to run {log.file.run_id!r}, node {log.file.node!r}"
         _find(run, node, "spool", "", (), path, 0, what)
         return
     for logged in log.records:
@@ -181,21 +196,23 @@ def _read_log(run: Path, run_ids: frozenset[str], node: NodePromise, path: Path)
 
 def _check_gaps(run: Path, node: NodePromise, path: Path, log: ScannedLog) -> None:
     for start, stop in log.gaps:
-        if start < log.end:  # behind the last COMMIT: of an interrupted write
-            what = f"no sound frame up to byte {stop}; what stood there is lost"
+        # A gap after the last COMMIT belongs to an interrupted write.
+        if start < log.end:
+            what = f"no intact frame up to byte {stop}; the records there are lost"
             _find(run, node, "spool", "", (), path, start, what)
 
 
 def _read_partial(run: Path, run_ids: frozenset[str], node: NodePromise, path: Path) -> None:
-    size = path.stat().st_size  # first: a file that is made just now gets its header behind this
+    # The size is read first, because a new file gets its header later.
+    size = path.stat().st_size
     scanned = scan_shard(path)
     if scanned is None:
         if size:
-            _find(run, node, "spool", "", (), path, 0, "it does not begin with a sound header")
+            _find(run, node, "spool", "", (), path, 0, "it does not begin with an intact header")
         return
     file = scanned.file
     if file is not None and (file.run_id not in run_ids or file.node != node.name):
-        _find(run, node, "spool", "", (), path, 0, f"is of run {file.run_id!r}, node {file.node!r}")
+        _find(run, node, "spool", "", (), path, 0, f"belongs to run {file.run_id!r}, node {file.node!r}")
         return
     node.headers.setdefault(scanned.header.path, scanned.header)
     behind = max(node.unsealed.get(scanned.header.path, 0), scanned.newest + 1)

@@ -1,8 +1,8 @@
-"""Checks a run: every frame and checksum, every index, and that metadata, catalog and files agree. Changes nothing.
+"""Checks a run: every frame, checksum and index, and that metadata, catalog and files agree. Changes nothing.
 
-Works beside a live daemon, on the prefix that it has committed: what was said (catalog totals, logs, published
-shapes) is read before the files that must hold it. A series in which damage shows is looked at again a moment
-later, and only what shows again is reported. A torn tail in the spool is no damage.
+The check may run while a daemon works, on its committed prefix. The promises (catalog totals, logs, published shapes)
+are read before the files that must keep them. A damaged shard is checked again a moment later, and only damage that
+shows again is reported. A torn tail in the spool is not damage.
 """
 
 from __future__ import annotations
@@ -34,12 +34,20 @@ _DAMAGED = (sqlite3.DatabaseError, ValueError, TypeError, LookupError, Recursion
 def verify_run(
     run: Path, *, progress: Callable[[int], None] | None = None, threads: int | None = None
 ) -> Report:
-    """Check everything of a run; progress is called with the bytes read so far.
+    """Check everything in a run.
 
-    Raises NotAStore for what is no run, or of a newer format; OSError only for directories that cannot be listed.
+    Args:
+        run: The directory of the run.
+        progress: A function that is called with the bytes read so far.
+        threads: The number of threads. None: one per CPU core, at most 8.
+
+    Raises:
+        NotAStore: The directory is not a run, or its format is newer.
+        OSError: A directory cannot be listed.
     """
     report = Report(run)
-    ids = frozenset({run_identity(run, report), run.stem})  # they differ once somebody renamed the run
+    # The two differ if somebody renamed the run.
+    ids = frozenset({run_identity(run, report), run.stem})
     threads = threads or min(8, len(os.sched_getaffinity(0)))
     nodes = [look_at_node(run, directory, ids) for directory in sorted((run / ".capd").glob("node=*"))]
     if any(node.damaged for node in nodes):
@@ -58,15 +66,20 @@ def verify_run(
                     _collect(waiting, report, progress)
         while waiting:
             _collect(waiting, report, progress)
-    report.notes += [f"{path}: belongs to nothing in the run" for path in foreign_files(run)]
+    report.notes += [f"{path}: is not part of the run" for path in foreign_files(run)]
     report.damaged.sort(key=lambda d: (d.series, d.records[:1], d.file, d.offset or 0))
     return report
 
 
 def run_identity(run: Path, report: Report | None = None) -> str:
-    """The run id of a run directory; with a report, a damaged zarr.json is noted there instead of raised.
+    """Return the run id of a run directory.
 
-    Raises NotAStore for what is no run.
+    Args:
+        run: The directory.
+        report: The report that gets the damage of a damaged zarr.json. None: the damage is raised.
+
+    Raises:
+        NotAStore: The directory is not a run.
     """
     if not run.is_dir():
         raise NotAStore(
@@ -87,7 +100,7 @@ def run_identity(run: Path, report: Report | None = None) -> str:
 
 
 def _is_ours(run: Path) -> bool:
-    """Whether the run's own zarr.json is wrong, but everything else says that it is a run of this format."""
+    """Return whether a directory with a damaged zarr.json is otherwise a run of this format."""
     try:
         document = read_group(run) or {}
         newer = document["attributes"]["capd"]["format"] > FORMAT_VERSION
@@ -126,7 +139,7 @@ def _series_paths(run: Path, nodes: list[NodePromise]) -> list[str]:
 def _checks_of(
     run: Path, ids: frozenset[str], path: str, nodes: list[NodePromise]
 ) -> Iterator[Callable[[], ShardResult]]:
-    """One check for the series' metadata, and one for each of its shards."""
+    """Yield one check for the metadata of a series, and one for each of its shards."""
     promise, found = promise_of(run, ids, path, nodes)
     yield lambda: found
     if promise is None:

@@ -1,4 +1,4 @@
-"""What is said about a series, in catalog, documents and spool, before `capd verify` looks into its shards."""
+"""The promise of a series: its content in catalog, documents and spool, read before its shards are checked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["promise_of"]
 def promise_of(
     run: Path, ids: frozenset[str], path: str, nodes: list[NodePromise]
 ) -> tuple[SeriesPromise | None, ShardResult]:
-    """What is said about a series, and where its metadata is wrong."""
+    """Return the promise of a series (None if its header is unknown), and the damage in its metadata."""
     found = ShardResult()
     node = next((node for node in nodes if path in node.rows), None)
 
@@ -45,7 +45,7 @@ def promise_of(
     header = _header(run, node, path, files)
     if node is None or header is None:
         if files or shape[0]:
-            damage("zarr.json", "nothing says what the series is, or which node wrote it")
+            damage("zarr.json", "no file describes the series, or names the node that wrote it")
         return None, found
     if document is not None:
         for problem in array_problems(document, header):
@@ -54,7 +54,10 @@ def promise_of(
         for problem in group_problems(published.document, header, node.name):
             damage("zarr.json", problem)
         if published.count < shape[0]:
-            damage("zarr.json", f"moments of {published.count} records, but the array has {shape[0]}")
+            damage(
+                "zarr.json",
+                f"it has moments of {published.count} records, but the array has {shape[0]} records",
+            )
     known = node.rows.get(path)
     if known is not None and path in node.headers and node.headers[path] != header:
         damage("data", "the catalog describes the series differently than the spool", "catalog")
@@ -67,7 +70,9 @@ def promise_of(
     held = sums.records + len(logged) + (0 if published is None else published.count)
     held += header.geometry.shard_records * (len(files) + (path in node.unsealed))
     if shape[0] > held:
-        damage("data/zarr.json", f"the array has {shape[0]} records, all files together at most {held}")
+        damage(
+            "data/zarr.json", f"the array has {shape[0]} records, but all files together have at most {held}"
+        )
     promise = SeriesPromise(
         run, ids, node.name, header,
         None if node.catalog is None or known is None else (node.catalog, known.id),
@@ -80,7 +85,7 @@ def promise_of(
 def _catalog_problems(
     node: NodePromise, path: str, shape: tuple[int, ...], *, has_shards: bool
 ) -> Iterator[str]:
-    """How the catalog contradicts the published shape of a series, looked at before and after that was read."""
+    """Yield contradictions between the catalog, before and after the shape was read, and a series' published shape."""
     if node.catalog is None:
         return
     before = node.rows.get(path)
@@ -100,13 +105,13 @@ def _catalog_problems(
 
 
 def _holds(row: SeriesRow, shape: tuple[int, ...]) -> bool:
-    """Whether the catalog has records as large as the published shape, if any are published."""
+    """Return whether the catalog has records as large as the published shape, if any are published."""
     largest = stored_shape(row.header.dtype, row.max_shape)
     return not shape[0] or all(n <= held for n, held in zip(shape[1:], largest, strict=False))
 
 
 def _row_now(catalog: Path, path: str) -> SeriesRow | None:
-    """The row of a series as it is now: a large run takes minutes to check."""
+    """Return the current row of a series. The first one may be old, because checking a large run takes minutes."""
     try:
         return series_now(catalog, path)
     except (StoreError, sqlite3.DatabaseError):

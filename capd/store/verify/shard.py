@@ -1,7 +1,7 @@
-"""Checks the records of one shard of a series, wherever they are: sealed file, `.partial`, log, catalog, metadata.
+"""Checks the records of one shard of a series in all places: sealed file, `.partial`, log, catalog, metadata.
 
-Everything is read in an order that a daemon at work cannot upset: what was promised first (catalog totals, the
-published shape, the logs), then the files that must keep the promise, then the catalog rows that must know them.
+The order of reading makes the check safe while a daemon works. First come the promises (catalog totals, the published
+shape, the logs). Then come the files that must keep them. Last come the catalog rows that must know the records.
 """
 
 from __future__ import annotations
@@ -29,11 +29,20 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class SeriesPromise:
-    """What was said about a series before its shards are read.
+    """The promised content of a series, read before its shards.
 
-    catalog: the node's catalog and the series' id in it, None without a usable one. known: records that it counted.
-    count: records that there are at least, of any kind, as far as anything can hold them.
-    published: None where the metadata is damaged. shape: what plain Zarr readers see. logged: in small logs.
+    Attributes:
+        run: The directory of the run.
+        run_ids: The run ids that a HEADER may name.
+        node: The node that wrote the series.
+        header: The header of the series.
+        catalog: The node's catalog and the series' id in it, None without a usable catalog.
+        known: The number of records that the catalog counted.
+        count: The minimum number of records, but no more than all files can hold.
+        published: The published columns, None if the metadata is damaged.
+        shape: The shape that plain Zarr readers see.
+        logged: The rows of the records in small logs, by number.
+        files: The sealed shards, by number.
     """
 
     run: Path
@@ -46,28 +55,28 @@ class SeriesPromise:
     published: Published | None
     shape: tuple[int, ...]
     logged: Mapping[int, RecordRow]
-    files: Mapping[int, Path]  # sealed shards
+    files: Mapping[int, Path]
 
     @property
     def shape0(self) -> int:
-        """Records that plain Zarr readers see."""
+        """The number of records that plain Zarr readers see."""
         return self.shape[0]
 
     def shards(self) -> list[int]:
-        """Numbers of the shards that there are, or should be."""
+        """Return the numbers of all shards that exist or should exist."""
         per_shard = self.header.geometry.shard_records
         logged = {number // per_shard for number in self.logged}
         return sorted({*range(-(-self.count // per_shard)), *self.files, *logged})
 
     @property
     def spool(self) -> Path:
-        """Where the node's `.partial` files lie."""
+        """The directory of the node's `.partial` files."""
         return self.run / ".capd" / f"node={self.node}" / "spool"
 
 
 @dataclass(slots=True)
 class ShardResult:
-    """records: how many there are. nbytes: that were read."""
+    """The result for a shard. records: the number of records. nbytes: the bytes read."""
 
     records: int = 0
     nbytes: int = 0
@@ -76,7 +85,12 @@ class ShardResult:
 
 
 def check_shard(promise: SeriesPromise, number: int) -> ShardResult:
-    """Check shard `number`. Raises OSError if a file cannot be read, StoreError if the catalog cannot."""
+    """Check shard `number`.
+
+    Raises:
+        OSError: A file cannot be read.
+        StoreError: The catalog cannot be read.
+    """
     return _ShardCheck(promise, number).run()
 
 
@@ -85,7 +99,8 @@ class _ShardCheck:
         self._promise, self._number = promise, number
         per_shard = promise.header.geometry.shard_records
         self._range = range(number * per_shard, (number + 1) * per_shard)
-        self._seen: set[int] = set()  # records that a finding names already
+        # The records that a finding already names.
+        self._seen: set[int] = set()
         self.out = ShardResult()
 
     def run(self) -> ShardResult:
@@ -121,7 +136,7 @@ class _ShardCheck:
             self._find("shard" if sealed else "spool", finding.records, path, finding.offset, finding.what)
         if found.rewritten:
             relative = path.relative_to(promise.run)
-            self.out.notes.append(f"{relative}: written anew by a Zarr tool: readable, but without a journal")
+            self.out.notes.append(f"{relative}: a Zarr tool rewrote it: it is readable, but has no journal")
         if found.header is not None and found.header != promise.header and not found.is_foreign:
             self._find(
                 "catalog", (), path, None, "the catalog describes the series differently than its HEADER"
@@ -129,7 +144,7 @@ class _ShardCheck:
         return found
 
     def _nameless(self, sealed: CheckedFile | None) -> set[int]:
-        """Records in a shard that a Zarr tool wrote anew: they have no COMMIT, only an index entry."""
+        """Return the records in a shard that a Zarr tool rewrote: they have an index entry but no COMMIT."""
         if sealed is None or not sealed.rewritten:
             return set()
         return set(range(self._range.start, min(self._promise.shape0, self._range.stop))) - sealed.rows.keys()
@@ -160,7 +175,9 @@ class _ShardCheck:
         ]
         if large:
             path = self._promise.run / header.path / "data" / "zarr.json"
-            self._find("metadata", tuple(large), path, None, "the array's shape does not hold these records")
+            self._find(
+                "metadata", tuple(large), path, None, "the array's shape is too small for these records"
+            )
         wrong = [
             number
             for number, column in enumerate(columns, self._range.start)
@@ -191,7 +208,7 @@ class _ShardCheck:
             self._find("catalog", (number,), path, None, f"table records, row {(identity, number)}: {what}")
         lost = [number for number, row in found.rows.items() if row.is_lost and number not in self._seen]
         if lost:
-            self._find("shard", tuple(lost), path, None, "nothing says any more what these records were")
+            self._find("shard", tuple(lost), path, None, "no file describes these records any more")
         absent = sorted((in_shard.keys() | nameless) - found.rows.keys())
         if absent:
             self._find("catalog", tuple(absent), path, None, "sealed records are not in the catalog")
@@ -209,9 +226,8 @@ class _ShardCheck:
             if row is None:
                 continue
             differences = _differences(commit, row)
-            if (
-                row.client == UNKNOWN_CLIENT and number not in in_shard
-            ):  # its COMMIT was lost where it is sealed
+            # In the first case the COMMIT in the sealed shard was lost.
+            if row.client == UNKNOWN_CLIENT and number not in in_shard:
                 differences = [name for name in differences if name in ("moment", "shape", "nbytes")]
             elif row.client != UNKNOWN_CLIENT and row.sequence not in found.acked.get(row.client, RangeSet()):
                 yield number, f"sequence {row.sequence} is not among the acknowledged ones"
@@ -220,7 +236,7 @@ class _ShardCheck:
 
 
 def _differences(commit: RecordRow, row: RecordRow) -> list[str]:
-    """Names of the fields in which a catalog row differs from its COMMIT, to the bit."""
+    """Return the names of the fields in which a catalog row differs from its COMMIT in any bit."""
     found = _differing(commit, row)
     if "stats" in found and commit.stats is not None and row.stats is not None:
         found = [name for name in found if name != "stats"] + _differing(commit.stats, row.stats)

@@ -1,4 +1,4 @@
-"""Walks a run's directories: metadata of the groups above the series, and files that belong to nothing."""
+"""Walks the directories of a run: checks the metadata of groups above the series, and finds foreign files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OWN = frozenset({f"{CATALOG_NAME}{suffix}" for suffix in ("", "-wal", "-shm", "
 
 
 def group_documents(run: Path) -> Iterator[Damage]:
-    """Groups between the run and its series whose zarr.json is missing or damaged."""
+    """Yield the groups between the run and its series whose zarr.json is missing or damaged."""
     for depth in range(1, _SERIES_DEPTH):
         for group in sorted(run.glob("/".join(["[!.]*"] * depth))):
             if not group.is_dir() or not any(group.glob("/".join(["*"] * (_SERIES_DEPTH - depth)))):
@@ -32,7 +32,7 @@ def group_documents(run: Path) -> Iterator[Damage]:
 
 
 def group_problem(group: Path) -> str:
-    """What is wrong with a group's zarr.json, empty for nothing."""
+    """Return the problem of a group's zarr.json, or ""."""
     try:
         document = read_group(group)
     except NotAStore as error:
@@ -46,7 +46,7 @@ def group_problem(group: Path) -> str:
 
 
 def foreign_files(run: Path) -> Iterator[str]:
-    """Paths below the run that nothing in its format accounts for."""
+    """Yield the paths in the run that its format does not define."""
     for directory, names, files in os.walk(run):
         here = Path(directory)
         parts = here.relative_to(run).parts
@@ -64,7 +64,7 @@ def foreign_files(run: Path) -> Iterator[str]:
 
 
 def _strange(here: Path, parts: tuple[str, ...], files: list[str]) -> Iterator[str]:
-    """Foreign names in `.capd` and the nodes' directories; the quarantine keeps anything."""
+    """Yield foreign names in `.capd` and the nodes' directories. The quarantine may hold any file."""
     if len(parts) == 2 and parts[1].startswith("node="):
         yield from (name for name in files if name not in _OWN)
     elif len(parts) == 3 and parts[2] == "spool":
