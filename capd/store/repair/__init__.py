@@ -1,1 +1,1 @@
-"""Repairs of `capd verify`: a new run of what reads, a new catalog, a dead node taken over."""
+"""The repairs of `capd verify`: a new run of all readable records, a new catalog, the takeover of a dead node."""

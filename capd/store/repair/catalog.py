@@ -1,4 +1,4 @@
-"""Rebuilds a node's catalog from the frames, and takes over what a dead node left.
+"""Rebuilds a node's catalog from the frames, and takes over the files of a dead node.
 
 The caller holds the node's lock of the store root.
 """
@@ -32,14 +32,18 @@ __all__ = ["UNREADABLE", "forget_completeness", "rebuild_catalog", "take_over"]
 logger = logging.getLogger(__name__)
 
 _NEW_CATALOG = f"{CATALOG_NAME}.new"
-# What a damaged catalog, or damaged values in it, raise.
+# The errors of reading a damaged catalog, or damaged values in it.
 UNREADABLE = (StoreError, sqlite3.DatabaseError, ValueError, TypeError, LookupError)
 
 
 def rebuild_catalog(run: Path, node: str) -> None:
-    """Make a node's catalog anew from the frames, and let it replace the old one. Raises StoreError, OSError.
+    """Replace a node's catalog by a new one from the frames.
 
-    The counters of sessions, which stand in no frame, are carried over if they can be read.
+    The counters of sessions are in no frame. They are copied from the old catalog if they can be read.
+
+    Raises:
+        StoreError: The node's part cannot be recovered.
+        OSError: A file cannot be written.
     """
     directory = node_directory(run, node)
     old, new = directory / CATALOG_NAME, directory / _NEW_CATALOG
@@ -64,7 +68,7 @@ def _open_alone(
     headers: Mapping[str, SeriesHeader] | None = None,
     sessions: list[SessionRow] | None = None,
 ) -> None:
-    """Recover a node's part, save `sessions`, and close it again."""
+    """Recover a node's part, save `sessions`, and close it."""
     layout = Layout(run, run_identity(run), node)
     files = OpenFiles(64, durable=False)
     try:
@@ -77,7 +81,7 @@ def _open_alone(
 
 
 def _readable_rows(catalog: Path) -> tuple[list[SeriesRow], list[SessionRow]]:
-    """Series and sessions of a catalog as far as they can be read; a damaged one is kept in the quarantine."""
+    """Return the readable series and sessions of a catalog. A damaged catalog is copied to the quarantine."""
     if not catalog.is_file():
         return [], []
     try:
@@ -89,13 +93,16 @@ def _readable_rows(catalog: Path) -> tuple[list[SeriesRow], list[SessionRow]]:
         finally:
             database.close()
     except UNREADABLE as error:
-        logger.warning("%s: sessions and series cannot be carried over: %s", catalog, error)
+        logger.warning("%s: cannot copy sessions and series to the new catalog: %s", catalog, error)
         copy_aside(catalog, catalog.parent / "quarantine")
         return [], []
 
 
 def forget_completeness(run: Path, node: str) -> None:
-    """Take the mark away that spares a start reading the frames; a catalog too damaged for that has none."""
+    """Remove the mark of a complete catalog, so that the next start reads the frames.
+
+    A catalog that is too damaged for this has no mark.
+    """
     catalog = node_directory(run, node) / CATALOG_NAME
     if not catalog.is_file():
         return
@@ -104,7 +111,8 @@ def forget_completeness(run: Path, node: str) -> None:
         try:
             distrust_schema(database)
             if schema_problem(database) is not None:
-                return  # it is not used, and a trigger would run
+                # Readers refuse this catalog, and its triggers must not run.
+                return
             database.execute("PRAGMA synchronous=FULL")
             database.execute("DELETE FROM meta WHERE name='complete'")
             database.execute("PRAGMA journal_mode=DELETE")
@@ -113,7 +121,13 @@ def forget_completeness(run: Path, node: str) -> None:
 
 
 def take_over(run: Path, node: str) -> None:
-    """Recover what a node left behind and seal it. Raises NothingMatched for an unknown node, StoreError, OSError."""
+    """Recover and seal the part of a dead node.
+
+    Raises:
+        NothingMatched: The run has no such node.
+        StoreError: The part cannot be recovered or sealed.
+        OSError: The disk refused.
+    """
     if node not in nodes_of(run):
         raise NothingMatched(f"{run} has no node {node!r}; known: {', '.join(nodes_of(run)) or 'none'}")
     if run.suffix != ".zarr":

@@ -1,8 +1,8 @@
-"""Saves what can be read of a damaged run into a new one. The damaged run is only read.
+"""Saves the readable records of a damaged run into a new run. The damaged run is only read.
 
-Every record is looked for wherever it may be: in sealed shards, in open shards, and in small logs. COMMIT frames name
-it; where they are lost, the catalog does, or the published columns. What reads soundly is committed to the new run
-through a `RunStore`, in the old order and under new, dense numbers. Everything else is listed.
+Every record is searched in all places: sealed shards, open shards and small logs. COMMIT frames name the records. If a
+COMMIT is lost, the catalog names its records, or the published columns do. Intact records are committed to the new run
+through a `RunStore`, in the old order and with new, dense numbers. All other records are listed.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ from capd_client.protocol.key import Key, Moment
 __all__ = ["LostRecord", "Repair", "repair"]
 
 _SMALL_AT_ONCE = 256
-Occasion = tuple[Moment, tuple[int, ...]]  # moment and shape
+# Moment and shape.
+Occasion = tuple[Moment, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class LostRecord:
-    """A record that the new run lacks. number: in the damaged run. row: None if nothing says what it was."""
+    """A record that the new run lacks. number: its number in the damaged run. row: None if no file describes it."""
 
     path: str
     key: Key
@@ -60,7 +61,7 @@ class LostRecord:
 
 @dataclass(slots=True)
 class Repair:
-    """What a repair did. unknown: paths of series of which nothing says what they are."""
+    """The result of a repair. unknown: the paths of series that no file describes."""
 
     run: Path
     new: Path
@@ -75,18 +76,18 @@ class Repair:
 
 
 def repair(run: Path, new: Path, *, progress: Callable[[int], None] | None = None) -> Repair:
-    """Make the run `new` of all records of `run` that can be read. Until it is whole, `new` does not exist.
+    """Create the run `new` from all readable records of `run`. The path `new` does not exist before it is complete.
 
     Args:
-        run: the damaged run; nobody may be writing to it.
-        new: where the new run shall be, a path that ends in `.zarr`.
-        progress: is called with the bytes saved so far, uncompressed.
+        run: The damaged run. No daemon may write to it.
+        new: The path of the new run, which ends in `.zarr`.
+        progress: A function that is called with the bytes saved so far, uncompressed.
 
     Raises:
-        ConfigError: `new` cannot be the name of a new run, exists already, or lies inside `run`.
-        NotAStore: `run` is no run.
-        StoreFull: there is no room for it.
-        StoreError: it cannot be written.
+        ConfigError: `new` cannot be the name of a new run, already exists, or is inside `run`.
+        NotAStore: `run` is not a run.
+        StoreFull: The file system of `new` is full.
+        StoreError: The new run cannot be written.
     """
     run_identity(run)
     _check_place(run, new)
@@ -99,7 +100,8 @@ def repair(run: Path, new: Path, *, progress: Callable[[int], None] | None = Non
                 with _Node(run, node, root, done, progress) as part:
                     saved |= part.save()
             done.unknown = [p for p in series_on_disk(run) if p not in saved and shard_files(run / p)]
-            if not (root / new.name).exists():  # not a single node wrote to it
+            # If no node wrote to the run, the new run is empty.
+            if not (root / new.name).exists():
                 RunStore(root, new.stem, "node0", StoreOptions()).close()
             rename(root / new.name, new)
             sync_paths([new, new.parent], new.parent)
@@ -115,7 +117,7 @@ def _check_place(run: Path, new: Path) -> None:
     if os.path.lexists(new):
         raise ConfigError(f"{new} exists already; give -o the path of a new run")
     if new.resolve().is_relative_to(run.resolve()):
-        raise ConfigError(f"{new} lies inside {run}, which stays as it is; give -o a path outside of it")
+        raise ConfigError(f"{new} is inside {run}, which must not change; give -o a path outside of it")
     place = mount_of(new)
     found = os.statvfs(place)
     free, needed = found.f_bavail * found.f_frsize, _nbytes(run)
@@ -127,7 +129,7 @@ def _check_place(run: Path, new: Path) -> None:
 
 
 def _nbytes(run: Path) -> int:
-    """Bytes of everything that holds records."""
+    """Return the bytes of all files that hold records."""
     total = 0
     for pattern in ("*/rank*/layer*/*/*/data/c/**/*", ".capd/node=*/spool/*", f".capd/node=*/{CATALOG_NAME}"):
         total += sum(path.stat().st_size for path in run.glob(pattern) if path.is_file())
@@ -136,7 +138,7 @@ def _nbytes(run: Path) -> int:
 
 @contextlib.contextmanager
 def _building(new: Path) -> Iterator[Path]:
-    """A directory beside `new` in which it is made. Raises StoreBusy while another repair makes the same run."""
+    """Create a temporary directory next to `new`. Raises StoreBusy while another repair creates the same run."""
     root = new.with_name(f".{new.name}.repair")
     root.mkdir(mode=0o700, exist_ok=True)
     lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -144,9 +146,12 @@ def _building(new: Path) -> Iterator[Path]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StoreBusy(f"another repair makes {new}; wait for it, or give -o another path") from None
+            raise StoreBusy(
+                f"another repair is writing {new}; wait for it, or give -o another path"
+            ) from None
         try:
-            for left in root.iterdir():  # by one that was killed
+            # A killed repair may have left files.
+            for left in root.iterdir():
                 remove_tree(left)
             yield root
         finally:
@@ -156,7 +161,7 @@ def _building(new: Path) -> Iterator[Path]:
 
 
 def _writers(run: Path) -> list[str]:
-    """Nodes that wrote to the run, by its directories and by what its series say."""
+    """Return the nodes that wrote to the run, by its directories and by the metadata of its series."""
     found = set(nodes_of(run))
     for path in series_on_disk(run):
         with contextlib.suppress(DamagedRecord):
@@ -165,7 +170,7 @@ def _writers(run: Path) -> list[str]:
 
 
 class _Catalog:
-    """A copy of a node's catalog, which SQLite may write beside; empty where it cannot be read."""
+    """A copy of a node's catalog; empty if it is unreadable. A copy, because SQLite may write files next to it."""
 
     def __init__(self, original: Path, copy: Path) -> None:
         self._path = copy
@@ -181,7 +186,7 @@ class _Catalog:
                 self.sessions = read_sessions(database)
 
     def rows(self, path: str) -> dict[int, RecordRow]:
-        """Rows of a series by record number."""
+        """Return the rows of a series by record number."""
         series = self.series.get(path)
         if series is not None:
             with contextlib.suppress(*UNREADABLE):
@@ -191,13 +196,14 @@ class _Catalog:
 
 
 class _Node:
-    """One node's part of the run, and of the new one."""
+    """One node's part of the damaged run and of the new run."""
 
     def __init__(
         self, run: Path, node: str, root: Path, done: Repair, progress: Callable[[int], None] | None
     ) -> None:
         self._run, self._node, self._done, self._progress = run, node, done, progress
-        self._ids = {run_identity(run), run.stem}  # they differ once somebody renamed the run
+        # The two differ if somebody renamed the run.
+        self._ids = {run_identity(run), run.stem}
         directory = node_directory(run, node)
         self._catalog = _Catalog(directory / CATALOG_NAME, root / f"{node}.sqlite")
         headers = {path: row.header for path, row in self._catalog.series.items()}
@@ -208,7 +214,8 @@ class _Node:
         self._store = RunStore(root, done.new.stem, node, options)
         self._small: list[tuple[Plan, RecordRow, bytes]] = []
         self._nameless = 0
-        self._client = uuid.uuid4().bytes  # of the records that lost theirs
+        # The client of records that lost their own client.
+        self._client = uuid.uuid4().bytes
         self._nbytes = 0
 
     def __enter__(self) -> _Node:
@@ -222,7 +229,7 @@ class _Node:
         return file.run_id in self._ids and file.node == self._node
 
     def save(self) -> set[str]:
-        """Save everything of this node; returns the paths of its series."""
+        """Save all records of this node. Return the paths of its series."""
         saved: set[str] = set()
         for path in sorted({*series_on_disk(self._run), *self._headers}):
             surveyed = survey_series(self._run, path, self._node, self._headers.get(path))
@@ -240,7 +247,7 @@ class _Node:
         return saved
 
     def _rows(self, header: SeriesHeader, surveyed: SurveyedSeries | None) -> dict[int, RecordRow]:
-        """What names the records, by number: their COMMITs, else the catalog, else the published columns."""
+        """Return the rows by record number: from the COMMITs, else the catalog, else the published columns."""
         rows = self._catalog.rows(header.path)
         for number, row in {} if surveyed is None else surveyed.rows.items():
             known = rows.get(number)
@@ -252,12 +259,14 @@ class _Node:
     def _sound(
         self, header: SeriesHeader, surveyed: SurveyedSeries | None
     ) -> Iterator[tuple[RecordRow, Salvaged]]:
-        """The records of a series that read soundly, with their elements. Others join `lost`."""
+        """Yield the intact records of a series with their elements. Other records are added to `lost`."""
         rows = self._rows(header, surveyed)
         lost: list[tuple[int, RecordRow | None]] = []
         seen: set[Capture] = set()
-        nameless: set[Occasion] = set()  # of the saved records that lost their client and sequence
-        files = {} if surveyed is None else shard_files(self._run / header.path)  # else another node's
+        # The saved records that lost their client and sequence.
+        nameless: set[Occasion] = set()
+        # Without a survey the shards belong to another node.
+        files = {} if surveyed is None else shard_files(self._run / header.path)
         for number, row, taken in self._numbered(header, files, rows, self._sealed(header, surveyed)):
             if row is None or taken is None:
                 lost.append((number, row))
@@ -283,7 +292,7 @@ class _Node:
         ]
 
     def _sealed(self, header: SeriesHeader, surveyed: SurveyedSeries | None) -> int:
-        """The number after the last sealed record: beyond it, a shared chunk of a sealed shard holds only zeros."""
+        """Return the number after the last sealed record. After it, a shared chunk of a sealed shard has only zeros."""
         known = self._catalog.series.get(header.path)
         newest = -1 if surveyed is None else max(surveyed.records, default=-1)
         return max(newest + 1, 0 if known is None else known.sealed)
@@ -291,7 +300,7 @@ class _Node:
     def _numbered(
         self, header: SeriesHeader, files: dict[int, Path], rows: dict[int, RecordRow], sealed: int
     ) -> Iterator[tuple[int, RecordRow | None, Salvaged | None]]:
-        """Every record that has a number: its row, and its elements, as far as they are known."""
+        """Yield every numbered record with its row and its elements; None for a part that is lost."""
         per_shard = header.geometry.shard_records
         count = max(rows, default=-1) + 1
         for shard in range(-(-count // per_shard)):

@@ -123,7 +123,7 @@ def test_repair_needs_one_run_and_a_new_place(capd: Capd, root: Path) -> None:
         ((root / "second.zarr", "--repair"), "-o NEW"),
         ((root / "second.zarr", "-o", root / "new.zarr"), "-o NEW"),
         ((root / "second.zarr", "--repair", "-o", root / "first.zarr"), "exists already"),
-        ((root / "second.zarr", "--repair", "-o", root / "second.zarr" / "x.zarr"), "lies inside"),
+        ((root / "second.zarr", "--repair", "-o", root / "second.zarr" / "x.zarr"), "is inside"),
     ):
         found = capd("verify", *options)
         assert (found.code, found.out, found.err.count("\n")) == (2, "", 1)

@@ -283,8 +283,8 @@ def test_a_place_that_cannot_be_is_refused_and_nothing_is_written(run: Path, tmp
         ("there.zarr", "exists already"),
         ("link.zarr", "exists already"),
         ("run.zarr", "exists already"),
-        ("run.zarr/new.zarr", "lies inside"),
-        ("beside/new.zarr", "lies inside"),
+        ("run.zarr/new.zarr", "is inside"),
+        ("beside/new.zarr", "is inside"),
         ("new", "ends in .zarr"),
     ):
         with pytest.raises(ConfigError, match=why):
