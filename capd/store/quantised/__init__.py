@@ -1,5 +1,5 @@
-"""Quantised tensors of other libraries, reassembled from their captured parts and dequantised.
+"""Quantised tensors of other libraries: reassembled from their captured parts and dequantised.
 
-`parts` gathers them, `torchao` and `transformer_engine` know the classes, `layouts` how scales and codes lie. All of it
-needs numpy alone.
+`parts` describes the parts. `torchao` and `transformer_engine` know the classes. `layouts` knows the layouts of scales
+and codes. The package needs only numpy.
 """

@@ -1,4 +1,4 @@
-"""From a record of one part to the values of the tensor that it is a part of."""
+"""Dequantises tensors: from a record of one part to the values of the whole tensor."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _LIBRARIES: dict[str, Mapping[str, Callable[[Parts], NDArray[np.float32]]]] = {
 
 
 def class_of(attributes: Mapping[str, Any]) -> str | None:
-    """The class of the quantised tensor that a record is a part of, if capd can dequantise it; else None."""
+    """Return the class of a record's quantised tensor; None if it is not a part or capd cannot dequantise it."""
     module, _, kind = str(attributes.get("tensor_class", "")).rpartition(".")
     known = _LIBRARIES.get(module.partition(".")[0], {})
     return kind if kind.removesuffix("Storage") in known and part_names(attributes) else None
 
 
 def whole_name(name: str, attributes: Mapping[str, Any]) -> str | None:
-    """The tensor_name of the tensor that the part of this tensor_name belongs to; None where it is no part."""
+    """Return the tensor_name of the whole tensor for the tensor_name of a part; None if it is not a part."""
     for part in part_names(attributes):
         if name.endswith(f".{part}"):
             return name.removesuffix(f".{part}")
@@ -38,7 +38,7 @@ def whole_name(name: str, attributes: Mapping[str, Any]) -> str | None:
 
 
 def whole_of(tensor_name: str, attributes: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a part dequantises to: tensor_name, class, dtype and shape of the whole; None where it is no such part."""
+    """Return tensor_name, class, dtype and shape of the whole tensor of a part; None if it cannot be dequantised."""
     kind, name = class_of(attributes), whole_name(tensor_name, attributes)
     if kind is None or name is None:
         return None
@@ -47,10 +47,15 @@ def whole_of(tensor_name: str, attributes: Mapping[str, Any]) -> dict[str, Any] 
 
 
 def dequantised(series: PartSeries, number: int) -> tuple[NDArray[np.float32], str]:
-    """The values of the tensor that record `number` of this series is a part of, float32, and its dtype's name.
+    """Return the float32 values and the name of the dtype of a whole tensor. Its other parts have the same moment.
 
-    Its other parts are looked for at the same moment. Raises CapdError where one was not captured, or where the tensor
-    is of no class that is known; DamagedRecord rather than give a wrong value.
+    Args:
+        series: The series of one part.
+        number: The record of that part.
+
+    Raises:
+        CapdError: A part was not captured, or the class of the tensor is unknown.
+        DamagedRecord: An element of a part cannot be read exactly.
     """
     record = series.record(number)
     attributes, name = record.attributes, whole_name(series.key.tensor_name, record.attributes)
@@ -59,63 +64,67 @@ def dequantised(series: PartSeries, number: int) -> tuple[NDArray[np.float32], s
     if kind is None or name is None:
         raise CapdError(f"{where}: {_why_not(attributes)}")
     context = context_of(attributes)
-    if context is None:  # what it says only where it differs from what is usual would be taken for usual
-        raise CapdError(f"{where}: cannot dequantise this {kind}: what its class said of it cannot be read")
+    # The context names only what differs from the defaults. Without it, defaults could be used wrongly.
+    if context is None:
+        raise CapdError(f"{where}: cannot dequantise this {kind}: the context from its class cannot be read")
     found = {part: _part(series, record, f"{name}.{part}", part) for part in part_names(attributes)}
     shape = tuple(int(size) for size in attributes["tensor_shape"])
     have = {part: one for part, one in found.items() if one is not None}
     parts = Parts(where, kind, shape, str(attributes["tensor_dtype"]), have, context)
     for part, one in found.items():
-        if one is None and part != "act_per_tensor_scale":  # of the activations, not of this tensor
+        # The part `act_per_tensor_scale` belongs to the activations, not to this tensor.
+        if one is None and part != "act_per_tensor_scale":
             raise parts.problem(
-                f"no record of its part {part!r} has the same moment; it was dropped, or left out"
+                f"no record of its part {part!r} has the same moment; that capture was dropped or not selected"
             )
     compute = _LIBRARIES[str(attributes["tensor_class"]).partition(".")[0]][kind.removesuffix("Storage")]
     try:
-        with np.errstate(over="ignore", invalid="ignore"):  # NaN scales, and values beyond float32
+        # NaN scales and values beyond float32 are legal.
+        with np.errstate(over="ignore", invalid="ignore"):
             values = compute(parts)
     except (ValueError, IndexError, TypeError) as error:
         raise parts.problem(f"its parts do not fit together ({printable(str(error))[:200]})") from error
     if values.shape != shape:
-        raise parts.problem(f"its parts make {list(values.shape)}, it was {list(shape)}")
+        raise parts.problem(
+            f"its parts have shape {list(values.shape)} together, the tensor had {list(shape)}"
+        )
     return np.ascontiguousarray(values, np.float32), parts.dtype
 
 
 def _why_not(attributes: Mapping[str, Any]) -> str:
     if "tensor_class" not in attributes:
-        return "it is no part of a quantised tensor; read it without dequantise"
+        return "it is not a part of a quantised tensor; read it without dequantise"
     if not part_names(attributes):
-        return "it was captured by an older capd, which did not note how the parts of a quantised tensor lie"
+        return "an older capd captured it, without the layout of the parts; read it without dequantise"
     known = ", ".join(f"{library}'s {', '.join(classes)}" for library, classes in _LIBRARIES.items())
     return f"capd cannot dequantise a {printable(str(attributes['tensor_class']))[:200]}; it can {known}"
 
 
 def _part(series: PartSeries, record: PartRecord, tensor_name: str, part: str) -> Part | None:
-    """The part of this name at the record's moment; None where there is none."""
+    """Return the part of this name at the record's moment; None if there is none."""
     shape, strides = part_names(record.attributes)[part]
     candidates = [one for one in series.siblings if one.key.tensor_name == tensor_name]
-    candidates.sort(
-        key=lambda one: one.key.quant_type != series.key.quant_type
-    )  # labels of dtypes differ by part
+    # Prefer the same label, but do not require it: labels of dtypes differ by part.
+    candidates.sort(key=lambda one: one.key.quant_type != series.key.quant_type)
     for one in candidates:
         number = _number_at(one, record)
         if number is None:
             continue
         if one.kept != "tensor":
             raise CapdError(
-                f"{one.path}: statistics alone were kept of this part, so nothing can be dequantised"
+                f"{one.path}: only statistics of this part were kept, so the tensor cannot be dequantised"
             )
         bits = one.read(number)
         if bits.shape != shape:
             raise CapdError(
-                f"{one.path}#{number}: {list(bits.shape)} is not the whole part, which was {list(shape)}"
+                f"{one.path}#{number}: the record has shape {list(bits.shape)}, the whole part had {list(shape)}"
             )
         return Part(bits, one.dtype, strides)
     return None
 
 
 def _number_at(series: PartSeries, record: PartRecord) -> int | None:
-    """The record of another part that was captured together with this one."""
+    """Return the number of another part's record that was captured together with this one; None if there is none."""
     numbers = series.numbers
     first = [record.index] if record.index in numbers else []
     for number in (*first, *numbers):

@@ -1,4 +1,4 @@
-"""How codes and scales lie: packed fp4, scales in cuBLAS' 32x4x4 tiles, scales of blocks, padding."""
+"""The layouts of codes and scales: packed fp4, scales in cuBLAS' 32x4x4 tiles, scales of blocks, padding."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ _TILE_ROWS, _TILE_COLUMNS = 128, 4
 
 
 def unswizzled(scales: NDArray[np.generic], rows: int, columns: int) -> NDArray[np.generic]:
-    """Scales [rows, columns] out of cuBLAS' layout: tiles of 128 x 4 one after the other, each as [32, 4, 4], in which
-    row r of the tile lies at [r % 32, r // 32] (cuBLAS, "1D block scaling factors layout"). Padding is cropped.
+    """Return scales in cuBLAS' layout as [rows, columns], without padding.
 
-    Raises ValueError where there are not as many scales as the padded tiles hold.
+    The layout is a sequence of tiles of 128 x 4 scales, each stored as [32, 4, 4]. Row r of a tile is at
+    [r % 32, r // 32] (cuBLAS, "1D block scaling factors layout").
+
+    Raises:
+        ValueError: The number of scales differs from that of the padded tiles.
     """
     down, across = ceil(rows / _TILE_ROWS), ceil(columns / _TILE_COLUMNS)
     tiles = scales.reshape(down, across, 32, 4, 4)
@@ -29,15 +32,21 @@ def unswizzled(scales: NDArray[np.generic], rows: int, columns: int) -> NDArray[
 
 
 def unpacked_fp4(packed: NDArray[np.generic]) -> Values:
-    """Values of e2m1 codes, two to a byte along the last axis, which becomes twice as long: the low nibble first."""
+    """Return the values of e2m1 codes, two per byte, low nibble first. The last axis becomes twice as long."""
     pairs = value_table("float4_e2m1fn_x2")[packed.view(np.uint8)]
     return pairs.reshape(*packed.shape[:-1], -1).astype(np.float32)
 
 
 def of_blocks(values: Values, scales: Values, block: tuple[int, int]) -> Values:
-    """values [M, K] times the scale of the block [rows, columns] that each lies in; scales may be padded.
+    """Multiply each value by the scale of its block.
 
-    Raises ValueError where there are too few scales.
+    Args:
+        values: The values [M, K].
+        scales: The scales [blocks along M, blocks along K]. They may be padded at the end.
+        block: The size of a block [rows, columns].
+
+    Raises:
+        ValueError: There are too few scales.
     """
     wanted = tuple(ceil(size / step) for size, step in zip(values.shape, block, strict=True))
     if any(have < want for have, want in zip(scales.shape, wanted, strict=True)):
@@ -49,5 +58,5 @@ def of_blocks(values: Values, scales: Values, block: tuple[int, int]) -> Values:
 
 
 def rows_of(values: NDArray[T]) -> NDArray[T]:
-    """[…, K] as [M, K]."""
+    """Return an array […, K] as [M, K]."""
     return values.reshape(prod(values.shape[:-1]), values.shape[-1]) if values.ndim else values.reshape(1, 1)

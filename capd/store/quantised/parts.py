@@ -1,4 +1,4 @@
-"""The parts of one quantised tensor: what was captured under `weight.qdata`, `weight.scale` and so on at one moment."""
+"""The parts of one quantised tensor: the captures `weight.qdata`, `weight.scale` and so on at one moment."""
 
 from __future__ import annotations
 
@@ -17,76 +17,85 @@ from capd_client.protocol.key import Key
 __all__ = ["ATTRIBUTES", "Part", "PartRecord", "PartSeries", "Parts", "part_names"]
 
 ATTRIBUTES = ("tensor_class", "tensor_shape", "tensor_dtype", "tensor_parts", "tensor_context")
-"""What a capture says of the tensor that a part belongs to (`capd_client.tensors.subclasses`)."""
+"""The attributes of a capture that describe the whole tensor of a part (`capd_client.tensors.subclasses`)."""
 
 
 class PartRecord(Protocol):
-    """A record of a part: a `Record` that users read. Its moment's fields are attributes, too."""
+    """A record of a part: the `Record` of the read API. The fields of its moment are attributes, too."""
 
     @property
     def index(self) -> int:
-        """Its number in the series."""
+        """The number of the record in the series."""
 
     @property
     def attributes(self) -> Mapping[str, Any]:
-        """What the capture said of the tensor that the part belongs to."""
+        """The attributes of the capture, which describe the whole tensor."""
 
 
 class PartSeries(Protocol):
-    """The records of one part: a `Series` that users read."""
+    """The records of one part: the `Series` of the read API."""
 
     @property
     def key(self) -> Key:
-        """What the part is."""
+        """The key of the part."""
 
     @property
     def path(self) -> str:
-        """Its place in the run, for messages."""
+        """The path in the run, for messages."""
 
     @property
     def kept(self) -> str:
-        """What is stored of each capture: "tensor" or "statistics"."""
+        """The stored part of each capture: "tensor" or "statistics"."""
 
     @property
     def dtype(self) -> str:
-        """The torch dtype's name."""
+        """The name of the torch dtype."""
 
     @property
     def numbers(self) -> Sequence[int]:
-        """Numbers of its records."""
+        """The numbers of the records."""
 
     @property
     def siblings(self) -> Sequence[PartSeries]:
         """The series of the same module, rank and operation."""
 
     def record(self, number: int) -> PartRecord:
-        """The record with this number."""
+        """Return the record with this number."""
 
     def read(self, number: int) -> NDArray[np.generic]:
-        """Its stored bits."""
+        """Return the stored bits of a record."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """bits: as stored. dtype: the torch dtype's name. strides: of the captured part, in elements."""
+    """One part. bits: as stored. dtype: the name of the torch dtype. strides: of the captured part, in elements."""
 
     bits: NDArray[np.generic]
     dtype: str
     strides: tuple[int, ...]
 
     def values(self, dtype: str | None = None) -> NDArray[np.float32]:
-        """Its numbers. dtype: what its bytes mean, where they were captured as uint8."""
+        """Return the numbers as float32. dtype: the format of bytes that were captured as uint8."""
         if self.bits.dtype.itemsize > 2:
             return self.bits.astype(np.float32)
         codes = self.bits.view(f"u{self.bits.dtype.itemsize}")
-        found: NDArray[np.float32] = value_table(dtype or self.dtype)[codes].astype(np.float32)  # exact
+        # The conversion is exact: all these formats fit float32.
+        found: NDArray[np.float32] = value_table(dtype or self.dtype)[codes].astype(np.float32)
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A whole tensor. name: what errors call it. kind: its class, without the module. shape, dtype: as it shows itself.
-    context: what its class says of itself."""
+    """A whole tensor with its parts.
+
+    Attributes:
+        name: The name in errors.
+        kind: The class, without the module.
+        shape: The shape that the tensor shows.
+        dtype: The name of the dtype that the tensor shows.
+        found: The captured parts by name.
+        context: The constants that its class returns from `__tensor_flatten__`.
+    """
 
     name: str
     kind: str
@@ -96,47 +105,47 @@ class Parts:
     context: Mapping[str, Any]
 
     def part(self, *names: str) -> Part:
-        """The part of one of these names. Raises CapdError where it was not captured."""
+        """Return the first part with one of these names. Raises CapdError if none was captured."""
         for name in names:
             if name in self.found:
                 return self.found[name]
         raise self.problem(f"its part {names[0]!r} was not captured")
 
     def has(self, *names: str) -> bool:
-        """Whether it has a part of one of these names."""
+        """Return whether a part with one of these names was captured."""
         return any(name in self.found for name in names)
 
     def said(self, name: str) -> Any:
-        """What the context says under this name. Raises CapdError where it says nothing."""
+        """Return the context's value of this name. Raises CapdError if it has none."""
         if name not in self.context:
             raise self.problem(
-                f"its context does not say {name!r}; another version of its library may call it otherwise"
+                f"its context has no {name!r}; another version of its library may use another name"
             )
         return self.context[name]
 
     def number(self, name: str) -> int:
-        """A positive whole number of the context."""
+        """Return a positive integer of the context. Raises CapdError for any other value."""
         found = self.said(name)
         if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-            raise self.problem(f"its context says {name} = {found!r}, which is no positive number")
+            raise self.problem(f"its context has {name} = {found!r}, which is not a positive integer")
         return found
 
     def flag(self, name: str) -> bool:
-        """What the context says, true or false."""
+        """Return a boolean of the context. Raises CapdError for any other value."""
         found = self.said(name)
         if not isinstance(found, bool):
-            raise self.problem(f"its context says {name} = {found!r}, which is neither true nor false")
+            raise self.problem(f"its context has {name} = {found!r}, which is neither true nor false")
         return found
 
     def problem(self, why: str) -> CapdError:
-        """An error that names the tensor."""
+        """Return an error that names the tensor."""
         return CapdError(
-            f"{self.name}: cannot dequantise this {self.kind}: {why}; its parts read as captured"
+            f"{self.name}: cannot dequantise this {self.kind}: {why}; read its parts without dequantise"
         )
 
 
 def part_names(attributes: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """By name the shape and strides of each part of the tensor that a record belongs to; empty where it says none."""
+    """Return shape and strides of each part of a record's tensor, by name; empty if the attributes name no parts."""
     said = attributes.get("tensor_parts")
     if not isinstance(said, dict):
         return {}
@@ -148,7 +157,7 @@ def part_names(attributes: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...]
 
 
 def context_of(attributes: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The context; TransformerEngine's own lies one level down. None where it is no JSON, or was too long to keep."""
+    """Return the context, with TransformerEngine's inner level merged in. None if it is not JSON or was too long."""
     try:
         found = json.loads(attributes.get("tensor_context", ""))
     except (ValueError, TypeError, RecursionError):

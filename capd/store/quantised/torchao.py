@@ -1,8 +1,8 @@
-"""torchao's classes: MXTensor, NVFP4Tensor, Float8Tensor and Float8TrainingTensor.
+"""The classes of torchao: MXTensor, NVFP4Tensor, Float8Tensor and Float8TrainingTensor.
 
 Source: pytorch/ao, `prototype/mx_formats/{mx_tensor,nvfp4_tensor}.py`, `quantization/quantize_/workflows/float8`,
-`float8/float8_training_tensor.py`. All is computed in float32, as they do it; a scale of MXTensor is rounded to the
-tensor's dtype first: in float16, one beyond 2^15 is Inf and one below 2^-24 is 0, as the library has it.
+`float8/float8_training_tensor.py`. Everything is computed in float32, as in the library. A scale of MXTensor is rounded
+to the tensor's dtype first, as in the library: in float16, a scale above 2^15 is Inf, and one below 2^-24 is 0.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _mx_elements(parts: Parts, codes: NDArray[np.generic]) -> Values:
 
 
 def _fp6_table(exponent_bits: int, mantissa_bits: int, bias: int) -> Values:
-    """Values of six-bit codes, which stand in the low bits of a byte (OCP Microscaling Formats v1.0)."""
+    """Return the values of all bytes with a six-bit code in their low bits (OCP Microscaling Formats v1.0)."""
     codes = np.arange(256) & 63
     exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
     mantissa = (codes & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
@@ -63,7 +63,8 @@ def _nvfp4(parts: Parts) -> Values:
     block = parts.number("block_size")
     codes = _scales(parts, scale, turned, (rows, columns // block))
     scales = value_table("float8_e4m3fn")[codes.view(np.uint8)].astype(np.float32)
-    if parts.has("per_tensor_scale"):  # of the whole tensor, or one for each of its matrices, [E, 1, 1]
+    # One scale for the whole tensor, or one for each of its matrices, [E, 1, 1].
+    if parts.has("per_tensor_scale"):
         whole = parts.part("per_tensor_scale").values()
         each = np.repeat(whole.reshape(-1), rows // max(1, whole.size))[:, None]
         scales = each.astype(np.float32) * scales
@@ -85,13 +86,13 @@ def _float8(parts: Parts) -> Values:
 
 
 def _float8_training(parts: Parts) -> Values:
-    """Its scale was multiplied by when encoding, so it divides here."""
+    """Divide by the scale: encoding multiplied by it."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return (parts.part("data").values() / parts.part("scale").values()).astype(np.float32)
 
 
 def _is_turned(parts: Parts, data: Part) -> bool:
-    """Whether the last two axes lie the other way round: blocks and packed pairs run along the second last one then."""
+    """Return whether the last two axes are transposed. Blocks and packed pairs then run along the second last axis."""
     return len(data.strides) > 1 and data.strides[-2] < data.strides[-1]
 
 
@@ -106,7 +107,7 @@ def _rows_and_columns(parts: Parts, turned: bool) -> tuple[int, int]:
 
 
 def _scales(parts: Parts, scale: Part, turned: bool, shape: tuple[int, int]) -> NDArray[np.generic]:
-    """Codes of the scales [rows, blocks], rows of all matrices one below the other."""
+    """Return the codes of the scales [rows, blocks]. The rows of all matrices follow one another."""
     bits = _as_laid(scale.bits, turned and scale.bits.ndim > 1)
     return unswizzled(bits, *shape) if parts.said("is_swizzled_scales") else bits.reshape(shape)
 

@@ -73,7 +73,7 @@ def test_what_its_class_said_must_be_known_and_readable(save: Save) -> None:
     store = save(("unread", unread), ("other", other), strict=True)
 
     for name, why in {
-        "unread": "what its class said of it cannot be read",
+        "unread": "the context from its class cannot be read",
         "other": "cannot dequantise a transformer_engine.pytorch.tensor.strange.StrangeTensor; it can torchao's",
     }.items():
         with pytest.raises(CapdError, match=why):
