@@ -1,5 +1,7 @@
-"""capd: the daemon, the command line and the reader. `capd.open(path)` reads a run back, `capd.merge_stats` merges
-the statistics of its records."""
+"""capd: the daemon, the command line and the reader.
+
+`capd.open(path)` opens a run for reading. `capd.merge_stats` merges the statistics of records.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from capd._version import __version__
 
 if TYPE_CHECKING:
     from capd.store.format.statistics import merge_stats
-    from capd.store.read.store import open_store as open  # noqa: A004 - the name users know
+
+    # Users know this name.
+    from capd.store.read.store import open_store as open  # noqa: A004
 
 __all__ = ["__version__", "merge_stats", "open"]
 

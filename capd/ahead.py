@@ -1,4 +1,4 @@
-"""Work begun ahead of whoever takes its results in order, within a limit of bytes."""
+"""Work that starts before its results are needed, in order and within a limit of bytes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,14 @@ def ahead(
     nbytes: Callable[[Item], int],
     limit_nbytes: int = AHEAD_NBYTES,
 ) -> Iterator[tuple[Item, Begun]]:
-    """Call `begin` on items in order, up to `limit_nbytes` or 64 items before the one that is taken, and hand both on.
+    """Call `begin` on items in order before their results are needed. Yield each item with its result.
 
-    An item counts until the next one is asked for; one beyond the limit waits until it is alone. What `begin` raises
-    is raised here.
+    Args:
+        items: The items.
+        begin: Starts the work of an item. Its exceptions are raised here.
+        nbytes: Returns the memory that an item needs.
+        limit_nbytes: The limit for all started items, which are also at most 64. An item counts until the consumer
+            asks for the next one. An item above the limit is started when it is alone.
     """
     waiting: deque[tuple[Item, Begun, int]] = deque()
     held = 0
@@ -33,7 +37,8 @@ def ahead(
         while waiting and (held + cost > limit_nbytes or len(waiting) >= _MOST_ITEMS):
             first, begun, taken = waiting.popleft()
             yield first, begun
-            del first, begun  # the consumer is done with them: their memory is free before more is begun
+            # The consumer has finished with them. Their memory must be free before more work starts.
+            del first, begun
             held -= taken
         waiting.append((item, begin(item), cost))
         held += cost

@@ -1,9 +1,9 @@
-"""Settings of the daemon, each value with its origin.
+"""The settings of the daemon, each value with its origin.
 
-Order: flag > environment > capd.toml > default. The file is the one given by `--config`, else by
-CAPD_CONFIG, else `./capd.toml` if there is one. Its `[daemon]` table belongs to the daemon; its other keys
-belong to the training job, which reads the same file (`capd_client.config.settings`). Every daemon setting is also the
-environment variable `CAPD_<FIELD IN CAPITALS>`.
+The order is flag > environment > capd.toml > default. The file is named by `--config`, else by CAPD_CONFIG. Otherwise
+`./capd.toml` is used if it exists. Its `[daemon]` table belongs to the daemon. Its other keys belong to the training
+job, which reads the same file (`capd_client.config.settings`). Every daemon setting is also the environment variable
+`CAPD_<FIELD IN CAPITALS>`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def _parse_uids(value: object) -> object:
 
 def _checked_codec(value: str) -> str:
     if value not in ("auto", "default", "fast", "none"):
-        from capd.store.format.codecs import parse_codec  # numcodecs is slow to import
+        # Importing numcodecs is slow.
+        from capd.store.format.codecs import parse_codec
 
         try:
             parse_codec(value)
@@ -65,14 +66,14 @@ class _Settings(BaseModel):
 
 
 class DaemonSettings(_Settings):
-    """What `capd serve` can be told; `capd config show` prints each value with its origin."""
+    """The settings of `capd serve`. `capd config show` prints each value with its origin."""
 
     store: Annotated[Path, Field(strict=False)] = Path("captures")
     """Directory that holds the runs."""
     endpoint: Annotated[str | None, BeforeValidator(_parse_endpoint)] = None
     """unix:PATH of the socket; none: $XDG_RUNTIME_DIR/capd/capd.sock, else <tmp>/capd-<uid>/capd.sock."""
     run_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    """Name of the run for ranks that bring none; none: assigned by the daemon."""
+    """Name of the run for ranks without a run name; none: assigned by the daemon."""
     node: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")] | None = None
     """Name of this node in the store; none: the host name."""
     threads: Annotated[int, Field(ge=1, le=256)] | None = None
@@ -80,27 +81,27 @@ class DaemonSettings(_Settings):
     staging_bytes: Nbytes = 256 << 20
     """Memory for captures between the arenas and the disk."""
     max_disk: Amount | None = None
-    """Bytes this daemon may add, or share of the file system; none: min(200 GB, half of the free space)."""
+    """Bytes that this daemon may add, or share of the file system; none: min(200 GB, half of the free space)."""
     keep_free: Amount = 0.1
-    """Bytes, or share of the file system, that are left free."""
+    """Bytes, or share of the file system, to leave free."""
     allow_uid: Annotated[tuple[Uid, ...], BeforeValidator(_parse_uids)] = ()
-    """Further user ids whose ranks may connect; the daemon's own always may."""
+    """Further user ids whose ranks may connect; ranks of the daemon's own user always may."""
     durability: Literal["buffered", "durable"] = "buffered"
     """buffered: acknowledged records survive SIGKILL. durable: also power loss."""
     codec: Annotated[str, AfterValidator(_checked_codec)] = "auto"
     """Codec of new series: auto (the best of a few, tried on a series' first record), default, fast, none, or an
     explicit one such as zstd:3 or blosc:zstd:1:shuffle:1048576."""
     statistics: bool = True
-    """Compute statistics of every tensor; those of captures that keep nothing else are computed in any case."""
+    """Compute statistics of every tensor; captures that keep only statistics get them in any case."""
     idle_seal_s: Seconds = 10.0
-    """A run is sealed when its last session has been gone this long."""
+    """Seconds after the end of the last session at which a run is sealed."""
     shutdown_timeout_s: Seconds = 30.0
-    """Time to drain and seal at shutdown; what is left stays recoverable."""
+    """Time to drain and seal at shutdown; unsealed records stay recoverable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Daemon settings, the origin of each ("flag", "env NAME", "file PATH", "default"), and the file read."""
+    """The daemon settings, the origin of each ("flag", "env NAME", "file PATH", "default"), and the file read."""
 
     settings: DaemonSettings
     origins: dict[str, str]
@@ -108,7 +109,7 @@ class Resolved:
 
 
 def config_path(environ: Mapping[str, str] = os.environ, path: Path | None = None) -> Path | None:
-    """The capd.toml that counts: `path`, else $CAPD_CONFIG, else ./capd.toml if it exists, else none."""
+    """Return the path of the capd.toml: `path`, else $CAPD_CONFIG, else ./capd.toml if it exists, else None."""
     if path is not None:
         return path
     if environ.get("CAPD_CONFIG"):
@@ -117,9 +118,11 @@ def config_path(environ: Mapping[str, str] = os.environ, path: Path | None = Non
 
 
 def read_daemon_table(path: Path) -> dict[str, Any]:
-    """The `[daemon]` table of a capd.toml, every key of the file checked.
+    """Check every key of a capd.toml and return its `[daemon]` table.
 
-    Raises ConfigError, naming file and key, when the file is missing, is no TOML, or holds an unknown key.
+    Raises:
+        ConfigError: The file is missing or not TOML, or a key is unknown or has a bad value. The message names file
+            and key.
     """
     table, problems = read_file(path)
     if problems:
@@ -130,9 +133,10 @@ def read_daemon_table(path: Path) -> dict[str, Any]:
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """A whole capd.toml, and a sentence, naming file and key, for each thing in it that cannot be used.
+    """Return a whole capd.toml and its problems. Each problem is a sentence that names file and key.
 
-    Raises ConfigError where it is missing, cannot be read, or is no TOML.
+    Raises:
+        ConfigError: The file is missing, cannot be read, or is not TOML.
     """
     try:
         table = read_toml(str(path))
@@ -149,9 +153,15 @@ def read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
 def resolve_daemon(
     flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, path: Path | None = None
 ) -> Resolved:
-    """Resolve every daemon setting; a flag of None (or an empty list) counts as not given.
+    """Resolve every daemon setting.
 
-    Raises ConfigError that names the setting, its origin and what is accepted.
+    Args:
+        flags: The flags by setting. None and an empty list count as not set.
+        environ: The environment.
+        path: The configuration file that `--config` names.
+
+    Raises:
+        ConfigError: A value is not accepted. The message names the setting, its origin and the accepted values.
     """
     file = config_path(environ, path)
     table = read_daemon_table(file) if file else {}
@@ -175,27 +185,30 @@ def resolve_daemon(
 def load_daemon_settings(
     flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, path: Path | None = None
 ) -> DaemonSettings:
-    """`resolve_daemon` for callers that need only the values."""
+    """Resolve every daemon setting as `resolve_daemon` does, and return only the values."""
     return resolve_daemon(flags, environ, path).settings
 
 
 def misspelt_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """A line for each variable that is nearly the name of a setting, and so sets nothing."""
+    """Return a line for each variable that is nearly the name of a setting and therefore has no effect."""
     known = VARIABLES.union(f"CAPD_{field.upper()}" for field in DaemonSettings.model_fields)
     strange = sorted(name for name in environ if name.startswith("CAPD_") and name not in known)
     near = ((name, difflib.get_close_matches(name, known, n=1, cutoff=0.8)) for name in strange)
     return [
-        f"{name} is no setting and has no effect; did you mean {found[0]}?" for name, found in near if found
+        f"{name} is not a setting and has no effect; did you mean {found[0]}?"
+        for name, found in near
+        if found
     ]
 
 
-_SEED_NAMES = {"store": "TENSOR_SAVE_DIR"}  # tensor_saver's name, read after capd's own
+# The name in tensor_saver, which is read after capd's own name.
+_TENSOR_SAVER_NAMES = {"store": "TENSOR_SAVE_DIR"}
 
 
 def _from_environment(field: str, environ: Mapping[str, str]) -> tuple[str, str | None]:
-    for variable in (f"CAPD_{field.upper()}", _SEED_NAMES.get(field, "")):
+    for variable in (f"CAPD_{field.upper()}", _TENSOR_SAVER_NAMES.get(field, "")):
         text = environ.get(variable)
-        # CAPD_ENDPOINT=off speaks to the job only.
+        # CAPD_ENDPOINT=off is meant for the job only.
         if text and (field, text.strip().lower()) != ("endpoint", "off"):
             return variable, store_root(text) if variable == "TENSOR_SAVE_DIR" else text
     return "", None
@@ -207,7 +220,8 @@ def _blame(field: str, origins: Mapping[str, str]) -> str:
 
 
 _Model = TypeVar("_Model", bound=BaseModel)
-_Place = Callable[[str], str]  # field name → how a message names it and where it stands
+# From a field's name to its name and place in a message.
+_Place = Callable[[str], str]
 
 
 def _validate(model: type[_Model], values: Mapping[str, Any], place: _Place) -> _Model:

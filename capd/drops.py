@@ -1,4 +1,4 @@
-"""What a drop means to the user, for every summary: lost, with the setting to raise, or left out by choice."""
+"""The drop reasons as summaries explain them: lost, with the setting to raise, or left out by choice."""
 
 from __future__ import annotations
 
@@ -12,42 +12,44 @@ REMEDIES: dict[str, str] = {
     DropReason.ARENA_FULL.value: "raise CAPD_ARENA_BYTES, or wait for room: CAPD_POLICY=block, CAPD_MAX_BLOCK_MS",
     DropReason.RING_FULL.value: "capture fewer tensors per step, or wait for room with CAPD_POLICY=block",
     DropReason.TOO_LARGE.value: "raise CAPD_ARENA_BYTES above the largest tensor, or set CAPD_POLICY=block",
-    DropReason.UNSUPPORTED.value: "no complex, sparse, meta or quantised tensors; the job's log names one",
-    DropReason.INVALID_KEY.value: "change what was given to capture(); the job's log says what is wrong",
+    DropReason.UNSUPPORTED.value: "complex, sparse, meta or quantised tensors; the job's log names one",
+    DropReason.INVALID_KEY.value: "change the arguments of capture(); the job's log names the problem",
     DropReason.INTERNAL.value: "an error inside capd; the job's log names it",
     DropReason.NOT_CONNECTED.value: "raise CAPD_EXIT_TIMEOUT_S, and keep the daemon up until the job ends",
-    DropReason.REJECTED.value: "the daemon refused the session; the job's log says why",
+    DropReason.REJECTED.value: "the daemon refused the session; the job's log has the reason",
     DropReason.BAD_DESCRIPTOR.value: "job and daemon disagree; run the same capd version on both sides",
-    DropReason.DISK_FULL.value: "by max_disk, keep_free or the disk itself, which the job's log tells: raise "
+    DropReason.DISK_FULL.value: "by max_disk, keep_free or the disk itself, as the job's log reports: raise "
     "CAPD_MAX_DISK (--max-disk), lower CAPD_KEEP_FREE (--keep-free), or make room",
     DropReason.STORE_ERROR.value: "the daemon's log names the error",
-    DropReason.RANK_DIED.value: "the rank ended before these were whole in its arena, or where no daemon had it",
+    DropReason.RANK_DIED.value: "the rank ended before these were complete in its arena, or without a daemon",
     DropReason.STREAM_CAPTURE.value: "a CUDA graph was being captured; take its tensors with capd_client.static_tap",
-    DropReason.MUTATED.value: "capture them without immutable=True, or leave them alone until flush()",
-    DropReason.PARTS_LOST.value: "the daemon was restarted while a tensor larger than the arena was on its way",
+    DropReason.MUTATED.value: "capture them without immutable=True, or do not change them until flush()",
+    DropReason.PARTS_LOST.value: "the daemon was restarted during the transfer of a tensor larger than the arena",
     DropReason.STEP_BUDGET.value: "raise CAPD_MAX_MB_PER_STEP, or capture fewer tensors per step",
-    DropReason.THINNED.value: "policy thin: raise what is named beside arena_full, ring_full or step_budget",
-    DropReason.INTERRUPTED.value: "a signal handler of the job (a time limit, Ctrl-C) came in the middle of them",
+    DropReason.THINNED.value: "policy thin: raise the setting for arena_full, ring_full or step_budget",
+    DropReason.INTERRUPTED.value: "a signal handler of the job (a time limit, Ctrl-C) interrupted them",
 }
 
 CHOSEN = frozenset({DropReason.SAMPLED.value, DropReason.STOPPED.value})
-"""Reasons that the user asked for: summaries tell them as left out, and not as losses."""
+"""The reasons that the user asked for. Summaries report them as left out, not as lost."""
 
 
 def lost(dropped: Mapping[str, int]) -> dict[str, int]:
-    """The drops that nobody asked for, by reason."""
+    """Return the drops that nobody asked for, by reason."""
     return {reason: count for reason, count in dropped.items() if count and reason not in CHOSEN}
 
 
 def left_out(dropped: Mapping[str, int]) -> dict[str, int]:
-    """The drops that the user's settings ask for, by reason."""
+    """Return the drops that the user's settings ask for, by reason."""
     return {reason: count for reason, count in dropped.items() if count and reason in CHOSEN}
 
 
 def describe_drops(dropped: Mapping[str, int], why_full: str | None = None) -> str | None:
-    """One line that says how many captures were lost, why, and what to change; None where none was.
+    """Return one line with the number of lost captures, the reasons and the remedies; None if none was lost.
 
-    why_full: what the daemon said that was full, with what to do, where it is known.
+    Args:
+        dropped: The drops by reason.
+        why_full: The daemon's message for a full disk, with its remedy, if known.
     """
     remedies = {**REMEDIES, DropReason.DISK_FULL.value: why_full} if why_full else REMEDIES
     reasons = [(count, reason) for reason, count in lost(dropped).items()]

@@ -1,16 +1,16 @@
-"""Errors of the daemon, the store and the command line.
+"""The errors of the daemon, the store and the command line.
 
 CapdError (capd_client.errors)
 ├── ConfigError
-├── EndpointError          the socket cannot be bound, found or spoken to              exit 3 in tools
+├── EndpointError          the socket cannot be bound or found, or does not answer     exit 3 in tools
 ├── StoreError             the store cannot be opened, read or written                 exit 1
 │   ├── StoreBusy          another daemon owns the store root on this node             exit 7
 │   ├── StoreFull          out of disk space or over a budget                          exit 6
-│   ├── NotAStore          nothing there, a foreign hierarchy, or a newer format       exit 1
+│   ├── NotAStore          nothing, a foreign hierarchy, or a newer format             exit 1
 │   └── DamagedRecord      stored bytes fail their checksum or contradict their frame  exit 4
 └── NothingMatched         a selection is empty                                        exit 5
 
-`exit_code` on each class is what the command line exits with.
+`exit_code` on each class is the exit code of the command line.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ __all__ = [
 ]  # fmt: skip
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""The numbers of an OSError that mean: nothing more fits there."""
+"""The error numbers of an OSError for no space."""
 
 
 class EndpointError(CapdError):
-    """The daemon's socket cannot be bound, found or spoken to; names the path and the remedy."""
+    """The daemon's socket cannot be bound or found, or does not answer; names the path and the remedy."""
 
     exit_code: ClassVar[int] = 3
 
 
 class StoreError(CapdError):
-    """The store cannot be opened, read or written; names the path. `retry`: it may work a moment later."""
+    """The store cannot be opened, read or written; names the path. retry: a later attempt may succeed."""
 
     exit_code: ClassVar[int] = 1
 
@@ -74,7 +74,7 @@ class NothingMatched(CapdError):
 
 
 def exit_code_of(error: CapdError) -> int:
-    """The command line's exit code for `error` (2 for a ConfigError, 1 where nothing more is known)."""
+    """Return the command line's exit code for `error` (2 for a ConfigError, 1 if its class has none)."""
     if isinstance(error, ConfigError):
         return 2
     return int(getattr(error, "exit_code", 1))

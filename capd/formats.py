@@ -1,4 +1,4 @@
-"""Number formats, for the analysis: what `capd_client.formats` defines, handed on."""
+"""The number formats for the analysis: the public names of `capd_client.formats`."""
 
 from __future__ import annotations
 

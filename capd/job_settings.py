@@ -1,7 +1,8 @@
-"""capd.toml as the command line reads it: every table and key, checked by pydantic, all problems named at once.
+"""The job's part of capd.toml for the command line: pydantic checks every table and key, and finds all problems.
 
 The training job reads the same file with msgspec (`capd_client.config.file`), which is light and stops at the first
-problem. What a value may be is asked of the job's own functions; the shapes stand twice, compared by a property test.
+problem. The job's own functions decide which values are accepted. The shapes are defined twice, and a property test
+compares them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ __all__ = ["JobSettings", "problems_of"]
 
 
 def _setting(key: str) -> AfterValidator:
-    """What the training job accepts as this key of the file."""
+    """Return a validator that accepts what the training job accepts for this key of the file."""
 
     def check(value: Any) -> Any:
         try:
@@ -51,7 +52,7 @@ _Texts = str | list[str]
 
 
 class WhenTable(_Table):
-    """[when]: the moments that rules capture which name none of their own."""
+    """The table [when]: the moments for rules without their own."""
 
     steps: Annotated[_RangeText, _setting("when.steps")] | None = None
     micro_batches: Annotated[_RangeText, _setting("when.micro_batches")] | None = None
@@ -66,7 +67,7 @@ def _check_rule(rule: RuleSettings) -> None:
 
 
 class RuleTable(_Table):
-    """One [[rule]]; the fields are those of `capd_client.rules.schema.RuleSettings`."""
+    """One table [[rule]], with the fields of `capd_client.rules.schema.RuleSettings`."""
 
     name: str | None = None
     include: _Texts | None = None
@@ -84,7 +85,7 @@ class RuleTable(_Table):
     @field_validator("*")
     @classmethod
     def _check_field(cls, value: Any, info: ValidationInfo) -> Any:
-        """Each for itself, so that one problem hides no other."""
+        """Check each field alone, so that no problem hides another."""
         _check_rule(RuleSettings(**{str(info.field_name): value}))
         return value
 
@@ -94,12 +95,12 @@ class RuleTable(_Table):
         return self
 
     def settings(self) -> RuleSettings:
-        """The rule as the training job knows it."""
+        """Return the rule as the training job knows it."""
         return RuleSettings(**self.model_dump())
 
 
 class JobSettings(_Table):
-    """The whole file but [daemon], which `capd.config.DaemonSettings` describes."""
+    """The whole file except [daemon], which `capd.config.DaemonSettings` describes."""
 
     quant_type: Annotated[str, _setting("quant_type")] | None = None
     policy: Annotated[str, _setting("policy")] | None = None
@@ -116,7 +117,7 @@ class JobSettings(_Table):
     ring: Annotated[str, _setting("ring")] | None = None
     exit_timeout_s: Annotated[_WholeNumber | float, _setting("exit_timeout_s")] | None = None
     when: WhenTable = WhenTable()
-    rule: list[RuleTable] = Field(default=[], description="Rules, of which each capture needs one.")
+    rule: list[RuleTable] = Field(default=[], description="Rules. Each capture must match one of them.")
     daemon: dict[str, Any] = {}
 
     @model_validator(mode="after")
@@ -129,7 +130,7 @@ class JobSettings(_Table):
 
 
 def problems_of(table: Mapping[str, Any]) -> list[str]:
-    """Everything in the file, but [daemon], that the training job would not take; a sentence each."""
+    """Return one sentence for each problem that the training job has with the file, except for [daemon]."""
     try:
         JobSettings.model_validate(table)
     except ValidationError as error:
@@ -146,20 +147,21 @@ def problems_of(table: Mapping[str, Any]) -> list[str]:
 
 
 def _joined(messages: list[str]) -> str:
-    """One sentence about a value that fits none of the types that it could have."""
+    """Return one sentence about a value that has none of the accepted types."""
     first, *others = dict.fromkeys(messages)
     return first + "".join(" or " + other.removeprefix("Input should be ") for other in others)
 
 
 def _place_and_message(entry: ErrorDetails, table: Mapping[str, Any]) -> tuple[str, str]:
-    """What an error is about, in the words of the job's own messages; "" where the message says it."""
+    """Return place and message of an error in the words of the job. The place is "" if the message names it."""
     unknown, message = entry["type"] == "extra_forbidden", entry["msg"].removeprefix("Value error, ")
     match entry["loc"]:
         case ["rule", int(index), *rest]:
             label = rule_label(table["rule"][index], index + 1)
             if unknown:
                 return "", unknown_setting(str(rest[0]), RuleTable.model_fields, f" in {label}")
-            if entry["type"] == "value_error":  # it names the field
+            # The message of a ValueError names the field.
+            if entry["type"] == "value_error":
                 return "", f"{label}: {message}"
             return ": ".join([label, *map(str, rest[:1])]), message
         case ["when", field, *_]:

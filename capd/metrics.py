@@ -1,4 +1,4 @@
-"""The daemon's live state: schema of the STATS reply, of `capd stats --json` and of `capd ctl status --json`."""
+"""The daemon's live state: the schema of the STATS reply, `capd stats --json` and `capd ctl status --json`."""
 
 from __future__ import annotations
 
@@ -14,34 +14,46 @@ class _Model(BaseModel):
 
 
 class SessionStats(_Model):
-    """Counters of one rank; at rest offered = committed + in_flight + Σ dropped.
+    """The counters of one rank; at rest, offered = committed + in_flight + Σ dropped.
 
-    `clean` is false when the counters were persisted by a daemon that did not see the rank's end: they may
-    then be up to one second old. `connected`: a connection of the rank stands right now.
+    Attributes:
+        client: The uuid in hex.
+        end: The end of a rank that died ("SIGKILL", "exit code 3"); "" if the kernel does not report it.
+        connected: The rank has a connection now.
+        dropped: The drops by reason.
+        clean: False if the daemon that saved the counters did not see the rank's end. The counters may then be up to
+            one second old.
     """
 
-    client: str  # uuid, hex
+    client: str
     rank: int
     attempt: int
     host: str
     pid: int
     state: Literal["live", "ended", "died"]
-    end: str  # of one that died: "SIGKILL", "exit code 3"; "" where the kernel does not tell
+    end: str
     connected: bool
     offered: int
     committed: int
     in_flight: int
-    dropped: dict[str, int]  # reason → count
+    dropped: dict[str, int]
     clean: bool
 
     @property
     def killed(self) -> bool:
-        """Whether a signal ended its process, which `end` names."""
+        """Whether a signal ended the process. `end` names it."""
         return bool(self.end) and not self.end.startswith("exit code")
 
 
 class RunStats(_Model):
-    """Counters of one run on this node. Bytes and records count from when this daemon opened the run."""
+    """The counters of one run on this node. Bytes and records count since this daemon opened the run.
+
+    Attributes:
+        statistics_records: The number of records with only statistics (mode or policy stats).
+        rate_mib_s: The raw MiB committed per second, over the last few seconds.
+        sealed: Nothing was committed since the last seal.
+        why_full: The reason of the disk_full refusals, and how full the disk is; "" without refusals.
+    """
 
     run_id: str
     path: str
@@ -50,19 +62,23 @@ class RunStats(_Model):
     in_flight: int
     dropped: dict[str, int]
     records: int
-    statistics_records: int  # of them, those that keep statistics alone (mode or policy stats)
+    statistics_records: int
     raw_bytes: int
     stored_bytes: int
-    rate_mib_s: float  # raw MiB committed per second, over the last few seconds
-    sealed: bool  # nothing was committed since the last seal
-    why_full: str  # what refused a record as disk_full, and how full it is; "" where nothing did
+    rate_mib_s: float
+    sealed: bool
+    why_full: str
     sessions: list[SessionStats]
     clean: bool
 
 
 class DaemonStats(_Model):
-    """One daemon. `arriving`: connections whose rank has no place yet, so that no run counts what is in its arena.
-    `refused_connections` counts refusals by code; disk sizes in bytes."""
+    """The state of one daemon. Disk sizes are in bytes.
+
+    Attributes:
+        arriving: The number of connections whose rank has no run yet. No run counts the captures in their arenas.
+        refused_connections: The refused connections by code.
+    """
 
     version: str
     pid: int
@@ -81,7 +97,7 @@ class DaemonStats(_Model):
 
 
 class Selected(_Model):
-    """What stands in for the job's own selection; null: as the job says."""
+    """The selection that replaces the job's own. null: as in the job."""
 
     steps: str | None
     micro_batches: str | None
@@ -91,7 +107,7 @@ class Selected(_Model):
 
 
 class Steer(_Model):
-    """A capture that was ordered: from `from_iteration` on. `selection` null: what the job itself selects."""
+    """An order to capture or to stop, from `from_iteration` on. selection: null for the job's own selection."""
 
     from_iteration: int
     capturing: bool
@@ -99,11 +115,17 @@ class Steer(_Model):
 
 
 class RankControl(_Model):
-    """How one rank is steered.
+    """The steering of one rank.
 
-    iteration: the one it is in, null before the first. in_force: null while only the job's script was ever in force;
-    `since`: its iteration when that began. modules: Linear modules captured under it. pending: not in force yet;
-    `received`: the rank knows of it. problem: why the newest order could not be followed. run_id: its run.
+    Attributes:
+        run_id: The run of the rank.
+        iteration: The current iteration, null before the first one.
+        in_force: The order in force, null if there was none and the job's script decides.
+        since: The rank's iteration when that order came into force.
+        modules: The number of Linear modules that it captures.
+        pending: The order that is not in force yet.
+        received: The rank has received that order.
+        problem: The reason why the newest order could not be followed.
     """
 
     run_id: str

@@ -1,7 +1,7 @@
-"""A directory that one command at a time writes files to.
+"""The output directory of a command: only one command at a time writes files to it.
 
-Files are written under a temporary name first: a file that has its own name is whole. Temporary files that a killed
-command left are removed by the next one.
+Files are written under a temporary name first, so a file under its own name is complete. The next command removes the
+temporary files of a killed one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EXPORT_TEMPORARY = ".capd-export-"
 
 @dataclass(frozen=True, slots=True)
 class ExportedFile:
-    """A file that was written whole. nbytes: its size. records, raw_nbytes: its content."""
+    """A complete exported file. nbytes: its size. records, raw_nbytes: its content."""
 
     path: Path
     nbytes: int
@@ -35,7 +35,16 @@ class ExportedFile:
 
 @contextlib.contextmanager
 def held(directory: Path, busy: str) -> Iterator[None]:
-    """Hold the lock of a directory. Raises StoreBusy, with these words, where another process does; OSError."""
+    """Hold the lock of a directory.
+
+    Args:
+        directory: The directory.
+        busy: The message of the StoreBusy.
+
+    Raises:
+        StoreBusy: Another process holds the lock.
+        OSError: The directory cannot be opened.
+    """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -49,10 +58,17 @@ def held(directory: Path, busy: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def output_directory(path: Path, temporary: str, when_full: str = "") -> Iterator[None]:
-    """Make the directory (0700) if need be, hold it, and remove files below it whose names begin with `temporary`.
+    """Create the directory (0700) if it is missing, hold its lock, and remove its temporary files.
 
-    Raises StoreBusy while another command writes to it, StoreError where it cannot be made, StoreFull, with `when_full`
-    after the reason, for what the block raises where nothing more fits.
+    Args:
+        path: The directory.
+        temporary: The first characters of all temporary names.
+        when_full: The remedy that the message of StoreFull ends with.
+
+    Raises:
+        StoreBusy: Another command writes to the directory.
+        StoreError: The directory cannot be created.
+        StoreFull: The disk is full, here or in the block.
     """
     busy = f"another export or report writes to {path}; wait for it, or choose another directory"
     with contextlib.ExitStack() as stack:
@@ -61,7 +77,7 @@ def output_directory(path: Path, temporary: str, when_full: str = "") -> Iterato
             stack.enter_context(held(path, busy))
         except OSError as error:
             if error.errno in NO_SPACE:
-                raise StoreFull(f"cannot make {path}: {what_is_full(error, path)}") from error
+                raise StoreFull(f"cannot create {path}: {what_is_full(error, path)}") from error
             raise StoreError(f"cannot write to {path}: {error.strerror}; choose another directory") from error
         for left in path.rglob(f"{temporary}*"):
             if left.is_symlink() or not left.is_dir():
@@ -72,12 +88,12 @@ def output_directory(path: Path, temporary: str, when_full: str = "") -> Iterato
             if error.errno not in NO_SPACE:
                 raise
             raise StoreFull(
-                f"cannot write to {path}: {what_is_full(error, path)}; the files that stand are whole{when_full}"
+                f"cannot write to {path}: {what_is_full(error, path)}; the files in it are complete{when_full}"
             ) from error
 
 
 def locked_directory(path: Path) -> contextlib.AbstractContextManager[None]:
-    """The directory that an export writes to: `output_directory`."""
+    """Hold the output directory of an export, as `output_directory` does."""
     when_full = (
         ". Make room and export again into an empty directory, or choose fewer records (--layer, --tensor, …)"
     )
@@ -85,7 +101,12 @@ def locked_directory(path: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def write_new(path: Path, write: Callable[[BinaryIO], None]) -> int:
-    """Write a file (0600) that does not exist yet; returns its size in bytes. Raises FileExistsError, OSError."""
+    """Write a new file (0600) and return its size in bytes.
+
+    Raises:
+        FileExistsError: The file exists.
+        OSError: The file cannot be written.
+    """
     fd, temporary = tempfile.mkstemp(prefix=_EXPORT_TEMPORARY, dir=path.parent)
     try:
         with os.fdopen(fd, "wb") as file:

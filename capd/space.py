@@ -1,4 +1,4 @@
-"""Says what has no room left: which file system, how full it is, and what refused: its bytes, its inodes, a quota."""
+"""Messages about full disks: which file system is full, and which of its limits: bytes, inodes or a quota."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from capd.errors import NO_SPACE, StoreFull
 
 __all__ = ["full_database", "if_full", "mount_of", "shown_size", "what_is_full"]
 
-_FEW_INODES = 16  # what a new series may take
+# The inodes that a new series may need.
+_FEW_INODES = 16
 
 
 def shown_size(nbytes: int) -> str:
-    """Bytes in the units in which limits are set: 999 B, 25.2 MB, 1.50 GB."""
+    """Return bytes in the units of the settings: 999 B, 25.2 MB, 1.50 GB."""
     if nbytes < 10**5:
         return f"{nbytes:,} B"
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10**9 else f"{nbytes / 1e6:.1f} MB"
 
 
 def mount_of(path: Path) -> Path:
-    """Where the file system is mounted that holds `path`, or would hold it."""
+    """Return the mount point of the file system of `path`, which need not exist."""
     place = Path(os.path.realpath(path))
     while not os.path.ismount(place):
         place = place.parent
@@ -30,7 +31,7 @@ def mount_of(path: Path) -> Path:
 
 
 def what_is_full(error: OSError, place: Path) -> str:
-    """In words why nothing more fits at `place`, for an error of NO_SPACE, and what to do."""
+    """Return a sentence for an error of NO_SPACE at `place`: the full resource and the remedy."""
     if isinstance(error.filename, str) and os.path.isabs(error.filename):
         place = Path(error.filename)
     mount = mount_of(place)
@@ -57,7 +58,7 @@ def what_is_full(error: OSError, place: Path) -> str:
 
 
 def if_full(error: Exception, place: Path) -> Exception:
-    """A StoreFull that says what is full at `place`, for an error of NO_SPACE; any other error as it is."""
+    """Return a StoreFull with the full resource at `place` for an error of NO_SPACE; any other error unchanged."""
     if not (isinstance(error, OSError) and error.errno in NO_SPACE):
         return error
     full = StoreFull(what_is_full(error, place))
@@ -66,5 +67,5 @@ def if_full(error: Exception, place: Path) -> Exception:
 
 
 def full_database(path: Path) -> str:
-    """What is full when SQLite says that the database or the disk is."""
+    """Return the sentence of `what_is_full` for SQLite's report of a full database or disk."""
     return what_is_full(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), path)

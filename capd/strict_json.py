@@ -1,4 +1,4 @@
-"""Floats as strict JSON holds them: without NaN and infinities, which the standard does not know."""
+"""Floats in strict JSON, which has neither NaN nor infinities."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ __all__ = ["json_number", "strict_json"]
 
 
 def json_number(value: float | None) -> float | str | None:
-    """A float as strict JSON: NaN and infinities become the strings "NaN", "Infinity", "-Infinity"."""
+    """Return a float for strict JSON. NaN and infinities become the strings "NaN", "Infinity", "-Infinity"."""
     if value is None or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def strict_json(value: Any) -> Any:
-    """With floats as strict JSON can hold them."""
+    """Return the value with all its floats as `json_number` returns them."""
     if isinstance(value, dict):
         return {name: strict_json(item) for name, item in value.items()}
     if isinstance(value, list):

@@ -136,6 +136,6 @@ def test_variables_that_are_nearly_a_setting_are_named() -> None:
     environ = {"CAPD_SLICES": "first:1", "CAPD_MAX_DISC": "1GB", "CAPD_MODE": "stats", "CAPD_FIGURES": "x"}
 
     assert misspelt_variables(environ) == [
-        "CAPD_MAX_DISC is no setting and has no effect; did you mean CAPD_MAX_DISK?",
-        "CAPD_SLICES is no setting and has no effect; did you mean CAPD_SLICE?",
+        "CAPD_MAX_DISC is not a setting and has no effect; did you mean CAPD_MAX_DISK?",
+        "CAPD_SLICES is not a setting and has no effect; did you mean CAPD_SLICE?",
     ]

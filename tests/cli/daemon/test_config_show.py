@@ -61,7 +61,7 @@ def test_a_value_that_the_job_cannot_use_and_a_name_that_is_none_are_said(
     assert found.code == 0
     assert found.json["job"]["mode"] == {"value": "tensor", "origin": "default"}
     assert "mode (env CAPD_MODE): 'stat' is not supported" in caplog.text
-    assert "CAPD_SLICES is no setting and has no effect; did you mean CAPD_SLICE?" in found.err
+    assert "CAPD_SLICES is not a setting and has no effect; did you mean CAPD_SLICE?" in found.err
 
 
 def test_check_names_everything_that_cannot_be_used(capd: Capd, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_check_names_everything_that_cannot_be_used(capd: Capd, tmp_path: Path) 
         "rule '2': store: Input should be 'full', 'stats' or 'both'",
         "[daemon] codec: unknown codec 'zip'",
         "[daemon] threds: unknown key; did you mean 'threads'?",
-        "CAPD_SLICES is no setting and has no effect; did you mean CAPD_SLICE?",
+        "CAPD_SLICES is not a setting and has no effect; did you mean CAPD_SLICE?",
     ]
     assert "threds" in capd("config", "check", cwd=tmp_path).out
     assert "and 4 more; `capd config check` lists them" in capd("stats", cwd=tmp_path).err

@@ -490,7 +490,7 @@ def test_a_full_disk_exits_with_6_and_leaves_whole_files_alone(
 
     assert done.code == 6
     assert "the file system" in done.err
-    assert "make room there; the files that stand are whole" in done.err
+    assert "make room there; the files in it are complete" in done.err
     assert {path.name for path in tmp_path.iterdir()} == {JSON_NAME, TEXT_NAME, "report.html"}
     assert document_of(tmp_path)["all"]["records"] == len(known[1]) // 2
 
