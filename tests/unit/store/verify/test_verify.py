@@ -357,7 +357,7 @@ def test_a_catalog_that_a_kill_amid_the_first_start_left_is_no_damage(tmp_path: 
     found = verify_run(run)
 
     assert (found.damaged, found.records) == ([], 0)
-    assert any("the next start makes it" in note for note in found.notes)
+    assert any("the next start creates it" in note for note in found.notes)
 
 
 def test_damage_in_the_spool_is_found(tmp_path: Path) -> None:
@@ -386,7 +386,7 @@ def test_a_shard_that_a_zarr_tool_wrote_anew_is_a_note(run: Path) -> None:
     report = verify_run(run)
 
     assert (report.ok, report.records) == (True, 160)
-    assert any("without a journal" in note for note in report.notes)
+    assert any("has no journal" in note for note in report.notes)
 
 
 def test_files_that_belong_to_nothing_are_notes(run: Path) -> None:
