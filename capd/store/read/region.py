@@ -77,11 +77,11 @@ def _along(axis: range, length: int) -> list[tuple[int, slice, slice]]:
     for index in range(axis[0] // length, axis[-1] // length + 1):
         # The range of the selected elements that are in this chunk.
         first = max(0, -((axis.start - index * length) // axis.step))
-        behind = min(len(axis), -((axis.start - (index + 1) * length) // axis.step))
-        if first < behind:
+        stop = min(len(axis), -((axis.start - (index + 1) * length) // axis.step))
+        if first < stop:
             start = axis[first] - index * length
-            last = axis[behind - 1] - index * length
-            found.append((index, slice(first, behind), slice(start, last + 1, axis.step)))
+            last = axis[stop - 1] - index * length
+            found.append((index, slice(first, stop), slice(start, last + 1, axis.step)))
     return found
 
 

@@ -216,7 +216,7 @@ def _reconcile(state: Recovery) -> None:
 def _finish_seals(state: Recovery) -> None:
     """Publish renamed shards whose shape was not published."""
     group = [series for series in state.series.values() if series.row.sealing]
-    behind = [(series, series.in_shards) for series in group if series.shard is not None]
+    still_open = [(series, series.in_shards) for series in group if series.shard is not None]
     for series in group:
         per_shard = series.geometry.shard_records
         newest = (series.row.records - 1) // per_shard
@@ -232,7 +232,7 @@ def _finish_seals(state: Recovery) -> None:
         # Damaged metadata on disk cannot be continued.
         for series in group:
             _publish_apart(state, series)
-    for series, in_shards in behind:
+    for series, in_shards in still_open:
         # An open shard continues after the published records.
         series.in_shards = in_shards
 

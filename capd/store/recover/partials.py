@@ -56,7 +56,7 @@ def _named_by_documents(state: Recovery, path: Path) -> tuple[SeriesHeader, int]
 
 
 def _read_partial(
-    state: Recovery, path: Path, known: tuple[SeriesHeader, int] | None, *, mended: bool = False
+    state: Recovery, path: Path, known: tuple[SeriesHeader, int] | None, *, repaired: bool = False
 ) -> str:
     """Recover one file. Return why it cannot be used, or ""."""
     scanned = scan_shard(path, known)
@@ -74,7 +74,7 @@ def _read_partial(
         sealed = records_on_disk(state.layout.run, series, scanned.shard)
     if (
         not header.geometry.is_small
-        and not mended
+        and not repaired
         and state.known.get(header.path, 0) > max(scanned.newest + 1, sealed)
     ):
         # The catalog knew more records: the end of the file is damaged, not just unfinished.
@@ -91,10 +91,10 @@ def _read_partial(
         return f"its records begin at {begin}, but only {series.row.sealed} are sealed before it"
     holes = any(number not in scanned.rows for number in range(series.row.sealed, scanned.newest + 1))
     gaps = any(start < scanned.end for start, _ in scanned.gaps)
-    if holes or gaps or (state.may_be_torn and not mended and _is_torn(path, scanned)):
+    if holes or gaps or (state.may_be_torn and not repaired and _is_torn(path, scanned)):
         try:
             _repair(state, path, scanned, series, begin)
-            return _read_partial(state, path, known, mended=True)
+            return _read_partial(state, path, known, repaired=True)
         except DamagedRecord:
             # Without holes all COMMITs that matter are there: the file is used as it is.
             if holes:

@@ -109,10 +109,10 @@ class Recovery:
         Returns:
             The stored bytes of the rows that the catalog keeps, by number.
         """
-        first, behind = min(rows, default=0), max(rows, default=-1) + 1
+        first, end = min(rows, default=0), max(rows, default=-1) + 1
         if self.known.get(series.header.path, 0) <= first:
             return {}
-        found = self.catalog.stored(series.row.id, first, behind)
+        found = self.catalog.stored(series.row.id, first, end)
         wrong = [n for n, (client, sequence, _) in found.items() if not _same(rows.get(n), client, sequence)]
         if wrong:
             self.catalog.forget_from(series.row, min(wrong))

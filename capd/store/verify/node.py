@@ -215,5 +215,5 @@ def _read_partial(run: Path, run_ids: frozenset[str], node: NodePromise, path: P
         _find(run, node, "spool", "", (), path, 0, f"belongs to run {file.run_id!r}, node {file.node!r}")
         return
     node.headers.setdefault(scanned.header.path, scanned.header)
-    behind = max(node.unsealed.get(scanned.header.path, 0), scanned.newest + 1)
-    node.unsealed[scanned.header.path] = behind
+    end = max(node.unsealed.get(scanned.header.path, 0), scanned.newest + 1)
+    node.unsealed[scanned.header.path] = end
