@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -103,6 +104,14 @@ class SpoolCopies:
                     first.row if found is None else found[0],
                     None if found is None else found[1],
                 )
+
+    def without_series(self, accounted: Collection[Capture]) -> list[str]:
+        """Name the logs with records whose series is lost, except those of `accounted`, and count these records."""
+        orphans: Counter[Path] = Counter()
+        for capture, copies in self._copies.items():
+            if capture not in accounted and not any(copy.series for copy in copies):
+                orphans[copies[0].path] += 1
+        return [f"{path}: {count} records whose series is lost" for path, count in orphans.items()]
 
     def _add_shard(self, path: Path, digests: Mapping[str, SeriesHeader]) -> None:
         scanned = scan_if_readable(path, named(path, digests))

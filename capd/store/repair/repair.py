@@ -61,7 +61,10 @@ class LostRecord:
 
 @dataclass(slots=True)
 class Repair:
-    """The result of a repair. unknown: the paths of series that no file describes."""
+    """The result of a repair.
+
+    unknown: what no file describes: paths of series, and logs with records whose series is lost.
+    """
 
     run: Path
     new: Path
@@ -99,7 +102,7 @@ def repair(run: Path, new: Path, *, progress: Callable[[int], None] | None = Non
             for node in _writers(run):
                 with _Node(run, node, root, done, progress) as part:
                     saved |= part.save()
-            done.unknown = [p for p in series_on_disk(run) if p not in saved and shard_files(run / p)]
+            done.unknown += [p for p in series_on_disk(run) if p not in saved and shard_files(run / p)]
             # If no node wrote to the run, the new run is empty.
             if not (root / new.name).exists():
                 RunStore(root, new.stem, "node0", StoreOptions()).close()
@@ -213,6 +216,8 @@ class _Node:
         options = StoreOptions(open_files=open_files_within(soft))
         self._store = RunStore(root, done.new.stem, node, options)
         self._small: list[tuple[Plan, RecordRow, bytes]] = []
+        # The captures that are saved or listed as lost.
+        self._accounted: set[Capture] = set()
         self._nameless = 0
         # The client of records that lost their own client.
         self._client = uuid.uuid4().bytes
@@ -241,6 +246,7 @@ class _Node:
             for row, taken in self._sound(header, surveyed):
                 self._commit(plan, row, taken)
             self._flush()
+        self._done.unknown += self._copies.without_series(self._accounted)
         for session in self._catalog.sessions:
             self._store.save_session(session)
         self._store.seal()
@@ -276,6 +282,7 @@ class _Node:
                 nameless.add((row.moment, row.shape))
             yield row, taken
         missing = {(row.client, row.sequence) for _, row in lost if row is not None}
+        self._accounted |= seen | missing
         added: set[Occasion] = set()
         for number, row, taken in self._copies.others(header, seen):
             if (row.moment, row.shape) in nameless:

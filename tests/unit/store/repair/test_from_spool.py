@@ -45,8 +45,9 @@ def put(writer: Writer, *iterations: int) -> None:
 
 
 def maintain(writer: Writer) -> None:
-    """A full shard is sealed behind this."""
+    """Seal the full shard, and write the catalog's rows, which else come within a second."""
     writer.pipeline.post("run", RunStore.maintain).result(timeout=30)
+    writer.pipeline.post("run", RunStore.flush_catalog).result(timeout=30)
 
 
 def make(root: Path) -> tuple[Path, Writer]:
@@ -167,6 +168,19 @@ def test_a_log_without_its_series_frame_still_has_the_records(tmp_path: Path) ->
     damage(spool(run, "small-*.log"), FrameKind.SERIES, 0)
 
     assert saves_shared(run, writer).is_complete
+
+
+def test_records_whose_series_is_lost_are_counted_as_unknown(tmp_path: Path) -> None:
+    run, _ = make(tmp_path)
+    log = spool(run, "small-*.log")
+    lose_catalog(run)
+    damage(log, FrameKind.SERIES, 0)
+
+    done, _ = repaired(run)
+
+    assert (done.saved, done.lost) == (LAST + 1 - 5, [])
+    assert done.unknown == [f"{log}: 5 records whose series is lost"]
+    assert not done.is_complete
 
 
 LARGE = key("large")
