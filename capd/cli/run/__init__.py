@@ -1,1 +1,1 @@
-"""`capd run`, `capd plan` and collection runs."""
+"""The commands that start a job: `capd run`, `capd plan` and collection runs."""

@@ -1,4 +1,4 @@
-"""The checks of `capd run --mode single|batch|quick` before anything is started, and the report at its end."""
+"""Collection runs of `capd run --mode single|batch|quick`: the checks before the start, and the report at the end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _EXIT_CODES: dict[Outcome | None, int] = {"nothing": 5, "full": 6}
 
 @dataclass(frozen=True)
 class CollectionOptions:
-    """The options of `capd run` that collections alone have; None for those not given."""
+    """The options of `capd run` for collections only. An option that was not given is None."""
 
     control_iter: int | None
     collect_micro_batches: int | None
@@ -55,16 +55,21 @@ class CollectionOptions:
 
     @cached_property
     def variables(self) -> dict[str, str]:
-        """The variables of `--env`. Raises ConfigError."""
+        """The variables of `--env`.
+
+        Raises:
+            ConfigError: If an entry is not NAME=VALUE.
+        """
         return parse_variables(self.env or ())
 
 
 def collection_request(
     mode: str | None, quant_type: str | None, options: CollectionOptions
 ) -> CollectionRequest | None:
-    """The collection run that was asked for; None for a plain `capd run`, which takes none of these options.
+    """Return the collection run that the options request, None for a plain `capd run`.
 
-    Raises ConfigError.
+    Raises:
+        ConfigError: If a plain `capd run` got an option for collections only, or if an option is wrong.
     """
     if mode is None or mode.strip().lower() not in MODES:
         given = [
@@ -96,9 +101,23 @@ def run_collection(
     *,
     label_only: bool,
 ) -> int:
-    """Checks, collects and reports; returns the exit code. label_only: no type is emulated.
+    """Check, collect and report.
 
-    Raises ConfigError, CapdError, and typer.Exit of `find_command`.
+    Args:
+        request: The collection run.
+        command: The job, with placeholders.
+        options: The options for collections only.
+        place: The daemon, store and run to capture to.
+        settings: The settings of the job and of its daemon.
+        label_only: Whether to emulate nothing: the quant types are only labels.
+
+    Returns:
+        The exit code of `capd run`.
+
+    Raises:
+        ConfigError: If a check fails. Nothing was started.
+        CapdError: If the daemon or the state of the collection cannot be used.
+        typer.Exit: If the command of a type cannot be executed.
     """
     from capd.store.disk.files import make_directory
 
@@ -115,19 +134,19 @@ def run_collection(
         with alone(directory), leaving_on_signals():
             Collection(request, state, directory, jobs, place, settings).run()
     except (KeyboardInterrupt, SystemExit):
-        note(f"interrupted; the same command goes on with run {run_id}")
+        note(f"interrupted; the same command continues run {run_id}")
         note_undrawn(place.store / f"{run_id}.zarr", place.report)
         raise
     _report(place.store / f"{run_id}.zarr", directory, state, options.json)
     missing = [one for one in state.types if one.quant_type in jobs and not one.collected]
     if missing:
         names = ", ".join(one.quant_type for one in missing)
-        note(f"not collected: {names}; the same command with --run-id {run_id} tries them again")
+        note(f"not collected: {names}; the same command with --run-id {run_id} retries them")
     return reported(_exit_code(missing), place.store, run_id, place.report)
 
 
 def _exit_code(missing: Sequence[TypeState]) -> int:
-    """0 where nothing is missing; where all that is missing is so for one reason, that reason's, else 1."""
+    """Return 0 if no type is missing, the code of the reason if all missing types share one, else 1."""
     codes = {_EXIT_CODES.get(one.outcome, 1) for one in missing} or {0}
     return codes.pop() if len(codes) == 1 else 1
 
@@ -137,7 +156,7 @@ def _check(request: CollectionRequest, place: Place, settings: ResolvedJob, yes:
         raise ConfigError("CAPD_ENDPOINT=off: a collection run would collect nothing; unset it")
     if settings.job.mode.startswith("sample:"):
         raise ConfigError(
-            f"mode {settings.job.mode} leaves calls out, and a collection run keeps whole micro-batches; choose how "
+            f"mode {settings.job.mode} skips calls, but a collection run keeps whole micro-batches; choose how "
             "many with --control-iter, and CAPD_MODE=tensor or stats"
         )
     budget = not place.endpoint and settings.daemon.origins["max_disk"] != "default"
@@ -149,7 +168,10 @@ def _check(request: CollectionRequest, place: Place, settings: ResolvedJob, yes:
 
 
 def _placed(place: Place, request: CollectionRequest, command: Sequence[str]) -> tuple[str, Place]:
-    """The run, one that was not finished or else a new one; and the place with it, in the store of a joined daemon."""
+    """Return the unfinished run of the collection or a new run, and `place` with it.
+
+    The store is the store of the joined daemon, if there is one.
+    """
     from capd.server.runs.names import check_run_id, new_run_id
 
     store = place.store.absolute()
@@ -176,7 +198,7 @@ def _jobs(
     *,
     label_only: bool,
 ) -> dict[str, TypeJob]:
-    """The job of each type that was asked for: its command is found, and everything that it requires is there."""
+    """Return the job of each requested type. Its command was found and every path of `--require` exists."""
     found: dict[str, TypeJob] = {}
     for index, one in enumerate(state.types):
         if one.quant_type not in request.types:
@@ -199,7 +221,7 @@ def _jobs(
 
 
 def _require(path: str) -> None:
-    """Raise ConfigError unless there is such a path, or a data set of Megatron's with this prefix."""
+    """Raise ConfigError unless the path exists, or is the prefix of a Megatron data set."""
     if not os.path.exists(path) and not all(os.path.exists(f"{path}{suffix}") for suffix in (".bin", ".idx")):
         raise ConfigError(
             f"--require: {path} does not exist (nor {path}.bin with .idx); prepare it, or correct the path; nothing "
@@ -208,7 +230,7 @@ def _require(path: str) -> None:
 
 
 def _report(run: Path, directory: Path, state: CollectionState, as_json: bool) -> None:
-    """Prints the report of a run, and leaves it in the collection's directory in both forms."""
+    """Print the report of a run, and write it into the collection's directory as JSON and as text."""
     from capd.collect.report import collection_report
     from capd.collect.report_text import report_lines, type_lines
     from capd.store.read.store import open_store

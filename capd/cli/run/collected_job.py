@@ -1,4 +1,4 @@
-"""The job of one type of a collection run: in a group of its own, its output on the terminal and in a log file."""
+"""The job of one type of a collection run: in its own process group, its output on the terminal and in a log file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from capd.cli.run.collection_terminal import Display
 
 __all__ = ["CollectedJob", "last_lines"]
 
-_DRAIN_S = 2.0  # after the job: for output of processes that it left behind
+# The time after the job for output of processes that it left running.
+_DRAIN_S = 2.0
 _LOOK_S = 0.1
 _PIPE_NBYTES = 1 << 16
 _TAIL_NBYTES = 1 << 16
@@ -24,9 +25,9 @@ _LINE_CHARS = 400
 
 
 class CollectedJob(GroupJob):
-    """The job; leaving the context ends it, and what it still prints is read.
+    """The job of one type. Leaving the context ends the job and reads the rest of its output.
 
-    Whatever the log's disk or the terminal do, its output is read on, so that the job never waits for either.
+    The output is read even if the log's disk or the terminal fails, so the job never waits for either.
     """
 
     def __init__(
@@ -40,7 +41,11 @@ class CollectedJob(GroupJob):
         self._reader = threading.Thread(target=self._read, name="capd-job-output", daemon=True)
 
     def start(self) -> None:
-        """Start it. Raises OSError where the command cannot be executed or the log cannot be made."""
+        """Start the job.
+
+        Raises:
+            OSError: If the command cannot be executed or the log cannot be created.
+        """
         self._log = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         self._files.callback(os.close, self._log)
         self._pipe, end = os.pipe()
@@ -52,7 +57,7 @@ class CollectedJob(GroupJob):
         self._reader.start()
 
     def logged_nbytes(self) -> int:
-        """The size of the log until now, in bytes."""
+        """Return the size of the log until now, in bytes."""
         return os.fstat(self._log).st_size
 
     def __exit__(
@@ -93,7 +98,13 @@ def _write_all(fd: int, content: bytes) -> None:
 
 
 def last_lines(log: Path, count: int = 20, *, nbytes: int | None = None) -> list[str]:
-    """The last lines of a log, without control characters; none where it cannot be read. nbytes: of its beginning."""
+    """Return the last `count` lines of a log without control characters, none if it cannot be read.
+
+    Args:
+        log: The file.
+        count: The number of lines.
+        nbytes: The size of the log's beginning to take the lines from. None takes them from the whole log.
+    """
     with contextlib.suppress(OSError), log.open("rb") as file:
         end = file.seek(0, os.SEEK_END) if nbytes is None else nbytes
         start = file.seek(max(0, end - _TAIL_NBYTES))

@@ -1,4 +1,4 @@
-"""`capd run --mode single|batch|quick`: a job for each quant type, until it has what was asked for."""
+"""The loop of a collection run: one job for each quant type, until the type has the requested micro-batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from capd.store.disk.files import make_directory
 __all__ = ["RULES", "Collection", "TypeJob"]
 
 TypeJob = tuple[Filled, Choice]
-"""The command of a type with what is its own, and what it computes in."""
+"""The command of a type with its variables, and the number format in which it computes."""
 
 RULES = """\
 # What a collection run captures: everything that tensor_saver did. The second rule adds the backward's results.
@@ -42,10 +42,7 @@ _LOOK_S = 0.25
 
 
 class Collection:
-    """All types of one collection run, whose state in `directory` is kept up to date.
-
-    jobs: one for each type that was asked for.
-    """
+    """All types of one collection run. It keeps the state in `directory` up to date."""
 
     def __init__(
         self,
@@ -56,10 +53,21 @@ class Collection:
         place: Place,
         settings: ResolvedJob,
     ) -> None:
+        """Prepare the collection.
+
+        Args:
+            request: The collection run.
+            state: The types and their progress until now.
+            directory: The collection's directory.
+            jobs: The job of each requested type.
+            place: The daemon, store and run to capture to.
+            settings: The settings of the job and of its daemon.
+        """
         self._request, self._state, self._directory = request, state, directory
         self._jobs, self._place, self._settings = jobs, place, settings
         self._display = Display()
-        self._printed: int | None = None  # of the job's log, when it was asked to end
+        # The size of the job's log when the job was asked to end.
+        self._printed: int | None = None
 
     def run(self) -> None:
         """Collect every type that is not collected yet."""
@@ -82,7 +90,7 @@ class Collection:
         one.begin_try()
         one.log = str(tried(self._directory, one)[1])
         began = time.monotonic()
-        ending = Ending("interrupted", "capd run itself was ended, or could not go on")
+        ending = Ending("interrupted", "capd run itself was ended, or could not continue")
         filled, choice = self._jobs[one.quant_type]
         job = self._settings.job
         startup = Startup(job.watch, replace=job.replace_tensor_saver, emulate=choice.recipe != "none")
@@ -92,7 +100,8 @@ class Collection:
             self._save()
             with self._place.companion() as companion, startup, _documents() as documents:
                 ending = self._run_job(one, companion, startup, Path(documents))
-        except OSError as error:  # a full disk, above all
+        except OSError as error:
+            # Usually the disk is full.
             ending = Ending("failed", f"{error.strerror or error} ({error.filename or self._directory})")
         finally:
             one.outcome, one.reason = ending.outcome, ending.reason
@@ -103,10 +112,10 @@ class Collection:
         try:
             save(self._directory, self._state)
         except OSError as error:
-            note(f"how far the collection is cannot be saved in {self._directory}: {error.strerror or error}")
+            note(f"the collection's progress cannot be saved in {self._directory}: {error.strerror or error}")
 
     def _environment(self, one: TypeState, companion: Companion, documents: Path) -> dict[str, str]:
-        """The job's environment: that of `capd run`, the type, and how much of it is kept."""
+        """Return the environment that `capd run` makes, with the type and its limits."""
         filled, choice = self._jobs[one.quant_type]
         file = self._settings.file
         environ = job_environment({**os.environ, **filled.variables}, companion, self._settings.flags, file)
@@ -119,7 +128,7 @@ class Collection:
             "CAPD_COLLECT_DIR": str(documents),
             "CAPD_QUANT_TYPE": one.quant_type,
             "CAPD_EMULATE": choice.recipe,
-            # Scripts that were written for tensor_saver look at these.
+            # Scripts that were written for tensor_saver read these two variables.
             "CUSTOM_QUANT_TYPE": one.quant_type,
             "TENSOR_SAVE_ENABLED": "true",
             "CONTROL_ITER": str(self._request.micro_batches),
@@ -127,7 +136,8 @@ class Collection:
         }
         if one.tries > 1:
             environ["CAPD_ATTEMPT"] = str(next_attempt(companion))
-        environ.setdefault("PYTHONUNBUFFERED", "1")  # the last lines of a job that is killed
+        # Without it the last lines of a killed job would be lost in its buffer.
+        environ.setdefault("PYTHONUNBUFFERED", "1")
         return environ
 
     def _run_job(self, one: TypeState, companion: Companion, startup: Startup, documents: Path) -> Ending:
@@ -145,7 +155,8 @@ class Collection:
                 return Ending("failed", f"{command[0]} cannot be executed: {error.strerror or error}")
             asked = self._watch_job(one, job, run, watcher)
             if asked is not None:
-                self._printed = job.logged_nbytes()  # its last words are about its being ended
+                # Output after this point is about the end that was requested.
+                self._printed = job.logged_nbytes()
                 run.flush()
         companion.finish(startup.why_nothing)
         told = startup.emulation()
@@ -163,7 +174,7 @@ class Collection:
     def _watch_job(
         self, one: TypeState, job: CollectedJob, run: CollectedRun, watcher: Watcher
     ) -> Ending | None:
-        """Why the job is to be ended; None when it has ended by itself."""
+        """Return the reason to end the job, None if it ended by itself."""
         began, expected = time.monotonic(), self._expected()
         while job.process.poll() is None:
             ending = watcher.look(run.look())
@@ -176,7 +187,7 @@ class Collection:
         return None
 
     def _expected(self) -> int | None:
-        """The records that a type should give: as many as one that is complete; None before there is one."""
+        """The number of records of a complete type, which each type should reach. None before there is one."""
         return next((one.records for one in self._state.types if one.outcome == "complete"), None)
 
     def _show_log(self, one: TypeState) -> None:
@@ -188,5 +199,5 @@ class Collection:
 
 
 def _documents() -> tempfile.TemporaryDirectory[str]:
-    """The directory where the processes of a job say how far they are: this user's alone, and gone afterwards."""
+    """A directory of this user where the job's processes write their progress. It is removed after the job."""
     return tempfile.TemporaryDirectory(prefix="capd-collect-", ignore_cleanup_errors=True)

@@ -1,4 +1,4 @@
-"""The run that a collection's job captures into, by its daemon's counters, or by the store where no daemon has it."""
+"""The run that a collection's job captures into, read from the daemon's counters or from the store."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ if TYPE_CHECKING:
 
 __all__ = ["CollectedRun", "DaemonView", "next_attempt"]
 
-_WATCH_REPLY_S = 2.0  # a daemon that is stopped is not to keep the job beyond its time
-_LAST_REPLY_S = 60.0  # of a daemon that has much to do: without it nobody knows what is stored
+# A stopped daemon must not keep the job past its end.
+_WATCH_REPLY_S = 2.0
+# A busy daemon gets time, because only its reply says what is stored.
+_LAST_REPLY_S = 60.0
 _FLUSH_S = 30.0
 _LOOK_S = 0.05
 
 
 class DaemonView(NamedTuple):
-    """The counters of a daemon and of a run. run: None where nothing was captured into it yet."""
+    """The counters of a daemon and of a run. `run` is None before anything was captured into it."""
 
     daemon: DaemonStats
     run: RunStats | None
 
 
 class _Counts(NamedTuple):
-    """Numbers of a run. lost: drops that nobody asked for, disk_full among them."""
+    """The counts of one run. `lost` counts unwanted drops, disk_full included."""
 
     records: int = 0
     lost: int = 0
@@ -45,27 +47,37 @@ class _Counts(NamedTuple):
 
 
 class CollectedRun:
-    """The run of one job of a collection, counted from before the job is started.
+    """The run of one job of a collection, counted from before the job's start.
 
-    view: what the daemon said last, None where it did not answer. records: kept of the job, as far as it said.
+    Attributes:
+        view: The daemon's last reply, None if it did not answer.
     """
 
     def __init__(self, companion: Companion, documents: Path) -> None:
-        """documents: the directory where the job's processes say how far they are."""
+        """Count the records that the run already has.
+
+        Args:
+            companion: The daemon.
+            documents: The directory where the job's processes write their progress.
+        """
         self._companion, self._documents = companion, documents
         self.view = _asked(companion, REPLY_TIMEOUT_S)
         self._before = self._counts_before()
         self.records = 0
 
     def _counts_before(self) -> _Counts:
-        """The numbers that the run has already: a daemon that opens it later counts those, too."""
+        """Return the run's numbers before the job. A daemon that opens the run later counts those records, too."""
         if self.view is not None and self.view.run is not None:
             return _counts(self.view.run)
         store = _store(self._companion)
         return _Counts() if store is None else _counts(store.totals())
 
     def look(self, *, last: bool = False) -> Observation:
-        """Asks the daemon and the job. last: the job is over; its daemon is waited for longer, and has to answer."""
+        """Ask the daemon and the job for their progress.
+
+        Args:
+            last: Whether the job is over. The daemon then gets more time, and it must answer.
+        """
         self.view = _asked(self._companion, _LAST_REPLY_S if last else _WATCH_REPLY_S)
         run = None if self.view is None else self.view.run
         now = _Counts() if run is None else _counts(run)
@@ -83,7 +95,7 @@ class CollectedRun:
         )
 
     def flush(self) -> None:
-        """Waits until what the job has captured is in the store; a job that hangs is not waited for long."""
+        """Wait until the captures of the job are in the store. A job that hangs gets little time."""
         deadline = time.monotonic() + _FLUSH_S
         ranks = self._ranks()
         while time.monotonic() < deadline and not self._connected(ranks):
@@ -92,7 +104,7 @@ class CollectedRun:
             tool.request(Control("flush", self._companion.run_id, wait_s=_FLUSH_S), _FLUSH_S + 10)
 
     def _connected(self, ranks: list[Collected]) -> bool:
-        """Whether the daemon knows each process that has captured and lives; also where the daemon has ended.
+        """Return whether the daemon knows each living process that has captured, or has ended itself.
 
         A process may have captured everything before it reaches the daemon.
         """
@@ -110,7 +122,7 @@ class CollectedRun:
 
 
 def _asked(companion: Companion, timeout_s: float) -> DaemonView | None:
-    """The daemon's counters now; None where it does not answer."""
+    """Return the daemon's counters now, None if it does not answer."""
     with contextlib.suppress(EndpointError), connect(parse(companion.endpoint)) as tool:
         daemon = tool.stats(companion.run_id, timeout_s)
         run = next((run for run in daemon.runs if run.run_id == companion.run_id), None)
@@ -123,7 +135,7 @@ def _counts(run: RunStats | Totals) -> _Counts:
 
 
 def next_attempt(companion: Companion) -> int:
-    """One more than any attempt in the store, so that readers take this try's records and not those of one before."""
+    """Return a number above all attempts in the store, so that readers take the records of the new attempt."""
     store = _store(companion)
     return 0 if store is None else 1 + max((session.attempt for session in store.sessions), default=-1)
 

@@ -1,4 +1,4 @@
-"""The terminal of a collection run: the job's output, and a line that says how far it is."""
+"""The terminal of a collection run: the job's output, and one line of progress."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ from capd.drops import lost
 
 __all__ = ["Display", "progress_text"]
 
-_QUIET_S = 30.0  # between two lines of progress where there is no terminal
+# The interval between two lines of progress if stderr is no terminal.
+_QUIET_S = 30.0
 
 
 class Display:
-    """Writes to stderr; for several threads. A terminal that is gone is no error."""
+    """The stderr of a collection run, for use by several threads. A closed terminal is not an error."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._tty = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self._status = ""
-        self._at_start = True  # of a line: there the status may be drawn
+        # The cursor is at the start of a line, where the status may be drawn.
+        self._at_start = True
         self._said = time.monotonic()
 
     def job_output(self, chunk: bytes) -> None:
-        """Shows output of the job, unchanged."""
+        """Show output of the job unchanged."""
         with self._lock:
             self._write((b"\r\x1b[K" if self._drawn else b"") + chunk)
             self._at_start = chunk.endswith(b"\n")
@@ -39,7 +41,7 @@ class Display:
                 self._write(self._line())
 
     def progress(self, text: str) -> None:
-        """Shows how far the collection is: redrawn on a terminal, else a line now and then."""
+        """Show the progress: one redrawn line on a terminal, otherwise a new line every 30 s."""
         with self._lock:
             if self._tty:
                 before, self._status = self._drawn, text
@@ -50,7 +52,7 @@ class Display:
                 self._write(f"capd: {text}\n".encode())
 
     def end(self) -> None:
-        """Take the line of progress away: what comes next is printed by others."""
+        """Remove the line of progress, because other output follows."""
         with self._lock:
             if self._drawn:
                 self._write(b"\r\x1b[K")
@@ -74,14 +76,14 @@ class Display:
 def progress_text(
     one: TypeState, request: CollectionRequest, view: DaemonView | None, expected: int | None, seconds: float
 ) -> str:
-    """The line that says how far the job of a type is.
+    """Return the line of progress for the job of a type.
 
     Args:
-        one: the type.
-        request: the collection's.
-        view: what the daemon says, None where it does not answer.
-        expected: how many records the type should give, None where nobody knows.
-        seconds: how long the job has run.
+        one: The type.
+        request: The collection's request.
+        view: The daemon's reply, None if it does not answer.
+        expected: The number of records that the type should reach, None if unknown.
+        seconds: The time that the job has run.
     """
     wanted = f" of {request.micro_batches:,}" if request.micro_batches else ""
     parts = [

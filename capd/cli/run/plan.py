@@ -1,4 +1,4 @@
-"""`capd plan -- CMD…`: what a job would capture, from its own first steps, before anything is captured."""
+"""`capd plan -- CMD…`: shows from a job's first steps what it would capture, before anything is captured."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def plan(
     Nothing is captured: there is no daemon, no arena and no store. The job itself runs and really trains, until
     every rank of this node has finished its first steps, or a step seems to have no end. Then SIGTERM ends it, and
     SIGKILL after 60 s. Files that a script writes in its first steps, or on SIGTERM, are written. Its output goes
-    to stderr, with the launcher's words on the SIGTERM.
+    to stderr, including the launcher's messages about the SIGTERM.
 
     The options are those of `capd run`. Every planned step is looked at, whatever --steps selects; micro-batches
     and ranks are selected as in a run. If a captured step has the shapes of a planned one, its series, shapes,
@@ -106,7 +106,7 @@ def plan(
     settings = resolved_job({"store": store}, config, flags, os.environ)
     daemon = settings.daemon.settings
     startup = Startup(settings.job.watch, replace=settings.job.replace_tensor_saver)
-    # This user's alone, and gone afterwards.
+    # The directory is private to this user and is removed afterwards.
     made = tempfile.TemporaryDirectory(prefix="capd-plan-", dir=shared, ignore_cleanup_errors=True)
     with made, startup:
         directory = Path(made.name).absolute()
@@ -124,14 +124,14 @@ def plan(
     else:
         print_lines(plan_lines(found, every_series=every_series))
     if not all(rank["complete"] for rank in found["ranks"]):
-        note("no step of some ranks was finished: their figures are of what was seen until then")
+        note("no step of some ranks was finished: their figures cover only the part that ran")
         raise typer.Exit(1)
 
 
 def _train(
     command: list[str], environ: dict[str, str], directory: Path, timeout_s: float, *, all_nodes: bool
 ) -> tuple[list[RankSeen], int | None]:
-    """The documents of the ranks, and the job's exit code if it ended by itself."""
+    """Return the documents of the ranks, and the job's exit code if it ended by itself."""
     from capd.cli.run.planned_job import PlannedJob, documents
 
     with PlannedJob(command, environ, directory) as job:
@@ -148,7 +148,7 @@ def _train(
 
 
 def _check_seen(seen: list[RankSeen], code: int | None, timeout_s: float, why_nothing: WhyNothing) -> None:
-    """Raise an error that says why, if there is nothing to plan from."""
+    """Raise an error with the reason if no rank has anything to plan from."""
     from capd.errors import CapdError, NothingMatched
 
     how = (
@@ -166,7 +166,7 @@ def _check_seen(seen: list[RankSeen], code: int | None, timeout_s: float, why_no
 
 
 def _plan(seen: list[RankSeen], settings: DaemonSettings, *, ended: bool) -> dict[str, Any]:
-    """The plan, with what this node's daemon and disk would add."""
+    """Return the plan, with the figures of this node's daemon and disk."""
     from capd.server.limits import encode_threads
     from capd_client.planning.disk import disk_plan, write_speed
     from capd_client.planning.whole import whole_plan

@@ -1,4 +1,4 @@
-"""The job of `capd plan`: runs in a process group of its own until every rank is planned, then is ended."""
+"""The job of `capd plan`: runs in its own process group until every rank is planned, then is ended."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from capd_client.process.documents import left
 __all__ = ["PlannedJob", "documents"]
 
 _LOOK_S = 0.1
-_STRAGGLER_S = 30.0  # the lag that a rank may have after the first one, or two of its longest steps
+# A rank may lag by this time, or by two of the longest steps, after the first complete rank.
+_STRAGGLER_S = 30.0
 
 
 def documents(directory: Path) -> list[RankSeen]:
-    """The documents that the job's processes have left until now; of a restarted rank those that got farthest."""
+    """Return the documents that the job's processes wrote until now. For a restarted rank, take the farthest ones."""
     of_rank: dict[int, dict[tuple[bool, bool], list[RankSeen]]] = {}
     for one in left(directory, RankSeen):
         far = (one.state == "complete", bool(one.series))
@@ -27,20 +28,29 @@ def documents(directory: Path) -> list[RankSeen]:
 
 
 class PlannedJob(GroupJob):
-    """The job, with `directory` for the documents of its processes; its output goes to stderr."""
+    """The job, with `directory` for the documents of its processes. Its output goes to stderr."""
 
     def __init__(self, command: Sequence[str], environ: dict[str, str], directory: Path) -> None:
         super().__init__(command, environ, mark=f"CAPD_PLAN={directory}")
         self._directory = directory
 
     def start(self) -> None:
-        """Starts it. Raises OSError where the command cannot be executed."""
+        """Start the job.
+
+        Raises:
+            OSError: If the command cannot be executed.
+        """
         self._start(2)
 
     def wait(self, timeout_s: float, *, all_nodes: bool) -> int | None:
-        """Until every rank is planned, or the job has ended: its exit code, None while it runs.
+        """Wait until every rank is planned, the job has ended, or `timeout_s` has passed.
 
-        all_nodes: the ranks of all nodes are waited for. Returns as well when `timeout_s` are over.
+        Args:
+            timeout_s: The longest wait, in seconds.
+            all_nodes: Whether to wait for the ranks of all nodes, not only of this one.
+
+        Returns:
+            The exit code of the job, None while it runs.
         """
         deadline, first_complete = time.monotonic() + timeout_s, 0.0
         while time.monotonic() < deadline:
@@ -60,7 +70,7 @@ class PlannedJob(GroupJob):
         return self.process.poll()
 
     def _trains(self, one: RankSeen) -> bool:
-        """Whether a rank is still to be waited for."""
+        """Return whether `wait` must still wait for a rank."""
         here = one.host == socket.gethostname()
         return one.state == "running" and (not here or has_variable(one.pid, self.mark))
 

@@ -1,4 +1,4 @@
-"""`capd run -- CMD…`: a daemon beside a training job, from the first capture to the sealed store."""
+"""`capd run -- CMD…`: runs a daemon next to a training job, from the first capture to the sealed store."""
 
 from __future__ import annotations
 
@@ -115,14 +115,16 @@ def run(
     request = collection_request(mode, quant_type, options)
     if request is not None:
         mode = quant_type = None
-    program = "" if request else find_command(command[0])  # exits with 126 or 127 before anything is started
+    # It exits with 126 or 127 before anything is started.
+    program = "" if request else find_command(command[0])
     flags = checked_flags(
         {"policy": policy, "mode": mode, "steps": steps, "slice": slice_, "quant_type": quant_type},
         no_watch=no_watch,
     )
     asked = {**os.environ, **options.variables}
     if request is not None:
-        asked.pop("CAPD_EMULATE", None)  # each type has its own
+        # Each type has its own emulation.
+        asked.pop("CAPD_EMULATE", None)
     elif quant_type is not None or label_only:
         choice = choose(quant_type or "", asked, label_only=label_only)
         flags["CAPD_EMULATE"] = choice.recipe
@@ -143,7 +145,7 @@ def run(
 
 
 def _run(command: list[str], place: Place, settings: ResolvedJob) -> int:
-    """Runs the job beside its daemon; returns its exit code."""
+    """Run the job with its daemon and return its exit code."""
     from capd.cli.jobs.foreground import ForegroundJob
 
     job = settings.job

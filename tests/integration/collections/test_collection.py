@@ -147,9 +147,7 @@ def test_a_type_that_crashes_hangs_or_is_killed_is_reported_and_a_second_start_c
     }  # fmt: skip
     assert "mxfp8: timeout, not complete after 12 s (--timeout)" in done.stderr
     assert "capd:   RuntimeError: no kernel for bf16" in done.stderr
-    assert (
-        "not collected: bf16, mxfp8, mxfp4; the same command with --run-id r tries them again" in done.stderr
-    )
+    assert "not collected: bf16, mxfp8, mxfp4; the same command with --run-id r retries them" in done.stderr
     assert moments_of(run)["hifp8"] == {(0, 0), (1, 0), (2, 0)}
     assert f"hifp8  complete  {3:>13}" in done.stdout
 

@@ -81,7 +81,7 @@ def test_a_ctrl_c_ends_the_job_gently_and_names_the_type(tmp_path: Path) -> None
     finally:
         terminal.close()
 
-    assert b"goes on with run r" in terminal.shown
+    assert b"continues run r" in terminal.shown
     assert b"disk left" in terminal.shown
     assert b"Traceback" not in terminal.shown
     assert state_of(tmp_path / "store" / "r.zarr")["mxfp8"]["outcome"] == "interrupted"
