@@ -1,1 +1,1 @@
-"""What `capd run` and `capd plan` need of a job."""
+"""The parts of a job that `capd run` and `capd plan` share."""

@@ -1,6 +1,6 @@
-"""The daemon beside a job of `capd run`: a private one, started and stopped here, or one that is joined.
+"""The daemon next to a job of `capd run`: a private one that is started and stopped here, or a joined one.
 
-The job comes first: once it runs, nothing that happens to the daemon stops it or changes its exit code.
+The job comes first. Once the job runs, no failure of the daemon stops it or changes its exit code.
 """
 
 from __future__ import annotations
@@ -35,25 +35,33 @@ from capd_client.protocol.messages import Ping
 __all__ = ["Companion", "join", "start"]
 
 READY_S = 60.0
-REST_S = 10.0  # after the job: until the daemon has noted that every rank is gone
+# The time after the job until the daemon must have noted that every rank is gone.
+REST_S = 10.0
 SEAL_S = 600.0
-STOP_MARGIN_S = 30.0  # what a daemon may need beyond its shutdown timeout
+# The time that a daemon may need beyond its shutdown timeout.
+STOP_MARGIN_S = 30.0
 _SOCKET_NAME = "capd.sock"
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 class WhyNothing(Protocol):
-    """Says why a job has captured nothing; connected: whether some rank was there."""
+    """A function that says why a job has captured nothing. `connected`: whether some rank was connected."""
 
     def __call__(self, *, connected: bool) -> str: ...
 
 
 @dataclass(eq=False)
 class Companion:
-    """The daemon a job captures into. A context manager; leaving it ends a private daemon.
+    """The daemon that a job captures into. A context manager; leaving it ends a private daemon.
 
-    store: root of the store, None where it is not known. absent: nobody answered at the start, which has been said.
-    process: the private daemon; directory: of its socket; stop_s: how long it may take to end.
+    Attributes:
+        endpoint: The daemon's endpoint.
+        run_id: The run that the job captures into.
+        store: The root of the store, None if it is unknown.
+        absent: Whether no daemon answered at the start. A note has said so.
+        process: The private daemon, None for a joined one.
+        directory: The directory of the private daemon's socket.
+        stop_s: The time that the private daemon may take to end.
     """
 
     endpoint: str
@@ -76,9 +84,10 @@ class Companion:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def finish(self, why_nothing: WhyNothing) -> None:
-        """The job is over: wait until its ranks are accounted for, seal its run, print the summary.
+        """Finish after the job: wait until its ranks are accounted for, seal its run and print the summary.
 
-        why_nothing: asked where nothing was captured.
+        Args:
+            why_nothing: Says why nothing was captured, if that is so.
         """
         self.wake()
         try:
@@ -94,7 +103,7 @@ class Companion:
             note(f"nothing was captured: {why_nothing(connected=run is not None)}")
 
     def wake(self) -> None:
-        """Let a private daemon go on that somebody has stopped (SIGSTOP): it holds captures."""
+        """Continue a private daemon that somebody has stopped (SIGSTOP), because it holds captures."""
         if self.process is not None:
             self.process.send_signal(signal.SIGCONT)
 
@@ -117,8 +126,8 @@ class Companion:
     def _lost(self, error: EndpointError) -> str:
         if self.process is not None and self.process.poll() is not None:
             return (
-                f"the daemon ended before the job (exit code {self.process.returncode}); what came after that "
-                f"was not captured; `capd serve --store {self.store}` seals what it had acknowledged"
+                f"the daemon ended before the job (exit code {self.process.returncode}); later captures were "
+                f"not kept; `capd serve --store {self.store}` seals the records that it had acknowledged"
             )
         return f"no summary: {error}"
 
@@ -129,14 +138,14 @@ class Companion:
             process.wait(self.stop_s)
         except subprocess.TimeoutExpired:
             note(
-                f"the daemon (pid {process.pid}) does not stop; killing it, the next `capd serve` takes up the rest"
+                f"the daemon (pid {process.pid}) does not stop and is killed; the next `capd serve` seals the rest"
             )
             process.kill()
             process.wait()
 
 
 def join(endpoint: str, run_id: str | None) -> Companion:
-    """Join the daemon at `endpoint`. If it does not answer, the job runs all the same, and a note says so."""
+    """Join the daemon at `endpoint`. If it does not answer, a note says so, and the job runs without capture."""
     if run_id is not None:
         check_run_id(run_id)
     try:
@@ -151,20 +160,28 @@ def join(endpoint: str, run_id: str | None) -> Companion:
 def start(store: Path, run_id: str | None, config: Path | None) -> Companion:
     """Start a private daemon on `store` and wait until it answers.
 
-    Exits with the daemon's code when it refuses to start (its message is on stderr); the job is not started.
+    Args:
+        store: The root of the store.
+        run_id: The run of the job, None for a new one.
+        config: The settings file, None for the default.
+
+    Raises:
+        typer.Exit: If the daemon refuses to start, with the daemon's exit code. Its message is on stderr. The job
+            must not be started.
     """
     store = store.absolute()
     run_id = check_run_id(run_id) if run_id is not None else new_run_id(store)
     settings = load_daemon_settings({"store": store, "run_id": run_id}, path=config)
     companion = Companion("", run_id, store, stop_s=settings.shutdown_timeout_s + STOP_MARGIN_S)
     try:
-        with signals_put_off(_ENDING):  # one that came between the two would leave the directory
+        # A signal between the creation of the directory and its assignment would leave the directory.
+        with signals_put_off(_ENDING):
             companion.directory = _socket_directory()
         companion.endpoint = f"unix:{companion.directory / _SOCKET_NAME}"
         command = [sys.executable, "-m", "capd", "serve", "--quiet", "--parent", str(os.getpid())]
         command += ["--store", str(store), "--endpoint", companion.endpoint, "--run-id", run_id]
         command += ["--config", str(config)] if config else []
-        # A session of its own: the terminal's Ctrl-C is for the job, the daemon drains afterwards.
+        # The daemon gets its own session: the terminal's Ctrl-C is for the job, and the daemon drains after it.
         companion.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         _wait_ready(companion, companion.process)
     except BaseException:
@@ -192,12 +209,12 @@ def _wait_ready(companion: Companion, process: subprocess.Popen[bytes]) -> None:
     if code > 0 and code != EXIT_UNSEALED:
         note("the daemon did not start, so the job was not started")
         raise typer.Exit(code)
-    how = f"ended by signal {-code}" if code < 0 else "told to stop while it started"
+    how = f"ended by signal {-code}" if code < 0 else "stopped while it started"
     note(f"the daemon was {how}; the job runs without capture")
 
 
 def _socket_directory() -> Path:
-    """A fresh 0700 directory whose path leaves room for the socket's name."""
+    """Create a 0700 directory whose path is short enough for the socket's name."""
     places = [os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp"]  # noqa: S108 - 0700 below
     for place in places:
         if os.path.isabs(place) and os.access(place, os.W_OK):
@@ -209,7 +226,7 @@ def _socket_directory() -> Path:
 
 
 def summary(run: RunStats) -> list[str]:
-    """The lines that close a run; the first one speaks of drops where there are any."""
+    """Return the lines of the summary. If captures were dropped, the first line says so."""
     losses = describe_drops(run.dropped, run.why_full)
     ratio = f", ratio {run.raw_bytes / run.stored_bytes:.2f}" if run.stored_bytes else ""
     dropped, chosen = sum(lost(run.dropped).values()), sum(left_out(run.dropped).values())

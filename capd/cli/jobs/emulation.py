@@ -1,4 +1,4 @@
-"""The emulation that `capd run --quant-type` asks of a job, and the notes of the job's processes about it."""
+"""The emulation that `capd run --quant-type` requests of a job, and the notes of the job's processes about it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,27 @@ NONE = "none"
 
 
 class Choice(NamedTuple):
-    """The choice for a quant type: the CAPD_EMULATE of its job ("none": nothing is emulated), and why it is a label."""
+    """The CAPD_EMULATE of a job ("none": nothing is emulated), and the reason if the quant type is only a label."""
 
     recipe: str
     why_label: str = ""
 
     @property
     def text(self) -> str:
-        """The same in words."""
+        """The choice in words."""
         return f"a label: {self.why_label}" if self.why_label else f"emulation: {self.recipe}"
 
 
 def choose(quant_type: str, environ: Mapping[str, str], *, label_only: bool) -> Choice:
-    """Chooses the emulation of a job whose captures are labelled `quant_type`. Raises ConfigError.
+    """Choose the emulation of a job whose captures are labelled `quant_type`.
 
-    environ: what the user says to the job. A CAPD_EMULATE of it stands for the format that the word means.
+    Args:
+        quant_type: The label. It is also the format to emulate, unless `environ` has a CAPD_EMULATE.
+        environ: The environment that the user gives the job.
+        label_only: Whether to emulate nothing.
+
+    Raises:
+        ConfigError: If CAPD_EMULATE cannot be used.
     """
     from capd_client.config.settings import check_setting
     from capd_client.config.values import emulation, flag
@@ -47,7 +53,7 @@ def choose(quant_type: str, environ: Mapping[str, str], *, label_only: bool) -> 
         return Choice(NONE, "with CAPD_REPLACE_TENSOR_SAVER the job names its quant types itself")
     try:
         if emulation(quant_type) is None:
-            return Choice(NONE, f"in {quant_type} there is nothing to emulate")
+            return Choice(NONE, f"{quant_type} needs no emulation")
     except ConfigError:
         return Choice(NONE, f"{quant_type} is no number format that capd emulates")
     return Choice(quant_type)
@@ -57,7 +63,10 @@ def choose(quant_type: str, environ: Mapping[str, str], *, label_only: bool) -> 
 class Told:
     """The notes of one job's processes about its emulation.
 
-    recipes: those that were put on its models. ended: why they were taken away again; why_none: why there are none.
+    Attributes:
+        recipes: The recipes that were put on the job's models.
+        ended: The reason why the recipes were removed during the job, "" if they were not.
+        why_none: The reason why there are no recipes.
     """
 
     recipes: tuple[str, ...] = ()
@@ -66,15 +75,15 @@ class Told:
 
     @property
     def text(self) -> str:
-        """The recipe by which the job computed to its end, or "none"."""
+        """The recipe with which the job computed until its end, or "none"."""
         return NONE if self.ended or not self.recipes else "; ".join(self.recipes)
 
     def lines(self) -> Iterator[str]:
         """The lines of the summary."""
         if self.ended:
             yield (
-                f"the job {self.ended}: the emulation was taken away amid it, and each record says which was active; "
-                "run it again with --label-only"
+                f"the job {self.ended}: the emulation was removed during the job, and each record says which was "
+                "active; run the job again with --label-only"
             )
         elif self.recipes:
             yield from (f"emulated: {recipe}" for recipe in self.recipes)
@@ -83,7 +92,7 @@ class Told:
 
 
 def told_of(notes: Iterable[str], why_no_model: str) -> Told:
-    """From the lines that the processes noted. why_no_model: where none of them says anything of an emulation."""
+    """Parse the lines that the processes noted. `why_no_model` is the reason if no line is about an emulation."""
     found: dict[str, dict[str, None]] = {}
     for line in notes:
         word, _, rest = line.partition(" ")

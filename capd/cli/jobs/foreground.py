@@ -1,4 +1,4 @@
-"""The job of `capd run`: found on the path, run in the foreground, with signals passed on."""
+"""The job of `capd run`: found on the path and run in the foreground, with signals passed on."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def find_command(name: str) -> str:
-    """The path of a command as the shell would find it.
+    """Return the path of a command as the shell would find it.
 
-    Exits like a shell: 127 when there is no such command, 126 when it cannot be executed.
+    Raises:
+        typer.Exit: With a shell's code: 127 if there is no such command, 126 if it cannot be executed.
     """
     found = shutil.which(name)
     if found is not None:
@@ -38,12 +39,11 @@ def find_command(name: str) -> str:
 
 
 class ForegroundJob:
-    """Runs one command in the foreground.
+    """A runner of one command in the foreground, as a context manager of the main thread.
 
-    A context manager of the main thread: inside, SIGTERM, SIGHUP and user signals go to the job, and so does
-    SIGINT unless the terminal has sent it to the job already. Before the job runs, SIGTERM, SIGHUP and SIGINT
-    end this command; once the job is over they change nothing, so that the store is still sealed. A signal that is
-    ignored (nohup) stays so, in the job, too.
+    Inside the context, SIGTERM, SIGHUP and user signals go to the job. SIGINT does so, too, unless the terminal has
+    sent it to the job already. Before the job runs, SIGTERM, SIGHUP and SIGINT end this command. After the job they
+    change nothing, so that the store is still sealed. A signal that is ignored (nohup) stays ignored, in the job, too.
     """
 
     def __init__(self) -> None:
@@ -60,9 +60,11 @@ class ForegroundJob:
         self._signals.__exit__(None, None, None)
 
     def run(self, command: Sequence[str], environ: dict[str, str]) -> int:
-        """Run the command and wait for it; returns its exit code, 128+N if signal N ended it.
+        """Run the command and wait for it.
 
-        A file that cannot be executed after all (no interpreter, wrong machine) gives 126.
+        Returns:
+            The exit code: 128+N if signal N ended the command, 126 if it cannot be executed after all (no
+            interpreter, wrong machine).
         """
         try:
             self._process = subprocess.Popen(command, env=environ)
@@ -81,7 +83,7 @@ class ForegroundJob:
 
 
 def _in_foreground() -> bool:
-    """Whether a terminal sends its Ctrl-C to this process group, and so to the job by itself."""
+    """Return whether a terminal sends its Ctrl-C to this process group, and so directly to the job."""
     try:
         fd = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:

@@ -1,4 +1,4 @@
-"""The place that a job captures to: whose daemon, which store, which run; and on how many nodes the job runs."""
+"""The place that a job captures to (daemon, store and run), and the number of nodes on which the job runs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ __all__ = ["Place", "endpoint_of", "nodes_of", "refuse_several_nodes", "shared_r
 class Place(NamedTuple):
     """The place that a job captures to.
 
-    endpoint: of the daemon to join, "" to start one, "off" for none. run_id: None until it is chosen. report: the
-    directory that a report of the captures is drawn into, None for no report.
+    Attributes:
+        endpoint: The endpoint of the daemon to join, "" to start a daemon, "off" for none.
+        store: The root of the store.
+        run_id: The run, None until it is chosen.
+        config: The settings file of `--config`.
+        report: The directory for a report of the captures, None for no report.
     """
 
     endpoint: str
@@ -28,7 +32,7 @@ class Place(NamedTuple):
     report: Path | None
 
     def companion(self) -> Companion:
-        """Joins the daemon, or starts one. Raises what `capd.cli.jobs.companion` does."""
+        """Join the daemon, or start one. Raises the errors of `join` and `start` in `capd.cli.jobs.companion`."""
         from capd.cli.jobs.companion import join, start
 
         if self.endpoint:
@@ -37,15 +41,15 @@ class Place(NamedTuple):
 
 
 def endpoint_of(environ: Mapping[str, str], *, attach: bool, store: Path | None) -> str:
-    """The endpoint of the daemon to join, "" to start one, "off" for none.
+    """Return the endpoint of the daemon to join, "" to start one, "off" for none.
 
     Args:
-        environ: the environment of `capd run`.
-        attach: whether `--attach` was given.
-        store: the directory of `--store`, None where it was not given.
+        environ: The environment of `capd run`.
+        attach: Whether `--attach` was given.
+        store: The directory of `--store`, None if it was not given.
 
     Raises:
-        ConfigError: where the options contradict each other.
+        ConfigError: If the options contradict each other.
     """
     from capd.server.net.endpoint import default_path
 
@@ -60,7 +64,7 @@ def endpoint_of(environ: Mapping[str, str], *, attach: bool, store: Path | None)
 
 
 def shared_run_id(environ: Mapping[str, str]) -> str | None:
-    """The run id that every node of a Slurm step derives alike; None outside of a step."""
+    """Return the run id that every node of a Slurm step derives alike, None outside of a step."""
     job, step = environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID")
     return f"slurm-{job}.{step}" if job and step else None
 
@@ -68,7 +72,7 @@ def shared_run_id(environ: Mapping[str, str]) -> str | None:
 def refuse_several_nodes(
     environ: Mapping[str, str], command: Sequence[str], *, collection: bool = False, label_only: bool = False
 ) -> None:
-    """Raises ConfigError where the job spans nodes that would each choose a run id, or end a collection alone."""
+    """Raise ConfigError if the job spans nodes that would each choose a run id, or each end a collection."""
     nodes, origin = nodes_of(environ, command)
     if nodes > 1 and collection:
         label = " --label-only" if label_only else ""
@@ -84,7 +88,7 @@ def refuse_several_nodes(
 
 
 def nodes_of(environ: Mapping[str, str], command: Sequence[str]) -> tuple[int, str]:
-    """The number of nodes that the job spans, 0 if unknown, and the variable or option that says so."""
+    """Return the number of nodes that the job spans, 0 if unknown, and the variable or option with the number."""
     nodes = _count(environ.get("SLURM_NNODES"))
     origin = "SLURM_NNODES"
     for at, word in enumerate(command):
@@ -96,6 +100,6 @@ def nodes_of(environ: Mapping[str, str], command: Sequence[str]) -> tuple[int, s
 
 
 def _count(text: str | None) -> int:
-    """The larger number of "2" or "1:4"; 0 where there is none."""
+    """Return the larger number of a text like "2" or "1:4", 0 if there is none."""
     numbers = [part for part in (text or "").split(":") if part.isdigit()]
     return max(map(int, numbers), default=0)

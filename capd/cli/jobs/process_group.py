@@ -1,4 +1,4 @@
-"""A job in a process group of its own, ended by this command: gently, then by force, with all that it started."""
+"""A job in its own process group. This command ends it with all processes that it started: gently, then by force."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from capd.cli.output import note
 
 __all__ = ["GroupJob", "has_variable", "leaving_on_signals", "signals_handled", "signals_put_off"]
 
-END_S = 60.0  # what the job may take to end, torchrun's own grace of 30 s among it
+# The time that the job may take to end. It includes torchrun's own grace of 30 s.
+END_S = 60.0
 _LOOK_S = 0.05
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
@@ -26,33 +27,39 @@ Handler = Callable[[int, FrameType | None], None]
 
 
 def has_variable(pid: int, variable: str) -> bool:
-    """Whether this process is there and was started with `variable`, "NAME=VALUE", in its environment."""
+    """Return whether this process exists and was started with `variable`, "NAME=VALUE", in its environment."""
     with contextlib.suppress(OSError):
         return os.fsencode(variable) in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return False
 
 
 def leaving_on_signals() -> contextlib.AbstractContextManager[None]:
-    """Inside, SIGTERM and SIGHUP end this command as Ctrl-C does: with what it has begun put in order."""
+    """Let SIGTERM and SIGHUP end this command as Ctrl-C does inside the context, so that it cleans up."""
     return signals_handled(dict.fromkeys(_ENDING, _leave))
 
 
 class GroupJob:
-    """A context manager of the main thread, in which the job is started; leaving it ends whatever is left of the job.
+    """A context manager of the main thread in which the job is started. Leaving it ends the rest of the job.
 
-    User signals are passed on to the job. Ctrl-C, SIGTERM and SIGHUP end this command, and with it the job; those that
-    are ignored (nohup) stay so, in the job, too. mark: an entry "NAME=VALUE" of `environ` that nothing but this job
-    has: by it workers are found that have left the group.
+    User signals are passed on to the job. Ctrl-C, SIGTERM and SIGHUP end this command, and the job with it. A signal
+    that is ignored (nohup) stays ignored, in the job, too.
     """
 
     def __init__(self, command: Sequence[str], environ: dict[str, str], *, mark: str) -> None:
+        """Prepare the job.
+
+        Args:
+            command: The job.
+            environ: The job's environment.
+            mark: An entry "NAME=VALUE" of `environ` that only this job has. It finds workers that left the group.
+        """
         self._command, self._environ, self.mark = command, environ, mark
         self._process: subprocess.Popen[bytes] | None = None
         self._signals = contextlib.ExitStack()
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        """The job's process; only once it was started."""
+        """The job's process. It exists only after the start."""
         assert self._process is not None, "not started"  # noqa: S101 - a mistake of the caller's
         return self._process
 
@@ -62,13 +69,11 @@ class GroupJob:
         return self
 
     def _start(self, stdout: int, stderr: int | None = None) -> None:
-        """Starts the command with these descriptors, as of Popen. Raises OSError where it cannot be executed."""
-        stdin = (
-            subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None
-        )  # no group of the terminal's
-        with signals_put_off(
-            (signal.SIGINT, *_ENDING)
-        ):  # in its middle they would leave a process that nobody ends
+        """Start the command with these descriptors, as Popen takes them. Raises OSError if it cannot be executed."""
+        # The job's group is not the terminal's foreground group, so it cannot read from the terminal.
+        stdin = subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None
+        # A signal during the start would leave a process that nobody ends.
+        with signals_put_off((signal.SIGINT, *_ENDING)):
             self._process = subprocess.Popen(
                 self._command, env=self._environ, stdin=stdin, stdout=stdout, stderr=stderr, process_group=0
             )
@@ -83,9 +88,9 @@ class GroupJob:
             self._signals.close()
 
     def end(self) -> None:
-        """SIGTERM to the job's group, then to what it leaves in groups of its own; SIGKILL to what does not end.
+        """Send SIGTERM to the job's group and then to its processes in other groups. SIGKILL those that stay.
 
-        A job that has ended well by itself is left alone, with whatever it means to leave behind.
+        A job that has ended well by itself may leave processes, and they are not touched.
         """
         if self.process.poll() == 0:
             return
@@ -97,7 +102,8 @@ class GroupJob:
             _send(signal.SIGTERM, self._left())
             if not (ended and _within(deadline, lambda: next(self._left(), None) is None)):
                 note(f"the job did not end within {END_S:g} s of SIGTERM and is killed")
-        finally:  # also where a second Ctrl-C or SIGTERM says not to wait
+        finally:
+            # This also runs if a second Ctrl-C or SIGTERM interrupts the wait.
             self._kill()
 
     def _kill(self) -> None:
@@ -107,11 +113,11 @@ class GroupJob:
         self.process.wait()
 
     def _in_group(self) -> bool:
-        """Whether somebody of the job's group is there: a shell may be gone before the training that it runs."""
+        """Return whether the job's group has a process. A shell may end before the training that it started."""
         return any(_group_of(pid) == self.process.pid for pid in _pids())
 
     def _left(self) -> Iterator[int]:
-        """Processes of the job that are still there."""
+        """Yield the processes of the job that still exist."""
         return (pid for pid in _pids() if has_variable(pid, self.mark))
 
     def _signal(self, number: int) -> None:
@@ -128,7 +134,7 @@ def _pids() -> Iterator[int]:
 
 
 def _group_of(pid: int) -> int | None:
-    """The group of a process; None where it is gone, or waits for nothing but that its exit code is read."""
+    """Return the group of a process. None if the process is gone or is a zombie."""
     try:
         state, _, group = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:3]
     except (OSError, ValueError):
@@ -156,7 +162,7 @@ def _leave(number: int, _frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def signals_handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
-    """Handles signals by these functions within the block, but for those that are ignored (nohup)."""
+    """Handle signals by these functions within the block, except signals that are ignored (nohup)."""
     heard = {number: one for number, one in handlers.items() if signal.getsignal(number) != signal.SIG_IGN}
     before = {number: signal.signal(number, one) for number, one in heard.items()}
     try:
@@ -168,7 +174,7 @@ def signals_handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None
 
 @contextlib.contextmanager
 def signals_put_off(numbers: Sequence[signal.Signals]) -> Iterator[None]:
-    """Delivers these signals after the block. Of the main thread alone."""
+    """Deliver these signals after the block. Only the main thread may call this."""
     came: list[int] = []
 
     def remember(number: int, _frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""`capd run --report DIR`: draws what a run has collected once its job is over, without changing how the job ended."""
+"""`capd run --report DIR`: draws a report of the run after its job, and never changes how the job ended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ ReportInto = Annotated[
 
 
 def check_report(directory: Path | None, *, endpoint: str, nodes: int) -> None:
-    """Refuse before the job is started what cannot become a report. Raises ConfigError, CapdError."""
+    """Refuse, before the job starts, options that cannot give a report.
+
+    Raises:
+        ConfigError: If there would be no captures to draw, `directory` is a file, or matplotlib is missing.
+        CapdError: If `directory` has files that no report wrote.
+    """
     if directory is None:
         return
     from capd.cli.report.page import must_name_directory
@@ -28,10 +33,10 @@ def check_report(directory: Path | None, *, endpoint: str, nodes: int) -> None:
     from capd.report.figures.style import must_have_matplotlib
 
     if endpoint == "off":
-        raise ConfigError("--report: CAPD_ENDPOINT=off captures nothing that could be drawn")
+        raise ConfigError("--report: with CAPD_ENDPOINT=off there are no captures to draw")
     if nodes > 1:
         raise ConfigError(
-            f"--report: the job spans {nodes} nodes, and this one ends before the others may; draw afterwards with "
+            f"--report: the job spans {nodes} nodes, and this one may end before the others; draw afterwards with "
             f"`capd report STORE -o {directory}`"
         )
     must_name_directory(directory)
@@ -43,31 +48,39 @@ def check_report(directory: Path | None, *, endpoint: str, nodes: int) -> None:
 
 
 def reported(code: int, store: Path | None, run_id: str | None, directory: Path | None) -> int:
-    """Draw a run into the directory, None for none; returns the exit code of it all.
+    """Draw a run into the directory.
 
-    code: the job's. It stays whatever becomes of the report, but a report that is not whole makes 1 of 0.
+    Args:
+        code: The exit code of the job.
+        store: The root of the store, None if it is unknown.
+        run_id: The run, None if it is unknown.
+        directory: The directory of the report, None for no report.
+
+    Returns:
+        The exit code of the command. It is `code`, but 1 instead of 0 if the report is not whole.
     """
     if directory is None:
         return code
     if store is None or run_id is None:
-        note("no report: no daemon was there that could have captured anything")
+        note("no report: no daemon was there to capture anything")
         return code or 1
     path = store / f"{run_id}.zarr"
     try:
         whole = _draw(path, directory)
-    except Exception as error:  # how the job ended must not be lost over whatever a report runs into
+    except Exception as error:
+        # No error of a report may hide how the job ended.
         known = isinstance(error, (CapdError, OSError))
         note(
             f"no report: {error}" if known else f"no report: internal error: {type(error).__name__}: {error}"
         )
         whole = False
     if not whole:
-        note(f"`capd report {path} -o {directory}` tries again")
+        note(f"`capd report {path} -o {directory}` retries it")
     return code or (0 if whole else 1)
 
 
 def _draw(path: Path, directory: Path) -> bool:
-    """Write the report and say so; returns whether it has everything."""
+    """Write the report and print a note. Return whether the report is whole."""
     from capd.analyze.format_choice import DEFAULT_CHOICES
     from capd.cli.report.report import write_report
     from capd.cli.sources import found_in
@@ -84,6 +97,6 @@ def _draw(path: Path, directory: Path) -> bool:
 
 
 def note_undrawn(path: Path, directory: Path | None) -> None:
-    """Say what is not drawn of a collection that was interrupted."""
+    """Print how to draw the captures of an interrupted collection."""
     if directory is not None:
-        note(f"nothing was drawn; `capd report {path} -o {directory}` draws what there is")
+        note(f"nothing was drawn; `capd report {path} -o {directory}` draws the captures so far")

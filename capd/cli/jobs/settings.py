@@ -1,4 +1,4 @@
-"""The settings of a job that `capd run` or `capd plan` starts: checked first, then put into its environment."""
+"""The settings of a job that `capd run` or `capd plan` starts: checked first, then put into the job's environment."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ _BLOCK_MS = "30000"
 class ResolvedJob(NamedTuple):
     """The settings of a job and of its daemon.
 
-    daemon: the daemon's. file: the tables of capd.toml. flags: the job's command-line settings, as its variables.
-    job: the job's settings from everywhere.
+    Attributes:
+        daemon: The daemon's settings.
+        file: The tables of capd.toml.
+        flags: The job's command-line settings, as variables of the job.
+        job: The job's settings, resolved from all sources.
     """
 
     daemon: Resolved
@@ -34,16 +37,16 @@ class ResolvedJob(NamedTuple):
 def resolved_job(
     daemon: Mapping[str, Any], config: Path | None, flags: Mapping[str, str], environ: Mapping[str, str]
 ) -> ResolvedJob:
-    """Resolves and checks all settings; a note names variables that look misspelt.
+    """Resolve and check all settings. A note names variables that look misspelt.
 
     Args:
-        daemon: the daemon's settings of the command line, None for those not given.
-        config: the capd.toml of `--config`, None where it was not given.
-        flags: the job's settings of the command line, as `checked_flags` returns them.
-        environ: the job's environment.
+        daemon: The daemon's settings of the command line, None for each that was not given.
+        config: The capd.toml of `--config`, None if it was not given.
+        flags: The job's settings of the command line, as `checked_flags` returns them.
+        environ: The job's environment.
 
     Raises:
-        ConfigError: for a setting that is wrong, wherever it is.
+        ConfigError: If a setting of any source is wrong.
     """
     from capd.config import misspelt_variables, resolve_daemon
     from capd_client.config.file import read_settings_file
@@ -59,7 +62,11 @@ def resolved_job(
 
 
 def checked_flags(flags: Mapping[str, str | None], *, no_watch: bool = False) -> dict[str, str]:
-    """The job's settings that were given as flags, as its variables; raises ConfigError that names the flag."""
+    """Return the job's settings that were given as flags, as variables of the job.
+
+    Raises:
+        ConfigError: If a value cannot be used. The message names the flag.
+    """
     from capd.errors import ConfigError
     from capd_client.config.settings import check_setting
 
@@ -75,7 +82,11 @@ def checked_flags(flags: Mapping[str, str | None], *, no_watch: bool = False) ->
 
 
 def checked_settings(environ: Mapping[str, str]) -> ClientConfig:
-    """The job's settings; raises ConfigError for what it would only warn of, while there is nothing to lose yet."""
+    """Return the job's settings.
+
+    Raises:
+        ConfigError: If a setting cannot be used. The job itself would only warn, but now there is nothing to lose.
+    """
     from capd_client.config.settings import load_config
 
     return load_config({**environ, "CAPD_STRICT": "1", "CAPD_ENDPOINT": "off"})
@@ -84,17 +95,19 @@ def checked_settings(environ: Mapping[str, str]) -> ClientConfig:
 def job_environment(
     environ: Mapping[str, str], companion: Companion, flags: Mapping[str, str], file: Mapping[str, Any]
 ) -> dict[str, str]:
-    """The job's environment: flags first, then what the user's environment and capd.toml already say."""
+    """Return the job's environment: flags first, then the user's environment and capd.toml."""
     job = {"CAPD_LOG": "INFO", **environ, **flags, "CAPD_ENDPOINT": companion.endpoint}
     job.pop("CAPD_RUN_NO_DAEMON", None)
     if companion.absent:
-        job["CAPD_RUN_NO_DAEMON"] = "1"  # ranks need not say it again
+        # The note of this command is enough; ranks need not repeat it.
+        job["CAPD_RUN_NO_DAEMON"] = "1"
     if companion.run_id:
         job["CAPD_RUN_ID"] = companion.run_id
     if companion.store is not None:
         job["CAPD_STORE"] = str(companion.store)
     if not job.get("CAPD_POLICY") and file.get("policy") is None:
-        job["CAPD_POLICY"] = "block"  # a collection run wants every capture
+        # A run of `capd run` wants every capture.
+        job["CAPD_POLICY"] = "block"
         if file.get("max_block_ms") is None:
             job.setdefault("CAPD_MAX_BLOCK_MS", _BLOCK_MS)
     return job

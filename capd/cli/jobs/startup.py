@@ -1,7 +1,7 @@
 """The variables that `capd run` puts into a job's environment to find its models, and the notes that come back.
 
 A directory at the head of PYTHONPATH makes every Python of the job start with capd_client/bootstrap/sitecustomize.py.
-Each process notes how far it came in one file, for the case that nothing is captured and the user asks why.
+Each process notes its progress in one file. The notes explain why nothing was captured, if that happens.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ _MAX_NOTES_NBYTES = 1 << 20
 
 
 class Startup:
-    """A context manager; inside, processes of the job may note how far they came.
-
-    watch: the setting, auto or off. replace: whether tensor_saver's module is replaced, whose calls say what is
-    captured then. emulate: whether the models that are found are to compute in another number format.
-    """
+    """A context manager inside of which processes of the job may note their progress."""
 
     def __init__(self, watch: str, *, replace: bool = False, emulate: bool = False) -> None:
+        """Prepare the notes.
+
+        Args:
+            watch: The setting `watch`: auto or off.
+            replace: Whether to replace tensor_saver's module. The job's calls of it then say what is captured.
+            emulate: Whether the models of the job must compute in another number format.
+        """
         self._watch = watch
         self._replace = replace
         self._emulate = emulate
@@ -47,30 +50,34 @@ class Startup:
             self._notes.unlink(missing_ok=True)
 
     def put_into(self, environ: dict[str, str]) -> None:
-        """Add what a Python process of the job needs to find this; nothing with `watch` off and nothing to replace."""
+        """Add the variables by which a Python process of the job finds the start-up file, if they are needed."""
         if self._notes is None:
             return
         before = environ.get("PYTHONPATH", "")
         parts = [part for part in before.split(os.pathsep) if part != str(BOOTSTRAP)]
-        # Of an empty entry Python makes the working directory: none may come of ours.
+        # Python reads an empty entry as the working directory, so we must not add one.
         environ["PYTHONPATH"] = os.pathsep.join([str(BOOTSTRAP), *parts] if before else [str(BOOTSTRAP)])
         environ["CAPD_RUN_NOTES"] = str(self._notes)
 
     def emulation(self) -> Told:
-        """The outcome of the emulation that the job was asked for; empty where it was asked for none."""
+        """Return the outcome of the emulation that was requested, an empty one if none was requested."""
         if not self._emulate:
             return Told()
         notes = self._read()
         missing = next((meaning for passed, meaning in _STAGES if passed not in notes), "")
-        return told_of(notes, missing or "no model was found, nor one watched")
+        return told_of(notes, missing or "no model was found, and none is watched")
 
     def why_nothing(self, *, connected: bool) -> str:
-        """Why the job has captured nothing, as far as its processes have told. connected: some rank was there."""
+        """Return why the job has captured nothing, from the notes of its processes.
+
+        Args:
+            connected: Whether some rank was connected.
+        """
         notes = self._read()
         if connected and ("empty" not in notes or "watched" in notes):
             return (
-                "no step was reached that is selected (--steps, CAPD_STEPS, [when] or watch(steps=...)), "
-                "or the watched models hold nothing that is: see the job's log"
+                "no step was reached that --steps, CAPD_STEPS, [when] or watch(steps=...) selects, or the watched "
+                "models hold nothing that is selected: see the job's log"
             )
         if self._watch == "off" and not self._replace:
             return "the job calls neither capd_client.watch nor capture, and watch is off (CAPD_WATCH)"
@@ -108,13 +115,14 @@ _REPLACED_UNUSED = (
 _STAGES = (
     (
         "python",
-        "no Python of the job read capd's start-up file (python -I, -E or -S, or a launcher that sets PYTHONPATH "
-        "anew); call capd_client.watch(model) in the script",
+        "no Python of the job read capd's start-up file (python -I, -E or -S, or a launcher that replaces "
+        "PYTHONPATH); call capd_client.watch(model) in the script",
     ),
     ("torch", "no process of the job imported torch"),
     (
         "forward",
-        "no training forward was seen: of a model in training mode, with parameters to train and gradients enabled",
+        "no training forward was seen: it needs a model in training mode, with parameters to train and with gradients "
+        "enabled",
     ),
 )
 
@@ -126,7 +134,7 @@ _SEEN = (
     ),
     (
         "own",
-        "the job imports capd_client, so it is to say what it wants, but calls neither watch nor capture",
+        "the job imports capd_client, so it must say what to capture, but it calls neither watch nor capture",
     ),
     ("off", "capture is off in the job's processes: see its log"),
 )

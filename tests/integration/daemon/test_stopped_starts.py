@@ -171,7 +171,7 @@ def test_a_daemon_that_is_told_to_stop_before_it_answers_did_not_start(
         process = subprocess.Popen(["sh", "-c", f"exit {code}"])
         process.wait(10)
         _wait_ready(Companion(f"unix:{tmp_path / 'no.sock'}", "r", None), process)
-        assert "was told to stop while it started; the job runs without capture" in capsys.readouterr().err
+        assert "was stopped while it started; the job runs without capture" in capsys.readouterr().err
     assert _code_of_ended(0) == 1
-    assert "told to stop before it answered" in capsys.readouterr().err
+    assert "was stopped before it answered" in capsys.readouterr().err
     assert [_code_of_ended(UNSEALED << 8), _code_of_ended(signal.SIGTERM)] == [UNSEALED, 128 + 15]

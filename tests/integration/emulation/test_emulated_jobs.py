@@ -172,7 +172,7 @@ def test_a_job_that_names_its_types_itself_is_never_quantised_twice(bare: Done, 
     late = job(tmp_path / "late", "--calls", "late", capture=("--quant-type", "mxfp8", "--steps", "all"))
     assert late.losses[0][:2] != bare.losses[0][:2]
     assert "the emulation of its models is removed" in late.said
-    assert "run it again with --label-only" in late.said
+    assert "run the job again with --label-only" in late.said
     by_step: dict[int, set[str]] = {}
     for series in capd.open(late.run).find(module="layers.0.qkv", tensor_name="input"):
         for record in series.records:
