@@ -1,4 +1,4 @@
-"""The checks of `capd doctor` on this machine: one function per subject, each yields its diagnoses."""
+"""The checks of `capd doctor` on this machine. Each function checks one subject and yields its diagnoses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from capd_client.protocol.messages import Ping
 
 __all__ = ["CHECKS", "Diagnosis"]
 
-# linux/fcntl.h; the fcntl module knows them from Python 3.12 (3.9 for the first ones) on.
+# The values are from linux/fcntl.h. Python's fcntl module has all of them only from 3.12 on.
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = {"SHRINK": 0x2, "GROW": 0x4, "SEAL": 0x1}
 _SEAL_FUTURE_WRITE = 0x10
@@ -31,7 +31,7 @@ _MIN_OPEN_FILES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """One result. status: ok, warn (works, but), fail (does not work); `fix` says what to do."""
+    """The result of one check. `status` is ok, warn (works with limits) or fail; `fix` says what to do."""
 
     name: str
     status: str
@@ -40,7 +40,7 @@ class Diagnosis:
 
 
 def check_versions(settings: DaemonSettings) -> Iterator[Diagnosis]:
-    """Python, capd and the packages it needs."""
+    """Check Python, capd and the packages that capd needs."""
     found = versions()
     missing = [name for name, version in found.items() if version == "not installed"]
     text = ", ".join(f"{name} {version}" for name, version in found.items())
@@ -51,7 +51,7 @@ def check_versions(settings: DaemonSettings) -> Iterator[Diagnosis]:
 
 
 def check_kernel(settings: DaemonSettings) -> Iterator[Diagnosis]:
-    """memfd and its seals, which carry tensors from a rank to the daemon."""
+    """Check memfd and its seals, which carry tensors from a rank to the daemon."""
     release = f"Linux {platform.release()}"
     try:
         fd = os.memfd_create("capd-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -67,18 +67,16 @@ def check_kernel(settings: DaemonSettings) -> Iterator[Diagnosis]:
             fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_FUTURE_WRITE)
             known = "memfd with seals, FUTURE_WRITE too"
         except OSError:
-            known = "memfd with seals; FUTURE_WRITE is unknown here, so it is left out"
+            known = "memfd with seals; FUTURE_WRITE is unknown here and is not used"
         yield Diagnosis("kernel", "ok", f"{release}: {known}")
     except OSError as error:
-        yield Diagnosis(
-            "kernel", "fail", f"{release}: memfd seals: {error}", "a kernel from 4.14 on is needed"
-        )
+        yield Diagnosis("kernel", "fail", f"{release}: memfd seals: {error}", "use a kernel from 4.14 on")
     finally:
         os.close(fd)
 
 
 def check_endpoint(settings: DaemonSettings) -> Iterator[Diagnosis]:
-    """The socket: its path, who listens, and whether it answers."""
+    """Check the socket: its path, its listener, and whether the listener answers."""
     from capd.server.net.endpoint import MAX_PATH_NBYTES, endpoint_path
 
     try:
@@ -109,7 +107,7 @@ def check_endpoint(settings: DaemonSettings) -> Iterator[Diagnosis]:
 
 
 def check_memory(settings: DaemonSettings) -> Iterator[Diagnosis]:
-    """The arena's size, what limits it, and pinning."""
+    """Check the arena's size, its limits, and pinning."""
     from capd_client.config.settings import load_config
     from capd_client.process.memory import MIN_ARENA_NBYTES, available_nbytes, default_arena_nbytes
     from capd_client.process.ranks import find_rank
@@ -131,7 +129,7 @@ def check_memory(settings: DaemonSettings) -> Iterator[Diagnosis]:
 
 
 def check_limits(settings: DaemonSettings) -> Iterator[Diagnosis]:
-    """CPUs, open files."""
+    """Check the CPUs and the open files."""
     from capd.server.limits import encode_threads, usable_cpus
 
     threads = settings.threads or encode_threads()
@@ -144,7 +142,7 @@ def check_limits(settings: DaemonSettings) -> Iterator[Diagnosis]:
 
 
 def check_rank(settings: DaemonSettings) -> Iterator[Diagnosis]:
-    """Which rank a job started from here would take, and from where."""
+    """Check which rank a job that is started here would take, and from which variable."""
     from capd_client.process.ranks import find_rank
 
     found = find_rank()
@@ -152,7 +150,7 @@ def check_rank(settings: DaemonSettings) -> Iterator[Diagnosis]:
 
 
 def check_store(settings: DaemonSettings) -> Iterator[Diagnosis]:
-    """The store's directory, its file system and the room there."""
+    """Check the store's directory, its file system and its free space."""
     place = settings.store.absolute()
     existing = next(path for path in (place, *place.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
@@ -178,7 +176,7 @@ def _room(settings: DaemonSettings, free: int, total: int, where: str) -> Iterat
     from capd_client.config.sizes import amount_nbytes
 
     kept = amount_nbytes(settings.keep_free, total)
-    detail = f"{where}, of which {human_nbytes(kept)} are kept"
+    detail = f"{where}, {human_nbytes(kept)} of it are kept"
     if free > kept:
         yield Diagnosis("store", "ok", detail)
     else:
@@ -186,7 +184,7 @@ def _room(settings: DaemonSettings, free: int, total: int, where: str) -> Iterat
 
 
 def _file_system(path: Path) -> str:
-    """Type of the file system that holds `path`, from the longest matching mount point."""
+    """Return the type of the file system that holds `path`, from the longest matching mount point."""
     best, kind = "", "unknown"
     target = str(path.resolve())
     for line in Path("/proc/self/mounts").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""`capd config`: every setting of the daemon and of the training job with its origin, and what is wrong with them."""
+"""`capd config`: shows every setting of the daemon and of the training job with its origin, and finds wrong ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _UNSET = {
     "collect_dir": "none",
     "plan": "no",
 }
-"""The meaning of settings that nobody gave; capd picks the others by itself."""
+"""The meaning of settings that were not given. capd picks the values of all other settings by itself."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
 
@@ -113,14 +113,14 @@ def check(
 
 
 def _strictly(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError for what the job would only warn of."""
+    """Raise ConfigError for settings about which the job would only warn."""
     from capd_client.config.settings import load_config
 
     load_config({**environ, "CAPD_STRICT": "1", "CAPD_ENDPOINT": "off"})
 
 
 def _chosen(settings: Any) -> dict[str, Any]:
-    """The values that capd picks for settings that nobody gave."""
+    """Return the values that capd picks for settings that were not given."""
     from capd.server.limits import encode_threads
     from capd.server.net.endpoint import default_path
 

@@ -1,4 +1,4 @@
-"""`capd ctl`: steers the capture of a running job, through the daemon that its ranks are connected to."""
+"""`capd ctl`: steers the capture of a running job, through the daemon to which its ranks are connected."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ __all__ = ["app"]
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
 
-_ANSWER_S = 10.0  # beyond what the daemon was told to wait
-_SEAL_S = 660.0  # the daemon gives up sooner
+# The time for the reply, beyond the time that the daemon waits for ranks.
+_ANSWER_S = 10.0
+# The daemon gives up sooner than this.
+_SEAL_S = 660.0
 
 RunId = Annotated[str | None, option("--run-id", "NAME", "The run [default: the only one with live ranks].")]
 SealedRun = Annotated[str | None, option("--run-id", "NAME", "The run [default: all runs of the daemon].")]
@@ -178,7 +180,7 @@ def _selection(
     modules: list[str] | None = None,
     tensors: list[str] | None = None,
 ) -> Selection:
-    """The request, checked before anything is sent; raises ConfigError."""
+    """Return the selection, checked before it is sent. Raises ConfigError."""
     names = [name.strip() for text in tensors or () for name in text.split(",")]
     selection = Selection(
         steps=steps,
@@ -200,9 +202,11 @@ def _steer(order: Control, endpoint: str | None, as_json: bool) -> None:
 
 
 def _ask(message: Control, endpoint: str | None) -> ControlReply:
-    """The daemon's reply, which may take longer than the message allows the ranks.
+    """Return the daemon's reply. The reply may take longer than the time that the message gives the ranks.
 
-    Raises EndpointError, ConfigError on what no daemon would accept.
+    Raises:
+        EndpointError: If no daemon answers.
+        ConfigError: If no daemon would accept the message.
     """
     from capd.config import load_daemon_settings
     from capd.server.net.endpoint import endpoint_path
@@ -216,7 +220,7 @@ def _ask(message: Control, endpoint: str | None) -> ControlReply:
 
 
 def _show(reply: ControlReply, as_json: bool, render: Callable[[list[RankControl]], list[str]]) -> None:
-    """Print the ranks, also of an order that is not followed everywhere; then fail if it is not "ok"."""
+    """Print the ranks, even if not all of them follow the order. Then raise an error if the reply is not "ok"."""
     if as_json and (reply.ranks or reply.ok):
         print_json(reply.ranks)
     elif reply.ranks:
@@ -230,7 +234,7 @@ def _say(reply: ControlReply) -> None:
 
 
 def _check(reply: ControlReply) -> None:
-    """Raise what makes the exit code of a reply that is not "ok"."""
+    """Raise the error that gives the exit code of a reply that is not "ok"."""
     if reply.code == "usage":
         raise ConfigError(reply.message)
     if reply.code == "nothing":

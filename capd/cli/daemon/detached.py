@@ -1,4 +1,4 @@
-"""`capd serve --detach`: the daemon goes on in a process of its own, the command ends when it listens."""
+"""`capd serve --detach`: the daemon continues in its own process, and the command ends when the daemon listens."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ _MAX_SAID_NBYTES = 1 << 16
 
 
 def go_on_detached(settings: DaemonSettings) -> None:
-    """Return in a new process, nobody's child, in a session of its own; what it says goes to a log in the store.
+    """Return in a new process without a parent, in its own session. Its messages go to a log in the store.
 
-    It holds none of the caller's streams: whoever reads those would wait for the daemon's end. The caller's process
-    ends here, with 0 when a daemon answers at the endpoint, or with the new process's exit code and what that has said.
-    Call it before any thread is started. Raises StoreError where the log cannot be written.
+    The caller's process ends here. Its exit code is 0 when a daemon answers at the endpoint. Otherwise it is the new
+    process's exit code, and the new process's messages are printed. The new process holds none of the caller's
+    streams, because a reader of such a stream would wait for the daemon's end. Call this before any thread is started.
+
+    Raises:
+        StoreError: If the log cannot be written.
     """
     path = endpoint_path(settings.endpoint)
     log, known_nbytes = _open_log(Path(settings.store), node_name(settings.node))
@@ -60,10 +63,10 @@ def go_on_detached(settings: DaemonSettings) -> None:
 
 
 def _code_of_ended(status: int) -> int:
-    """The exit code for a daemon that ended before it answered; never 0, which says that one listens."""
+    """Return the exit code for a daemon that ended before it answered. It is never 0, which means a listening one."""
     code = os.waitstatus_to_exitcode(status)
     if code == 0:
-        note("the daemon was told to stop before it answered")
+        note("the daemon was stopped before it answered")
         return 1
     return code if code > 0 else 128 - code
 

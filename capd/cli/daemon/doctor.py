@@ -1,4 +1,4 @@
-"""`capd doctor`: checks of this machine, and a real round trip of every dtype through a temporary daemon."""
+"""`capd doctor`: checks this machine, and sends every dtype through a temporary daemon and back."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def doctor(
 
 
 def round_trip() -> dict[str, str]:
-    """Send every dtype through a daemon of its own, in a subprocess: dtype → "ok" or what went wrong."""
+    """Send every dtype through a temporary daemon, in a subprocess. Return for each dtype "ok" or the problem."""
     keep = {name: value for name, value in os.environ.items() if not name.startswith("CAPD_")}
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The table of ranks that `capd ctl` shows: where each is, what it captures, what it is still to follow."""
+"""The table of ranks that `capd ctl` prints: position, captures, and pending orders of each rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["order_lines", "status_lines"]
 
 
 def status_lines(ranks: list[RankControl]) -> list[str]:
-    """One row per rank."""
+    """Return the header and one row for each rank."""
     header = (
         "rank", "attempt", "host", "pid", "iteration", "captures", "since", "modules", "pending", "in flight",
         "dropped",
@@ -35,7 +35,7 @@ def status_lines(ranks: list[RankControl]) -> list[str]:
 
 
 def order_lines(ranks: list[RankControl]) -> list[str]:
-    """One line per rank: from which iteration on it follows, or what it waits for."""
+    """Return one line for each rank: the iteration from which it follows the order, or what it waits for."""
     return [f"rank {rank.rank}: {_order(rank)}" for rank in ranks]
 
 

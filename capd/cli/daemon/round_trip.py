@@ -1,7 +1,7 @@
-"""Captures one tensor of every dtype through a temporary daemon and store, and compares what comes back.
+"""Captures one tensor of every dtype through a temporary daemon and store, and compares the stored bits.
 
-Run as `python -m capd.cli.daemon.round_trip`; prints one JSON object on the last line: dtype → "ok" or the
-problem. Everything is real: a daemon process, the arena, the socket, the store on disk.
+Run as `python -m capd.cli.daemon.round_trip`. The last line of its output is one JSON object: dtype → "ok" or the
+problem. All parts are real: a daemon process, the arena, the socket, the store on disk.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _wait_for(daemon: subprocess.Popen[bytes], place: Path) -> None:
 
 
 def _capture(endpoint: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Capture a tensor of every dtype; returns what was captured, and the dtypes this torch lacks or refuses."""
+    """Capture a tensor of every dtype. Return the captured tensors, and the dtypes that this torch lacks or refuses."""
     os.environ.update(
         CAPD_ENDPOINT=endpoint, CAPD_RUN_ID=RUN_ID, CAPD_POLICY="block", CAPD_ARENA_BYTES=str(16 << 20)
     )
@@ -88,7 +88,8 @@ def _capture(endpoint: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     for name, nbytes in ITEM_NBYTES.items():
         dtype = getattr(torch, name, None)
         if dtype is None:
-            continue  # an older torch: it cannot hold such a tensor either
+            # This torch is too old to have such a tensor.
+            continue
         pattern = (torch.arange(ELEMENTS * nbytes, dtype=torch.int64) * 131 + 7).to(torch.uint8)
         try:
             tensor = pattern % 2 == 1 if name == "bool" else pattern.view(dtype)

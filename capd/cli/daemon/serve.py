@@ -103,7 +103,8 @@ def serve(
         "codec": codec,
     }  # fmt: skip
     settings = load_daemon_settings(flags, path=config)
-    for line in misspelt_variables() if parent is None else ():  # `capd run` has said it already
+    # `capd run` has printed these lines already.
+    for line in misspelt_variables() if parent is None else ():
         note(line)
     logging.basicConfig(
         stream=sys.stderr,
