@@ -1,4 +1,4 @@
-"""`capd compare`: what every format makes of one capture, or two captures record by record."""
+"""`capd compare`: compares number formats on one capture, or two captures record by record."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _SHOWN = {
 
 
 def compare_formats(request: CompareRequest, formats: str, axis: str, *, per_block: bool) -> int:
-    """Measure, print, and say the exit code."""
+    """Measure the formats, print the errors and return the exit code."""
     from capd.analyze.format_choice import choices
 
     if axis not in _AXES:
@@ -61,14 +61,14 @@ def compare_formats(request: CompareRequest, formats: str, axis: str, *, per_blo
 
 
 def one_thread_each() -> None:
-    """Leave torch one thread for each of ours: its own would wait for each other."""
+    """Limit torch to one thread for each of our threads. Otherwise torch's threads would wait for each other."""
     import torch
 
     torch.set_num_threads(1)
 
 
 def _say_unmeasured(gathered: GatheredRecords) -> None:
-    """Name on stderr what has no high-precision source."""
+    """Name on stderr the records without a high-precision source."""
     if gathered.unmeasured:
         names = [f"{name} ({reason})" for name, reason in gathered.unmeasured]
         name_some("record", "not measured", names, sum(gathered.unmeasured.values()))

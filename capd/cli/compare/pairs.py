@@ -1,4 +1,4 @@
-"""`capd compare A B` and `--between`: the same records of two runs, quant types or ranks, one by one."""
+"""`capd compare A B` and `--between`: compares the same records of two runs, quant types or ranks, one by one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def compare_pairs(
     first: bool,
     tolerance: float,
 ) -> int:
-    """Match, compare, print, and say the exit code."""
+    """Match the records, compare the pairs, print the result and return the exit code."""
     fields = request.fields
     free = set(fields_of("--ignore", ignore)) if ignore else set()
     left, right, field = _sides(request, between)
@@ -92,9 +92,12 @@ def _must_be_there(side: Side, entries: Sequence[Entry]) -> None:
 def _matched(
     found: Differences, lefts: Sequence[Entry], rights: Sequence[Entry], free: set[str], *, choose: bool
 ) -> Matched:
-    """The pairs. choose: where there is none, and each side has one quant type, that is left out of the matching.
+    """Return the pairs.
 
-    Raises NothingMatched, which says in what fields the two differ.
+    If there is no pair and each side has one quant type, `choose` lets the matching ignore the quant type.
+
+    Raises:
+        NothingMatched: If there is no pair. The message names the fields in which the sides differ.
     """
     from capd.io.pairs import disjoint_fields, matched
 
@@ -111,7 +114,7 @@ def _matched(
             return pairing
     apart = {name: values for name, values in apart.items() if name not in free}
     reasons = ", ".join(f"{name} ({_some(a)} against {_some(b)})" for name, (a, b) in apart.items())
-    why = f"; they differ in {reasons}, which --ignore leaves out of the matching" if reasons else ""
+    why = f"; they differ in {reasons}, and --ignore matches without these fields" if reasons else ""
     counts = f"{human_count(len(lefts))} and {human_count(len(rights))} records"
     raise NothingMatched(f"{found.left.source} and {found.right.source} share no record: {counts}{why}")
 
@@ -122,7 +125,7 @@ def _some(values: Sequence[Any]) -> str:
 
 
 def _sides(request: CompareRequest, between: str | None) -> tuple[Side, Side, str | None]:
-    """Both sides, and the field by whose values they are told apart, if they are."""
+    """Return both sides, and the field whose values distinguish them, if there is one."""
     if request.other is not None:
         if between is not None:
             raise ConfigError("--between compares two values within one STORE; leave OTHER out")

@@ -1,4 +1,4 @@
-"""The output of `capd compare A B`: JSON, CSV, a table, and the records that were left out."""
+"""The output of `capd compare A B`: JSON, CSV, a table, and notes about the records that were left out."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ __all__ = ["print_differences", "say_left_out"]
 _SHOWN = {
     "max_abs": "max abs", "relative": "relative", "sqnr_db": "SQNR dB", "cosine": "cosine", "special": "NaN/Inf",
 }  # fmt: skip
-_NAMED = 3  # on stderr
-_MAX_NAMES = 1000  # of records without a counterpart, in JSON
+# The number of records that a line on stderr names.
+_NAMED = 3
+# The number of records without a counterpart that the JSON names.
+_MAX_NAMES = 1000
 _PAIR_COLUMNS = ("left", "right", "iteration", "micro_batch", "dtype", "different")
 _GROUP_ALONE = ("pairs", "identical")
 
@@ -33,7 +35,16 @@ def print_differences(
     *,
     stopped: bool,
 ) -> None:
-    """Print what was found. counts: records of both sides; stopped: only the first divergence was looked for."""
+    """Print the differences.
+
+    Args:
+        request: The request, which chooses JSON, CSV or a table.
+        found: The differences.
+        pairing: The pairs, and the records without a counterpart.
+        ignored: The fields in which the records of a pair may differ.
+        counts: The numbers of records of both sides.
+        stopped: Whether the comparison stopped at the first divergence.
+    """
     from capd.report.differences import DIFFERENCE_COLUMNS, plain_difference
 
     groups = [
@@ -127,7 +138,7 @@ def _summary(found: Differences, pairs: int) -> list[str]:
 
 
 def say_left_out(found: Differences, pairing: Matched) -> None:
-    """Name on stderr what was not compared."""
+    """Name on stderr the records that were not compared."""
     if found.mismatched:
         names = [f"{found.left.name(pair.left)} ({reason})" for pair, reason in found.mismatched]
         name_some("pair", "not compared, of different dtypes or shapes", names)

@@ -1,4 +1,4 @@
-"""The request that all ways of `capd compare` share: the records, their grouping, and the printing."""
+"""The request that all modes of `capd compare` share: the records, their grouping, and the printing."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ GROUP_FIELDS = (
     "quant_type", "rank", "layer", "phase", "layer_type", "operation", "component", "tensor_name", "module", "stack",
     "iteration", "micro_batch", "call", "sample_idx", "batch_idx", "sequence_idx", "attempt",
 )  # fmt: skip
-_NAMED = 3  # on stderr, of what is left out
+# The number of left-out records that a line on stderr names.
+_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class CompareRequest:
-    """The options that every way takes."""
+    """The options that every mode of `capd compare` takes."""
 
     store: Path | None
     other: Path | None
@@ -50,12 +51,12 @@ class CompareRequest:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The fields to group by; none for "none". Raises ConfigError for what is no field."""
+        """The fields to group by, empty for "none". Raises ConfigError for an unknown field."""
         text = "tensor_name" if self.by is None else self.by
         return () if text == "none" else fields_of("--by", text)
 
     def refuse(self, what: str, options: Mapping[str, Any]) -> None:
-        """Raise ConfigError for the first option that was given, but means nothing here."""
+        """Raise ConfigError for the first option that was given but means nothing in this mode."""
         if self.as_csv and self.as_json:
             raise ConfigError("--csv and --json are two formats of one output; give one of them")
         for name, value in options.items():
@@ -65,7 +66,13 @@ class CompareRequest:
                 )
 
     def gather(self, **asked: Any) -> tuple[Sources, GatheredRecords]:
-        """Go over STORE, grouped by `fields`. Raises NothingMatched, or what says that nothing could be read."""
+        """Read STORE and group its records by `fields`.
+
+        Raises:
+            NothingMatched: If no record matches the selection.
+            DamagedRecord: If no record of a run could be read.
+            CapdError: If no tensor file could be read.
+        """
         from capd.analyze.groups import Groups
         from capd.report.gather import GatheredRecords
         from capd.server.heap import settled_heap
@@ -83,7 +90,7 @@ class CompareRequest:
         return found, gathered
 
     def print(self, document: dict[str, Any], header: Sequence[str], rows: Sequence[Sequence[Any]]) -> bool:
-        """Print JSON or CSV where that was asked for; False where a table is wanted."""
+        """Print JSON or CSV if the options request it. Return False if a table is wanted."""
         if self.as_json:
             print_json(strict_json(document))
         elif self.as_csv:
@@ -95,7 +102,7 @@ class CompareRequest:
 
 
 def fields_of(option: str, text: str) -> tuple[str, ...]:
-    """The fields that an option names, each once. Raises ConfigError for what is no field."""
+    """Return the fields that an option names, each once. Raises ConfigError for an unknown field."""
     found = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
     for word in found:
         if word not in GROUP_FIELDS:
@@ -104,14 +111,21 @@ def fields_of(option: str, text: str) -> tuple[str, ...]:
 
 
 def name_some(noun: str, what: str, names: Sequence[str], total: int | None = None) -> None:
-    """Say on stderr how many were left out and why, with the first names. total: where `names` are not all."""
+    """Print on stderr the number of left-out items, the reason, and the first names.
+
+    Args:
+        noun: The name of one item, such as "record".
+        what: The reason.
+        names: The names of the items, or of some.
+        total: The number of items, None if `names` has all of them.
+    """
     count, shown = len(names) if total is None else total, names[:_NAMED]
     rest = ", …" if count > len(shown) else ""
     note(f"{human_count(count, noun)} {what}: {'; '.join(shown)}{rest}")
 
 
 def place_of(fields: Sequence[str], group: Mapping[str, Any]) -> list[str]:
-    """The values of the fields that a group is by, as tables show them."""
+    """Return a group's values of the fields by which it is grouped, as tables show them."""
     return ["none" if group[field] is None else str(group[field]) for field in fields]
 
 

@@ -1,4 +1,4 @@
-"""`capd compare STORE --sweep-scale`: one scale for each group, from aligned with its maximum to with its minimum."""
+"""`capd compare STORE --sweep-scale`: tries one scale for each group, from its maximum's scale to its minimum's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHARES = ("saturation_percent", "underflow_percent", "flush_percent")
 
 
 def compare_sweep(request: CompareRequest, elements: str | None) -> int:
-    """Sweep, print, and say the exit code."""
+    """Sweep the scales, print the errors and return the exit code."""
     from capd.analyze.scale_sweep import SWEEP_ELEMENTS, elements_of
 
     chosen = SWEEP_ELEMENTS if elements is None else elements_of(elements)

@@ -1,4 +1,4 @@
-"""The option that names number formats."""
+"""The option `--formats`, which names number formats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Formats = Annotated[
 
 
 def choices_of(formats: str) -> tuple[FormatChoice, ...]:
-    """The formats that an option names; none for "none". Raises ConfigError."""
+    """Return the formats that the option names, none for "none". Raises ConfigError for an unknown format."""
     from capd.analyze.format_choice import choices
 
     return () if formats.strip() == "none" else choices(formats)

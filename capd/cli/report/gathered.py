@@ -18,19 +18,19 @@ __all__ = ["contents", "contents_json", "gathered_of", "skipped_code"]
 def gathered_of(
     found: Sources, place: Path, workers: int | None, *, series: bool = False, **asked: Any
 ) -> GatheredRecords:
-    """Reads all records. Records that cannot be read or measured are named on stderr, and counted.
+    """Read all records. Records that cannot be read or measured are named on stderr and counted.
 
     Args:
         found: The records.
-        place: What messages call them.
-        workers: The number of threads; None for one for each CPU.
+        place: The name of the records in messages.
+        workers: The number of threads, None for one for each CPU.
         series: Whether to keep the sums of each series, too.
-        asked: As `capd.report.gather.gather` takes it.
+        asked: Further arguments of `capd.report.gather.gather`.
 
     Raises:
-        NothingMatched: There is no record.
-        DamagedRecord: No record of a run could be read.
-        CapdError: No file could be read.
+        NothingMatched: If there is no record.
+        DamagedRecord: If no record of a run could be read.
+        CapdError: If no file could be read.
     """
     from capd.report.gather import GatheredRecords
     from capd.report.series import SeriesSummaries
@@ -55,12 +55,12 @@ def gathered_of(
 
 
 def skipped_code(found: Sources, gathered: GatheredRecords) -> int:
-    """The exit code: 4 if damaged records were skipped, 1 if bad files were, 0 otherwise."""
+    """Return the exit code: 4 if damaged records were skipped, 1 if bad files were skipped, otherwise 0."""
     return (1 if found.files else 4) if gathered.skipped else 0
 
 
 def contents(gathered: GatheredRecords) -> str:
-    """The records that were read, in words: "860 records of 2 quant types, 3 skipped"."""
+    """Describe the records in words, such as "860 records of 2 quant types, 3 skipped"."""
     groups = gathered.groups
     types = groups.values(("quant_type",), "quant_type")
     text = f"{human_count(groups.whole().records, 'record')} of {human_count(len(types), 'quant type')}"
@@ -68,7 +68,7 @@ def contents(gathered: GatheredRecords) -> str:
 
 
 def contents_json(gathered: GatheredRecords) -> dict[str, Any]:
-    """The records that were read, as JSON values."""
+    """Describe the records as JSON values."""
     groups, whole = gathered.groups, gathered.groups.whole()
     return {
         "records": whole.records,

@@ -1,4 +1,4 @@
-"""The report as one page for a browser, for `capd report -o FILE.html` and beside the files of a directory."""
+"""The report as one page for a browser, for `capd report -o FILE.html` and as a file of a report's directory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _OF_FILES = (*_SUFFIXES, ".pdf", ".png", ".svg", ".json", ".txt", ".csv")
 
 
 def is_page(out: Path) -> bool:
-    """Whether `out` names a page, and not a directory of files."""
+    """Return whether `out` names a page, and not a directory of files."""
     return out.suffix.lower() in _SUFFIXES and not out.is_dir()
 
 
 def must_name_directory(out: Path) -> None:
-    """Raises ConfigError if `out` is a file, or has the name of one, such as x.pdf."""
+    """Raise ConfigError if `out` is a file, or has a file's name, such as x.pdf."""
     if out.is_dir() or not (out.exists() or out.suffix.lower() in _OF_FILES):
         return
     raise ConfigError(
@@ -38,7 +38,14 @@ def must_name_directory(out: Path) -> None:
 def page_of(
     plain: dict[str, Any], found: Sources, gathered: GatheredRecords, choices: Sequence[FormatChoice]
 ) -> bytes:
-    """The page's file. plain: the report's document. gathered: with its series."""
+    """Return the bytes of the page.
+
+    Args:
+        plain: The report's document.
+        found: The records.
+        gathered: The sums over the records, with their series.
+        choices: The formats whose errors were measured.
+    """
     from capd.report.page.data import page_data
     from capd.report.page.html import page_html
 
@@ -55,11 +62,25 @@ def write_page(
     choices: Sequence[FormatChoice],
     force: bool,
 ) -> GatheredRecords:
-    """Write the page to `out`. Raises what `gathered_of` and `capd.report.page.file.write_page_file` do."""
+    """Write the page to `out`.
+
+    Args:
+        found: The records.
+        place: The name of the records in messages.
+        out: The file.
+        workers: The number of threads, None for one for each CPU.
+        quick: Whether to use only stored statistics.
+        choices: The formats whose errors are measured.
+        force: Whether to replace a file that no report wrote.
+
+    Raises:
+        CapdError: As `gathered_of` and `capd.report.page.file.write_page_file` do.
+    """
     from capd.report.document import document
     from capd.report.page.file import refuse_foreign_file, write_page_file
 
-    refuse_foreign_file(out, force=force)  # before everything is read
+    # Reading can take long, so the file is checked first.
+    refuse_foreign_file(out, force=force)
     gathered = gathered_of(
         found, place, workers, quick=quick, choices=choices, channels=not quick, series=True
     )

@@ -1,4 +1,4 @@
-"""`capd plot`: one figure of a run, of several, or of a directory of tensor files, for a paper."""
+"""`capd plot`: draws one figure of runs or of a directory of tensor files, for a paper."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def plot(
     """Draw one figure of a run into FILE: PNG, SVG or PDF. The same records give the same bytes.
 
     STORE may be a run, a directory of runs, or a directory of .pt files. Figures need `pip install "capd[plot]"`. A
-    figure of several pages becomes x_1.pdf, x_2.pdf and so on. Each file is whole or absent, with mode 0600. What
-    cannot be read is named and skipped. docs/plots.md shows how to read the figures.
+    figure of several pages becomes x_1.pdf, x_2.pdf and so on. Each file is whole or absent, with mode 0600. Unreadable
+    records and files are named and skipped. docs/plots.md shows how to read the figures.
 
     \b
     Kinds:
@@ -135,7 +135,7 @@ def _checked(
     title: str | None,
     log: bool,
 ) -> tuple[FigureKind, Wanted, Look]:
-    """Checks all options before a record is read. Raises ConfigError."""
+    """Check all options before a record is read. Raises ConfigError."""
     from capd.analyze.format_choice import DEFAULT_CHOICES
     from capd.report.figures.error_maps import METRICS
     from capd.report.figures.kinds import KINDS, Wanted
@@ -186,7 +186,7 @@ def _refuse_existing(paths: list[Path]) -> None:
 
 
 def _write(pages: list[Page], out: Path, look: Look, *, force: bool) -> list[Path]:
-    """One file, or one for each page; each whole or absent."""
+    """Write one file, or one for each page. Each file is whole or absent."""
     from capd.report.image_files import write_single
 
     paths = [out]

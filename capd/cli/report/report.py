@@ -1,4 +1,4 @@
-"""`capd report`: a run, several, or a directory of tensor files, as one page for a browser or as a directory."""
+"""`capd report`: reports runs or a directory of tensor files, as one page for a browser or as a directory of files."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def report(
     "capd[plot]"`; without it, the other files are written and the exit code is 2.
 
     STORE may also be a directory of .pt files of tensor_saver, which are checked as by `capd import` and read in
-    place. Of records at the same moment, those of the job's latest attempt count.
+    place. If records share a moment, only the job's latest attempt counts.
 
     Blocked formats take most of the time; --formats none measures none. --quick reads no tensor of a run, and
     leaves out quantiles, value distributions, errors and channels. Without it, every element is read once. The
@@ -64,8 +64,8 @@ def report(
     is larger, and 60 KiB to 2 MiB for each group with quantiles.
 
     A new report replaces the files of an earlier report, removes pages that it lacks, and touches nothing else;
-    --force replaces any FILE.html. Each file is whole or absent. Files have mode 0600, a new directory 0700. What
-    cannot be read is named and skipped.
+    --force replaces any FILE.html. Each file is whole or absent. Files have mode 0600, a new directory 0700.
+    Unreadable records and files are named and skipped.
 
     \b
     Examples:
@@ -104,7 +104,7 @@ def report(
 
 
 class WrittenReport(NamedTuple):
-    """A report that was written. problem: why it has no figures, or None."""
+    """A report that was written. `problem` is the reason why it has no figures, or None."""
 
     directory: ReportDirectory
     gathered: GatheredRecords
@@ -120,19 +120,19 @@ def write_report(
     quick: bool = False,
     choices: Sequence[FormatChoice] = (),
 ) -> WrittenReport:
-    """Writes the statistics, the page and the figures into a directory.
+    """Write the statistics, the page and the figures into a directory.
 
     Args:
         found: The records.
-        place: What messages call them.
+        place: The name of the records in messages.
         out: The directory.
-        workers: The number of threads; None for one for each CPU.
+        workers: The number of threads, None for one for each CPU.
         quick: Whether to use only stored statistics.
         choices: The formats whose errors are measured.
 
     Raises:
         CapdError: As `gathered_of` and `capd.report.directory.opened` do.
-        OSError: A file cannot be written.
+        OSError: If a file cannot be written.
     """
     from capd.report.directory import opened
     from capd.report.document import document, json_text
@@ -151,7 +151,7 @@ def write_report(
 
 
 def _draw(directory: ReportDirectory, gathered: GatheredRecords) -> CapdError | None:
-    """Writes the figures. Returns the error if matplotlib is missing."""
+    """Write the figures. Return the error if matplotlib is missing."""
     from capd.report.figures.pages import all_pages
     from capd.report.figures.style import must_have_matplotlib
 

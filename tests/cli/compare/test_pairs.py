@@ -162,7 +162,7 @@ def test_runs_that_share_nothing_say_in_what_they_differ(capd: Capd, tmp_path: P
 
     assert (found.code, found.out) == (5, "")
     assert (
-        "they differ in rank (0 against 3), component (FA against linear), which --ignore leaves out"
+        "they differ in rank (0 against 3), component (FA against linear), and --ignore matches without these fields"
         in found.err
     )
 
