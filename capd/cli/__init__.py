@@ -1,1 +1,1 @@
-"""What all commands share: options, output, progress and the stores that they open."""
+"""The parts that all commands share: options, output, progress and the stores that they open."""

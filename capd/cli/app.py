@@ -1,9 +1,10 @@
-"""The `capd` command: which verbs exist, where each one lives, and how errors become exit codes.
+"""The `capd` command: its verbs, the module of each verb, and the exit codes of errors.
 
-A verb's module is imported when the verb is used, so `capd --help` costs little and `capd ls` never
-imports torch or zarr. Exit codes: 0 ok, 1 failure, 2 usage, 3 daemon unreachable, 4 damage found,
-5 nothing matched, 6 out of space or budget, 7 store owned by another daemon, 8 stopped with records left unsealed, 130
-Ctrl-C.
+A verb's module is imported when the verb is used. So `capd --help` costs little, and `capd ls` never imports torch or
+zarr.
+
+Exit codes: 0 ok, 1 failure, 2 usage, 3 daemon unreachable, 4 damage found, 5 nothing matched, 6 out of space or
+budget, 7 store owned by another daemon, 8 stopped with records left unsealed, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ __all__ = ["VERBS", "main"]
 
 class _Verb(NamedTuple):
     module: str
-    attribute: str  # a command function, or a typer.Typer with subcommands
+    # The attribute is a command function, or a typer.Typer with subcommands.
+    attribute: str
     help: str
 
 
@@ -69,7 +71,7 @@ VERBS: dict[str, _Verb] = {
 
 
 class _Command(TyperCommand):
-    """A verb whose usage line has its arguments as its help names them: `capd run [OPTIONS] -- CMD…`."""
+    """A verb whose usage line names its arguments as its help does: `capd run [OPTIONS] -- CMD…`."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         arguments = [one for one in self.get_params(ctx) if one.param_type_name == "argument"]
@@ -82,7 +84,8 @@ class _Verbs(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = cast("Any", dict.fromkeys(VERBS))  # names only: for "did you mean"
+        # The names alone are enough for "did you mean".
+        self.commands = cast("Any", dict.fromkeys(VERBS))
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(VERBS)
@@ -94,7 +97,7 @@ class _Verbs(TyperGroup):
         target = getattr(importlib.import_module(verb.module), verb.attribute)
         if not isinstance(target, typer.Typer):
             single = typer.Typer(add_completion=False, rich_markup_mode=None)
-            # `capd run CMD -x`: everything from CMD on belongs to the job.
+            # In `capd run CMD -x`, all words from CMD on belong to the job.
             settings = {"allow_interspersed_args": cmd_name not in ("run", "plan")}
             single.command(name=cmd_name, cls=_Command, context_settings=settings)(target)
             target = single
@@ -108,7 +111,8 @@ class _Verbs(TyperGroup):
 app = typer.Typer(
     cls=_Verbs,
     name="capd",
-    rich_markup_mode=None,  # rich takes a third of the start of `capd --help`, and draws boxes into pipes
+    # Rich would take a third of the time of `capd --help`, and it draws boxes into pipes.
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -144,8 +148,9 @@ def _print_versions(as_json: bool) -> None:
 
 
 def main(args: list[str] | None = None) -> NoReturn:
-    """Runs the command line and exits. An error becomes one line on stderr and the exit code of its class."""
-    state = {"debug": False}  # set by the root callback
+    """Run the command line and exit. An error becomes one line on stderr and the exit code of its class."""
+    # The root callback sets it.
+    state = {"debug": False}
     try:
         typer.main.get_command(app).main(args=args, prog_name="capd", obj=state)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""A command's connection to the daemon: one request, one reply, every failure an EndpointError."""
+"""A command's connection to the daemon: one reply for each request. Every failure is an EndpointError."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ __all__ = ["Tool", "connect"]
 
 REPLY_TIMEOUT_S = 10.0
 _CONNECT_TIMEOUT_S = 3.0
-_STOPPED = "it is stopped (SIGSTOP; `kill -CONT` goes on) or very busy, its log may say with what"
+_STOPPED = "it is stopped (SIGSTOP; `kill -CONT` continues it) or very busy, see its log"
 
 
 class Tool:
-    """An open tool connection; `request` may be called any number of times."""
+    """An open tool connection. `request` may be called any number of times."""
 
     def __init__(self, connection: Connection, path: Path) -> None:
         self._connection = connection
         self._path = path
 
     def request(self, message: ClientMessage, timeout_s: float = REPLY_TIMEOUT_S) -> DaemonMessage:
-        """Send a message and return its reply; raises EndpointError when none comes or the daemon refuses."""
+        """Send a message and return its reply. Raises EndpointError if no reply comes or the daemon refuses."""
         try:
             self._connection.send_bytes(encode(message))
             if not self._connection.poll(timeout_s):
                 raise EndpointError(
                     f"the daemon at {self._path} did not answer within {timeout_s:g} s: {_STOPPED}; "
-                    "what was asked of it may still happen"
+                    "the request may still be carried out"
                 )
             reply = decode_daemon(self._connection.recv_bytes(MAX_FRAME_NBYTES))
         except (OSError, EOFError) as error:
@@ -60,7 +60,11 @@ class Tool:
         return reply
 
     def stats(self, run_id: str | None = None, timeout_s: float = REPLY_TIMEOUT_S) -> DaemonStats:
-        """The daemon's counters, of one run or of all. Raises EndpointError, also for counters of another version."""
+        """Return the daemon's counters, of one run or of all.
+
+        Raises:
+            EndpointError: If the daemon does not answer, or has the counters of another version.
+        """
         from capd.metrics import DaemonStats
 
         reply = self.request(Stats(run_id), timeout_s)
@@ -76,7 +80,7 @@ class Tool:
             ) from error
 
     def control(self, message: Control, timeout_s: float) -> ControlReply:
-        """The answer to an order. Raises EndpointError."""
+        """Send an order and return the answer. Raises EndpointError."""
         reply = self.request(message, timeout_s)
         if not isinstance(reply, ControlReply):
             raise EndpointError(
@@ -87,14 +91,15 @@ class Tool:
 
 @contextlib.contextmanager
 def connect(path: Path) -> Iterator[Tool]:
-    """Connect to the daemon at `path`; raises EndpointError naming the path and the remedy."""
+    """Connect to the daemon at `path`. Raises EndpointError with the path and the remedy."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         sock.settimeout(_CONNECT_TIMEOUT_S)
         sock.connect(os.fspath(path))
         sock.settimeout(None)
         sock.sendall(TOOL_BYTE)
-    except (TimeoutError, BlockingIOError) as error:  # somebody listens, and the queue is full
+    except (TimeoutError, BlockingIOError) as error:
+        # A daemon listens, but its queue of connections is full.
         sock.close()
         raise EndpointError(f"the daemon at {path} takes no connection: {_STOPPED}") from error
     except OSError as error:

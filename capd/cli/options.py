@@ -1,4 +1,4 @@
-"""The options that several verbs share: what `run` and `plan` hand on to a job, and where the store is."""
+"""The options that several verbs share: options that `run` and `plan` hand to a job, and the store."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ __all__ = [
     "Variables", "Yes", "flag", "option",
 ]  # fmt: skip
 
-_COLLECTIONS = "Collections"  # the heading of their options in docs/cli.md
+# The heading of the collections' options in docs/cli.md.
+_COLLECTIONS = "Collections"
 
 
 def option(name: str, value: str, text: str, *names: str, **more: Any) -> Any:
-    """Declares an option with a value.
+    """Declare an option with a value.
 
     Args:
         name: The option, such as "--out".
-        value: What the help calls its value, such as "DIR".
+        value: The name of its value in the help, such as "DIR".
         text: The help.
         names: Other names, such as "-o".
-        more: What else `typer.Option` takes.
+        more: Further arguments of `typer.Option`.
 
     Returns:
         The declaration, for the `Annotated` type of a parameter.
@@ -33,7 +34,7 @@ def option(name: str, value: str, text: str, *names: str, **more: Any) -> Any:
 
 
 def flag(name: str, text: str, *names: str, **more: Any) -> Any:
-    """Declares an option without a value; the arguments are those of `option`."""
+    """Declare an option without a value. The arguments are the same as those of `option`."""
     return typer.Option(name, *names, help=text, **more)
 
 
@@ -63,7 +64,7 @@ SliceOfRows = Annotated[
 ]
 QuantType = Annotated[str | None, option("--quant-type", "WORD", "Label of the captures, such as mxfp8.")]
 
-# Of `capd run` alone.
+# The following options belong to `capd run` only.
 RunMode = Annotated[
     str | None,
     option(

@@ -1,4 +1,4 @@
-"""The printing of the command line: JSON, plain tables, sizes and versions. Nothing here imports torch or zarr."""
+"""The output of the command line: JSON, plain tables, sizes and versions. It imports neither torch nor zarr."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Ite
 
 
 def human_number(value: float | None) -> str:
-    """A measured value with six significant digits, or a dash where there is none."""
+    """Return a measured value with six significant digits, or a dash for None."""
     return "-" if value is None else f"{value:.6g}"
 
 
 def versions() -> dict[str, str]:
-    """Versions of capd, Python and the packages that matter, read without importing them."""
+    """Return the versions of capd, Python and the main packages, read without importing them."""
     from capd.store.format.frames import FORMAT_VERSION
 
     found = {"capd": __version__, "python": platform.python_version()}

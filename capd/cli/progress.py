@@ -1,4 +1,4 @@
-"""A progress bar on the terminal: how many of how many are done, bytes, rate; nothing where stderr is no terminal."""
+"""A progress bar on the terminal: done and total counts, bytes and rate. Nothing is drawn if stderr is no terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _INTERVAL_S = 0.1
 
 
 class Progress:
-    """Counts, and draws now and then. `what`: what is counted, as "files". `began`: when (monotonic)."""
+    """A counter that draws its bar from time to time. `what` names the counted items, such as "files"."""
 
     def __init__(self, total: int, what: str, *, drawn: bool) -> None:
         self._total, self._what, self._drawn = total, what, drawn
@@ -25,7 +25,7 @@ class Progress:
         self._next = 0.0
 
     def add(self, nbytes: int) -> None:
-        """One more is done."""
+        """Count one more item."""
         self._done += 1
         self._nbytes += nbytes
         now = time.monotonic()
@@ -35,7 +35,7 @@ class Progress:
             sys.stderr.flush()
 
     def line(self, now: float) -> str:
-        """The bar as it is at `now` (monotonic)."""
+        """Return the bar at the time `now` (monotonic)."""
         filled = _CELLS * self._done // max(1, self._total)
         rate = self._nbytes / max(1e-3, now - self.began)
         return (
@@ -44,14 +44,14 @@ class Progress:
         )
 
     def say(self, message: str) -> None:
-        """A message line on stderr, in the place of the bar."""
+        """Print a message line on stderr, in the place of the bar."""
         clear = "\r\x1b[K" if self._drawn else ""
         print(f"{clear}capd: {message}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def progress_bar(total: int, what: str) -> Iterator[Progress]:
-    """A bar until the end of the block, and no trace of it afterwards."""
+    """Show a bar until the end of the block, and then remove it."""
     progress = Progress(total, what, drawn=sys.stderr.isatty())
     try:
         yield progress

@@ -1,4 +1,4 @@
-"""The options with which several verbs choose series by their keys."""
+"""The options with which several verbs select series by their keys."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _OPTIONS = {
 
 
 def selects_keys(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options that choose series, in the place of its parameter `tests`.
+    """Give a command the options that select series, in the place of its parameter `tests`.
 
     Args:
         command: A function for typer. Its `tests` gets one test for each option that was given. A key, or a row with
-            a key's fields, is chosen if it passes all of them.
+            a key's fields, is selected if it passes all of them.
 
     Returns:
         The function to register with typer. It raises ConfigError for a range that cannot be read.
@@ -62,7 +62,7 @@ def selects_keys(command: Callable[..., None]) -> Callable[..., None]:
         chosen = {field: given.pop(field) for field in _OPTIONS}
         command(**given, tests=[_test(field, wanted) for field, wanted in chosen.items() if wanted])
 
-    # typer reads the options from the signature and the annotations
+    # typer reads the options from the signature and the annotations.
     with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return with_options

@@ -1,4 +1,4 @@
-"""The records that a command reads when it reads whole runs, and the loop over them."""
+"""The records of commands that read whole runs, and the loop over these records."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Workers = Annotated[
 
 
 class Sources(NamedTuple):
-    """The records to read. sources: their runs or directory; files: whether they are tensor files."""
+    """The records to read. `sources` are their runs or directory; `files` says whether they are tensor files."""
 
     sources: list[str]
     items: Items
@@ -48,17 +48,17 @@ class Sources(NamedTuple):
 
 
 def found_in(place: Path, run: str | None, all_runs: bool, tests: Tests, layer_base: int) -> Sources:
-    """Finds the records to read: of the newest run in a directory, of one run, of all runs, or of tensor files.
+    """Find the records to read: of the newest run in a directory, of one run, of all runs, or of tensor files.
 
     Args:
         place: A run, a directory of runs, or a directory of tensor files.
-        run: The name of the run to read; None for the newest.
+        run: The name of the run to read, None for the newest.
         all_runs: Whether to read all runs together.
         tests: Tests that a series must pass.
         layer_base: The number of the first layer in files that capd did not write.
 
     Raises:
-        NothingMatched: No series passes the tests. Tensor files are only tested when they are loaded.
+        NothingMatched: If no series passes the tests. Tensor files are tested only when they are loaded.
     """
     from capd.io.items import items_of_files, items_of_runs
 
@@ -77,7 +77,7 @@ def found_in(place: Path, run: str | None, all_runs: bool, tests: Tests, layer_b
 
 def _runs(place: Path, run: str | None, all_runs: bool) -> list[Path]:
     if any(place.glob("*/*.pt")):
-        note(f"{place} also has tensor files, which are not read; `capd import` makes a run of them")
+        note(f"{place} also has tensor files, which are not read; `capd import` reads them into a run")
     if not all_runs:
         return [resolve_run(place, run)]
     if run is not None:
@@ -88,19 +88,19 @@ def _runs(place: Path, run: str | None, all_runs: bool) -> list[Path]:
 
 
 def holds_files(place: Path) -> bool:
-    """Whether `place` can only be a directory of tensor files: it is not a run and contains none."""
+    """Return whether `place` can only be a directory of tensor files: it is not a run and contains none."""
     return place.is_dir() and not is_run(place) and not any(place.glob("*.zarr/zarr.json"))
 
 
 def threads_of(workers: int | None) -> int:
-    """The number of threads: `workers`, or one for each CPU."""
+    """Return the number of threads: `workers`, or one for each CPU."""
     from capd.server.limits import usable_cpus
 
     return workers or max(1, round(usable_cpus()))
 
 
 def gather_shown(items: Items, gathered: GatheredRecords, workers: int | None, **asked: Any) -> None:
-    """Gathers all items with a progress bar, and names skipped ones. asked: as `gather` takes it."""
+    """Gather all items with a progress bar, and name skipped ones. `asked`: further arguments of `gather`."""
     from capd.report.gather import Skipped, gather
 
     with progress_bar(items.total, "records") as progress:

@@ -1,4 +1,4 @@
-"""Which run a reading command means: its STORE argument, `--run`, and the default store."""
+"""The run that a reading command means: its STORE argument, `--run`, and the default store."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ RunOption = Annotated[str | None, option("--run", "ID", "The run to read, if STO
 
 
 def default_store() -> Path:
-    """The directory of runs if none is given: CAPD_STORE, or `store` in capd.toml, or `captures`."""
+    """Return the directory of runs if none is given: CAPD_STORE, or `store` in capd.toml, or `captures`."""
     from capd.config import load_daemon_settings
 
     return load_daemon_settings({}).store
 
 
 def resolve_run(store: Path | None, run: str | None = None) -> Path:
-    """The run directory that STORE and `--run` name. A note on stderr says which one of several was chosen.
+    """Return the run directory that STORE and `--run` name. If there are several, a note says which one was chosen.
 
     Raises:
-        NotAStore: There is no such run.
-        ConfigError: STORE is a run, and `--run` names another.
+        NotAStore: If there is no such run.
+        ConfigError: If STORE is a run, and `--run` names another.
     """
     place = default_store() if store is None else store
     if is_run(place):
@@ -58,7 +58,7 @@ def resolve_run(store: Path | None, run: str | None = None) -> Path:
 
 
 def is_run(path: Path) -> bool:
-    """Whether `path` is a run directory, by its name or its Zarr metadata."""
+    """Return whether `path` is a run directory, by its name or its Zarr metadata."""
     return path.suffix == ".zarr" or (path / "zarr.json").is_file()
 
 

@@ -1,1 +1,1 @@
-"""The commands about what is stored: ls, show, stats, verify, export and import."""
+"""The commands about stored records: ls, show, stats, verify, export and import."""

@@ -17,11 +17,13 @@ __all__ = ["Counters", "Source"]
 
 
 class Counters(BaseModel):
-    """The counters of `capd stats --json`. Bytes are exact; rates are None where only the store could be asked.
+    """The counters of `capd stats --json`. Bytes are exact. Rates are None if only the store could be asked.
 
-    source: "daemon" (live) or "store" (as last persisted). why_full: what refused a record as disk_full, "" where
-    nothing did. compression_ratio: raw_bytes / stored_bytes.
-    clean: false when a kill cut off the last persisted second of some session's counters.
+    Attributes:
+        source: "daemon" (live) or "store" (the last persisted counters).
+        why_full: The limit that refused a record as disk_full, "" if none did.
+        compression_ratio: raw_bytes / stored_bytes.
+        clean: False if a kill cut off the last persisted second of some session's counters.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -48,16 +50,18 @@ class Counters(BaseModel):
 
 
 class Source:
-    """Asks for the counters of one run, each time from the daemon if it knows the run, else from the store."""
+    """A source of the counters of one run. Each read asks the daemon if it knows the run, otherwise the store."""
 
     def __init__(self, store: Path | None, run: str | None) -> None:
         self._store = store
         self._run = run
-        self._last: Path | None = None  # where the daemon's run lies, for when the daemon is gone
-        self.problem = ""  # why the daemon could not be asked
+        # The path of the daemon's run, for reads after the daemon has ended.
+        self._last: Path | None = None
+        # The reason why the daemon could not be asked.
+        self.problem = ""
 
     def read(self) -> Counters:
-        """The counters now. Raises EndpointError when neither a daemon nor a store has any."""
+        """Return the counters now. Raises EndpointError if neither a daemon nor a store has any."""
         live = self._from_daemon()
         if live is not None:
             return live
@@ -83,7 +87,7 @@ class Source:
         return _live(stats, run)
 
     def _choose(self, stats: DaemonStats) -> RunStats | None:
-        """The run that was asked for, if this daemon writes it; without a question the newest."""
+        """Return the requested run if this daemon writes it. Without a request, return the newest run."""
         runs = stats.runs
         if self._run is not None:
             runs = [run for run in runs if run.run_id == self._run.removesuffix(".zarr")]
@@ -100,7 +104,7 @@ class Source:
 
 
 def ask_daemon() -> DaemonStats:
-    """The daemon's live counters; raises EndpointError when none answers."""
+    """Return the daemon's live counters. Raises EndpointError if no daemon answers."""
     from capd.config import load_daemon_settings
     from capd.server.net.endpoint import endpoint_path
 
@@ -120,7 +124,7 @@ def _live(stats: DaemonStats, run: RunStats) -> Counters:
 
 
 def read_store(path: Path) -> Counters:
-    """The counters that a run's catalogs persisted."""
+    """Return the counters that a run's catalogs persisted."""
     import capd
 
     store = capd.open(path)

@@ -1,4 +1,4 @@
-"""`capd stats --drops`: what was dropped, by key and reason, as the ranks' ledgers tell."""
+"""`capd stats --drops`: lists dropped captures by key and reason, from the ranks' ledgers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ __all__ = ["Drop", "drop_lines", "drops_of"]
 
 
 class Drop(BaseModel):
-    """Drops of one key and dtype under one reason, over all sessions of the run.
+    """Drops of one key and dtype for one reason, over all sessions of the run.
 
-    bytes: of the dropped captures as far as their size was known. first_iteration, last_iteration: of the drops. Where
-    rank is None they have no key: dropped before they had one, or lost with a rank that was killed.
+    Drops without a key have rank None: they were dropped before they had one, or lost with a killed rank.
+
+    Attributes:
+        bytes: The bytes of the dropped captures, as far as their sizes were known.
+        first_iteration: The first iteration with such a drop.
+        last_iteration: The last iteration with such a drop.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -46,7 +50,7 @@ class Drop(BaseModel):
 
 
 def drops_of(sessions: Iterable[SessionRow]) -> list[Drop]:
-    """All drops, the most frequent first, chosen ones last; their counts add up to the sessions' counters."""
+    """Return all drops, the most frequent first and chosen ones last. Their counts add up to the counters."""
     found: dict[object, LedgerRow] = {}
     keyless: Counter[str] = Counter()
     for session in sessions:
@@ -83,7 +87,7 @@ def _drop(row: LedgerRow) -> Drop:
 
 
 def drop_lines(drops: list[Drop]) -> Iterator[str]:
-    """A table for people."""
+    """Yield the lines of a table for people."""
     if not drops:
         yield "nothing was dropped"
         return

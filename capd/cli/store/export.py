@@ -1,4 +1,4 @@
-"""`capd export`: records of a run as .pt files of tensor_saver, arrays or a table."""
+"""`capd export`: writes records of a run as .pt files of tensor_saver, arrays or a table."""
 
 from __future__ import annotations
 

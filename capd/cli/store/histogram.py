@@ -1,4 +1,4 @@
-"""Text histograms for `capd show`: of exponents, from the stored statistics, and of the values themselves."""
+"""Text histograms for `capd show`: of exponents from the stored statistics, and of the values themselves."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _BIAS = 127
 
 
 def exponent_bars(histogram: Mapping[int, int]) -> list[str]:
-    """One bar per power of two; bin 0 holds zeros and subnormals, bin 255 NaN and infinities.
+    """Return one bar for each power of two. Bin 0 holds zeros and subnormals, bin 255 NaN and infinities.
 
-    More than MAX_EXPONENT_ROWS powers are joined in groups of equal width.
+    If there are more than MAX_EXPONENT_ROWS powers, they are joined in groups of equal width.
     """
     powers = sorted(bin_ for bin_, count in histogram.items() if count and 0 < bin_ < 255)
     rows: list[tuple[str, int]] = []
@@ -38,8 +38,9 @@ def exponent_bars(histogram: Mapping[int, int]) -> list[str]:
 
 
 def value_counts(values: NDArray[np.generic]) -> tuple[list[float], list[int]]:
-    """VALUE_BINS equal bins over the finite values: (edges, counts), both empty without a finite value."""
-    with np.errstate(invalid="ignore"):  # a signalling NaN warns when it is cast
+    """Return the edges and counts of VALUE_BINS equal bins over the finite values, empty without a finite value."""
+    # A cast of a signalling NaN warns.
+    with np.errstate(invalid="ignore"):
         wide = values.astype(np.float64)
     finite = wide[np.isfinite(wide)]
     if not finite.size:
@@ -47,7 +48,7 @@ def value_counts(values: NDArray[np.generic]) -> tuple[list[float], list[int]]:
     low, high = float(finite.min()), float(finite.max())
     if low == high:
         return [low, high], [int(finite.size)]
-    # Scaled to [0, 1] first: the span of float64 values may overflow.
+    # The values are scaled to [0, 1] first, because the span of float64 values may overflow.
     scaled = finite / 2 - low / 2
     span = high / 2 - low / 2
     index = np.minimum((scaled / span * VALUE_BINS).astype(np.intp), VALUE_BINS - 1)
@@ -56,7 +57,7 @@ def value_counts(values: NDArray[np.generic]) -> tuple[list[float], list[int]]:
 
 
 def value_bars(values: NDArray[np.generic]) -> list[str]:
-    """A bar per bin of `value_counts`, labelled with the bin's lower edge."""
+    """Return a bar for each bin of `value_counts`, labelled with the bin's lower edge."""
     edges, counts = value_counts(values)
     return _bars([(f"{edge:.4g}", count) for edge, count in zip(edges, counts, strict=False)])
 

@@ -1,4 +1,4 @@
-"""`capd import`: .pt files of tensor_saver or of `capd export --to pt` into a run."""
+"""`capd import`: reads .pt files of tensor_saver or of `capd export --to pt` into a run."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _import(
         if error.errno in NO_SPACE:
             why = what_is_full(error, root)
             raise StoreFull(
-                f"cannot write to {root}: {why} and give the import again: it goes on where it is"
+                f"cannot write to {root}: {why} and give the import again: it continues where it stopped"
             ) from error
         raise StoreError(f"cannot write to {settings.store}: {error.strerror or error}") from error
     finally:
@@ -142,7 +142,7 @@ def _import(
 
 
 class _Told:
-    """The outcome of all files, counted."""
+    """The counted outcomes of all files."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

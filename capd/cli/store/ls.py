@@ -1,4 +1,4 @@
-"""`capd ls`: the series of a run, filtered, as a table or JSON, or counted by a field."""
+"""`capd ls`: lists the series of a run, filtered, as a table or JSON, or counts them by a field."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _order(row: SeriesListing) -> tuple[Any, ...]:
 
 
 def _plain(row: SeriesListing) -> dict[str, Any]:
-    # dataclasses.asdict copies deeply, which would be half of the time of a long listing
+    # dataclasses.asdict copies deeply, which would take half of the time of a long listing.
     plain = {field: getattr(row, field) for field in FIELDS}
     return {**plain, "shape": list(row.shape)}
 

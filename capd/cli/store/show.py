@@ -1,4 +1,4 @@
-"""`capd show`: one series with its records, or one record with statistics, histograms and first values."""
+"""`capd show`: shows one series with its records, or one record with statistics, histograms and first values."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def show(
     """Show a series with its records, or one record: moment, shape, statistics, histograms, first values.
 
     SERIES is a path as `capd ls` prints it, the end of such a path, or a glob. It must match one series. #i picks
-    record i, and counts from the end if i is negative. A record that keeps statistics alone has no values and no
-    histogram of them.
+    record i, and counts from the end if i is negative. A record that keeps only statistics has no values and no
+    histogram of values.
 
     \b
     Examples:
@@ -97,11 +97,11 @@ def _split(series: str) -> tuple[str, int | None]:
 
 
 def find_one(store: Store, name: str) -> Series:
-    """The series with this path, or the only one whose path ends in it or matches it as a glob.
+    """Return the series with this path, or the only one whose path ends in the name or matches it as a glob.
 
     Raises:
-        NothingMatched: No series matches.
-        ConfigError: Several match; the message names some.
+        NothingMatched: If no series matches.
+        ConfigError: If several series match. The message names some.
     """
     everything = store.series
     for series in everything:
@@ -208,7 +208,8 @@ def _print_record(series: Series, number: int, first: int) -> None:
 
 
 def _whole(series: Series, attributes: dict[str, Any]) -> dict[str, Any] | None:
-    from capd.store.quantised.dequantise import whole_of  # numpy and the tables of all formats
+    # The import is here because it loads numpy and the tables of all formats.
+    from capd.store.quantised.dequantise import whole_of
 
     return whole_of(series.key.tensor_name, attributes)
 
@@ -221,7 +222,7 @@ def _part_lines(found: dict[str, Any] | None) -> list[str]:
 
 
 def _elements(series: Series, number: int, first: int) -> tuple[str, list[str]]:
-    """The first values of a record, and the lines of a histogram of its values."""
+    """Return the first values of a record, and the lines of a histogram of its values."""
     if series.kept == "statistics":
         return "not kept, only the statistics (mode or policy stats)", []
     flat = series.values(number).reshape(-1)

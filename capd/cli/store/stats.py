@@ -1,4 +1,4 @@
-"""`capd stats`: the counters of a run, live from the daemon or as the store persisted them."""
+"""`capd stats`: shows the counters of a run, live from the daemon or as the store persisted them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def stats(
 
 
 def _drops(source: Source, as_json: bool) -> None:
-    """The ledger as the store has it, at most a second old beside a live daemon."""
+    """Print the store's ledger. With a live daemon it is at most a second old."""
     import capd
     from capd.cli.store.drops import drop_lines, drops_of
 
@@ -101,7 +101,7 @@ def _watch_terminal(source: Source, interval_s: float) -> None:
 
 
 def _refreshes(source: Source, interval_s: float) -> Iterator[tuple[Counters, bool]]:
-    """The counters again and again, with whether the daemon that gave them is gone."""
+    """Yield the counters repeatedly, with whether the daemon that sent them is gone."""
     pause = threading.Event()
     seen_daemon = False
     counters: Counters | None = None
@@ -117,7 +117,7 @@ def _refreshes(source: Source, interval_s: float) -> Iterator[tuple[Counters, bo
 
 
 def render(counters: Counters) -> list[str]:
-    """The counters for people; the first line speaks of drops where there are any."""
+    """Return the counters as lines for people. If captures were lost, the first line says so."""
     losses, chosen = describe_drops(counters.dropped, counters.why_full), left_out(counters.dropped)
     where = "the daemon" if counters.source == "daemon" else "the store"
     lines = [

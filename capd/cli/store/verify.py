@@ -1,4 +1,4 @@
-"""`capd verify`: checks a run, or all runs of a store root; on request saves what can be read into a new run."""
+"""`capd verify`: checks one run or all runs of a store root. `--repair` saves readable records into a new run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["verify"]
 
-_STEP_NBYTES = 16 << 20  # between two updates of the progress line
+# The bytes between two updates of the progress line.
+_STEP_NBYTES = 16 << 20
 
 
 def verify(
@@ -46,20 +47,20 @@ def verify(
         bool, typer.Option("--rebuild-catalog", help="Build the catalog again from the shard files.")
     ] = False,
     adopt: Annotated[
-        str | None, typer.Option(metavar="NODE", help="Take over and seal what a dead node left unsealed.")
+        str | None, typer.Option(metavar="NODE", help="Take over and seal the records that a dead node left.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check every checksum of a run, and that its files agree. Exits with 4 when there is damage.
+    """Check every checksum of a run, and that its files agree. Exit with 4 if there is damage.
 
-    Changes nothing without an option, and may run beside a daemon. With a directory of runs, checks all of them.
-    --repair changes nothing in the damaged run. It exits with 4 if records were lost, and lists them.
+    Without an option, nothing is changed, and a daemon may write the run meanwhile. For a directory of runs, all of
+    them are checked. --repair changes nothing in the damaged run. It exits with 4 if records were lost, and lists them.
     """
     if sum((repair, rebuild, adopt is not None)) > 1:
         raise ConfigError("give one of --repair, --rebuild-catalog and --adopt")
     if repair != (output is not None):
         raise ConfigError(
-            "--repair and -o NEW belong together: the damaged run stays as it is, NEW gets its records"
+            "--repair and -o NEW belong together: the damaged run stays unchanged, NEW gets its records"
         )
     runs = _runs(store)
     if output is not None:
@@ -79,7 +80,7 @@ def verify(
 
 @dataclass(frozen=True)
 class Change:
-    """What an option changed in one node's part of a run."""
+    """A change that an option made in one node's part of a run."""
 
     run: Path
     node: str
@@ -95,7 +96,8 @@ def _runs(store: Path | None) -> list[Path]:
     if not found:
         raise NotAStore(f"no run in {place}; name a run or a directory of runs")
     for run in found:
-        run_identity(run, _report(run))  # nothing is locked or written in what is no run
+        # A path that is no run must not be locked or written.
+        run_identity(run, _report(run))
     return found
 
 
@@ -106,7 +108,7 @@ def _report(run: Path) -> Report:
 
 
 def _repair(runs: list[Path], new: Path, *, as_json: bool) -> int:
-    """Repair the one run, and check the new one; returns the exit code."""
+    """Repair the one run and check the new one. Return the exit code."""
     from capd.server.runs.root_lock import reading_lock
     from capd.store.disk.layout import nodes_of
     from capd.store.repair.repair import repair
@@ -160,7 +162,7 @@ def _change(runs: list[Path], *, adopt: str | None) -> Iterator[Change]:
 
 @contextlib.contextmanager
 def _locked(run: Path, node: str) -> Iterator[None]:
-    """The node's lock of the store root, as the daemon holds it. Raises StoreBusy, StoreError."""
+    """Hold the node's lock of the store root, as the daemon does. Raises StoreBusy, StoreError."""
     from capd.server.runs.root_lock import RootLock
 
     lock = RootLock(run.absolute().parent, node)
@@ -174,7 +176,7 @@ def _locked(run: Path, node: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _warnings_on_stderr() -> Iterator[None]:
-    """What recovery says about damage, as messages of this command."""
+    """Print recovery's warnings about damage as messages of this command."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("capd: %(message)s"))
     logger = logging.getLogger("capd")
@@ -194,7 +196,7 @@ def _check(run: Path) -> Report:
 
 @contextlib.contextmanager
 def _progress(run: Path, what: str = "checked") -> Iterator[Callable[[int], None] | None]:
-    """A line on the terminal with the bytes read so far; nothing where stderr is no terminal."""
+    """Draw a line on the terminal with the bytes read so far, or nothing if stderr is no terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -220,7 +222,7 @@ def _print(reports: list[Report]) -> None:
             note(text)
         print_lines(str(damage) for damage in report.damaged)
         if any(damage.kind == "catalog" for damage in report.damaged):
-            note(f"`capd verify {report.run} --rebuild-catalog` makes the catalog again from the frames")
+            note(f"`capd verify {report.run} --rebuild-catalog` builds the catalog again from the frames")
         verdict = "sound" if report.ok else f"{human_count(len(report.damaged), 'place')} damaged"
         print_lines(
             [
@@ -233,11 +235,11 @@ def _print(reports: list[Report]) -> None:
 def _repair_lines(done: Repair) -> Iterator[str]:
     saved = human_count(done.saved, "record")
     lost = f"{human_count(len(done.lost), 'record')} lost" if done.lost else "nothing lost"
-    yield f"{done.run.name}: {saved} saved in {done.new}, {lost}; {done.run} is as it was"
+    yield f"{done.run.name}: {saved} saved in {done.new}, {lost}; {done.run} is unchanged"
     for one in done.lost:
         yield f"{one.path} record {one.number}: {'moment unknown' if one.row is None else _moment(one.row.moment)}"
     for path in done.unknown:
-        yield f"{path}: nothing says what this series is; none of its records is saved"
+        yield f"{path}: the description of this series is lost; none of its records is saved"
 
 
 def _moment(moment: Any) -> str:

@@ -33,7 +33,7 @@ def test_a_daemon_that_is_stopped_is_told_from_one_that_is_not_there(
     assert silent.code == 3
     assert "did not answer within 0.1 s" in silent.err
     assert "kill -CONT" in silent.err
-    assert "may still happen" in silent.err
+    assert "may still be carried out" in silent.err
 
     queue = []
     try:

@@ -89,7 +89,7 @@ def test_repair_saves_the_rest_in_a_new_run_and_lists_what_is_lost(capd: Capd, r
 
     assert (text.code, data.code) == (4, 4)
     first, *lost, last = text.out.splitlines()
-    assert first == f"second.zarr: 5 records saved in {root / 'new.zarr'}, 1 record lost; {run} is as it was"
+    assert first == f"second.zarr: 5 records saved in {root / 'new.zarr'}, 1 record lost; {run} is unchanged"
     assert last.startswith("new.zarr: sound; 4 series, 5 records")
     [repaired] = data.json["repaired"]
     assert (data.json["ok"], data.json["damaged"], data.json["runs"]) == (
