@@ -1,1 +1,1 @@
-"""Collection runs without processes or daemons: the request, the progress and the report."""
+"""The logic of collection runs without processes or daemons: the request, the progress and the report."""

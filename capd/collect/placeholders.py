@@ -1,4 +1,4 @@
-"""`{quant_type}`, `{run_dir}` and `{index}` in a command and its variables, so that each type has places of its own."""
+"""The placeholders `{quant_type}`, `{run_dir}` and `{index}` in a command and its variables, filled for each type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLACEHOLDER = re.compile(r"\{(quant_type|run_dir|index)\}")
 
 @dataclass(frozen=True)
 class Filled:
-    """A command, the variables that go with it, paths that have to be there, and a directory, all of one type's own."""
+    """A command, its variables, paths that must exist, and a directory, all for one type."""
 
     command: tuple[str, ...]
     variables: dict[str, str]
@@ -25,7 +25,7 @@ class Filled:
 
 
 def parse_variables(texts: Sequence[str]) -> dict[str, str]:
-    """The `--env K=V` options; raises ConfigError for one that is none."""
+    """Return the variables of the `--env K=V` options. Raises ConfigError for an entry without a name or value."""
     found: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -44,7 +44,7 @@ def fill(
     run_dir: Path,
     index: int,
 ) -> Filled:
-    """Everything with the placeholders of one type replaced; other braces stay as they are."""
+    """Replace the placeholders everywhere by the values of one type. Other braces stay unchanged."""
     values = {"quant_type": quant_type, "run_dir": str(run_dir), "index": str(index)}
 
     def filled(text: str) -> str:
@@ -59,11 +59,11 @@ def fill(
 
 
 def shared_places(command: Sequence[str], variables: dict[str, str], types: int) -> str | None:
-    """The warning about a command that is the same for several types; None where it is not."""
+    """Return a warning if the command is the same for several types, otherwise None."""
     if types < 2 or any(map(_PLACEHOLDER.search, (*command, *variables.values()))):
         return None
     return (
-        "CMD is the same for all types: a checkpoint that the first one saves is what the second one resumes from, and "
-        "it would not start where the first did. Put {run_dir} (a directory of each type's own), {quant_type} or "
-        "{index} into CMD or --env K=V, such as: -- train.sh --save '{run_dir}/checkpoints'"
+        "CMD is the same for all types: if the first one saves a checkpoint, the second one resumes from it and does "
+        "not start where the first did. Put {run_dir} (a directory for each type), {quant_type} or {index} into CMD or "
+        "--env K=V, such as: -- train.sh --save '{run_dir}/checkpoints'"
     )

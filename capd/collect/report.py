@@ -1,4 +1,4 @@
-"""The report of a collection run as plain values: records, bytes and statistics by each field, and what was dropped."""
+"""The report of a collection run as plain values: records, bytes, statistics by each field, and drops."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["FIELDS", "collection_report", "groups_of"]
 
 
 def collection_report(store: Store, state: CollectionState) -> dict[str, Any]:
-    """Makes the report of a run. Reads the row of every record once, one at a time.
+    """Compute the report of a run. It reads the row of every record once, one at a time.
 
     Returns:
-        The documented report, floats as they are: whoever prints it decides about infinities.
+        The documented report. Its floats may be infinite; the caller decides how to print them.
 
     Raises:
-        StoreError: where a record's row cannot be read.
+        StoreError: If a record's row cannot be read.
     """
     sums: dict[str, dict[Value, Tally]] = {name: {} for name in FIELDS}
     emulation: dict[str, dict[str, int]] = {}
@@ -53,19 +53,19 @@ def collection_report(store: Store, state: CollectionState) -> dict[str, Any]:
 
 
 def _sized(series: Series) -> Iterator[tuple[Record, int]]:
-    """Each record with the bytes that are kept of it."""
+    """Yield each record with the number of its kept bytes."""
     constant = series.raw_bytes // max(1, len(series)) if series.kept == "statistics" else None
     for record in series.records:
         yield record, prod(record.shape) * ITEM_NBYTES[series.dtype] if constant is None else constant
 
 
 def groups_of(tallies: Mapping[Value, Tally]) -> list[dict[str, Any]]:
-    """The groups of one field in the order of its values: records, bytes and statistics of each."""
+    """Return the groups of one field in the order of its values: records, bytes and statistics of each group."""
     return [{"value": value, **tallies[value].numbers()} for value in in_order(tallies)]
 
 
 def _dropped(store: Store) -> list[dict[str, Any]]:
-    """The drops of all sessions by label and reason; those that a session's ledger does not name have no label."""
+    """Return the drops of all sessions by label and reason. Drops missing from a session's ledger have no label."""
     found: dict[tuple[str, str], int] = {}
     for session in store.sessions:
         rest = dict(session.dropped)

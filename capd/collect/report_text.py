@@ -1,4 +1,4 @@
-"""The report of a collection run for people: what each type came to, then a table for each field."""
+"""The report of a collection run as text: one line for each type, then a table for each field."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _MAX_ROWS = 40
 _STATISTICS = ("min", "max", "absmax", "mean", "std")
 _COUNTS = ("nan", "inf", "zero")
 _NUMBERS = ("records", "raw", *_STATISTICS, *_COUNTS)
-_LABEL = "a label: the values are those that the job computed by itself (emulation: none)"
+_LABEL = "a label: the job computed the values by itself (emulation: none)"
 Row = Mapping[str, Any]
 
 
 def report_lines(report: Row) -> Iterator[str]:
-    """The lines of a report of `capd.collect.report`; the first one speaks of drops where there are any."""
+    """Yield the lines of a report of `capd.collect.report`. If captures were dropped, the first line says so."""
     total: dict[str, int] = {}
     for one in report["dropped"]:
         total[one["reason"]] = total.get(one["reason"], 0) + one["count"]
@@ -39,7 +39,7 @@ def report_lines(report: Row) -> Iterator[str]:
     yield ""
     yield from _drop_lines(report["dropped"])
     if left_out(total):
-        yield "sampled and stopped were asked for"
+        yield "sampled and stopped: left out by the settings"
 
 
 def _emulation_lines(quant_type: str, texts: Mapping[str, int]) -> Iterator[str]:
@@ -49,7 +49,7 @@ def _emulation_lines(quant_type: str, texts: Mapping[str, int]) -> Iterator[str]
 
 
 def type_lines(types: Sequence[Row]) -> list[str]:
-    """One line for each type: how it ended, and what was kept. types: as `TypeState` has them, as plain values."""
+    """Return one line for each type: its outcome and its records. `types` are `TypeState`s as plain values."""
     rows = [
         (
             one["quant_type"],

@@ -1,4 +1,4 @@
-"""The request of a collection run: mode, quant types, how much, until when; checked before anything is started."""
+"""The request of a collection run: mode, quant types, micro-batches and end. It is checked before the start."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ _SECONDS = {"s": 1, "": 1, "m": 60, "h": 3600}
 
 @dataclass(frozen=True)
 class CollectionRequest:
-    """One collection run.
+    """The request of one collection run.
 
-    micro_batches: N, kept in total of each type; 0 for all. per_iteration: M, at most that many of an iteration.
-    stable_for_s: how long no record may have come for the collection to be stable. timeout_s: of each type's job, 0 for
-    none.
+    Attributes:
+        micro_batches: The micro-batches to keep of each type in total, 0 for all.
+        per_iteration: The most micro-batches to keep of one iteration.
+        stable_for_s: The time without a new record after which a collection is stable.
+        timeout_s: The longest time of each type's job, 0 for no limit.
     """
 
     mode: CollectionMode
@@ -43,7 +45,7 @@ class CollectionRequest:
 
     @property
     def quota(self) -> str:
-        """N and M as the job's CAPD_COLLECT."""
+        """The numbers of micro-batches as the job's CAPD_COLLECT."""
         return f"{self.micro_batches or 'all'}/{self.per_iteration}"
 
 
@@ -57,7 +59,11 @@ def make_request(
     stable_for: str | None,
     timeout: str | None,
 ) -> CollectionRequest:
-    """The request that these options make, None for those not given. Raises ConfigError that names the option."""
+    """Return the request that these options make. An option that was not given is None.
+
+    Raises:
+        ConfigError: If an option cannot be used. The message names it.
+    """
     if mode not in MODES:
         raise ConfigError(f"--mode: {mode!r} is no collection; they are {', '.join(MODES)}")
     kept, most = (1 if number is None else number for number in (micro_batches, per_iteration))
@@ -114,7 +120,7 @@ def _option(name: str, text: str) -> float:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds in "90", "60s", "15m", "1.5h"; raises ConfigError for anything else."""
+    """Return the seconds of a text like "90", "60s", "15m" or "1.5h". Raises ConfigError for any other text."""
     match = _DURATION.fullmatch(text.strip())
     if match is None:
         raise ConfigError(f"{text[:80]!r} is not a time; write 60s, 15m or 1.5h")

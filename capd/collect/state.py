@@ -1,7 +1,7 @@
-"""The state of a collection run, beside the run in the store: a second start continues where the first ended.
+"""The state of a collection run, next to the run in the store. A second start continues where the first ended.
 
-`NAME.collection/` holds `state.json`, the report, and of each try of a type `runs/TYPE/`, its own directory, and
-`logs/TYPE.log`. Files are this user's alone.
+`NAME.collection/` holds `state.json` and the report. For each try of a type it holds the try's directory
+`runs/TYPE/` and its log `logs/TYPE.log`. Only this user can read the files.
 """
 
 from __future__ import annotations
@@ -41,10 +41,13 @@ class _StateModel(BaseModel):
 
 
 class TypeState(_StateModel):
-    """One quant type. outcome: None before its first try, and when a try was cut off by the end of `capd run` itself.
+    """The state of one quant type.
 
-    tries: begun until now. records: kept in the last one. emulation: the recipe by which the job computed, none where
-    the type is a label.
+    Attributes:
+        outcome: The outcome of the last try. None before the first try, and if `capd run` itself ended during a try.
+        tries: The number of tries that were begun.
+        records: The number of records that the last try kept.
+        emulation: The recipe by which the job computed, "none" if the type is only a label.
     """
 
     quant_type: str
@@ -59,7 +62,7 @@ class TypeState(_StateModel):
     emulation: str = "none"
 
     def begin_try(self) -> None:
-        """Count a try, of which nothing is known yet."""
+        """Count a new try, and reset the results of the last one."""
         self.tries += 1
         self.outcome = self.exit_code = None
         self.micro_batches = self.records = 0
@@ -67,12 +70,12 @@ class TypeState(_StateModel):
 
     @property
     def collected(self) -> bool:
-        """Whether it needs no further try."""
+        """Whether the type needs no further try."""
         return self.outcome in COLLECTED
 
 
 class CollectionState(_StateModel):
-    """A collection run."""
+    """The state of a collection run."""
 
     version: int = 1
     run_id: str
@@ -88,7 +91,7 @@ class CollectionState(_StateModel):
         return all(one.collected for one in self.types)
 
     def asks_for(self, request: CollectionRequest) -> bool:
-        """Whether a request wants the same micro-batches."""
+        """Return whether a request wants the same micro-batches."""
         return (self.control_iter, self.collect_micro_batches) == (
             request.micro_batches,
             request.per_iteration,
@@ -96,14 +99,16 @@ class CollectionState(_StateModel):
 
 
 def directory_of(store: Path, run_id: str) -> Path:
-    """The directory of a run's collection."""
+    """Return the directory of a run's collection."""
     return store / f"{run_id}{_SUFFIX}"
 
 
 def load(directory: Path, run_id: str, request: CollectionRequest, command: Sequence[str]) -> CollectionState:
-    """The state to go on from: what is there, with types that are new, or a new one.
+    """Return the state to continue from: the stored one with new types added, or a new one.
 
-    Raises ConfigError where the run was collected with other numbers, StoreError for a file that cannot be read.
+    Raises:
+        ConfigError: If the run was collected with other numbers of micro-batches.
+        StoreError: If the stored state cannot be read.
     """
     before = _read(directory)
     if before is None:
@@ -118,7 +123,7 @@ def load(directory: Path, run_id: str, request: CollectionRequest, command: Sequ
     elif not before.asks_for(request):
         raise ConfigError(
             f"run {run_id} was collected with --control-iter {before.control_iter} --collect-micro-batches "
-            f"{before.collect_micro_batches}; say the same to continue it, or choose another --run-id"
+            f"{before.collect_micro_batches}; give the same numbers to continue it, or choose another --run-id"
         )
     known = {one.quant_type for one in before.types}
     types = [TypeState(quant_type=name) for name in request.types if name not in known]
@@ -126,13 +131,14 @@ def load(directory: Path, run_id: str, request: CollectionRequest, command: Sequ
 
 
 def unfinished(store: Path, request: CollectionRequest, command: Sequence[str]) -> str | None:
-    """The run of the newest collection of the store that was begun with the same request and command and not ended."""
+    """Return the run of the newest unfinished collection in the store with the same request and command, or None."""
     places = sorted(store.glob(f"*{_SUFFIX}/{STATE_NAME}"), key=lambda path: path.stat().st_mtime_ns)
     for place in reversed(places):
         try:
             found = _read(place.parent)
         except StoreError:
-            continue  # of another version, perhaps
+            # The state may be from another version.
+            continue
         if (
             found is not None
             and not found.finished
@@ -145,7 +151,7 @@ def unfinished(store: Path, request: CollectionRequest, command: Sequence[str]) 
 
 
 def alone(directory: Path) -> AbstractContextManager[None]:
-    """Inside, this process is the only one that collects there. Raises StoreBusy where another does."""
+    """Lock the collection inside the block. Raises StoreBusy if another process collects there."""
     busy = (
         f"{directory.stem} is being collected by another `capd run`; wait for it, or choose another --run-id"
     )
@@ -153,13 +159,13 @@ def alone(directory: Path) -> AbstractContextManager[None]:
 
 
 def tried(directory: Path, one: TypeState) -> tuple[Path, Path]:
-    """Directory and log of a type's present try; the first one has the type's name, later ones a number, too."""
+    """Return the directory and the log of a type's current try. Tries after the first one have a number in the name."""
     name = component(one.quant_type) + (f"~{one.tries}" if one.tries > 1 else "")
     return directory / "runs" / name, directory / "logs" / f"{name}.log"
 
 
 def save(directory: Path, state: CollectionState) -> None:
-    """Replace the state."""
+    """Replace the stored state."""
     write_text(directory / STATE_NAME, state.model_dump_json(indent=2) + "\n")
 
 
@@ -183,4 +189,4 @@ def _read(directory: Path) -> CollectionState | None:
         return None
     except ValidationError as error:
         what = error.errors()[0]["msg"]
-        raise StoreError(f"{path} cannot be read ({what}); move it away to begin anew") from None
+        raise StoreError(f"{path} cannot be read ({what}); move it away to start a new collection") from None

@@ -1,4 +1,4 @@
-"""When a type's job of a collection run is over, and how it ended: decided from what is seen of it."""
+"""The watcher of one type's job in a collection run: it decides from observations when and how the job ends."""
 
 from __future__ import annotations
 
@@ -25,13 +25,21 @@ Outcome = Literal[
 ]
 
 COLLECTED: frozenset[Outcome] = frozenset({"complete", "stable", "ended"})
-"""The outcomes of a type that need no second try. ended: by itself, with all that it was to give."""
+"""The outcomes that need no second try. "ended": the job ended by itself with all its captures kept."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """The observation of a job at one time. records: kept of it until now. lost: its captures that were
-    dropped unasked. daemon_ended: the one that was started for this job; at its end also one that does not answer.
+    """The observation of a job at one time.
+
+    Attributes:
+        now_s: The time.
+        ranks: The documents of the job's processes.
+        records: The records of the job that are kept so far.
+        lost: The captures of the job that were dropped against the user's wish.
+        disk_full: Whether captures were dropped because the space is used up.
+        why_full: The limit that was reached.
+        daemon_ended: Whether the daemon of this job has ended. After the job, also whether it does not answer.
     """
 
     now_s: float
@@ -52,18 +60,21 @@ class Ending:
 
 
 class Watcher:
-    """Looks at one job until its ending is known. Pure: it is told what there is to see, and the time."""
+    """A pure state machine that decides the ending of one job. Its inputs are observations, which include the time."""
 
     def __init__(self, request: CollectionRequest, now_s: float) -> None:
         self._request = request
         self._began_s = self._changed_s = now_s
         self._records = 0
-        self._ranks: list[Collected] = []  # those of this node that have said something
-        self._silent = 0  # those that have not: they train nothing that is captured, or have not begun
-        self.kept = 0  # micro-batches, of the rank that has the fewest
+        # The processes on this node that have written a document.
+        self._ranks: list[Collected] = []
+        # The number of processes without one: they train no captured module, or have not begun.
+        self._silent = 0
+        # The micro-batches of the rank with the fewest.
+        self.kept = 0
 
     def look(self, look: Observation) -> Ending | None:
-        """Why a job that runs is to be ended now; None: it goes on."""
+        """Return the reason to end a running job now, None to let it continue."""
         self._see(look)
         if look.disk_full:
             return self._full(look)
@@ -81,13 +92,19 @@ class Watcher:
         return None
 
     def over(self, look: Observation, asked: Ending | None, code: int) -> Ending:
-        """Decides how the job ended, once all its captures have arrived. asked: why it was ended; None: by itself."""
+        """Decide how the job ended, after all its captures have arrived.
+
+        Args:
+            look: The last observation.
+            asked: The reason for which the job was ended, None if it ended by itself.
+            code: The job's exit code.
+        """
         self._see(look)
         ending = self._by_itself(code) if asked is None else asked
         if ending.outcome in (*COLLECTED, "incomplete"):
             if look.daemon_ended:
                 return Ending(
-                    "daemon", f"{ending.reason}, but what of it was stored the daemon does not say any more"
+                    "daemon", f"{ending.reason}, but the daemon no longer says how many captures were stored"
                 )
             if not self._records:
                 return Ending("nothing", f"{ending.reason}, and nothing was captured")
@@ -135,7 +152,7 @@ class Watcher:
 
 
 def _farthest(ranks: Sequence[Collected]) -> list[Collected]:
-    """The process of each rank that got farthest: a launcher may have restarted it."""
+    """Return the process of each rank with the most progress, because a launcher may have restarted a rank."""
     order = ("collecting", "reached", "complete")
     found: dict[int, Collected] = {}
     for one in sorted(ranks, key=lambda one: (order.index(one.state), one.kept)):
