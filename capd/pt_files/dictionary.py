@@ -1,11 +1,11 @@
-"""The dictionary in each of tensor_saver's files, from a record and back to one.
+"""The dictionary in each of tensor_saver's files: made from a record, and converted back to one.
 
   {"tensor": torch.Tensor, "tensor_info": {shape, dtype, device, requires_grad, is_leaf, min, max, mean, std},
    "metadata": {layer_type, operation, quant_type, tensor_name, layer_idx, phase, component, rank, sample_idx,
-                iteration, save_time, …what the caller added}}
+                iteration, save_time, …fields that the caller added}}
 
-A file that capd wrote says under metadata["capd"] exactly which record it was (`Origin`), and that alone counts when it
-is read. Of any other file the metadata come first, then its name, then the directory it lies in.
+A file that capd wrote names its record under metadata["capd"] (`Origin`), and the reader uses only this entry. For any
+other file the reader takes the metadata first, then the file's name, then the name of its directory.
 """
 
 from __future__ import annotations
@@ -36,10 +36,8 @@ TENSOR_NAMES: tuple[str, ...] = get_args(TensorNames)
 
 _ORIGIN_FORMAT = 1
 _SAVE_TIME = "%Y-%m-%d %H:%M:%S"
-_SAVER_BACKWARD = {
-    "grad_output": "input",
-    "grad_input": "output",
-}  # what enters and leaves a Linear's backward
+# tensor_saver calls the tensors that enter and leave a Linear's backward its input and output.
+_SAVER_BACKWARD = {"grad_output": "input", "grad_input": "output"}
 _ADDED_LATER = {
     "A": {"phase", "component", "rank", "sample_idx", "iteration"},
     "B": {"rank", "sample_idx", "iteration"},
@@ -49,11 +47,12 @@ _STANDARD = (
     "iteration", "save_time",
 )  # fmt: skip
 _MAX_DEPTH, _MAX_VALUES = 64, 10_000
-_MAX_ATTRIBUTES_NBYTES = 64 << 10  # as many as a rank may send
+# A rank may send at most this many bytes of metadata, too.
+_MAX_ATTRIBUTES_NBYTES = 64 << 10
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """metadata["capd"]: the record that a file was made of. series, record: where it stood in run `run`."""
+    """The record from which a file was made, in metadata["capd"]. `series` and `record` are its place in run `run`."""
 
     format: int
     run: str
@@ -74,11 +73,11 @@ class Naming:
     layer_base: int = 0
 
     def layer(self, key: Key) -> int | None:
-        """The layer as shown."""
+        """Return the number of the layer as files show it."""
         return None if key.layer is None else key.layer + self.layer_base
 
     def shown(self, key: Key) -> Key:
-        """The key with the tensor's name as shown."""
+        """Return the key with the tensor's name as files show it."""
         backward = key.operation == "backward" and "linear" in (key.layer_type, key.component)
         if self.tensor_names == "seed" and backward and key.tensor_name in _SAVER_BACKWARD:
             return msgspec.structs.replace(key, tensor_name=_SAVER_BACKWARD[key.tensor_name])
@@ -88,10 +87,10 @@ class Naming:
 def dictionary_of(
     run_id: str, series: Series, record: Record, bits: NDArray[np.generic], tensor: Any, naming: Naming
 ) -> dict[str, Any]:
-    """The dictionary for a record, of plain values but for the tensor.
+    """Return the dictionary for a record. All values except the tensor are plain.
 
-    The caller's metadata stand beside the standard fields; of one with a standard field's name only the copy under
-    "capd" remains.
+    The caller's metadata are next to the standard fields. If a caller's field has the name of a standard field, only
+    the copy under "capd" keeps it.
     """
     key = naming.shown(series.key)
     standard = {
@@ -143,7 +142,7 @@ def _origin(run_id: str, series: Series, record: Record) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A file as a record to be: everything but the tensor."""
+    """A file as a future record: all parts except the tensor."""
 
     key: Key
     moment: Moment
@@ -155,17 +154,21 @@ class Capture:
 
 
 def capture_of(found: Any, name: NameParts | None, directory: str, layer_base: int) -> Capture:
-    """The record of a file, by what torch.load returned for it.
+    """Return the record of a file.
 
-    name: what its name says. directory: the name of the one it lies in. layer_base: the number that the first layer has
-    in files that capd did not write. Raises BadTensorFile for a dictionary of another kind.
+    Args:
+        found: The object that torch.load returned.
+        name: The parts of the file's name, None if it has no known scheme.
+        directory: The name of the file's directory.
+        layer_base: The number of the first layer in files that capd did not write.
+
+    Raises:
+        BadTensorFile: If `found` is not a dictionary of tensor_saver's kind.
     """
     import torch
 
     if not isinstance(found, dict) or not isinstance(found.get("tensor"), torch.Tensor):
-        raise BadTensorFile(
-            'it holds no dictionary with a "tensor": a file of something else than the tensor saver'
-        )
+        raise BadTensorFile('it holds no dictionary with a "tensor", so it is not from tensor_saver')
     info, metadata = found.get("tensor_info", {}), found.get("metadata", {})
     if not isinstance(info, dict) or not isinstance(metadata, dict):
         raise BadTensorFile('its "tensor_info" or "metadata" is no dictionary')
@@ -200,7 +203,7 @@ def _read_origin(plain: Any) -> Origin:
 
 
 def _standard(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of the metadata that say something: an unset one must not hide what the file's name says."""
+    """Return the metadata fields that are set. An unset field must not hide the value in the file's name."""
     names = (*_STANDARD, "batch_idx", "sequence_idx")
     return {name: metadata[name] for name in names if metadata.get(name) is not None}
 
@@ -265,11 +268,12 @@ def _must_be_writable(*parts: Any) -> None:
 
 
 def _plain(fields: dict[str, Any], most_nbytes: int) -> dict[str, Any]:
-    """The fields as JSON values. Raises BadTensorFile where they are too large or nested too deep."""
+    """Return the fields as JSON values. Raises BadTensorFile if they are too large or nested too deep."""
     plain: dict[str, Any] = _Plain().value(fields, 0)
     try:
         nbytes = len(json.dumps(plain, ensure_ascii=False).encode())
-    except ValueError as error:  # no Unicode, or an integer of thousands of digits
+    except ValueError as error:
+        # The text has invalid Unicode, or an integer has thousands of digits.
         raise BadTensorFile(f"its metadata cannot be kept as JSON: {error}") from None
     if nbytes > most_nbytes:
         raise BadTensorFile(
@@ -279,14 +283,15 @@ def _plain(fields: dict[str, Any], most_nbytes: int) -> dict[str, Any]:
 
 
 class _Plain:
-    """JSON values of what callers put into metadata; what JSON lacks (dtypes, devices, tensors) becomes its text."""
+    """A converter of callers' metadata to JSON values. Values that JSON lacks (dtypes, tensors) become their text."""
 
     def __init__(self) -> None:
         self._left = _MAX_VALUES
 
     def value(self, found: Any, depth: int) -> Any:
         self._left -= 1
-        if self._left < 0 or depth > _MAX_DEPTH:  # a few bytes of pickle can nest lists beyond any number
+        # A few bytes of pickle can nest lists to any depth.
+        if self._left < 0 or depth > _MAX_DEPTH:
             raise BadTensorFile("its metadata hold too many values, or are nested too deep")
         if isinstance(found, dict):
             return {str(key)[:4096]: self.value(inner, depth + 1) for key, inner in found.items()}

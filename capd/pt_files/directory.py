@@ -1,6 +1,6 @@
-"""A directory of tensor files as tensor_saver left it: one subdirectory per quant type, `*.pt` in each.
+"""A directory of tensor files as tensor_saver lays it out: one subdirectory for each quant type, with `*.pt` files.
 
-The counter in a file's name is above all that its subdirectory holds, whoever wrote them.
+The counter in a new file's name is larger than all counters in the subdirectory, whoever wrote the files.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ __all__ = ["TensorDirectory"]
 
 
 class TensorDirectory:
-    """Hands out file names below a locked directory. Not thread-safe."""
+    """A source of file names below a locked directory. Not thread-safe."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._counters: dict[Path, int] = {}
 
     def place(self, quant_type: str) -> tuple[Path, int]:
-        """The subdirectory of a quant type, made if need be, and the next counter in it."""
+        """Return the subdirectory of a quant type and the next counter in it. Create it if it is missing."""
         directory = self._root / component(quant_type)
         if directory not in self._counters:
             directory.mkdir(mode=0o700, exist_ok=True)

@@ -1,7 +1,7 @@
 """Writes records as tensor_saver's files, which plain torch.load(weights_only=True) reads.
 
-Files get their names in the order of the series and their records; a few threads take one record each, from the store
-to its file, but for small ones. About 128 MiB of records are under way at once, or one record where that is larger.
+Files get their names in the order of the series and their records. Each large record is read and written by one of a
+few threads. About 128 MiB of records are in memory at once, or one record if it is larger.
 """
 
 from __future__ import annotations
@@ -24,16 +24,24 @@ from capd_client.protocol.key import Moment
 
 __all__ = ["export_pt"]
 
-_WORTH_A_THREAD_NBYTES = 256 << 10  # below, a record is Python's work: threads would take turns at each file
+# A smaller record is mostly work of Python, so threads would only wait for each other.
+_WORTH_A_THREAD_NBYTES = 256 << 10
 
 
 def export_pt(
     run_id: str, chosen: Sequence[Series], out: Path, naming: Naming, *, threads: int
 ) -> Iterator[ExportedFile]:
-    """Write every record of the chosen series, which keep tensors, to a file of its own below `out`.
+    """Write every record of the chosen series, which keep tensors, to its own file below `out`.
 
-    Yields each whole file. Nothing that is there is replaced. Raises StoreBusy while another export writes to
-    `out`, DamagedRecord rather than write a wrong element, OSError.
+    No existing file is replaced.
+
+    Yields:
+        Each file when it is whole.
+
+    Raises:
+        StoreBusy: If another export writes to `out`.
+        DamagedRecord: If a record cannot be read exactly.
+        OSError: If a file cannot be written.
     """
     with locked_directory(out), ThreadPoolExecutor(threads, thread_name_prefix="capd-export") as pool:
         job = _Export(run_id, naming, TensorDirectory(out), pool)
@@ -46,9 +54,11 @@ def export_pt(
 
 
 def _in_order(chosen: Sequence[Series]) -> Iterator[tuple[Series, Record]]:
-    """Series by series, the one that began first first, so that an import in the order of counters meets each key's
-    series in the order in which they came to be."""
-    # Of variants that began at one time, the one with the shorter path (`~v2` before `~v10`) is the older one.
+    """Yield the records series by series, in the order in which the series began.
+
+    An import in the order of counters then creates each key's series in the order of the original run.
+    """
+    # If variants began at one time, the variant with the shorter path (`~v2` before `~v10`) is older.
     for series in sorted(chosen, key=lambda s: (s.fresh().record(0).time_ns, len(s.path), s.path)):
         reading = series.fresh()
         for record in reading.records:
@@ -69,11 +79,11 @@ class _Export:
         self._stamp = ""
 
     def begin(self, item: tuple[Series, Record]) -> Callable[[], tuple[Path, int]]:
-        """Name a record's file and have it written; what is returned waits for that."""
+        """Name a record's file and start to write it. The returned function waits for the end."""
         series, record = item
         if series is not self._series:
             self._series, self._stamp = series, ""
-        # A clock that was set back must not turn the order round that the names give.
+        # If the clock was set back, the names must still keep the order.
         self._stamp = max(self._stamp, stamp_of(record.time_ns))
         key, naming = series.key, self._naming
         directory, counter = self._directory.place(key.quant_type)
@@ -97,7 +107,8 @@ def _save(found: dict[str, Any], file: BinaryIO) -> None:
 
     try:
         torch.save(found, file)
-    except RuntimeError as error:  # after a failed write torch ends its archive, and speaks of that alone
+    except RuntimeError as error:
+        # After a failed write torch closes its archive and raises only that second error.
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise

@@ -1,4 +1,4 @@
-"""Which files below a directory are tensor files, in the order in which they were written, and who each of them is."""
+"""The tensor files below a directory, in the order in which they were written, and their identities."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from capd.pt_files.names import NameParts, name_parts
 __all__ = ["TensorFile", "find_files"]
 
 _ENDINGS = (".pt", ".pth", ".pkl")
-_CLIENTS = 1 << 12  # committed sequences are kept per client; a few each make cheap rows in the catalog
+# The store keeps committed sequences for each client. A few sequences for each client give cheap catalog rows.
+_CLIENTS = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """A file to import; as few bytes as can be, for directories of a million. nbytes: its size when it was found, 0
-    where that is unknown."""
+    """A file to import. It takes few bytes, because a directory may have a million files.
+
+    Attributes:
+        nbytes: The file's size when it was found, 0 if it is unknown.
+    """
 
     directory: Path
     file_name: str
@@ -32,12 +36,12 @@ class TensorFile:
 
     @property
     def name(self) -> NameParts | None:
-        """The parts of its name."""
+        """The parts of the file's name, None if it has no known scheme."""
         return name_parts(self.file_name)
 
     @property
     def capture(self) -> tuple[bytes, int]:
-        """Client and sequence that stand for this file in a store: the same ones for the same path and size."""
+        """The client and the sequence of this file in a store. The same path and size give the same values."""
         named = f"{self.nbytes}:".encode() + os.fsencode(self.path)
         digest = hashlib.blake2b(named, digest_size=10, person=b"capd import").digest()
         client = int.from_bytes(digest[:2]) % _CLIENTS
@@ -45,12 +49,16 @@ class TensorFile:
 
 
 def find_files(root: Path) -> list[TensorFile]:
-    """All files below `root` that have a tensor file's ending; symbolic links among them, which are not followed.
+    """Return all files below `root` with the ending of a tensor file, including symbolic links, which are not followed.
 
-    In each directory by time stamp and counter, then by name. Raises OSError where `root` itself cannot be read.
+    The files of each directory are in the order of time stamp and counter, then of the name.
+
+    Raises:
+        OSError: If `root` itself cannot be read.
     """
     root = root.resolve()
-    os.listdir(root)  # os.walk says nothing of a directory that cannot be read
+    # os.walk silently skips a directory that cannot be read.
+    os.listdir(root)
     found = [_tensor_file(directory, file_name) for directory, file_name in _walk(root)]
     return sorted(found, key=_order)
 
@@ -65,7 +73,8 @@ def _walk(root: Path) -> Iterator[tuple[Path, str]]:
 def _tensor_file(directory: Path, file_name: str) -> TensorFile:
     try:
         nbytes = os.lstat(directory / file_name).st_size
-    except OSError:  # gone meanwhile, or in a directory that may not be searched: opening it says so
+    except OSError:
+        # The file was removed, or its directory may not be searched. Opening the file reports the reason.
         nbytes = 0
     return TensorFile(directory, file_name, nbytes)
 

@@ -1,7 +1,7 @@
-"""Reads tensor_saver's files into a run: checked and loaded by a few threads, committed in order.
+"""Reads tensor_saver's files into a run: a few threads check and load them, and they are committed in order.
 
-A file is known by its path and size, as a capture is by client and sequence. So an import that was interrupted goes on
-where it was, and one that is repeated adds only what is new. A bad file costs itself alone.
+A file is identified by its path and size, as a capture is by client and sequence. So an interrupted import continues
+where it stopped, and a repeated one adds only new files. A bad file never affects other files.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from capd_client.protocol.key import MAX_NDIM
 __all__ = ["LoadedFile", "Outcome", "import_files", "load_file"]
 
 _MAX_EXPANSION = 64
-"""The most that a tensor may be larger than the bytes that it views (keys expanded over query heads, say)."""
+"""The largest ratio of a tensor's bytes to the bytes of its storage (keys expanded over query heads, for example)."""
 _MAX_EXTENTS_NBYTES = 1 << 44
-"""The limit for a tensor without elements, whose other extents still become chunks; the daemon has it, too."""
+"""The limit for a tensor without elements, whose other extents still become chunks. The daemon has the same limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of a file: committed, there already, or refused for a reason."""
+    """The outcome of a file: committed, present before, or refused for a reason."""
 
     file: TensorFile
     raw_nbytes: int = 0
@@ -55,10 +55,15 @@ def import_files(
     layer_base: int = 0,
     limit: DiskCheck | None = None,
 ) -> Iterator[Outcome]:
-    """Import files in order; yields what became of each, in that order. All are committed when the iterator ends.
+    """Import files in order. All are committed when the iterator ends.
 
-    Raises StoreFull where `limit` refuses a record, OSError or StoreError where the store fails; what was committed
-    until then is kept.
+    Yields:
+        The outcome of each file, in order.
+
+    Raises:
+        StoreFull: If `limit` refuses a record. Records committed before are kept, as they are for the other errors.
+        OSError: If the store's disk fails.
+        StoreError: If the store fails.
     """
     with (
         ThreadPoolExecutor(threads, thread_name_prefix="capd-import") as loading,
@@ -81,7 +86,7 @@ class _Import:
         self._known: dict[bytes, RangeSet] = {}
 
     def run(self, files: Sequence[TensorFile]) -> Iterator[Outcome]:
-        # Half of the memory for what is loaded, the other half for what is encoded from it.
+        # Half of the memory is for loaded files, the other half for encoded chunks.
         loaded = ahead(files, self._begin, lambda file: file.nbytes, AHEAD_NBYTES // 2)
         for item, write in ahead(self._ready(loaded), self._plan, _nbytes, AHEAD_NBYTES // 2):
             if write is not None:
@@ -112,7 +117,8 @@ class _Import:
                 OSError,
                 RuntimeError,
                 MemoryError,
-            ) as error:  # the disk, or torch, which lacks memory, say
+            ) as error:
+                # The disk fails, or torch lacks memory.
                 yield Outcome(file, problem=f"it cannot be read: {str(error).partition(chr(10))[0][:200]}")
 
     def _plan(self, item: LoadedFile | Outcome) -> Callable[[], None] | None:
@@ -124,14 +130,14 @@ class _Import:
             return partial(self._stop, error)
 
     def _stop(self, full: StoreFull) -> None:
-        """A record that was looked at ahead found no room; by now those before it are committed."""
+        """Raise the refusal of a record that was planned ahead, after all records before it are committed."""
         self._writer.flush()
         raise full
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedFile:
-    """A tensor file and the record that it is."""
+    """A tensor file and its record."""
 
     file: TensorFile
     record: ImportedRecord
@@ -142,7 +148,7 @@ def _nbytes(item: LoadedFile | Outcome) -> int:
 
 
 def load_file(file: TensorFile, layer_base: int) -> LoadedFile:
-    """Check and load one file. Raises BadTensorFile, OSError, or what torch raises when it lacks memory."""
+    """Check and load one file. Raises BadTensorFile, OSError, or torch's error when it lacks memory."""
     if file.path.suffix.lower() == ".pkl":
         raise BadTensorFile("it is a plain pickle, which could hold any code, and is never read")
     with opened(file.path) as stream:
@@ -153,7 +159,7 @@ def load_file(file: TensorFile, layer_base: int) -> LoadedFile:
 
 
 def _bits(tensor: Any) -> tuple[str, NDArray[np.generic]]:
-    """dtype and stored bits of a loaded tensor, in its memory and with its strides: a view of few bytes stays small."""
+    """Return dtype and stored bits of a loaded tensor, with its memory and strides. A view of few bytes stays small."""
     import torch
 
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -172,7 +178,7 @@ def _bits(tensor: Any) -> tuple[str, NDArray[np.generic]]:
 
 
 def _bits_of(item_nbytes: int) -> Any:
-    """The torch dtype that elements are viewed as: numpy lacks some, and a view as one of their size needs no copy."""
+    """Return a torch dtype of this size that numpy has, too, so that a view of the elements needs no copy."""
     import torch
 
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[item_nbytes]

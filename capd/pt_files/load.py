@@ -1,8 +1,8 @@
-"""Opens files that others wrote with torch.save: sizes checked against the file first, `weights_only=True` after.
+"""Opens foreign files of torch.save: first checks all sizes against the file, then loads with `weights_only=True`.
 
-Two formats: zip archives (since torch 1.6), of which only what torch.save writes is accepted (nothing compressed, no
-two entries of one name, no bytes counted twice), and the pickles with raw bytes behind them of the time before. So what
-is allocated is at most what the file has on the disk. Symbolic links are not followed.
+There are two formats. Zip archives (since torch 1.6) must have the form that torch.save writes: no compression, no two
+entries of one name, no bytes counted twice. Older files are pickles followed by raw bytes. The checks limit the
+allocated memory to the size of the file. Symbolic links are not followed.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ from capd.pt_files.pickle_scan import BadTensorFile, scan_pickle
 
 __all__ = ["MAX_PICKLE_NBYTES", "load_tensor_file", "opened"]
 
-MAX_PICKLE_NBYTES = 1 << 20  # of everything in a file but the tensors' bytes; a dictionary takes about 1 KiB
+# The limit for a file without its tensors' bytes. A dictionary takes about 1 KiB.
+MAX_PICKLE_NBYTES = 1 << 20
 _MAX_ENTRIES = 4096
 _MAX_DIRECTORY_NBYTES = 1 << 20
 _LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _END = struct.Struct("<4s4H2LH")
-_PLACE = struct.Struct("<4sLQL")  # of the record before it, which newer torch always writes
+# The locator, which newer torch always writes before the end record.
+_PLACE = struct.Struct("<4sLQL")
 _END_64 = struct.Struct("<4sQ2H2L4Q")
 _TAIL = struct.Struct(f"{_END_64.size + _PLACE.size + _END.size}s")
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """A regular file for reading. Raises BadTensorFile for anything else, OSError where it cannot be read."""
+    """Open a regular file for reading. Raises BadTensorFile for any other file, OSError if it cannot be read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if path.is_symlink():
-            raise BadTensorFile("it is a symbolic link, and these are not followed") from None
+            raise BadTensorFile("it is a symbolic link, which is not followed") from None
         raise BadTensorFile(f"it cannot be opened: {error.strerror}") from None
     with os.fdopen(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -47,7 +49,11 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def load_tensor_file(file: BinaryIO) -> Any:
-    """The object that torch.save put into the file, tensors on the CPU. Raises BadTensorFile before it allocates."""
+    """Return the object that torch.save put into the file, with tensors on the CPU.
+
+    Raises:
+        BadTensorFile: If the file is damaged or foreign. It is raised before any tensor is allocated.
+    """
     nbytes = os.fstat(file.fileno()).st_size
     head = file.read(max(4, len(_LEGACY_MAGIC)))
     file.seek(0)
@@ -67,16 +73,17 @@ def _load(file: BinaryIO) -> Any:
     import torch
 
     file.seek(0)
-    # Not mapped, though that would save a copy: a file that shrinks in the middle would then end the process.
+    # The file is not mapped, though that would save a copy: if a mapped file shrinks, the process dies.
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever torch says of a file that it did not write
+    except Exception as error:
+        # torch raises many kinds of errors for a file that it did not write.
         why = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise BadTensorFile(f"torch.load(weights_only=True) refuses it: {why[0][:200]}") from None
 
 
 def _check_legacy(file: BinaryIO, nbytes: int) -> None:
-    """Five pickles (magic, version, system, object, storage keys), then of each storage its size and its bytes."""
+    """Check five pickles (magic, version, system, object, storage keys), then each storage's size and bytes."""
     head = io.BytesIO(file.read(MAX_PICKLE_NBYTES))
     scans = [scan_pickle(head) for _ in range(5)]
     if any(scan.storages for scan in (*scans[:3], scans[4])):
@@ -93,7 +100,8 @@ def _check_zip(file: BinaryIO, nbytes: int) -> None:
         with zipfile.ZipFile(file) as archive:
             entries = {entry.filename: entry for entry in archive.infolist()}
             if len({name.lower() for name in entries}) != len(archive.infolist()):
-                raise BadTensorFile("it has two entries of one name")  # torch takes upper case for lower case
+                # Torch ignores upper and lower case in these names.
+                raise BadTensorFile("it has two entries of one name")
             if any(entry.filename != entry.orig_filename for entry in entries.values()):
                 raise BadTensorFile("it has an entry that readers know by different names")
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values()):
@@ -108,21 +116,20 @@ def _check_zip(file: BinaryIO, nbytes: int) -> None:
 
 
 def _check_directory(file: BinaryIO, nbytes: int) -> None:
-    """Checks that the archive's directory is at its end, where every reader looks for it, and is not a huge one."""
+    """Check that the archive's directory is at its end, where every reader looks for it, and is not huge."""
     tail = _TAIL.size
     last = os.pread(file.fileno(), tail, max(0, nbytes - tail))
     magic, *_, entries, size, offset, comment = _END.unpack_from(last.rjust(tail, b"\0"), tail - _END.size)
     if magic != b"PK\x05\x06" or comment:
-        raise BadTensorFile("its zip archive is cut off, or something stands behind it")
+        raise BadTensorFile("its zip archive is cut off, or is followed by other bytes")
     end = nbytes - _END.size
-    if len(last) == tail and last[_END_64.size :].startswith(
-        b"PK\x06\x07"
-    ):  # large ones, and all of newer torch
+    # Large archives, and all archives of newer torch, have a 64-bit end record.
+    if len(last) == tail and last[_END_64.size :].startswith(b"PK\x06\x07"):
         magic, *_, entries, size, offset = _END_64.unpack_from(last)
         place = _PLACE.unpack_from(last, _END_64.size)[2]
         end = nbytes - tail
         if magic != b"PK\x06\x06" or place != end:
-            raise BadTensorFile("the directory of its zip archive stands in two places")
+            raise BadTensorFile("the directory of its zip archive has two positions")
     if entries > _MAX_ENTRIES or size > _MAX_DIRECTORY_NBYTES or offset + size != end:
         raise BadTensorFile("the directory of its zip archive is not one that torch.save writes")
 

@@ -1,4 +1,4 @@
-"""File names of tensor_saver's files: its three schemes written, and every one it ever had read.
+"""File names of tensor_saver's files. It writes three schemes and reads every scheme that tensor_saver ever had.
 
   A  {timestamp}_{counter}_{layer_type}_L{layer}_{operation}_{quant_type}_{tensor_name}.pt
   B  {timestamp}_{counter}_{layer_type}_L{layer}_{operation}_{phase}_{component}_{quant_type}_{tensor_name}.pt
@@ -6,7 +6,7 @@
      rank{rank}_sample{sample_idx}_{tensor_name}.pt
 
 Later versions wrote `rank00`, left `sample` out and put `group{index}` at the end. Without a layer, `_L…` is missing.
-Names are for people and globs; the file itself says what it is (`capd.pt_files.dictionary`).
+Names are for people and globs. The content of a file is authoritative (`capd.pt_files.dictionary`).
 """
 
 from __future__ import annotations
@@ -24,19 +24,28 @@ Scheme = Literal["A", "B", "C"]
 SCHEMES: tuple[str, ...] = get_args(Scheme)
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.+\-]")
-_MAX_NAME_CHARS = 240  # file names have at most 255 bytes
+# File names have at most 255 bytes.
+_MAX_NAME_CHARS = 240
 _LONG_PART, _SHORT_PART = 60, 16
 
 
 def stamp_of(time_ns: int) -> str:
-    """The local time as file names hold it."""
+    """Return the local time as file names hold it."""
     return time.strftime("%Y%m%d_%H%M%S", time.localtime(time_ns // 1_000_000_000))
 
 
 def file_name(scheme: Scheme, key: Key, moment: Moment, layer: int | None, stamp: str, counter: int) -> str:
-    """The name of a record's file. key: with the tensor name, layer: with the number that the file is to show.
+    """Return the name of a record's file.
 
-    Characters that are awkward in file names become "-"; a name that would be too long has its words cut.
+    Characters that are awkward in file names become "-". If the name would be too long, its words are cut.
+
+    Args:
+        scheme: The scheme, A, B or C.
+        key: The key, with the tensor name that the file shows.
+        moment: The record's moment.
+        layer: The number of the layer that the file shows.
+        stamp: The time, as `stamp_of` returns it.
+        counter: The number that orders files of one time.
     """
     name = _joined(scheme, key, moment, layer, stamp, counter, _LONG_PART)
     if len(name) > _MAX_NAME_CHARS:
@@ -67,7 +76,7 @@ def _joined(
 
 @dataclass(frozen=True, slots=True)
 class NameParts:
-    """The parts of a file's name. stamp, counter: order files in time; fields: by the names of the metadata."""
+    """The parts of a file's name. `stamp` and `counter` order files in time; `fields` has the metadata's names."""
 
     stamp: str
     counter: int
@@ -92,7 +101,7 @@ _WHOLE = frozenset({"iteration", "layer_idx", "rank", "sample_idx", "group"})
 
 
 def name_parts(name: str) -> NameParts | None:
-    """The parts of a name of any scheme, None where it is of none. A word that holds "_" itself may be cut short."""
+    """Return the parts of a name of any scheme, otherwise None. A word that contains "_" may be cut short."""
     found = _NAME.fullmatch(name)
     if found is None:
         return None

@@ -1,8 +1,8 @@
-"""Reads off a pickle what torch would do with it, without doing any of it: names it imports, storages it declares.
+"""Scans a pickle without executing it: finds the names that it would import and the storages that it declares.
 
-`torch.load(weights_only=True)` runs no foreign code, but believes a pickle's word on how large a storage is: of a zip
-file it takes the record's memory for as large as declared, of the format before it allocates that much. So the
-opcodes are walked first (`pickletools`), on a stack of constants; nothing is imported, called or allocated.
+`torch.load(weights_only=True)` runs no foreign code, but it believes the sizes that a pickle declares for its storages.
+In a zip file it treats the record's memory as that large; in the older format it allocates that much. So the opcodes
+are walked first (`pickletools`), on a stack of constants. Nothing is imported, called or allocated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["BadTensorFile", "PickleScan", "scan_pickle"]
 
 
 class BadTensorFile(CapdError):
-    """A file that is no tensor file of tensor_saver's kind, or a damaged or hostile one; says why."""
+    """A file that is damaged or hostile, or is no tensor file of tensor_saver's kind. The message says why."""
 
 
 _ITEM_NBYTES = {
@@ -47,7 +47,8 @@ _VALUES = frozenset(
 )
 _CONTAINERS = frozenset({"EMPTY_DICT", "EMPTY_LIST"})
 _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_TAKES = {"REDUCE": 2, "BUILD": 1, "APPEND": 1, "SETITEM": 2}  # … of the stack; REDUCE puts its result there
+# The number of values that each opcode takes from the stack. REDUCE puts its result there.
+_TAKES = {"REDUCE": 2, "BUILD": 1, "APPEND": 1, "SETITEM": 2}
 
 
 class _Global(NamedTuple):
@@ -56,16 +57,17 @@ class _Global(NamedTuple):
 
 @dataclass(slots=True)
 class PickleScan:
-    """storages: key → bytes that the pickle declares it to have."""
+    """The result of a scan. `storages` maps each key to the bytes that the pickle declares for the storage."""
 
     storages: dict[str, int] = field(default_factory=dict)
 
 
 def scan_pickle(stream: BinaryIO) -> PickleScan:
-    """Walk the pickle at the stream's position; afterwards the stream is at the end of the pickle.
+    """Walk the pickle at the stream's position. The stream is then at the end of the pickle.
 
-    Raises BadTensorFile for a pickle that is cut off, or does anything that torch.save never writes for tensors and
-    plain values.
+    Raises:
+        BadTensorFile: If the pickle is cut off, or has an opcode that torch.save never writes for tensors and plain
+            values.
     """
     machine = _Machine()
     try:
@@ -79,7 +81,7 @@ def scan_pickle(stream: BinaryIO) -> PickleScan:
 
 
 class _Machine:
-    """The pickle machine on constants: what containers hold and functions return is not looked at."""
+    """The pickle machine on constants. It ignores the contents of containers and the results of functions."""
 
     def __init__(self) -> None:
         self.scan = PickleScan()

@@ -1,8 +1,8 @@
-"""The numbers of a `tensor_info`: min, max, mean and std as tensor_saver defined them, not as capd does.
+"""The numbers of a `tensor_info`: min, max, mean and std by tensor_saver's definitions, not capd's.
 
-There min and max are NaN as soon as one element is, Inf counts as a value, std is the sample's (n - 1), and an empty
-tensor has 0.0 throughout. Where one element is NaN, or all are finite, they follow from the record's statistics; with
-an Inf, and where the sums would cancel, they are computed from the elements, block by block in float64.
+In tensor_saver min and max are NaN if one element is, Inf counts as a value, and std is the sample's (n - 1). An empty
+tensor has 0.0 everywhere. If one element is NaN, or all are finite, the numbers follow from the record's statistics.
+If one element is Inf, or the sums would cancel, they are computed from the elements, block by block in float64.
 """
 
 from __future__ import annotations
@@ -20,11 +20,18 @@ __all__ = ["saved_statistics"]
 
 _NAMES = ("min", "max", "mean", "std")
 _BLOCK = 1 << 18
-_CANCELS = 1e-6  # of the mean square: a variance below it has lost half of its digits
+# A share of the mean square. A variance below it has lost half of its digits.
+_CANCELS = 1e-6
 
 
 def saved_statistics(bits: NDArray[np.generic], dtype: str, stats: Stats | None) -> dict[str, float]:
-    """min, max, mean and std of a record. bits: as stored; stats: as committed, if it has any."""
+    """Return min, max, mean and std of a record.
+
+    Args:
+        bits: The stored elements.
+        dtype: The torch dtype's name.
+        stats: The committed statistics, None if the record has none.
+    """
     if bits.size == 0:
         return dict.fromkeys(_NAMES, 0.0)
     derived = None if stats is None else _derived(stats)
@@ -45,7 +52,8 @@ def _derived(stats: Stats) -> dict[str, float] | None:
     return {"min": float(stats.min), "max": float(stats.max), "mean": mean, "std": std}
 
 
-@np.errstate(invalid="ignore", over="ignore")  # Inf - Inf is NaN there, too
+# Inf - Inf is NaN in tensor_saver, too.
+@np.errstate(invalid="ignore", over="ignore")
 def _computed(bits: NDArray[np.generic], dtype: str) -> dict[str, float]:
     flat = bits.reshape(-1)
     found = [(block.size, block.min(), block.max(), block.sum()) for block in _blocks(flat, dtype)]

@@ -32,7 +32,7 @@ _CATALOG_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ImportedRecord:
-    """A record to commit. client, sequence: who it is; bits: its elements as stored, with strides of any kind."""
+    """A record to commit. `client` and `sequence` identify it; `bits` are its stored elements, with any strides."""
 
     client: bytes
     sequence: int
@@ -42,13 +42,13 @@ class ImportedRecord:
 
 
 class DiskCheck(Protocol):
-    """Says why a record of `nbytes` may not be written, or None. new_series: it opens a series."""
+    """A check that says why a record of `nbytes` may not be written, or None. `new_series`: it opens a series."""
 
     def __call__(self, nbytes: int, *, new_series: bool = False) -> str | None: ...
 
 
 class ImportWriter:
-    """Owned by one thread. Statistics are computed again, whatever a file claims."""
+    """A writer of imported records, owned by one thread. It computes all statistics itself."""
 
     def __init__(self, store: RunStore, pool: ThreadPoolExecutor, limit: DiskCheck | None) -> None:
         self._store, self._pool, self._limit = store, pool, limit
@@ -57,16 +57,23 @@ class ImportWriter:
         self._next_catalog = time.monotonic() + _CATALOG_INTERVAL_S
 
     def begin(self, record: ImportedRecord) -> Callable[[], None]:
-        """Choose the record's series and have it encoded; call what is returned, in the same order, to commit it.
+        """Choose the record's series and start to encode it.
 
-        Raises StoreError, StoreFull where the limit refuses it; the commit OSError or StoreError.
+        Returns:
+            A function that commits the record. The caller must call these functions in the same order. They raise
+            OSError or StoreError.
+
+        Raises:
+            StoreFull: If the limit refuses the record.
+            StoreError: If the store refuses the record.
         """
         bits = record.bits
         capture = record.capture
         plan = self._store.plan(capture.key, record.dtype, capture.attributes, bits.shape, _sample(bits))
-        copies = 2 if plan.is_small else 1  # in the log first, then in a shard
+        # A small record goes to the log first and to a shard later.
+        copies = 2 if plan.is_small else 1
         if self._limit and (why := self._limit(bits.nbytes * copies, new_series=plan.series is None)):
-            raise StoreFull(f"the import stopped, and goes on where it is when it is given again: {why}")
+            raise StoreFull(f"the import stopped; give it again to continue where it stopped: {why}")
         if plan.is_small:
             return partial(self._add_small, plan, record)
         geometry, chain = plan.geometry, plan.chain
@@ -78,7 +85,7 @@ class ImportWriter:
         return partial(self._commit_large, plan, record, chunks)
 
     def flush(self) -> None:
-        """Commit what gathered. Raises OSError or StoreError."""
+        """Commit the pending small records. Raises OSError or StoreError."""
         small, self._small, self._small_nbytes = self._small, [], 0
         if small:
             stats: Sequence[StatsRow | None] = [None] * len(small)
@@ -99,7 +106,8 @@ class ImportWriter:
             self.flush()
 
     def _commit_large(self, plan: Plan, record: ImportedRecord, chunks: deque[Future[ChunkResult]]) -> None:
-        if plan.series is None:  # series get their paths in the order of their first commits
+        # Series get their paths in the order of their first commits.
+        if plan.series is None:
             self.flush()
         row = _row(plan, record)
         row.stats = StatsRow() if self._store.options.statistics else None
@@ -108,15 +116,17 @@ class ImportWriter:
 
 
 def _sample(bits: NDArray[np.generic]) -> memoryview:
-    """The first bytes of a record in C order; of a view of few bytes no more is made."""
+    """Return the first bytes of a record in C order. A large view of few bytes is not expanded."""
     count = SAMPLE_NBYTES // bits.itemsize
     first = bits.reshape(-1)[:count] if bits.flags.c_contiguous else bits.flat[:count]
     return first.view(np.uint8).data
 
 
 def _merged(row: RecordRow, chunks: deque[Future[ChunkResult]]) -> Iterator[ChunkResult]:
-    """The chunks in order, let go of as they are taken; their statistics gather in `row`, complete when its COMMIT is
-    written."""
+    """Yield the chunks in order and release them.
+
+    Their statistics collect in `row`, which is complete when its COMMIT is written.
+    """
     while chunks:
         chunk = chunks.popleft().result()
         if row.stats is not None and chunk.stats is not None:

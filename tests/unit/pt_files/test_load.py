@@ -154,7 +154,7 @@ def test_bytes_behind_an_archive_or_two_entries_of_a_name_are_refused(save: Save
     path = save(seed_dictionary(torch.ones(3)))
     whole = path.read_bytes()
     path.write_bytes(whole + b"more")
-    assert "something stands behind it" in refusal(path)
+    assert "is followed by other bytes" in refusal(path)
 
     path.write_bytes(whole)
     with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(path, "a") as archive:
