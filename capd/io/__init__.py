@@ -1,1 +1,1 @@
-"""Records wherever they are: in a store, in files, in pairs."""
+"""Access to records wherever they are: in a store, in files, in pairs."""

@@ -1,9 +1,11 @@
-"""Writes a series as one .npz or one .safetensors file: an array per record, named by its number.
+"""Writes a series as one .npz or one .safetensors file: one array for each record, named by its number.
 
-Beside the arrays is one JSON text, in an .npz as the string array `capd`, in a safetensors file as the metadata
-`capd`: {"format": 1, "run", "path", "key", "dtype", "attributes", "records": [{"record", "shape", moment, device,
-requires_grad, is_leaf, metadata}]}. What numpy has no type for (bfloat16, 8-bit floats, packed fp4) is in an .npz as
-the store has it, in bits; safetensors names bfloat16 and the common fp8 formats, and holds the others as U8.
+One JSON text describes the arrays. It is the string array `capd` of an .npz and the metadata `capd` of a safetensors
+file: {"format": 1, "run", "path", "key", "dtype", "attributes", "records": [{"record", "shape", moment, device,
+requires_grad, is_leaf, metadata}]}.
+
+Values that numpy has no type for (bfloat16, 8-bit floats, packed fp4) keep their stored bits in an .npz. safetensors
+names bfloat16 and the common fp8 formats, and holds the others as U8.
 """
 
 from __future__ import annotations
@@ -35,15 +37,23 @@ _SAFETENSORS = {
     "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "int64": "I64", "int32": "I32", "int16": "I16",
     "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-_MAX_HEADER_NBYTES = 100_000_000  # readers of safetensors refuse longer ones
+# Readers of safetensors refuse longer headers.
+_MAX_HEADER_NBYTES = 100_000_000
 
 
 def export_arrays(run_id: str, chosen: Sequence[Series], out: Path, suffix: str) -> Iterator[ExportedFile]:
-    """Write each of the chosen series, which keep tensors, to `out/<path of the series><suffix>`; one record at a time
-    is in memory.
+    """Write each of the chosen series, which keep tensors, to `out/<path of the series><suffix>`.
 
-    Yields each file once it is whole. Raises CapdError where a file is there already, StoreBusy while another export
-    writes to `out`, DamagedRecord rather than write a wrong element, OSError.
+    One record at a time is in memory.
+
+    Yields:
+        Each file when it is whole.
+
+    Raises:
+        CapdError: If a file exists.
+        StoreBusy: If another export writes to `out`.
+        DamagedRecord: If a record cannot be read exactly.
+        OSError: If a file cannot be written.
     """
     write = SUFFIXES[suffix]
     with locked_directory(out):
@@ -55,7 +65,7 @@ def export_arrays(run_id: str, chosen: Sequence[Series], out: Path, suffix: str)
             try:
                 nbytes = write_new(path, lambda file, s=series, r=records: write(file, run_id, s, r))  # type: ignore[misc]
             except FileExistsError:
-                raise CapdError(f"{path} is there already; export into another directory") from None
+                raise CapdError(f"{path} exists already; export into another directory") from None
             yield ExportedFile(path, nbytes, len(records), raw_nbytes)
 
 
@@ -100,7 +110,7 @@ def _add_npy(archive: zipfile.ZipFile, name: str, array: NDArray[Any]) -> None:
         npy_format.write_array(entry, array, allow_pickle=False)
 
 
-# By hand, a header of JSON and raw bytes: the library of safetensors wants the whole series in memory.
+# The header (JSON) and the raw bytes are written here: the safetensors library needs the whole series in memory.
 def _write_safetensors(file: BinaryIO, run_id: str, series: Series, records: Sequence[Record]) -> None:
     kind = _SAFETENSORS.get(series.dtype, "U8")
     header: dict[str, Any] = {"__metadata__": {"capd": _description(run_id, series, records)}}
@@ -109,7 +119,8 @@ def _write_safetensors(file: BinaryIO, run_id: str, series: Series, records: Seq
         begin, end = end, end + _nbytes(series, record)
         header[str(record.index)] = {"dtype": kind, "shape": list(record.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
+    # The tensors must begin at a multiple of 8.
+    text += b" " * (-len(text) % 8)
     if len(text) > _MAX_HEADER_NBYTES:
         raise CapdError(
             f"{series.path} has too many records for one safetensors file ({len(records)}); export it as npz or pt"

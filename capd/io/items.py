@@ -1,7 +1,7 @@
-"""Records to be looked at, wherever they are: in runs, or in a directory of tensor_saver's files.
+"""Records of runs, or of a directory of tensor_saver's files, as items to look at.
 
-An item is found without being read; `load` says what it is, and `read` gives its elements. Both may be called in
-another thread than the one that found it.
+An item is found without reading it. `load` returns its description, and `read` returns its elements. Both may be called
+in another thread than the one that found the item.
 """
 
 from __future__ import annotations
@@ -38,8 +38,14 @@ Test = Callable[[Key], bool]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A loaded item. raw_bytes: of what is kept of it. stats: None where they are not known without reading it.
-    read: its elements as stored; None where statistics alone were kept. attributes: as `Record.attributes`."""
+    """A loaded item.
+
+    Attributes:
+        raw_bytes: The kept bytes of the item.
+        stats: The statistics, None if they are unknown before the elements are read.
+        read: Returns the stored elements. None if only statistics were kept.
+        attributes: The record's attributes, as in `Record.attributes`.
+    """
 
     key: Key
     moment: Moment
@@ -52,9 +58,9 @@ class Loaded:
 
     @property
     def no_source(self) -> str | None:
-        """Why no format can be measured on it; None for high-precision values that are all there."""
+        """The reason why no format can be measured on the item. None for complete high-precision values."""
         if self.read is None:
-            return "statistics alone were kept of it"
+            return "only its statistics were kept"
         if "tensor_class" in self.attributes:
             return f"it is a part of a quantised tensor ({printable(str(self.attributes['tensor_class'])[:200])})"
         if self.dtype not in SOURCE_DTYPES:
@@ -64,8 +70,13 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """name: what messages call it. nbytes: what it takes in memory once it is read. load: None where the selection
-    leaves it out. `load` and `Loaded.read` raise CapdError, OSError, RuntimeError or MemoryError."""
+    """An item. `load` and `Loaded.read` raise CapdError, OSError, RuntimeError or MemoryError.
+
+    Attributes:
+        name: The name in messages.
+        nbytes: The memory that the item takes after it is read.
+        load: Returns the loaded item, None if the selection leaves it out.
+    """
 
     name: str
     nbytes: int
@@ -74,16 +85,20 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """total: how many; found: each of them, made when it is asked for, as a run may have millions."""
+    """The items of a source. `total` is their number. `found` makes each on request, as a run may have millions."""
 
     total: int
     found: Iterable[Item]
 
 
 def items_of_runs(paths: Sequence[Path], tests: Sequence[Test]) -> Items:
-    """The records of runs whose keys pass all tests; of records at one moment those of the job's latest attempt.
+    """Return the records of runs whose keys pass all tests, series by series.
 
-    Series by series. Raises NotAStore, StoreError where a run cannot be opened.
+    If records share a moment, only the job's latest attempt counts.
+
+    Raises:
+        NotAStore: If a path is no run.
+        StoreError: If a run cannot be opened.
     """
     series = [
         (f"{path}/{one.path}" if len(paths) > 1 else one.path, one, _numbers(one))
@@ -129,7 +144,7 @@ def _item(name: str, series: Series, number: int) -> Item:
 
 
 def moment_of(record: Record) -> Moment:
-    """When a record was captured."""
+    """Return the moment of a record."""
     return Moment(*(getattr(record, name) for name in Moment.__struct_fields__))
 
 
@@ -138,10 +153,15 @@ def _fail(error: StoreError) -> NoReturn:
 
 
 def items_of_files(root: Path, tests: Sequence[Test], layer_base: int) -> Items:
-    """The tensor files below `root`, checked as an import checks them when they are loaded.
+    """Return the tensor files below `root`. Loading a file makes the same checks as an import.
 
-    layer_base: the number that the first layer has in files that capd did not write. Whether a file passes the tests is
-    known when it is loaded. Raises OSError where `root` cannot be read.
+    Args:
+        root: The directory.
+        tests: Tests on keys. A file is tested when it is loaded.
+        layer_base: The number of the first layer in files that capd did not write.
+
+    Raises:
+        OSError: If `root` cannot be read.
     """
     files = find_files(root)
     load = partial(_load_file, tests=tests, layer_base=layer_base)
@@ -153,7 +173,7 @@ def _load_file(file: TensorFile, tests: Sequence[Test], layer_base: int) -> Load
     capture = record.capture
     if not all(test(capture.key) for test in tests):
         return None
-    # Its own statistics do not merge (docs/migration-files.md), and its elements are in memory by now.
+    # The file's own statistics do not merge (docs/migration-files.md), and the elements are in memory already.
     stats = public(summarise(record.bits, record.dtype))
     return Loaded(
         capture.key, capture.moment, record.dtype, record.bits.nbytes, stats, lambda: record.bits,
@@ -162,5 +182,5 @@ def _load_file(file: TensorFile, tests: Sequence[Test], layer_base: int) -> Load
 
 
 def file_name(file: TensorFile) -> str:
-    """The name of a file in messages."""
+    """Return the name of a file in messages."""
     return printable(os.fsencode(file.path).decode(errors="replace"))

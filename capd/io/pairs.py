@@ -1,4 +1,4 @@
-"""Finds, for each record of one side, the record of the other side that is the same tensor at the same moment."""
+"""The pairs of a comparison: for each record of one side, the same tensor at the same moment of the other side."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Pair(NamedTuple):
 
     @property
     def mismatch(self) -> str | None:
-        """Why their elements cannot be set against each other; None where they can."""
+        """The reason why the elements of the pair cannot be compared, None if they can."""
         for what, a, b in (
             ("dtype", self.left.dtype, self.right.dtype),
             ("shape", list(self.left.shape), list(self.right.shape)),
@@ -34,8 +34,13 @@ class Pair(NamedTuple):
 
 
 class Matched(NamedTuple):
-    """The result of matching. pairs: in order of execution, by the left record's iteration, micro-batch and time.
-    only_left, only_right: records without a counterpart."""
+    """The result of matching.
+
+    Attributes:
+        pairs: The pairs in order of execution: by the left record's iteration, micro-batch and time.
+        only_left: The left records without a counterpart.
+        only_right: The right records without a counterpart.
+    """
 
     pairs: list[Pair]
     only_left: list[Entry]
@@ -43,7 +48,7 @@ class Matched(NamedTuple):
 
 
 def entries_of(side: Side) -> tuple[list[Entry], list[Unread]]:
-    """All records of a side, and what of it cannot be read."""
+    """Return all records of a side, and the records that cannot be read."""
     found: list[Entry] = []
     unread: list[Unread] = []
     for entry in side.entries():
@@ -55,10 +60,15 @@ def entries_of(side: Side) -> tuple[list[Entry], list[Unread]]:
 
 
 def matched(left: Iterable[Entry], right: Iterable[Entry], free: Collection[str]) -> Matched:
-    """Match two sides. free: the fields of keys and moments in which the two records of a pair may differ.
+    """Match two sides.
 
-    Where several records of a side have one identity, equal dtypes and shapes find each other first, then they are
-    taken in capture order.
+    If several records of a side have one identity, records of equal dtypes and shapes are matched first, then the rest
+    in capture order.
+
+    Args:
+        left: The records of one side.
+        right: The records of the other side.
+        free: The fields of keys and moments in which the two records of a pair may differ.
     """
     waiting, found = _Waiting(free), Matched([], [], [])
     for entry in right:
@@ -74,7 +84,7 @@ def matched(left: Iterable[Entry], right: Iterable[Entry], free: Collection[str]
 
 
 def disjoint_fields(left: Sequence[Entry], right: Sequence[Entry]) -> dict[str, tuple[list[Any], list[Any]]]:
-    """The fields of which the two sides share no value, and their values: why nothing was matched."""
+    """Return the fields of which the sides share no value, with the values. They explain why nothing was matched."""
     entries = left, right
     found = {}
     for name in (*KEY, *MATCHED_MOMENT):
@@ -85,7 +95,7 @@ def disjoint_fields(left: Sequence[Entry], right: Sequence[Entry]) -> dict[str, 
 
 
 class _Waiting:
-    """Entries of one side, by their identity."""
+    """The entries of one side that have no partner yet, by their identity."""
 
     def __init__(self, free: Collection[str]) -> None:
         self._key = [name for name in KEY if name not in free]

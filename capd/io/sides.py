@@ -1,6 +1,6 @@
-"""One side of a comparison: the records of a run, or of tensor files, found by what and when they are.
+"""One side of a comparison: the records of a run or of tensor files, found by key and moment.
 
-An entry takes some 500 bytes, so a run of a million records can be matched; elements are read when they are asked for.
+An entry takes some 500 bytes, so a run of a million records can be matched. Elements are read on request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Entry", "FileSide", "RunSide", "Side", "Unread", "unread"]
 
 
 class Entry(NamedTuple):
-    """A record: what it is, when it was, and where its side finds it."""
+    """A record: its key, its moment, and its place within its side."""
 
     key: Key
     moment: Moment
@@ -40,7 +40,7 @@ class Entry(NamedTuple):
 
 
 class Unread(NamedTuple):
-    """A record that cannot be read, and why. damaged: it is in a run."""
+    """A record that cannot be read, and the reason. `damaged`: whether it is in a run."""
 
     name: str
     reason: str
@@ -48,8 +48,12 @@ class Unread(NamedTuple):
 
 
 class Side(Protocol):
-    """The side that entries come from. source: the run, or the directory of files. damaged: whether an entry that
-    cannot be read is a damaged record, not a bad file. without_elements: records of statistics alone, once counted.
+    """The source of entries.
+
+    Attributes:
+        source: The run, or the directory of files.
+        damaged: Whether an entry that cannot be read is a damaged record, not a bad file.
+        without_elements: The number of records that keep only statistics, after `entries` has ended.
     """
 
     source: str
@@ -57,21 +61,23 @@ class Side(Protocol):
     without_elements: int
 
     def entries(self) -> Iterator[Entry | Unread]:
-        """All of them, in the order in which they were captured within each series."""
+        """Yield all entries, each series in the order in which its records were captured."""
         ...
 
     def read(self, entry: Entry) -> NDArray[np.generic]:
-        """Its elements as stored. Raises CapdError, OSError, RuntimeError or MemoryError."""
+        """Return the stored elements. Raises CapdError, OSError, RuntimeError or MemoryError."""
         ...
 
     def name(self, entry: Entry) -> str:
-        """The name of an entry in messages."""
+        """Return the name of an entry in messages."""
         ...
 
 
 class RunSide:
-    """The records of a run whose keys pass all tests, those of the job's latest attempt; not those that are statistics
-    alone, which `without_elements` counts once the entries were gone through."""
+    """The records of a run whose keys pass all tests, from the job's latest attempt.
+
+    Records that keep only statistics are left out. After `entries` has ended, `without_elements` is their number.
+    """
 
     damaged = True
 
@@ -108,7 +114,7 @@ class RunSide:
 
 
 class FileSide:
-    """The tensor files below a directory; they are loaded once to be found, and again to be compared."""
+    """The tensor files below a directory. Each is loaded once when it is found, and again when it is compared."""
 
     damaged = False
     without_elements = 0
@@ -136,6 +142,6 @@ class FileSide:
 
 
 def unread(name: str, error: BaseException, *, damaged: bool) -> Unread:
-    """Why something cannot be read, in one short line."""
+    """Return the reason why something cannot be read, in one short line."""
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     return Unread(name, printable(reason[:500]), damaged)

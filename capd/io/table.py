@@ -1,4 +1,4 @@
-"""Writes one Parquet table: a row per record with its key, moment and statistics. Needs the extra `table`."""
+"""Writes one Parquet table: a row for each record with key, moment and statistics. It needs the extra `table`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,14 @@ _NUMBERS = ("min", "max", "absmax", "mean", "std", "sum", "sum_sq")
 
 
 def export_table(run_id: str, chosen: Sequence[Series], out: Path) -> Iterator[ExportedFile]:
-    """Write `out/records.parquet`; 10,000 rows at a time are in memory. Yields it once it is whole.
+    """Write `out/records.parquet` with 10,000 rows at a time in memory. Yield it when it is whole.
 
-    Elements are read only of records that were committed without statistics. Raises CapdError where the file is there
-    already, or pyarrow is missing; StoreBusy while another export writes to `out`; OSError.
+    Elements are read only for records that were committed without statistics.
+
+    Raises:
+        CapdError: If the file exists, or pyarrow is missing.
+        StoreBusy: If another export writes to `out`.
+        OSError: If the file cannot be written.
     """
     import_extra("pyarrow", "table")
     with locked_directory(out):
@@ -40,7 +44,7 @@ def export_table(run_id: str, chosen: Sequence[Series], out: Path) -> Iterator[E
         try:
             nbytes = write_new(path, lambda file: _write(file, run_id, chosen))
         except FileExistsError:
-            raise CapdError(f"{path} is there already; export into another directory") from None
+            raise CapdError(f"{path} exists already; export into another directory") from None
         yield ExportedFile(path, nbytes, sum(len(series) for series in chosen), 0)
 
 

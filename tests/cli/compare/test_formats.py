@@ -115,7 +115,7 @@ def test_what_has_no_high_precision_source_is_named_and_counted(
     assert reasons == {
         "int64 is no high-precision source": 1,
         "float8_e4m3fn is no high-precision source": 2,
-        "statistics alone were kept of it": 1,
+        "only its statistics were kept": 1,
         "mxfp8:axis=-2: axis of mxfp8 cannot be -2 for a tensor of shape (64,)": 1,
     }
     assert "5 records not measured: " in found.err

@@ -121,7 +121,7 @@ def test_a_file_that_is_there_is_not_replaced(capd: Capd, second: Path, tmp_path
     again = capd("export", second, "--to", to, "--out", tmp_path)
 
     assert again.code == 1
-    assert "is there already" in again.err
+    assert "exists already" in again.err
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
