@@ -1,1 +1,1 @@
-"""Pure numbers: functions over statistics and elements of records, without files and stores."""
+"""Pure numbers: functions on statistics and elements of records, without files and stores."""

@@ -1,4 +1,4 @@
-"""The range of the values of one block, which their scale has to bridge, whatever the format."""
+"""The range of the values of one block, which the block's scale must cover, whatever the format."""
 
 from __future__ import annotations
 
@@ -22,16 +22,19 @@ RANGE_BLOCKS: dict[str, tuple[int | tuple[int, int], int]] = {
     "32x1": (32, -2),
     "32x32": ((32, 32), -1),
 }
-"""Rows by columns of a block over the last two axes: along the last, along the one before it, and tiles."""
+"""The rows and columns of a block over the last two axes: along the last axis, along the one before it, and tiles."""
 
 
 @dataclass(slots=True)
 class BlockRanges:
-    """Counts over blocks; `add` is exact in any order. Not thread-safe.
+    """Counts over blocks. `add` is exact in any order. Not thread-safe.
 
-    count: all blocks; empty: without a finite non-zero value. amax: blocks by floor(log2(max|x|)). ranges: blocks by
-    floor(log2(max|x| / min|x|)) over the non-zero values. widest: the largest log2(max|x| / min|x|), the "max blockwise
-    dynamic range" of TransformerEngine.
+    Attributes:
+        count: All blocks.
+        empty: The blocks without a finite non-zero value.
+        amax: The number of blocks for each floor(log2(max|x|)).
+        ranges: The number of blocks for each floor(log2(max|x| / min|x|)) over the non-zero values.
+        widest: The largest log2(max|x| / min|x|), TransformerEngine's "max blockwise dynamic range".
     """
 
     count: int = 0
@@ -50,10 +53,15 @@ class BlockRanges:
 
 
 def block_ranges(values: torch.Tensor, block: Block, axis: int) -> BlockRanges | None:
-    """The ranges of the blocks of one tensor: bfloat16, float16, float32, or float64, which is rounded to float32.
+    """Return the ranges of the blocks of one tensor, NaN and Inf left out. Imports torch.
 
-    None for a tensor of fewer than two dimensions, unless its blocks lie along the last axis. NaN and Inf are left out.
-    Imports torch.
+    Args:
+        values: A tensor of bfloat16, float16, float32 or float64, which is rounded to float32.
+        block: The size of a block.
+        axis: The axis of the blocks.
+
+    Returns:
+        The counts. None if the tensor has fewer than two dimensions, unless its blocks are along the last axis.
     """
     from capd_client.formats.blocks import Layout, pieces, slabs
 

@@ -1,5 +1,7 @@
-"""The blocks of a format with scales: which scales were chosen, how many saturate, how large each one's
-error is. All of it is counts, so tallies add up exactly in any order."""
+"""The blocks of a format with scales: their scales, how many saturate, and each block's error.
+
+All numbers are counts, so tallies add up exactly in any order.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,24 @@ __all__ = ["BlockStatistics", "Histogram", "add_counts", "sqnr_histogram"]
 
 Histogram = dict[int, int]
 _E8M0_BIAS = 127
-_LEAST_DB, _MOST_DB = -100, 400  # what a block's SQNR is counted as where it lies beyond
+# The limits to which the SQNR of a block is clipped.
+_LEAST_DB, _MOST_DB = -100, 400
 
 
 @dataclass(slots=True)
 class BlockStatistics:
     """Counts over blocks. Not thread-safe.
 
-    scale_type: "e8m0", "e4m3", or "float32". count: all blocks. zero: of zeros alone, which are left out of what
-    follows. invalid: with a NaN for a scale, as an Inf or a NaN in the block gives it. saturated: with an element
-    beyond what the scale can hold, as `floor` and `even` allow it (OCP MX v1.0, §6.3). scales: how often each scale was
-    chosen, by its byte as stored; float32 by floor(log2). sqnr: blocks by floor of their SQNR in dB (`sqnr_histogram`),
-    and exact those without an error; both only where they were asked for.
+    Attributes:
+        scale_type: "e8m0", "e4m3", or "float32".
+        count: All blocks.
+        zero: The blocks that contain only zeros. The following counts leave them out.
+        invalid: The blocks whose scale is NaN, because they contain an Inf or a NaN.
+        saturated: The blocks with an element beyond the range of the scale, which `floor` and `even` allow (OCP MX
+            v1.0, §6.3).
+        scales: The count of each scale, by its stored byte. float32 scales are counted by floor(log2).
+        sqnr: The number of blocks for each floor of the SQNR in dB (`sqnr_histogram`), if it was requested.
+        exact: The number of blocks without an error, if it was requested.
     """
 
     scale_type: str
@@ -53,11 +61,11 @@ class BlockStatistics:
 
     @property
     def saturated_percent(self) -> float | None:
-        """100 * saturated / count: the share of blocks whose largest element is cut off."""
+        """100 * saturated / count: the share of blocks whose largest element is clipped."""
         return 100 * self.saturated / self.count if self.count else None
 
     def exponents(self) -> dict[int, int]:
-        """The number of scales by floor(log2(scale)), ascending."""
+        """Return the number of scales for each floor(log2(scale)), ascending."""
         found: Histogram = {}
         for code, count in self.scales.items():
             value = self._log2(code)
@@ -67,16 +75,16 @@ class BlockStatistics:
 
     @property
     def scale_log2_mean(self) -> float | None:
-        """Mean of log2(scale)."""
+        """The mean of log2(scale)."""
         return self._moments()[0]
 
     @property
     def scale_log2_std(self) -> float | None:
-        """Population standard deviation of log2(scale): how far the blocks of a tensor lie apart."""
+        """The population standard deviation of log2(scale), which says how much the blocks of a tensor differ."""
         return self._moments()[1]
 
     def sqnr_quantiles(self, shares: tuple[float, ...]) -> list[float] | None:
-        """SQNR in dB below which these shares of the blocks with an error lie, to 1 dB; None where there is none."""
+        """Return the SQNR quantiles of the blocks with an error, in dB, to 1 dB. None if no block has an error."""
         if not self.sqnr:
             return None
         values = np.array(sorted(self.sqnr), np.float64)
@@ -107,9 +115,14 @@ def add_counts(into: Histogram, other: Histogram) -> None:
 
 
 def sqnr_histogram(signal: NDArray[np.float64], noise: NDArray[np.float64]) -> tuple[Histogram, int]:
-    """Blocks by floor(10 * log10(signal / noise)), limited to -100 … 400 dB, and how many have no noise.
+    """Return the number of blocks for each floor(10 * log10(signal / noise)), limited to -100 … 400 dB.
 
-    signal, noise: Σx² and Σd² of each block, [blocks]; a block without signal counts in neither.
+    Args:
+        signal: Σx² of each block, [blocks]. A block without signal counts nowhere.
+        noise: Σd² of each block, [blocks].
+
+    Returns:
+        The histogram, and the number of blocks with a signal but without noise.
     """
     usable = (signal > 0) & (noise > 0)
     levels = np.floor(10 * (np.log10(signal[usable]) - np.log10(noise[usable])))

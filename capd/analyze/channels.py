@@ -1,7 +1,7 @@
-"""Per channel, which is an index of the last axis: how large its values get, and how many of them are outliers.
+"""The channels of tensors, which are the indices of the last axis: their largest magnitudes and outliers.
 
-A few channels that are much larger than the others are what makes low precision hard (Dettmers et al., LLM.int8(),
-arXiv 2208.07339; SmoothQuant, arXiv 2211.10438): they set the scale of every block that they share.
+If a few channels are much larger than the others, low precision is hard, because they set the scale of every block
+that they share (Dettmers et al., LLM.int8(), arXiv 2208.07339; SmoothQuant, arXiv 2211.10438).
 """
 
 from __future__ import annotations
@@ -17,19 +17,24 @@ from capd.store.format.dtypes import to_values
 __all__ = ["MAX_CHANNELS", "OUTLIER_SIGMAS", "Channels", "channels_of"]
 
 MAX_CHANNELS = 4096
-"""The most channels that are told apart: of more, neighbours are put together, so that a tally takes at most 64 KiB."""
+"""The most channels that are kept apart. If there are more, neighbours are merged, so a tally takes at most 64 KiB."""
 OUTLIER_SIGMAS = 6.0
-_BLOCK = 1 << 17  # elements handled at once
+# The number of elements that are processed at once.
+_BLOCK = 1 << 17
 
 
 @dataclass(slots=True)
 class Channels:
-    """Tensors with one number of channels. `add` is exact in any order. Not thread-safe.
+    """The channels of tensors with one number of channels. `add` is exact in any order. Not thread-safe.
 
-    records: how many. channels: the length of the last axis; width: how many neighbours one entry stands for, 1 up to
-    MAX_CHANNELS. rows: how many values each channel has. amax: float64 [entries], max|x| of the finite values: those of
-    float64 tensors may lie beyond float32. outliers: int64 [entries], how many values have |x| > 6 σ, σ the population
-    standard deviation of their own record.
+    Attributes:
+        channels: The length of the last axis.
+        width: The number of neighbouring channels in one entry, 1 up to MAX_CHANNELS.
+        rows: The number of values of each channel.
+        records: The number of tensors.
+        amax: float64 [entries], max|x| of the finite values. float64 tensors may have values beyond float32.
+        outliers: int64 [entries], the number of values with |x| > 6 σ. σ is the population standard deviation of the
+            value's own record.
     """
 
     channels: int
@@ -54,27 +59,31 @@ class Channels:
 
     @property
     def amax_ratio(self) -> float | None:
-        """The largest channel's amax over the median one's; None where the median is 0."""
+        """The amax of the largest channel over that of the median one, None if the median is 0."""
         return float(self.amax.max()) / self.median if self.median else None
 
     @property
     def median(self) -> float:
-        """The median channel's amax; 0 without channels."""
+        """The amax of the median channel, 0 without channels."""
         if not self.amax.size:
             return 0.0
-        with np.errstate(over="ignore"):  # the sum of the two in the middle, where they are float64's largest
+        # The median is a mean of two numbers, whose sum may exceed float64.
+        with np.errstate(over="ignore"):
             return min(float(np.median(self.amax)), float(self.amax.max()))
 
     def largest(self, number: int) -> list[tuple[int, float, int]]:
-        """The channels with the largest amax, descending: the first index of the entry, its amax, its outliers."""
+        """Return the channels with the largest amax, descending: first index of the entry, its amax, its outliers."""
         order = np.argsort(-self.amax, kind="stable")[:number]
         return [(int(at) * self.width, float(self.amax[at]), int(self.outliers[at])) for at in order]
 
 
 def channels_of(bits: NDArray[np.generic], dtype: str, std: float | None) -> Channels | None:
-    """The channels of one record. bits: as stored; dtype: the torch dtype's name; std: of its finite values.
+    """Return the channels of one record, None for a tensor without a last axis or without values.
 
-    None for a tensor without a last axis, or without values.
+    Args:
+        bits: The stored elements.
+        dtype: The torch dtype's name.
+        std: The standard deviation of the finite values.
     """
     if not bits.ndim or not bits.size:
         return None
@@ -84,7 +93,8 @@ def channels_of(bits: NDArray[np.generic], dtype: str, std: float | None) -> Cha
     amax, outliers = np.zeros(length, np.float64), np.zeros(length, np.int64)
     for magnitude in _rows(bits, dtype):
         np.maximum(amax, magnitude.max(0), out=amax)
-        with np.errstate(over="ignore"):  # a limit beyond float32: nothing there is
+        # The limit may be beyond float32. Then no value exceeds it.
+        with np.errstate(over="ignore"):
             outliers += (magnitude > limit).sum(0)
     starts = np.arange(0, length, width)
     largest = np.maximum.reduceat(amax, starts)
@@ -92,7 +102,7 @@ def channels_of(bits: NDArray[np.generic], dtype: str, std: float | None) -> Cha
 
 
 def _rows(bits: NDArray[np.generic], dtype: str) -> Iterator[NDArray[np.floating]]:
-    """Magnitudes [rows, channels], NaN and Inf as 0."""
+    """Yield magnitudes [rows, channels], with 0 for NaN and Inf."""
     rows = bits.reshape(-1, bits.shape[-1])
     step = max(1, _BLOCK // bits.shape[-1])
     for start in range(0, len(rows), step):

@@ -12,18 +12,24 @@ from capd.store.format.dtypes import to_values
 
 __all__ = ["Difference", "difference_of"]
 
-_BLOCK = 1 << 17  # elements handled at once
-_BEYOND = 2.0**500  # squares of float64 values from here on might not be finite
+# The number of elements that are processed at once.
+_BLOCK = 1 << 17
+# Squares of larger float64 values might not be finite.
+_BEYOND = 2.0**500
 _PACKED = "float4_e2m1fn_x2"
 
 
 @dataclass(slots=True)
 class Difference:
-    """The difference of any number of pairs of records, a and b; `add` is exact in any order. Not thread-safe.
+    """The difference of any number of pairs of records, a and b. `add` is exact in any order. Not thread-safe.
 
-    identical: pairs that agree in every bit. equal: elements that do. special: elements that are NaN, Inf, or of 2^500
-    and more in one of the two, or in both, and do not agree. max_relative: max(|a - b| / |a|) over a ≠ 0. errors: with
-    x = a and y = b, over the other elements (`Errors.records` pairs, `Errors.count` elements).
+    Attributes:
+        identical: The pairs that agree in every bit.
+        equal: The elements that agree in every bit.
+        special: The elements that differ and are NaN, Inf, or at least 2^500 in one of the two records.
+        max_relative: max(|a - b| / |a|) over a ≠ 0.
+        errors: The errors over the other elements, with x = a and y = b. `Errors.records` counts pairs,
+            `Errors.count` elements.
     """
 
     identical: int = 0
@@ -41,14 +47,20 @@ class Difference:
         self.errors.add(other.errors)
 
     def exceeds(self, tolerance: float) -> bool:
-        """Whether max|a - b| > tolerance * max|a|, or an element is special; with 0, whether any bit differs."""
+        """Return whether max|a - b| > tolerance * max|a|, or an element is special. With 0: whether any bit differs."""
         if not tolerance:
             return self.identical != self.errors.records
         return self.special > 0 or self.errors.max_abs > tolerance * self.errors.absmax
 
 
 def difference_of(a: NDArray[np.generic], b: NDArray[np.generic], dtype: str) -> Difference:
-    """The difference of two records of one shape. a, b: as stored; dtype: the torch dtype's name of both."""
+    """Return the difference of two records of one shape.
+
+    Args:
+        a: The stored elements of one record.
+        b: The stored elements of the other record.
+        dtype: The torch dtype's name of both.
+    """
     found = Difference(errors=Errors(records=1))
     left, right = a.reshape(-1), b.reshape(-1)
     for start in range(0, left.size, _BLOCK):
@@ -58,11 +70,13 @@ def difference_of(a: NDArray[np.generic], b: NDArray[np.generic], dtype: str) ->
     return found
 
 
-@np.errstate(invalid="ignore", over="ignore", divide="ignore")  # any bits may come
+# The elements may have any bits.
+@np.errstate(invalid="ignore", over="ignore", divide="ignore")
 def _add(found: Difference, a: NDArray[np.generic], b: NDArray[np.generic], dtype: str) -> None:
     same = _codes(a, dtype) == _codes(b, dtype)
     x, y = (to_values(bits, dtype).astype(np.float64) for bits in (a, b))
-    finite_x, finite_y = np.abs(x) < _BEYOND, np.abs(y) < _BEYOND  # not of NaN
+    # NaN compares as False here.
+    finite_x, finite_y = np.abs(x) < _BEYOND, np.abs(y) < _BEYOND
     usable = finite_x & finite_y
     errors = found.errors
     errors.count += x.size

@@ -1,10 +1,12 @@
 """The distribution of values over any number of records: histograms of bit patterns, which merge exactly.
 
-There are two grids of 65,536 patterns. float16 has its own. All else is counted by the bfloat16 pattern of its value:
-bfloat16 itself, the 8-bit floats, packed fp4, int8, uint8 and bool are exact there. float32, float64 and wider integers
-are rounded to the nearest bfloat16, ties to even: a value of at least 2^-126 moves by at most 2^-8 of itself, a smaller
-one by at most 2^-134; what would round to Inf becomes the largest finite number. Rounding keeps the order, so a
-quantile moves no further than that. Finite float64 beyond float32's range counts as that largest number.
+There are two grids of 65,536 patterns. float16 has its own grid. All other dtypes are counted by the bfloat16 pattern
+of the value. bfloat16, the 8-bit floats, packed fp4, int8, uint8 and bool are exact there.
+
+float32, float64 and wider integers are rounded to the nearest bfloat16, ties to even. A value of at least 2^-126 moves
+by at most 2^-8 of itself, a smaller one by at most 2^-134. If a value would round to Inf, it becomes the largest
+finite number. Finite float64 beyond float32's range count as that number, too. Rounding keeps the order, so a quantile
+moves no further than a value.
 """
 
 from __future__ import annotations
@@ -21,37 +23,45 @@ from capd_client.protocol.dtypes import ITEM_NBYTES
 
 __all__ = ["Distribution", "counted_quantiles", "distribution_of"]
 
-_BLOCK = 1 << 17  # elements handled at once: what is made of them stays small beside the record
+# The number of elements that are processed at once. Their temporary arrays stay small compared to the record.
+_BLOCK = 1 << 17
 _CODES = 1 << 16
 _LARGEST, _INFINITE, _NAN = 0x7F7F, 0x7F80, 0x7FC0
-_ROUNDS_TO_INFINITE = 0x7F7F_8000  # as float32, and all above, NaN included
+# As bits of float32. NaN has larger bits, too.
+_ROUNDS_TO_INFINITE = 0x7F7F_8000
 _EXACT_WHOLE = 2.0**53
-Counts = tuple[NDArray[np.uint16], NDArray[np.int64]]  # patterns that occur, and how often
+# The occurring patterns and their counts.
+Counts = tuple[NDArray[np.uint16], NDArray[np.int64]]
 
 
 class Distribution:
-    """Counts of bit patterns. `exact`: no element was rounded to its pattern. Not thread-safe.
+    """Counts of bit patterns. Not thread-safe.
 
-    Takes 10 bytes per pattern that occurs, some 60 KiB for the values of a layer, at most 2 MiB.
+    It takes 10 bytes for each occurring pattern: some 60 KiB for the values of a layer, at most 2 MiB.
+
+    Attributes:
+        exact: Whether no element was rounded to its pattern.
     """
 
     def __init__(self) -> None:
         self.exact = True
         self._parts: dict[str, list[Counts]] = {}
-        self._unjoined = 0  # patterns that were added since the parts were joined
+        # The number of patterns that were added since the parts were last joined.
+        self._unjoined = 0
         self._quantiles: dict[tuple[float, ...], list[float] | None] = {}
 
     def count(self, grid: str, codes: NDArray[np.uint16], counts: NDArray[np.int64]) -> None:
-        """Add patterns of the grid "float16" or "bfloat16"; the arrays are kept, and must not change any more."""
+        """Add patterns of the grid "float16" or "bfloat16". The arrays are kept, so they must not change later."""
         self._quantiles.clear()
         parts = self._parts.setdefault(grid, [])
         parts.append((codes, counts))
         self._unjoined += codes.size
-        if self._unjoined > _CODES:  # now and then, so that it costs little
+        # The parts are joined rarely, so that it costs little.
+        if self._unjoined > _CODES:
             self._join()
 
     def add(self, other: Distribution) -> None:
-        """Add all elements of another one."""
+        """Add all elements of another distribution."""
         self.exact &= other.exact
         other._join()
         for grid, [part] in other._parts.items():
@@ -63,7 +73,7 @@ class Distribution:
         self._unjoined = 0
 
     def finite(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """The finite values that occur, ascending, and how often each does."""
+        """Return the occurring finite values, ascending, and the count of each."""
         values, counts = np.empty(0), np.empty(0, np.int64)
         for grid, codes, seen in self.patterns():
             of_codes = value_table(grid)[codes]
@@ -74,7 +84,7 @@ class Distribution:
         return values[order], counts[order]
 
     def specials(self) -> tuple[int, int]:
-        """The number of NaN, and of Inf of either sign."""
+        """Return the number of NaN, and the number of Inf of either sign."""
         nan = inf = 0
         for grid, codes, seen in self.patterns():
             of_codes = value_table(grid)[codes]
@@ -83,9 +93,10 @@ class Distribution:
         return nan, inf
 
     def quantiles(self, shares: Sequence[float]) -> list[float] | None:
-        """Quantiles of the finite values, linear between neighbours as numpy's; None where there is no finite value."""
+        """Return quantiles of the finite values, None without finite values. They are interpolated as in numpy."""
         wanted = tuple(shares)
-        if wanted not in self._quantiles:  # asked for by each of JSON, text and pages
+        # JSON, text and pages request the same quantiles.
+        if wanted not in self._quantiles:
             self._quantiles[wanted] = self._interpolated(wanted)
         return self._quantiles[wanted]
 
@@ -93,7 +104,7 @@ class Distribution:
         return counted_quantiles(*self.finite(), shares)
 
     def patterns(self) -> Iterator[tuple[str, NDArray[np.uint16], NDArray[np.int64]]]:
-        """The name of each grid, the patterns that occur, ascending, and how often each does."""
+        """Yield for each grid its name, the occurring patterns, ascending, and the count of each."""
         self._join()
         for grid, [(codes, counts)] in self._parts.items():
             yield grid, codes, counts
@@ -102,7 +113,7 @@ class Distribution:
 def counted_quantiles(
     values: NDArray[np.float64], counts: NDArray[np.int64], shares: Sequence[float]
 ) -> list[float] | None:
-    """Quantiles of values that occur `counts` times, ascending, linear between neighbours; None where there is none."""
+    """Return quantiles of ascending values with these counts, linear between neighbours. None without values."""
     ends = np.cumsum(counts)
     if not ends.size:
         return None
@@ -118,7 +129,7 @@ def counted_quantiles(
 
 
 def distribution_of(bits: NDArray[np.generic], dtype: str) -> Distribution:
-    """The distribution of a record. bits: as stored; dtype: the torch dtype's name."""
+    """Return the distribution of a record. `bits` are its stored elements; `dtype` is the torch dtype's name."""
     found = Distribution()
     flat = bits.reshape(-1)
     grid = "float16" if dtype == "float16" else "bfloat16"
@@ -152,11 +163,12 @@ def _joined(parts: Sequence[Counts]) -> Counts:
 
 
 def _counted(codes: NDArray[np.uint16], weights: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.bincount(codes, weights, _CODES).astype(np.int64)  # sums in float64: exact up to 2^53 elements
+    # The sums are in float64, which is exact up to 2^53 elements.
+    return np.bincount(codes, weights, _CODES).astype(np.int64)
 
 
 def _rounded(values: NDArray[np.generic]) -> tuple[NDArray[np.uint16], bool]:
-    """bfloat16 patterns of values, and whether they have exactly these values."""
+    """Return the bfloat16 patterns of values, and whether all are exact."""
     if values.dtype == np.float32:
         bits = values.view(np.uint32)
         if (bits & 0x7FFF_FFFF).max() < _ROUNDS_TO_INFINITE:
@@ -168,7 +180,8 @@ def _nearest(single: NDArray[np.uint32]) -> NDArray[np.uint16]:
     return ((single + (0x7FFF + (single >> 16 & 1))) >> 16).astype(np.uint16)
 
 
-@np.errstate(over="ignore", invalid="ignore")  # float64 beyond float32; signalling NaNs
+# float64 values may be beyond float32, and NaNs may be signalling.
+@np.errstate(over="ignore", invalid="ignore")
 def _rounded_with_care(values: NDArray[np.generic]) -> tuple[NDArray[np.uint16], bool]:
     wide = values.astype(np.float64)
     finite, nan = np.isfinite(wide), np.isnan(wide)
@@ -178,19 +191,20 @@ def _rounded_with_care(values: NDArray[np.generic]) -> tuple[NDArray[np.uint16],
     codes[nan] = _NAN
     exact = (value_table("bfloat16")[codes] == wide) | ~finite
     if values.dtype.kind in "iu" and values.dtype.itemsize == 8:
-        exact &= np.abs(wide) < _EXACT_WHOLE  # beyond it float64 has rounded, too
+        # Beyond this limit the conversion to float64 has rounded, too.
+        exact &= np.abs(wide) < _EXACT_WHOLE
     return codes, bool(exact.all())
 
 
 def _by_value(counted: NDArray[np.int64], dtype: str) -> NDArray[np.int64]:
-    """Counts of the 256 patterns of an 8-bit dtype as counts of bfloat16 patterns."""
+    """Convert counts of the 256 patterns of an 8-bit dtype to counts of bfloat16 patterns."""
     codes = _patterns(dtype)
     return _counted(codes.ravel(), counted.repeat(codes.shape[1]))
 
 
 @cache
 def _patterns(dtype: str) -> NDArray[np.uint16]:
-    """[256, values per byte] bfloat16 patterns of the values in each byte, exactly."""
+    """Return the bfloat16 patterns of the values in each byte, exactly: [256, values per byte]."""
     stored = np.arange(256, dtype=np.uint8)
     values = to_values(stored.view(np.int8) if dtype == "int8" else stored, dtype).astype(np.float32)
     return _rounded(values.reshape(256, -1))[0]

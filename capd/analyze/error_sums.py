@@ -1,8 +1,8 @@
-"""The error of one quantisation: what a number format makes of values, as sums that merge exactly.
+"""The error of a quantisation: sums over values before and after it, which merge exactly.
 
-With x a value, y what the format makes of it (float32, as decoded: not rounded back to x's dtype), d = y - x, and N
-the number of values. NaN and Inf in x are counted and left out of every sum; so are finite values that the format turns
-into NaN or Inf, which are `lost`: the neighbours of a NaN in a block, or what overflows where the format says Inf.
+x is a value, y the quantised value (float32 as decoded, not rounded back to x's dtype), d = y - x, and N the number of
+values. NaN and Inf in x are counted and left out of every sum. Finite values that the format turns into NaN or Inf are
+left out, too, and counted as `lost`. Examples are the neighbours of a NaN in a block, and overflow to Inf.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(slots=True)
 class ErrorSums:
-    """Sums over the values that are compared, in the whole units of `capd.analyze.exact`: they never round."""
+    """Sums over the compared values, in the whole units of `capd.analyze.exact`. They never round."""
 
     x2: int = 0
     y2: int = 0
@@ -34,7 +34,7 @@ class ErrorSums:
     abs_d: int = 0
 
     def add(self, other: ErrorSums) -> None:
-        """Add those of other values."""
+        """Add the sums of other values."""
         self.x2 += other.x2
         self.y2 += other.y2
         self.xy += other.xy
@@ -47,12 +47,20 @@ class ErrorSums:
 class Errors:
     """Errors of any number of records. `add` is exactly associative and commutative. Not thread-safe.
 
-    records: how many tensors. count: N, with all that is left out. nan, inf: of the input. lost: finite values that
-    became NaN or Inf. underflows: not zero before, zero after. saturations: |x| beyond the largest value that the
-    format holds under the block's scale. flushes: 0 < |x| < the smallest normal value under that scale. absmax: max|x|;
-    max_abs: max|d|; both over the compared values. blocks: None for a format without scales.
+    Properties that divide by a sum are None if the sum is 0.
 
-    What derives from the sums is None where there is nothing to divide by.
+    Attributes:
+        records: The number of tensors.
+        count: N, including all values that the sums leave out.
+        nan: The NaN of the input.
+        inf: The Inf of the input.
+        lost: The finite values that became NaN or Inf.
+        underflows: The values that were not zero before and are zero after.
+        saturations: The values with |x| beyond the largest value of the format under the block's scale.
+        flushes: The values with 0 < |x| < the smallest normal value under that scale.
+        absmax: max|x| over the compared values.
+        max_abs: max|d| over the compared values.
+        blocks: The blocks, None for a format without scales.
     """
 
     records: int = 0
@@ -69,7 +77,7 @@ class Errors:
     blocks: BlockStatistics | None = None
 
     def add(self, other: Errors) -> None:
-        """Add all values of another one, of the same format."""
+        """Add all values of other errors of the same format."""
         self.records += other.records
         self.count += other.count
         self.nan += other.nan
@@ -86,8 +94,13 @@ class Errors:
             self.blocks.add(other.blocks)
 
     def add_values(self, x: Floats, y: Floats, counts: NDArray[np.int64] | None = None) -> None:
-        """Add compared values, x before and y after, to the sums and maxima; no count changes. counts: how often each
-        pair of values occurs; without them the float64 sums of the arrays are added."""
+        """Add compared values to the sums and maxima. No count changes.
+
+        Args:
+            x: The values before the quantisation.
+            y: The values after it.
+            counts: The count of each pair of values. Without counts, the float64 sums of the arrays are added.
+        """
 
         def total(terms: Floats) -> int:
             return exact(float(terms.sum())) if counts is None else weighted(terms, counts)
@@ -108,12 +121,12 @@ class Errors:
 
     @property
     def compared(self) -> int:
-        """The number of values that the sums cover: N without NaN, Inf and lost ones."""
+        """The number of values that the sums cover: N without NaN, Inf and lost values."""
         return self.count - self.nan - self.inf - self.lost
 
     @property
     def sqnr_db(self) -> float | None:
-        """Signal to quantisation noise, 10 * log10(Σx² / Σd²), Inf without an error (torch.ao.ns `compute_sqnr`)."""
+        """Signal to quantisation noise, 10 * log10(Σx² / Σd²). Inf without an error (torch.ao.ns `compute_sqnr`)."""
         if not self.sums.d2:
             return math.inf if self.sums.x2 else None
         share = quotient(self.sums.x2, self.sums.d2)
@@ -121,7 +134,7 @@ class Errors:
 
     @property
     def mse(self) -> float | None:
-        """Mean squared error, Σd² / N of the compared (TransformerEngine's `mse`; tensor_saver's tools)."""
+        """Mean squared error, Σd² / N of the compared values (TransformerEngine's `mse`; tensor_saver's tools)."""
         return self._mean(self.sums.d2)
 
     @property
@@ -131,7 +144,7 @@ class Errors:
 
     @property
     def mae(self) -> float | None:
-        """Mean absolute error, Σ|d| / N of the compared (tensor_saver's tools)."""
+        """Mean absolute error, Σ|d| / N of the compared values (tensor_saver's tools)."""
         return self._mean(self.sums.abs_d)
 
     @property
@@ -141,7 +154,7 @@ class Errors:
 
     @property
     def relative_mse(self) -> float | None:
-        """Σd² / Σx² = MSE / mean(x²); QSNR of arXiv 2302.08007 is -10 * log10 of it."""
+        """Σd² / Σx² = MSE / mean(x²). The QSNR of arXiv 2302.08007 is -10 * log10 of it."""
         return quotient(self.sums.d2, self.sums.x2)
 
     @property
@@ -151,12 +164,12 @@ class Errors:
 
     @property
     def cosine(self) -> float | None:
-        """Σxy / √(Σx² Σy²) (torch.ao.ns `compute_cosine_similarity`; msprobe, which wants at least 0.9999)."""
+        """Σxy / √(Σx² Σy²) (torch.ao.ns `compute_cosine_similarity`; msprobe requires at least 0.9999)."""
         return quotient(self.sums.xy, math.isqrt(self.sums.x2 * self.sums.y2))
 
     @property
     def psnr_db(self) -> float | None:
-        """Peak signal to noise, 20 * log10(max|x| / RMSE), Inf without an error (tensor_saver's tools)."""
+        """Peak signal to noise, 20 * log10(max|x| / RMSE). Inf without an error (tensor_saver's tools)."""
         if not self.absmax or self.mse is None:
             return None
         return math.inf if not self.mse else 20 * math.log10(self.absmax) - 10 * math.log10(self.mse)
@@ -168,12 +181,12 @@ class Errors:
 
     @property
     def saturation_percent(self) -> float | None:
-        """100 * saturations / N, finite values beyond the largest one (TransformerEngine's `overflows%`)."""
+        """100 * saturations / N: finite values beyond the largest one (TransformerEngine's `overflows%`)."""
         return self._percent(self.saturations)
 
     @property
     def flush_percent(self) -> float | None:
-        """100 * flushes / N: below the smallest normal value, where precision is lost first (tensor_saver's tools)."""
+        """100 * flushes / N: values below the smallest normal value, which lose precision (tensor_saver's tools)."""
         return self._percent(self.flushes)
 
     @property
@@ -189,7 +202,7 @@ class Errors:
 
 
 def merged(several: Iterable[Errors]) -> Errors:
-    """The errors of all their values."""
+    """Return the sum of several errors."""
     found = Errors()
     for one in several:
         found.add(one)

@@ -1,8 +1,8 @@
-"""Sums of float64 without rounding, and statistics that are added by them.
+"""Sums of float64 without rounding, and statistics that use them.
 
-Each sum is a whole number of a unit so small that every float64 is a multiple of it. Addition of whole numbers is
-associative and commutative, so sums are the same to the bit however the terms are grouped and ordered. Only `rounded`
-and `quotient` round, once, to nearest. A sum takes some 300 bytes.
+A sum is a whole number of units. The unit is so small that every float64 is a multiple of it. The addition of whole
+numbers is associative and commutative, so a sum is the same to the bit for every grouping and order of its terms. Only
+`rounded` and `quotient` round, once, to nearest. A sum takes some 300 bytes.
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ from capd.store.format.statistics import Stats, public
 
 __all__ = ["StatsSum", "exact", "quotient", "rounded", "weighted"]
 
-_DIGITS = 53  # of a float64
-_SHIFT = 1074 + _DIGITS  # the unit is 2**-_SHIFT
+# The number of mantissa bits of a float64.
+_DIGITS = 53
+# The unit is 2**-_SHIFT.
+_SHIFT = 1074 + _DIGITS
 _ONE = 1 << _SHIFT
 _LOW = 27
 _LOW_MASK = (1 << _LOW) - 1
-_MOST = 1 << 36  # counts up to here keep the sums of half mantissas within 63 bits
+# Up to this count, the sums of half mantissas stay within 63 bits.
+_MOST = 1 << 36
 
 
 def exact(value: float) -> int:
-    """A finite float64 in units."""
+    """Convert a finite float64 to units."""
     mantissa, exponent = math.frexp(value)
     return int(math.ldexp(mantissa, _DIGITS)) << (exponent - _DIGITS + _SHIFT)
 
 
 def weighted(values: NDArray[np.float64], counts: NDArray[np.int64]) -> int:
-    """The sum of finite values times their counts, in units; counts are not negative."""
+    """Return the sum of finite values times their counts, in units. Counts must not be negative."""
     mantissas, exponents = np.frexp(values)
     whole = np.ldexp(mantissas, _DIGITS).astype(np.int64)
     if int(counts.sum()) > _MOST:
@@ -52,12 +55,12 @@ def weighted(values: NDArray[np.float64], counts: NDArray[np.int64]) -> int:
 
 
 def rounded(total: int) -> float:
-    """A sum as the nearest float64; Inf beyond its range."""
+    """Return a sum as the nearest float64, Inf beyond its range."""
     return quotient(total, _ONE) or 0.0
 
 
 def quotient(a: int, b: int) -> float | None:
-    """a / b, to the nearest float64, Inf beyond its range; None where b is 0."""
+    """Return a / b as the nearest float64, Inf beyond its range. None if b is 0."""
     if b == 0:
         return None
     try:
@@ -69,8 +72,8 @@ def quotient(a: int, b: int) -> float | None:
 class StatsSum:
     """The statistics of any number of records together (`capd.store.format.statistics` defines them). Not thread-safe.
 
-    The same to the bit in whatever order and grouping the records are added: counts and extremes merge exactly, and
-    sums are rounded once, when they are read. Takes some 2 KiB.
+    The result is the same to the bit for every order and grouping of the records. Counts and extremes merge exactly,
+    and sums are rounded once, when they are read. It takes some 2 KiB.
     """
 
     def __init__(self) -> None:
@@ -82,14 +85,14 @@ class StatsSum:
         self._exponents: Counter[int] = Counter()
 
     def add(self, stats: Stats) -> None:
-        """Add those of one record, or of several."""
+        """Add the statistics of one record, or of several."""
         self._add(stats.count, stats.nan, stats.inf, stats.zero, (stats.min, stats.max, stats.absmax))
         self._sum.add(stats.sum)
         self._sum_sq.add(stats.sum_sq)
         self._exponents.update(stats.exponent_histogram)
 
     def add_sum(self, other: StatsSum) -> None:
-        """Add all that another one holds."""
+        """Add all records of another sum."""
         self._add(other._count, other._nan, other._inf, other._zero, (other._min, other._max, other._absmax))
         self._sum.add_sum(other._sum)
         self._sum_sq.add_sum(other._sum_sq)
@@ -106,7 +109,7 @@ class StatsSum:
 
     @property
     def stats(self) -> Stats:
-        """The statistics of all together; without records a count of 0 and no extremes."""
+        """The statistics of all records together. Without records, the count is 0 and there are no extremes."""
         exponents = [number for pair in sorted(self._exponents.items()) for number in pair]
         return public(
             StatsRow(
@@ -117,7 +120,7 @@ class StatsSum:
 
 
 class _Sum:
-    """A sum of float64; those beyond its range, Inf or NaN, are added as such."""
+    """A sum of float64. Inf, NaN and terms beyond the range of float64 are added as such."""
 
     def __init__(self) -> None:
         self._units, self._special = 0, 0.0

@@ -1,4 +1,4 @@
-"""Formats as users name them, on a command line or in code: "mxfp8", "mxfp8:e5m2:rceil", "nvfp4:16x16:axis=-2"."""
+"""The text form of formats, on a command line or in code: "mxfp8", "mxfp8:e5m2:rceil", "nvfp4:16x16:axis=-2"."""
 
 from __future__ import annotations
 
@@ -15,13 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_CHOICES", "DEFAULT_FORMATS", "FormatChoice", "choices"]
 
 DEFAULT_FORMATS = "fp8,mxfp8,mxfp4,nvfp4,hifp8"
-_BARE = (
-    "elem",
-    "scale_mode",
-    "overflow",
-    "rounding",
-    "preset",
-)  # in this order; each word is allowed in one place
+# A bare word is looked up in these options, in this order. Each word is allowed in one place.
+_BARE = ("elem", "scale_mode", "overflow", "rounding", "preset")
 _NAMES = ("elem", "block", "axis", "scale_mode", "rounding", "overflow", "tensor_scale", "preset")
 _BLOCK = re.compile(r"(\d{1,9})(?:x(\d{1,9}))?")
 _AXIS = re.compile(r"-?\d{1,4}")
@@ -30,7 +25,7 @@ _TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0
 
 @dataclass(frozen=True, slots=True)
 class FormatChoice:
-    """A format to measure. label: what tables call it; fmt and options: as `capd.formats.qdq` takes them."""
+    """A format to measure. `label` is its name in tables; `fmt` and `options` are arguments of `capd.formats.qdq`."""
 
     label: str
     fmt: str
@@ -38,18 +33,18 @@ class FormatChoice:
 
     @property
     def spec(self) -> Spec:
-        """With all options settled. Imports torch; raises FormatError for what the format does not take."""
+        """The format with all options resolved. Imports torch. Raises FormatError for an unknown option."""
         from capd_client.formats.spec import spec_of
 
         return spec_of(self.fmt, self.options)
 
     @property
     def axis(self) -> int | None:
-        """The dimension that blocks lie along; None where no blocks share scales."""
+        """The dimension of the blocks, None if no blocks share scales."""
         return None if self.spec.block is None else self.spec.axis
 
     def along(self, axis: int) -> FormatChoice:
-        """The same with blocks along another axis; itself where that changes nothing, or where the axis was chosen."""
+        """Return the format with blocks along another axis, unchanged if it has no blocks or a chosen axis."""
         if self.axis is None or self.axis == axis or "axis" in self.options:
             return self
         return replace(self, label=f"{self.label}:axis={axis}", options={**self.options, "axis": axis})
@@ -61,13 +56,18 @@ DEFAULT_CHOICES: tuple[FormatChoice, ...] = tuple(
 
 
 def choices(text: str, axes: Sequence[int] = ()) -> tuple[FormatChoice, ...]:
-    """The formats that `text` names, in its order, each once: "mxfp8,mxfp8:e5m2,nvfp4:16x16,hifp8".
+    """Return the formats that `text` names, in its order, each once: "mxfp8,mxfp8:e5m2,nvfp4:16x16,hifp8".
 
-    A format's name, then options after colons: an element (e5m2), a scale mode (rceil), an overflow rule (saturate), a
-    rounding (away, stochastic), `legacy`, a block (128, 16x16), or name=value, as axis=-2 or tensor_scale=no.
-    axes: each format with blocks is taken along each of them, unless it names its own. Imports torch.
+    A format is a name followed by options after colons. An option is an element (e5m2), a scale mode (rceil), an
+    overflow rule (saturate), a rounding (away, stochastic), `legacy`, a block (128, 16x16), or name=value, such as
+    axis=-2 or tensor_scale=no. Imports torch.
 
-    Raises ConfigError, which names the word and what is allowed.
+    Args:
+        text: The formats.
+        axes: Each format with blocks is taken along each of these axes, unless it names its own axis.
+
+    Raises:
+        ConfigError: If a word is unknown. The message names the word and the allowed words.
     """
     from capd_client.formats.spec import FormatError
 
@@ -128,7 +128,8 @@ def _bare_words(fmt: str) -> Iterable[tuple[str, tuple[str, ...]]]:
 
 def _value(fmt: str, name: str, value: str) -> Any:
     if name == "block":
-        return _block(value) if _BLOCK.fullmatch(value) else value  # a wrong one is refused by the format
+        # The format refuses an invalid text.
+        return _block(value) if _BLOCK.fullmatch(value) else value
     if name == "axis":
         return int(value) if _AXIS.fullmatch(value) else value
     return _TRUTHS.get(value, value) if name == "tensor_scale" else value

@@ -1,6 +1,6 @@
-"""The grids of values that number formats have without a scale, and which elements lie outside of a grid's range.
+"""The grids of values that number formats have without a scale, and the elements outside of a grid's range.
 
-Elements are counted from a histogram of bit patterns: exact where that is, and merging as it does.
+Elements are counted from a histogram of bit patterns. The counts are exact if the histogram is, and they merge like it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,15 @@ MODERATE_PERCENT, HIGH_PERCENT = 0.1, 1.0
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Values of an unscaled format, or of the elements of a scaled one under a scale of 1.
+    """The values of an unscaled format, or of the elements of a scaled one under a scale of 1.
 
-    label: "hifp8", "bf16", or an element's name. largest: the largest finite value. normal: the smallest normal one.
-    smallest: the smallest one above 0. mantissa_bits: for every exponent E at which there are values
-    2^E ≤ |x| < 2^(E+1), how many bits follow their leading one: their step is 2^(E - bits).
+    Attributes:
+        label: "hifp8", "bf16", or an element's name.
+        largest: The largest finite value.
+        normal: The smallest normal value.
+        smallest: The smallest value above 0.
+        mantissa_bits: For every exponent E that has values 2^E ≤ |x| < 2^(E+1), the number of bits after the leading
+            one. The step of these values is 2^(E - bits).
     """
 
     label: str
@@ -52,9 +56,9 @@ class Grid:
 
 @cache
 def grids() -> Mapping[str, Grid]:
-    """All of them, by their labels: hifp8, e4m3, e5m2, e3m2, e2m3, e2m1, bf16, fp16. Imports torch.
+    """Return all grids by their labels: hifp8, e4m3, e5m2, e3m2, e2m3, e2m1, bf16, fp16. Imports torch.
 
-    Source: the definitions in `capd_client.formats`; docs/formats.md has them in a table.
+    Source: the definitions in `capd_client.formats`, which docs/formats.md has in a table.
     """
     from capd_client.formats.elements import ELEMENTS, FP16
 
@@ -63,9 +67,14 @@ def grids() -> Mapping[str, Grid]:
 
 
 def grid_of(fmt: str, elem: str | None = None) -> Grid:
-    """The grid of a format of `capd.formats`, of its elements where it has any. elem: None for the format's default.
+    """Return the grid of a format of `capd.formats`, or of its elements if it has any.
 
-    Raises KeyError for a format that there is not.
+    Args:
+        fmt: The format.
+        elem: The element, None for the format's default.
+
+    Raises:
+        KeyError: If there is no such format.
     """
     from capd_client.formats.spec import FORMATS
 
@@ -96,11 +105,15 @@ def _hif8() -> Grid:
 
 @dataclass(frozen=True, slots=True)
 class Overflow:
-    """Counts over some elements. All but `nan` and `inf` are of finite ones.
+    """Counts over some elements. All counts except `nan` and `inf` are of finite elements.
 
-    label: the grid's. scaled: whether one scale took the largest magnitude to the grid's largest value. above:
-    |x| > largest. below: 0 < |x| < smallest, whether or not rounding would take it up to that. flushed:
-    0 < |x| < normal, `below` included. count: all elements.
+    Attributes:
+        label: The grid's label.
+        scaled: Whether one scale took the largest magnitude to the grid's largest value.
+        count: All elements.
+        above: |x| > largest.
+        below: 0 < |x| < smallest, even if rounding would take x to the smallest value.
+        flushed: 0 < |x| < normal, `below` included.
     """
 
     label: str
@@ -115,22 +128,22 @@ class Overflow:
 
     @property
     def above_percent(self) -> float | None:
-        """100 * above / count; None where there is no element."""
+        """100 * above / count, None without elements."""
         return self._percent(self.above)
 
     @property
     def below_percent(self) -> float | None:
-        """100 * below / count: |x| under the smallest denormal."""
+        """100 * below / count: |x| below the smallest denormal."""
         return self._percent(self.below)
 
     @property
     def flushed_percent(self) -> float | None:
-        """100 * flushed / count: |x| under the smallest normal value."""
+        """100 * flushed / count: |x| below the smallest normal value."""
         return self._percent(self.flushed)
 
     @property
     def nonfinite_percent(self) -> float | None:
-        """100 * (nan + inf) / count: what no format's range takes in."""
+        """100 * (nan + inf) / count: elements outside of every format's range."""
         return self._percent(self.nan + self.inf)
 
     def _percent(self, number: int) -> float | None:
@@ -138,17 +151,20 @@ class Overflow:
 
 
 def severity(percent: float | None) -> str:
-    """The word for a share: "none", "low", "moderate" above 0.1 %, "high" above 1 %."""
+    """Return the word for a share: "none", "low", "moderate" above 0.1 %, "high" above 1 %."""
     if not percent:
         return "none"
     return "high" if percent > HIGH_PERCENT else "moderate" if percent > MODERATE_PERCENT else "low"
 
 
 def overflow_of(distribution: Distribution, grid: Grid, *, scaled: bool = False) -> Overflow:
-    """Counts the elements that lie outside of the grid.
+    """Count the elements outside of the grid.
 
-    scaled: after one scale for all of them that takes their largest magnitude to the grid's largest value, as
-    per-tensor scaling does with a tensor; nothing is above then.
+    Args:
+        distribution: The elements.
+        grid: The grid.
+        scaled: Whether to scale all elements so that their largest magnitude becomes the grid's largest value, as
+            per-tensor scaling does. No element is above then.
     """
     values, counts = distribution.finite()
     nan, inf = distribution.specials()

@@ -1,4 +1,4 @@
-"""Groups of records: what has one value of a field, or one value of each of several, merged."""
+"""Groups of records: the merged records that share the value of a field, or the values of several fields."""
 
 from __future__ import annotations
 
@@ -40,10 +40,15 @@ _MOST_WIDTHS = 4
 
 
 class Tally:
-    """The tally of some records. raw_bytes: of what is kept of them; distribution: of the elements of those that were
-    read, None where none was. Only where they were asked for: errors, by the label of the format; channels, by how many
-    channels the tensors have, of at most four numbers of them (other_channels: records of further ones); ranges, of
-    blocks by their size (`capd.analyze.block_ranges`).
+    """The tally of some records. Errors, channels and ranges exist only if they were requested.
+
+    Attributes:
+        raw_bytes: The kept bytes of the records.
+        distribution: The elements of the records that were read, None if none was read.
+        errors: The errors of each format, by its label.
+        channels: The channels, for each of at most four numbers of channels.
+        other_channels: The number of records with further numbers of channels.
+        ranges: The ranges of blocks, by the block's size (`capd.analyze.block_ranges`).
     """
 
     def __init__(
@@ -67,18 +72,18 @@ class Tally:
 
     @property
     def stats(self) -> Stats:
-        """Statistics of all their elements, the same to the bit in whatever order records were added."""
+        """The statistics of all elements, the same to the bit in whatever order records were added."""
         if self._stats is None:
             self._stats = self._sum.stats
         return self._stats
 
     def numbers(self) -> dict[str, Any]:
-        """`records`, `raw_bytes` and STATISTICS as plain values."""
+        """Return `records`, `raw_bytes` and STATISTICS as plain values."""
         statistics = {name: getattr(self.stats, name) for name in STATISTICS}
         return {"records": self.records, "raw_bytes": self.raw_bytes, **statistics}
 
     def add(self, other: Tally, *, values: bool = True, channels: bool = True) -> None:
-        """Add the records of another one. values: their distribution, too; channels: their channels, too."""
+        """Add the records of another tally. `values` and `channels`: whether to add its distribution and channels."""
         self.records += other.records
         self.raw_bytes += other.raw_bytes
         self._stats = None
@@ -105,16 +110,25 @@ class Tally:
 
 
 class Groups:
-    """Tallies by one or several fields. groupings: the fields of each, and whether it keeps distributions. channels:
-    the groupings that keep channels, where these were asked for."""
+    """Tallies by one field or by several.
+
+    Attributes:
+        groupings: The fields of each grouping.
+    """
 
     def __init__(self, groupings: Mapping[Fields, bool], channels: Collection[Fields] = ()) -> None:
+        """Begin without records.
+
+        Args:
+            groupings: The fields of each grouping, and whether it keeps distributions.
+            channels: The groupings that keep channels, if channels are requested.
+        """
         self._groupings, self._channels = groupings, channels
         self._tallies: dict[Fields, dict[tuple[Value, ...], Tally]] = {fields: {} for fields in groupings}
 
     @property
     def groupings(self) -> Iterable[Fields]:
-        """All of them."""
+        """The fields of each grouping."""
         return self._groupings
 
     def add(self, grouping: Fields, values: Sequence[Value], tally: Tally) -> None:
@@ -123,7 +137,7 @@ class Groups:
         held.add(tally, values=self._groupings[grouping], channels=grouping in self._channels)
 
     def by(self, *grouping: str) -> dict[tuple[Value, ...], Tally]:
-        """The groups of a grouping by their values, in order, None before all else."""
+        """Return the groups of a grouping by their values, in order, None first."""
         found = self._tallies[grouping]
         return {values: found[values] for values in sorted(found, key=order_of)}
 
@@ -132,16 +146,16 @@ class Groups:
         return self._tallies[()].get((), Tally())
 
     def values(self, grouping: Fields, name: str) -> list[Value]:
-        """The values of one field of a grouping, in order."""
+        """Return the values of one field of a grouping, in order."""
         place = grouping.index(name)
         return in_order({values[place] for values in self._tallies[grouping]})
 
 
 def in_order(values: Iterable[Value]) -> list[Value]:
-    """Values of one field, ascending, None before all else."""
+    """Return the values of one field, ascending, None first."""
     return [value for (value,) in sorted(((value,) for value in values), key=order_of)]
 
 
 def order_of(values: tuple[Value, ...]) -> list[tuple[bool, Value]]:
-    """The sorting key of a group: its values, ascending, None before all else."""
+    """Return the sorting key of a group: its values, ascending, None first."""
     return [(value is not None, 0 if value is None else value) for value in values]

@@ -1,9 +1,10 @@
-"""The use of HiFloat8 by values: its exponent regimes, its codes, and its error by magnitude beside other formats.
+"""The use of HiFloat8 by values: exponent regimes, codes, and the error by magnitude compared to other formats.
 
-A regime is what the format calls D, the width of a value's exponent field; it decides how many bits are left for the
-mantissa (arXiv 2409.16626; `capd_client.formats.hif8`). All follows from a histogram of bit patterns: each pattern that
-occurs is quantised once, by `capd.formats`, so counts are exact where the histogram is, and groups merge as it does.
-Overflow is Inf, as `capd.formats` has it by default; what overflows has no error, and is in no sum.
+A regime is the format's D, the width of a value's exponent field. It decides how many bits remain for the mantissa
+(arXiv 2409.16626; `capd_client.formats.hif8`). All numbers follow from a histogram of bit patterns. Each occurring
+pattern is quantised once, by `capd.formats`. So counts are exact if the histogram is, and groups merge like it.
+
+Overflow is Inf, the default of `capd.formats`. A value that overflows has no error and is in no sum.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ REGIMES: Mapping[str, tuple[int, ...]] = MappingProxyType(
         "4": (*range(-15, -7), *range(8, 16)),
     }
 )
-"""By D the exponents of its values. DML holds powers of two alone."""
+"""The exponents of the values of each D. DML holds only powers of two."""
 
 FINITE_CODES = 253
-"""Codes with a finite value of their own: of the 256, one is NaN and two are Inf; zero has one."""
+"""The codes with a finite value of their own. Of the 256 codes, one is NaN and two are Inf; zero has one."""
 
 BESIDE: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     {
@@ -48,7 +49,7 @@ BESIDE: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
         "fp16": ("fp16", {}),
     }
 )
-"""The formats without a scale that HiFloat8 is set beside: what each is called, and what `capd.formats` calls it."""
+"""The formats without a scale that are compared with HiFloat8: label → name and options in `capd.formats`."""
 
 _ZERO, _UNDERFLOW, _OVERFLOW = "zero", "underflow", "overflow"
 _CODES, _INFINITY_CODE, _SIGN_CODE = 256, 0x6F, 0x80
@@ -58,11 +59,15 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """The values that become one of its codes.
+    """The values that become one of the regime's codes.
 
-    name: D ("DML", "0" … "4"); or "zero", what is 0 before and after, "underflow", what becomes 0, "overflow", what
-    becomes Inf. mantissa_bits: None for the last three. count: how many; share: of all finite ones. codes, codes_used:
-    its codes of both signs, and those that occur.
+    Attributes:
+        name: D ("DML", "0" … "4"). Or "zero" (0 before and after), "underflow" (becomes 0), "overflow" (becomes Inf).
+        mantissa_bits: The bits of the mantissa, None for the last three names.
+        count: The number of values.
+        share: The share of all finite values.
+        codes: The number of the regime's codes of both signs.
+        codes_used: The number of these codes that occur.
     """
 
     name: str
@@ -78,9 +83,12 @@ class Regime:
 class Hif8Use:
     """The use of HiFloat8 by some elements.
 
-    finite: how many are finite, which is what all else is of. regimes: zero, underflow, DML, 0 … 4, overflow; their
-    counts add up to `finite`. codes: how often each of the 256 occurs, by the code. errors: of all that does not
-    overflow. exact: whether no element was rounded before it was counted (`capd.analyze.distribution`).
+    Attributes:
+        finite: The number of finite elements. All other numbers refer to them.
+        regimes: zero, underflow, DML, 0 … 4, overflow. Their counts add up to `finite`.
+        codes: The count of each of the 256 codes.
+        errors: The errors of all elements that do not overflow.
+        exact: Whether no element was rounded before it was counted (`capd.analyze.distribution`).
     """
 
     finite: int
@@ -96,13 +104,13 @@ class Hif8Use:
 
     @property
     def entropy_bits(self) -> float | None:
-        """-Σ p log2 p over the codes, of at most log2(253) = 7.98: how many bits the 8 are worth here."""
+        """-Σ p log2 p over the codes, at most log2(253) = 7.98: the information in the 8 bits."""
         used = self.codes[self.codes > 0] / max(1, self.finite)
         return max(0.0, float(-(used * np.log2(used)).sum())) if self.finite else None
 
 
 def hif8_use(distribution: Distribution) -> Hif8Use:
-    """Counts how the finite elements use the format. Imports torch."""
+    """Count how the finite elements use the format. Imports torch."""
     values, counts = distribution.finite()
     codes, found = _encoded(values)
     of_code = np.bincount(codes, counts, _CODES).astype(np.int64)
@@ -130,8 +138,13 @@ def hif8_use(distribution: Distribution) -> Hif8Use:
 
 @dataclass(frozen=True, slots=True)
 class ExponentErrors:
-    """By binade. exponents: each E at which there are values 2^E ≤ |x| < 2^(E+1), ascending; counts: how many;
-    errors: of each format of BESIDE at each of them. Zeros are in none."""
+    """The errors by binade. Zeros are in none.
+
+    Attributes:
+        exponents: Each E that has values 2^E ≤ |x| < 2^(E+1), ascending.
+        counts: The number of these values.
+        errors: The errors of each format of BESIDE at each exponent.
+    """
 
     exponents: Sequence[int]
     counts: Sequence[int]
@@ -139,7 +152,7 @@ class ExponentErrors:
 
 
 def exponent_errors(distribution: Distribution) -> ExponentErrors:
-    """The errors of the formats of BESIDE by the magnitude of the value. Imports torch."""
+    """Return the errors of the formats of BESIDE by the magnitude of the value. Imports torch."""
     values, counts = distribution.finite()
     values, counts = values[values != 0], counts[values != 0]
     binades = np.frexp(values)[1] - 1
@@ -155,7 +168,7 @@ def exponent_errors(distribution: Distribution) -> ExponentErrors:
 
 
 def _encoded(values: Values) -> tuple[NDArray[np.uint8], Values]:
-    """The code of each value, and the value of that code."""
+    """Return the code of each value, and the value of that code."""
     import torch
 
     from capd.formats import decode, encode
@@ -169,8 +182,10 @@ def _quantised(values: Values, fmt: str, options: Mapping[str, Any]) -> Values:
 
     from capd.formats import qdq
 
-    overflow: dict[str, Any] = {"overflow": "inf"}  # no format gains by what it would have cut off
-    single = torch.from_numpy(values.astype(np.float32))  # exact: patterns of bfloat16 and float16
+    # No format may gain from clipping.
+    overflow: dict[str, Any] = {"overflow": "inf"}
+    # The conversion is exact, because the values are patterns of bfloat16 and float16.
+    single = torch.from_numpy(values.astype(np.float32))
     return qdq(single, fmt, **{**options, **overflow}).numpy().astype(np.float64)
 
 
@@ -181,7 +196,7 @@ def _errors(values: Values, found: Values, counts: Counts, where: NDArray[np.boo
 
 
 def _names(codes: NDArray[np.uint8], values: Values) -> NDArray[np.str_]:
-    """The regime of each value by its code."""
+    """Return the regime of each value by its code."""
     names = np.full(_CODES, _OVERFLOW, dtype="U9")
     for name in REGIMES:
         names[_codes_of(name)] = name
@@ -192,7 +207,7 @@ def _names(codes: NDArray[np.uint8], values: Values) -> NDArray[np.str_]:
 
 
 def _codes_of(name: str) -> NDArray[np.intp]:
-    """The codes of a regime, of both signs."""
+    """Return the codes of a regime, of both signs."""
     from capd_client.formats.hif8 import first_code, mantissa_bits
 
     if name == _OVERFLOW:

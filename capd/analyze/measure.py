@@ -1,4 +1,4 @@
-"""Measures the error of a format on one tensor: by the histogram of its bit patterns, or piece by piece."""
+"""Measures the error of a format on one tensor, by the histogram of its bit patterns or piece by piece."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ __all__ = [
 ]
 
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_FEW = 1 << 13  # values; of fewer, counting 65,536 patterns costs more than the values themselves
-_ROUNDING = 1 + 2.0**-21  # an exact scale is rounded to float32, which makes no saturation
+# A number of values. Below it, counting 65,536 patterns costs more than the values themselves.
+_FEW = 1 << 13
+# An exact scale is rounded to float32, and this must not count as saturation.
+_ROUNDING = 1 + 2.0**-21
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
@@ -42,7 +44,7 @@ class Limits(NamedTuple):
 
 
 def limits_of(spec: Spec) -> Limits:
-    """The limits of a format's elements. HiFloat8's normal values end at 2^-15: below, it has no mantissa."""
+    """Return the limits of a format's elements. HiFloat8's normal values end at 2^-15: below, it has no mantissa."""
     if spec.fmt == "hifp8":
         return Limits(2.0**15, 2.0**-15)
     if spec.fmt == "bf16":
@@ -52,7 +54,7 @@ def limits_of(spec: Spec) -> Limits:
 
 
 def is_blockless(spec: Spec) -> bool:
-    """Whether equal values always become equal ones, so that counts of the values are enough."""
+    """Return whether equal values always become equal ones, so that counts of the values are enough."""
     return spec.block is None and spec.rounding != "stochastic"
 
 
@@ -63,9 +65,16 @@ def measure_each(
     *,
     per_block: bool = False,
 ) -> tuple[dict[str, Errors], list[str]]:
-    """The errors of one tensor in each format by its label, and why some formats do not take it, if so.
+    """Measure the errors of one tensor in each format.
 
-    distribution: that of the tensor.
+    Args:
+        values: The tensor.
+        distribution: The tensor's distribution.
+        choices: The formats.
+        per_block: Whether to keep the distribution of the blocks' SQNR, too.
+
+    Returns:
+        The errors by the format's label, and the reasons why some formats do not take the tensor.
     """
     found, problems = {}, []
     for choice in choices:
@@ -77,22 +86,22 @@ def measure_each(
 
 
 def errors_of(values: torch.Tensor, choice: FormatChoice, *, per_block: bool = False) -> Errors:
-    """Measures the errors of one tensor in a format. The same tensor gives the same bits, whatever the threads.
+    """Measure the errors of one tensor in a format. The same tensor gives the same bits, whatever the threads.
 
-    Formats without blocks take 16-bit values by their 65,536-bin histogram. Blocks are worked on in pieces of some MiB,
-    whose float64 sums are added without rounding. "stochastic" rounding draws from a generator of its own, seeded
+    Formats without blocks measure 16-bit values by their 65,536-bin histogram. Blocks are measured in pieces of some
+    MiB, whose float64 sums are added without rounding. "stochastic" rounding draws from its own generator, seeded
     with 0.
 
     Args:
-        values: bfloat16, float16, float32, or float64, which is rounded to float32 first; of any shape.
-        choice: the format.
-        per_block: whether the distribution of the blocks' SQNR is kept, too.
+        values: A tensor of bfloat16, float16, float32, or float64, which is rounded to float32 first. Any shape.
+        choice: The format.
+        per_block: Whether to keep the distribution of the blocks' SQNR, too.
 
     Returns:
         The errors of one record.
 
     Raises:
-        FormatError: for another dtype, or for an axis that the tensor does not have.
+        FormatError: If the tensor has another dtype, or lacks the axis.
     """
     spec, name = choice.spec, _NAMES.get(values.dtype)
     if name is not None and is_blockless(spec) and values.numel() > _FEW:
@@ -113,22 +122,26 @@ def _measured(values: torch.Tensor, distribution: Distribution | None, spec: Spe
 
 
 def measured_patterns(distribution: Distribution, spec: Spec) -> Errors:
-    """The errors of the values that a distribution counts, as of one record, in a format without blocks.
+    """Measure the errors of the values of a distribution, as one record, in a format without blocks.
 
-    float32 values are there as rounded to bfloat16 (`Distribution.exact` tells). A scale of the tensor is that of all.
+    float32 values are rounded to bfloat16 there (see `Distribution.exact`). A tensor's scale covers all values.
     """
     found, limits = Errors(1), limits_of(spec)
     for grid, codes, counts in distribution.patterns():
         values = torch.from_numpy(codes.view(np.int16).copy()).view(getattr(torch, grid))
         found.count += int(counts.sum())
-        for piece in quantised_pieces(values, spec):  # one: there are few patterns
+        # There is one piece, because there are few patterns.
+        for piece in quantised_pieces(values, spec):
             _add_piece(found, piece, limits, False, counts)
     return found
 
 
 def at_scale(distribution: Distribution, element: Element, scale: float) -> Errors:
-    """The errors of the values that a distribution counts, divided by one scale, rounded onto an element's grid with
-    ties away from zero, saturating, and multiplied back, all in float32."""
+    """Measure the errors of the values of a distribution under one scale.
+
+    A value is divided by the scale, rounded onto the element's grid with ties away from zero, saturating, and
+    multiplied back. All steps are in float32.
+    """
     found = Errors(1)
     factor = torch.tensor(scale, dtype=torch.float32)
     for grid, codes, counts in distribution.patterns():
@@ -140,7 +153,8 @@ def at_scale(distribution: Distribution, element: Element, scale: float) -> Erro
     return found
 
 
-@np.errstate(invalid="ignore")  # signalling NaNs
+# NaNs may be signalling.
+@np.errstate(invalid="ignore")
 def _add_piece(
     found: Errors, piece: QuantisedPiece, limits: Limits, per_block: bool, counts: Counts | None = None
 ) -> None:
@@ -159,7 +173,7 @@ def _add_piece(
 def _count(
     found: Errors, piece: QuantisedPiece, limits: Limits, counts: Counts | None
 ) -> NDArray[np.bool_] | None:
-    """Count what is seen of single values; returns which ones are compared, None where all are."""
+    """Count the errors of single values. Return which values are compared, None if all are."""
     x, y = piece.values.numpy(), piece.found.numpy()
 
     def number(which: NDArray[np.bool_]) -> int:

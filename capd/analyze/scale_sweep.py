@@ -1,13 +1,16 @@
-"""One scale for a whole tensor, swept from where its largest value fits to where its smallest one does.
+"""One scale for a whole tensor, swept from the scale that fits the largest value to one that fits the smallest value.
 
-As `mxfp_scaling_test.py` of tensor_saver's tools does: 21 exponents, equally spaced and not whole as a rule, from
-"max-align", floor(log2 max|x|) - (2^(ebits - 1) - 1), to "min-align", floor(log2(min|x| / smallest normal value)), over
-the non-zero x. For each, x / 2^e is rounded onto the element's grid, ties away from zero, saturating, and multiplied
-back. The score weighs how good an exponent is among all of them: .3 MSE, .3 cosine, .2 PSNR, .1 MAE and .1 relative
-error, each from 0 (the worst) to 1 (the best) but for the cosine, which counts as it is; the highest score, and of
-equals the one with the largest scale, is recommended. Where that script adds 1e-10 to each span, which drowns the
-errors of small gradients, a span of 0 counts as 1 here. By the histogram of the values: O(65,536) for an exponent,
-however many elements there are.
+The method is that of `mxfp_scaling_test.py` of tensor_saver's tools. There are 21 equally spaced exponents, mostly not
+whole. They go from "max-align", floor(log2 max|x|) - (2^(ebits - 1) - 1), to "min-align", floor(log2(min|x| / smallest
+normal value)), over the non-zero x. For each exponent, x / 2^e is rounded onto the element's grid with ties away from
+zero, saturating, and multiplied back.
+
+The score compares the exponents: .3 MSE, .3 cosine, .2 PSNR, .1 MAE and .1 relative error. Each part goes from 0 (the
+worst) to 1 (the best), except the cosine, which counts unchanged. The highest score is recommended; of equal scores,
+the largest scale. The script adds 1e-10 to each span, which hides the errors of small gradients. Here a span of 0
+counts as 1 instead.
+
+The sweep uses the histogram of the values: O(65,536) for an exponent, for any number of elements.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ _RISING = frozenset({"cosine", "psnr_db"})
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """One element format on one distribution. max_align, min_align: the ends; errors, scores: at each exponent."""
+    """The sweep of one element format on one distribution. `errors` and `scores` have a value for each exponent."""
 
     element: str
     max_align: int
@@ -41,17 +44,17 @@ class Sweep:
 
     @property
     def recommended(self) -> int:
-        """Which level has the highest score."""
+        """The index of the level with the highest score."""
         return self.scores.index(max(self.scores))
 
     def best(self, metric: str) -> int:
-        """Which level is the best by one of WEIGHTS."""
+        """Return the index of the best level by one of WEIGHTS."""
         values = _filled([getattr(one, metric) for one in self.errors])
         return values.index(max(values) if metric in _RISING else min(values))
 
 
 def elements_of(text: str) -> tuple[str, ...]:
-    """The elements that `text` names: "e4m3,e5m2,e2m1". Raises ConfigError for another word. Imports torch."""
+    """Return the elements that `text` names: "e4m3,e5m2,e2m1". Raises ConfigError for another word. Imports torch."""
     from capd_client.formats.elements import ELEMENTS
 
     found = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
@@ -62,7 +65,7 @@ def elements_of(text: str) -> tuple[str, ...]:
 
 
 def sweep_scales(distribution: Distribution, element: str) -> Sweep | None:
-    """The sweep of an element ("e4m3", …); None where no value is finite and not zero. Imports torch."""
+    """Return the sweep of an element ("e4m3", …), None if all finite values are zero. Imports torch."""
     from capd.analyze.measure import at_scale
     from capd_client.formats.elements import ELEMENTS
 
@@ -90,12 +93,12 @@ def _scores(errors: Sequence[Errors]) -> list[float]:
 
 
 def _filled(values: Sequence[float | None]) -> list[float]:
-    """A cosine that is not defined, as everything became zero, counts as 0."""
+    """Replace an undefined cosine by 0. It is undefined if every value became zero."""
     return [0.0 if value is None else value for value in values]
 
 
 def _graded(values: Sequence[float], *, rising: bool) -> list[float]:
-    """From 0, the worst, to 1; an infinite PSNR, without any error, is 1."""
+    """Map values to grades from 0, the worst, to 1. An infinite PSNR, without any error, is 1."""
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     span = (high - low) or 1.0

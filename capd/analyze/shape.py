@@ -1,6 +1,6 @@
-"""The shape of a distribution of values: how far it spreads and how heavy its tails are, from exact counts.
+"""The shape of a distribution of values, its spread and its tails, from exact counts.
 
-Each number covers the finite values; where `Distribution.exact` is False, these are rounded to bfloat16.
+Each number covers the finite values. If `Distribution.exact` is False, they are rounded to bfloat16.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ __all__ = ["Shape", "shape_of"]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is None has nothing to divide by.
+    """The shape of a distribution. A number is None if it would divide by 0.
 
-    dynamic_range: log2(max|x|) - log2(min |x| of the non-zero) (TransformerEngine's `dynamic_range`). crest_factor:
-    max|x| / RMS. kurtosis: E[(x - µ)⁴] / σ⁴, 3 for a normal distribution. outlier_percent: 100 * share of |x| > 6 σ.
+    Attributes:
+        dynamic_range: log2(max|x|) - log2(min |x| of the non-zero) (TransformerEngine's `dynamic_range`).
+        crest_factor: max|x| / RMS.
+        kurtosis: E[(x - µ)⁴] / σ⁴, 3 for a normal distribution.
+        outlier_percent: 100 * share of |x| > 6 σ.
     """
 
     dynamic_range: float | None
@@ -31,14 +34,15 @@ class Shape:
 
 
 def shape_of(distribution: Distribution) -> Shape:
-    """The shape of all values that a distribution counts: the same to the bit in whatever order they were added."""
+    """Return the shape of all values of a distribution, the same to the bit in whatever order they were added."""
     values, counts = distribution.finite()
     magnitude = np.abs(values)
     some = magnitude[magnitude > 0]
     if not some.size:
         return Shape(None, None, None, None if not values.size else 0.0)
     largest = float(some.max())
-    scaled, total = values / largest, int(counts.sum())  # in [-1, 1]: no power overflows
+    # The scaled values are in [-1, 1], so no power overflows.
+    scaled, total = values / largest, int(counts.sum())
     weights = counts.astype(np.float64)
     mean = float((weights * scaled).sum()) / total
     variance = float((weights * (scaled - mean) ** 2).sum()) / total
