@@ -1,4 +1,4 @@
-"""Goes over matched pairs of records in order of execution, a few threads reading, and keeps what was found."""
+"""Compares matched pairs of records in order of execution, with a few reading threads, and keeps the results."""
 
 from __future__ import annotations
 
@@ -29,8 +29,14 @@ _KEY = frozenset(Key.__struct_fields__)
 
 @dataclass(slots=True)
 class Differences:
-    """The differences found so far. by: the fields of the groups. each: a row for every pair, where it was asked for.
-    mismatched: pairs of different dtypes or shapes, and why. different: pairs beyond the tolerance."""
+    """The differences found so far.
+
+    Attributes:
+        by: The fields of the groups.
+        each: A row for every pair, if requested.
+        mismatched: The pairs of different dtypes or shapes, with the reason.
+        different: The number of pairs beyond the tolerance.
+    """
 
     left: Side
     right: Side
@@ -46,7 +52,7 @@ class Differences:
     first: dict[str, Any] | None = None
 
     def add(self, pair: Pair, difference: Difference) -> bool:
-        """Add a pair; whether it is beyond the tolerance."""
+        """Add a pair. Return whether it is beyond the tolerance."""
         is_different = difference.exceeds(self.tolerance)
         self.different += is_different
         if self.keeps_each or (is_different and self.first is None):
@@ -61,17 +67,25 @@ class Differences:
         return is_different
 
     def by_group(self) -> dict[tuple[Value, ...], Difference]:
-        """The groups in order of their values."""
+        """Return the groups in the order of their values."""
         return {values: self.groups[values] for values in sorted(self.groups, key=order_of)}
 
 
 def compare_each(
     matched: Matched, found: Differences, *, threads: int, until_first: bool
 ) -> Iterator[Unread | int]:
-    """Compare all pairs in order; of each yields its bytes, or why it could not be read.
+    """Compare all pairs in order.
 
-    About 128 MiB of records are in memory at once, or one pair where that is larger. until_first: end at the first pair
-    beyond the tolerance.
+    About 128 MiB of records are in memory at once, or one pair if it is larger.
+
+    Args:
+        matched: The pairs.
+        found: Receives the differences.
+        threads: The number of reading threads.
+        until_first: Whether to end at the first pair beyond the tolerance.
+
+    Yields:
+        The bytes of each pair, or the reason why it could not be read.
     """
     with ThreadPoolExecutor(threads, thread_name_prefix="capd-compare") as pool:
 
@@ -116,7 +130,7 @@ def _compared(pair: Pair, left: Side, right: Side) -> Difference | Unread:
 
 
 def plain_difference(difference: Difference) -> dict[str, Any]:
-    """As plain values, floats as they are."""
+    """Return a difference as plain values, with unrounded floats."""
     errors = difference.errors
     own = {
         "pairs": errors.records, "identical": difference.identical, "elements": errors.count,
@@ -126,7 +140,7 @@ def plain_difference(difference: Difference) -> dict[str, Any]:
 
 
 def plain_pair(found: Differences, pair: Pair, difference: Difference) -> dict[str, Any]:
-    """One pair: where it is, what and when the left record is, and how the right one differs."""
+    """Describe one pair: its place, key and moment of the left record, and the difference of the right one."""
     left = pair.left
     return {
         "left": found.left.name(left),

@@ -1,4 +1,4 @@
-"""The directory that a report is written to: each file whole or absent, and none replaced that no report wrote."""
+"""The directory of a report: each file is whole or absent, and a foreign file is never replaced."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from capd.store.disk.files import new_file, rename, unlink
 __all__ = ["ReportDirectory", "is_own", "opened"]
 
 _TEMPORARY = ".capd-report-"
-_HEAD_NBYTES = 512  # every file has the mark within it
+# The mark is within this number of bytes in every file.
+_HEAD_NBYTES = 512
 
 
 @contextlib.contextmanager
 def opened(path: Path, names: Iterable[str]) -> Iterator[ReportDirectory]:
-    """Make the directory (0700) if need be, and hold it alone.
+    """Create the directory (0700) if it is missing, and lock it inside the block.
 
-    Raises CapdError where a file of one of these names is there that no report wrote, and what `output_directory` does.
+    Raises:
+        CapdError: If it has a file of one of these names that no report wrote, or as `output_directory` raises it.
     """
     with output_directory(path, _TEMPORARY):
         directory = ReportDirectory(path)
@@ -32,14 +34,14 @@ def opened(path: Path, names: Iterable[str]) -> Iterator[ReportDirectory]:
 
 
 class ReportDirectory:
-    """Use `opened`. Files are 0600."""
+    """The directory of a report, made by `opened`. Files have mode 0600."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.written: list[str] = []
 
     def refuse_foreign(self, names: Iterable[str]) -> None:
-        """Raises CapdError where one of these files is there and no report wrote it."""
+        """Raise CapdError if one of these files exists and no report wrote it."""
         for name in names:
             if os.path.lexists(self.path / name) and not is_own(self.path / name):
                 raise CapdError(
@@ -49,7 +51,9 @@ class ReportDirectory:
     def write(self, name: str, payload: bytes) -> None:
         """Write one file, which begins with the mark, in the place of an earlier report's.
 
-        Raises OSError, CapdError where the earlier one is no report's.
+        Raises:
+            CapdError: If no report wrote the existing file.
+            OSError: If the file cannot be written.
         """
         self.refuse_foreign([name])
         temporary = self.path / f"{_TEMPORARY}{name}"
@@ -61,17 +65,18 @@ class ReportDirectory:
         self.written.append(name)
 
     def remove_others(self) -> None:
-        """Remove pages that an earlier report wrote and this one did not: they are of other records."""
+        """Remove pages that only an earlier report wrote, because they are about other records."""
         for path in self.path.glob("*.png"):
             if path.name not in self.written and is_own(path):
                 unlink(path, missing_ok=True)
 
 
 def is_own(path: Path) -> bool:
-    """Whether a report wrote this file: a regular one that begins with the mark."""
+    """Return whether a report wrote this file: it is a regular file that begins with the mark."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:  # a symbolic link, say
+    except OSError:
+        # It may be a symbolic link.
         return False
     try:
         return stat.S_ISREG(os.fstat(fd).st_mode) and MARK.encode() in os.read(fd, _HEAD_NBYTES)

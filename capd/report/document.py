@@ -1,4 +1,4 @@
-"""The numbers of a report as one plain document: the JSON file is it, the text prints it, the page rounds it.
+"""The numbers of a report as one plain document. The JSON file contains it, the text prints it, the page rounds it.
 
 docs/json.md, "capd report", describes its fields.
 """
@@ -20,10 +20,10 @@ from capd.strict_json import strict_json
 __all__ = ["MARK", "channel_numbers", "document", "grouped", "json_text", "tally_numbers"]
 
 MARK = "capd report"
-"""The words at the beginning of each file of a report: a file that has them may be replaced by the next report."""
+"""The words at the beginning of each file of a report. The next report may replace a file that has them."""
 _FORMAT = 1
 _LARGEST = 8
-# Groupings that may have very many groups have neither errors nor channels.
+# Other groupings may have very many groups, so they have neither errors nor channels.
 _WITH_ERRORS: tuple[Fields, ...] = (
     (),
     ("quant_type",),
@@ -35,12 +35,12 @@ _WITH_ERRORS: tuple[Fields, ...] = (
 
 
 def document(sources: Sequence[str], gathered: GatheredRecords, *, quick: bool) -> dict[str, Any]:
-    """Makes the whole document, floats as they are.
+    """Make the whole document, with unrounded floats.
 
     Args:
-        sources: the names of the runs or directories that were read.
-        gathered: what was seen of them.
-        quick: whether stored statistics alone were read.
+        sources: The names of the runs or directories that were read.
+        gathered: The gathered records.
+        quick: Whether only stored statistics were read.
     """
     groups = gathered.groups
     return {
@@ -68,12 +68,12 @@ def document(sources: Sequence[str], gathered: GatheredRecords, *, quick: bool) 
 
 
 def json_text(plain: dict[str, Any]) -> str:
-    """The document as strict JSON."""
+    """Return the document as strict JSON."""
     return json.dumps(strict_json(plain), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def grouped(plain: dict[str, Any], fields: Fields) -> list[dict[str, Any]]:
-    """The groups of one grouping of a document; of no fields its only group, all records."""
+    """Return the groups of one grouping of a document. Without fields, return the only group, all records."""
     found: list[dict[str, Any]] = plain["by"][",".join(fields)] if fields else [plain["all"]]
     return found
 
@@ -87,7 +87,7 @@ def _group(fields: Fields, tally: Tally) -> dict[str, Any]:
 
 
 def tally_numbers(tally: Tally) -> dict[str, Any]:
-    """The counts, statistics and quantiles of some records."""
+    """Return the counts, statistics and quantiles of some records."""
     distribution, quantiles = tally.distribution, quantiles_of(tally)
     return {
         **tally.numbers(),
@@ -98,7 +98,7 @@ def tally_numbers(tally: Tally) -> dict[str, Any]:
 
 
 def channel_numbers(channels: Channels) -> dict[str, Any]:
-    """The numbers of the channels of tensors that have equally many, and the largest of them."""
+    """Return the numbers of the channels of tensors with one number of channels, and the largest channels."""
     return {
         "channels": channels.channels,
         "width": channels.width,

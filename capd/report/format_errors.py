@@ -1,4 +1,4 @@
-"""What formats make of groups of records, as plain values: what `capd compare --formats` prints (docs/json.md)."""
+"""The errors of formats on groups of records, as plain values for `capd compare --formats` (docs/json.md)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _VALUES = ("count", "nan", "inf", "zero", "absmax", "mean", "std")
 def error_document(
     sources: Sequence[str], gathered: GatheredRecords, choices: Sequence[FormatChoice], by: Fields
 ) -> dict[str, Any]:
-    """The whole comparison, floats as they are."""
+    """Return the whole comparison, with unrounded floats."""
     groups = gathered.groups
     return {
         "sources": list(sources),
@@ -53,7 +53,7 @@ def error_document(
 
 
 def _group(tally: Tally) -> dict[str, Any]:
-    """The values of a group, and the error of each format on them."""
+    """Return the values of a group, and the error of each format on them."""
     distribution = tally.distribution
     shape = None if distribution is None else asdict(shape_of(distribution))
     return {
@@ -76,7 +76,7 @@ def _group(tally: Tally) -> dict[str, Any]:
 
 
 def _best_of(errors: Mapping[str, Errors]) -> str | None:
-    """The format that took the most records, lost the fewest values, and has the highest SQNR; the first of equals."""
+    """Return the format with the most records, then the fewest lost values, then the highest SQNR, then the first."""
 
     def merit(label: str) -> tuple[int, int, float]:
         one = errors[label]
@@ -86,7 +86,7 @@ def _best_of(errors: Mapping[str, Errors]) -> str | None:
 
 
 def error_numbers(errors: Errors) -> dict[str, Any]:
-    """The counts and metrics of one format."""
+    """Return the counts and metrics of one format."""
     return {name: getattr(errors, name) for name in (*COUNTS, *METRICS)}
 
 

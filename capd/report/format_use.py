@@ -1,6 +1,6 @@
 """The fit of values to number formats: HiFloat8's regimes and codes, errors by magnitude, values out of range.
 
-As plain numbers, for the report's document and its page.
+The results are plain numbers, for the report's document and its page.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ __all__ = [
 ]
 
 RANGES = ("hifp8", "e4m3", "e5m2", "e2m1", "fp16", "bf16")
-"""The grids that values are held against, by their labels (`capd.analyze.grids`)."""
+"""The labels of the grids (`capd.analyze.grids`) against which values are checked."""
 OverflowPair = tuple[Overflow, Overflow]
 _OUTSIDE = ("count", "nan", "inf", "zero", "above", "below", "flushed")
 
 
 def of_types(groups: Groups) -> dict[Value, Distribution]:
-    """The distribution of each quant type of which elements were read."""
+    """Return the distribution of each quant type with elements that were read."""
     found = {one: tally.distribution for (one,), tally in groups.by("quant_type").items()}
     return {one: each for one, each in found.items() if each is not None}
 
 
 def overflow_by_type(groups: Groups) -> dict[Value, dict[str, OverflowPair]]:
-    """Counts what lies outside of each grid, by quant type: without a scale, and under one scale for all of a type."""
+    """Count the values outside of each grid by quant type: without a scale, and under one scale for the whole type."""
     return {
         one: {
             name: (overflow_of(each, grids()[name]), overflow_of(each, grids()[name], scaled=True))
@@ -47,7 +47,7 @@ def overflow_by_type(groups: Groups) -> dict[Value, dict[str, OverflowPair]]:
 
 
 def format_numbers(groups: Groups) -> dict[str, Any]:
-    """`hifp8`, `error_by_exponent` and `overflow` of the report's document; empty where no element was read."""
+    """Return `hifp8`, `error_by_exponent` and `overflow` of the report's document, empty if no element was read."""
     whole = groups.whole().distribution
     if whole is None:
         return {"hifp8": [], "error_by_exponent": None, "overflow": []}
@@ -65,14 +65,14 @@ def format_numbers(groups: Groups) -> dict[str, Any]:
 
 
 def exponent_numbers(distribution: Distribution, **metrics: str) -> dict[str, Any]:
-    """The errors of formats without a scale, by the exponent of the value.
+    """Return the errors of formats without a scale, by the exponent of the value.
 
     Args:
-        distribution: the values.
-        metrics: by the name that a metric has in the result, the property of `Errors`.
+        distribution: The values.
+        metrics: The property of `Errors` for each name of a metric in the result.
 
     Returns:
-        `exponents`, the `counts` of their values, and of each metric by format a number for each exponent.
+        `exponents`, the `counts` of their values, and for each metric and format a number for each exponent.
     """
     found = exponent_errors(distribution)
     return {
@@ -86,7 +86,7 @@ def exponent_numbers(distribution: Distribution, **metrics: str) -> dict[str, An
 
 
 def hif8_numbers(use: Hif8Use) -> dict[str, Any]:
-    """The use of HiFloat8's codes, and its errors on the values, also by regime."""
+    """Return the use of HiFloat8's codes and its errors on the values, also by regime."""
     return {
         "finite": use.finite,
         "exact": use.exact,

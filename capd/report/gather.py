@@ -1,4 +1,4 @@
-"""Looks at every item once and merges what it sees into groups; a few threads read, in bounded memory."""
+"""Measures every item once and merges the results into groups. A few threads read, in bounded memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BY_LAYER: Fields = ("quant_type", "tensor_name", "layer")
 BY_ITERATION: Fields = ("quant_type", "tensor_name", "iteration")
 BY_SAMPLE: Fields = ("quant_type", "layer", "sample_idx")
 BY_RANK: Fields = ("quant_type", "layer", "rank")
-# With their distributions, but for those that may be very many, or that nobody asks for.
+# The groupings, and whether each keeps distributions. Groupings with very many groups do not.
 GROUPINGS: dict[Fields, bool] = {
     (): True,
     **{(name,): name != "iteration" for name in FIELDS},
@@ -42,12 +42,14 @@ _MOMENT = frozenset(Moment.__struct_fields__)
 
 @dataclass
 class GatheredRecords:
-    """The records that were seen, merged into groups.
+    """The gathered records, merged into groups.
 
-    without_statistics: records whose values were left out: only their elements are stored, and these were not to be
-    read. unmeasured: where formats were asked for, the records without an error of them, by series or file and reason.
-    series: of each by itself, where it was asked for. emulations: how many records say which one was active, by quant
-    type and emulation, None where they do not say.
+    Attributes:
+        without_statistics: The number of records whose values were left out, because they have no stored statistics
+            and no element was read.
+        unmeasured: The number of records without an error of the requested formats, by series or file and reason.
+        series: The summary of each series, if it was requested.
+        emulations: The number of records by quant type and active emulation, None if a record does not name it.
     """
 
     groups: Groups = field(default_factory=lambda: Groups(GROUPINGS, CHANNEL_GROUPINGS))
@@ -68,12 +70,22 @@ def gather(
     per_block: bool = False,
     channels: bool = False,
 ) -> Iterator[Skipped | int]:
-    """Add all items to `gathered`; of each, in order, yields its bytes once it is seen, or why it was skipped.
+    """Add all items to `gathered`. All are added when the iterator ends.
 
-    quick: stored statistics alone, no element of a run is read. choices: formats whose error on each high-precision
-    record goes into the tallies; per_block: with the spread over their blocks. channels: the channels of each record go
-    into the tallies, too. About 128 MiB of items are in memory at once, or one item where that is larger, and some MiB
-    for each thread that measures formats. All are added when the iterator ends.
+    About 128 MiB of items are in memory at once, or one item if it is larger, and some MiB for each thread that
+    measures formats.
+
+    Args:
+        items: The items.
+        gathered: Receives the records.
+        threads: The number of reading threads.
+        quick: Whether to use only stored statistics and to read no element of a run.
+        choices: The formats whose error on each high-precision record is measured.
+        per_block: Whether to measure the spread of the errors over blocks, too.
+        channels: Whether to measure the channels of each record, too.
+
+    Yields:
+        For each item, in order, its bytes after it was added, or the reason why it was skipped.
     """
     adding = _Adding(gathered)
     asked = Asked(quick=quick, choices=choices, per_block=per_block, channels=channels)
@@ -99,7 +111,7 @@ def gather(
 
 
 class _Adding:
-    """Adds what is seen; to the groups of keys alone only once for neighbours of one key."""
+    """Adds measured items. Neighbours of one key are first merged, and then added once to the groups of keys."""
 
     def __init__(self, gathered: GatheredRecords) -> None:
         self._gathered, self._groups = gathered, gathered.groups
@@ -134,7 +146,7 @@ class _Adding:
 
 
 def by_layer(groups: Groups) -> dict[tuple[Value, Value], Tally]:
-    """Merges the records of all ranks, by quant type and layer; without those of which no element was read."""
+    """Merge the records of all ranks by quant type and layer. Groups without a read element are left out."""
     found: dict[tuple[Value, Value], Tally] = {}
     for (one, layer, _), tally in groups.by(*BY_RANK).items():
         found.setdefault((one, layer), Tally()).add(tally)

@@ -1,4 +1,4 @@
-"""Single files where the user wants them: whole or absent, and over nothing unless that was asked for."""
+"""Single files at a path of the user's choice, whole or absent. An existing file is replaced only on request."""
 
 from __future__ import annotations
 
@@ -13,9 +13,16 @@ __all__ = ["write_single"]
 
 
 def write_single(path: Path, payload: bytes, *, replace: bool) -> None:
-    """Writes a file, mode 0600. replace: in the place of what is there, which stands as it was if this fails.
+    """Write a file, mode 0600.
 
-    Raises CapdError where the name is taken or the file cannot be made, StoreFull where it does not fit.
+    Args:
+        path: The file.
+        payload: The content.
+        replace: Whether to replace an existing file, which stays unchanged if this fails.
+
+    Raises:
+        CapdError: If the name is taken or the file cannot be created.
+        StoreFull: If the file does not fit on the disk.
     """
     temporary = path.with_name(f".capd-{os.getpid()}-{path.name}")
     try:
@@ -25,7 +32,7 @@ def write_single(path: Path, payload: bytes, *, replace: bool) -> None:
         else:
             link(temporary, path)
     except FileExistsError:
-        raise CapdError(f"{path} is there; choose another name, or replace it with --force") from None
+        raise CapdError(f"{path} exists already; choose another name, or replace it with --force") from None
     except OSError as error:
         if error.errno in NO_SPACE:
             raise StoreFull(

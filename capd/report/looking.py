@@ -1,4 +1,4 @@
-"""The look at one item: statistics, and as asked its distribution, errors of formats and channels."""
+"""The look at one item: its statistics and, if requested, its distribution, errors of formats and channels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Asked", "Seen", "Skipped", "look"]
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A record or file that could not be read, and why."""
+    """A record or file that could not be read, and the reason."""
 
     name: str
     reason: str
@@ -33,8 +33,14 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The questions to an item. quick: stored statistics alone. choices: formats to measure. per_block: also the spread
-    of the errors of their blocks, and the range of the values within blocks. channels: also the channels."""
+    """The requested measurements of an item.
+
+    Attributes:
+        quick: Whether to use only stored statistics.
+        choices: The formats to measure.
+        per_block: Whether to measure the spread of the blocks' errors and the range of the values in blocks.
+        channels: Whether to measure the channels.
+    """
 
     quick: bool = False
     choices: Sequence[FormatChoice] = ()
@@ -44,7 +50,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The answers of an item. unmeasured: why it has no error of formats, or of some of them."""
+    """The measurements of an item. `unmeasured`: the reason why some formats have no error, or all."""
 
     loaded: Loaded
     tally: Tally
@@ -53,11 +59,12 @@ class Seen:
 
 
 def look(item: Item, asked: Asked) -> Seen | Skipped | None:
-    """Load and measure one item; None for one outside the selection."""
+    """Load and measure one item. Return None if it is outside of the selection."""
     try:
         loaded = item.load()
         return None if loaded is None else _seen(loaded, asked)
-    except (CapdError, OSError, RuntimeError, MemoryError) as error:  # damage; or torch, which lacks memory
+    except (CapdError, OSError, RuntimeError, MemoryError) as error:
+        # The record is damaged, or torch lacks memory.
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return Skipped(item.name, printable(reason[:500]))
 
@@ -83,7 +90,8 @@ def _seen(loaded: Loaded, asked: Asked) -> Seen:
 def _measure(
     bits: NDArray[np.generic], dtype: str, distribution: Distribution, asked: Asked
 ) -> tuple[dict[str, Errors], list[str]]:
-    from capd.analyze.measure import measure_each  # needs torch, which a report without formats does not load
+    # The import needs torch, which a report without formats does not load.
+    from capd.analyze.measure import measure_each
 
     return measure_each(tensor_of(bits, dtype), distribution, asked.choices, per_block=asked.per_block)
 

@@ -1,4 +1,4 @@
-"""A field's value in the words of reports."""
+"""The values of fields in the words of reports."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ __all__ = ["value_text"]
 
 
 def value_text(value: Value) -> str:
-    """A field's value for people."""
+    """Return a field's value for people."""
     return "none" if value is None else printable(str(value)) or '""'

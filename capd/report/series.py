@@ -1,4 +1,4 @@
-"""The summary of each series, for the pages of single tensors: a few KiB, however many records it has."""
+"""The summary of each series for its page: a few KiB, for any number of records."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from capd_client.protocol.key import Key, Moment
 __all__ = ["MOST_SERIES", "Point", "SeriesSummaries", "SeriesSummary", "emulation_of"]
 
 MOST_SERIES = 1000
-"""The number of series that have a page; further ones are only in the groups."""
+"""The number of series that have a page. Further series are only in the groups."""
 _MOST_POINTS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One record of a series: when it was, and its statistics."""
+    """One record of a series: its moment and its statistics."""
 
     moment: Moment
     mean: float | None
@@ -32,10 +32,14 @@ class Point:
 class SeriesSummary:
     """The summary of the records of one key and dtype.
 
-    path: of the series below its run, or of its first file. shape: its first record's. emulation: what its last record
-    says was active, None where none says so. tally: without a distribution. quantiles: at QUANTILES, exact as the
-    distribution is; None where no element was read, or where its records were not neighbours, as in a directory of
-    files. points: every `step`-th record, at most 128.
+    Attributes:
+        path: The path of the series below its run, or of its first file.
+        shape: The shape of its first record.
+        emulation: The emulation that its last record names, None if it names none.
+        tally: The tally of the records, without a distribution.
+        quantiles: The values at QUANTILES, as exact as the distribution. None if no element was read, or if the
+            records were not neighbours, as in a directory of files.
+        points: Every `step`-th record, at most 128.
     """
 
     path: str
@@ -60,13 +64,13 @@ class SeriesSummary:
         self.emulation = emulation_of(seen.loaded) or self.emulation
 
     def close(self) -> None:
-        """Its neighbours are all added: keep of their distribution its quantiles alone, and none of a further part."""
+        """Close a run of neighbours: keep only the quantiles of the distribution, or none after a second run."""
         self.quantiles = None if self._closed else quantiles_of(self.tally)
         self.tally.distribution, self._closed = None, True
 
 
 class SeriesSummaries:
-    """The first MOST_SERIES series. other: how many more there were."""
+    """The summaries of the first MOST_SERIES series, and the number of further ones."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[Key, str], SeriesSummary] = {}
@@ -74,7 +78,7 @@ class SeriesSummaries:
         self._last: SeriesSummary | None = None
 
     def add(self, name: str, seen: Seen) -> None:
-        """Add a record. name: as its item is called."""
+        """Add a record. `name` is the name of its item."""
         loaded = seen.loaded
         identity = loaded.key, loaded.dtype
         summary = self._found.get(identity)
@@ -90,7 +94,7 @@ class SeriesSummaries:
         summary.add(seen)
 
     def close(self) -> None:
-        """Nothing more comes of the series that the last record was of."""
+        """Close the series of the last record, because no more of its records follow."""
         if self._last is not None:
             self._last.close()
             self._last = None
@@ -103,6 +107,6 @@ class SeriesSummaries:
 
 
 def emulation_of(loaded: Loaded) -> str | None:
-    """Which emulation a record says was active when it was captured."""
+    """Return the emulation that a record names as active when it was captured, None if it names none."""
     found = loaded.attributes.get("emulation")
     return found if isinstance(found, str) else None

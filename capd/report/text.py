@@ -1,4 +1,4 @@
-"""`global_statistics_report.txt`: the report's document as tables."""
+"""The text report `global_statistics_report.txt`: the document as tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Row = Mapping[str, Any]
 
 
 def report_lines(plain: dict[str, Any]) -> Iterator[str]:
-    """The lines of a document (`capd.report.document`); what was skipped comes first."""
+    """Yield the lines of a document (`capd.report.document`), skipped records first."""
     whole, skipped = plain["all"], plain["skipped"]
     yield f"{MARK} of {', '.join(plain['sources'])}"
     size = f"{human_nbytes(whole['raw_bytes'])}, {human_count(whole['count'], 'element')}"
@@ -78,7 +78,7 @@ def _more(count: int) -> Iterator[str]:
 
 
 def _errors(groups: Sequence[Row]) -> Iterator[str]:
-    """The errors by quant type, tensor name and format; nothing where no format was measured."""
+    """Yield the errors by quant type, tensor name and format, nothing if no format was measured."""
     rows = [
         (
             *(value_text(one[name]) for name in BY_TENSOR), label, human_count(errors["count"]),
@@ -94,7 +94,7 @@ def _errors(groups: Sequence[Row]) -> Iterator[str]:
 
 
 def _formats(plain: dict[str, Any]) -> Iterator[str]:
-    """The use of HiFloat8 and the values outside of formats' ranges; nothing where no element was read."""
+    """Yield the use of HiFloat8 and the values outside of formats' ranges, nothing if no element was read."""
     if not plain["hifp8"]:
         return
     yield ""

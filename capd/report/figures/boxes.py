@@ -1,4 +1,4 @@
-"""The page of boxes: how a statistic lies across the layers, a box for each quant type, a row for each tensor name."""
+"""The page of boxes: the spread of a statistic across the layers, by quant type and tensor name."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ __all__ = ["box_pages", "boxes", "grouped_boxes"]
 
 _STATISTICS = ("mean", "std", "absmax")
 _ROWS = 4
-_FEW = 40  # layers that are drawn as points, too
+# Up to this number, the layers are drawn as points, too.
+_FEW = 40
 
 
 def box_pages(groups: Groups, *, log: bool = False) -> Iterator[Page]:
-    """mean, std and absmax across the layers, four tensor names to a page; none of a single layer."""
+    """Yield pages of mean, std and absmax across the layers, with four tensor names each. None for a single layer."""
     if len(groups.values(BY_LAYER, "layer")) < 2:
         return
     for file, names in paged(groups.values(BY_LAYER, "tensor_name"), _ROWS, "boxes_by_type"):
@@ -66,9 +67,9 @@ def _page(groups: Groups, names: Sequence[Value], log: bool) -> Figure:
 
 
 def boxes(panel: Axes, of_types: dict[Value, list[float | None]]) -> None:
-    """A box for each quant type: quartiles, median, whiskers to 1.5 of the box, and the numbers as points where few.
+    """Draw a box for each quant type: quartiles, median, whiskers to 1.5 of the box, and few numbers as points, too.
 
-    What is not finite is left out.
+    Numbers that are not finite are left out.
     """
     for place, values in enumerate(of_types.values()):
         _box(panel, values, place, 0.6, place)
@@ -83,7 +84,7 @@ def boxes(panel: Axes, of_types: dict[Value, list[float | None]]) -> None:
 def grouped_boxes(
     panel: Axes, formats: Sequence[str], of_types: Mapping[Value, Mapping[str, list[float | None]]]
 ) -> None:
-    """The same for each format, next to each other the quant types."""
+    """Draw the boxes of `boxes` for each format, with the quant types next to each other."""
     step = 0.8 / max(1, len(of_types))
     for number, (one, of_formats) in enumerate(of_types.items()):
         for place, name in enumerate(formats):

@@ -1,4 +1,4 @@
-"""The page of outlier channels: the largest magnitude of each channel, and how far the largest exceed the others."""
+"""The page of outlier channels: the largest magnitude of each channel, and the largest compared to the others."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 __all__ = ["channel_pages", "channels_of_tensor", "draw_amax", "draw_ranks"]
 
 _ROWS = 4
-_NAMED = 3  # channels whose index stands at them
+# The number of channels that are labelled with their index.
+_NAMED = 3
 OfTypes = Mapping[int, tuple[str, Channels]]
 
 
 def channel_pages(groups: Groups, *, log: bool = False) -> Iterator[Page]:
-    """A row for each tensor name and number of channels, four to a page, where channels were gathered."""
+    """Yield pages with four rows each, one for each tensor name and number of channels, if channels were gathered."""
     rows = [
         (name, number, of_types)
         for name in groups.values(BY_TENSOR, "tensor_name")
@@ -49,7 +50,7 @@ def channel_pages(groups: Groups, *, log: bool = False) -> Iterator[Page]:
 
 
 def channels_of_tensor(groups: Groups, name: Value) -> dict[int, OfTypes]:
-    """By the number of channels, by the number of each quant type's line, its label and channels."""
+    """Return for each number of channels the label and channels of each quant type, by the number of its line."""
     found: dict[int, dict[int, tuple[str, Channels]]] = {}
     types = groups.values(BY_TENSOR, "quant_type")
     for (one, tensor), tally in groups.by(*BY_TENSOR).items():
@@ -76,7 +77,7 @@ def _outliers(of_types: OfTypes) -> str:
 
 
 def draw_amax(panel: Axes, of_types: OfTypes, *, log: bool = False) -> None:
-    """max|x| of each channel, the largest ones with their index."""
+    """Draw max|x| of each channel, and label the largest channels with their index."""
     for number, (text, channels) in of_types.items():
         places = np.arange(channels.amax.size) * channels.width
         drawn = np.where(channels.amax <= MOST_DRAWN, channels.amax, np.nan)
@@ -95,7 +96,7 @@ def draw_amax(panel: Axes, of_types: OfTypes, *, log: bool = False) -> None:
 
 
 def _largest(several: Sequence[Channels]) -> list[tuple[int, float]]:
-    """Index and max|x| of the largest channels of all of them, of neighbours the largest alone."""
+    """Return index and max|x| of the largest channels. Of neighbours, only the largest is returned."""
     found: list[tuple[int, float]] = []
     ranked = sorted(
         (one for each in several for one in each.largest(_NAMED * len(several))), key=lambda one: -one[1]
@@ -107,7 +108,7 @@ def _largest(several: Sequence[Channels]) -> list[tuple[int, float]]:
 
 
 def draw_ranks(panel: Axes, of_types: OfTypes) -> None:
-    """max|x| of the channels over the median one's, descending, on logarithmic axes."""
+    """Draw max|x| of the channels over the median channel's, descending, on logarithmic axes."""
     for number, (text, channels) in of_types.items():
         middle = channels.median
         if middle:

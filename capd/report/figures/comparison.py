@@ -1,4 +1,4 @@
-"""Pages that set the quant types side by side: how much there is of each, and how the values of each tensor lie."""
+"""Pages that compare the quant types: the number of records, and the values of each tensor name."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _ENDS = (0.001, 0.999)
 
 
 def comparison_pages(groups: Groups) -> Iterator[Page]:
-    """The counts; and, where elements were read, the value distributions."""
+    """Yield the page of counts and, if elements were read, pages of value distributions."""
     yield Page("quant_types.png", partial(_counts, groups))
     yield from distribution_pages(groups)
 
 
 def distribution_pages(groups: Groups, *, log: bool = False) -> Iterator[Page]:
-    """The values where elements were read, six tensor names to a page."""
+    """Yield pages of values with six tensor names each, if elements were read."""
     found = groups.by(*BY_TENSOR)
     read = {name for (_, name), tally in found.items() if tally.distribution is not None}
     names = [name for name in groups.values(BY_TENSOR, "tensor_name") if name in read]
@@ -67,7 +67,8 @@ def _counts(groups: Groups) -> Figure:
         bars = panel.barh(range(len(types)), numbers, color=colours)
         texts = [f"{number:,.0f}" if number == round(number) else f"{number:,.3g}" for number in numbers]
         panel.bar_label(bars, texts, padding=3)
-        panel.set_xlim(0, 1.6 * max(numbers) or 1)  # room for the numbers at the bars
+        # The numbers at the bars need space.
+        panel.set_xlim(0, 1.6 * max(numbers) or 1)
         panel.set_xlabel(what)
         numbers_on(panel.xaxis, whole="(" not in what)
         panel.set_yticks(range(len(types)), [label(one) for one in types] if panel is axes[0] else [])
@@ -97,7 +98,7 @@ def _distributions(groups: Groups, names: Sequence[Value], log: bool) -> Figure:
 
 
 def overlay(panel: Axes, seen: dict[int, Distribution], types: Sequence[Value], *, log: bool) -> None:
-    """Histograms of values over each other, on the bins of all of them. seen: by the number of the line."""
+    """Draw histograms of values over each other, on common bins. `seen` maps a line's number to its values."""
     panel.set_xlabel("value")
     panel.set_ylabel("elements per bin (%)")
     both = Distribution()

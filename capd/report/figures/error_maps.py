@@ -28,14 +28,14 @@ _COLUMNS, _BOX_COLUMNS, _BOX_ROWS = 3, 2, 3
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number of an error. title: for people; property: of `capd.analyze.error_sums.Errors`; factor: times that."""
+    """A number of an error. `property` is a property of `Errors`, and `factor` multiplies it. `title` is for people."""
 
     title: str
     property: str
     factor: float = 1.0
 
     def of(self, errors: Errors | None) -> float | None:
-        """None where there is none, or where it is not finite: without an error there is no SQNR."""
+        """Return the number, None if there is none or it is not finite (the SQNR without an error)."""
         value = None if errors is None else getattr(errors, self.property)
         return self.factor * value if value is not None and np.isfinite(value) else None
 
@@ -53,23 +53,23 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "mae": Metric("MAE", "mae"),
     }
 )
-"""By the word on the command line."""
+"""The metrics by their words on the command line."""
 
 
 def error_pages(groups: Groups) -> Iterator[Page]:
-    """The maps and boxes of a report, where formats were measured: SQNR and underflow."""
+    """Yield the maps and boxes of a report if formats were measured: SQNR and underflow."""
     for name in ("sqnr", "underflow"):
         yield from error_map_pages(groups, name)
     yield from error_box_pages(groups, "sqnr")
 
 
 def labels_of(groups: Groups) -> list[str]:
-    """The formats that were measured on any record, in the order in which they were asked for."""
+    """Return the formats that were measured on any record, in the order of the request."""
     return list(groups.whole().errors)
 
 
 def error_map_pages(groups: Groups, name: str, *, log: bool = False) -> Iterator[Page]:
-    """A page for each quant type with any error: a map for each format, all on one scale of colours."""
+    """Yield a page for each quant type with any error: a map for each format, all on one scale of colours."""
     found = groups.by(*BY_LAYER)
     for one in groups.values(BY_LAYER, "quant_type"):
         if any(tally.errors for (each, _, _), tally in found.items() if each == one):
@@ -93,9 +93,8 @@ def _maps(groups: Groups, one: Value, metric: Metric, log: bool) -> Figure:
             value = metric.of(errors.get(name))
             grids[name][layers.index(layer), tensors.index(tensor)] = np.nan if value is None else value
     columns = min(_COLUMNS, len(formats))
-    turned = (
-        0.075 * max(len(label(one)) for one in tensors) if len(tensors) > 2 else 0.1
-    )  # inches of tick labels
+    # The height of the turned tick labels, in inches.
+    turned = 0.075 * max(len(label(one)) for one in tensors) if len(tensors) > 2 else 0.1
     cell = (
         max(3.6, 1.2 + 0.55 * min(len(tensors), 12)),
         turned + min(5.0, max(1.8, 1.0 + 0.22 * len(layers))),
@@ -116,7 +115,7 @@ def _maps(groups: Groups, one: Value, metric: Metric, log: bool) -> Figure:
 
 
 def error_box_pages(groups: Groups, name: str, *, log: bool = False) -> Iterator[Page]:
-    """Boxes of the layers' errors: a panel for each tensor name, a box for each format and quant type."""
+    """Yield boxes of the layers' errors: a panel for each tensor name, a box for each format and quant type."""
     if not labels_of(groups) or len(groups.values(BY_LAYER, "layer")) < 2:
         return
     measured = {tensor for (_, tensor, _), tally in groups.by(*BY_LAYER).items() if tally.errors}

@@ -1,5 +1,7 @@
-"""The page of magnitudes: how the binary exponents lie, by tensor name and quant type, from the stored statistics, over
-the range of each format and its precision at each exponent."""
+"""The page of magnitudes: shares of the binary exponents by tensor name and quant type, from the stored statistics.
+
+Below the exponents it shows the range of each format and its precision at each exponent.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,15 @@ if TYPE_CHECKING:
 __all__ = ["GRIDS", "exponent_pages", "exponent_shares", "precision_steps"]
 
 GRIDS = ("hifp8", "e4m3", "e5m2", "e2m1")
-"""The labels of grids (`capd.analyze.grids`) that are drawn below the exponents unless others are asked for."""
+"""The labels of the grids (`capd.analyze.grids`) that are drawn below the exponents by default."""
 _COLUMNS, _ROWS = 3, 2
 _BIAS = 127
-_OF_NUMBERS = range(1, 255)  # 0 has zeros and what is subnormal as float32, 255 NaN and Inf
+# Bin 0 has zeros and subnormals of float32, bin 255 NaN and Inf.
+_OF_NUMBERS = range(1, 255)
 
 
 def exponent_pages(groups: Groups, shown: Sequence[str] = GRIDS) -> Iterator[Page]:
-    """Six pairs of panels to a page; the first one is of all tensors where there are several names. shown: grids."""
+    """Yield pages of six pairs of panels. If there are several names, the first pair is for all tensors together."""
     found, names = groups.by(*BY_TENSOR), groups.values(BY_TENSOR, "tensor_name")
     panels: list[tuple[str, dict[Value, Stats]]] = []
     if len(names) > 1:
@@ -77,7 +80,7 @@ def _page(
 
 
 def exponent_shares(panel: Axes, of_types: dict[int, tuple[str, Stats]]) -> None:
-    """Lines of the share of each exponent. of_types: by the number of the line its label and statistics."""
+    """Draw lines of the share of each exponent. `of_types` maps a line's number to its label and statistics."""
     drawn = [_line(panel, stats, number, text) for number, (text, stats) in of_types.items()]
     panel.set_xlabel("exponent e: 2^e ≤ |x| < 2^(e+1)")
     panel.set_ylabel("elements (%)")
@@ -87,7 +90,7 @@ def exponent_shares(panel: Axes, of_types: dict[int, tuple[str, Stats]]) -> None
 
 
 def _line(panel: Axes, stats: Stats, number: int, text: str) -> list[float]:
-    """Draw the share of each exponent; returns those above 0."""
+    """Draw the share of each exponent. Return the shares above 0."""
     bins = [bin_ for bin_ in _OF_NUMBERS if stats.exponent_histogram.get(bin_)]
     if not bins:
         return []
@@ -99,7 +102,7 @@ def _line(panel: Axes, stats: Stats, number: int, text: str) -> list[float]:
 
 
 def precision_steps(panel: Axes, shown: Sequence[str]) -> None:
-    """Draws the mantissa bits of each format at each exponent, as steps that end where its range does."""
+    """Draw the mantissa bits of each format at each exponent, as steps that end with the format's range."""
     for number, name in enumerate(shown):
         bits = grids()[name].mantissa_bits
         exponents = sorted(bits)

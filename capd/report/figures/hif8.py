@@ -1,6 +1,6 @@
-"""The HiFP8 page: how each quant type's values use the format's exponent regimes and codes, and how well it holds them.
+"""The HiFP8 page: how each quant type's values use the format's exponent regimes and codes, and its errors on them.
 
-All numbers are those of `capd.analyze.hif8_regimes`.
+All numbers are from `capd.analyze.hif8_regimes`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ __all__ = ["hif8_pages"]
 
 _SHORT = {"underflow": "under-\nflow", "overflow": "over-\nflow"}
 _TICKS = (-(2.0**15), -16.0, -1.0, -(2.0**-8), 0.0, 2.0**-8, 1.0, 16.0, 2.0**15)
-_LEAST_EXPONENT = -28  # what lies below is 0 in every format but bf16
+# A smaller value is 0 in every format except bf16.
+_LEAST_EXPONENT = -28
 
 
 def hif8_pages(groups: Groups) -> Iterator[Page]:
-    """One page, where elements were read."""
+    """Yield one page if elements were read."""
     if groups.whole().distribution is not None:
         yield Page("hifp8.png", partial(_page, groups))
 
@@ -96,7 +97,7 @@ def _codes(panel: Axes, uses: Mapping[str, Hif8Use]) -> None:
 
 
 def _code_values() -> Any:
-    """The values of all codes; NaN and Inf last."""
+    """Return the values of all codes, with NaN and Inf at the end."""
     import torch
 
     from capd.formats import Encoded, decode

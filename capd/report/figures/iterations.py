@@ -32,7 +32,7 @@ _ROWS = 4
 
 
 def iteration_pages(groups: Groups, *, log: bool = False) -> Iterator[Page]:
-    """mean, std and absmax by iteration, four tensor names to a page; none of a single iteration."""
+    """Yield pages of mean, std and absmax by iteration, with four tensor names each. None for a single iteration."""
     if len(groups.values(BY_ITERATION, "iteration")) < 2:
         return
     for file, names in paged(groups.values(BY_ITERATION, "tensor_name"), _ROWS, "statistics_by_iteration"):
@@ -50,7 +50,7 @@ def _page(groups: Groups, names: Sequence[Value], log: bool) -> Figure:
 
 
 def draw_trend(panel: Axes, groups: Groups, name: Value, statistic: str, *, log: bool) -> None:
-    """Lines of one statistic of one tensor name against the iteration."""
+    """Draw lines of one statistic of one tensor name against the iteration."""
     found = groups.by(*BY_ITERATION)
     for number, one in enumerate(groups.values(BY_ITERATION, "quant_type")):
         points = [

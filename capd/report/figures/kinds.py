@@ -1,4 +1,4 @@
-"""The figures that can be drawn one at a time: what each reads of the records, and which pages of a report it is."""
+"""The kinds of figures that can be drawn one at a time: the data that each needs, and its pages of a report."""
 
 from __future__ import annotations
 
@@ -28,8 +28,13 @@ Reads = Literal["statistics", "elements", "errors"]
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The choices for a kind of figure. choices: the formats that were named; metric: one of `error_maps.METRICS`;
-    log: values on a logarithmic axis, or in the colours of one."""
+    """The options of a kind of figure.
+
+    Attributes:
+        choices: The formats that were named.
+        metric: One of `error_maps.METRICS`.
+        log: Whether values are on a logarithmic axis, or in logarithmic colours.
+    """
 
     choices: Sequence[FormatChoice] = ()
     metric: str = "sqnr"
@@ -38,8 +43,16 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class FigureKind:
-    """A kind of figure. reads: stored statistics, elements, or elements whose errors in formats are measured; without:
-    why there may be nothing to draw; formats, metric, log: whether it takes these options. channels: it needs them."""
+    """A kind of figure.
+
+    Attributes:
+        reads: The needed data: stored statistics, elements, or elements whose errors in formats are measured.
+        without: The reason why there may be nothing to draw.
+        formats: Whether it takes formats.
+        metric: Whether it takes a metric.
+        log: Whether it takes the option for logarithmic axes.
+        channels: Whether it needs channels.
+    """
 
     pages: Callable[[Groups, Wanted], Iterator[Page]]
     reads: Reads
@@ -51,7 +64,7 @@ class FigureKind:
 
 
 def grids_of(choices: Sequence[FormatChoice]) -> tuple[str, ...]:
-    """The grids of formats, or of their elements, each once; those of the report where no format is named."""
+    """Return the grids of formats, or of their elements, each once. Without formats, return the grids of the report."""
     from capd.analyze.grids import grid_of
 
     return tuple(dict.fromkeys(grid_of(one.fmt, one.spec.elem).label for one in choices)) or GRIDS
@@ -63,8 +76,8 @@ def _boxes(groups: Groups, wanted: Wanted) -> Iterator[Page]:
     return box_pages(groups, log=wanted.log)
 
 
-_NO_ELEMENT = "only statistics were kept of what is selected"
-_ONE_LAYER = "what is selected lies in a single layer, or only statistics were kept of it"
+_NO_ELEMENT = "only statistics were kept of the selection"
+_ONE_LAYER = "the selection has a single layer, or only its statistics were kept"
 _NO_FORMAT = "no selected record has high-precision values that a format can be measured on"
 
 KINDS: Mapping[str, FigureKind] = MappingProxyType(
@@ -90,7 +103,7 @@ KINDS: Mapping[str, FigureKind] = MappingProxyType(
         ),
         "iterations": FigureKind(
             lambda groups, wanted: iteration_pages(groups, log=wanted.log), "statistics",
-            "what is selected is of a single iteration",
+            "the selection has a single iteration",
         ),
         "hifp8": FigureKind(lambda groups, _: hif8_pages(groups), "elements", _NO_ELEMENT, log=False),
         "overflow": FigureKind(lambda groups, _: range_pages(groups), "elements", _NO_ELEMENT, log=False),
@@ -100,4 +113,4 @@ KINDS: Mapping[str, FigureKind] = MappingProxyType(
         ),
     }
 )  # fmt: skip
-"""By the word on the command line; docs/plots.md shows each."""
+"""The kinds by their words on the command line. docs/plots.md shows each."""

@@ -33,7 +33,7 @@ _ROWS = 4
 
 
 def layer_pages(groups: Groups, *, log: bool = False) -> Iterator[Page]:
-    """mean, std and absmax by layer, four tensor names to a page."""
+    """Yield pages of mean, std and absmax by layer, with four tensor names each."""
     for file, names in paged(groups.values(BY_LAYER, "tensor_name"), _ROWS, "statistics_by_layer"):
         yield Page(file, partial(_page, groups, names, log))
 
@@ -70,7 +70,7 @@ def _page(groups: Groups, names: Sequence[Value], log: bool) -> Figure:
 def line_by_layer(
     panel: Axes, layers: Sequence[Value], numbers: Sequence[float | None], number: int, text: str
 ) -> None:
-    """A line over the layers, with gaps where there is no number; values without a layer are drawn apart from it."""
+    """Draw a line over the layers, with gaps for missing numbers. Values without a layer are drawn apart from it."""
     places = [place for place, value in enumerate(numbers) if drawable(value)]
     look = {**style(number), "markersize": 3.5 if len(layers) <= 32 else 2, "linewidth": 1.2}
     apart = [place for place in places if layers[place] is None]

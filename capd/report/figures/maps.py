@@ -1,4 +1,4 @@
-"""Maps of one quant type: statistics and quantiles of its values by layer and sample, and by layer and rank."""
+"""The maps of one quant type: statistics and quantiles of its values by layer and sample, and by layer and rank."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ __all__ = ["draw_map", "map_pages"]
 
 _STATISTICS = ("mean", "std", "min", "max")
 _MOST_ROWS, _MOST_COLUMNS = 16, 8
-_LEAST_SPAN = 1e-3  # of the larger end
+# A share of the larger end.
+_LEAST_SPAN = 1e-3
 _SHARES = (0.01, 0.25, 0.5, 0.75, 0.99)
 _MAPS = {"sample": (BY_SAMPLE, "sample_idx"), "rank": (BY_RANK, "rank")}
 
 
 def map_pages(groups: Groups) -> Iterator[Page]:
-    """Two pages for each quant type; panels of quantiles where elements were read."""
+    """Yield two pages for each quant type. They have panels of quantiles if elements were read."""
     for one in groups.values(BY_RANK, "quant_type"):
         for across, (fields, name) in _MAPS.items():
             yield Page(
@@ -71,7 +72,7 @@ def _page(groups: Groups, one: Value, across: str, fields: Fields, name: str) ->
 def _panels(
     cells: Mapping[tuple[Value, ...], Tally],
 ) -> dict[str, dict[tuple[Value, ...], float | None]]:
-    """By the panel's title its number in each cell."""
+    """Return for each panel's title the number of each cell."""
     found: dict[str, dict[tuple[Value, ...], float | None]] = {
         name: {cell: getattr(tally.stats, name) for cell, tally in cells.items()} for name in _STATISTICS
     }
@@ -95,14 +96,24 @@ def draw_map(
     scale: NDArray[np.float64] | None = None,
     log: bool = False,
 ) -> None:
-    """A map with its colour bar. what: the bar's label; scale: the numbers that the colours span, and then numbers in
-    the cells of small ones; None for those of the grid. log: colours by the logarithm, of what is above 0."""
+    """Draw a map with its colour bar. Small maps have numbers in their cells if `scale` is given.
+
+    Args:
+        figure: The figure.
+        panel: The panel of the map.
+        grid: The numbers of the map.
+        title: The title of the panel.
+        what: The label of the colour bar.
+        scale: The numbers that the colours span, None for the numbers of the grid.
+        log: Whether the colours show the logarithm. Then only numbers above 0 are drawn.
+    """
     from matplotlib.colors import LogNorm, Normalize
 
     seen = grid if scale is None else scale
     seen = seen[np.isfinite(seen) & (seen > 0)] if log else seen[np.isfinite(seen)]
     masked = np.ma.masked_invalid(np.where(grid > 0, grid, np.nan) if log else grid)
-    panel.set_facecolor("lightgrey")  # no finite value, or no record
+    # This colour shows cells without a finite value or without a record.
+    panel.set_facecolor("lightgrey")
     panel.grid(visible=False)
     norm = (LogNorm if log else Normalize)(*_ends(seen))
     image = panel.imshow(masked, cmap=MAPS, norm=norm, aspect="auto", interpolation="nearest")
@@ -121,7 +132,7 @@ def draw_map(
 
 
 def _ends(seen: NDArray[np.float64]) -> tuple[float, float]:
-    """The span of the colours: a little around a single number, so that a bar has ticks."""
+    """Return the span of the colours. It is widened around a single number, so that the bar has ticks."""
     low, high = (float(seen.min()), float(seen.max())) if seen.size else (1.0, 1.0)
     if high - low <= _LEAST_SPAN * max(abs(low), abs(high)):
         margin = 0.1 * max(abs(low), abs(high)) or 1.0

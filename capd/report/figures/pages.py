@@ -22,7 +22,7 @@ __all__ = ["all_pages"]
 
 
 def all_pages(groups: Groups) -> Iterator[Page]:
-    """The pages of a report; docs/report.md lists them."""
+    """Yield the pages of a report. docs/report.md lists them."""
     for pages in (
         comparison_pages, layer_pages, iteration_pages, box_pages, map_pages, exponent_pages, hif8_pages,
         overflow_pages, range_pages, error_pages, channel_pages,

@@ -1,4 +1,4 @@
-"""The page of overflow by format: what lies above and below each format's range, by quant type and by layer."""
+"""The page of overflow by format: the values above and below each format's range, by quant type and by layer."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ _TABLES = {
     "flushed_percent": "below the smallest normal value (%)",
 }
 _SCALED = "below the smallest value, one scale to amax (%)"
-_PALE = ("#f2f2f2", "#d4e6f1", "#fad7a0", "#e59866")  # none, low, moderate, high: as dark as they are severe
+# None, low, moderate, high: the darker, the more severe.
+_PALE = ("#f2f2f2", "#d4e6f1", "#fad7a0", "#e59866")
 
 
 def range_pages(groups: Groups) -> Iterator[Page]:
-    """One page, where elements were read."""
+    """Yield one page if elements were read."""
     if groups.whole().distribution is not None:
         yield Page("overflow_formats.png", partial(_page, groups))
 
@@ -54,7 +55,7 @@ def _page(groups: Groups) -> Figure:
 
 
 def _table(panel: Axes, rows: Mapping[Value, Sequence[float | None]]) -> None:
-    """Percentages as text, on a ground as dark as they are severe: quant types down, formats across."""
+    """Draw percentages as text, quant types down and formats across. The darker the ground, the more severe."""
     from matplotlib.colors import BoundaryNorm, ListedColormap
 
     grid = np.array([[0.0 if one is None else one for one in row] for row in rows.values()])

@@ -1,6 +1,6 @@
-"""The style of all pages: size, colours that colour-blind people tell apart, labels, ticks that do not overlap.
+"""The style of all pages: size, colours that colour-blind people can distinguish, labels, ticks that do not overlap.
 
-matplotlib is imported when a page is drawn; figures are made without pyplot, which keeps global state.
+matplotlib is imported when a page is drawn. Figures are made without pyplot, which keeps global state.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ __all__ = [
 
 MAPS = "viridis"
 _DPI = 120
-_NARROW_INCHES = 5.5  # a column of a paper, say: smaller titles and legends
-_CHARACTERS_PER_INCH = 13  # of the title there
-# Okabe and Ito, "Color Universal Design" (2008), without the yellow, which white swallows.
+# Narrower figures, such as a column of a paper, have smaller titles and legends.
+_NARROW_INCHES = 5.5
+# The width of a narrow figure's title.
+_CHARACTERS_PER_INCH = 13
+# Okabe and Ito, "Color Universal Design" (2008). The yellow is missing, because it is invisible on white.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
 _MARKERS = "osD^vPX"
 _DASHES = ("-", "--", ":", "-.")
 _MOST_TICKS = 16
-# The largest number over the smallest one, up to which ticks stand evenly, and at 1, 2 and 5 of each decade.
+# If the largest number over the smallest is at most this, ticks are evenly spaced, or at 1, 2 and 5 of each decade.
 _EVEN, _FEW_DECADES = 5, 30
 MOST_DRAWN = 1e280
-"""float64 has larger numbers, with which matplotlib's axes overflow."""
+"""The largest drawn number. float64 has larger numbers, with which matplotlib's axes overflow."""
 _LABEL_CHARACTERS = 28
 _SETTINGS: dict[str, Any] = {
     "text.parse_math": False, "font.size": 9, "axes.titlesize": 9, "figure.titlesize": 12, "axes.grid": True,
@@ -49,7 +51,7 @@ _SETTINGS: dict[str, Any] = {
     "figure.constrained_layout.w_pad": 0.08, "figure.constrained_layout.h_pad": 0.08,
     "svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": MARK,
 }  # fmt: skip
-# Without the date, so that the same figure is the same file.
+# There is no date, so that the same figure gives the same file.
 _METADATA: dict[str, dict[str, str | None]] = {
     "png": {"Software": MARK},
     "svg": {"Creator": MARK, "Date": None},
@@ -60,36 +62,49 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The look of a figure. size: width and height in inches, None for what fits it; dpi: of PNG files; title: None
-    for its own, "" for none."""
+    """The look of a figure.
+
+    Attributes:
+        size: Width and height in inches, None for the size that fits the figure.
+        dpi: The dots per inch of PNG files.
+        title: The title, None for the figure's own, "" for none.
+    """
 
     size: tuple[float, float] | None = None
     dpi: int = _DPI
     title: str | None = None
 
 
-_look: ContextVar[Look | None] = ContextVar("capd_look", default=None)  # of the figure that is being drawn
+# The look of the figure that is being drawn.
+_look: ContextVar[Look | None] = ContextVar("capd_look", default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """An image file to be. name: of the PNG file; figure: draws it."""
+    """A page that is not drawn yet. `name` is the name of its PNG file, and `figure` draws it."""
 
     name: str
     figure: Callable[[], Figure]
 
     def png(self) -> bytes:
-        """The PNG file's content."""
+        """Draw the page as a PNG file and return the content."""
         return self.image("png", Look())
 
     def image(self, kind: str, look: Look) -> bytes:
-        """The file's content; the same figure gives the same bytes. kind: png, svg or pdf, with text as text."""
+        """Draw the page and return the file's content. The same figure gives the same bytes.
+
+        Args:
+            kind: png, svg or pdf. In svg and pdf, text stays text.
+            look: The look.
+        """
         import matplotlib
 
         out = io.BytesIO()
-        settings: Any = {**matplotlib.rcParamsDefault, **_SETTINGS}  # whatever the user's matplotlibrc says
+        # The user's matplotlibrc must not change the figure.
+        settings: Any = {**matplotlib.rcParamsDefault, **_SETTINGS}
         with matplotlib.rc_context(settings), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Glyph .* missing")  # names may be of any script
+            # Names may have characters of any script.
+            warnings.filterwarnings("ignore", message="Glyph .* missing")
             token = _look.set(look)
             try:
                 figure = self.figure()
@@ -98,7 +113,8 @@ class Page:
             figure.set_dpi(look.dpi)
             canvas: Any = figure.canvas
             if kind == "png":
-                canvas.print_png(out, metadata=_METADATA[kind])  # savefig would lay everything out twice
+                # savefig would compute the layout twice.
+                canvas.print_png(out, metadata=_METADATA[kind])
             else:
                 _settle(figure)
                 figure.savefig(out, format=kind, metadata=_METADATA[kind])
@@ -106,8 +122,10 @@ class Page:
 
 
 def _settle(figure: Figure) -> None:
-    """Lay the figure out, to the same places each time: the solver's last digits differ, and an SVG names what it clips
-    by all of them."""
+    """Compute the layout and round it to the same places each time.
+
+    The solver's last digits differ between runs, and an SVG uses all digits in the names of its clip paths.
+    """
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
     for axes in figure.axes:
@@ -116,7 +134,7 @@ def _settle(figure: Figure) -> None:
 
 
 def must_have_matplotlib() -> None:
-    """Raises CapdError that says how to install it where it is missing."""
+    """Raise CapdError with installation instructions if matplotlib is missing."""
     import_extra("matplotlib.backends.backend_agg", "plot")
 
 
@@ -128,9 +146,14 @@ def new_figure(
     *,
     height_ratios: Sequence[float] | None = None,
 ) -> tuple[Figure, list[list[Axes]]]:
-    """A figure of rows × columns axes, of the size and with the title of the look that it is drawn in.
+    """Return a figure of rows × columns axes, with the size and the title of the current look.
 
-    cell: width and height of each in inches, where the look has no size; height_ratios: of the rows.
+    Args:
+        title: The title, unless the look has one.
+        rows: The number of rows.
+        columns: The number of columns.
+        cell: Width and height of each axes in inches, if the look has no size.
+        height_ratios: The relative heights of the rows.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -149,7 +172,7 @@ def new_figure(
 
 
 def style(number: int) -> dict[str, Any]:
-    """Colour, dashes and marker of the number-th line: the first 28 all differ."""
+    """Return colour, dashes and marker of the number-th line. The first 28 all differ."""
     return {
         "color": _COLOURS[number % len(_COLOURS)],
         "linestyle": _DASHES[number // len(_COLOURS) % len(_DASHES)],
@@ -158,27 +181,29 @@ def style(number: int) -> dict[str, Any]:
 
 
 def drawable(value: float | None) -> TypeGuard[float]:
-    """Whether there is a number, and none that axes overflow with."""
+    """Return whether a value is a number with which axes do not overflow."""
     return value is not None and abs(value) <= MOST_DRAWN
 
 
 def label(value: Value) -> str:
-    """A field's value as it can be shown: of any length and content in, one short line out."""
+    """Return a field's value as one short line, whatever its length and content."""
     text = value_text(value)
     if len(text) > _LABEL_CHARACTERS:
         text = f"{text[: _LABEL_CHARACTERS - 1]}…"
-    return f" {text}" if text.startswith("_") else text  # matplotlib leaves such names out of legends
+    # matplotlib leaves names with an underscore out of legends.
+    return f" {text}" if text.startswith("_") else text
 
 
 def legend(figure: Figure, axes: Sequence[Axes], title: str = "quant type") -> None:
-    """One legend for all axes, below them."""
+    """Draw one legend for all axes, below them."""
     handles: dict[str, Any] = {}
     for each in axes:
         for handle, text in zip(*each.get_legend_handles_labels(), strict=True):
             handles.setdefault(text, handle)
     if handles:
         width = figure.get_size_inches()[0]
-        entry = 0.6 + 0.09 * max(map(len, handles))  # inches, or a little more
+        # The width of an entry in inches, or a little more.
+        entry = 0.6 + 0.09 * max(map(len, handles))
         columns = max(1, min(8, len(handles), int(width / entry)))
         size = {"fontsize": 7.5, "title_fontsize": 7.5} if width < _NARROW_INCHES else {}
         figure.legend(
@@ -187,7 +212,7 @@ def legend(figure: Figure, axes: Sequence[Axes], title: str = "quant type") -> N
 
 
 def bars(panel: Axes, places: Sequence[str], series: Mapping[str, Sequence[float | None]]) -> None:
-    """Groups of bars: at each place one for each of the series, by its label, in the order of `style`."""
+    """Draw groups of bars: at each place one bar of each series, by its label, in the order of `style`."""
     width = 0.8 / max(1, len(series))
     for number, (text, heights) in enumerate(series.items()):
         at = [place + (number - (len(series) - 1) / 2) * width for place in range(len(places))]
@@ -198,26 +223,26 @@ def bars(panel: Axes, places: Sequence[str], series: Mapping[str, Sequence[float
 
 
 def say(panel: Axes, text: str) -> None:
-    """Words in the place of what there is nothing of."""
+    """Write a text in the place of a missing drawing."""
     panel.text(0.5, 0.5, text, ha="center", va="center", transform=panel.transAxes)
 
 
 def ticks_at(values: Sequence[Value]) -> tuple[list[int], list[str]]:
-    """Places and labels for an axis on which the i-th value stands at i: all of a few, some of many."""
+    """Return places and labels for an axis with the i-th value at i: all of a few values, some of many."""
     step = -(-len(values) // _MOST_TICKS)
     places = list(range(0, len(values), max(1, step)))
     return places, [label(values[place]) for place in places]
 
 
 def place_layers(axes: Axes, layers: Sequence[Value]) -> None:
-    """The x-axis of a panel that has a place for each layer."""
+    """Set up the x-axis of a panel that has a place for each layer."""
     axes.set_xticks(*ticks_at(layers))
     axes.set_xlim(-0.5, len(layers) - 0.5)
     axes.set_xlabel("layer")
 
 
 def place_exponents(panels: Sequence[Axes]) -> tuple[float, float]:
-    """The x-limits that panels of exponents share: all values, and what the formats can hold near them."""
+    """Return the x-limits that panels of exponents share. They cover all values and the formats' range near them."""
     values, formats = ((panel.dataLim.x0, panel.dataLim.x1) for panel in panels)
     if not math.isfinite(values[0]):
         return formats
@@ -225,9 +250,11 @@ def place_exponents(panels: Sequence[Axes]) -> tuple[float, float]:
 
 
 def numbers_on(axis: Any, *, whole: bool = False) -> None:
-    """Tick labels as plain numbers of few digits: no offset in a corner, where it meets the title.
+    """Write tick labels as plain numbers of few digits, without an offset in a corner, which would meet the title.
 
-    whole: no fractions.
+    Args:
+        axis: The axis.
+        whole: Whether to allow only whole numbers.
     """
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -236,7 +263,7 @@ def numbers_on(axis: Any, *, whole: bool = False) -> None:
 
 
 def log_shares(axis: Any, series: Iterable[Sequence[float | None]]) -> None:
-    """A logarithmic y-axis with plain numbers for what is drawn; left as it is where nothing is above 0."""
+    """Make the y-axis logarithmic with plain numbers. Leave it unchanged if no number is above 0."""
     seen = [value for values in series for value in values if value]
     if seen:
         axis.axes.set_yscale("log")
@@ -245,13 +272,14 @@ def log_shares(axis: Any, series: Iterable[Sequence[float | None]]) -> None:
 
 
 def log_values(panel: Axes) -> None:
-    """A logarithmic y-axis for lines and points; where some are below 0 one that is linear about 0.
+    """Make the y-axis logarithmic for lines and points, or linear about 0 if some are below 0.
 
-    Left as it is where there is nothing but 0, or nothing at all.
+    Leave it unchanged if all numbers are 0, or if there are none.
     """
     low, high = panel.dataLim.y0, panel.dataLim.y1
     largest = max(abs(low), abs(high))
-    if not math.isfinite(largest):  # of nothing the limits are infinite
+    # Without numbers the limits are infinite.
+    if not math.isfinite(largest):
         return
     if low > 0:
         panel.set_yscale("log")
@@ -262,7 +290,7 @@ def log_values(panel: Axes) -> None:
 
 
 def log_ranks(panel: Axes) -> None:
-    """A logarithmic x-axis from 1 on."""
+    """Make the x-axis logarithmic, beginning at 1."""
     panel.set_xscale("log")
     _plain_powers(panel.xaxis, panel.dataLim.x1)
 
@@ -283,7 +311,7 @@ def _plain_numbers(axis: Any) -> None:
 
 
 def paged(items: Sequence[T], most: int, name: str) -> Iterator[tuple[str, Sequence[T]]]:
-    """File name and items of each page: `name.png`, or `name_1.png` and so on where there are more than `most`."""
+    """Yield file name and items of each page: `name.png`, or `name_1.png` and so on for more than `most` items."""
     for at in range(0, len(items), most):
         number = f"_{at // most + 1}" if len(items) > most else ""
         yield f"{name}{number}.png", items[at : at + most]

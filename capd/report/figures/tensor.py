@@ -1,4 +1,4 @@
-"""The page of one tensor: its values, magnitudes, channels and trend, and what each format makes of it."""
+"""The page of one tensor: its values, magnitudes, channels and trend, and the errors of each format on it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STATISTICS = ("min", "max", "mean", "std", "absmax")
 
 
 def tensor_pages(groups: Groups, *, log: bool = False) -> Iterator[Page]:
-    """A page for each tensor name that was gathered: all of its records together, a line for each quant type."""
+    """Yield a page for each tensor name, with all of its records together and a line for each quant type."""
     for name in groups.values(BY_TENSOR, "tensor_name"):
         yield Page(f"tensor_{component(str(name))}.png", partial(_page, groups, name, log))
 
@@ -62,7 +62,7 @@ def _page(groups: Groups, name: Value, log: bool) -> Figure:
 
 
 def _where(groups: Groups) -> str:
-    """The facts that all records share."""
+    """Return the facts that all records share, as a text."""
     shared = []
     for field in _FIELDS:
         values = groups.values((field,), field)
@@ -108,7 +108,7 @@ def _channels(panel: Axes, groups: Groups, name: Value, log: bool) -> None:
 
 
 def _numbers(panel: Axes, groups: Groups, name: Value) -> None:
-    """A table of statistics, in the place of a panel."""
+    """Draw a table of statistics in the place of a panel."""
     rows = []
     for (one, tensor), tally in groups.by(*BY_TENSOR).items():
         if tensor == name:
@@ -121,4 +121,5 @@ def _numbers(panel: Axes, groups: Groups, name: Value) -> None:
     panel.set_axis_off()
     text = "\n".join(table_lines(header, rows, header[1:]))
     written = panel.text(0, 1, text, va="top", family="monospace", fontsize=8, transform=panel.transAxes)
-    written.set_in_layout(False)  # it is as wide as the figure, and not its column
+    # The text is as wide as the figure, so it must not widen its column.
+    written.set_in_layout(False)

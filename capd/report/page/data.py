@@ -1,4 +1,4 @@
-"""The data of the report's page: what `capd/report/assets` shows, in one document. docs/report.md says what each is."""
+"""The data of the report's page: one document, which `capd/report/assets` shows (see docs/report.md)."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _MOST_SKIPPED = 200
 def page_data(
     plain: dict[str, Any], gathered: GatheredRecords, *, files: bool, choices: Sequence[FormatChoice] = ()
 ) -> dict[str, Any]:
-    """Makes the whole document of the page.
+    """Make the whole document of the page.
 
     Args:
-        plain: the report's document (`capd.report.document`) of what was gathered.
-        gathered: the same, with its series.
-        files: whether the sources are directories of tensor files, which have no ledger.
-        choices: the formats whose errors were measured.
+        plain: The report's document (`capd.report.document`) of the gathered records.
+        gathered: The same records, with their series.
+        files: Whether the sources are directories of tensor files, which have no ledger.
+        choices: The formats whose errors were measured.
     """
     groups, sources = gathered.groups, plain["sources"]
     notes: list[str] = []
@@ -81,7 +81,7 @@ def _type(plain: dict[str, Any], gathered: GatheredRecords, row: dict[str, Any])
     said = sorted({emulation or "" for each, emulation in gathered.emulations if each == one})
 
     def number(grouping: tuple[str, ...], name: str) -> int:
-        """The number of values that a field of the quant type has; no layer is no value."""
+        """Return the number of values that a field of the quant type has. A missing layer is not counted."""
         found = {other[name] for other in grouped(plain, grouping) if other["quant_type"] == one}
         return len(found - {None})
 

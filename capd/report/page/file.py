@@ -1,4 +1,4 @@
-"""The page as a single file: over nothing that no report wrote unless that was asked for."""
+"""The page as a single file. It never replaces a foreign file, unless that is requested."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ __all__ = ["refuse_foreign_file", "write_page_file"]
 
 
 def refuse_foreign_file(path: Path, *, force: bool) -> None:
-    """Raises CapdError where a file is there that no report wrote, a link too, but for `force`; or a directory is."""
+    """Refuse a path that is taken by a directory, or by a foreign file or link unless `force` is set.
+
+    Raises:
+        CapdError: If the path is taken.
+    """
     if path.is_dir():
         raise CapdError(f"{path} is a directory, not a page; choose another name")
     if not force and os.path.lexists(path) and not is_own(path):
@@ -23,9 +27,10 @@ def refuse_foreign_file(path: Path, *, force: bool) -> None:
 
 
 def write_page_file(path: Path, payload: bytes, *, force: bool) -> None:
-    """Writes the file in the place of an earlier report's; with `force`, of anything that is no directory.
+    """Write the file, in the place of an earlier report's. With `force`, replace anything but a directory.
 
-    Raises CapdError for what `refuse_foreign_file` refuses, and what `write_single` raises.
+    Raises:
+        CapdError: If the path is taken, or the file cannot be written (see `write_single`).
     """
     refuse_foreign_file(path, force=force)
     write_single(path, payload, replace=True)

@@ -15,7 +15,7 @@ __all__ = ["grids_data", "hif8_data"]
 
 
 def grids_data() -> list[dict[str, Any]]:
-    """The range of each format, and how many mantissa bits it has at each exponent."""
+    """Return the range of each format, and its mantissa bits at each exponent."""
     return [
         {
             "label": grid.label,
@@ -29,14 +29,14 @@ def grids_data() -> list[dict[str, Any]]:
 
 
 def hif8_data(groups: Groups) -> list[dict[str, Any]]:
-    """The use of HiFloat8 by all values (quant_type None) and by each quant type; empty where no element was read."""
+    """Return the use of HiFloat8 by all values (quant_type None) and by each quant type, empty without elements."""
     whole = groups.whole().distribution
     found: dict[Value, Distribution] = {} if whole is None else {None: whole, **of_types(groups)}
     return [{"quant_type": one, **_use(each)} for one, each in found.items()]
 
 
 def _use(distribution: Distribution) -> dict[str, Any]:
-    """The numbers of the document, how often each code occurs, and the errors by exponent."""
+    """Return the document's numbers, the count of each code, and the errors by exponent."""
     use = hif8_use(distribution)
     by_exponent = exponent_numbers(distribution, relative_error="relative", sqnr_db="sqnr_db")
     found = {**hif8_numbers(use), "finite_codes": FINITE_CODES, "by_exponent": by_exponent}

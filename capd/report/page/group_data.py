@@ -1,4 +1,4 @@
-"""Groups of records as the page's data has them: heat maps, distributions, boxes, channels and trends."""
+"""The groups of records in the page's data: heat maps, distributions, boxes, channels and trends."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ __all__ = [
     "nonfinite_data",
 ]  # fmt: skip
 
-_CHANNEL_NUMBERS = 20_000  # in all,
-_MOST_ENTRIES, _LEAST_ENTRIES = 256, 16  # and of one group
+# The limit for all groups together.
+_CHANNEL_NUMBERS = 20_000
+# The limits for one group.
+_MOST_ENTRIES, _LEAST_ENTRIES = 256, 16
 _MOST_GROUPS = 500
 _TREND_NUMBERS, _MOST_TREND, _LEAST_TREND = 20_000, 400, 16
 _TRENDS = ("mean", "std", "absmax")
 
 
 def cells_data(plain: dict[str, Any]) -> list[dict[str, Any]]:
-    """The groups by quant type, tensor name and layer. plain: the report's document."""
+    """Return the groups by quant type, tensor name and layer. `plain` is the report's document."""
     return [
         {**picked(row, *BY_LAYER, *NUMBERS), "errors": errors_of(row["errors"])}
         for row in grouped(plain, BY_LAYER)
@@ -34,7 +36,7 @@ def cells_data(plain: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def distributions_data(plain: dict[str, Any]) -> list[dict[str, Any]]:
-    """The groups by quant type and tensor name, with their quantiles and exponents."""
+    """Return the groups by quant type and tensor name, with their quantiles and exponents."""
     return [
         {
             **picked(row, *BY_TENSOR, *NUMBERS),
@@ -47,7 +49,7 @@ def distributions_data(plain: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def boxes_data(groups: Groups) -> list[dict[str, Any]]:
-    """Quantiles by quant type and layer; empty where no element was read."""
+    """Return quantiles by quant type and layer, empty if no element was read."""
     rows = {place: tally_numbers(tally) for place, tally in by_layer(groups).items()}
     return [
         {
@@ -61,7 +63,7 @@ def boxes_data(groups: Groups) -> list[dict[str, Any]]:
 
 
 def channels_data(groups: Groups, notes: list[str]) -> list[dict[str, Any]]:
-    """By quant type, tensor name and layer, of each number of channels, those with the most outliers first."""
+    """Return channels by quant type, tensor name, layer and number of channels, most outliers first."""
     found = [
         (values, channels)
         for values, tally in groups.by(*BY_LAYER).items()
@@ -70,7 +72,7 @@ def channels_data(groups: Groups, notes: list[str]) -> list[dict[str, Any]]:
     found.sort(key=lambda one: -one[1].outlier_percent)
     if len(found) > _MOST_GROUPS:
         notes.append(
-            f"channels: of {len(found):,} groups the {_MOST_GROUPS:,} with the largest share of outliers"
+            f"channels: {len(found):,} groups exist, the {_MOST_GROUPS:,} with the largest share of outliers are shown"
         )
     kept = found[:_MOST_GROUPS]
     entries = max(_LEAST_ENTRIES, min(_MOST_ENTRIES, _CHANNEL_NUMBERS // max(1, len(kept))))
@@ -90,14 +92,14 @@ def _channels(channels: Channels, most: int) -> dict[str, Any]:
 
 
 def iterations_data(groups: Groups, notes: list[str]) -> list[dict[str, Any]]:
-    """By quant type and tensor name, over the iterations; of many iterations evenly chosen ones."""
+    """Return trends by quant type and tensor name over the iterations. Many iterations are thinned evenly."""
     lines: dict[tuple[Value, Value], list[tuple[Value, Tally]]] = defaultdict(list)
     for (one, name, iteration), tally in groups.by(*BY_ITERATION).items():
         lines[one, name].append((iteration, tally))
     most = max(_LEAST_TREND, min(_MOST_TREND, _TREND_NUMBERS // max(1, len(lines))))
     if any(len(line) > most for line in lines.values()):
         notes.append(
-            f"statistics against the iteration: of each tensor name at most {most:,} iterations, evenly"
+            f"statistics against the iteration: at most {most:,} iterations of each tensor name, evenly"
         )
     return [_trend(values, line[:: -(-len(line) // most)]) for values, line in lines.items()]
 
@@ -122,7 +124,7 @@ def _trend(values: tuple[Value, Value], line: list[tuple[Value, Tally]]) -> dict
 
 
 def hif8_groups(plain: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """The groups by layer and sample, and by layer and rank: of HiFloat8's quant types, of all where none is one."""
+    """Return the groups by layer and sample, and by layer and rank, of HiFloat8's quant types, or else of all."""
     types = {row["quant_type"] for row in grouped(plain, BY_RANK)}
     wanted = {one for one in types if str(one).startswith("hifp8")} or types
     return {
@@ -136,7 +138,7 @@ def hif8_groups(plain: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def nonfinite_data(plain: dict[str, Any]) -> list[dict[str, Any]]:
-    """The groups by quant type, tensor name and layer that hold NaN or Inf."""
+    """Return the groups by quant type, tensor name and layer that contain NaN or Inf."""
     return [
         picked(row, *BY_LAYER, "nan", "inf", "count")
         for row in grouped(plain, BY_LAYER)

@@ -1,4 +1,4 @@
-"""The report as one HTML file: data, scripts and style within it, and a policy that lets nothing else in."""
+"""The report as one HTML file: it contains data, scripts and style, and a policy that forbids everything else."""
 
 from __future__ import annotations
 
@@ -47,10 +47,13 @@ _PAGE = """<!doctype html>
 
 
 def page_html(data: Mapping[str, Any]) -> bytes:
-    """The file's content. data: what `page_data` gives. Its first 512 bytes hold the report's mark.
+    """Return the file's content. Its first 512 bytes contain the report's mark.
 
-    Names within the data are only ever text: JSON without a `<`, which scripts put into text nodes. The policy lets
-    exactly these scripts and this style run, and no request leave.
+    Names in the data are only ever text: they are JSON without a `<`, and scripts put them into text nodes. The policy
+    allows exactly these scripts and this style, and no request.
+
+    Args:
+        data: The result of `page_data`.
     """
     style = _asset("uPlot.min.css") + _asset("page.css")
     chart, script = _asset("uPlot.iife.min.js"), _linked()
@@ -83,14 +86,14 @@ def _hash(text: str) -> str:
 
 
 def _embedded(data: Mapping[str, Any]) -> str:
-    """Strict JSON that no HTML parser sees an end, a comment or a script in."""
+    """Return strict JSON in which no HTML parser sees an end, a comment or a script."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _linked() -> str:
-    """The entry's module and all that it imports as one script, as a file that lies alone can import none.
+    """Join the entry's module and all its imports to one script, because a single file cannot import modules.
 
-    Each module becomes a function that runs once and gives what the module exports.
+    Each module becomes a function that runs once and returns the module's exports.
     """
     parts: dict[str, str] = {}
 

@@ -11,7 +11,7 @@ __all__ = ["ledger_data"]
 
 
 def ledger_data(source: str) -> dict[str, Any]:
-    """The counters that the run's catalogs persisted, of all its records, whatever the report selects."""
+    """Return the counters that the run's catalogs persisted. They cover all records, whatever the report selects."""
     try:
         totals = open_store(source).totals()
     except StoreError as error:

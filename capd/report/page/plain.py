@@ -21,17 +21,17 @@ METRICS = {
     "flush_percent": "below the smallest normal value, in % of all values",
     "lost_percent": "finite values that became NaN or Inf, in % of all values",
 }
-"""The metrics that are shown of an error, in the order of the page's lists, each with its formula."""
+"""The metrics of an error that the page shows, in the order of its lists, each with its formula."""
 
 NUMBERS = ("records", "raw_bytes", *STATISTICS)
-"""The numbers of a group that are shown wherever it is."""
+"""The numbers of a group that are shown with every group."""
 
 _DIGITS = 4
 _BIAS, _NONFINITE_BIN = 127, 255
 
 
 def rounded(value: Any) -> Any:
-    """A plain value with floats of four digits: whole ones become integers, NaN and infinities their names."""
+    """Return a plain value with floats of four digits. Whole floats become integers, NaN and infinities their names."""
     if isinstance(value, dict):
         return {name: rounded(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -43,22 +43,22 @@ def rounded(value: Any) -> Any:
 
 
 def picked(row: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Some numbers or fields of a group, rounded."""
+    """Return some numbers or fields of a group, rounded."""
     return {name: rounded(row[name]) for name in names}
 
 
 def quantiles_of(row: Mapping[str, Any]) -> list[Any] | None:
-    """The quantiles of a group in the order of `capd.report.quantiles.QUANTILES`; None where no element was read."""
+    """Return the quantiles of a group in the order of `QUANTILES`, None if no element was read."""
     return None if row["quantiles"] is None else [rounded(value) for value in row["quantiles"].values()]
 
 
 def errors_of(errors: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The values of METRICS by format, in the order of METRICS."""
+    """Return the values of METRICS for each format, in the order of METRICS."""
     return {label: [rounded(one[name]) for name in METRICS] for label, one in errors.items()}
 
 
 def exponents_of(row: Mapping[str, Any]) -> list[int]:
-    """The first exponent e, then how many values have 2^e ≤ |x| < 2^(e+1), from it on; empty without such values."""
+    """Return the first exponent e, then the number of values 2^e ≤ |x| < 2^(e+1) from e on. Empty without values."""
     counts = {int(bin_): count for bin_, count in row["exponent_histogram"].items()}
     present = [bin_ for bin_ in counts if 0 < bin_ < _NONFINITE_BIN]
     if not present:

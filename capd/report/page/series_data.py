@@ -1,4 +1,4 @@
-"""Series as the page's data has them: what the page of each tensor shows."""
+"""The series in the page's data: the numbers of each tensor's page."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from capd.report.series import MOST_SERIES, SeriesSummaries, SeriesSummary
 
 __all__ = ["series_data"]
 
-_POINTS = 12_000  # of all series together,
-_MOST_POINTS, _LEAST_POINTS = 96, 8  # and of one
+# The limit for all series together.
+_POINTS = 12_000
+# The limits for one series.
+_MOST_POINTS, _LEAST_POINTS = 96, 8
 
 
 def series_data(series: SeriesSummaries | None, notes: list[str]) -> dict[str, Any]:
-    """`series`, as many as have a page, and `series_total`."""
+    """Return `series`, at most as many as have a page, and `series_total`."""
     if series is None:
         return {"series": [], "series_total": 0}
     found = list(series)
     if len(series) > MOST_SERIES:
         notes.append(
-            f"tensors: the first {MOST_SERIES:,} of {len(series):,} series have a page of their own; the groups are of "
-            "all; --layer, --rank and --tensor choose others"
+            f"tensors: the first {MOST_SERIES:,} of {len(series):,} series have their own page; the groups cover all; "
+            "--layer, --rank and --tensor choose others"
         )
     most = max(_LEAST_POINTS, min(_MOST_POINTS, _POINTS // max(1, len(found))))
     if any(one.step > 1 or len(one.points) > most for one in found):
-        notes.append(f"tensors: of each series at most {most:,} records are drawn, evenly chosen")
+        notes.append(f"tensors: at most {most:,} records of each series are drawn, evenly chosen")
     return {"series": [_series(one, most) for one in found], "series_total": len(series)}
 
 
