@@ -1,7 +1,7 @@
 """The channels of tensors, which are the indices of the last axis: their largest magnitudes and outliers.
 
-If a few channels are much larger than the others, low precision is hard, because they set the scale of every block
-that they share (Dettmers et al., LLM.int8(), arXiv 2208.07339; SmoothQuant, arXiv 2211.10438).
+Low precision is hard if a few channels are much larger than the others. These channels set the scale of every block
+that they share. Sources: Dettmers et al., LLM.int8(), arXiv 2208.07339; SmoothQuant, arXiv 2211.10438.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """The error of a quantisation: sums over values before and after it, which merge exactly.
 
-x is a value, y the quantised value (float32 as decoded, not rounded back to x's dtype), d = y - x, and N the number of
-values. NaN and Inf in x are counted and left out of every sum. Finite values that the format turns into NaN or Inf are
-left out, too, and counted as `lost`. Examples are the neighbours of a NaN in a block, and overflow to Inf.
+x is a value, y is the quantised value, d = y - x, and N is the number of values. y is float32 as decoded, not rounded
+back to x's dtype.
+
+NaN and Inf in x are counted and left out of every sum. Finite values that the format turns into NaN or Inf are left
+out, too, and counted as `lost`. Examples are the neighbours of a NaN in a block, and overflow to Inf.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sums of float64 without rounding, and statistics that use them.
 
 A sum is a whole number of units. The unit is so small that every float64 is a multiple of it. The addition of whole
-numbers is associative and commutative, so a sum is the same to the bit for every grouping and order of its terms. Only
+numbers is associative and commutative. So a sum is the same to the bit for every grouping and order of its terms. Only
 `rounded` and `quotient` round, once, to nearest. A sum takes some 300 bytes.
 """
 

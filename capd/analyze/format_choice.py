@@ -59,8 +59,8 @@ def choices(text: str, axes: Sequence[int] = ()) -> tuple[FormatChoice, ...]:
     """Return the formats that `text` names, in its order, each once: "mxfp8,mxfp8:e5m2,nvfp4:16x16,hifp8".
 
     A format is a name followed by options after colons. An option is an element (e5m2), a scale mode (rceil), an
-    overflow rule (saturate), a rounding (away, stochastic), `legacy`, a block (128, 16x16), or name=value, such as
-    axis=-2 or tensor_scale=no. Imports torch.
+    overflow rule (saturate), a rounding (away, stochastic), `legacy`, or a block (128, 16x16). Options may also have
+    the form name=value, such as axis=-2 or tensor_scale=no. Imports torch.
 
     Args:
         text: The formats.

@@ -38,7 +38,7 @@ REGIMES: Mapping[str, tuple[int, ...]] = MappingProxyType(
 """The exponents of the values of each D. DML holds only powers of two."""
 
 FINITE_CODES = 253
-"""The codes with a finite value of their own. Of the 256 codes, one is NaN and two are Inf; zero has one."""
+"""The codes with a finite value of their own. One of the 256 codes is NaN and two are Inf; zero has one."""
 
 BESIDE: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     {

@@ -84,7 +84,7 @@ def matched(left: Iterable[Entry], right: Iterable[Entry], free: Collection[str]
 
 
 def disjoint_fields(left: Sequence[Entry], right: Sequence[Entry]) -> dict[str, tuple[list[Any], list[Any]]]:
-    """Return the fields of which the sides share no value, with the values. They explain why nothing was matched."""
+    """Return the fields for which the sides share no value, with the values. They explain why nothing was matched."""
     entries = left, right
     found = {}
     for name in (*KEY, *MATCHED_MOMENT):

@@ -161,13 +161,13 @@ def select(
     _steer(Control("select", run_id, selection, at, _wait_s(timeout, no_wait)), endpoint, as_json)
 
 
-@app.command(short_help="Wait until what was captured is in the store.")
+@app.command(short_help="Wait until all captures so far are in the store.")
 def flush(run_id: RunId = None, timeout: Timeout = 30.0, endpoint: Endpoint = None) -> None:
     """Return once everything that all ranks have captured by now is committed to the store."""
     _say(_ask(Control("flush", run_id, wait_s=timeout), endpoint))
 
 
-@app.command(short_help="Publish what is committed to plain Zarr readers.")
+@app.command(short_help="Publish committed records to plain Zarr readers.")
 def seal(run_id: SealedRun = None, endpoint: Endpoint = None) -> None:
     """Publish the committed records to plain Zarr readers now."""
     _say(_ask(Control("seal", run_id), endpoint))

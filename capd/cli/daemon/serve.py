@@ -48,8 +48,8 @@ def serve(
         option(
             "--durability",
             "WORD",
-            "What an acknowledged record survives. buffered: the kill of every process; durable: also power loss "
-            "[default: buffered].",
+            "Failures that an acknowledged record survives. buffered: the kill of every process; durable: also power "
+            "loss [default: buffered].",
         ),
     ] = None,
     codec: Annotated[
@@ -71,12 +71,12 @@ def serve(
 
     Ranks find the daemon through CAPD_ENDPOINT. The log line "listening on …" gives the value.
 
-    SIGTERM, SIGHUP or Ctrl-C ends the daemon: it drains, seals and exits. During the start it first seals what a
-    killed daemon left. A second Ctrl-C leaves at once (exit code 130) and keeps everything that was acknowledged; a
-    second SIGTERM changes nothing. `nohup` keeps SIGHUP away.
+    SIGTERM, SIGHUP or Ctrl-C ends the daemon: it drains, seals and exits. During the start it first seals the
+    records that a killed daemon left. A second Ctrl-C leaves at once (exit code 130) and keeps everything that was
+    acknowledged; a second SIGTERM changes nothing. `nohup` keeps SIGHUP away.
 
-    If records are left unsealed (exit code 8), the last message names the runs, and how many of their records plain
-    Zarr readers cannot see yet. Nothing is lost: the next `capd serve` on this store seals them.
+    If records are left unsealed (exit code 8), the last message names the runs. It also says how many of their records
+    plain Zarr readers cannot see yet. Nothing is lost: the next `capd serve` on this store seals them.
 
     With --detach the command ends with 0 when the daemon listens, or with the daemon's exit code if it does not
     start: 1 if it was stopped before. The log then goes to .capd-NODE.log in the store.

@@ -103,7 +103,7 @@ class Companion:
             note(f"nothing was captured: {why_nothing(connected=run is not None)}")
 
     def wake(self) -> None:
-        """Continue a private daemon that somebody has stopped (SIGSTOP), because it holds captures."""
+        """Continue a private daemon if it was stopped (SIGSTOP), because it holds captures."""
         if self.process is not None:
             self.process.send_signal(signal.SIGCONT)
 

@@ -21,7 +21,7 @@ _MAX_NOTES_NBYTES = 1 << 20
 
 
 class Startup:
-    """A context manager inside of which processes of the job may note their progress."""
+    """A context manager. Inside it, processes of the job may note their progress."""
 
     def __init__(self, watch: str, *, replace: bool = False, emulate: bool = False) -> None:
         """Prepare the notes.

@@ -29,7 +29,7 @@ TypeJob = tuple[Filled, Choice]
 """The command of a type with its variables, and the number format in which it computes."""
 
 RULES = """\
-# What a collection run captures: everything that tensor_saver did. The second rule adds the backward's results.
+# A collection run captures everything that tensor_saver did. The second rule adds the backward's results.
 [[rule]]
 name = "collection"
 

@@ -61,10 +61,10 @@ def plan(
 ) -> None:
     """Show what a job would capture and what that takes: series, bytes, link time, disk, memory.
 
-    Nothing is captured: there is no daemon, no arena and no store. The job itself runs and really trains, until
-    every rank of this node has finished its first steps, or a step seems to have no end. Then SIGTERM ends it, and
-    SIGKILL after 60 s. Files that a script writes in its first steps, or on SIGTERM, are written. Its output goes
-    to stderr, including the launcher's messages about the SIGTERM.
+    Nothing is captured: there is no daemon, no arena and no store. The job itself runs and really trains. SIGTERM
+    ends it when every rank of this node has finished its first steps, or when a step seems to have no end. SIGKILL
+    follows after 60 s. Files that a script writes in its first steps, or on SIGTERM, are written. Its output goes to
+    stderr, including the launcher's messages about the SIGTERM.
 
     The options are those of `capd run`. Every planned step is looked at, whatever --steps selects; micro-batches
     and ranks are selected as in a run. If a captured step has the shapes of a planned one, its series, shapes,
@@ -72,10 +72,11 @@ def plan(
     subtracted: warnings name them. An explicit capture() counts at the rate of the planned steps.
 
     The table has one line for all layers and experts that are alike, and one table for all ranks that are alike.
-    Below it, for each rank: records and bytes of a captured step, the median step time, the time on the link
-    (max_d2h_gbps, or measured by a copy of 64 MiB), and the captured steps that fit into the arena. For each node:
+    Below it, for each rank: records and bytes of a captured step, the median step time, the time on the
+    link, and the captured steps that fit into the arena. The link's speed is max_d2h_gbps, or is measured by a copy
+    of 64 MiB. For each node:
     bytes in 1,000 steps and per hour, when the disk is full, the speed of the store's disk (a trial of 64 MiB), and
-    memory. Warnings name what is too much, and the setting to change.
+    memory. Warnings name figures that are too large, and the setting to change.
 
     On several nodes, run it on one node for that node's ranks. If CMD itself starts the ranks of all nodes, as srun
     does, --shared plans all of them.

@@ -62,7 +62,7 @@ def export(
       parquet      one table, DIR/records.parquet: a row per record with key,
                    moment, shape and statistics; needs `pip install "capd[table]"`
 
-    Only parquet has the records that keep statistics alone. A file has its name only once it is whole, with mode
+    Only parquet has the records that keep only statistics. A file has its name only once it is whole, with mode
     0600. An interrupted export leaves whole files. A second export into the same directory starts from the
     beginning: give it an empty one. About 128 MiB of records are in memory at once, or one record if it is larger.
     docs/migration-files.md describes the .pt files.

@@ -51,7 +51,7 @@ def import_files(
 
     An interrupted import continues when it is given again. A repeated one adds only new files: a file is known by
     its absolute path and size. About 128 MiB of files and records are in memory at once, or one file and its record
-    if they are larger, and some 400 bytes for each file.
+    if they are larger. Each file adds some 400 bytes.
 
     \b
     Examples:

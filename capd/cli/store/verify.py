@@ -53,8 +53,8 @@ def verify(
 ) -> None:
     """Check every checksum of a run, and that its files agree. Exit with 4 if there is damage.
 
-    Without an option, nothing is changed, and a daemon may write the run meanwhile. For a directory of runs, all of
-    them are checked. --repair changes nothing in the damaged run. It exits with 4 if records were lost, and lists them.
+    Without an option, nothing is changed, and a daemon may be writing the run. For a directory of runs, all of them
+    are checked. --repair changes nothing in the damaged run. It exits with 4 if records were lost, and lists them.
     """
     if sum((repair, rebuild, adopt is not None)) > 1:
         raise ConfigError("give one of --repair, --rebuild-catalog and --adopt")

@@ -96,7 +96,7 @@ def draw_amax(panel: Axes, of_types: OfTypes, *, log: bool = False) -> None:
 
 
 def _largest(several: Sequence[Channels]) -> list[tuple[int, float]]:
-    """Return index and max|x| of the largest channels. Of neighbours, only the largest is returned."""
+    """Return index and max|x| of the largest channels. Only the largest of some neighbours is returned."""
     found: list[tuple[int, float]] = []
     ranked = sorted(
         (one for each in several for one in each.largest(_NAMED * len(several))), key=lambda one: -one[1]
