@@ -121,7 +121,7 @@ def plot(
     if not pages:
         raise NothingMatched(f"nothing to draw as {kind}: {chosen.without}")
     written = _write(pages, out, look, force=force)
-    _told(kind, written, gathered, as_json)
+    _print_written(kind, written, gathered, as_json)
     raise typer.Exit(skipped_code(found, gathered))
 
 
@@ -199,7 +199,7 @@ def _write(pages: list[Page], out: Path, look: Look, *, force: bool) -> list[Pat
     return paths
 
 
-def _told(kind: str, written: list[Path], gathered: GatheredRecords, as_json: bool) -> None:
+def _print_written(kind: str, written: list[Path], gathered: GatheredRecords, as_json: bool) -> None:
     if as_json:
         print_json({"kind": kind, "files": [os.fspath(path) for path in written], **contents_json(gathered)})
         return

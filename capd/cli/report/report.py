@@ -89,7 +89,7 @@ def report(
     found = found_in(place, run, all_runs, tests, layer_base)
     if one_page:
         gathered = write_page(found, place, out, workers=workers, quick=quick, choices=wanted, force=force)
-        _told({"file": os.fspath(out)}, [out.name], gathered, as_json)
+        _print_written({"file": os.fspath(out)}, [out.name], gathered, as_json)
         raise typer.Exit(skipped_code(found, gathered))
     if force:
         raise ConfigError(
@@ -97,7 +97,7 @@ def report(
         )
     written = write_report(found, place, out, workers=workers, quick=quick, choices=wanted)
     told = {"directory": os.fspath(written.directory.path)}
-    _told(told, written.directory.written, written.gathered, as_json)
+    _print_written(told, written.directory.written, written.gathered, as_json)
     if written.problem is not None:
         raise ConfigError(f"no figures were drawn, the other files are written: {written.problem}")
     raise typer.Exit(skipped_code(found, written.gathered))
@@ -170,7 +170,9 @@ def _draw(directory: ReportDirectory, gathered: GatheredRecords) -> CapdError | 
     return None
 
 
-def _told(where: dict[str, str], files: Sequence[str], gathered: GatheredRecords, as_json: bool) -> None:
+def _print_written(
+    where: dict[str, str], files: Sequence[str], gathered: GatheredRecords, as_json: bool
+) -> None:
     if as_json:
         print_json({**where, **contents_json(gathered), "files": list(files)})
         return

@@ -78,14 +78,14 @@ def import_files(
     if not files:
         raise NothingMatched(f"no .pt, .pth or .pkl file in {directory}")
     with settled_heap(), progress_bar(len(files), "files") as progress:
-        told = _Told(progress)
-        _import(settings, name, files, layer_base, jobs, told)
+        outcomes = _Outcomes(progress)
+        _import(settings, name, files, layer_base, jobs, outcomes)
     run = settings.store / f"{name}.zarr"
     if as_json:
-        print_json({"run": str(run), "files": len(files), **told.plain()})
+        print_json({"run": str(run), "files": len(files), **outcomes.plain()})
     else:
-        print_lines([f"{run}: {told}"])
-    raise typer.Exit(1 if told.skipped else 0)
+        print_lines([f"{run}: {outcomes}"])
+    raise typer.Exit(1 if outcomes.skipped else 0)
 
 
 def _run_name(directory: Path) -> str:
@@ -98,7 +98,7 @@ def _import(
     files: list[TensorFile],
     layer_base: int,
     jobs: int | None,
-    told: _Told,
+    outcomes: _Outcomes,
 ) -> None:
     from capd.pt_files.import_ import import_files
     from capd.server.daemon import node_name
@@ -126,7 +126,7 @@ def _import(
                 layer_base=layer_base,
                 limit=budget.refusal,
             ):
-                told.take(outcome)
+                outcomes.take(outcome)
         finally:
             run.seal()
             run.close()
@@ -141,7 +141,7 @@ def _import(
         lock.release(keep_note=True)
 
 
-class _Told:
+class _Outcomes:
     """The counted outcomes of all files."""
 
     def __init__(self, progress: Progress) -> None:
