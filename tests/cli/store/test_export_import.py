@@ -363,7 +363,7 @@ def test_a_full_disk_stops_an_import_and_says_so(capd: Capd, tmp_path: Path) -> 
     done = capd("import", tmp_path / "logs", "--store", tmp_path / "store", "--keep-free", "100%")
 
     assert done.code == 6
-    assert "given again" in done.err
+    assert "give it again" in done.err
 
 
 def test_a_directory_without_tensor_files_exits_with_5(capd: Capd, tmp_path: Path) -> None:

@@ -237,7 +237,10 @@ def test_an_import_keeps_what_has_room_says_who_refused_and_goes_on(disk: Path, 
     command += ["--store", str(disk / "store")]
     done = forking.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 6, done.stderr
-    assert "given again: the full disk refuses a record of 2.1 MB: " in done.stderr
+    assert (
+        "give it again to continue where it stopped: the full disk refuses a record of 2.1 MB: "
+        in done.stderr
+    )
     assert f"of 12.6 MB are free on the file system {disk} of the store {disk / 'store'}" in done.stderr
     [series] = open_store(disk / "store" / "logs.zarr").series
     kept = len(series)
