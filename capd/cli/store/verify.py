@@ -234,12 +234,13 @@ def _print(reports: list[Report]) -> None:
 
 def _repair_lines(done: Repair) -> Iterator[str]:
     saved = human_count(done.saved, "record")
-    lost = f"{human_count(len(done.lost), 'record')} lost" if done.lost else "nothing lost"
+    lost = "nothing lost" if done.is_complete else f"{human_count(len(done.lost), 'record')} lost"
+    lost += ", and more without a known series" if done.unknown else ""
     yield f"{done.run.name}: {saved} saved in {done.new}, {lost}; {done.run} is unchanged"
     for one in done.lost:
         yield f"{one.path} record {one.number}: {'moment unknown' if one.row is None else _moment(one.row.moment)}"
     for path in done.unknown:
-        yield f"{path}: the description of this series is lost; none of its records is saved"
+        yield f"{path}: no file describes the series; nothing of it is saved"
 
 
 def _moment(moment: Any) -> str:
