@@ -173,7 +173,7 @@ def test_what_cannot_become_a_report_is_refused_before_the_job_starts(tmp_path: 
     assert "is not a directory" in file.stderr
     assert "is not a directory" in page.stderr
     assert "no report wrote it" in foreign.stderr
-    assert "captures nothing" in off.stderr
+    assert "there are no captures to draw" in off.stderr
     assert "spans 2 nodes" in nodes.stderr
     assert not (tmp_path / "started").exists()
 

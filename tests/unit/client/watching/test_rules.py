@@ -311,6 +311,7 @@ def test_a_rank_that_is_left_out_is_told_so(
     assert bool(sink.captured) is not said.startswith("nothing")
 
 
+@pytest.mark.usefixtures("forget_graphs")
 def test_shared_rules_are_to_blame_only_where_no_model_of_the_job_has_what_they_name(
     sink: MemorySink, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

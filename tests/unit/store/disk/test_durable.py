@@ -148,7 +148,6 @@ def test_documents_whose_sync_failed_are_written_anew(
 ) -> None:
     """The kernel calls pages clean that it could not write, and may forget them: the next sync proves nothing."""
     writer = Writer(tmp_path, durability=durability)
-    put_many(writer, 1, 1)
     lost: list[Path] = []
     real = layout.sync_paths
 
@@ -163,6 +162,7 @@ def test_documents_whose_sync_failed_are_written_anew(
         real(paths, root)
 
     monkeypatch.setattr(layout, "sync_paths", failing_once)
+    put_many(writer, 1, 1)
     if durability == "buffered":
         with pytest.raises(OSError, match="Input/output"):
             writer.pipeline.seal("run").result(timeout=30)
