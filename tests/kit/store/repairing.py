@@ -6,15 +6,32 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import capd
 from capd.errors import CapdError, DamagedRecord
-from capd.store.repair.repair import Repair, repair
+from capd.store.repair.repair import repair
+from capd.store.repair.result import Repair
 from capd.store.verify.run import verify_run
 from capd_client.protocol.key import Moment
 from tests.kit.store.reading import Held, assert_capd_reads, assert_zarr_readers_read
+from tests.kit.store.writing import Writer, key
 
 _MOMENT = Moment.__struct_fields__
+_RNG = np.random.default_rng(13)
+Made = tuple[Path, Held]  # a run, and the records that it has
 Read = dict[tuple[Any, ...], tuple[Any, ...]]
+
+
+def put_all(writer: Writer, count: int) -> None:
+    """Put large records, and twenty small ones at each iteration."""
+    for iteration in range(count):
+        writer.put(
+            key("large"), "float32", _RNG.standard_normal((300, 400)).astype("f4"), iteration=iteration
+        )
+        for call in range(20):
+            bits = _RNG.standard_normal((250, 64)).astype("f4")  # 16 records share a chunk
+            writer.put(key("small"), "float32", bits, iteration=iteration, call=call)
 
 
 def state(run: Path) -> dict[str, tuple[int, bytes]]:

@@ -53,7 +53,7 @@ from capd_client.protocol.messages import (
     encode,
 )
 from capd_client.protocol.selection import Selection
-from tests.unit.server.rank.test_arena import NBYTES, memfd
+from tests.kit.client.memory import NBYTES, memfd
 
 CLIENT = b"c" * 16
 MAX_IN_WORK = MAX_IN_WORK_NBYTES // RECORD_NBYTES  # plain captures

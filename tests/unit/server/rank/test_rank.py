@@ -28,7 +28,7 @@ from capd_client.protocol.messages import (
     encode,
 )
 from capd_client.protocol.statistics_row import ROW_NBYTES, ROW_VALUES
-from tests.unit.server.rank.test_arena import SEALS, memfd, write
+from tests.kit.client.memory import SEALS, memfd, write
 
 ARENA_NBYTES = 1 << 20
 DEFINE = Define(id=0, key=Key(quant_type="bf16", rank=0, tensor_name="x"), dtype="uint8")

@@ -25,7 +25,7 @@ from capd_client.protocol.bounds import MAX_TEXT_CHARS
 from capd_client.protocol.control import Control, ControlReply, Drain, Drained, Steer, Steered
 from capd_client.protocol.messages import Hello, decode_daemon, encode
 from capd_client.protocol.selection import Selection
-from tests.unit.server.rank.test_arena import NBYTES, memfd
+from tests.kit.client.memory import NBYTES, memfd
 
 
 class Ranks:

@@ -35,7 +35,7 @@ from capd_client.protocol.control import StatsReply
 from capd_client.protocol.counter_page import PAGE_NBYTES, DropReason
 from capd_client.protocol.key import Key, Moment
 from capd_client.protocol.messages import Ack, Define, Descriptor, DropRow, Drops, Hello, Part, Put, encode
-from tests.unit.server.rank.test_arena import NBYTES, memfd, write
+from tests.kit.client.memory import NBYTES, memfd, write
 
 DEFINE = Define(id=0, key=Key(quant_type="bf16", rank=0, tensor_name="x"), dtype="bfloat16")
 

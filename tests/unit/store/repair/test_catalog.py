@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,37 +15,10 @@ from capd.store.repair import catalog
 from capd.store.repair.catalog import rebuild_catalog, take_over
 from capd.store.verify.run import verify_run
 from tests.kit.store.damaging import edit_catalog, image
-from tests.kit.store.reading import Held
-from tests.kit.store.repairing import is_whole
+from tests.kit.store.repairing import Made, is_whole, put_all
 from tests.kit.store.writing import Writer, key
 
 RNG = np.random.default_rng(13)
-Made = tuple[Path, Held]
-
-
-def put_all(writer: Writer, count: int) -> None:
-    for iteration in range(count):
-        writer.put(key("large"), "float32", RNG.standard_normal((300, 400)).astype("f4"), iteration=iteration)
-        for call in range(20):
-            bits = RNG.standard_normal((250, 64)).astype("f4")  # 16 records share a chunk
-            writer.put(key("small"), "float32", bits, iteration=iteration, call=call)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """A sealed run: five large records in three shards, a hundred small ones in seven shards of one chunk."""
-    writer = Writer(tmp_path_factory.mktemp("made"), shard_nbytes=1 << 20)
-    put_all(writer, 5)
-    writer.close()
-    return writer.run, writer.held
-
-
-@pytest.fixture
-def run(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it, to be damaged."""
-    monkeypatch.setattr("capd.store.verify.run._SECOND_LOOK_S", 0.01)
-    shutil.copytree(made[0], tmp_path / "run.zarr")
-    return tmp_path / "run.zarr"
 
 
 def tables(run: Path) -> dict[str, list[tuple[object, ...]]]:

@@ -15,7 +15,8 @@ import capd
 from capd.store.catalog.opening import connect_read_only
 from capd.store.catalog.rows import CATALOG_NAME, read_series
 from capd.store.format.frames import FrameKind
-from capd.store.repair.repair import Repair, repair
+from capd.store.repair.repair import repair
+from capd.store.repair.result import Repair
 from capd.store.run.run_store import RunStore
 from capd.store.scan import survey
 from capd.store.scan.described import described
