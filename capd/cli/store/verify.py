@@ -17,7 +17,7 @@ from capd.cli.stores import default_store, is_run
 from capd.errors import ConfigError, NotAStore, NothingMatched, StoreBusy, StoreError
 
 if TYPE_CHECKING:
-    from capd.store.repair.repair import Repair
+    from capd.store.repair.result import Repair
     from capd.store.verify.damage import Report
 
 __all__ = ["verify"]
