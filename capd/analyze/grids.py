@@ -141,11 +141,6 @@ class Overflow:
         """100 * flushed / count: |x| below the smallest normal value."""
         return self._percent(self.flushed)
 
-    @property
-    def nonfinite_percent(self) -> float | None:
-        """100 * (nan + inf) / count: elements outside of every format's range."""
-        return self._percent(self.nan + self.inf)
-
     def _percent(self, number: int) -> float | None:
         return 100 * number / self.count if self.count else None
 
