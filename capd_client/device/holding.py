@@ -33,7 +33,7 @@ class Holding:
         self._max_nbytes = max_nbytes
         self._held_nbytes = 0
         self._lock = threading.RLock()
-        # Returns whether this thread is inside: see `Books.inside`.
+        # Returns whether this thread is inside: see `Accounts.inside`.
         self.inside: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]  # not in its stubs
         self._changed: set[tuple[str, str]] = set()
 

@@ -55,7 +55,7 @@ class Transfers:
 
         Args:
             device: The device.
-            books: The in-flight captures of the session.
+            queue: The in-flight captures of the session.
             host: The arena, uint8 [bytes].
             pace: The limit on bytes per second.
             holding: Notified when tensors that it has lent are released.

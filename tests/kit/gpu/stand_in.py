@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from capd_client.device import devices, snapshots
-from capd_client.device.cuda import device as gpu
+from capd_client.device.cuda import device as cuda_device
 from capd_client.device.cuda import runtime
 from capd_client.device.pieces import Piece
 from capd_client.device.ring import RingMemory
@@ -164,17 +164,17 @@ def _install() -> None:
 
 def _install_in_capd() -> None:
     stager = devices.Devices.stager
-    gpu.CudaDevice.can_issue = lambda self: True  # type: ignore[method-assign]
-    gpu.CudaDevice.query = lambda self, event: event.query()  # type: ignore[method-assign]
-    gpu.CudaDevice.fetch = _fetch  # type: ignore[method-assign,assignment]
-    gpu.CudaDevice._fetched_part = _fetched_part  # type: ignore[method-assign]
-    gpu.fill_rows = _rows_in_order(gpu.fill_rows)
+    cuda_device.CudaDevice.can_issue = lambda self: True  # type: ignore[method-assign]
+    cuda_device.CudaDevice.query = lambda self, event: event.query()  # type: ignore[method-assign]
+    cuda_device.CudaDevice.fetch = _fetch  # type: ignore[method-assign,assignment]
+    cuda_device.CudaDevice._fetched_part = _fetched_part  # type: ignore[method-assign]
+    cuda_device.fill_rows = _rows_in_order(cuda_device.fill_rows)
     runtime.cuda_runtimes = lambda: [streams.Runtime()]
     RingMemory.write = _in_order(RingMemory.write)  # type: ignore[method-assign]
     snapshots.fill_row = _row_in_order(snapshots.fill_row)
     StaticTap._copy = _copy_of_tap(StaticTap._copy)  # type: ignore[method-assign]
     devices.Devices.stager = lambda self, device: stager(self, streams.GPU)  # type: ignore[method-assign,misc]
-    devices.is_capturing = gpu.is_capturing = runtime.is_capturing = lambda *_: (
+    devices.is_capturing = cuda_device.is_capturing = runtime.is_capturing = lambda *_: (
         streams.is_current_stream_capturing()
     )
     session.Stager = DeviceFirst  # type: ignore[misc]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from capd_client import emulate, watch
-from capd_client.watching import watch as hooks
+from capd_client.watching import watch as watch_calls
 from tests.kit.client.models import non_reentrant, reentrant, selective
 from tests.kit.client.sink import MemorySink
 from tests.kit.emulated.models import RECIPES, Model, inputs, same, step, twin
@@ -21,7 +21,7 @@ from tests.kit.emulated.models import RECIPES, Model, inputs, same, step, twin
 def sink(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemorySink]:
     """The session that `watch` finds; afterwards no tap may have failed."""
     memory = MemorySink()
-    monkeypatch.setattr(hooks, "session", lambda: memory)
+    monkeypatch.setattr(watch_calls, "session", lambda: memory)
     yield memory
     assert memory.errors == []
 

@@ -10,7 +10,7 @@ from weakref import WeakSet
 import pytest
 
 from capd_client.process.log import Notices
-from capd_client.steps import clock as stepping
+from capd_client.steps import clock as clocks
 from capd_client.steps.clock import Clock, begin_counted, clock_of, counting, end_counted
 from capd_client.steps.context import Context
 
@@ -19,10 +19,10 @@ Where = tuple[Optional[int], Optional[int]]
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    monkeypatch.setattr(stepping, "_clocks", WeakSet())
-    monkeypatch.setattr(stepping, "_notices", Notices())
+    monkeypatch.setattr(clocks, "_clocks", WeakSet())
+    monkeypatch.setattr(clocks, "_notices", Notices())
     yield clock_of(Context(environ={}))
-    assert not stepping._counters
+    assert not clocks._counters
 
 
 def forwards(clock: Clock, count: int = 1) -> list[tuple[int, int]]:
@@ -123,7 +123,7 @@ def test_what_the_job_sets_wins(clock: Clock) -> None:
 
 
 def test_a_session_that_begins_inside_a_micro_batch_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stepping, "_clocks", WeakSet())
+    monkeypatch.setattr(clocks, "_clocks", WeakSet())
     with counting(lambda: (12, 1)):
         assert forwards(clock_of(Context(environ={}))) == [(12, 1)]
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from capd_client.protocol.control import Steer
 from capd_client.protocol.kinds import LINEAR
 from capd_client.protocol.selection import Selection
-from capd_client.watching import watch as hooks
+from capd_client.watching import watch as watch_calls
 from capd_client.watching.attach import WatchHandle
 from capd_client.watching.watch import watch
 from tests.kit.client.models import Blocks, Repeated, non_reentrant, reentrant
@@ -32,8 +32,8 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Capture:
 
     def run(model: nn.Module, inputs: list[torch.Tensor], order: list[int]) -> Found:
         sink = MemorySink()
-        monkeypatch.setattr(hooks, "session", lambda: sink)
-        handle = hooks.watch(model, tensors=LINEAR.tensors)
+        monkeypatch.setattr(watch_calls, "session", lambda: sink)
+        handle = watch_calls.watch(model, tensors=LINEAR.tensors)
         losses = [model(x).square().sum() for x in inputs]
         for i in order:
             losses[i].backward()

@@ -15,7 +15,7 @@ import capd_client
 from capd_client import tensor_saver
 from capd_client.protocol.reference import parse_reference
 from capd_client.tensor_saver import TensorSaver, get_tensor_saver, save_tensor
-from capd_client.tensor_saver import state as collection_state
+from capd_client.tensor_saver import state as saver_state
 from tests.kit.client.peer import Peer
 from tests.kit.client.saver_calls import TENSOR, one, save
 
@@ -217,7 +217,7 @@ def test_a_tensor_given_as_an_index_is_not_shown_as_that_would_wait_for_its_devi
 ) -> None:
     shown: list[object] = []
     monkeypatch.setattr(torch.Tensor, "__repr__", lambda tensor, **_: shown.append(tensor) or "a tensor")
-    assert collection_state.sample_of(torch.ones(1, dtype=torch.int64, device="meta")) == 0
+    assert saver_state.sample_of(torch.ones(1, dtype=torch.int64, device="meta")) == 0
     assert not shown
 
 
@@ -226,7 +226,7 @@ def test_an_index_that_cannot_even_be_shown_raises_nothing() -> None:
         def __repr__(self) -> str:
             raise RuntimeError
 
-    assert collection_state.sample_of(Broken()) == 0
+    assert saver_state.sample_of(Broken()) == 0
 
 
 def test_captures_of_several_threads_are_records_of_their_own(on: Peer) -> None:

@@ -10,7 +10,7 @@ import torch
 import capd_client
 from capd_client import tensor_saver
 from capd_client.tensor_saver import get_tensor_saver, indices
-from capd_client.tensor_saver import state as collection_state
+from capd_client.tensor_saver import state as saver_state
 from capd_client.tensor_saver.state import TensorCollectionState
 from tests.kit.client.peer import Peer
 from tests.kit.client.saver_calls import TENSOR, one, save
@@ -24,7 +24,7 @@ RANK_SOURCES = ("argument", "manual", "distributed", "environment", "device")
 
 
 def stand_in_device(monkeypatch: pytest.MonkeyPatch, index: int) -> None:
-    monkeypatch.setattr(collection_state, "get_rank_from_tensor_device", lambda _: index)
+    monkeypatch.setattr(saver_state, "get_rank_from_tensor_device", lambda _: index)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_the_rank_is_the_first_sources_in_every_combination(
     if "device" in present:
         stand_in_device(monkeypatch, numbers["device"])
 
-    rank, source = collection_state.rank_of(TENSOR, numbers["argument"] if "argument" in present else None)
+    rank, source = saver_state.rank_of(TENSOR, numbers["argument"] if "argument" in present else None)
 
     first = next((name for name in RANK_SOURCES if name in present), None)
     assert rank == (0 if first is None else numbers[first])
@@ -89,7 +89,7 @@ def test_the_environments_rank_tells_nodes_apart(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
 
-    assert collection_state.rank_of(TENSOR) == expected
+    assert saver_state.rank_of(TENSOR) == expected
 
 
 def test_variables_are_read_when_a_call_needs_them(on: Peer, monkeypatch: pytest.MonkeyPatch) -> None:

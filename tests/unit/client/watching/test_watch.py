@@ -20,7 +20,7 @@ from capd_client.errors import ConfigError
 from capd_client.process.log import Notices
 from capd_client.protocol.key import Key
 from capd_client.protocol.kinds import LINEAR
-from capd_client.watching import watch as hooks
+from capd_client.watching import watch as watch_calls
 from capd_client.watching import watched
 from capd_client.watching.watch import watch
 from tests.kit.client.models import MLP, Blocks
@@ -39,7 +39,7 @@ def _fresh_notices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_off_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "session", lambda: None)
+    monkeypatch.setattr(watch_calls, "session", lambda: None)
     model = MLP()
 
     handle = watch(model, steps="nonsense", tensors=["nonsense"])
@@ -163,7 +163,7 @@ def test_errors_inside_a_tap_are_counted_and_training_goes_on(monkeypatch: pytes
                 raise RuntimeError("broken sink")
 
     broken = Broken()
-    monkeypatch.setattr(hooks, "session", lambda: broken)
+    monkeypatch.setattr(watch_calls, "session", lambda: broken)
     model = MLP()
     watch(model, tensors=LINEAR.tensors)
 

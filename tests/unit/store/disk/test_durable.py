@@ -13,7 +13,7 @@ import pytest
 
 from capd.store.disk import files, layout, open_files
 from capd.store.shards import small_log
-from capd.store.shards import writer as shards
+from capd.store.shards import writer as shard_writer
 from capd.store.verify.run import verify_run
 from tests.kit.store.reading import assert_capd_reads, assert_zarr_readers_read
 from tests.kit.store.writing import Outcomes, Writer, key
@@ -46,7 +46,7 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> 
 
         monkeypatch.setattr(module, function, call)
 
-    noting(shards, "pwrite_all", "write")
+    noting(shard_writer, "pwrite_all", "write")
     noting(small_log, "pwrite_all", "write")
     noting(open_files, "sync_data", "sync")
     noting(files, "_sync_file_system", "sync")

@@ -20,7 +20,7 @@ from capd.store.disk import layout
 from capd.store.recover.state import Recovery
 from capd.store.run.run_store import RunStore
 from capd.store.shards import small_log
-from capd.store.shards import writer as shards
+from capd.store.shards import writer as shard_writer
 from capd.store.verify.run import verify_run
 from capd_client.protocol.counter_page import DropReason
 from capd_client.protocol.key import Moment
@@ -72,7 +72,7 @@ def test_a_failed_first_write_to_a_new_shard_leaves_the_sealed_one_alone(
         put(writer, LARGE, large())
     writer.flush()
     writer.pipeline.post("run", lambda store: store.maintain()).result(timeout=30)  # the full shard is sealed
-    monkeypatch.setattr(shards, "pwrite_all", failing(shards.pwrite_all, 0))
+    monkeypatch.setattr(shard_writer, "pwrite_all", failing(shard_writer.pwrite_all, 0))
     put(writer, LARGE, large())
     writer.flush()
     monkeypatch.undo()
@@ -242,7 +242,7 @@ def test_a_shard_file_that_could_not_be_created_is_tried_again(
 
     writer = Writer(tmp_path)
     monkeypatch.setattr(files, "pwrite_all", failing(files.pwrite_all, 0))
-    monkeypatch.setattr(shards, "new_file", lambda *a, **k: files.new_file(*a, **k))
+    monkeypatch.setattr(shard_writer, "new_file", lambda *a, **k: files.new_file(*a, **k))
     put(writer, LARGE, large())
     writer.flush()
     monkeypatch.undo()
