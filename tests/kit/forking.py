@@ -62,6 +62,16 @@ class Popen(subprocess.Popen[Any]):
         self._imports = imports or (CAPD if list(args[1:3]) == ["-m", "capd"] else TORCH)
         super().__init__([os.fspath(word) for word in args], **options)
 
+    def kill(self) -> None:
+        """Kill the job and wait for its end.
+
+        A fork of another job makes this process a reaper for a moment. It would inherit the children of a job that
+        ends in that moment.
+        """
+        super().kill()
+        if self.returncode is None:
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, *more: Any) -> None:
         (pass_fds, cwd, env, _, _, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, _,
          gid, gids, uid, umask, start_new_session, process_group) = more  # fmt: skip

@@ -182,7 +182,8 @@ def start(store: Path, run_id: str | None, config: Path | None) -> Companion:
         command += ["--store", str(store), "--endpoint", companion.endpoint, "--run-id", run_id]
         command += ["--config", str(config)] if config else []
         # The daemon gets its own session: the terminal's Ctrl-C is for the job, and the daemon drains after it.
-        companion.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        with signals_put_off(_ENDING):
+            companion.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         _wait_ready(companion, companion.process)
     except BaseException:
         companion.__exit__(None, None, None)

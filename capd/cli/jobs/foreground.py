@@ -11,12 +11,12 @@ from types import FrameType, TracebackType
 
 import typer
 
-from capd.cli.jobs.process_group import signals_handled
+from capd.cli.jobs.process_group import signals_handled, signals_put_off
 from capd.cli.output import note
 
 __all__ = ["ForegroundJob", "find_command"]
 
-_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
 def find_command(name: str) -> str:
@@ -48,7 +48,7 @@ class ForegroundJob:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._signals = signals_handled(dict.fromkeys((*_FORWARDED, signal.SIGINT), self._on_signal))
+        self._signals = signals_handled(dict.fromkeys(_HANDLED, self._on_signal))
 
     def __enter__(self) -> ForegroundJob:
         self._signals.__enter__()
@@ -67,7 +67,9 @@ class ForegroundJob:
             interpreter, wrong machine).
         """
         try:
-            self._process = subprocess.Popen(command, env=environ)
+            # A signal between the start and the assignment would end this command and leave the job.
+            with signals_put_off(_HANDLED):
+                self._process = subprocess.Popen(command, env=environ)
         except OSError as error:
             note(f"{command[0]} cannot be executed: {error.strerror or error}")
             return 126

@@ -184,5 +184,5 @@ def signals_put_off(numbers: Sequence[signal.Signals]) -> Iterator[None]:
         with signals_handled(dict.fromkeys(numbers, remember)):
             yield
     finally:
-        if came:
-            signal.raise_signal(came[0])
+        for number in came:
+            signal.raise_signal(number)

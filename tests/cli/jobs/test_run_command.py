@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -36,6 +39,22 @@ def test_a_jobs_exit_code_and_signal_are_passed_on(tmp_path: Path) -> None:
         assert job.run([sys.executable, "-c", "raise SystemExit(7)"], environ) == 7
         assert job.run(["/bin/sh", "-c", "kill -11 $$"], environ) == 128 + 11
         assert job.run([str(tmp_path / "bad")], environ) == 126
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_during_the_start_of_the_job_ends_the_job(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = subprocess.Popen
+
+    def started(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        process = start(*args, **options)
+        signal.raise_signal(number)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    with ForegroundJob() as job:
+        assert job.run(["/bin/sleep", "600"], dict(os.environ)) == 128 + number
 
 
 def test_the_job_learns_endpoint_store_and_run_and_waits_rather_than_drops() -> None:
