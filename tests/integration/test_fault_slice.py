@@ -37,7 +37,7 @@ from tests.kit.store.writing import Writer, key
 RECORDS = 48
 FLIPS = 12
 ENDS = 8
-CHAOS_S = 15.0
+CHAOS_S = 8.0
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from tests.integration import forked_job
 from tests.kit import forking
 from tests.kit.paths import REPOSITORY
 from tests.kit.processes import Daemon, is_running, until
+from tests.kit.tiers import rows
 
 JOB = forked_job.__file__
 Start = Callable[..., Any]
@@ -122,8 +123,9 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("code", ENDS.values(), ids=ENDS)
-def test_a_forked_job_ends_as_a_cold_one(code: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", rows(ENDS, ["error", "killed", "last words"]))
+def test_a_forked_job_ends_as_a_cold_one(name: str, tmp_path: Path) -> None:
+    code = ENDS[name]
     script = tmp_path / "script.py"
     script.write_text(code)
     python = forking.stand_in_for(os.environ)

@@ -46,10 +46,7 @@ FAST: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     (capture.test_small_captures_share_copies, (same_bits,)),
     (hazards.test_a_failed_page_lock_costs_speed_and_nothing_else, (same_bits,)),
     (statistics.test_device_and_daemon_agree, ("stats",)),
-    (statistics.test_many_rows_at_once_are_those_of_torchs_operations_and_nothing_waits, (0,)),
-    (layouts.test_every_layout_arrives_as_it_was, ()),
     (layouts.test_a_cast_on_the_device_is_torchs_own, ()),
-    (layouts.test_threads_with_streams_of_their_own_share_a_device, ()),
     (policies.test_drop_counts_what_finds_no_room_and_never_waits, ()),
 ]
 SLOW: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
@@ -57,6 +54,9 @@ SLOW: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
         capture.test_tensors_arrive_as_they_were_whatever_happens_to_them_and_no_call_waits,
         (same_bits, "unlocked"),
     ),
+    (statistics.test_many_rows_at_once_are_those_of_torchs_operations_and_nothing_waits, (0,)),
+    (layouts.test_every_layout_arrives_as_it_was, ()),
+    (layouts.test_threads_with_streams_of_their_own_share_a_device, ()),
     (capture.test_a_watched_layer_in_training_forward_and_backward, (same_bits,)),
     (memory.test_the_ring_is_allocated_at_watch, ()),
     (memory.test_immutable_tensors_are_copied_from_where_they_are, (same_bits,)),

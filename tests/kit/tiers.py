@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import pytest
@@ -10,10 +10,15 @@ import pytest
 __all__ = ["rows", "rows_wanted"]
 
 
-def rows(names: Iterable[str], quick: Iterable[str]) -> list[Any]:
-    """Returns the values of `parametrize`: all `names`, of which those that are not `quick` have the mark slow."""
+def rows(table: Iterable[Hashable], quick: Iterable[Hashable]) -> list[Any]:
+    """Returns the rows of `parametrize`: all of `table`, of which those that are not `quick` have the mark slow."""
     in_default = frozenset(quick)
-    return [name if name in in_default else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return [row if row in in_default else _slow(row) for row in table]
+
+
+def _slow(row: Hashable) -> Any:
+    values = row if isinstance(row, tuple) else (row,)
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def rows_wanted(request: pytest.FixtureRequest, argument: str, always: Iterable[str] = ()) -> set[str]:

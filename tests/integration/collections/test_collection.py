@@ -474,6 +474,7 @@ def test_what_a_job_lacks_is_found_before_anything_starts(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.bin", "data.idx", "train.sh"]
 
 
+@pytest.mark.slow
 def test_a_type_whose_command_turns_out_to_be_none_is_reported_and_the_next_one_runs(tmp_path: Path) -> None:
     (tmp_path / "train_bf16.sh").write_text("#!/no/such/interpreter\n")
     (tmp_path / "train_mxfp8.sh").write_text(f"#!/bin/sh\nexec {' '.join(JOB)}\n")

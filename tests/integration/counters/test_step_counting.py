@@ -24,35 +24,34 @@ import torch
 import capd as capd_package
 from tests.kit import forking
 from tests.kit.processes import Daemon
+from tests.kit.tiers import rows, rows_wanted
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for all jobs
 JOB = Path(__file__).with_name("counting_job.py")
-PROCESSES = {  # run: its ranks and scenarios
-    "transformers": (1, ["own_step", "trainer", "accelerate"]),
-    "lightning": (1, ["lightning", "lightning_manual", "fabric"]),
-    "ddp": (2, ["lightning_ddp"]),
+RANKS = {"transformers": 1, "lightning": 1, "ddp": 2}  # of each run
+MODULES = {  # of the reference: run, scenario, module, and the iterations that the framework must have reached
+    "own_step": ("transformers", "own_step", "own_step.fc", range(6)),
+    "trainer": ("transformers", "trainer", "trainer.fc", range(6)),
+    "resumed": ("transformers", "trainer", "resumed.fc", range(3, 5)),
+    "after": ("transformers", "trainer", "after.fc", range(6, 8)),
+    "accelerate": ("transformers", "accelerate", "accelerate.fc", range(6)),
+    "lightning": ("lightning", "lightning", "lightning.net.fc", range(6)),
+    "lightning_resumed": ("lightning", "lightning", "lightning_resumed.net.fc", range(6, 8)),
+    "lightning_manual.net": ("lightning", "lightning_manual", "lightning_manual.net.fc", range(0, 10, 2)),
+    "lightning_manual.other": ("lightning", "lightning_manual", "lightning_manual.other.fc", range(1, 10, 2)),
+    "fabric": ("lightning", "fabric", "fabric.fc", range(20, 23)),
+    "lightning_ddp": ("ddp", "lightning_ddp", "lightning_ddp.net.fc", range(6)),
 }
-MODULES = {  # of the scenario's reference, run, and the iterations that the framework must have reached
-    "trainer": ("transformers", "trainer.fc", range(6)),
-    "resumed": ("transformers", "resumed.fc", range(3, 5)),
-    "after": ("transformers", "after.fc", range(6, 8)),
-    "own_step": ("transformers", "own_step.fc", range(6)),
-    "accelerate": ("transformers", "accelerate.fc", range(6)),
-    "lightning": ("lightning", "lightning.net.fc", range(6)),
-    "lightning_resumed": ("lightning", "lightning_resumed.net.fc", range(6, 8)),
-    "lightning_manual.net": ("lightning", "lightning_manual.net.fc", range(0, 10, 2)),
-    "lightning_manual.other": ("lightning", "lightning_manual.other.fc", range(1, 10, 2)),
-    "fabric": ("lightning", "fabric.fc", range(20, 23)),
-    "lightning_ddp": ("ddp", "lightning_ddp.net.fc", range(6)),
-}
+QUICK = ("own_step", "trainer", "resumed", "after", "accelerate", "lightning", "lightning_resumed")
 EVALUATION = "capd: forwards without gradients are taken for evaluation"
 Call = tuple[int, int, int]
 
 
 @dataclass
 class Result:
-    """What one rank of a run noted, and what the store has of the run."""
+    """What the ranks of a run noted, and what the store has of the run."""
 
+    scenarios: list[str]
     held: list[dict[str, Any]]
     store: Any
 
@@ -67,16 +66,21 @@ class Result:
 
 
 @pytest.fixture(scope="module")
-def results() -> Iterator[dict[str, Result]]:
-    """All jobs, side by side: most of their time is imports."""
+def results(request: pytest.FixtureRequest) -> Iterator[dict[str, Result]]:
+    """All jobs that are wanted, side by side: most of their time is imports."""
+    scenarios: dict[str, dict[str, None]] = {}  # run → its scenarios, in the order of the table
+    wanted = rows_wanted(request, "name", ["trainer"])
+    for name, (run, scenario, *_) in MODULES.items():
+        if name in wanted:
+            scenarios.setdefault(run, {})[scenario] = None
     with tempfile.TemporaryDirectory(prefix="capd-c-", dir="/tmp") as name, ExitStack() as stack:
         directory = Path(name)
         daemon = Daemon(directory / "store", directory).start()
         stack.callback(daemon.discard)
         started = [
-            _start(stack, directory, daemon.endpoint, run, rank)
-            for run, (ranks, _) in PROCESSES.items()
-            for rank in range(ranks)
+            _start(stack, directory, daemon.endpoint, run, rank, [*of_run])
+            for run, of_run in scenarios.items()
+            for rank in range(RANKS[run])
         ]
         for log, process in started:
             ended = process.wait(280)
@@ -86,17 +90,17 @@ def results() -> Iterator[dict[str, Result]]:
         daemon.stop()
         yield {
             run: Result(
-                [torch.load(directory / f"{run}.{rank}.pt", weights_only=True) for rank in range(ranks)],
+                [*of_run],
+                [torch.load(directory / f"{run}.{rank}.pt", weights_only=True) for rank in range(RANKS[run])],
                 capd_package.open(directory / "store" / f"{run}.zarr"),
             )
-            for run, (ranks, _) in PROCESSES.items()
+            for run, of_run in scenarios.items()
         }
 
 
 def _start(
-    stack: ExitStack, directory: Path, endpoint: str, run: str, rank: int
+    stack: ExitStack, directory: Path, endpoint: str, run: str, rank: int, scenarios: list[str]
 ) -> tuple[Path, subprocess.Popen[bytes]]:
-    ranks, scenarios = PROCESSES[run]
     environment = {
         **{k: v for k, v in os.environ.items() if not k.startswith("CAPD_")},
         "CAPD_ENDPOINT": endpoint,
@@ -106,8 +110,13 @@ def _start(
         "PYTHONPATH": os.pathsep.join([str(JOB.parents[3]), os.environ.get("PYTHONPATH", "")]),
         "HF_HUB_OFFLINE": "1",
     }
-    if ranks > 1:  # what torchrun would set
-        environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), **_rendezvous()}
+    if RANKS[run] > 1:  # what torchrun would set
+        environment |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(RANKS[run]),
+            **_rendezvous(),
+        }
     path = directory / f"{run}.{rank}.log"
     with path.open("wb") as log:
         process = forking.popen(
@@ -135,9 +144,9 @@ def _rendezvous() -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", rows(MODULES, QUICK))
 def test_every_record_has_the_moment_that_its_loop_knows(results: dict[str, Result], name: str) -> None:
-    run, module, iterations = MODULES[name]
+    run, _, module, iterations = MODULES[name]
     result = results[run]
     for rank, held in enumerate(result.held):
         noted = [(tuple(at), x) for at, x in held["calls"][name]]
@@ -153,9 +162,9 @@ def test_every_record_has_the_moment_that_its_loop_knows(results: dict[str, Resu
 
 
 def test_losses_are_the_same_with_capture_on_and_off(results: dict[str, Result]) -> None:
-    for run, (_, scenarios) in PROCESSES.items():
-        for held in results[run].held:
-            assert sorted(held["losses"]) == sorted(scenarios)
+    for result in results.values():
+        for held in result.held:
+            assert list(held["losses"]) == result.scenarios
             for watched, plain in held["losses"].values():
                 assert watched
                 assert watched == plain

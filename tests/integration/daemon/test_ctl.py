@@ -187,6 +187,7 @@ def test_a_job_is_stopped_selected_and_started_and_the_store_has_exactly_that(
     assert losses == [plain_losses(rank, 14) for rank in (0, 1)]
 
 
+@pytest.mark.slow
 def test_a_training_job_is_stopped_where_the_command_says(
     daemon: Daemon, ranks: list[Rank], ctl: Ctl
 ) -> None:

@@ -152,6 +152,7 @@ def test_ranks_under_load_stop_before_the_disk_is_full_and_go_on_when_there_is_r
         daemon.discard()
 
 
+@pytest.mark.slow
 def test_new_series_stop_before_the_inodes_are_used_up_and_all_are_sealed(
     tmpfs: Mount, serve: Callable[..., DaemonProcess], rank: Rank
 ) -> None:

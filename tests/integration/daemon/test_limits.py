@@ -20,6 +20,7 @@ import pytest
 from tests.kit import forking
 from tests.kit.checking import assert_balanced
 from tests.kit.processes import capd
+from tests.kit.tiers import rows
 
 MIB = 1 << 20
 PR_CAPBSET_DROP, CAP_IPC_LOCK = 24, 14
@@ -102,7 +103,7 @@ def test_a_dev_shm_smaller_than_the_arena_is_no_matter(place: Place) -> None:
     assert said["arena"] == 192 * MIB
 
 
-@pytest.mark.parametrize("nbytes", [0, 64 << 10])
+@pytest.mark.parametrize("nbytes", rows([0, 64 << 10], [0]))
 def test_without_locked_memory_capture_is_as_ever(place: Place, nbytes: int) -> None:
     libc = ctypes.CDLL(None)
 
@@ -239,6 +240,7 @@ def test_the_daemon_keeps_its_staging_within_a_memory_cgroup(
         daemon.stop()
 
 
+@pytest.mark.slow
 def test_one_core_for_daemon_and_rank_together_is_enough(place: Place) -> None:
     """Pinned as batch systems do it: neither waits for the other, and nobody starts threads for cores it has not."""
     core = min(os.sched_getaffinity(0))

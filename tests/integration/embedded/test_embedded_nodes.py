@@ -16,6 +16,7 @@ import capd
 from tests.integration.embedded.embedded_job import Job, StartJob, only_run, samples, spooled
 from tests.kit.launching import can_unshare
 from tests.kit.processes import daemons_on, until
+from tests.kit.tiers import rows
 
 NODES, RANKS_OF_NODE = ("a", "b"), 2
 RANKS = range(len(NODES) * RANKS_OF_NODE)
@@ -91,6 +92,7 @@ def test_a_node_that_loses_all_its_ranks_costs_the_other_nothing(
     check(store, [(rank, n) for rank in RANKS for n in range(2 if rank < 2 else 4)], runtime_dir)
 
 
+@pytest.mark.slow
 @apart
 def test_all_ranks_of_all_nodes_killed_leave_a_sealed_store(
     ranks: list[Job], tmp_path: Path, runtime_dir: Path
@@ -123,7 +125,7 @@ def goes_on_without(job: Job) -> None:
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("directory", ["file", "file/below", "/proc/nowhere"])
+@pytest.mark.parametrize("directory", rows(["file", "file/below", "/proc/nowhere"], ["file"]))
 def test_on_a_directory_that_cannot_be_made_the_job_goes_on_with_one_warning(
     start_job: StartJob, tmp_path: Path, directory: str
 ) -> None:

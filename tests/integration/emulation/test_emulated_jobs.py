@@ -155,6 +155,7 @@ def test_a_variable_of_tensor_saver_alone_only_labels(bare: Done, tmp_path: Path
     assert {series.key.quant_type for series in capd.open(done.run).series} == {"mxfp8"}
 
 
+@pytest.mark.slow
 def test_a_word_that_is_no_format_labels_and_says_so(bare: Done, tmp_path: Path) -> None:
     done = job(tmp_path / "job", capture=("--quant-type", "nightly-7"))
 
@@ -163,6 +164,7 @@ def test_a_word_that_is_no_format_labels_and_says_so(bare: Done, tmp_path: Path)
     assert done.emulations() == {"none"}
 
 
+@pytest.mark.slow
 def test_a_job_that_names_its_types_itself_is_never_quantised_twice(bare: Done, tmp_path: Path) -> None:
     early = job(tmp_path / "early", "--calls", "early", capture=("--quant-type", "mxfp8"))
     assert early.losses == bare.losses

@@ -93,8 +93,16 @@ def job() -> Iterator[Job]:
         run = [sys.executable, "-m", "capd", "run", "--store", name, "--run-id", "job", "--"]
         commands = ([*run, *script, "--biases", str(directory / "biases.pt")], script)
         jobs = [
-            forking.popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            for command in commands
+            forking.popen(
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                imports=imports,
+                inner=forking.TRAINING,
+            )
+            for command, imports in zip(commands, (forking.CAPD, forking.TRAINING), strict=True)
         ]
         try:
             told = [job.communicate(timeout=280) for job in jobs]

@@ -78,6 +78,7 @@ def test_a_job_holds_twice_what_it_has_in_flight_and_little_more(rank: Rank, dae
     assert captured(daemon.store / "run.zarr") == [*range(121), FIRST]
 
 
+@pytest.mark.slow
 def test_a_long_quiet_gives_back_what_it_did_not_need(rank: Rank, daemon: Daemon) -> None:
     before = fill(rank, daemon, 0, 120)
     assert before["there"] >= 240 * MIB
@@ -96,6 +97,7 @@ def test_a_long_quiet_gives_back_what_it_did_not_need(rank: Rank, daemon: Daemon
     assert captured(daemon.store / "run.zarr") == [*range(180), FIRST]
 
 
+@pytest.mark.slow
 def test_captures_go_on_while_memory_is_given_back_again_and_again(rank: Rank, daemon: Daemon) -> None:
     rank.ask("quiet 0.05")
     for turn in range(3):

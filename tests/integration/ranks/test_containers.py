@@ -64,6 +64,7 @@ def contained(daemon: Daemon) -> Iterator[Rank]:
         rank.kill()
 
 
+@pytest.mark.slow
 @apart
 def test_a_rank_in_namespaces_of_its_own_is_captured_as_any_other(daemon: Daemon, tmp_path: Path) -> None:
     with contained(daemon) as rank:

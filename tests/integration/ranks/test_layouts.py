@@ -11,6 +11,7 @@ from capd_client.config.settings import ClientConfig
 from capd_client.protocol.key import Key, Moment
 from capd_client.session.session import Session
 from tests.kit.processes import Daemon
+from tests.kit.tiers import rows
 
 SHAPES = [
     (2, 3, 5, 4),
@@ -35,7 +36,7 @@ def session(daemon: Daemon) -> Session:
     return Session(config, environ={})
 
 
-@pytest.mark.parametrize("cast_to", [None, torch.float16])
+@pytest.mark.parametrize("cast_to", rows([None, torch.float16], [torch.float16]))
 def test_the_store_has_them_in_c_order(daemon: Daemon, session: Session, cast_to: torch.dtype | None) -> None:
     expected: dict[str, torch.Tensor] = {}
     for dtype in DTYPES:

@@ -17,6 +17,7 @@ from capd.server.process import how_ended
 from tests.kit.checking import assert_balanced, captured_numbers
 from tests.kit.paths import REPOSITORY
 from tests.kit.processes import Daemon, StartRank, at_rest, capd, live_stats, until
+from tests.kit.tiers import rows
 
 JOB = str(Path(__file__).with_name("ending_job.py"))
 ROOT = str(REPOSITORY)
@@ -46,7 +47,7 @@ def ending(daemon: Daemon, notes: Path, how: str, count: int = CAPTURES) -> subp
     return subprocess.Popen([sys.executable, JOB, str(count), how, str(notes)], env=environment)
 
 
-@pytest.mark.parametrize("count", [1, CAPTURES])
+@pytest.mark.parametrize("count", rows([1, CAPTURES], [CAPTURES]))
 def test_a_script_that_ends_by_os_exit_keeps_all_that_it_captured(count: int, tmp_path: Path) -> None:
     notes, store = tmp_path / "notes", tmp_path / "store"
     command = (sys.executable, JOB, str(count), "exit", str(notes))
@@ -84,7 +85,10 @@ def test_a_killed_rank_and_one_that_ended_by_itself_are_told_apart(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("how", "end"),
-    [("exit", "exit code 0"), ("abort", "SIGABRT"), ("kill", "SIGKILL"), ("exec", "exit code 0")],
+    rows(
+        [("exit", "exit code 0"), ("abort", "SIGABRT"), ("kill", "SIGKILL"), ("exec", "exit code 0")],
+        [("kill", "SIGKILL")],
+    ),
 )
 def test_a_rank_that_the_daemon_never_heard_of_in_time_keeps_all_that_it_captured(
     how: str, end: str, daemon: Daemon, tmp_path: Path
@@ -104,6 +108,7 @@ def test_a_rank_that_the_daemon_never_heard_of_in_time_keeps_all_that_it_capture
     assert f"ended without saying goodbye{told}; {CAPTURES} captures were recovered from its arena" in said
 
 
+@pytest.mark.slow
 def test_a_daemon_that_is_stopped_takes_the_arena_of_a_rank_that_was_faster(
     daemon: Daemon, tmp_path: Path
 ) -> None:
@@ -196,7 +201,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("fork", ["alone", "fork"])
+@pytest.mark.parametrize("fork", rows(["alone", "fork"], ["fork"]))
 def test_every_kind_of_capture_is_recovered(fork: str, daemon: Daemon, tmp_path: Path) -> None:
     environment = {**os.environ, "CAPD_ENDPOINT": daemon.endpoint, "CAPD_RUN_ID": "run", "PYTHONPATH": ROOT}
     daemon.send(signal.SIGSTOP)

@@ -166,6 +166,7 @@ def test_a_training_loop_keeps_its_losses_and_leaves_statistics_of_all_operands(
     assert json.loads(capd("verify", str(daemon.store / "run.zarr"), "--json").stdout)["ok"]
 
 
+@pytest.mark.slow
 def test_a_daemon_killed_again_and_again_loses_and_repeats_no_statistics(
     daemon: Daemon, start_rank: StartRank
 ) -> None:

@@ -134,6 +134,7 @@ def test_slices_are_the_rows_of_what_the_job_held_and_say_of_what(daemon: Daemon
     assert torch.equal(held["random"], plain["random"])
 
 
+@pytest.mark.slow
 def test_a_slice_from_the_environment_leaves_weights_whole(daemon: Daemon, tmp_path: Path) -> None:
     held = job(daemon, tmp_path / "on.pt", CAPD_SLICE="first:1", CAPD_MODE="sample:1/4")
 

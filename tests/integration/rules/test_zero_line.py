@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 import capd as capd_package
 from tests.integration.rules.zero_line_job import LAYERS, MICRO_BATCHES, Data, batches, net, train
+from tests.kit import forking
 from tests.kit.paths import REPOSITORY
 from tests.kit.processes import Daemon
 
@@ -42,13 +43,13 @@ class Done:
     said: str  # stderr, capd's and the job's
 
 
-def run(*command: str, capd: tuple[str, ...] = (), **environment: str) -> Done:
-    """Run a job with the Python of the tests, below `capd run` unless `capd` is empty."""
-    around = [sys.executable, "-m", "capd", "run", *capd, "--"] if capd else []
+def run(*command: str, capd: tuple[str, ...], inner: str = "", **environment: str) -> Done:
+    """Run a job below `capd run`; its Python is forked if `inner` names what it imports."""
+    around = [sys.executable, "-m", "capd", "run", *capd, "--"]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("CAPD_", "PYTHON"))}
-    done = subprocess.run(
+    done = forking.run(
         [*around, *command], env={**inherited, "OMP_NUM_THREADS": "1", **environment},
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=280,
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=280, inner=inner,
     )  # fmt: skip
     printed = done.stdout.strip().splitlines()
     seen = json.loads(printed[-1]) if printed and printed[-1].startswith("{") else {}
@@ -62,24 +63,18 @@ class Jobs:
         self.store, self.stores = store, {"plain": directory / "own"}
         here, script = sys.executable, str(JOB)
         other = stranger(directory / "stranger")
-        commands = {
+        torchrun = (here, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        forked = {
             **{name: (here, script, name) for name in ("compiled", "watched_late", "captures", "evaluates")},
-            "ddp": (
-                here,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                "2",
-                script,
-                "ddp",
-            ),
-            "stranger": (other, script, "plain"),
-            "isolated": (here, "-I", "-c", ""),
+            "ddp": (*torchrun, script, "ddp"),
         }
+        cold = {"stranger": (other, script, "plain"), "isolated": (here, "-I", "-c", "")}
         with ThreadPoolExecutor(3) as pool:
             futures = {
-                name: pool.submit(run, *command, capd=("--attach", "--run-id", name), **environment)
+                name: pool.submit(
+                    run, *command, capd=("--attach", "--run-id", name), inner=inner, **environment
+                )
+                for commands, inner in ((forked, forking.TRAINING), (cold, ""))
                 for name, command in commands.items()
             }
             futures["unwatched"] = pool.submit(

@@ -160,10 +160,12 @@ def test_the_functions_that_a_document_lists_are_there_with_their_parameters() -
     [
         ("001-1", "", "000-1", "enhanced_tensor_logs", EXPECTED["000-1"]),
         ("002-2", "", "002-3", "tensor_logs", rows(ATTENTION, 1, "hifp8")),
-        ("000-7", "run_wikipedia_tensor_collection.sh", "000-1", "enhanced_tensor_logs", EXPECTED["000-1"]),
-        ("001-3", "run_wikipedia_tensor_collection.sh", "000-1", "enhanced_tensor_logs", EXPECTED["000-1"]),
-        ("002-5", "examples/llama/train_llama32_1b_h100_fp8.sh", "002-3", "tensor_logs/experiment_001",
-         rows(ATTENTION, 1, "hifp8")),
+        pytest.param("000-7", "run_wikipedia_tensor_collection.sh", "000-1", "enhanced_tensor_logs", EXPECTED["000-1"],
+                     marks=pytest.mark.slow),
+        pytest.param("001-3", "run_wikipedia_tensor_collection.sh", "000-1", "enhanced_tensor_logs", EXPECTED["000-1"],
+                     marks=pytest.mark.slow),
+        pytest.param("002-5", "examples/llama/train_llama32_1b_h100_fp8.sh", "002-3", "tensor_logs/experiment_001",
+                     rows(ATTENTION, 1, "hifp8"), marks=pytest.mark.slow),
     ],
     ids=["001-1", "002-2", "000-7", "001-3", "002-5"],
 )  # fmt: skip

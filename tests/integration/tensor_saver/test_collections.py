@@ -72,13 +72,14 @@ def kept(directory: Path) -> dict[str, set[tuple[int, int]]]:
     ("line", "types", "micro_batches"),
     [
         ("./run_tensor_collection.sh single mxfp8", {"mxfp8"}, {(0, 0)}),
-        (
+        pytest.param(
             "./run_tensor_collection.sh --mode single --quant-type mxfp8 --control-iter 3 --collect-micro-batches 2",
             {"mxfp8"},
             {(0, 0), (0, 1), (1, 0)},
+            marks=pytest.mark.slow,
         ),
         pytest.param("./run_tensor_collection.sh batch", ALL, {(0, 0)}, marks=pytest.mark.fault),
-        ("./run_tensor_collection.sh quick hifp8", {"hifp8"}, {(0, 0)}),
+        pytest.param("./run_tensor_collection.sh quick hifp8", {"hifp8"}, {(0, 0)}, marks=pytest.mark.slow),
         pytest.param(
             "./run_tensor_collection.sh --mode single --quant-type mxfp8 --control-iter 10",
             {"mxfp8"},

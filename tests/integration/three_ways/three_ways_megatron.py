@@ -84,13 +84,13 @@ def told(script: Script, step: int, *, training: bool) -> Callable[..., Any]:
     return forward
 
 
-def row(mode: job.Mode, *, default: bool = False) -> Row:
-    return Row(partial(megatron, mode=mode), ranks=2, imports=("megatron.core",), default=default)
+def row(mode: job.Mode) -> Row:
+    return Row(partial(megatron, mode=mode), ranks=2, imports=("megatron.core",))
 
 
 ROWS: dict[str, Row] = {
     "megatron": row(job.MODES["dp2"]),
-    "megatron_pp": row(job.MODES["pp2"], default=True),
+    "megatron_pp": row(job.MODES["pp2"]),
     "megatron_vpp": row(job.Mode(pp=2, vpp=2)),
     "megatron_full": row(job.MODES["full"]),
     "megatron_selective": row(job.MODES["selective"]),

@@ -76,7 +76,7 @@ def pipeline(
 _IMPORTS = ("torch.distributed.pipelining",)
 
 ROWS: dict[str, Row] = {
-    "gpipe": Row(partial(pipeline, kind="ScheduleGPipe"), ranks=2, imports=_IMPORTS, default=True),
+    "gpipe": Row(partial(pipeline, kind="ScheduleGPipe"), ranks=2, imports=_IMPORTS),
     "one_f_one_b": Row(partial(pipeline, kind="Schedule1F1B"), ranks=2, imports=_IMPORTS),
     "one_f_one_b_compiled": Row(
         partial(pipeline, kind="Schedule1F1B", compiled=True), ranks=2, imports=_IMPORTS

@@ -190,6 +190,6 @@ ROWS: dict[str, Row] = {
     "several": Row(several),
     "compiled": Row(compiled, default=True),
     "compiled_blocks": Row(compiled_blocks),
-    "checkpointed": Row(checkpointed, default=True),
+    "checkpointed": Row(checkpointed),
     "checkpointed_reentrant": Row(checkpointed_reentrant),
 }

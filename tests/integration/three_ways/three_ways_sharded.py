@@ -147,6 +147,6 @@ ROWS: dict[str, Row] = {
     "fsdp2_bf16": Row(fsdp2_bf16, ranks=2, imports=_FSDP),
     "fsdp2_checkpointed": Row(fsdp2_checkpointed, ranks=2, imports=_FSDP),
     "fsdp2_compiled": Row(fsdp2_compiled, ranks=2, imports=_FSDP),
-    "tp": Row(tp, ranks=2, imports=_TENSOR, default=True),
+    "tp": Row(tp, ranks=2, imports=_TENSOR),
     "tp_sequence": Row(tp_sequence, ranks=2, imports=_TENSOR),
 }
