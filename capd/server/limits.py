@@ -18,9 +18,7 @@ from capd.space import mount_of, shown_size
 from capd_client.config.sizes import amount_nbytes
 from capd_client.process.memory import available_nbytes
 
-__all__ = [
-    "DiskBudget", "encode_threads", "raise_open_files", "staging_within", "usable_cpus",
-]  # fmt: skip
+__all__ = ["DiskBudget", "encode_threads", "raise_open_files", "staging_within", "usable_cpus"]
 
 _REFRESH_S = 1.0
 # The divisor of the available memory; other processes need some of it, too.
@@ -196,11 +194,9 @@ def staging_within(asked_nbytes: int) -> int:
 
 def usable_cpus() -> float:
     """Return the CPUs that this process may use: its affinity, cut by the cgroup's quota (a fraction is possible)."""
-    allowed = float(len(os.sched_getaffinity(0)))
-    for quota in (_quota_v2(), _quota_v1()):
-        if quota is not None:
-            allowed = min(allowed, quota)
-    return allowed
+    version_2 = _quotas(_CGROUP, _cgroup_path(""), "cpu.max")
+    version_1 = _quotas(_CGROUP / "cpu", _cgroup_path("cpu"), "cpu.cfs_quota_us", "cpu.cfs_period_us")
+    return min([float(len(os.sched_getaffinity(0))), *version_2, *version_1])
 
 
 def encode_threads() -> int:
@@ -219,30 +215,17 @@ def raise_open_files() -> int:
     return 1 << 20 if soft == resource.RLIM_INFINITY else soft
 
 
-def _quota_v2() -> float | None:
-    group = _cgroup_path("")
-    if group is None:
-        return None
-    quotas: list[float] = []
-    here = _CGROUP / group
-    # An ancestor's quota may be tighter.
-    while True:
-        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
-            quota, period = (here / "cpu.max").read_text().split()
-            quotas.append(float(quota) / float(period))
-        if here == _CGROUP or _CGROUP not in here.parents:
-            return min(quotas, default=None)
-        here = here.parent
-
-
-def _quota_v1() -> float | None:
-    group = _cgroup_path("cpu")
-    for directory in (_CGROUP / "cpu" / (group or ""), _CGROUP / "cpu"):
-        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
-            quota = int((directory / "cpu.cfs_quota_us").read_text())
-            period = int((directory / "cpu.cfs_period_us").read_text())
-            return quota / period if quota > 0 else None
-    return None
+def _quotas(base: Path, group: str | None, *files: str) -> list[float]:
+    """Return the quotas of a group and of its ancestors below `base`, of which any may be the tightest."""
+    found: list[float] = []
+    here = base / (group or "")
+    for directory in (here, *here.parents):
+        if directory.is_relative_to(base):
+            with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+                quota, period = " ".join((directory / file).read_text() for file in files).split()
+                if float(quota) > 0:
+                    found.append(float(quota) / float(period))
+    return found
 
 
 def _cgroup_path(controller: str) -> str | None:

@@ -188,7 +188,7 @@ class Listener:
             self._forget(peer)
 
     def _admit(self, peer: Peer) -> None:
-        uid = peer.credentials.uid
+        uid = peer.uid
         if uid not in self._allowed_uids:
             allowed = ", ".join(str(allowed) for allowed in sorted(self._allowed_uids))
             raise Refusal(
@@ -213,7 +213,7 @@ class Listener:
             self._arriving.discard(peer)
 
     def _send_away(self, peer: Peer, reject: Reject) -> None:
-        self._count(reject.code, f"sent away pid {peer.credentials.pid} ({reject.code}): {reject.message}")
+        self._count(reject.code, f"sent away pid {peer.pid} ({reject.code}): {reject.message}")
         with contextlib.suppress(PeerGone):
             peer.send(reject)
 

@@ -13,7 +13,6 @@ import select
 import socket
 import struct
 import threading
-from dataclasses import dataclass
 
 import msgspec
 
@@ -29,7 +28,7 @@ from capd_client.protocol.messages import (
     encode,
 )
 
-__all__ = ["SEND_TIMEOUT_S", "Credentials", "Peer", "PeerGone", "Refusal", "framed"]
+__all__ = ["SEND_TIMEOUT_S", "Peer", "PeerGone", "Refusal", "framed"]
 
 # A peer that takes nothing for this time is disconnected.
 SEND_TIMEOUT_S = 5.0
@@ -60,22 +59,15 @@ class Refusal(Exception):
         self.reject = Reject(code, message, retry)
 
 
-@dataclass(frozen=True, slots=True)
-class Credentials:
-    """The process that connected, as the kernel reports it; pid is 0 for a process in another pid namespace."""
-
-    pid: int
-    uid: int
-
-
 class Peer:
     """The connection to one peer. One thread reads and one sends; any thread may call `shutdown`."""
 
     def __init__(self, sock: socket.socket) -> None:
         """Take over an accepted socket."""
         self._sock = sock
-        pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-        self.credentials = Credentials(pid, uid)
+        # The process that connected, as the kernel reports it. The pid is 0 in another pid namespace.
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        self.pid, self.uid, _ = _UCRED.unpack(credentials)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_TIMEOUT_S), 0))
         # Bytes of frames that are not taken yet.
         self._unread = bytearray()
@@ -96,9 +88,9 @@ class Peer:
         """
         with contextlib.suppress(OSError):
             return self._sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-        if self.credentials.pid > 0:
+        if self.pid > 0:
             try:
-                return os.pidfd_open(self.credentials.pid)
+                return os.pidfd_open(self.pid)
             except ProcessLookupError:
                 # The process is gone. An eventfd that is already set is readable, as its pidfd would be.
                 return os.eventfd(1, os.EFD_CLOEXEC)
