@@ -2,7 +2,7 @@
 
 A capture gets a cell when its bytes are in its slot, and loses the cell when it is settled. The process may die in
 between. The daemon has the arena mapped and reads the cells after the process is gone. It takes each capture as if
-it had been sent (`capd.server.rank.left_behind`). Writing a cell takes no lock and makes no system call.
+it had been sent (`capd.server.rank.rank`). Writing a cell takes no lock and makes no system call.
 
 A capture is also taken if no cell is free. It is lost only if its rank dies.
 """

@@ -107,7 +107,7 @@ def serve_rank(
         if process is not None:
             os.close(process)
     connection = _RankConnection(context, peer, rank, hello)
-    logger.info("rank %d connected to run %s (pid %d)", hello.rank, rank.run_id, peer.credentials.pid)
+    logger.info("rank %d connected to run %s (pid %d)", hello.rank, rank.run_id, peer.pid)
     yield_to_training()
     connection.run(watched)
 
@@ -150,9 +150,7 @@ class _RankConnection:
         except Refusal as refusal:
             last = refusal.reject
         except ProtocolError as error:
-            logger.warning(
-                "%s (pid %d) broke the protocol: %s", self._name, self._peer.credentials.pid, error
-            )
+            logger.warning("%s (pid %d) broke the protocol: %s", self._name, self._peer.pid, error)
             last = Reject("malformed", str(error))
         finally:
             # This comes first, because `disconnect` drops the replies that wait.
@@ -194,14 +192,14 @@ class _RankConnection:
             self._hold_back()
         elif isinstance(message, Define):
             nbytes = self._peer.received_nbytes
-            current = rank.tell(ordinal, lambda session: session.define(message, nbytes))
+            current = rank.apply(ordinal, lambda session: session.define(message, nbytes))
         elif isinstance(message, Drops):
-            current = rank.tell(ordinal, lambda session: session.drops(message))
+            current = rank.apply(ordinal, lambda session: session.drops(message))
         elif isinstance(message, Flush):
-            current = rank.tell(ordinal, lambda session: session.flush(message))
+            current = rank.apply(ordinal, lambda session: session.flush(message))
             self._context.hurry()
         elif isinstance(message, (Steered, Drained)):
-            current = rank.tell(ordinal, lambda _: rank.orders.answered(message))
+            current = rank.apply(ordinal, lambda _: rank.orders.answered(message))
         elif isinstance(message, Ping):
             self._sender.post(Pong())
         elif isinstance(message, Bye):

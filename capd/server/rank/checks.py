@@ -1,4 +1,4 @@
-"""The checks of a rank's descriptors and statistics rows: whether they can be believed. Pure: no I/O, no state.
+"""The checks of a rank's PUTs and definitions: whether they can be believed. No state.
 
 A descriptor comes from another process. It decides which bytes of the arena are read and how they are interpreted.
 Each of its numbers is therefore checked as a Python int before anything is read.
@@ -8,27 +8,30 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from collections.abc import Mapping
 
 import msgspec
 import numpy as np
 
-from capd.server.rank.arena import MAX_ARENA_NBYTES
+from capd.server.rank.arena import MAX_ARENA_NBYTES, Arena
+from capd.store.documents.json_document import MAX_DEPTH, is_shallow
 from capd.store.format.statistics import is_whole
+from capd_client.errors import ProtocolError
 from capd_client.protocol.counter_page import PAGE_NBYTES
 from capd_client.protocol.dtypes import ITEM_NBYTES
-from capd_client.protocol.messages import Define, Descriptor, Part
+from capd_client.protocol.messages import Define, Descriptor, Part, Put
 from capd_client.protocol.statistics_row import NO_ROW_DTYPES, ROW_FIELDS, ROW_NBYTES
 
-__all__ = ["MAX_METADATA_DEPTH", "believes_row", "define_problem", "descriptor_problem"]
+__all__ = ["Checked", "believes_row", "check_put", "define_problem", "descriptor_problem"]
 
-# Deeper JSON could exceed a reader's recursion limit.
-MAX_METADATA_DEPTH = 64
 _ROW_ALIGNMENT = 8
 # Only integers of at most 32 bits have rows.
 _MAX_WHOLE = 1 << 32
 
-_json_object = msgspec.json.Decoder(dict[str, Any])
+_json_object = msgspec.json.Decoder(dict[str, object])
+
+# A descriptor, its definition, and its error.
+Checked = tuple[Descriptor, "Define | None", "str | None"]
 
 
 def define_problem(define: Define) -> str | None:
@@ -37,8 +40,53 @@ def define_problem(define: Define) -> str | None:
         json.dumps(define.attributes, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         return f"attributes of key id {define.id} hold a value that JSON cannot represent: {error}"
-    if _depth(define.attributes) > MAX_METADATA_DEPTH:
-        return f"attributes of key id {define.id} are nested more than {MAX_METADATA_DEPTH} levels deep"
+    if not is_shallow(define.attributes):
+        return f"attributes of key id {define.id} are nested more than {MAX_DEPTH} levels deep"
+    return None
+
+
+def check_put(
+    message: Put, keys: Mapping[int, Define], key_problems: Mapping[int, str], arena: Arena
+) -> tuple[list[Checked], dict[int, bytes]]:
+    """Check a batch. It asks the kernel about pages, so it runs before the rank's lock is taken.
+
+    Args:
+        message: The batch as received.
+        keys: The rank's definitions on this connection, by key id.
+        key_problems: The key ids that cannot be stored, and why.
+        arena: The sender's arena.
+
+    Returns:
+        Each descriptor with its definition and its error; and the rank's statistics rows, by sequence.
+
+    Raises:
+        ProtocolError: The sequences of the batch do not ascend.
+    """
+    items: list[Checked] = []
+    rows: dict[int, bytes] = {}
+    previous = -1
+    for item in message.items:
+        if item.sequence <= previous:
+            raise ProtocolError(f"sequence {item.sequence} follows {previous} in one batch")
+        previous = item.sequence
+        define = keys.get(item.key_id)
+        problem = key_problems.get(item.key_id) or descriptor_problem(item, define, arena.nbytes)
+        problem = problem or _unwritten(item, arena)
+        if problem is None and define is not None and item.row_offset is not None:
+            row = bytes(arena.slice(item.row_offset, ROW_NBYTES))
+            if believes_row(row, define.dtype, item.shape):
+                rows[item.sequence] = row
+            elif not item.payload:
+                problem = f"the statistics row at {item.row_offset} contradicts the tensor, or itself"
+        items.append((item, define, problem))
+    return items, rows
+
+
+def _unwritten(item: Descriptor, arena: Arena) -> str | None:
+    if not arena.is_written(item.offset, item.nbytes):
+        return f"not all of the {item.nbytes} bytes at offset {item.offset} were ever written"
+    if item.row_offset is not None and not arena.is_written(item.row_offset, ROW_NBYTES):
+        return f"the statistics row at {item.row_offset} was never written"
     return None
 
 
@@ -138,27 +186,7 @@ def believes_row(row: bytes, dtype: str, shape: tuple[int, ...]) -> bool:
 
 def _metadata_problem(metadata: bytes) -> str | None:
     try:
-        _json_object.decode(metadata)
+        found = _json_object.decode(metadata)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return f"metadata is not a JSON object: {error}"
-    if (
-        metadata.count(b"[") + metadata.count(b"{") > MAX_METADATA_DEPTH
-        and _depth(_json_object.decode(metadata)) > MAX_METADATA_DEPTH
-    ):
-        return f"metadata is nested more than {MAX_METADATA_DEPTH} levels deep"
-    return None
-
-
-def _depth(value: Any) -> int:
-    deepest, level = 0, [value]
-    while level := [child for parent in level for child in _children(parent)]:
-        deepest += 1
-        if deepest > MAX_METADATA_DEPTH:
-            break
-    return deepest
-
-
-def _children(value: Any) -> Any:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
+    return None if is_shallow(found) else f"metadata is nested more than {MAX_DEPTH} levels deep"

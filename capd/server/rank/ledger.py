@@ -33,8 +33,6 @@ class Ledger:
 
     def __init__(self) -> None:
         self._rows: dict[tuple[Key, str, str], LedgerRow] = {}
-        # Grows with every change.
-        self.version = 0
         self._room_nbytes = MAX_LEDGER_NBYTES
 
     def report(self, define: Define, row: DropRow) -> None:
@@ -73,4 +71,3 @@ class Ledger:
         elif entry.count <= known.count:
             return
         self._rows[key] = entry
-        self.version += 1

@@ -69,4 +69,4 @@ class Orders:
                 except ConfigError as error:
                     raise ProtocolError(f"the rank follows an impossible selection: {error}") from None
         self.steered = message
-        self._steering.told(message)
+        self._steering.learn(message)

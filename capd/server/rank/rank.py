@@ -7,18 +7,21 @@ wait for a peer.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
+from capd.errors import ProtocolError
 from capd.server.net.sender import Sender
 from capd.server.pipeline.jobs import RecordJob
 from capd.server.process import RETURN_S, RankProcess
 from capd.server.rank.accounting import PageCounters, reconcile
 from capd.server.rank.arena import Arena
-from capd.server.rank.left_behind import begin_recovery
+from capd.server.rank.checks import check_put
+from capd.server.rank.journal import Journal
 from capd.server.rank.orders import Orders
-from capd.server.rank.put_batch import check_put
 from capd.server.rank.session import Phase, Session
 from capd.server.rank.steering import RunSteering
 from capd.store.catalog.rows import SessionRow
@@ -27,8 +30,11 @@ from capd_client.protocol.messages import DaemonMessage, Descriptor, Hello, Put,
 
 __all__ = ["MAX_IN_WORK_NBYTES", "RankSession"]
 
+logger = logging.getLogger(__name__)
+
 # The memory of one rank's captures in the pipeline (8192 plain ones). At this limit, the rank's socket is not read.
 MAX_IN_WORK_NBYTES = 16 << 20
+_ROOM_S = 1.0
 
 
 class RankSession:
@@ -45,6 +51,7 @@ class RankSession:
         steering: RunSteering,
     ) -> None:
         self.session = session
+        self.client, self.run_id = session.client, session.run_id
         self.hello = hello
         self.orders = Orders(steering)
         self.started_ns = started_ns
@@ -137,7 +144,7 @@ class RankSession:
         arena = self._arena
         return arena is not None and arena.fills_up(max((item.offset for item in items), default=0))
 
-    def tell(self, connection: int, act: Callable[[Session], None]) -> bool:
+    def apply(self, connection: int, act: Callable[[Session], None]) -> bool:
         """Apply `act` to the state. Return False if another connection took over."""
         with self._lock:
             if connection != self.session.connection:
@@ -166,7 +173,7 @@ class RankSession:
 
     def end(self, connection: int) -> bool:
         """Take a BYE. Return False if another connection took over."""
-        ended = self.tell(connection, Session.end)
+        ended = self.apply(connection, Session.end)
         if ended:
             self.ended_ns = time.time_ns()
         return ended
@@ -245,21 +252,12 @@ class RankSession:
             self._recovering = True
             # A process that may still live could reuse the slot of a part, but no other slot.
             parts = self.process.ended
-        begin_recovery(self, connection, journal, parts=parts)
-
-    def end_recovery(self, connection: int, count: int) -> None:
-        """Note that the ready captures of the arena are submitted, and that the rank is dead.
-
-        Args:
-            connection: The connection for which the recovery began.
-            count: The number of captures that the rank had not sent.
-        """
-        with self._lock:
-            self._recovering = False
-            self.recovered += count
-            if connection == self.session.connection and self.session.phase is Phase.ORPHANED:
-                self._die()
-            self._outcome.notify_all()
+        work = partial(self._recover, connection, journal, parts)
+        try:
+            threading.Thread(target=work, name=f"capd-recover-{self.hello.rank}", daemon=True).start()
+        except RuntimeError:
+            # The system allows no further thread.
+            work()
 
     def wait_recovered(self, timeout_s: float) -> bool:
         """Wait until no recovery is in progress. Return whether that is so."""
@@ -288,21 +286,6 @@ class RankSession:
                 dropped={reason.value: count for reason, count in totals.dropped.items()},
                 drops=session.ledger.rows(),
             )
-
-    @property
-    def client(self) -> bytes:
-        """The client's uuid."""
-        return self.session.client
-
-    @property
-    def run_id(self) -> str:
-        """The run of its records."""
-        return self.session.run_id
-
-    @property
-    def ledger_version(self) -> int:
-        """A number that grows with every change of the drop ledger."""
-        return self.session.ledger.version
 
     @property
     def connected(self) -> bool:
@@ -335,6 +318,48 @@ class RankSession:
             self._last_page = self._counters()
             self._arena = None
             self.process.follow(None)
+
+    # The recovery of a rank that is gone, in a thread of its own
+
+    def _recover(self, connection: int, journal: Journal, parts: bool) -> None:
+        """Submit the ready captures of the arena as if the rank had PUT them. Then the rank is dead.
+
+        A capture that was already sent is committed, refused or in work, and a repeated PUT creates no second record.
+        The recovery therefore need not know how far the rank had come.
+
+        Args:
+            connection: The rank's last connection. The recovery ends if another one takes over.
+            journal: The journal, which names the ready slots.
+            parts: Also take parts of large records.
+        """
+        before = self.taken
+        try:
+            self._put_found(connection, journal, parts)
+        except (ProtocolError, OSError) as error:
+            logger.warning("the journal of rank %d cannot be read further: %s", self.hello.rank, error)
+        except Exception:
+            # This is the outermost loop of the thread: the session must not wait forever.
+            logger.exception("the journal of rank %d cannot be read further", self.hello.rank)
+        finally:
+            with self._lock:
+                self._recovering = False
+                self.recovered += self.taken - before
+                if connection == self.session.connection and self.session.phase is Phase.ORPHANED:
+                    self._die()
+                self._outcome.notify_all()
+
+    def _put_found(self, connection: int, journal: Journal, parts: bool) -> None:
+        found, keys = journal.find(), self.session.keys
+        for define, nbytes in journal.definitions(found.keys - keys.keys()):
+            add = partial(Session.define, message=define, frame_nbytes=nbytes)
+            if define.id not in keys and not self.apply(connection, add):
+                return
+        for batch in journal.batches(found):
+            items = [item for item in batch if item.key_id in keys and (parts or item.part is None)]
+            if items and not self.put(connection, Put(items)):
+                return
+            while not self.wait_for_room(_ROOM_S):
+                pass
 
     # Inside; all with the lock held
 

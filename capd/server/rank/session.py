@@ -21,10 +21,9 @@ import enum
 from collections.abc import Iterable
 
 from capd.server.rank.accounting import DAEMON_REASONS
-from capd.server.rank.checks import define_problem
+from capd.server.rank.checks import Checked, define_problem
 from capd.server.rank.ledger import Ledger
 from capd.server.rank.parts import PartRefused, Unfinished
-from capd.server.rank.put_batch import Checked
 from capd.server.rank.replies import Replies
 from capd.store.format.ranges import RangeSet
 from capd_client.errors import ProtocolError

@@ -66,7 +66,7 @@ class RunSteering:
         with self._lock:
             return Drain(self._next_id())
 
-    def told(self, steered: Steered) -> None:
+    def learn(self, steered: Steered) -> None:
         """Take a rank's report of its state, which may be new to this daemon. The clock passes it to other ranks."""
         newest = steered.pending or steered.in_force
         with self._lock:

@@ -10,11 +10,12 @@ from typing import Any
 
 from capd.errors import NotAStore
 
-__all__ = ["MAX_LENGTH", "is_length", "is_shallow", "read_document"]
+__all__ = ["MAX_DEPTH", "MAX_LENGTH", "is_length", "is_shallow", "read_document"]
 
 # The largest length of an array's axis. Calculations with larger numbers could overflow.
 MAX_LENGTH = 2**62
-_MAX_DEPTH = 64
+# Deeper JSON could exceed a reader's recursion limit.
+MAX_DEPTH = 64
 # The columns of 10,000 records take about 4 MiB.
 _MAX_NBYTES = 64 << 20
 
@@ -57,7 +58,7 @@ def is_length(value: Any) -> bool:
 def is_shallow(document: Any) -> bool:
     """Return whether a document is shallow enough for functions that recurse into it."""
     level = [document]
-    for _ in range(_MAX_DEPTH):
+    for _ in range(MAX_DEPTH):
         members = (m for one in level for m in (one.values() if isinstance(one, dict) else one))
         level = [member for member in members if isinstance(member, (dict, list))]
         if not level:

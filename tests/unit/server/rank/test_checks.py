@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from capd.server.rank.checks import MAX_METADATA_DEPTH, believes_row, define_problem, descriptor_problem
+from capd.server.rank.checks import believes_row, define_problem, descriptor_problem
+from capd.store.documents.json_document import MAX_DEPTH
 from capd.store.format.dtypes import stored_type
 from capd.store.format.frames import StatsRow
 from capd.store.format.packed_statistics import pack, unpack
@@ -138,7 +139,7 @@ def test_attributes_that_cannot_be_kept_are_named(value: object, says: str) -> N
 
 
 def test_sound_attributes_pass() -> None:
-    attributes = {"layout": [1, None, "x"], "deep": nested(MAX_METADATA_DEPTH - 1), "scale": 0.5}
+    attributes = {"layout": [1, None, "x"], "deep": nested(MAX_DEPTH - 1), "scale": 0.5}
     assert define_problem(Define(id=0, key=KEY, dtype="bfloat16", attributes=attributes)) is None
 
 

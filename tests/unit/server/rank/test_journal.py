@@ -177,7 +177,7 @@ def test_what_came_by_put_is_not_taken_twice(make: Callable[..., Both]) -> None:
     both = make()
     captures = [both.capture() for _ in range(6)]
     assert both.rank.connect(both.hello, both.seen, None) is None
-    assert both.rank.tell(1, lambda session: session.define(both.definition.define, 10))
+    assert both.rank.apply(1, lambda session: session.define(both.definition.define, 10))
     assert both.rank.put(1, Put([capture.descriptor for capture in captures[:4]]))
     both.rank.committed([1])
     both.rank.refused(2, DropReason.DISK_FULL, "full")  # 3 and 4 are in work
@@ -197,7 +197,7 @@ def test_a_rank_that_comes_back_repeats_what_was_taken_and_it_is_acknowledged(
         both.rank.committed([job.sequence])
     both.hello.connection = 2
     assert both.rank.connect(both.hello, both.seen, None) is None
-    assert both.rank.tell(2, lambda session: session.define(both.definition.define, 10))
+    assert both.rank.apply(2, lambda session: session.define(both.definition.define, 10))
     assert both.rank.put(2, Put([capture.descriptor for capture in captures]))
     assert len(both.jobs) == 3
     assert both.rank.session.has_replies

@@ -58,7 +58,7 @@ def rank(jobs: list[RecordJob]) -> Iterator[RankSession]:
         RunSteering(),
     )
     assert made.connect(hello, arena, None) is None
-    assert made.tell(1, lambda session: session.define(DEFINE, 10))
+    assert made.apply(1, lambda session: session.define(DEFINE, 10))
     yield made
     made.release()
 

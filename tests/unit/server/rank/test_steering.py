@@ -99,7 +99,7 @@ def test_a_count_beyond_all_measure_pushes_no_order_and_hides_no_pace() -> None:
 def test_ids_grow_also_behind_one_that_a_rank_brought_from_an_earlier_daemon() -> None:
     before, after = RunSteering(), RunSteering()
     old = order(before, 3)
-    after.told(in_force(old))
+    after.learn(in_force(old))
 
     assert after.wanted == old
     assert order(after, 4).id > old.id
@@ -111,9 +111,9 @@ def test_a_newcomer_follows_at_once_what_the_others_follow_already() -> None:
     steer = order(steering, 50)
     assert steering.for_rank(None) == steer
 
-    steering.told(Steered(id=steer.id, pending=steer))
+    steering.learn(Steered(id=steer.id, pending=steer))
     assert steering.for_rank(None) == steer
-    steering.told(in_force(steer))
+    steering.learn(in_force(steer))
 
     newcomer = steering.for_rank(None)
     assert newcomer is not None
@@ -125,9 +125,9 @@ def test_an_older_state_or_one_from_the_future_is_not_taken_up() -> None:
     steering = RunSteering()
     first = order(steering, 1)
     second = order(steering, 2)
-    steering.told(in_force(first))
+    steering.learn(in_force(first))
     assert steering.wanted == second
     assert steering.for_rank(in_force(first)) == second
 
-    steering.told(in_force(Steer(id=time.time_ns() + 10**12, from_iteration=0)))
+    steering.learn(in_force(Steer(id=time.time_ns() + 10**12, from_iteration=0)))
     assert steering.wanted == second
