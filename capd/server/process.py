@@ -122,7 +122,7 @@ class RankProcess:
         return "" if self._handle is None else how_ended(self._handle) or ""
 
     @property
-    def may_tell(self) -> bool:
+    def end_may_follow(self) -> bool:
         """Whether the kernel may soon report how the process ended: a launcher collects exit codes now and then."""
         if self._handle is None or time.monotonic() - self.lost_at > _COLLECTED_S:
             return False

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 from capd.errors import StoreError
 from capd.metrics import RankControl
@@ -34,12 +35,8 @@ _NAMED_RANKS = 16
 _STANDS = "; the order remains, see `capd ctl status`"
 
 
-class _Failed(Exception):
-    """A reply other than "ok"."""
-
-    def __init__(self, reply: ControlReply) -> None:
-        super().__init__(reply.message)
-        self.reply = reply
+Missing = Callable[[], list[RankSession]]
+Wait = Callable[[Missing], list[RankSession]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +53,7 @@ class Controller:
             message: The order of the tool.
             wait: Waits for some seconds. Returns True if nobody waits for the reply any more.
         """
-        try:
-            reply = self._control(message, wait)
-        except _Failed as failed:
-            reply = failed.reply
+        reply = self._control(message, wait)
         # Many runs, or a long text of a rank.
         if len(reply.message) > MAX_TEXT_CHARS:
             reply.message = reply.message[: MAX_TEXT_CHARS - 1] + "…"
@@ -75,27 +69,29 @@ class Controller:
             try:
                 message.selection.check()
             except ConfigError as error:
-                raise _Failed(ControlReply("usage", str(error))) from None
+                return ControlReply("usage", str(error))
         run = self._live_run(message.run_id)
-        until = _Patience(message.wait_s, wait)
+        if isinstance(run, ControlReply):
+            return run
+        until_done = partial(_wait, message.wait_s, wait)
         if message.verb == "flush":
-            return _flush(run, until)
+            return _flush(run, until_done)
         if message.verb != "status":
-            return _steer(run, message, until)
+            return _steer(run, message, until_done)
         return _reply("ok", f"run {run.run_id}", run)
 
-    def _live_run(self, run_id: str | None) -> Run:
+    def _live_run(self, run_id: str | None) -> Run | ControlReply:
         live = {run.run_id: run for run in self.registry.runs() if run.alive()}
         names = ", ".join(live) or "none"
         if run_id is not None:
             if run_id not in live:
                 problem = f"run {run_id!r} has no live rank at this daemon; runs that have: {names}"
-                raise _Failed(ControlReply("nothing", problem))
+                return ControlReply("nothing", problem)
             return live[run_id]
         if not live:
-            raise _Failed(ControlReply("nothing", "no rank is connected to this daemon"))
+            return ControlReply("nothing", "no rank is connected to this daemon")
         if len(live) > 1:
-            raise _Failed(ControlReply("usage", f"several runs are live: {names}; choose one with --run-id"))
+            return ControlReply("usage", f"several runs are live: {names}; choose one with --run-id")
         return next(iter(live.values()))
 
     def _seal(self, run_id: str | None) -> ControlReply:
@@ -115,25 +111,18 @@ class Controller:
         return ControlReply("ok", f"sealed {', '.join(run_ids)}")
 
 
-class _Patience:
-    """The time for which a tool waits for the ranks."""
-
-    def __init__(self, wait_s: float, wait: Callable[[float], bool]) -> None:
-        self._began = time.monotonic()
-        self._wait_s = wait_s
-        self._wait = wait
-
-    def wait_for(self, missing: Callable[[], list[RankSession]]) -> list[RankSession]:
-        """Wait until no rank is missing or the time is over, and return the missing ranks."""
-        while found := missing():
-            waited = time.monotonic() - self._began
-            left, look_s = self._wait_s - waited, min(max(_LOOK_S, waited / 20), _MAX_LOOK_S)
-            if left <= 0 or self._wait(min(look_s, left)):
-                break
-        return found
+def _wait(wait_s: float, wait: Callable[[float], bool], missing: Missing) -> list[RankSession]:
+    """Wait until no rank is missing or the time is over, and return the missing ranks."""
+    began = time.monotonic()
+    while found := missing():
+        waited = time.monotonic() - began
+        left, look_s = wait_s - waited, min(max(_LOOK_S, waited / 20), _MAX_LOOK_S)
+        if left <= 0 or wait(min(look_s, left)):
+            break
+    return found
 
 
-def _steer(run: Run, message: Control, patience: _Patience) -> ControlReply:
+def _steer(run: Run, message: Control, until_done: Wait) -> ControlReply:
     steer = run.steering.order(
         capturing=message.verb != "stop",
         selection=message.selection,
@@ -144,11 +133,7 @@ def _steer(run: Run, message: Control, patience: _Patience) -> ControlReply:
         rank.order(Orders.steer)
     if not message.wait_s:
         return _reply("ok", f"ordered from iteration {steer.from_iteration} on", run)
-
-    def missing() -> list[RankSession]:
-        return [rank for rank in run.alive() if not _settled(rank, steer)]
-
-    late = patience.wait_for(missing)
+    late = until_done(lambda: [rank for rank in run.alive() if not _settled(rank, steer)])
     wanted = run.steering.wanted
     if wanted is not None and wanted.id != steer.id:
         return _reply("failed", "a later order has taken the place of this one", run)
@@ -200,16 +185,12 @@ def _why_empty(ranks: list[RankSession], steer: Steer) -> str | None:
     return None
 
 
-def _flush(run: Run, patience: _Patience) -> ControlReply:
+def _flush(run: Run, until_done: Wait) -> ControlReply:
     drain = run.steering.drain()
     asked = run.alive()
     for rank in asked:
         rank.order(lambda orders: orders.drain(drain))
-
-    def missing() -> list[RankSession]:
-        return [rank for rank in asked if rank.alive and rank.orders.drained < drain.id]
-
-    late = patience.wait_for(missing)
+    late = until_done(lambda: [rank for rank in asked if rank.alive and rank.orders.drained < drain.id])
     if late:
         return _reply("failed", _unanswered(late, "all captures to be committed"), run)
     dead = [str(rank.hello.rank) for rank in asked if rank.died and rank.orders.drained < drain.id]

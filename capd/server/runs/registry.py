@@ -29,7 +29,7 @@ from capd.server.runs.names import RunNames
 from capd.server.runs.root_lock import RootLock
 from capd.server.runs.run import Forgotten, Run
 from capd.server.runs.snapshot import run_stats
-from capd.server.runs.upkeep import Tending, tell_end
+from capd.server.runs.upkeep import Upkeep, log_end
 from capd.store.catalog.opening import connect_read_only
 from capd.store.catalog.rows import CATALOG_NAME, SessionRow
 from capd.store.catalog.sessions import read_sessions
@@ -58,7 +58,7 @@ class Registry:
         self._pipeline = pipeline
         self._idle_seal_s = idle_seal_s
         self._lock = threading.Lock()
-        self._tending = Tending(pipeline, self._lock, idle_seal_s)
+        self._upkeep = Upkeep(pipeline, self._lock, idle_seal_s)
         self._runs: dict[str, Run] = {}
         self._closing = False
         self._forgotten = Forgotten()
@@ -186,37 +186,24 @@ class Registry:
 
     def _place(self, run: Run, hello: Hello, fd: int, process: int | None) -> RankSession:
         client = hello.client
-        while True:
-            with self._lock:
-                known = client in run.ranks
-            committed = [] if known else self._pipeline.committed(run.run_id, client)
-            with self._lock:
-                rank = run.ranks.get(client)
-                if rank is None and known:
-                    # The rank was finished in between: ask for its committed records.
-                    continue
-                arena = rank.arena_of(fd, hello.arena_nbytes) if rank else Arena(fd, hello.arena_nbytes)
-                if rank is None:
-                    before = run.finished.get(client)
-                    started_ns = before.started_ns if before else time.time_ns()
-                    session = Session(client, run.run_id, committed)
-                    rank = RankSession(
-                        session,
-                        hello,
-                        arena,
-                        self._pipeline.submit,
-                        self._pipeline.forget,
-                        started_ns,
-                        run.steering,
-                    )
-                reject = rank.connect(hello, arena, process)
-                if reject is not None:
-                    raise Refusal(reject.code, reject.message)
-                run.ranks[client] = rank
-                run.finished.pop(client, None)
-            # Before any of its captures, so that a daemon killed now leaves no records of an unknown session.
-            self._pipeline.save_session(run.run_id, rank.row())
-            return rank
+        with self._lock:
+            rank = run.ranks.get(client)
+            arena = rank.arena_of(fd, hello.arena_nbytes) if rank else Arena(fd, hello.arena_nbytes)
+            if rank is None:
+                before = run.finished.get(client)
+                started_ns = before.started_ns if before else time.time_ns()
+                # A client without a rank has nothing in work.
+                session = Session(client, run.run_id, self._pipeline.committed(run.run_id, client))
+                submit, forget = self._pipeline.submit, self._pipeline.forget
+                rank = RankSession(session, hello, arena, submit, forget, started_ns, run.steering)
+            reject = rank.connect(hello, arena, process)
+            if reject is not None:
+                raise Refusal(reject.code, reject.message)
+            run.ranks[client] = rank
+            run.finished.pop(client, None)
+        # Before any of its captures, so that a daemon killed now leaves no records of an unknown session.
+        self._pipeline.save_session(run.run_id, rank.row())
+        return rank
 
     # From tools and from the daemon
 
@@ -268,7 +255,7 @@ class Registry:
             run = self._runs.get(run_id)
             if run is None or not run.opened:
                 raise StoreError(f"run {run_id!r} is not open yet; try again", retry=True)
-            return self._tending.begin_seal(run)
+            return self._upkeep.begin_seal(run)
 
     def is_quiet(self) -> bool:
         """Return whether no rank is here or may come back, and everything is sealed."""
@@ -287,9 +274,9 @@ class Registry:
         for run in self.runs():
             if run.opened:
                 run.count(self._pipeline.run_stats(run.run_id), now)
-                self._tending.ranks(run, now)
+                self._upkeep.ranks(run, now)
                 run.steer()
-                self._tending.seal(run, now)
+                self._upkeep.seal(run, now)
         self._forget_old_runs()
 
     def recover_all(self, timeout_s: float) -> None:
@@ -316,7 +303,7 @@ class Registry:
                     return
                 # The clock has not seen the end of this rank.
                 if rank.at_rest:
-                    tell_end(rank, row)
+                    log_end(rank, row)
 
     def _forget_old_runs(self) -> None:
         with self._lock:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
+from typing import Any
 
 import msgspec
+from pydantic import BaseModel
 
 from capd.metrics import RankControl, RunStats, Selected, SessionStats
 from capd.metrics import Steer as ShownSteer
@@ -20,20 +23,14 @@ def run_stats(run: Run, ranks: list[RankSession], finished: list[SessionRow]) ->
     """Return the counters of one run: the sums over its sessions, current or finished, and the sessions themselves."""
     sessions = [_session(row, connected=False, clean=row.clean) for row in finished]
     sessions += [_session(rank.row(), connected=rank.connected, clean=True) for rank in ranks]
-    dropped: Counter[str] = Counter()
-    for session in sessions:
-        dropped.update(session.dropped)
     return RunStats(
         run_id=run.run_id,
         path=str(run.path),
         offered=sum(session.offered for session in sessions),
         committed=sum(session.committed for session in sessions),
         in_flight=sum(session.in_flight for session in sessions),
-        dropped=dict(dropped),
-        records=run.totals.records,
-        statistics_records=run.totals.statistics_records,
-        raw_bytes=run.totals.raw_bytes,
-        stored_bytes=run.totals.stored_bytes,
+        dropped=dict(sum((Counter(session.dropped) for session in sessions), Counter())),
+        **asdict(run.totals),
         rate_mib_s=run.rate_mib_s(),
         sealed=run.sealed,
         sessions=sorted(sessions, key=lambda session: (session.rank, session.attempt)),
@@ -43,24 +40,13 @@ def run_stats(run: Run, ranks: list[RankSession], finished: list[SessionRow]) ->
 
 
 def _session(row: SessionRow, *, connected: bool, clean: bool) -> SessionStats:
-    state = row.state
-    return SessionStats.model_validate(
-        {
-            "client": row.client.hex(),
-            "rank": row.rank,
-            "attempt": row.attempt,
-            "host": row.host,
-            "pid": row.pid,
-            "state": state,
-            "end": row.end,
-            "connected": connected,
-            "offered": row.offered,
-            "committed": row.committed,
-            "in_flight": row.in_flight,
-            "dropped": row.dropped,
-            "clean": clean,
-        }
-    )
+    others = {"client": row.client.hex(), "connected": connected, "clean": clean}
+    return SessionStats.model_validate(_shared(row, SessionStats) | others)
+
+
+def _shared(row: SessionRow, model: type[BaseModel]) -> dict[str, Any]:
+    """Return the members of a row that `model` has under the same name."""
+    return {name: getattr(row, name) for name in model.model_fields if hasattr(row, name)}
 
 
 def rank_control(rank: RankSession, wanted: Steer | None) -> RankControl:
@@ -69,11 +55,8 @@ def rank_control(rank: RankSession, wanted: Steer | None) -> RankControl:
     in_force = None if steered is None else steered.in_force
     behind = wanted is not None and (in_force is None or in_force.id < wanted.id)
     return RankControl(
+        **_shared(row, RankControl),
         run_id=rank.run_id,
-        rank=row.rank,
-        attempt=row.attempt,
-        host=row.host,
-        pid=row.pid,
         connected=rank.connected,
         iteration=begun - 1 if begun else None,
         capturing=in_force is None or in_force.capturing,
@@ -83,8 +66,6 @@ def rank_control(rank: RankSession, wanted: Steer | None) -> RankControl:
         pending=_steer(wanted) if behind else None,
         received=wanted is not None and steered is not None and steered.id >= wanted.id,
         problem="" if steered is None else steered.problem,
-        in_flight=row.in_flight,
-        dropped=row.dropped,
     )
 
 

@@ -1,4 +1,4 @@
-"""The upkeep of the runs by the daemon's clock: notes dead ranks, keeps their counters, seals quiet runs.
+"""The upkeep of the runs by the daemon's clock: notes dead ranks, saves their counters, seals quiet runs.
 
 Nothing here waits for the disk.
 """
@@ -8,28 +8,38 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from capd.server.pipeline.pipeline import Pipeline
 from capd.server.rank.rank import RankSession
-from capd.server.runs.persist import RowKeeper
 from capd.server.runs.run import Run
 from capd.store.catalog.rows import SessionRow
 from capd_client.protocol.counter_page import DropReason
 
-__all__ = ["MAX_LOST", "Tending", "tell_end"]
+__all__ = ["MAX_LOST", "SAVE_INTERVAL_S", "Upkeep", "log_end"]
 
 logger = logging.getLogger(__name__)
 
 # Ranks of one run that may come back. Each holds its arena and a handle of its process.
 MAX_LOST = 256
+# With the clock's tick, counters on disk are less than a second old.
+SAVE_INTERVAL_S = 0.5
 
 
-class Tending:
+@dataclass(slots=True)
+class _Saved:
+    # The row that was last handed to the catalog.
+    row: SessionRow | None = None
+    at: float = -SAVE_INTERVAL_S
+    future: Future[None] | None = None
+
+
+class Upkeep:
     """The upkeep of each run, called by the clock. lock: the registry's; ranks come and go under it."""
 
     def __init__(self, pipeline: Pipeline, lock: threading.Lock, idle_seal_s: float) -> None:
         self._pipeline, self._lock, self._idle_seal_s = pipeline, lock, idle_seal_s
-        self._keeper = RowKeeper(pipeline)
+        self._saved: dict[bytes, _Saved] = {}
 
     def ranks(self, run: Run, now: float) -> None:
         """Note dead ranks, and persist changed counters."""
@@ -40,8 +50,8 @@ class Tending:
         for client, rank in list(run.ranks.items()):
             rank.check_process(grace_s=self._idle_seal_s)
             # Asked first, so that the row that is then saved has the answer.
-            end_is_open = rank.died and rank.process.may_tell
-            if not self._keeper.update(rank, now) or end_is_open:
+            end_is_open = rank.died and rank.process.end_may_follow
+            if not self._save(rank, now) or end_is_open:
                 continue
             # A connection may bring the rank back under this lock.
             with self._lock:
@@ -49,10 +59,31 @@ class Tending:
                     run.finished[client] = rank.row()
                     run.why_full = rank.why_full or run.why_full
                     del run.ranks[client]
-                    self._keeper.forget(rank)
+                    self._saved.pop(client, None)
                     rank.release()
                     self._pipeline.forget(client)
-                    tell_end(rank, run.finished[client])
+                    log_end(rank, run.finished[client])
+
+    def _save(self, rank: RankSession, now: float) -> bool:
+        """Save the rank's counters if they changed. Return True if the catalog holds the current ones.
+
+        A new save never starts before the last one is done. A failed save is logged and retried.
+        """
+        row, saved = rank.row(), self._saved.setdefault(rank.client, _Saved())
+        if saved.future is not None:
+            if not saved.future.done():
+                return False
+            error = saved.future.exception()
+            saved.future = None
+            if error is not None:
+                logger.error("counters of rank %d could not be saved: %s; retrying", row.rank, error)
+                saved.row = None
+        if row == saved.row:
+            return True
+        if now - saved.at >= SAVE_INTERVAL_S:
+            saved.row, saved.at = row, now
+            saved.future = self._pipeline.save_session(rank.run_id, row)
+        return False
 
     def seal(self, run: Run, now: float) -> None:
         """Seal the run when it has been quiet for long enough, and note when the seal is done."""
@@ -78,7 +109,7 @@ class Tending:
         return run.sealing
 
 
-def tell_end(rank: RankSession, row: SessionRow) -> None:
+def log_end(rank: RankSession, row: SessionRow) -> None:
     """Log one line for a rank that is gone for good."""
     if not rank.died:
         logger.info("rank %d of run %s %s", row.rank, rank.run_id, row.state)

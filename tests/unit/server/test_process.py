@@ -65,11 +65,11 @@ def test_an_exit_code_that_nobody_has_collected_may_still_tell_for_a_while(start
     rank = RankProcess()
     rank.follow(os.dup(handle))
     rank.lost_at += 1000  # however slow this test is
-    assert (rank.may_tell, rank.end) == (True, "")
+    assert (rank.end_may_follow, rank.end) == (True, "")
     rank.lost_at -= 2000
-    assert not rank.may_tell
+    assert not rank.end_may_follow
     rank.lost_at += 1000
     process.wait()
-    assert (rank.may_tell, rank.end) == (False, "SIGKILL")
+    assert (rank.end_may_follow, rank.end) == (False, "SIGKILL")
     rank.follow(None)
-    assert (rank.may_tell, rank.end) == (False, "")
+    assert (rank.end_may_follow, rank.end) == (False, "")

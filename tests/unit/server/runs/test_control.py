@@ -81,7 +81,7 @@ class Ranks:
         self.ranks[number].order(lambda orders: orders.answered(Drained(drain.id)))
 
     def die(self, number: int) -> None:
-        self.ranks[number].tell(1, lambda session: session.die())
+        self.ranks[number].apply(1, lambda session: session.die())
 
 
 @pytest.fixture

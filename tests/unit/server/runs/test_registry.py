@@ -68,7 +68,7 @@ def join(registry: Registry, run_id: str | None, process: int | None = None) -> 
 
 def write_and_leave(registry: Registry, run_id: str) -> None:
     rank = join(registry, run_id)
-    assert rank.tell(1, lambda session: session.define(DEFINE, 10))
+    assert rank.apply(1, lambda session: session.define(DEFINE, 10))
     assert rank.put(1, Put([Descriptor(1, 4096, 2, 0, (1,), Moment())]))
     assert rank.wait_idle(20)
     assert rank.end(1)
@@ -145,9 +145,9 @@ def test_forgotten_runs_are_closed_still_count_and_can_be_reopened(
 def test_a_run_forgotten_in_the_tick_that_saw_its_seal_end_counts_as_it_was_sealed(
     registry: Registry, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None]
 ) -> None:
-    real = upkeep.Tending.seal
+    real = upkeep.Upkeep.seal
 
-    def seal(clock: upkeep.Tending, run: Run, now: float) -> None:
+    def seal(clock: upkeep.Upkeep, run: Run, now: float) -> None:
         """The seal begins and ends behind the clock's count of the run."""
         real(clock, run, now)
         if run.sealing is not None:
@@ -160,7 +160,7 @@ def test_a_run_forgotten_in_the_tick_that_saw_its_seal_end_counts_as_it_was_seal
         held.extend([pipeline.run_stats(run_id), pipeline.beside_nbytes(run_id)])
         return Future()
 
-    monkeypatch.setattr(upkeep.Tending, "seal", seal)
+    monkeypatch.setattr(upkeep.Upkeep, "seal", seal)
     monkeypatch.setattr(module, "MAX_QUIET_RUNS", 0)
     monkeypatch.setattr(pipeline, "close_run", close_run)
     write_and_leave(registry, "one")
@@ -203,7 +203,7 @@ def test_a_process_that_lives_on_without_a_connection_is_no_rank_any_more_until_
     hello = Hello(protocol=1, client=client, connection=1, run_id="one", rank=0, arena_nbytes=NBYTES)
     write(fd, struct.pack("3Q", 3, 0, 1), 8)  # offered 3, one in flight
     rank = registry.admit(hello, fd, os.pidfd_open(os.getpid()))
-    rank.tell(1, lambda session: session.define(DEFINE, 10))
+    rank.apply(1, lambda session: session.define(DEFINE, 10))
     rank.put(1, Put([Descriptor(1, 4096, 2, 0, (1,), Moment())]))
     assert rank.wait_idle(20)
     rank.disconnect(1)
@@ -256,7 +256,7 @@ def test_the_session_of_a_record_is_known_before_the_clock_looked_at_it(
     registry: Registry, tmp_path: Path
 ) -> None:
     rank = join(registry, "r")
-    assert rank.tell(1, lambda session: session.define(DEFINE, 10))
+    assert rank.apply(1, lambda session: session.define(DEFINE, 10))
     assert rank.put(1, Put([Descriptor(1, 4096, 2, 0, (1,), Moment())]))
     assert rank.wait_idle(20)
     store = capd.open(tmp_path / "r.zarr")  # as a daemon killed now would leave it
@@ -292,8 +292,8 @@ def test_counters_beyond_all_measure_keep_nobody_from_the_counters(registry: Reg
         )
         rank = registry.admit(hello, fd, None)
         os.close(fd)
-        assert rank.tell(1, lambda session: session.define(DEFINE, 10))
-        assert rank.tell(1, lambda session: session.drops(Drops([DropRow(0, 0, most, most, 0, most)])))
+        assert rank.apply(1, lambda session: session.define(DEFINE, 10))
+        assert rank.apply(1, lambda session: session.drops(Drops([DropRow(0, 0, most, most, 0, most)])))
         msgspec.msgpack.encode(rank.row())
     [stats] = registry.stats("run")
     encode(StatsReply(stats.model_dump(mode="json")))
@@ -327,7 +327,7 @@ def test_a_disk_that_cannot_read_parts_back_costs_their_record_alone(
 
     monkeypatch.setattr(os, "preadv", fails)
     rank = join(registry, "run")
-    assert rank.tell(1, lambda session: session.define(DEFINE, 10))
+    assert rank.apply(1, lambda session: session.define(DEFINE, 10))
     firsts = range(0, nbytes, 4096)
     parts = [
         Descriptor(
