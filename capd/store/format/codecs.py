@@ -79,26 +79,18 @@ class Chain:
         body: bytes = chunk.tobytes() if self.compressor is None else self.compressor.encode(chunk)
         return Encoded(body, crc32c(body))
 
-    def zarr_codecs(self) -> list[Any]:
-        """Return the bytes-to-bytes codecs as zarr-python objects, for the array's metadata."""
-        from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
-
-        codecs: list[Any] = []
-        if isinstance(self.compressor, Blosc):
-            blosc = self.compressor
-            [shuffle] = [name for name, number in _SHUFFLES.items() if number == blosc.shuffle]
-            codecs.append(
-                BloscCodec(
-                    typesize=self.stored.itemsize,
-                    cname=blosc.cname,
-                    clevel=blosc.clevel,
-                    shuffle=shuffle,  # type: ignore[arg-type]
-                    blocksize=blosc.blocksize,
-                )
-            )
-        elif self.compressor is not None:
-            codecs.append(ZstdCodec(level=self.compressor.level))
-        return [*codecs, Crc32cCodec()]
+    def zarr_codecs(self) -> list[dict[str, Any]]:
+        """Return the bytes-to-bytes codecs as JSON values, for the array's metadata."""
+        codecs: list[dict[str, Any]] = [{"name": "crc32c"}]
+        found = self.compressor
+        if isinstance(found, Zstd):
+            codecs.insert(0, {"name": "zstd", "configuration": {"level": found.level, "checksum": False}})
+        elif found is not None:
+            [shuffle] = [name for name, number in _SHUFFLES.items() if number == found.shuffle]
+            sizes = {"typesize": self.stored.itemsize, "blocksize": found.blocksize}
+            blosc = {"cname": found.cname, "clevel": found.clevel, "shuffle": shuffle, **sizes}
+            codecs.insert(0, {"name": "blosc", "configuration": blosc})
+        return codecs
 
 
 @cache

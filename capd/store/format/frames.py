@@ -215,20 +215,13 @@ class FileHeader(msgspec.Struct, array_like=True):
     shard: int = 0
 
 
-def frame(
-    kind: FrameKind,
-    payload: bytes,
-    ordinal: int = 0,
-    session: int = 0,
-    sequence: int = 0,
-    raw_nbytes: int = 0,
-) -> bytes:
-    """Return the 48 header bytes that precede `payload` in the file.
+def frame(kind: FrameKind, payload: bytes, *marks: int, **named_marks: int) -> bytes:
+    """Return the 48 header bytes that precede `payload` in the file, with the marks of `frame_header`.
 
     Raises:
         StoreError: The payload is too large.
     """
-    return frame_header(kind, len(payload), crc32c(payload), ordinal, session, sequence, raw_nbytes)
+    return frame_header(kind, len(payload), crc32c(payload), *marks, **named_marks)
 
 
 def frame_header(

@@ -19,10 +19,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cache, reduce
+from functools import reduce
 from typing import Any, Optional
 
 import numpy as np
+from msgspec.structs import asdict
 from numpy.typing import NDArray
 
 from capd.store.format.dtypes import value_table
@@ -78,20 +79,9 @@ def public(row: StatsRow) -> Stats:
     mean = row.sum / finite if finite else None
     std = None if mean is None else _std(row.sum_sq / finite, mean)
     bins = dict(zip(row.exponents[::2], row.exponents[1::2], strict=True))
-    return Stats(
-        row.count,
-        row.nan,
-        row.inf,
-        row.zero,
-        row.min,
-        row.max,
-        row.absmax,
-        mean,
-        std,
-        row.sum,
-        row.sum_sq,
-        bins,
-    )
+    known = asdict(row)
+    del known["exponents"]
+    return Stats(**known, mean=mean, std=std, exponent_histogram=bins)
 
 
 def _std(mean_square: float, mean: float) -> float:
@@ -163,55 +153,30 @@ def exponent_bins(values: NDArray[np.generic]) -> NDArray[np.uint16]:
     return bins
 
 
-@dataclass(frozen=True, slots=True)
-class _Codes:
-    """The contribution of each bit pattern of an 8- or 16-bit dtype. fp4 pairs appear as two columns."""
-
-    values: NDArray[np.float64]
-    finite_values: NDArray[np.float64]
-    finite: NDArray[np.bool_]
-    nan: NDArray[np.bool_]
-    zero: NDArray[np.bool_]
-    bins: NDArray[np.uint16]
-
-
-@cache
-def _codes(dtype: str) -> _Codes:
-    values = (
-        value_table(dtype) if dtype not in ("int16", "uint16") else np.arange(1 << 16, dtype="u2").view(dtype)
-    )
-    values = np.ascontiguousarray(values, dtype=np.float64)
-    finite = np.isfinite(values)
-    return _Codes(
-        values, np.where(finite, values, 0.0), finite, np.isnan(values), values == 0, exponent_bins(values)
-    )
-
-
 def _from_histogram(histogram: NDArray[np.int64], dtype: str) -> StatsRow:
-    codes = _codes(dtype)
     # Only a few thousand of the 65,536 codes occur.
     used = np.flatnonzero(histogram)
-    counts = histogram[used]
-    if codes.values.ndim == 2:
-        counts = np.stack([counts, counts], axis=-1)
-    finite, values = codes.finite[used], codes.finite_values[used]
+    counts, values = histogram[used], value_table(dtype)[used]
+    # Packed fp4 has two values per code.
+    counts = np.broadcast_to(counts if values.ndim == 1 else counts[:, None], values.shape)
+    finite, nan = np.isfinite(values), int(counts[np.isnan(values)].sum())
     seen = values[finite]
     low, high = (float(seen.min()), float(seen.max())) if seen.size else (None, None)
-    weights = counts.astype(np.float64)
-    bins = np.bincount(codes.bins[used].ravel(), weights=weights.ravel(), minlength=256).astype(np.int64)
-    total, nan = int(counts.sum()), int(counts[codes.nan[used]].sum())
+    total, weights = int(counts.sum()), counts.astype(np.float64)
+    bins = np.bincount(exponent_bins(values).ravel(), weights=weights.ravel(), minlength=_BINS)
+    values = np.where(finite, values, 0.0)
     return StatsRow(
         total,
         nan,
         total - nan - int(counts[finite].sum()),
-        int(counts[codes.zero[used]].sum()),
+        int(counts[finite & (values == 0)].sum()),
         _exact(low, dtype),
         _exact(high, dtype),
         None if low is None or high is None else _exact(max(abs(low), abs(high)), dtype),
         # This is no dot product: BLAS would start threads of its own.
         float((weights * values).sum()),
         float((weights * np.square(values)).sum()),
-        _sparse_rows(bins[None])[0],
+        _sparse_rows(bins.astype(np.int64)[None])[0],
     )
 
 

@@ -136,9 +136,8 @@ class Locator:
             if found is None and not self._is_published(number, file):
                 # This file is older than the record, or it lost the COMMIT.
                 return None
-            if found is not None and (
-                found[:3] != record.capture or not found.slots.issuperset(slots.values())
-            ):
+            known = slots.values()
+            if found is not None and (found.capture != record.capture or not found.slots.issuperset(known)):
                 raise DamagedRecord("its COMMIT frame and the catalog name different captures")
             if len(places) < len(slots):
                 raise DamagedRecord("the shard's index lacks a chunk of it")

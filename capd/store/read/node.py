@@ -16,7 +16,7 @@ import contextlib
 import json
 import logging
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,6 +51,7 @@ _DAMAGE = (DamagedCatalog, sqlite3.DatabaseError, ValueError, TypeError, Arithme
 _MIN_ROW_NBYTES = 32
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 T = TypeVar("T")
+H = TypeVar("H", RecordHead, RecordRow)
 
 
 class NodeView:
@@ -186,19 +187,13 @@ class NodeView:
 
     def rows(self, path: str, first: int, last: int) -> dict[int, RecordRow]:
         """Return the records first ≤ number < last of a series in this view: catalog rows, else the spool's."""
+        header = self.series[path].header
 
         def ask(database: sqlite3.Connection, series: int) -> dict[int, RecordRow]:
             found = read_records(database, series, first, last)
             return {number: sound_row(row, header) for number, row in found}
 
-        header = self.series[path].header
-
-        found = self._ask(path, ask, lambda known: {n: row for n, row in known.items() if first <= n < last})
-        if (spooled := self.spooled.get(path)) is not None:
-            for number in range(first, min(last, self.series[path].records)):
-                if number not in found and (row := spooled.row(number)) is not None:
-                    found[number] = row
-        return found
+        return self._between(path, first, last, ask)
 
     def ids(self, path: str, first: int, last: int) -> dict[int, RecordHead]:
         """Return the heads of the same records, which identify them."""
@@ -206,7 +201,12 @@ class NodeView:
         def ask(database: sqlite3.Connection, series: int) -> dict[int, RecordHead]:
             return dict(read_heads(database, series, first, last))
 
-        def instead(known: Mapping[int, RecordRow]) -> dict[int, RecordHead]:
+        return self._between(path, first, last, ask)
+
+    def _between(
+        self, path: str, first: int, last: int, ask: Callable[[sqlite3.Connection, int], dict[int, H]]
+    ) -> dict[int, H]:
+        def instead(known: Mapping[int, RecordRow]) -> dict[int, H]:
             return {n: row for n, row in known.items() if first <= n < last}
 
         found = self._ask(path, ask, instead)
@@ -219,13 +219,12 @@ class NodeView:
     def attempts(self, path: str) -> tuple[int, int]:
         """Return the first and the last attempt among the records of a series; (0, 0) without records."""
 
-        def instead(rows: Mapping[int, RecordRow]) -> tuple[int, int] | None:
-            known = [row.moment.attempt for row in rows.values()]
-            return (min(known), max(known)) if known else None
+        def instead(rows: Mapping[int, RecordRow]) -> list[int]:
+            return [row.moment.attempt for row in rows.values()]
 
         spooled = self.spooled.get(path)
         known = [row.moment.attempt for _, row in spooled.rows()] if spooled is not None else []
-        among: tuple[int, int] | None = self._ask(path, read_attempts, instead)
+        among: Sequence[int] | None = self._ask(path, read_attempts, instead)
         known += among or ()
         return (min(known), max(known)) if known else (0, 0)
 

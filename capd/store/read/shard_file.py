@@ -14,18 +14,16 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from capd.errors import DamagedRecord
 from capd.store.format.frames import (
+    Commit,
     FileHeader,
-    Frame,
     FrameKind,
     SeriesHeader,
     decode_payload,
-    payload_is_sound,
     read_frame,
 )
 from capd.store.format.sharding_index import EMPTY, index_entries
@@ -42,27 +40,8 @@ Place: TypeAlias = tuple[int, int]
 class Committed(NamedTuple):
     """One record in a COMMIT frame. slots: the index entries of its chunks, or of the chunk of its batch."""
 
-    client: bytes
-    sequence: int
-    shape: tuple[int, ...]
+    capture: tuple[bytes, int, tuple[int, ...]]
     slots: frozenset[int]
-
-
-class _Row(msgspec.Struct, array_like=True):
-    """The first fields of a RecordRow; the decoder skips the others."""
-
-    client: bytes
-    sequence: int
-    shape: tuple[int, ...]
-
-
-class _Commit(msgspec.Struct, array_like=True):
-    first: int
-    rows: list[_Row]
-    chunks: list[tuple[int, int, int]]
-
-
-_decode_commit = msgspec.msgpack.Decoder(_Commit).decode
 
 
 class ShardFile:
@@ -145,7 +124,9 @@ class ShardFile:
             offset, nbytes = max(places)
             follower = read_frame(self.fd, offset + nbytes, self.nbytes)
             if follower is not None and follower.kind is FrameKind.COMMIT:
-                self._note(follower)
+                commit = decode_payload(self.fd, follower)
+                if commit is not None:
+                    self._note(commit)
                 found = self._committed.get(number)
         # The exceptions: a chunk shared with an earlier record, a batch that grew, a record without elements.
         if found is None:
@@ -157,23 +138,14 @@ class ShardFile:
         if self._journal is None:
             scanned = read_shard(self.fd, (header, shard))
             for run in () if scanned is None else scanned.runs:
-                slots = frozenset(slot for slot, _, _ in run.commit.chunks)
-                for number, row in enumerate(run.commit.rows, run.commit.first):
-                    self._committed[number] = Committed(row.client, row.sequence, row.shape, slots)
+                self._note(run.commit)
             self._journal = {} if scanned is None else scanned.index
         return self._journal
 
-    def _note(self, frame: Frame) -> None:
-        payload = os.pread(self.fd, frame.nbytes, frame.offset)
-        if not payload_is_sound(frame, payload):
-            return
-        try:
-            commit = _decode_commit(payload)
-        except msgspec.MsgspecError:
-            return
+    def _note(self, commit: Commit) -> None:
         slots = frozenset(slot for slot, _, _ in commit.chunks)
         for number, row in enumerate(commit.rows, commit.first):
-            self._committed[number] = Committed(row.client, row.sequence, row.shape, slots)
+            self._committed[number] = Committed(row.capture, slots)
 
 
 def is_same_series(a: SeriesHeader, b: SeriesHeader) -> bool:
