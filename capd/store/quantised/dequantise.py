@@ -1,4 +1,4 @@
-"""Dequantises tensors: from a record of one part to the values of the whole tensor."""
+"""Dequantises tensors: from the parts of a tensor to its values."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 
 from capd.errors import CapdError
 from capd.store.quantised import torchao, transformer_engine
-from capd.store.quantised.parts import ATTRIBUTES, Part, PartRecord, Parts, PartSeries, context_of, part_names
+from capd.store.quantised.parts import Part, Parts, context_of, part_names
 from capd_client.process.text import printable
-from capd_client.protocol.key import Moment
 
 __all__ = ["class_of", "dequantised", "whole_name", "whole_of"]
 
@@ -46,34 +45,45 @@ def whole_of(tensor_name: str, attributes: Mapping[str, Any]) -> dict[str, Any] 
     return {"tensor_name": name, "class": kind, "dtype": dtype, "shape": shape}
 
 
-def dequantised(series: PartSeries, number: int) -> tuple[NDArray[np.float32], str]:
-    """Return the float32 values and the name of the dtype of a whole tensor. Its other parts have the same moment.
+def dequantised(
+    where: str,
+    tensor_name: str,
+    attributes: Mapping[str, Any],
+    captured: Callable[[str], tuple[NDArray[np.generic], str] | None],
+) -> tuple[NDArray[np.float32], str]:
+    """Return the float32 values and the name of the dtype of a whole tensor.
 
     Args:
-        series: The series of one part.
-        number: The record of that part.
+        where: The record of one part, for errors.
+        tensor_name: The tensor_name of that part.
+        attributes: The attributes of that record.
+        captured: Returns the bits and the dtype of the part with a tensor_name at the same moment; None if there is
+            none.
 
     Raises:
         CapdError: A part was not captured, or the class of the tensor is unknown.
         DamagedRecord: An element of a part cannot be read exactly.
     """
-    record = series.record(number)
-    attributes, name = record.attributes, whole_name(series.key.tensor_name, record.attributes)
-    where = f"{series.path}#{number}"
-    kind = class_of(attributes)
+    kind, name = class_of(attributes), whole_name(tensor_name, attributes)
     if kind is None or name is None:
         raise CapdError(f"{where}: {_why_not(attributes)}")
     context = context_of(attributes)
     # The context names only what differs from the defaults. Without it, defaults could be used wrongly.
     if context is None:
         raise CapdError(f"{where}: cannot dequantise this {kind}: the context from its class cannot be read")
-    found = {part: _part(series, record, f"{name}.{part}", part) for part in part_names(attributes)}
     shape = tuple(int(size) for size in attributes["tensor_shape"])
-    have = {part: one for part, one in found.items() if one is not None}
-    parts = Parts(where, kind, shape, str(attributes["tensor_dtype"]), have, context)
-    for part, one in found.items():
+    found: dict[str, Part] = {}
+    parts = Parts(where, kind, shape, str(attributes["tensor_dtype"]), found, context)
+    for part, (part_shape, strides) in part_names(attributes).items():
+        one = captured(f"{name}.{part}")
+        if one is not None:
+            if one[0].shape != part_shape:
+                raise parts.problem(
+                    f"its part {part!r} was captured with shape {list(one[0].shape)} of {list(part_shape)}"
+                )
+            found[part] = Part(*one, strides)
         # The part `act_per_tensor_scale` belongs to the activations, not to this tensor.
-        if one is None and part != "act_per_tensor_scale":
+        elif part != "act_per_tensor_scale":
             raise parts.problem(
                 f"no record of its part {part!r} has the same moment; that capture was dropped or not selected"
             )
@@ -98,43 +108,3 @@ def _why_not(attributes: Mapping[str, Any]) -> str:
         return "an older capd captured it, without the layout of the parts; read it without dequantise"
     known = ", ".join(f"{library}'s {', '.join(classes)}" for library, classes in _LIBRARIES.items())
     return f"capd cannot dequantise a {printable(str(attributes['tensor_class']))[:200]}; it can {known}"
-
-
-def _part(series: PartSeries, record: PartRecord, tensor_name: str, part: str) -> Part | None:
-    """Return the part of this name at the record's moment; None if there is none."""
-    shape, strides = part_names(record.attributes)[part]
-    candidates = [one for one in series.siblings if one.key.tensor_name == tensor_name]
-    # Prefer the same label, but do not require it: labels of dtypes differ by part.
-    candidates.sort(key=lambda one: one.key.quant_type != series.key.quant_type)
-    for one in candidates:
-        number = _number_at(one, record)
-        if number is None:
-            continue
-        if one.kept != "tensor":
-            raise CapdError(
-                f"{one.path}: only statistics of this part were kept, so the tensor cannot be dequantised"
-            )
-        bits = one.read(number)
-        if bits.shape != shape:
-            raise CapdError(
-                f"{one.path}#{number}: the record has shape {list(bits.shape)}, the whole part had {list(shape)}"
-            )
-        return Part(bits, one.dtype, strides)
-    return None
-
-
-def _number_at(series: PartSeries, record: PartRecord) -> int | None:
-    """Return the number of another part's record that was captured together with this one; None if there is none."""
-    numbers = series.numbers
-    first = [record.index] if record.index in numbers else []
-    for number in (*first, *numbers):
-        other = series.record(number)
-        if _moment(other) == _moment(record) and all(
-            other.attributes.get(name) == record.attributes.get(name) for name in ATTRIBUTES
-        ):
-            return number
-    return None
-
-
-def _moment(record: PartRecord) -> tuple[object, ...]:
-    return tuple(getattr(record, name) for name in Moment.__struct_fields__)

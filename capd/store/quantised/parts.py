@@ -3,67 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capd.errors import CapdError
 from capd.store.format.dtypes import value_table
-from capd_client.protocol.key import Key
 
-__all__ = ["ATTRIBUTES", "Part", "PartRecord", "PartSeries", "Parts", "part_names"]
+__all__ = ["ATTRIBUTES", "Part", "Parts", "context_of", "part_names"]
 
 ATTRIBUTES = ("tensor_class", "tensor_shape", "tensor_dtype", "tensor_parts", "tensor_context")
 """The attributes of a capture that describe the whole tensor of a part (`capd_client.tensors.subclasses`)."""
-
-
-class PartRecord(Protocol):
-    """A record of a part: the `Record` of the read API. The fields of its moment are attributes, too."""
-
-    @property
-    def index(self) -> int:
-        """The number of the record in the series."""
-
-    @property
-    def attributes(self) -> Mapping[str, Any]:
-        """The attributes of the capture, which describe the whole tensor."""
-
-
-class PartSeries(Protocol):
-    """The records of one part: the `Series` of the read API."""
-
-    @property
-    def key(self) -> Key:
-        """The key of the part."""
-
-    @property
-    def path(self) -> str:
-        """The path in the run, for messages."""
-
-    @property
-    def kept(self) -> str:
-        """The stored part of each capture: "tensor" or "statistics"."""
-
-    @property
-    def dtype(self) -> str:
-        """The name of the torch dtype."""
-
-    @property
-    def numbers(self) -> Sequence[int]:
-        """The numbers of the records."""
-
-    @property
-    def siblings(self) -> Sequence[PartSeries]:
-        """The series of the same module, rank and operation."""
-
-    def record(self, number: int) -> PartRecord:
-        """Return the record with this number."""
-
-    def read(self, number: int) -> NDArray[np.generic]:
-        """Return the stored bits of a record."""
 
 
 @dataclass(frozen=True, slots=True)

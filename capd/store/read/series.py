@@ -7,7 +7,7 @@ import json
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import msgspec
@@ -20,6 +20,7 @@ from capd.store.format.dtypes import is_statistics, stored_type, to_values
 from capd.store.format.packed_statistics import unpack
 from capd.store.format.statistics import Stats, public, summarise
 from capd.store.quantised.dequantise import dequantised
+from capd.store.quantised.parts import ATTRIBUTES
 from capd.store.read.elements import ReadTools, RecordReader
 from capd.store.read.node import NodeView
 from capd.store.read.region import Region
@@ -173,7 +174,7 @@ class Series:
         return self._rows.numbers
 
     @cached_property
-    def siblings(self) -> Sequence[Series]:
+    def _siblings(self) -> Sequence[Series]:
         """The series of the same module, rank and operation, with this one. The parts of one tensor are siblings."""
         own = _without_names(self.key)
         return [
@@ -261,12 +262,31 @@ class Series:
                 class of the tensor is unknown, or another of its parts was not kept.
         """
         number = self.numbers[operator.index(i)]
-        if not dequantise or "tensor_class" not in self.record(number).attributes:
+        attributes = self.record(number).attributes if dequantise else {}
+        if "tensor_class" not in attributes:
             return tensor_of(self.numpy(i, region), self.dtype)
         import torch
 
-        values, dtype = dequantised(self, number)
+        where, name = f"{self.path}#{number}", self.key.tensor_name
+        values, dtype = dequantised(where, name, attributes, partial(self._captured_with, number))
         return torch.from_numpy(values[region].copy()).to(getattr(torch, dtype))
+
+    def _captured_with(self, number: int, tensor_name: str) -> tuple[NDArray[np.generic], str] | None:
+        """Return the bits and the dtype of another part of a record's tensor; None if it was not captured with it."""
+        attributes, moment = self.record(number).attributes, self._rows.row(number).moment
+        candidates = [one for one in self._siblings if one.key.tensor_name == tensor_name]
+        # Prefer the same label, but do not require it: labels of dtypes differ by part.
+        candidates.sort(key=lambda one: one.key.quant_type != self.key.quant_type)
+        for one in candidates:
+            first = [number] if number in one.numbers else []
+            for other in (*first, *one.numbers):
+                if one._rows.row(other).moment != moment:
+                    continue
+                said = one.record(other).attributes
+                if all(said.get(name) == attributes.get(name) for name in ATTRIBUTES):
+                    one._must_have_elements()
+                    return one.read(other), one.dtype
+        return None
 
     def stack(self, records: slice = slice(None), region: Region = ...) -> NDArray[np.generic]:
         """Return the stored bits of several records of one shape, as [records, *region].
