@@ -7,8 +7,9 @@ records, as plain Zarr readers do.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import msgspec
 
 from capd.errors import CapdError, NotAStore
 from capd.store.catalog.rows import SessionRow
-from capd.store.catalog.totals import held_by
+from capd.store.catalog.totals import Held, held_by
 from capd.store.documents.gradient_names import answers
 from capd.store.documents.zarr_json import run_attributes
 from capd.store.read.elements import ReadTools
@@ -30,39 +31,21 @@ __all__ = ["Record", "Series", "SeriesListing", "Store", "Totals", "list_series"
 _KEY_FIELDS = frozenset(Key.__struct_fields__)
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """The counters of a run over all ranks and nodes.
-
-    statistics_records: the number of records with only statistics. clean: no kill cut off the counters of a session.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals(Held):
+    """The counters of a run over all ranks and nodes. clean: no kill cut off the counters of a session."""
 
     offered: int
     committed: int
     in_flight: int
     dropped: dict[str, int]
-    records: int
-    statistics_records: int
-    raw_bytes: int
-    stored_bytes: int
     clean: bool
 
 
-@dataclass(frozen=True, slots=True)
-class SeriesListing:
+class SeriesListing(Key, frozen=True, kw_only=True):
     """One line of `capd ls`: the key and totals. shape: [records, *largest record shape]. kept: as `Series.kept`."""
 
     path: str
-    quant_type: str
-    rank: int
-    layer: int | None
-    phase: str
-    layer_type: str
-    operation: str
-    component: str
-    tensor_name: str
-    module: str
-    stack: str
     dtype: str
     shape: tuple[int, ...]
     records: int
@@ -158,19 +141,13 @@ class Store:
         """Return the counters of the run. Records are counted in the store; the rest sums the sessions."""
         held = held_by(row for node in self._nodes for row in node.series.values())
         sessions = self.sessions
-        dropped: dict[str, int] = {}
-        for session in sessions:
-            for reason, count in session.dropped.items():
-                dropped[reason] = dropped.get(reason, 0) + count
+        dropped = dict(sum((Counter(session.dropped) for session in sessions), Counter()))
         return Totals(
             offered=max(sum(s.offered for s in sessions), held.records + sum(dropped.values())),
             committed=held.records,
             in_flight=sum(s.in_flight for s in sessions),
             dropped=dropped,
-            records=held.records,
-            statistics_records=held.statistics_records,
-            raw_bytes=held.raw_bytes,
-            stored_bytes=held.stored_bytes,
+            **asdict(held),
             clean=all(session.clean for session in sessions),
         )
 
