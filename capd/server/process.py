@@ -61,28 +61,20 @@ class OtherProcess:
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._handle: int | None = None
-        self._gone = False
-        try:
+        # Without a pidfd, this one counts as alive if another process gets the number.
+        with contextlib.suppress(OSError):
             self._handle = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self._gone = True
-        except OSError:
-            # There are no pidfds here. If another process later gets the number, this one counts as alive.
-            pass
 
     @property
     def ended(self) -> bool:
         """Whether the process is gone."""
         if self._handle is not None:
             return has_ended(self._handle)
-        if not self._gone:
-            try:
-                os.kill(self._pid, 0)
-            except ProcessLookupError:
-                self._gone = True
-            except PermissionError:
-                pass
-        return self._gone
+        try:
+            os.kill(self._pid, 0)
+        except OSError as error:
+            return isinstance(error, ProcessLookupError)
+        return False
 
 
 class RankProcess:

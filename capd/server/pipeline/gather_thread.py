@@ -20,7 +20,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from capd.server.pipeline.jobs import DiskGuard, RecordJob, Refusal, Sink, Task, Tickets
+from capd.server.limits import DiskBudget
+from capd.server.pipeline.jobs import RecordJob, Refusal, Sink, Task, Tickets
 from capd.server.pipeline.refusals import refusal_of
 from capd.store.disk.scratch import Scratch
 from capd_client.protocol.counter_page import DropReason
@@ -49,7 +50,7 @@ class GatherThread(threading.Thread):
         directory: Callable[[str], Path],
         submit: Callable[[Task], None],
         tickets: Tickets,
-        budget: DiskGuard,
+        budget: DiskBudget,
     ) -> None:
         """Prepare the thread, which the caller starts.
 

@@ -30,7 +30,6 @@ __all__ = [
     "TURN_NBYTES",
     "Booked",
     "Chunks",
-    "DiskGuard",
     "Lanes",
     "RecordJob",
     "Refusal",
@@ -59,13 +58,6 @@ class Sink(Protocol):
 
     def refused(self, sequence: int, reason: DropReason, message: str) -> None:
         """Report that the record will never be committed."""
-
-
-class DiskGuard(Protocol):
-    """A limit on the disk: says why `nbytes` of records may not be written."""
-
-    def refusal(self, nbytes: int, *, new_series: int = 0) -> str | None:
-        """Return a text for the rank, or None. new_series: the number of series that open with these records."""
 
 
 @dataclass(slots=True)

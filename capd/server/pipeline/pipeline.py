@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from capd.errors import StoreError
+from capd.server.limits import DiskBudget
 from capd.server.pipeline.append_thread import AppendThread
 from capd.server.pipeline.gather_thread import GatherThread
-from capd.server.pipeline.jobs import Booked, DiskGuard, Lanes, RecordJob, Refusal, Task, Tickets
+from capd.server.pipeline.jobs import Booked, Lanes, RecordJob, Refusal, Task, Tickets
 from capd.server.pipeline.refusals import refusal_of
 from capd.space import if_full
 from capd.store.catalog.rows import SessionRow
@@ -57,7 +58,7 @@ class Pipeline:
         *,
         threads: int,
         staging_nbytes: int,
-        budget: DiskGuard,
+        budget: DiskBudget,
     ) -> None:
         """Start the threads.
 
@@ -78,7 +79,10 @@ class Pipeline:
         self._appending = AppendThread(self._runs, self._booked, self._tickets, statistics=options.statistics)
         self._dispatching = threading.Thread(target=self._dispatch, name="capd-dispatch", daemon=True)
         self._gathering = GatherThread(
-            lambda run_id: self._runs[run_id].spool, self._hand_on, self._tickets, budget
+            lambda run_id: self._runs[run_id].spool,
+            lambda task: self._lanes.put([task]),
+            self._tickets,
+            budget,
         )
         for thread in (self._appending, self._dispatching, self._gathering):
             thread.start()
@@ -219,9 +223,6 @@ class Pipeline:
         except TimeoutError:
             return False
         return complete
-
-    def _hand_on(self, task: Task) -> None:
-        self._lanes.put([task])
 
     def _dispatch(self) -> None:
         while tasks := self._lanes.get():

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from capd.errors import StoreError
@@ -18,8 +18,8 @@ from capd.store.disk.failpoints import failpoint
 
 __all__ = [
     "GROUP_SYNC_ABOVE", "FileSystemSyncFailed", "copy_range", "link", "make_directory", "new_file",
-    "pwrite_all", "remove_tree", "rename", "replace_files", "start_writeback", "sync_data", "sync_paths", "truncate",
-    "unlink", "write_file",
+    "opened", "pwrite_all", "remove_tree", "rename", "replace_files", "start_writeback", "sync_data", "sync_paths",
+    "truncate", "unlink", "write_file",
 ]  # fmt: skip
 
 # For more files than this, one syncfs is cheaper.
@@ -33,6 +33,16 @@ _syncfs_reports = tuple(int(part) for part in os.uname().release.split(".")[:2] 
 
 class FileSystemSyncFailed(OSError):
     """A syncfs failed: any file of the file system may have lost its unsynced data."""
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Open a file for some statements and yield its descriptor. A new file has mode 0600."""
+    fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def make_directory(path: Path) -> list[Path]:
@@ -72,23 +82,18 @@ def replace_files(payloads: dict[Path, bytes], spool: Path) -> None:
 
 def new_file(path: Path, parts: Sequence[bytes]) -> int:
     """Create a file, mode 0600, with these first bytes. Return its size. After a failure no file remains."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        return pwrite_all(fd, parts, 0)
-    except BaseException:
-        unlink(path, missing_ok=True)
-        raise
-    finally:
-        os.close(fd)
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+        try:
+            return pwrite_all(fd, parts, 0)
+        except BaseException:
+            unlink(path, missing_ok=True)
+            raise
 
 
 def write_file(path: Path, payload: bytes) -> None:
     """Write a file in place, mode 0600, without a sync."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
         pwrite_all(fd, [payload], 0)
-    finally:
-        os.close(fd)
 
 
 def pwrite_all(fd: int, parts: Sequence[bytes | memoryview], offset: int) -> int:
@@ -172,18 +177,12 @@ def sync_paths(paths: Iterable[Path], root: Path) -> None:
         _sync_file_system(root)
         return
     for path in todo:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with opened(path) as fd:
             os.fsync(fd)
-        finally:
-            os.close(fd)
 
 
 def _sync_file_system(root: Path) -> None:
-    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with opened(root, os.O_DIRECTORY) as fd:
         if _libc.syncfs(fd) != 0:
             error = ctypes.get_errno()
             raise FileSystemSyncFailed(error, os.strerror(error), str(root))
-    finally:
-        os.close(fd)

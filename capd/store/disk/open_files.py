@@ -20,6 +20,7 @@ from capd.store.disk.failpoints import failpoint
 from capd.store.disk.files import (
     GROUP_SYNC_ABOVE,
     copy_range,
+    opened,
     rename,
     sync_data,
     sync_paths,
@@ -185,21 +186,15 @@ def rewrite(ends: Mapping[Path, int], files: OpenFiles, root: Path) -> None:
     """
     for path, end in ends.items():
         temporary = path.with_suffix(".tmp")
-        source = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            target = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            try:
+            with opened(path) as source, opened(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as target:
                 copy_range(source, target, end)
                 _check(target, path, end)
                 sync_data(target)
-            finally:
-                os.close(target)
         except BaseException:
             with contextlib.suppress(OSError):
                 unlink(temporary, missing_ok=True)
             raise
-        finally:
-            os.close(source)
         failpoint("rewrite.before_rename")
         rename(temporary, path)
         files.replaced(path)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from capd.store.disk.files import opened
+
 __all__ = ["mount_of"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -17,11 +19,11 @@ def mount_of(path: Path) -> str:
     a killed process wrote. After a change, any part of the unsynced writes may be missing. If /proc does not name them,
     the text is empty.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        info = dict(line.split(":", 1) for line in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines())
-        return f"{_BOOT_ID.read_text().strip()} {info['mnt_id'].strip()}"
-    except (OSError, KeyError, ValueError):
-        return ""
-    finally:
-        os.close(fd)
+    with opened(path, os.O_DIRECTORY) as fd:
+        try:
+            info = dict(
+                line.split(":", 1) for line in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
+            )
+            return f"{_BOOT_ID.read_text().strip()} {info['mnt_id'].strip()}"
+        except (OSError, KeyError, ValueError):
+            return ""

@@ -13,6 +13,7 @@ shard files. Shard extents are the record's extents, rounded up to whole chunks.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from math import ceil, gcd, prod
 
 import msgspec
@@ -81,7 +82,7 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True):
             return
         grid = self.grid
         used = [ceil(n / c) for n, c in zip(shape, self.chunk, strict=True)]
-        for position in _positions(used):
+        for position in product(*map(range, used)):
             ordinal = 0
             for count, index in zip(grid, position, strict=True):
                 ordinal = ordinal * count + index
@@ -92,15 +93,6 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True):
                     for i, c, n in zip(position, self.chunk, shape, strict=True)
                 ),
             )
-
-
-def _positions(counts: list[int]) -> Iterator[tuple[int, ...]]:
-    if not counts:
-        yield ()
-        return
-    for head in range(counts[0]):
-        for tail in _positions(counts[1:]):
-            yield (head, *tail)
 
 
 def plan_geometry(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from capd.store.disk.files import opened
 from capd.store.disk.layout import PARTIAL_GLOB
 from capd.store.format.frames import RecordRow, SeriesHeader
 from capd.store.format.log_places import LOG_GLOB, LogPlace, log_number
@@ -162,7 +163,7 @@ def _read(
     scan: Callable[[Path], S | None],
     further: Callable[[int, Path, S], S],
 ) -> _Read[S] | None:
-    with _opened(path) as fd:
+    with opened(path) as fd:
         size = os.fstat(fd).st_size
         if before is not None and before.still_holds(fd):
             if size == before.size:
@@ -175,12 +176,3 @@ def _read(
 def _tail(fd: int, end: int) -> bytes:
     count = min(_TAIL_NBYTES, end)
     return os.pread(fd, count, end - count)
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
