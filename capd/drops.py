@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from capd_client.protocol.counter_page import DropReason
 
-__all__ = ["CHOSEN", "REMEDIES", "describe_drops", "left_out", "lost"]
+__all__ = ["BY_CHOICE", "REMEDIES", "describe_drops", "left_out", "lost"]
 
 REMEDIES: dict[str, str] = {
     DropReason.ARENA_FULL.value: "raise CAPD_ARENA_BYTES, or wait for room: CAPD_POLICY=block, CAPD_MAX_BLOCK_MS",
@@ -30,18 +30,18 @@ REMEDIES: dict[str, str] = {
     DropReason.INTERRUPTED.value: "a signal handler of the job (a time limit, Ctrl-C) interrupted them",
 }
 
-CHOSEN = frozenset({DropReason.SAMPLED.value, DropReason.STOPPED.value})
+BY_CHOICE = frozenset({DropReason.SAMPLED.value, DropReason.STOPPED.value})
 """The reasons that the user asked for. Summaries report them as left out, not as lost."""
 
 
 def lost(dropped: Mapping[str, int]) -> dict[str, int]:
     """Return the drops that nobody asked for, by reason."""
-    return {reason: count for reason, count in dropped.items() if count and reason not in CHOSEN}
+    return {reason: count for reason, count in dropped.items() if count and reason not in BY_CHOICE}
 
 
 def left_out(dropped: Mapping[str, int]) -> dict[str, int]:
     """Return the drops that the user's settings ask for, by reason."""
-    return {reason: count for reason, count in dropped.items() if count and reason in CHOSEN}
+    return {reason: count for reason, count in dropped.items() if count and reason in BY_CHOICE}
 
 
 def describe_drops(dropped: Mapping[str, int], why_full: str | None = None) -> str | None:

@@ -41,9 +41,9 @@ from capd.server.priority import PromptThread, yield_to_training
 from capd.server.process import OtherProcess
 from capd.server.runs.control import Controller
 from capd.server.runs.names import RunNames
+from capd.server.runs.recovery import RunRecovery
 from capd.server.runs.registry import Registry
 from capd.server.runs.root_lock import RootLock
-from capd.server.runs.taking_up import TakingUp
 from capd.server.runs.unsealed import EXIT_UNSEALED, describe_unsealed, find_unsealed
 from capd.server.stopping import StopRequests
 from capd.store.run.options import StoreOptions, open_files_within
@@ -169,8 +169,8 @@ class Daemon:
         sending = SendLoop()
         stack.callback(sending.stop)
         self._listen(self._bound, open_files - options.open_files, accepting, sending)
-        self._taking_up = TakingUp(self._root, self._node, self._registry)
-        self._taking_up.start()
+        self._recovery = RunRecovery(self._root, self._node, self._registry)
+        self._recovery.start()
 
     def _disk_budget(self) -> DiskBudget:
         settings, found = self._settings, os.statvfs(self._root)
@@ -254,7 +254,7 @@ class Daemon:
         until = began + timeout_s
         logger.info("stopping (%s), %d connections", self._stop.reason, self._listener.connections)
         self._registry.refuse_new()
-        self._taking_up.hurry(until)
+        self._recovery.hurry(until)
         # The other half is for sealing.
         self._drained_by = began + timeout_s / 2
         os.eventfd_write(self._closing, 1)
@@ -269,7 +269,7 @@ class Daemon:
         self._registry.save_all(timeout_s=2.0)
         # Open runs come first, because the recovery of runs may take all the time.
         self._pipeline.seal_all(until)
-        self._taking_up.join(max(0.0, until - time.monotonic()))
+        self._recovery.join(max(0.0, until - time.monotonic()))
         complete = self._pipeline.close(max(0.1, until - time.monotonic()))
         left = find_unsealed(self._root, self._node, self._pipeline.unsealed_records)
         if left:

@@ -36,7 +36,7 @@ class _Seen(NamedTuple):
 
     free: int = 0
     total: int = 0
-    kept: int = 0
+    reserved: int = 0
     stored: int = 0
     by_max_disk: bool = False
 
@@ -117,9 +117,9 @@ class DiskBudget:
                 f"are stored or being written, {free}; raise CAPD_MAX_DISK (--max-disk)"
             )
         # Otherwise it would not help to keep nothing free.
-        if seen.kept and nbytes < seen.free - pending:
+        if seen.reserved and nbytes < seen.free - pending:
             remedy = "make room there, or lower CAPD_KEEP_FREE (--keep-free)"
-            return f"keep_free refuses {what}: {free}, {shown_size(seen.kept)} stay free; {remedy}"
+            return f"keep_free refuses {what}: {free}, {shown_size(seen.reserved)} stay free; {remedy}"
         return f"the full disk refuses {what}: {free}; make room there, or use a store on another file system"
 
     def free_nbytes(self) -> int:
@@ -129,7 +129,7 @@ class DiskBudget:
 
     def keep_free_nbytes(self) -> int:
         """Return keep_free in bytes."""
-        return self._kept_nbytes(os.statvfs(self.root))
+        return self._reserved_nbytes(os.statvfs(self.root))
 
     def _look(self) -> None:
         self._until = time.monotonic() + _REFRESH_S
@@ -157,13 +157,13 @@ class DiskBudget:
         return None
 
     def _look_at_bytes(self, found: os.statvfs_result, waiting_nbytes: int) -> None:
-        free, kept = found.f_bavail * found.f_frsize, self._kept_nbytes(found)
-        room, stored, by_max_disk = free - kept, 0, False
+        free, reserved = found.f_bavail * found.f_frsize, self._reserved_nbytes(found)
+        room, stored, by_max_disk = free - reserved, 0, False
         if self.max_disk is not None:
             stored = self.stored()
             by_max_disk = self.max_disk - stored < room
             room = min(room, self.max_disk - stored)
-        self._seen = _Seen(free, found.f_blocks * found.f_frsize, kept, stored, by_max_disk)
+        self._seen = _Seen(free, found.f_blocks * found.f_frsize, reserved, stored, by_max_disk)
         self._room, self._pending = room - waiting_nbytes, waiting_nbytes
 
     def _look_at_inodes(self, found: os.statvfs_result, waiting_series: int) -> None:
@@ -171,7 +171,7 @@ class DiskBudget:
             # btrfs and other file systems create inodes as needed.
             self._inode_room = None
             return
-        share = self._kept_nbytes(found) / max(1, found.f_blocks * found.f_frsize)
+        share = self._reserved_nbytes(found) / max(1, found.f_blocks * found.f_frsize)
         kept = max(_MIN_KEPT_INODES, int(share * found.f_files)) if share else 0
         to_seal = self.unsealed() * _SEAL_INODES
         usable = found.f_favail - to_seal - waiting_series * _NEW_SERIES_INODES
@@ -183,7 +183,7 @@ class DiskBudget:
             f"there, or use a store on a file system with more inodes"
         )
 
-    def _kept_nbytes(self, found: os.statvfs_result) -> int:
+    def _reserved_nbytes(self, found: os.statvfs_result) -> int:
         return amount_nbytes(self.keep_free, found.f_blocks * found.f_frsize)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict
 
 from capd.cli.output import human_count, human_nbytes, table_lines
-from capd.drops import CHOSEN
+from capd.drops import BY_CHOICE
 
 if TYPE_CHECKING:
     from capd.store.catalog.rows import LedgerRow, SessionRow
@@ -61,7 +61,7 @@ def drops_of(sessions: Iterable[SessionRow]) -> list[Drop]:
             found[identity] = _together(found[identity], row) if identity in found else row
     drops = [_drop(row) for row in found.values()]
     drops += [Drop(reason=reason, count=count) for reason, count in keyless.items() if count > 0]
-    return sorted(drops, key=lambda drop: (drop.reason in CHOSEN, -drop.count, drop.reason, str(drop)))
+    return sorted(drops, key=lambda drop: (drop.reason in BY_CHOICE, -drop.count, drop.reason, str(drop)))
 
 
 def _together(a: LedgerRow, b: LedgerRow) -> LedgerRow:

@@ -14,7 +14,6 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 
 from capd.errors import ProtocolError
@@ -161,7 +160,7 @@ class Listener:
         try:
             self._admit(peer)
             fd = peer.receive_first()
-            greeted = self._greeted(peer)
+            greeted = partial(self._greeted, peer)
             if fd is None:
                 yield_to_training()
                 self._placed(peer)
@@ -201,12 +200,9 @@ class Listener:
                 "peer", f"{self._max_connections} connections are open, no more are taken", retry=True
             )
 
-    def _greeted(self, peer: Peer) -> Callable[[], None]:
-        def greeted() -> None:
-            with self._lock:
-                self._greeting.pop(peer, None)
-
-        return greeted
+    def _greeted(self, peer: Peer) -> None:
+        with self._lock:
+            self._greeting.pop(peer, None)
 
     def _placed(self, peer: Peer) -> None:
         with self._lock:

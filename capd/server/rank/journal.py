@@ -55,13 +55,6 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
-class _Cells:
-    at: int
-    used: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class FoundCells:
     """The cells that hold a descriptor.
 
@@ -91,10 +84,8 @@ class Journal:
         """
         cells, large, self._defined_nbytes = used
         self._layout, self._read = layout, read
-        self._cells = (
-            _Cells(layout.cells_at, cells, CELL_NBYTES),
-            _Cells(layout.large_at, large, LARGE_NBYTES),
-        )
+        # The place, the number and the size of the cells of each kind.
+        self._cells = (layout.cells_at, cells, CELL_NBYTES), (layout.large_at, large, LARGE_NBYTES)
 
     @classmethod
     def of(cls, words: memoryview, arena_nbytes: int, read: Callable[[int, int], bytes]) -> Journal | None:
@@ -120,18 +111,18 @@ class Journal:
     def find(self) -> FoundCells:
         """Search all cells that were ever used."""
         tables, keys = [np.empty((0, 3), dtype=np.int64)], set[int]()
-        for cells in self._cells:
-            per_block = _BLOCK_NBYTES // cells.nbytes
-            for first in range(0, cells.used, per_block):
-                count = min(per_block, cells.used - first)
-                at = cells.at + first * cells.nbytes
-                block = self._read(at, count * cells.nbytes)
+        for start, used, nbytes in self._cells:
+            per_block = _BLOCK_NBYTES // nbytes
+            for first in range(0, used, per_block):
+                count = min(per_block, used - first)
+                at = start + first * nbytes
+                block = self._read(at, count * nbytes)
                 words = np.frombuffer(block, dtype=np.uint64).reshape(count, -1)[:, -1]
                 rows = []
                 for index in np.flatnonzero(words).tolist():
-                    item = _decoded(block[index * cells.nbytes : (index + 1) * cells.nbytes])
+                    item = _decoded(block[index * nbytes : (index + 1) * nbytes])
                     if item is not None:
-                        rows.append((item.sequence, at + index * cells.nbytes, cells.nbytes))
+                        rows.append((item.sequence, at + index * nbytes, nbytes))
                         keys.add(item.key_id)
                 if rows:
                     tables.append(np.array(rows, dtype=np.int64))

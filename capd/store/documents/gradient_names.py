@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any, Protocol
+from typing import Any
+
+from capd_client.protocol.key import Key
 
 __all__ = ["answers"]
 
 
-class Named(Protocol):
-    """A key, or a row of a listing."""
-
-    @property
-    def tensor_name(self) -> str: ...
-
-    @property
-    def operation(self) -> str: ...
-
-
-def answers(row: Named, field: str, wanted: Container[Any]) -> bool:
+def answers(row: Key, field: str, wanted: Container[Any]) -> bool:
     """Return whether a field of `row` has one of the wanted values. "grad_output" also matches a backward's `input`."""
     if getattr(row, field) in wanted:
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TypeVar
@@ -16,9 +17,8 @@ from capd_client.protocol.key import Moment
 __all__ = ["SeriesRows"]
 
 _WINDOW = 1024
-# For full rows only. The heads of all records are kept.
+# For full rows. The heads of all records are kept.
 _KEPT_WINDOWS = 4
-T = TypeVar("T")
 H = TypeVar("H", bound=RecordHead)
 
 
@@ -28,7 +28,7 @@ class SeriesRows:
     def __init__(self, node: NodeView, row: SeriesRow, attempt: int | str = "all") -> None:
         self._node, self._row, self._attempt = node, row, attempt
         self._rows: Recent[int, dict[int, RecordRow]] = Recent(_KEPT_WINDOWS)
-        self._ids: dict[int, dict[int, RecordHead]] = {}
+        self._ids: Recent[int, dict[int, RecordHead]] = Recent(sys.maxsize)
 
     @cached_property
     def numbers(self) -> Sequence[int]:
@@ -67,24 +67,19 @@ class SeriesRows:
         return found
 
     def _row_of(self, number: int) -> RecordRow:
-        window = number // _WINDOW
-        held = self._rows.get(window)
-        if held is None:
-            held = self._window(window, self._node.rows)
-            self._rows.put(window, held)
-        return self._known(held, number)
+        return self._find(number, self._rows, self._node.rows)
 
     def _id_of(self, number: int) -> RecordHead:
+        return self._find(number, self._ids, self._node.ids)
+
+    def _find(
+        self, number: int, windows: Recent[int, dict[int, H]], fetch: Callable[[str, int, int], dict[int, H]]
+    ) -> H:
         window = number // _WINDOW
-        held = self._ids.get(window)
+        held = windows.get(window)
         if held is None:
-            held = self._ids[window] = self._window(window, self._node.ids)
-        return self._known(held, number)
-
-    def _window(self, window: int, fetch: Callable[[str, int, int], dict[int, T]]) -> dict[int, T]:
-        return fetch(self._row.header.path, window * _WINDOW, (window + 1) * _WINDOW)
-
-    def _known(self, held: dict[int, T], number: int) -> T:
+            held = fetch(self._row.header.path, window * _WINDOW, (window + 1) * _WINDOW)
+            windows.put(window, held)
         if number not in held:
             raise DamagedRecord(
                 f"{self._row.header.path}#{number}: neither the catalog nor the frames of {self._node.directory} "

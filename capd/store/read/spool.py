@@ -115,13 +115,13 @@ class Spool:
         Logs are read before shards. So a record that moves from log to shard is seen in at least one of them.
         """
         found: dict[str, SpooledSeries] = {}
-        self._logs = _all(
+        self._logs = _read_all(
             self.directory.glob(LOG_GLOB),
             self._logs,
             read_log,
             lambda fd, path, known: read_further_log(fd, log_number(path), known),
         )
-        self._shards = _all(
+        self._shards = _read_all(
             self.directory.glob(PARTIAL_GLOB),
             self._shards,
             scan_shard,
@@ -142,7 +142,7 @@ class Spool:
         return found
 
 
-def _all(
+def _read_all(
     paths: Iterable[Path],
     before: Mapping[str, _Read[S]],
     scan: Callable[[Path], S | None],
@@ -150,27 +150,14 @@ def _all(
 ) -> dict[str, _Read[S]]:
     found: dict[str, _Read[S]] = {}
     for path in sorted(paths):
-        with contextlib.suppress(FileNotFoundError):
-            now = _read(path, before.get(path.name), scan, further)
-            if now is not None:
-                found[path.name] = now
+        with contextlib.suppress(FileNotFoundError), opened(path) as fd:
+            size, known = os.fstat(fd).st_size, before.get(path.name)
+            if known is not None and known.still_holds(fd):
+                grew = size != known.size
+                found[path.name] = _Read.of(fd, size, further(fd, path, known.scanned)) if grew else known
+            elif (fresh := scan(path)) is not None:
+                found[path.name] = _Read.of(fd, size, fresh)
     return found
-
-
-def _read(
-    path: Path,
-    before: _Read[S] | None,
-    scan: Callable[[Path], S | None],
-    further: Callable[[int, Path, S], S],
-) -> _Read[S] | None:
-    with opened(path) as fd:
-        size = os.fstat(fd).st_size
-        if before is not None and before.still_holds(fd):
-            if size == before.size:
-                return before
-            return _Read.of(fd, size, further(fd, path, before.scanned))
-        fresh = scan(path)
-        return None if fresh is None else _Read.of(fd, size, fresh)
 
 
 def _tail(fd: int, end: int) -> bytes:

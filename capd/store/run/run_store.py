@@ -71,8 +71,8 @@ class RunStore:
         self._series = {series.header.path: series for series in found.series}
         self._pending = PendingRows(found)
         self.plan = Planner(options, found.series).plan
-        log = SmallLog(self._layout.spool, self._file_header, options.log_nbytes, self._files)
-        self._small = SmallRecords(log, self._files, room or Room())
+        self._log = SmallLog(self._layout.spool, self._file_header, options.log_nbytes, self._files)
+        self._small = SmallRecords(self._log, self._files, room or Room())
         # Series with a full chunk in the log, or a full shard.
         self._ripe: set[str] = set()
         self._adopt(found)
@@ -310,7 +310,7 @@ class RunStore:
         # First finish the seals that failed half-way.
         self._seal([series for series in self._series.values() if series.row.sealing])
         self._seal([series for series in self._series.values() if series.shard is not None or series.waiting])
-        self._small.rotate()
+        self._log.rotate()
         stuck = [series for series in self._series.values() if series.waiting]
         if stuck:
             waiting = sum(len(series.waiting) for series in stuck)
@@ -362,7 +362,7 @@ class RunStore:
             else:
                 self.sync()
                 self.flush_catalog()
-                self._small.rotate()
+                self._log.rotate()
         finally:
             self._small.forget()
             self._files.close()

@@ -170,10 +170,6 @@ class SmallRecords:
             return []
         return [s for s in all_series if s.waiting and log_of(s.waiting.first(1)[0]) == oldest]
 
-    def rotate(self) -> None:
-        """Finish the current log."""
-        self._log.rotate()
-
     def forget(self) -> None:
         """Drop all records from memory."""
         self._fresh.clear()

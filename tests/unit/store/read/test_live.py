@@ -229,7 +229,7 @@ def test_a_look_at_files_that_grow_shows_no_record_before_its_predecessors(
     spool = Path(".capd") / "node=n0" / "spool"
     later = {path.name: path.read_bytes() for path in (writer.run / spool).glob("*.partial")}
     writer.close()
-    real = spool_module._read
+    real = spool_module.opened
     order: list[str] = []
 
     def read(path: Path, *more: Any) -> Any:
@@ -239,7 +239,7 @@ def test_a_look_at_files_that_grow_shows_no_record_before_its_predecessors(
             path.write_bytes(later[path.name])
         return real(path, *more)
 
-    monkeypatch.setattr(spool_module, "_read", read)
+    monkeypatch.setattr(spool_module, "opened", read)
     store = capd.open(copy)
     [missed] = {sequence for sequence in range(5, 9) if sequence_is_in(later[order[0]], sequence)}
     assert iterations(store) == set(range(1, missed))

@@ -47,7 +47,7 @@ def put_shared(writer: Writer, *iterations: int) -> None:
 def _settle(store: RunStore) -> None:
     [series] = [series for series in store._series.values() if series.header.key == SHARED]
     store._settle(series)
-    store._small.rotate()
+    store._log.rotate()
     store.flush_catalog()
 
 

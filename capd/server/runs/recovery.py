@@ -11,12 +11,12 @@ from capd.errors import CapdError
 from capd.server.runs.registry import Registry
 from capd.server.runs.unsealed import spools
 
-__all__ = ["TakingUp"]
+__all__ = ["RunRecovery"]
 
 logger = logging.getLogger(__name__)
 
 
-class TakingUp(threading.Thread):
+class RunRecovery(threading.Thread):
     """The thread that recovers one run after the other. The clock seals each run unless its ranks come back."""
 
     def __init__(self, root: Path, node: str, registry: Registry) -> None:
