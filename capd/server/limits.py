@@ -85,9 +85,7 @@ class DiskBudget:
     def refusal(self, nbytes: int, *, new_series: int = 0) -> str | None:
         """Admit `nbytes` and return None, or return the text of the NACK. The text names the limit and the remedy.
 
-        Args:
-            nbytes: The bytes to write.
-            new_series: The number of series that these records open. Each takes inodes.
+        Each of the `new_series` that these records open takes inodes.
         """
         inodes = _NEW_SERIES_INODES * new_series
         with self._lock:

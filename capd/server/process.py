@@ -89,11 +89,7 @@ class RankProcess:
         self._handle: int | None = None
 
     def follow(self, handle: int | None) -> None:
-        """Follow the process of `handle` from now on.
-
-        Args:
-            handle: A pidfd, which this object now owns. None: the process is unknown.
-        """
+        """Follow the process of a pidfd, which this object now owns. None: the process is unknown."""
         before, self._handle = self._handle, handle
         if before is not None:
             with contextlib.suppress(OSError):

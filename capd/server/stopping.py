@@ -26,11 +26,7 @@ class StopRequests:
     """
 
     def __init__(self, force: Callable[[], None]) -> None:
-        """Prepare the pipe.
-
-        Args:
-            force: Called in the signal handler on a second Ctrl-C.
-        """
+        """Prepare the pipe. A second Ctrl-C calls `force` in the signal handler."""
         self._force = force
         self._interrupted_at: float | None = None
         self._before: dict[signal.Signals, Any] = {}

@@ -78,14 +78,9 @@ def serve_rank(
     greeted: Callable[[], None],
     admitted: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve a rank until its connection ends.
+    """Serve a rank until its connection ends, and close `fd`, the descriptor of its arena.
 
-    Args:
-        context: The objects that all connections share.
-        peer: The accepted connection.
-        fd: The descriptor of the rank's arena. It is closed here.
-        greeted: Called when HELLO is here.
-        admitted: Called when the rank is admitted to its run.
+    `greeted` is called when HELLO is here, `admitted` when the rank is admitted to its run.
 
     Raises:
         Refusal: The rank must be sent away. No sender runs yet, so the caller answers.

@@ -25,12 +25,7 @@ class ToolContext:
 
 
 def serve_tool(context: ToolContext, peer: Peer, greeted: Callable[[], None]) -> None:
-    """Answer a tool until the daemon shuts down.
-
-    Args:
-        context: The objects that all tools' connections share.
-        peer: The accepted connection.
-        greeted: Called after each message; the first call shows that the tool has spoken.
+    """Answer a tool until the daemon shuts down. `greeted` is called after each message.
 
     Raises:
         PeerGone: The tool closed the connection.

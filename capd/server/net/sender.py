@@ -106,13 +106,7 @@ class Sender:
     """The sending side of one connection."""
 
     def __init__(self, peer: Peer, loop: SendLoop, take: Callable[[], list[DaemonMessage]]) -> None:
-        """Bind a connection to the loop.
-
-        Args:
-            peer: The connection.
-            loop: The thread that sends.
-            take: Hands over the collected replies. The thread of `loop` calls it.
-        """
+        """Bind a connection to the loop, whose thread calls `take` for the collected replies."""
         self.peer = peer
         self._loop = loop
         self._take = take

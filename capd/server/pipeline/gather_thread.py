@@ -54,11 +54,8 @@ class GatherThread(threading.Thread):
     ) -> None:
         """Prepare the thread, which the caller starts.
 
-        Args:
-            directory: Returns the directory of a run's scratch files.
-            submit: Takes whole records, and captures that waited for them.
-            tickets: The tickets of the pipeline.
-            budget: The disk budget.
+        `directory` returns the directory of a run's scratch files. `submit` takes whole records, and captures that
+        waited for them.
         """
         super().__init__(name="capd-gather", daemon=True)
         self._directory, self._submit, self._tickets, self._budget = directory, submit, tickets, budget

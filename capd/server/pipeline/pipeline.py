@@ -60,16 +60,7 @@ class Pipeline:
         staging_nbytes: int,
         budget: DiskBudget,
     ) -> None:
-        """Start the threads.
-
-        Args:
-            root: The store root.
-            node: The name of this node.
-            options: The options of the run stores.
-            threads: The number of encode threads.
-            staging_nbytes: The limit on raw bytes between the arena and the disk.
-            budget: The disk budget.
-        """
+        """Start the threads. At most `staging_nbytes` of raw bytes are between the arena and the disk."""
         self._root, self._node, self._options, self._budget = root, node, options, budget
         self._runs: dict[str, RunStore] = {}
         self._open_lock = threading.Lock()

@@ -17,12 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def refusal_of(error: Exception, place: Path) -> Refusal:
-    """Return the reason and text of an error. An unexpected error is also logged.
-
-    Args:
-        error: The error that was caught.
-        place: The path whose file system was written to.
-    """
+    """Return the reason and text of an error on the file system of `place`. An unexpected error is also logged."""
     error = if_full(error, place)
     if isinstance(error, StoreFull):
         return DropReason.DISK_FULL, f"the full disk refuses a record: {error}"

@@ -83,9 +83,7 @@ def reconcile(
 def settled(row: SessionRow, committed: int) -> SessionRow:
     """Return the final counters of a rank that is gone, from a row that a killed daemon left with captures in work.
 
-    Args:
-        row: The row as the killed daemon left it.
-        committed: The records of this client in the store. Any other capture was not acknowledged and is lost.
+    Any capture that is not among the `committed` records of the client was not acknowledged and is lost.
     """
     page = PageCounters(row.offered, 0, {DropReason(reason): count for reason, count in row.dropped.items()})
     totals = reconcile(page, committed, {}, in_work=0)

@@ -46,11 +46,7 @@ class Arena:
     """A read-only mapping of a rank's sealed memfd."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        """Check and map a memfd.
-
-        Args:
-            fd: The descriptor of the memfd. The caller closes it.
-            nbytes: The announced size.
+        """Check and map a memfd of the announced size. The caller closes `fd`.
 
         Raises:
             ArenaError: `fd` is not a memfd of exactly `nbytes` in ordinary pages; a required seal is missing; or its

@@ -48,16 +48,9 @@ def define_problem(define: Define) -> str | None:
 def check_put(
     message: Put, keys: Mapping[int, Define], key_problems: Mapping[int, str], arena: Arena
 ) -> tuple[list[Checked], dict[int, bytes]]:
-    """Check a batch. It asks the kernel about pages, so it runs before the rank's lock is taken.
+    """Check a batch: return each descriptor with its definition and its error, and the rank's statistics rows.
 
-    Args:
-        message: The batch as received.
-        keys: The rank's definitions on this connection, by key id.
-        key_problems: The key ids that cannot be stored, and why.
-        arena: The sender's arena.
-
-    Returns:
-        Each descriptor with its definition and its error; and the rank's statistics rows, by sequence.
+    It asks the kernel about pages, so it runs before the rank's lock is taken. The rows are by sequence.
 
     Raises:
         ProtocolError: The sequences of the batch do not ascend.
@@ -93,10 +86,8 @@ def _unwritten(item: Descriptor, arena: Arena) -> str | None:
 def descriptor_problem(item: Descriptor, define: Define | None, arena_nbytes: int) -> str | None:
     """Return the error in `item`, as the NACK's text; None if every field is consistent.
 
-    Args:
-        item: The descriptor as decoded. The protocol's types have already checked the limits of its fields.
-        define: The definition of its key_id on this connection; None if there is none.
-        arena_nbytes: The size of the sender's arena in bytes, counter page included.
+    The protocol's types have already checked the limits of its fields. `define` is None if its key id was never
+    defined on this connection.
     """
     if define is None:
         return f"key id {item.key_id} was never defined on this connection"
@@ -154,10 +145,7 @@ def _order_problem(item: Descriptor, order: tuple[int, ...]) -> str | None:
 def believes_row(row: bytes, dtype: str, shape: tuple[int, ...]) -> bool:
     """Return whether a rank's statistics row contradicts neither the tensor nor itself.
 
-    Args:
-        row: ROW_NBYTES bytes. They are a copy, because the rank can still change its arena.
-        dtype: The tensor's dtype, which this daemon stores.
-        shape: The tensor's shape.
+    The row is a copy, because the rank can still change its arena. The dtype is one that this daemon stores.
     """
     values = np.frombuffer(row, dtype="<f8")
     elements = math.prod(shape) * (2 if dtype == "float4_e2m1fn_x2" else 1)

@@ -75,13 +75,7 @@ class Journal:
     def __init__(
         self, layout: JournalLayout, used: tuple[int, int, int], read: Callable[[int, int], bytes]
     ) -> None:
-        """Prepare the reading.
-
-        Args:
-            layout: Where the tables are in the arena.
-            used: How many cells, large cells and bytes of definitions were ever used.
-            read: Returns bytes of the arena for an offset and a size.
-        """
+        """Prepare the reading. `used`: how many cells, large cells and bytes of definitions were ever used."""
         cells, large, self._defined_nbytes = used
         self._layout, self._read = layout, read
         # The place, the number and the size of the cells of each kind.
@@ -91,10 +85,7 @@ class Journal:
     def of(cls, words: memoryview, arena_nbytes: int, read: Callable[[int, int], bytes]) -> Journal | None:
         """Return the journal that a counter page describes; None if the arena cannot hold it or it was never used.
 
-        Args:
-            words: The counter page as 64-bit words.
-            arena_nbytes: The size of the arena.
-            read: Returns bytes of the arena for an offset and a size.
+        `words` is the page as 64-bit words. `read` returns bytes of the arena for an offset and a size.
         """
         start, cells, large = words[JOURNAL_START], words[JOURNAL_CELLS], words[JOURNAL_LARGE]
         if not 0 < cells <= MAX_CELLS or not 0 < large <= MAX_LARGE:

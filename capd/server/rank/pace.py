@@ -42,12 +42,7 @@ class Pace:
         self._looks: deque[tuple[float, int]] = deque(maxlen=_LOOKS)
 
     def look(self, begun: int, now: float) -> None:
-        """Note the leading rank's progress.
-
-        Args:
-            begun: The iterations that it has begun, 0 before the first.
-            now: Monotonic seconds.
-        """
+        """Note the iterations that the leading rank has begun at `now` (monotonic seconds), 0 before the first."""
         if not begun:
             return
         if self._looks:

@@ -79,10 +79,7 @@ class RankSession:
     def connect(self, hello: Hello, arena: Arena, process: int | None) -> Reject | None:
         """Let a connection speak for the session, or return why not. An older connection is ended.
 
-        Args:
-            hello: The connection's HELLO.
-            arena: The rank's arena.
-            process: A pidfd, which the session owns on success. None: the process is unknown.
+        On success the session owns `process`, a pidfd. None: the process is unknown.
         """
         with self._intake, self._lock:
             reject = self.session.connect(hello)

@@ -56,13 +56,7 @@ class Session:
     """The state of one client uuid. Not thread-safe: the shell holds a lock around every call."""
 
     def __init__(self, client: bytes, run_id: str, committed: Iterable[tuple[int, int]] = ()) -> None:
-        """Start without a connection.
-
-        Args:
-            client: The client's uuid.
-            run_id: The run of its records.
-            committed: The sequence ranges of the client that are already in the store.
-        """
+        """Start without a connection. `committed`: the client's sequence ranges that are already in the store."""
         self.client = client
         self.run_id = run_id
         self.phase = Phase.ORPHANED
@@ -126,13 +120,9 @@ class Session:
     # Messages of the rank
 
     def define(self, message: Define, frame_nbytes: int) -> None:
-        """Store a key's definition. A key whose records cannot be stored is kept, too.
+        """Store a key's definition, whose frame counts towards MAX_DEFINE_NBYTES.
 
-        Its records are then refused, and counted under its name.
-
-        Args:
-            message: The definition.
-            frame_nbytes: The length of its frame, which counts towards MAX_DEFINE_NBYTES.
+        A key whose records cannot be stored is kept, too. Its records are then refused, and counted under its name.
 
         Raises:
             ProtocolError: The key id was defined differently before, or MAX_DEFINE_NBYTES is exceeded.

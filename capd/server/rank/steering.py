@@ -44,13 +44,10 @@ class RunSteering:
         from_iteration: int | None,
         begun: Iterable[int],
     ) -> Steer:
-        """Make this the wanted state.
+        """Make this the wanted state. `begun`: the iterations that each rank has begun.
 
-        Args:
-            capturing: Whether the ranks capture at all.
-            selection: The selection to follow; None: the job's own.
-            from_iteration: The iteration from which the order holds; None: the next that the ranks can begin together.
-            begun: The iterations that each rank has begun.
+        Without a `selection`, ranks follow the job's own. Without `from_iteration`, the order holds from the next
+        iteration that the ranks can begin together.
         """
         with self._lock:
             if from_iteration is None:

@@ -23,11 +23,9 @@ class WrittenPages:
     """The written ranges of one memfd, as the kernel reports them."""
 
     def __init__(self, fd: int, *, lasting: bool) -> None:
-        """Open the memfd a second time, because its file offset is shared with the rank.
+        """Open the memfd a second time, because its file offset is shared with the rank. The caller closes `fd`.
 
-        Args:
-            fd: The descriptor of the memfd. The caller closes it.
-            lasting: Whether written bytes can never become a hole again.
+        If the pages are `lasting`, written bytes can never become a hole again.
 
         Raises:
             ArenaError: The memfd cannot be opened.

@@ -47,11 +47,9 @@ class Controller:
     shutdown: Callable[[], None]
 
     def control(self, message: Control, wait: Callable[[float], bool]) -> ControlReply:
-        """Carry out `message` and return the reply.
+        """Carry out the order of a tool and return the reply.
 
-        Args:
-            message: The order of the tool.
-            wait: Waits for some seconds. Returns True if nobody waits for the reply any more.
+        `wait` waits for some seconds. It returns True if nobody waits for the reply any more.
         """
         reply = self._control(message, wait)
         # Many runs, or a long text of a rank.

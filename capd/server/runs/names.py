@@ -58,11 +58,9 @@ class RunNames:
         self.assigned = previous.assigned_run
 
     def resolve(self, wanted: str | None, is_active: Callable[[str], bool]) -> str:
-        """Return the run of a rank. Raises ConfigError if its name is not allowed.
+        """Return the run of a rank that gives the name `wanted`. Raises ConfigError if its name is not allowed.
 
-        Args:
-            wanted: The name that the rank gives.
-            is_active: Tells whether a run has ranks.
+        `is_active` tells whether a run has ranks.
         """
         if wanted is not None:
             return check_run_id(wanted)

@@ -68,13 +68,8 @@ class Registry:
     def admit(self, hello: Hello, fd: int, process: int | None) -> RankSession:
         """Admit a rank: open its run, check its arena, and end older connections of it.
 
-        Args:
-            hello: The rank's HELLO.
-            fd: The descriptor of its arena. The caller closes it.
-            process: A pidfd, which the session owns on return. None: the process is unknown.
-
-        Returns:
-            The session of the rank.
+        The caller closes `fd`, the descriptor of the arena. On return the session owns `process`, a pidfd. None: the
+        process is unknown.
 
         Raises:
             Refusal: The rank may not join, or not now.

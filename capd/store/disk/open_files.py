@@ -42,12 +42,7 @@ class OpenFiles:
     """The open files of one spool, at most `limit` of them. The least recently used one is closed first."""
 
     def __init__(self, limit: int, *, durable: bool) -> None:
-        """Start without open files.
-
-        Args:
-            limit: The largest number of open files, at least 1.
-            durable: Whether to note the writes since the last `sync`.
-        """
+        """Start without open files. Only a durable store notes the writes since the last `sync`."""
         self._limit, self.durable = max(1, limit), durable
         self._open: OrderedDict[Path, int] = OrderedDict()
         # Path → (end of the durable bytes, end of the written bytes).
@@ -175,10 +170,7 @@ class OpenFiles:
 def rewrite(ends: Mapping[Path, int], files: OpenFiles, root: Path) -> None:
     """Copy the frames of journals to new files, durably, and give these the names of the journals.
 
-    Args:
-        ends: Path → the number of bytes to copy.
-        files: The open files of the spool.
-        root: A directory of the same file system.
+    `ends` holds the number of bytes to copy. `root` is a directory of the same file system.
 
     Raises:
         LostWrites: A frame does not match its checksum any more.

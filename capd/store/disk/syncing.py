@@ -29,13 +29,7 @@ class Syncing:
     """
 
     def __init__(self, layout: Layout, files: OpenFiles, open_shards: Callable[[], Iterable[Path]]) -> None:
-        """Start without failures.
-
-        Args:
-            layout: The run's directories and documents.
-            files: The run's open files.
-            open_shards: Returns the paths of the run's unsealed shards.
-        """
+        """Start without failures. `open_shards` returns the paths of the run's unsealed shards."""
         self.failed = ""
         self._layout, self._files, self._open_shards = layout, files, open_shards
 

@@ -123,11 +123,9 @@ def _array_template(codec: str, dtype: str, geometry: Geometry) -> tuple[str, st
 
 
 def array_differences(found: dict[str, Any], expected: dict[str, Any]) -> Iterator[str]:
-    """Yield the differences between an array's document and the expected one, apart from shape and attributes.
+    """Yield the differences between an array's document and the one that the writer would write.
 
-    Args:
-        found: The document in the run.
-        expected: The document that the writer would write.
+    Shape and attributes may differ.
     """
     for name in expected.keys() - {"shape", *_MAY_BE_ABSENT}:
         # 0, 0.0 and false are the same fill value.

@@ -58,14 +58,10 @@ def _preset(preset: str, dtype: str) -> str:
 
 
 def choose(sample: NDArray[np.generic], dtype: str) -> str:
-    """Return the cheapest codec whose result on `sample` is nearly the smallest.
+    """Return the cheapest codec whose result on a sample of stored bits is nearly the smallest.
 
     The difference to the smallest result is at most 2 % of the raw size. The choice is deterministic: sizes decide, not
     times. A sample that is empty or nearly vanishes gets the dtype's default.
-
-    Args:
-        sample: Stored bits of at most about 512 KiB.
-        dtype: The series' dtype name.
     """
     default = _preset("default", dtype)
     # From cheap to expensive.

@@ -134,10 +134,9 @@ def parse_codec(codec: str) -> Any:
 
 
 def codec_of(zarr_codecs: Sequence[Any]) -> str:
-    """The explicit name of the compressor in an array's metadata. Raises ValueError or KeyError if there is none.
+    """Return the explicit name of the compressor in an array's metadata. Raises ValueError or KeyError without one.
 
-    Args:
-        zarr_codecs: The inner codecs as JSON values: `bytes`, the compressor if there is one, `crc32c`.
+    The inner codecs are JSON values: `bytes`, the compressor if there is one, `crc32c`.
     """
     _, *compressors, _ = zarr_codecs
     if not compressors:

@@ -29,12 +29,7 @@ ColumnRow = tuple[Any, ...]
 
 
 def first_needed(count: int, in_table: int) -> int:
-    """Return the first record whose row is needed to publish `count` records.
-
-    Args:
-        count: The number of records to publish.
-        in_table: The number of rows that the `moments` array already has.
-    """
+    """Return the first record whose row is needed to publish `count` records, if the `moments` array has `in_table`."""
     return in_table // TABLE_ROWS * TABLE_ROWS if count > MAX_INLINE else 0
 
 

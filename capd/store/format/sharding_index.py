@@ -27,12 +27,7 @@ def index_nbytes(slots: int) -> int:
 
 
 def index_bytes(index: Mapping[int, tuple[int, int]], slots: int) -> bytes:
-    """Return the encoded index of these chunks.
-
-    Args:
-        index: Entry → (offset, bytes).
-        slots: The number of entries. Entries that `index` lacks are empty.
-    """
+    """Return the encoded index of chunks (entry → offset, bytes). The entries that `index` lacks are empty."""
     entries = np.full((slots, 2), EMPTY, dtype="<u8")
     for slot, place in index.items():
         entries[slot] = place

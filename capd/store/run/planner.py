@@ -42,17 +42,10 @@ class Planner:
         shape: tuple[int, ...],
         data: memoryview | bytes,
     ) -> Plan:
-        """Return the plan for a record. The same key, dtype and shape always get the same plan.
+        """Return the plan of a series that the record fits. If it fits none, it is the plan of a new series.
 
-        Args:
-            key: The key of the record.
-            dtype: The name of its stored dtype.
-            attributes: The attributes of a new series.
-            shape: The true shape of the tensor.
-            data: The raw bytes of the record. They decide the codec of a new series.
-
-        Returns:
-            The plan of a series that the record fits. If it fits none, the plan of a new series.
+        The same key, dtype and shape always get the same plan. `shape` is the true shape of the tensor. The raw bytes
+        `data` decide the codec of a new series.
         """
         stored = stored_shape(dtype, shape)
         with self._lock:

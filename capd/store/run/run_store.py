@@ -47,14 +47,7 @@ class RunStore:
     def __init__(
         self, root: Path, run_id: str, node: str, options: StoreOptions, room: Room | None = None
     ) -> None:
-        """Create the run, or open and recover it.
-
-        Args:
-            root: The store root.
-            run_id: The name of the run.
-            node: The name of the node.
-            options: The options of the store.
-            room: The memory for small records on their way to a shard. None: the store gets its own.
+        """Create the run, or open and recover it. Without `room`, the store gets its own.
 
         Raises:
             NotAStore: The directory is not a run, or its format is newer.
