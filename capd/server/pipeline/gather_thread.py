@@ -66,7 +66,8 @@ class GatherThread(threading.Thread):
         self._lanes: OrderedDict[bytes, deque[Task | _Forget]] = OrderedDict()
         # Clients with whole records that are not committed → the number of these records.
         self._whole: dict[bytes, int] = {}
-        self._held_files, self._held_nbytes = 0, 0
+        # These, and the files of whole records that are not committed.
+        self._open: set[Scratch] = set()
         self._stopping = False
 
     # -- called by other threads
@@ -86,7 +87,7 @@ class GatherThread(threading.Thread):
     @property
     def held_nbytes(self) -> int:
         """The bytes of the scratch files. The records made from them will take as many again."""
-        return self._held_nbytes
+        return sum(file.nbytes for file in list(self._open))
 
     def stop(self, timeout_s: float) -> None:
         """Finish the tasks that can go on, and end the thread. Waits at most `timeout_s`."""
@@ -174,14 +175,14 @@ class GatherThread(threading.Thread):
         return None
 
     def _begin(self, key: _Key, run_id: str, nbytes: int) -> Refusal | None:
-        if self._held_files >= MAX_SCRATCH_FILES:
+        if len(self._open) >= MAX_SCRATCH_FILES:
             return DropReason.STORE_ERROR, f"{MAX_SCRATCH_FILES} records in parts are already being gathered"
         # Twice: the scratch file, and the record in the store.
         refusal = self._budget.refusal(2 * nbytes)
         if refusal is not None:
             return DropReason.DISK_FULL, refusal
-        self._files[key] = Scratch(self._directory(run_id), nbytes)
-        self._hold(1, nbytes)
+        file = self._files[key] = Scratch(self._directory(run_id), nbytes)
+        self._open.add(file)
         return None
 
     def _hand_on(self, key: _Key, task: Task) -> None:
@@ -207,18 +208,13 @@ class GatherThread(threading.Thread):
             if not self._whole[client]:
                 del self._whole[client]
             self._changed.notify_all()
-        self._hold(-1, -file.nbytes)
+        self._open.discard(file)
 
     def _discard(self, key: _Key) -> None:
         file = self._files.pop(key, None)
         if file is not None:
             file.close()
-            self._hold(-1, -file.nbytes)
-
-    def _hold(self, files: int, nbytes: int) -> None:
-        with self._changed:
-            self._held_files += files
-            self._held_nbytes += nbytes
+            self._open.discard(file)
 
 
 class _LastPart:

@@ -32,7 +32,7 @@ SEAL_TIMEOUT_S = 600.0
 _LOOK_S = 0.02
 _MAX_LOOK_S = 1.0
 _NAMED_RANKS = 16
-_STANDS = "; the order remains, see `capd ctl status`"
+_REMAINS = "; the order remains, see `capd ctl status`"
 
 
 Missing = Callable[[], list[RankSession]]
@@ -136,7 +136,7 @@ def _steer(run: Run, message: Control, until_done: Wait) -> ControlReply:
     if wanted is not None and wanted.id != steer.id:
         return _reply("failed", "a later order has taken the place of this one", run)
     if late:
-        return _reply("failed", _unanswered(late, f"iteration {steer.from_iteration}") + _STANDS, run)
+        return _reply("failed", _unanswered(late, f"iteration {steer.from_iteration}") + _REMAINS, run)
     return _outcome(run, steer)
 
 
